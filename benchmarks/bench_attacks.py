@@ -320,8 +320,9 @@ def attack(served: Served, name: str, felt: Felt) -> None:
             CONNECTIONS[name](port)
         else:
             path, body = ATTACKS[name]()
-            with contextlib.suppress(urllib.error.HTTPError):  # a refusal, which is what most deserve
-                served.post(path, body)
+            # Most deserve a refusal. A reply may be a stream: its bytes are read, whatever they are.
+            with contextlib.suppress(urllib.error.HTTPError), served.open(path, body) as reply:
+                reply.read()
         felt.seconds.append(time.perf_counter() - start)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from precision import extracted, figures, in_float64, lines, log_softmax
+from precision import RANGE, extracted, figures, in_float64, lines, log_softmax
 
 
 def test_each_way_of_the_rest_gives_the_chosen_tokens_log_probabilities() -> None:
@@ -15,8 +15,11 @@ def test_each_way_of_the_rest_gives_the_chosen_tokens_log_probabilities() -> Non
 
 
 def test_differences_add_up_and_are_told_a_token() -> None:
-    found = figures(np.array([1e-6, 3e-6, -1e-6, 1e-6]))
+    found = figures(np.array([1e-6, 3e-6, -1e-6, 1e-6]), np.array([1, 2, RANGE, RANGE + 1]))
     assert found["sum"] == pytest.approx(4e-6)
     assert (found["mean"], found["worst"]) == pytest.approx((1e-6, 3e-6))
+    assert found["worst_by_position"] == pytest.approx([3e-6, 1e-6])
     measured = {"num_scored": 4, "logprob": -12.0, "differences": {"ours": found}}
-    assert "+4.0e-06  +1.0e-06    1.4e-06   3.0e-06" in [*lines(measured)][-1]
+    table, _, by_position = "\n".join(lines(measured)).partition("\n\n")
+    assert "+4.0e-06  +1.0e-06    1.4e-06   3.0e-06" in table
+    assert by_position.endswith("3.0e-06  1.0e-06")

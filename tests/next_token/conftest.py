@@ -36,18 +36,17 @@ VLLM_OPTIONS: dict[str, Any] = {
 
 
 class PlainRows:
-    """Row of a prefix by one forward pass over it alone, normalised in float64."""
+    """Row of a prefix by one forward pass over it alone, in float64."""
 
     def __init__(self, folder: Path | str) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype="float64").eval()
 
     def __call__(self, token_ids: Sequence[int]) -> Any:
-
         with torch.inference_mode():
             logits = self.model(torch.tensor([list(token_ids)])).logits[0, -1]
-        return torch.log_softmax(logits.double(), -1).numpy()
+        return torch.log_softmax(logits, -1).numpy()
 
 
 plain_rows = functools.cache(PlainRows)

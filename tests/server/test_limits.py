@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -127,6 +128,23 @@ def test_a_queue_that_is_full_and_a_wait_that_is_over_are_429() -> None:
         limits.admit(cost(8), "hog").release()
 
     run_full(work, max_waiting=1, wait_timeout_s=0.1)
+
+
+def test_what_waits_on_a_closed_event_loop_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(limits: Limits, hog: Any) -> None:
+        (waiting,) = await begun(limits.wait(cost(8), "hog"))
+        with monkeypatch.context() as closed:
+            no_loop = RuntimeError("Event loop is closed")
+            closed.setattr(asyncio.get_running_loop(), "call_soon_threadsafe", Mock(side_effect=no_loop))
+            hog.release()
+        assert limits.in_use()["requests"] == 0
+        limits.admit(cost(8), "hog").release()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert limits.in_use()["requests"] == 0
+
+    run_full(work)
 
 
 @pytest.mark.parametrize("is_admitted", [False, True])

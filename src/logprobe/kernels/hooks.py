@@ -98,7 +98,7 @@ INTERNALS = (
         owner="uvicorn.protocols.http.httptools_impl:HttpToolsProtocol",
         names=(
             *("_unsupported_upgrade_warning", "send_400_response", "cycle", "timeout_keep_alive_task"),
-            *("parser", "pipeline", "url"),
+            *("_start_asgi_task", "parser", "pipeline", "url"),
         ),
         used_in=("server/http/protocol.py",),
         purpose="closes slow connections, and counts those that send no request",

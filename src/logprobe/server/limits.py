@@ -280,9 +280,9 @@ class Ticket:
 
     def release(self) -> None:
         """Give it back; a second call does nothing."""
-        if self._cost is not None:
-            self._limits.subtract(self._cost, self._caller)
-            self._cost = None
+        cost, self._cost = self._cost, None
+        if cost is not None:
+            self._limits.subtract(cost, self._caller)
 
 
 class _Waiter:
@@ -294,10 +294,15 @@ class _Waiter:
         self._loop = asyncio.get_running_loop()
         self._admitted = self._loop.create_future()
 
-    def admit(self, ticket: Ticket) -> None:
-        """Give it a ticket, from any thread."""
+    def admit(self, ticket: Ticket) -> bool:
+        """Give it a ticket, from any thread; False if its event loop is closed, and it needs none."""
         self.ticket = ticket
-        self._loop.call_soon_threadsafe(self._wake)
+        try:
+            self._loop.call_soon_threadsafe(self._wake)
+        except RuntimeError:
+            self.ticket = None
+            return False
+        return True
 
     async def admission(self) -> Ticket:
         """Wait for the ticket."""
@@ -354,7 +359,9 @@ class Limits:
         with self._lock:
             num_waiting = len(self._queues.get(caller, ()))
             if num_waiting >= self._max_waiting:
-                raise server_full(f"{num_waiting} requests of this client wait, at most {self._max_waiting}")
+                raise server_full(
+                    f"{num_waiting} requests of this client wait for room already (max_waiting)"
+                )
             self._queues.setdefault(caller, deque()).append(waiter)
             self._admit_waiters()  # there may be room since `admit` looked
         try:
@@ -396,20 +403,21 @@ class Limits:
             waiter = self._queues[caller][0]
             if self._full(waiter.cost, caller) is not None:
                 continue
-            self._add(waiter.cost, caller, 1)
-            waiter.admit(Ticket(self, waiter.cost, caller))
             queue = self._queues.pop(caller)
             queue.popleft()
             if queue:
                 self._queues[caller] = queue
                 callers.append(caller)
+            if waiter.admit(Ticket(self, waiter.cost, caller)):
+                self._add(waiter.cost, caller, 1)
 
     def _leave(self, waiter: _Waiter, caller: str) -> None:
         """Take a request out of its queue, or give back the ticket that came too late."""
         with self._lock:
-            if (ticket := waiter.ticket) is None:
-                self._queues[caller].remove(waiter)
-                if not self._queues[caller]:
+            queue = self._queues.get(caller, deque())
+            if (ticket := waiter.ticket) is None and waiter in queue:
+                queue.remove(waiter)
+                if not queue:
                     del self._queues[caller]
                 self._admit_waiters()  # the next one may need less
         if ticket is not None:

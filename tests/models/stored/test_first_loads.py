@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ import torch
 from limited_command import limited_command
 from logprobe.kernels.layers.forms import PanelWeights, pack_floats
 from logprobe.models.stored.panels import PANELS
-from logprobe.models.stored.store import LoadStore
+from logprobe.models.stored.store import MOST_RECORDS, LoadStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -102,6 +103,28 @@ def test_panels_that_another_process_wrote_meanwhile_are_used(
     assert set(second.write_panels(parts, packed)) == {"a", "b"}
     assert set(first.write_panels(parts, packed)) == {"a", "b"}
     assert starts == [0, 0], "damaged ones are written again"
+
+
+def test_as_many_records_are_kept_as_there_may_be(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Locks, and what another process is writing, are no records."""
+    monkeypatch.setenv("LOGPROBE_HOME", str(tmp_path))
+    load(tiny_model_folder, tmp_path, 1)
+    [record, *others] = (tmp_path / "loads").glob("[!.]*")
+    for number in range(MOST_RECORDS):
+        older = record.with_name(f"{record.name[:-4]}{number:04d}")
+        shutil.copytree(record, older)
+        os.utime(older, (number, number))
+        older.with_name(f".{older.name}.lock").touch()
+    partial = record.with_name(f".{record.name[:-4]}9999.partial")
+    partial.mkdir()
+    shutil.rmtree(record)
+    load(tiny_model_folder, tmp_path, 1)
+    kept = {one.name for one in (tmp_path / "loads").glob("[!.]*")}
+    assert len(kept) == MOST_RECORDS
+    assert {record.name, *(one.name for one in others)} <= kept
+    assert partial.is_dir()
 
 
 # Of the tiny model the tokenizer takes 4 kB, the record 8, the panels 460.

@@ -277,6 +277,28 @@ def test_a_finished_run_says_so_and_is_written_anew_by_force(
     assert kept.read_text() == "mine"
 
 
+def test_a_run_that_has_just_ended_is_not_written_over(
+    tiny_llm: LLM, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other run's parts are there when this one begins, and gone before it has locked them."""
+    settings = DistilSettings(top=4)
+    distil(tiny_llm, texts, tmp_path / "out", settings=settings)
+    written = rows_of(tmp_path / "out")
+    parts = tmp_path / "out" / f"{runs.JOURNAL}.parts"
+
+    def ended(*arguments: Any, **asked: Any) -> Any:
+        parts.rmdir()
+        return Journal(*arguments, **asked)
+
+    monkeypatch.setattr(runs, "Journal", ended)
+    for asked in ({}, {"resume": True}):
+        parts.mkdir(0o700)
+        with pytest.raises(InputError, match="exists" if not asked else "another top"):
+            distil(tiny_llm, texts, tmp_path / "out", settings=DistilSettings(top=5), **asked)
+    assert rows_of(tmp_path / "out") == written
+    assert not parts.exists()
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"settings": {}}', '{"settings": [], "summary": {}}'])
 def test_a_folder_of_another_program_is_not_resumed(
     tiny_llm: LLM, texts: Path, tmp_path: Path, text: str

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from logprobe.transport.messages import Admitted
 
+UP, SILENT, DOWN = range(3)  # engines that answer, that do not, and that take no requests
 BLOCK: Final = 16  # tokens; prefixes are known by whole blocks
 MOST_BLOCKS: Final = 1 << 14  # of each engine
 
@@ -23,17 +24,17 @@ class Router:
         self._chosen_at = [0] * num_engines
         self._count = 0
 
-    def choose(self, admitted: Admitted, queued: Sequence[int], is_up: Sequence[bool]) -> int:
+    def choose(self, admitted: Admitted, queued: Sequence[int], ranks: Sequence[int]) -> int:
         """The engine with the fewest tokens to run before this request has run its prompt.
 
         `queued` holds each engine's tokens still to run. Of equals the one goes first that was chosen longest
-        ago; one that is down is chosen where all are.
+        ago. `ranks` are UP, SILENT or DOWN: one of a higher rank is chosen where there is no other.
         """
         blocks = list(_blocks(admitted))
         num_prompt = len(admitted.request.prompt_token_ids)
         costs = [
-            (not up, tokens + num_prompt - BLOCK * _num_known(known, blocks), at)
-            for up, tokens, known, at in zip(is_up, queued, self._known, self._chosen_at, strict=True)
+            (rank, tokens + num_prompt - BLOCK * _num_known(known, blocks), at)
+            for rank, tokens, known, at in zip(ranks, queued, self._known, self._chosen_at, strict=True)
         ]
         chosen = costs.index(min(costs))
         self._count += 1

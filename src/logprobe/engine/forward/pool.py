@@ -37,9 +37,8 @@ BASE_BYTES: Final = 500_000_000  # of the libraries, a step's scratch and the le
 M_TRIM_THRESHOLD: Final = -1  # of mallopt
 M_MMAP_THRESHOLD: Final = -3
 MAX_MMAP_THRESHOLD: Final = 32 << 20  # to which glibc raises it; the other one to twice as much
-TRIMMING_BYTES: Final = (
-    96 << 10
-)  # for which `free` looks at the arena's end, and which no mapping is made for
+TRIMMING_BYTES: Final = 96 << 10
+"""For which `free` looks at the end of its arena, and for which malloc makes no mapping."""
 _thresholds_lock: Final = threading.Lock()
 _MEMINFO: Final = Path("/proc/meminfo")
 _STATM: Final = Path("/proc/self/statm")
@@ -177,11 +176,12 @@ def return_freed_of_thread() -> None:
 
     `malloc_trim` trims the end of the main arena only. Of another arena, `free` trims it beyond a threshold,
     which glibc raises up to 64 MB: set it to 0 for one call of `free`. Setting it fixes both thresholds that
-    glibc else adapts, so they are left where it raises them to.
+    glibc else adapts, so they are left where it raises them to, unless the environment sets them.
     """
     return_freed()
     libc = ctypes.CDLL(None)
-    if sys.platform != "linux" or not hasattr(libc, "malloc_trim"):
+    is_set = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
+    if is_set or sys.platform != "linux" or not hasattr(libc, "malloc_trim"):
         return
     libc.malloc.argtypes, libc.malloc.restype = (ctypes.c_size_t,), ctypes.c_void_p
     libc.free.argtypes = (ctypes.c_void_p,)

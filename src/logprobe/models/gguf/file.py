@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 CHUNK_NUMBERS: Final = 1 << 19  # that are dequantised together: what is made on the way stays in a cache
 ROPE_FACTORS: Final = "rope_freqs.weight"  # of frequencies: no weight of the model's
+NO_TOKEN: Final = (-1, 2**32 - 1)  # as tools write the id of a special token that a model lacks
 FLOATS: Final = ("F64", "F32", "F16", "BF16")
 _MISSING: Final = object()
 
@@ -61,11 +62,15 @@ class GgufFile:
     def token_id(self, name: str) -> int | None:
         """Return the id of a special token, such as `bos`; None if the file has none.
 
+        Tools write -1 or 2**32 - 1 where a model has no padding or unknown token, which change no score.
+
         Raises:
             UnsupportedModelError: it is no id of the file's vocabulary.
         """
         key = f"tokenizer.ggml.{name}_token_id"
         found, size = self.value(key, None), len(self.value("tokenizer.ggml.tokens"))
+        if found in NO_TOKEN and name in ("padding", "unknown"):
+            return None
         if found is not None and (type(found) is not int or not 0 <= found < size):
             raise UnsupportedModelError(
                 f"{self.path.name}: {key} is {found!r:.80}; the vocabulary has {size} tokens"

@@ -117,7 +117,8 @@ class LoadStore:
 
     def _write(self, folder: Path, write: Callable[[Path], None]) -> None:
         """Make an entry anew."""
-        stored = [one for one in folder.parent.glob(f"*-{self._source}-*") if one != folder]
+        names = (one for one in folder.parent.glob(f"*-{self._source}-*") if one != folder)
+        stored = [one for one in names if not one.name.startswith(".")]  # no locks, and nothing half written
         for older in sorted(stored, key=_modified_s)[: 1 - MOST_RECORDS]:
             shutil.rmtree(older, ignore_errors=True)
         with new_entry(folder, is_damaged=lambda: True) as partial:

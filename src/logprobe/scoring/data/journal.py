@@ -81,6 +81,7 @@ class Journal:
             raise InputError(f"{path}: must end in {' or '.join(SUFFIXES)}")
         self._settings: dict[str, Any] = {}
         self._lock = FileLock(self._parts / LOCK_FILE)
+        self.is_new = False  # there were no parts of an earlier run
         self.num_done = 0
         try:
             with naming(self.path):
@@ -123,6 +124,7 @@ class Journal:
             self._parts.parent.mkdir(parents=True, exist_ok=True)
             self._parts.mkdir(FOLDER_MODE, exist_ok=True)
             self._acquire()
+            self.is_new = True
         shutil.rmtree(self._done, ignore_errors=True)
         self._note(settings)
 

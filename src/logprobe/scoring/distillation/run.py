@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from logprobe.errors import InputError, require
-from logprobe.scoring.data.journal import FORCE, Journal, naming, parts_folder, write_durably
+from logprobe.scoring.data.journal import FORCE, Journal, naming, write_durably
 from logprobe.scoring.data.rows import BadRow, source_of_numbers
 from logprobe.scoring.data.sources import STDIN, find_sources, read_rows
 from logprobe.scoring.distillation.formats import COMPRESSION_FILE, compression_config, schema_of, table_of
@@ -112,13 +112,15 @@ class DistilRun:
         folder = Path(path)
         if resume and any(source.name == STDIN for source in self._sources):
             raise InputError("standard input: cannot be read again; save it to a file to resume from it")
-        is_new = not parts_folder(folder / JOURNAL).exists()
-        if is_new and not force and (finished := self._finished(folder, resume=resume)) is not None:
-            self.was_finished = True
-            return finished
         has_turns = self._settings.messages_column is not None
         schema = schema_of(self._kind, self._vocabulary_size, has_turns=has_turns)
         with Journal(folder / JOURNAL, schema, self._identity(), resume=resume, force=force) as journal:
+            # Under the journal's lock: another run may have ended a moment ago.
+            is_new = journal.is_new and not force
+            if is_new and (finished := self._finished(folder, resume=resume)) is not None:
+                journal.remove_parts()
+                self.was_finished = True
+                return finished
             self._write(journal)
             outline = _Outline(self._top)
             for table in journal.groups(

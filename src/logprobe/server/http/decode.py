@@ -77,7 +77,7 @@ async def read(
             num_bytes = len(data) if is_bounded(body) and service.renders_quickly(body) else None
             return await service.workers.read(partial(prepare, body, service), num_bytes, service.caller)
         except NoRoomError as error:
-            if service.has_waited:
+            if service.has_waited or not service.settings.max_waiting:
                 raise
             drop_tracebacks(error)
             cost, body = error.cost, None

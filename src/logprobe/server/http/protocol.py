@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from prometheus_client import Counter
+    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
     from logprobe.server.settings import ServerSettings
 
@@ -51,6 +52,7 @@ HALF_CLOSED: Final = _reply(
     "the client closed its half of the connection before the reply, as one does that leaves; keep it open",
     "connection_half_closed",
 )
+NO_REQUEST: Final = _reply("400 Bad Request", "the bytes are no HTTP request", "invalid_http")
 HEADER_TOO_LARGE: Final = _reply(
     "431 Request Header Fields Too Large",
     f"the header is larger than {MAX_HEADER_BYTES} bytes; send less",
@@ -104,6 +106,8 @@ class TimedProtocol(HttpToolsProtocol):
         self._num_bytes = 0  # that are no body, since a header or a chunk last began
         self._data = b""  # given to the parser last
         self._fault = b""  # the reply to a header that is refused
+        self._running: RequestResponseCycle | None = None  # the request whose reply is next
+        self._is_ending = False  # after the replies that are owed: nothing more is read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         """Expect a header."""
@@ -139,7 +143,8 @@ class TimedProtocol(HttpToolsProtocol):
         """Return the reply to a faulty header that the parser accepts; empty if it is valid (RFC 9112)."""
         tally = Tally(name for name, _ in self.headers)
         codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
-        if sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEADER_BYTES:
+        num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if num_bytes > MAX_HEADER_BYTES:
             return HEADER_TOO_LARGE
         if repeated := [name for name in SINGLE if tally[name] > 1]:
             return _bad_header(f"{repeated[0].decode()} occurs more than once; send it once")
@@ -161,6 +166,7 @@ class TimedProtocol(HttpToolsProtocol):
             rest = self.url.partition(b"://")[2]
             authority = re.split(rb"[/?#]", rest, maxsplit=1)[0]
             self.headers[:] = [pair for pair in self.headers if pair[0] != b"host"] + [(b"host", authority)]
+            self.url = b"/" + rest[len(authority) :].removeprefix(b"/")
 
     def on_chunk_header(self) -> None:
         """Let each chunk of a body have its own frame."""
@@ -179,33 +185,46 @@ class TimedProtocol(HttpToolsProtocol):
             self._expect_header()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes in, and close where too many of them are neither body nor the end of a header."""
+        """Take bytes in, and end where too many of them are neither body nor the end of a header."""
+        if self._is_ending:
+            return
         self._num_bytes += len(data)
         self._feed(data)
-        if self._num_bytes > MAX_HEADER_BYTES:
-            if self._deadline is not None and not self._owes_reply() and not self.transport.is_closing():
-                self.transport.write(HEADER_TOO_LARGE)
-            self._close()
+        if self._num_bytes > MAX_HEADER_BYTES and not self._is_ending:
+            self._end_after_replies(HEADER_TOO_LARGE)
 
     def _feed(self, data: bytes) -> None:
         self._data = data
         super().data_received(data)
 
-    def _owes_reply(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
-    def send_400_response(self, msg: str) -> None:
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's own text
         """Answer what is no request, after the replies to the requests before it."""
         self._bad_connections.count("no HTTP request", self.client)
-        if self._owes_reply() and not self.cycle.more_body:
-            self.cycle.keep_alive = False  # closes the connection after the reply
-        elif self._owes_reply() and self.cycle.response_started:
+        self._end_after_replies(self._fault or NO_REQUEST)
+
+    def _end_after_replies(self, refusal: bytes) -> None:
+        """Close the connection after the replies to whole requests; then, or at once, with a refusal."""
+        self._stop_expecting()
+        self._is_ending = True
+        last: RequestResponseCycle | None = self.cycle
+        if last is not None and last.more_body:  # the fault is in its body
+            if self.pipeline:
+                self.pipeline.popleft()
+                last = self.pipeline[0][0] if self.pipeline else self._running
+            else:
+                if not last.response_started:
+                    self.transport.write(refusal)
+                self._close()
+                return
+        if last is not None and not last.response_complete:
+            last.keep_alive = False  # closes the connection after the reply
+        elif not self.transport.is_closing():
+            self.transport.write(refusal)
             self._close()
-        elif self._fault:
-            self.transport.write(self._fault)
-            self._close()
-        else:
-            super().send_400_response(msg)
 
     def _unsupported_upgrade_warning(self) -> None:
         """Read the request again without its `Upgrade`, which lets the parser take its body for requests."""
@@ -214,10 +233,10 @@ class TimedProtocol(HttpToolsProtocol):
         assert isinstance(error, httptools.HttpParserUpgrade), "uvicorn calls this where it handles one"
         lines = [b"%b %b HTTP/%b" % (parser.get_method(), self.url, parser.get_http_version().encode())]
         lines += [b"%b: %b" % pair for pair in headers if pair[0] not in {b"connection", b"upgrade"}]
-        lines += [b"connection: close"] * any(
-            b"close" in value for name, value in headers if name == b"connection"
-        )
+        tokens = b",".join(value.lower() for name, value in headers if name == b"connection").split(b",")
+        lines += [b"connection: close"] * (b"close" in map(bytes.strip, tokens))
         self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         self._feed(b"\r\n".join([*lines, b"", self._data[error.args[0] :]]))
 
     def pause_writing(self) -> None:

@@ -398,6 +398,8 @@ def test_weights_that_cannot_be_copied_for_the_processes_are_one_error(
             with pytest.raises(EngineError, match="TMPDIR") as caught:
                 load()
             assert str(tmp_path / "gone") in str(caught.value)
+    with pytest.raises(OSError, match="too long"):
+        engine.load_weights("a" * 10_000, version="same", finishes=True)
     assert teller.ask(engine).outputs[0].token_ids == before
     engine.add_lora("b", adapter_folders["wide"])
     engine.remove_lora("b")

@@ -9,7 +9,7 @@ import atexit
 import shutil
 import threading
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +21,7 @@ import zmq
 from logprobe.engine.backends.process.admission import Admission, processor_names
 from logprobe.engine.backends.process.orders import Start, changed_model
 from logprobe.engine.backends.process.replica import Backlog, Replica
-from logprobe.engine.backends.router import Router
+from logprobe.engine.backends.router import DOWN, SILENT, UP, Router
 from logprobe.engine.creator import Creator
 from logprobe.engine.protocol import EngineStats
 from logprobe.errors import (
@@ -45,7 +45,7 @@ from logprobe.transport.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from logprobe.config import EngineConfig
     from logprobe.engine.backends.process.orders import Answer, Order, Ready
@@ -147,10 +147,10 @@ class ProcessEngine:
     def _submit(self, requests: Sequence[Admitted]) -> None:
         with self._is_routing:
             queued = [replica.num_queued_tokens for replica in self._replicas]
-            is_up = [replica.is_up and not replica.silent_s() for replica in self._replicas]
+            ranks = [DOWN if not one.is_up else SILENT if one.silent_s() else UP for one in self._replicas]
             portions: list[list[Admitted]] = [[] for _ in self._replicas]
             for admitted in requests:
-                chosen = self._router.choose(admitted, queued, is_up)
+                chosen = self._router.choose(admitted, queued, ranks)
                 queued[chosen] += Backlog(admitted).num_tokens
                 portions[chosen].append(admitted)
             # All of a call come before other weights in each process, or behind them in each.
@@ -171,28 +171,24 @@ class ProcessEngine:
             EngineError: a process ended before its answer, or weights cannot be copied for the processes.
             EngineClosedError: the engine was closed before the answer.
         """
-        try:
-            match command:
-                case LoadLora():
-                    self._load_lora(command)
-                case LoadWeights():
-                    return self._load_weights(command)
-                case TakeWeights():
-                    self._take_weights(command)
-        except LogprobeError:
-            raise
-        except OSError as error:
-            reason = f"the weights cannot be copied for the engine processes ({error})"
-            raise EngineError(f"{reason}; make room there, or set TMPDIR to another folder") from error
+        match command:
+            case LoadLora():
+                self._load_lora(command)
+            case LoadWeights():
+                return self._load_weights(command)
+            case TakeWeights():
+                self._take_weights(command)
         return None
 
     def _load_lora(self, command: LoadLora) -> None:
         """Load what lies there now; a process that starts later loads a copy of it."""
         check_files(command.name, Path(command.path))
-        copy = TemporaryDirectory(prefix="logprobe-lora-")
+        with copying():
+            copy = TemporaryDirectory(prefix="logprobe-lora-")
         try:
-            for file in (CONFIG, WEIGHTS):
-                shutil.copyfile(Path(command.path) / file, Path(copy.name) / file)
+            with copying():
+                for file in (CONFIG, WEIGHTS):
+                    shutil.copyfile(Path(command.path) / file, Path(copy.name) / file)
             order = LoadLora(command.number, command.name, copy.name, is_passing=True)
             self._loras[command.number] = order, copy  # a process that starts meanwhile has them, too
             self._ask_all(order, DropLora(command.number))
@@ -213,8 +209,9 @@ class ProcessEngine:
         with ExitStack() as own:
             files = None
             if isinstance(weights, Mapping):
-                folder = own.enter_context(TemporaryDirectory(prefix="logprobe-weights-"))
-                save_state(weights, Path(folder))
+                with copying():
+                    folder = own.enter_context(TemporaryDirectory(prefix="logprobe-weights-"))
+                    save_state(weights, Path(folder))
                 command = LoadWeights(number, folder, is_passing=True)
             else:
                 files = FileStats.of(weights)
@@ -353,6 +350,16 @@ class FileStats:
         now = FileStats.of(self.folder).stats
         names = sorted(name for name in {*now, *self.stats} if now.get(name) != self.stats.get(name))
         return f"{self.folder / names[0]} has changed" if names else ""
+
+
+@contextmanager
+def copying() -> Iterator[None]:
+    """Raise `EngineError` where the system cannot write a copy of weights in the block."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"the weights cannot be copied for the engine processes ({error})"
+        raise EngineError(f"{reason}; make room there, or set TMPDIR to another folder") from error
 
 
 def _names(count: int) -> list[str]:

@@ -157,7 +157,8 @@ class Replica:
 
     def stats(self) -> EngineStats:
         """What its engine was doing, and had done, at its latest sign of life; nothing without one."""
-        stats = NOTHING if self._pulse is None else self._pulse[1].stats
+        pulse = self._pulse
+        stats = NOTHING if pulse is None else pulse[1].stats
         why_down = "" if self.is_up else str(self._ended or self._why_down or "its process is starting")
         if self.is_up and (silent_s := self.silent_s()):
             why_down = f"{self.name} has not answered for {silent_s:.0f} s"
