@@ -3,7 +3,6 @@
 // The k-th largest maximum of k or more groups of values bounds the k-th largest value from below: each of k
 // groups holds a value that is at least as large. Only blocks whose maximum reaches the bound are read again.
 #include "common.hpp"
-#include "kernels.hpp"
 #include "vector.hpp"
 
 namespace logprobe {
@@ -314,8 +313,8 @@ EXPORT void logprobe_extract(void* pointer) {
   row.group_maxima = scratch.array<float>(num_blocks * GROUPS);
   row.block_maxima = scratch.array<float>(num_blocks);
   row.pairs = scratch.array<uint64_t>(size), row.other_pairs = scratch.array<uint64_t>(size);
-  for (int64_t item; (item = args.take()) >= 0;) {
-    const auto* logits = static_cast<const uint8_t*>(args.logits) + item * args.row_bytes;
+  for (int64_t item; (item = take(args.work)) >= 0;) {
+    const auto* logits = static_cast<const uint8_t*>(args.logits) + item * args.logits_row * (args.kind ? 2 : 4);
     const auto* halves = reinterpret_cast<const uint16_t*>(logits);
     if (args.kind == 1) widen_float16(halves, size, wide);
     if (args.kind == 2) widen_bfloat16(halves, size, wide);

@@ -17,7 +17,7 @@ from logprobe.models import KNOWN_MODELS
 from logprobe.models.cache import home
 from logprobe.processors.registry import available_processors, describe_processor
 
-LIBRARIES = ("torch", "transformers", "tokenizers", "numba", "numpy")
+LIBRARIES = ("torch", "transformers", "tokenizers", "numpy")
 
 
 @takes_engine
