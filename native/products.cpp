@@ -11,7 +11,7 @@ namespace logprobe {
 namespace {
 
 constexpr int PIECE = 96;  // inputs of a panel that stay in the first-level cache beside the rows
-constexpr int direct_rows(Form form) { return TILE_ROWS == 2 ? 2 : has_scales(form) ? 8 : 4; }  // measured
+constexpr int direct_rows(Form form) { return LANES == 8 ? 4 : has_scales(form) ? 8 : 4; }  // measured
 
 struct Block {  // of rows, packed piece by piece: a row's inputs of one piece lie together
   int64_t first, num_rows;
@@ -92,7 +92,7 @@ template <Form form>
 void multiply_pieces(const ProductArgs& args, const Block& block, int64_t number, const uint8_t* panel,
                      float* piece, float* products) {
   constexpr int64_t PIECE_BYTES = PIECE / block_inputs(form) * block_bytes(form);
-  constexpr int ROWS = TILE_ROWS == 2 ? 2 : 5;  // measured: beside their weights, most sums stay in registers  // whose sums of runs and totals stay in registers
+  constexpr int ROWS = LANES == 16 ? 5 : 4;  // measured
   for (int64_t start = 0; start < args.num_inputs; start += PIECE) {
     const int64_t count = std::min<int64_t>(PIECE, args.num_inputs - start);
     const uint8_t* source = panel + start / block_inputs(form) * block_bytes(form);
@@ -101,7 +101,7 @@ void multiply_pieces(const ProductArgs& args, const Block& block, int64_t number
     for (int64_t row = 0; row < block.num_rows; row += ROWS) {
       const int64_t some = std::min<int64_t>(ROWS, block.num_rows - row);
       for (int64_t place = row * PIECE_BYTES; place < (row + some) * PIECE_BYTES; place += block.num_rows * LINE)
-        prefetch(source + PIECE_BYTES + place / block.num_rows);
+        prefetch<2>(source + PIECE_BYTES + place / block.num_rows);  // not to the first cache: this piece fills it
       if (start + PIECE >= args.num_inputs) prefetch_targets(args, block.first + row, some, PANEL * number);
       const RowsOf x{block.piece(start) + PIECE * row, PIECE};
       multiply_rows<Form::FLOAT32, ROWS, RUN>(some, weights, count, x, products + PANEL * row);

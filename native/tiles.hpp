@@ -14,7 +14,6 @@ constexpr int PANEL = 48, GROUP = 8;
 constexpr int VECTORS = PANEL / LANES;  // of a panel
 constexpr int RUN = 16;   // products that are summed by themselves: a sum's rounding error grows with its length
 constexpr int NO_RUNS = 0;
-constexpr int TILE_ROWS = NUM_REGISTERS == 32 && LANES == 16 ? 8 : 2;  // whose sums stay in registers
 
 enum class Form : int64_t { FLOAT32, BFLOAT16, FLOAT16, NIBBLES, NIBBLES_WIDE, OCTETS, OCTETS_WIDE };
 
@@ -34,6 +33,12 @@ constexpr int block_bytes(Form form) {
   return header_bytes(form) + block_inputs(form) / GROUP * group_bytes(form);
 }
 
+// A tile's sums stay in registers: of some rows, and of some or all vectors of a panel.
+constexpr int TILE_ROWS = LANES == 16 ? 8 : 4;
+constexpr int tile_vectors(int num_rows, Form form) {
+  return LANES == 4 || (LANES == 8 && num_rows <= 2 && !has_scales(form)) ? 6 : 3;
+}
+
 // A vector of a block's scales (`part` 0) or summands (1).
 template <Form form>
 INLINE Floats header_at(const uint8_t* block, int part, int vector) {
@@ -47,10 +52,10 @@ template <Form form>
 struct Header {
   alignas(64) float values[2][PANEL];
 
-  ALWAYS_INLINE void read(const uint8_t* block) {
+  ALWAYS_INLINE void read(const uint8_t* block, int first = 0, int num_vectors = VECTORS) {
     if constexpr (has_scales(form))
       for (int part = 0; part < (is_nibbles(form) ? 2 : 1); part++)
-        for (int j = 0; j < VECTORS; j++)
+        for (int j = first; j < first + num_vectors; j++)
           store(values[part] + LANES * j, header_at<form>(block, part, j));
   }
 };
@@ -103,41 +108,61 @@ struct RowsAt {
   ALWAYS_INLINE float at(int row, int64_t input) const { return rows[row][input]; }
 };
 
-// Add to `out`, (ROWS, PANEL), the products of a panel with a tile of rows. Each sum goes from the first input
-// to the last, one rounding each, however many rows there are; with runs, each run from zero, and then the runs.
+// Add to `out`, (ROWS, PANEL), the products of a panel's vectors from `vector` on with a tile of rows. Each sum goes
+// from the first input to the last, one rounding each, however many rows there are; with runs, each run from its
+// first product, and then the runs.
 template <Form form, int ROWS, int RUN_INPUTS, typename X>
-INLINE void multiply_tile(const uint8_t* panel, int64_t num_inputs, const X& x, float* out) {
-  constexpr int STEP = RUN_INPUTS ? RUN_INPUTS : GROUP, BLOCK = block_inputs(form) > STEP ? block_inputs(form) : STEP;
-  Floats sums[ROWS][VECTORS] = {}, totals[ROWS][VECTORS] = {};
+INLINE void multiply_vectors(const uint8_t* panel, int64_t num_inputs, const X& x, int vector, float* out) {
+  constexpr int NUM = tile_vectors(ROWS, form), STEP = RUN_INPUTS ? RUN_INPUTS : GROUP;
+  constexpr int BLOCK = block_inputs(form) > STEP ? block_inputs(form) : STEP;
+  Floats sums[ROWS][NUM] = {}, totals[ROWS][NUM] = {};
   Header<form> header;
   for (int64_t start = 0; start < num_inputs; start += BLOCK) {
-    header.read(panel);
+    header.read(panel, vector, NUM);
     panel += header_bytes(form);
     for (int first = 0; first < BLOCK; first += STEP) {
+#pragma GCC unroll 2
       for (int place = first; place < first + STEP; place += GROUP) {
         each_of_group([&](auto i) ALWAYS_INLINE {
-          Floats weights[VECTORS];
-          for (int j = 0; j < VECTORS; j++) weights[j] = weights_at<form, i>(panel, header, j);
-          for (int row = 0; row < ROWS; row++) {
-            const Floats value = broadcast(x.at(row, start + place + i));
-            for (int j = 0; j < VECTORS; j++) sums[row][j] = fma(value, weights[j], sums[row][j]);
+          const bool begins = RUN_INPUTS && i == 0 && place == first;
+          const auto add = [&](int row, int j, Floats value, Floats weight) ALWAYS_INLINE {
+            sums[row][j] = begins ? value * weight : fma(value, weight, sums[row][j]);
+          };
+          if constexpr (ROWS <= 2) {  // the rows' values stay in registers, and else the weights
+            Floats values[ROWS];
+            for (int row = 0; row < ROWS; row++) values[row] = broadcast(x.at(row, start + place + i));
+            for (int j = 0; j < NUM; j++) {
+              const Floats weight = weights_at<form, i>(panel, header, vector + j);
+              for (int row = 0; row < ROWS; row++) add(row, j, values[row], weight);
+            }
+          } else {
+            Floats weights[NUM];
+            for (int j = 0; j < NUM; j++) weights[j] = weights_at<form, i>(panel, header, vector + j);
+            for (int row = 0; row < ROWS; row++) {
+              const Floats value = broadcast(x.at(row, start + place + i));
+              for (int j = 0; j < NUM; j++) add(row, j, value, weights[j]);
+            }
           }
         });
         panel += group_bytes(form);
       }
       if constexpr (RUN_INPUTS != 0)
         for (int row = 0; row < ROWS; row++)
-          for (int j = 0; j < VECTORS; j++) {
-            totals[row][j] += sums[row][j];
-            sums[row][j] = Floats{};
-          }
+          for (int j = 0; j < NUM; j++) totals[row][j] += sums[row][j];
     }
   }
   for (int row = 0; row < ROWS; row++)
-    for (int j = 0; j < VECTORS; j++) {
-      float* place = out + PANEL * row + LANES * j;
+    for (int j = 0; j < NUM; j++) {
+      float* place = out + PANEL * row + LANES * (vector + j);
       store(place, load(place) + (RUN_INPUTS ? totals : sums)[row][j]);
     }
+}
+
+// The same for all vectors of the panel.
+template <Form form, int ROWS, int RUN_INPUTS, typename X>
+INLINE void multiply_tile(const uint8_t* panel, int64_t num_inputs, const X& x, float* out) {
+  for (int vector = 0; vector < VECTORS; vector += tile_vectors(ROWS, form))
+    multiply_vectors<form, ROWS, RUN_INPUTS>(panel, num_inputs, x, vector, out);
 }
 
 // The same for a number of rows from 1 to MOST that is known at run time.

@@ -257,6 +257,9 @@ INLINE float sum_of(const float* x, int64_t size, Term term) {
   return total[0];
 }
 
-INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
+template <int LOCALITY = 3>  // 3: to the first-level cache, 2: to the second
+INLINE void prefetch(const void* address) {
+  __builtin_prefetch(address, 0, LOCALITY);
+}
 
 }  // namespace logprobe
