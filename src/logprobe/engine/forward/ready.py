@@ -199,6 +199,7 @@ def _ready(
         kv_shapes=kv_shapes,
         layout=Layout(
             weights="published" if has_panels else "plain",
+            arithmetic="fma" if has_panels else "torch",
             num_layers=len(kv_shapes),
             why_generic=why_generic,
             rope_boundary=proof.rope_boundary,
@@ -272,6 +273,7 @@ def _recalled(files: ModelFiles, store: LoadStore) -> ReadyModel | None:
         kv_shapes=decoder.kv_shapes,
         layout=Layout(
             weights="published",
+            arithmetic="fma",
             num_layers=len(decoder.layers),
             why_generic=None,
             rope_boundary=record.decoder.rope_boundary,
