@@ -21,7 +21,7 @@ from harness import OURS, Figure, alternate, number, parse_options, publish
 from machine import read_bandwidth
 
 from logprobe.kernels.layers.norm import norm_stage
-from logprobe.kernels.threads.series import Series
+from logprobe.kernels.stages import Series
 
 NUM_STAGES, WIDTH = 1000, 16
 STAGES_A_LAYER = 8

@@ -22,7 +22,7 @@ from peak import multiply_adds_per_s
 
 from logprobe.engine.forward.linear import Linear
 from logprobe.kernels.layers.forms import pack_floats
-from logprobe.kernels.threads.series import Series
+from logprobe.kernels.stages import Series
 from logprobe.models import ModelFiles, load_model, resolve
 from logprobe.models.loading import source_of
 

@@ -5,7 +5,6 @@
 // scaled down (FlashAttention, Dao et al., 2022). A row's weights are added up in float64: models give most of it
 // to one token, beside which thousands of small weights would be lost in float32.
 #include "common.hpp"
-#include "kernels.hpp"
 #include "tiles.hpp"
 
 namespace logprobe {
@@ -104,11 +103,11 @@ float soften(float* scores, int64_t count, float& largest) {
 
 // One row of QUERIES heads that share a key head.
 template <int QUERIES>
-void attend_row(const AttendRowsArgs& args, int64_t number, int64_t kv_head, int64_t first_head, const RowScratch& own) {
+void attend_row(const AttentionArgs& args, int64_t number, int64_t kv_head, int64_t first_head, const RowScratch& own) {
   const int64_t key_dim = args.key_dim, dim = args.value_dim, length = args.lengths[number];
   const int32_t* slots = args.slots + args.begins[number];
   const int64_t row = args.rows[number];
-  const float *keys = args.keys + args.key_head * kv_head, *values = args.values + args.value_head * kv_head;
+  const float *keys = args.keys + args.keys_head * kv_head, *values = args.values + args.values_head * kv_head;
   float largest[QUERIES], factors[QUERIES];
   double totals[QUERIES];
   for (int query = 0; query < QUERIES; query++) {
@@ -125,10 +124,10 @@ void attend_row(const AttendRowsArgs& args, int64_t number, int64_t kv_head, int
     const float* places[MANY_KEYS];
     for (int64_t key = 0; key < count; key += MANY_KEYS)
       if (count - key > LANES) {
-        find<MANY_KEYS>(keys, args.key_row, seen, key, count, key_dim, places);
+        find<MANY_KEYS>(keys, args.keys_row, seen, key, count, key_dim, places);
         score<QUERIES, 2>(own.queries, key_dim, places, own.scores + key);
       } else {
-        find<LANES>(keys, args.key_row, seen, key, count, 0, places);
+        find<LANES>(keys, args.keys_row, seen, key, count, 0, places);
         score<QUERIES, 1>(own.queries, key_dim, places, own.scores + key);
       }
     for (int query = 0; query < QUERIES; query++) {
@@ -142,11 +141,11 @@ void attend_row(const AttendRowsArgs& args, int64_t number, int64_t kv_head, int
     std::fill(own.block, own.block + QUERIES * dim, 0.0f);
     int64_t key = 0;
     for (; key + MANY_VALUES <= count; key += MANY_VALUES) {
-      find<MANY_VALUES>(values, args.value_row, seen, key, count, dim, places);
+      find<MANY_VALUES>(values, args.values_row, seen, key, count, dim, places);
       weigh<QUERIES, MANY_VALUES>(own.scores + key, places, dim, own.block);
     }
     for (; key < count; key++) {
-      find<1>(values, args.value_row, seen, key, count, 0, places);
+      find<1>(values, args.values_row, seen, key, count, 0, places);
       weigh<QUERIES, 1>(own.scores + key, places, dim, own.block);
     }
     for (int query = 0; query < QUERIES; query++)
@@ -160,7 +159,7 @@ void attend_row(const AttendRowsArgs& args, int64_t number, int64_t kv_head, int
 }
 
 template <int MOST>
-void attend_queries(const AttendRowsArgs& args, int64_t number, int64_t kv_head, int64_t first_head, int64_t count,
+void attend_queries(const AttentionArgs& args, int64_t number, int64_t kv_head, int64_t first_head, int64_t count,
                     const RowScratch& own) {
   if constexpr (MOST > 1)
     if (count < MOST) return attend_queries<MOST - 1>(args, number, kv_head, first_head, count, own);
@@ -220,7 +219,7 @@ void hide(float* scores, int64_t num_keys, int64_t first_key, const int32_t* pos
 }
 
 // Add to a panel's sums what it takes of a block of keys.
-void attend_block(const AttendChunkArgs& args, const Block& block, const Panel& panel, int64_t width, int64_t dims,
+void attend_block(const AttentionArgs& args, const Block& block, const Panel& panel, int64_t width, int64_t dims,
                   float* scores, float* factors) {
   // What none of its rows sees is left out at both ends: a hidden key would add exact zeros.
   const int64_t first_row = panel.positions[0], last_row = panel.positions[PANEL - 1];
@@ -250,7 +249,7 @@ void attend_block(const AttendChunkArgs& args, const Block& block, const Panel& 
 
 EXPORT void logprobe_attend_rows(void* pointer) {
   using namespace logprobe;
-  auto& args = *static_cast<AttendRowsArgs*>(pointer);
+  auto& args = *static_cast<AttentionArgs*>(pointer);
   const int64_t groups = args.heads / args.kv_heads, parts = args.parts;
   scratch.reserve(4 * MAX_QUERIES * (args.key_dim + BLOCK_KEYS + 2 * args.value_dim), 4);
   RowScratch own;
@@ -258,7 +257,7 @@ EXPORT void logprobe_attend_rows(void* pointer) {
   own.scores = scratch.array<float>(MAX_QUERIES * BLOCK_KEYS);
   own.block = scratch.array<float>(MAX_QUERIES * args.value_dim);
   own.sums = scratch.array<float>(MAX_QUERIES * args.value_dim);
-  for (int64_t item; (item = args.take()) >= 0;) {
+  for (int64_t item; (item = take(args.work)) >= 0;) {
     const int64_t row = item / parts, part = item % parts;
     for (int64_t head = part * args.kv_heads / parts; head < (part + 1) * args.kv_heads / parts; head++)
       for (int64_t first = 0; first < groups; first += MAX_QUERIES)
@@ -269,7 +268,7 @@ EXPORT void logprobe_attend_rows(void* pointer) {
 
 EXPORT void logprobe_attend_chunk(void* pointer) {
   using namespace logprobe;
-  auto& args = *static_cast<AttendChunkArgs*>(pointer);
+  auto& args = *static_cast<AttentionArgs*>(pointer);
   const int64_t key_dim = args.key_dim, value_dim = args.value_dim, groups = args.heads / args.kv_heads;
   const int64_t width = round_up(key_dim, GROUP), dims = round_up(value_dim, TILE_ROWS);
   scratch.reserve(4 * (MAX_LANES * (width + dims) + BLOCK_KEYS * (width + dims + PANEL) + PANEL + 2 * MAX_LANES) +
@@ -283,7 +282,7 @@ EXPORT void logprobe_attend_chunk(void* pointer) {
   auto* totals = scratch.array<double>(MAX_LANES);
   std::fill(keys, keys + BLOCK_KEYS * width, 0.0f);
   std::fill(values, values + BLOCK_KEYS * dims, 0.0f);
-  for (int64_t item; (item = args.take()) >= 0;) {
+  for (int64_t item; (item = take(args.work)) >= 0;) {
     // The last rows see the most: they go first, so that no thread is left with them at the end.
     const int64_t head = item % args.kv_heads;
     const int64_t first = (args.num_blocks - 1 - item / args.kv_heads) * args.item_lanes;
@@ -304,9 +303,9 @@ EXPORT void logprobe_attend_chunk(void* pointer) {
     for (int64_t first_key = seen_from / BLOCK_KEYS * BLOCK_KEYS; first_key < end; first_key += BLOCK_KEYS) {
       const int64_t size = std::min(end - first_key, BLOCK_KEYS);
       for (int64_t key = 0; key < size; key++) {
-        const int64_t slot = args.slots[first_key + key];
-        std::memcpy(keys + width * key, args.keys + args.key_row * slot + args.key_head * head, 4 * key_dim);
-        std::memcpy(values + dims * key, args.values + args.value_row * slot + args.value_head * head, 4 * value_dim);
+        const int64_t slot = args.chunk_slots[first_key + key];
+        std::memcpy(keys + width * key, args.keys + args.keys_row * slot + args.keys_head * head, 4 * key_dim);
+        std::memcpy(values + dims * key, args.values + args.values_row * slot + args.values_head * head, 4 * value_dim);
       }
       std::fill(values + dims * size, values + dims * round_up(size, GROUP), 0.0f);
       const Block block{first_key, size, keys, values};

@@ -2,10 +2,13 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <new>
+
+extern "C" {
+#include "kernels.h"
+}
 
 #if defined(_WIN32)
 #define EXPORT extern "C" __declspec(dllexport)
@@ -15,25 +18,11 @@
 
 namespace logprobe {
 
-constexpr int MAX_GROUPS = 11;  // of blocks of rows, which threads keep to
-
-// The beginning of every kernel's arguments. Items are taken one after another by whichever thread is free.
-struct Work {
-  std::atomic<int64_t> next;
-  std::atomic<int64_t> taken[MAX_GROUPS];  // items of each group of blocks of rows (products)
-  int64_t num_items;
-
-  void begin() {
-    next.store(0, std::memory_order_relaxed);
-    for (auto& count : taken) count.store(0, std::memory_order_relaxed);
-  }
-
-  // The next item that no thread has taken, or -1.
-  int64_t take() {
-    const int64_t item = next.fetch_add(1, std::memory_order_relaxed);
-    return item < num_items ? item : -1;
-  }
-};
+// The next item that no thread has taken, or -1. Releases what the thread wrote before: see run_stages.
+inline int64_t take(Work& work) {
+  const int64_t item = __atomic_fetch_add(&work.next, 1, __ATOMIC_ACQ_REL);
+  return item < work.num_items ? item : -1;
+}
 
 constexpr int64_t ceil_div(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 constexpr int64_t round_up(int64_t size, int64_t step) { return ceil_div(size, step) * step; }

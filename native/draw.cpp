@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "common.hpp"
-#include "kernels.hpp"
 #include "vector.hpp"
 
 namespace logprobe {
@@ -137,7 +136,7 @@ int64_t pick(const Row& row, const Cut& cut, double uniform) {
 }
 
 void draw_row(const DrawArgs& args, int64_t item) {
-  Row row{args.logits + args.row_stride * item, args.vocab_size, 0, args.temperatures[item]};
+  Row row{args.logits + args.logits_row * item, args.vocab_size, 0, args.temperatures[item]};
   int64_t place;
   row.best = maximum(row.values, row.size, place);
   args.token_ids[item] = int32_t(place);
@@ -162,5 +161,5 @@ void draw_row(const DrawArgs& args, int64_t item) {
 EXPORT void logprobe_draw(void* pointer) {
   using namespace logprobe;
   auto& args = *static_cast<DrawArgs*>(pointer);
-  for (int64_t item; (item = args.take()) >= 0;) draw_row(args, item);
+  for (int64_t item; (item = take(args.work)) >= 0;) draw_row(args, item);
 }

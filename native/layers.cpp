@@ -1,14 +1,13 @@
 // Norms, rotary position embedding, gates, and the store of keys and values.
 #include "common.hpp"
 #include "gates.hpp"
-#include "kernels.hpp"
 
 namespace logprobe {
 namespace {
 
 template <typename Args, typename Each>
 void each_row(Args& args, Each each) {
-  for (int64_t item; (item = args.take()) >= 0;)
+  for (int64_t item; (item = take(args.work)) >= 0;)
     for (int64_t row = item * args.block_rows; row < std::min(args.num_rows, (item + 1) * args.block_rows); row++)
       each(row);
 }
@@ -55,8 +54,8 @@ EXPORT void logprobe_norm(void* pointer) {
   auto& args = *static_cast<NormArgs*>(pointer);
   each_row(args, [&](int64_t row) {
     for (int64_t part = 0; part < args.parts; part++) {
-      const int64_t place = args.out_stride * row + args.width * part;
-      norm(args, args.x + args.x_stride * row + args.width * part, args.residual ? args.residual + place : nullptr,
+      const int64_t place = args.out_row * row + args.width * part;
+      norm(args, args.x + args.x_row * row + args.width * part, args.residual ? args.residual + place : nullptr,
            args.out + place);
     }
   });
@@ -85,13 +84,13 @@ EXPORT void logprobe_gate(void* pointer) {
   using namespace logprobe;
   auto& args = *static_cast<GateArgs*>(pointer);
   const int64_t pieces = ceil_div(args.width, args.piece);
-  for (int64_t item; (item = args.take()) >= 0;) {
+  for (int64_t item; (item = take(args.work)) >= 0;) {
     const int64_t row = item / pieces, start = item % pieces * args.piece;
     const int64_t count = std::min(args.piece, args.width - start);
-    const float *gates = args.gates + args.gates_stride * row + start;
-    float* out = args.out + args.out_stride * row + start;
+    const float *gates = args.gates + args.gates_row * row + start;
+    float* out = args.out + args.out_row * row + start;
     if (out != gates) std::memcpy(out, gates, sizeof(float) * count);
-    gate_row(out, args.values ? args.values + args.values_stride * row + start : nullptr, count,
+    gate_row(out, args.values ? args.values + args.values_row * row + start : nullptr, count,
              static_cast<Activation>(args.activation));
   }
 }

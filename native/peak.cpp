@@ -1,14 +1,14 @@
 // The multiply-adds that a processor does at most: in registers, no memory read. For benchmarks alone.
-#include "kernels.hpp"
+#include "common.hpp"
 #include "vector.hpp"
 
-EXPORT int64_t logprobe_peak_lanes() { return logprobe::LANES; }
+EXPORT int64_t logprobe_num_lanes() { return logprobe::LANES; }
 
 EXPORT void logprobe_peak(void* pointer) {
   using namespace logprobe;
   constexpr int SUMS = 12;  // more than are in flight, and all in registers
   auto& args = *static_cast<PeakArgs*>(pointer);
-  for (int64_t item; (item = args.take()) >= 0;) {
+  for (int64_t item; (item = take(args.work)) >= 0;) {
     float* place = args.factors + LINE / 4 * item;
     const Floats factor = broadcast(*place);  // not known when it is compiled, so that nothing is worked out then
     Floats sums[SUMS];

@@ -5,7 +5,6 @@
 // blocks of their own while there are any, so that each packs its rows once and finds them in its own cache.
 #include "common.hpp"
 #include "gates.hpp"
-#include "kernels.hpp"
 #include "tiles.hpp"
 
 namespace logprobe {
@@ -25,7 +24,7 @@ void pack_rows(const ProductArgs& args, int64_t first, int64_t num_rows, float* 
   for (int64_t start = 0; start < args.num_inputs; start += PIECE)
     for (int64_t row = first; row < first + num_rows; row++, packed += PIECE) {
       const int64_t count = std::clamp<int64_t>(args.width - start, 0, PIECE);
-      std::memcpy(packed, args.x + args.x_stride * row + start, sizeof(float) * count);
+      std::memcpy(packed, args.x + args.x_row * row + start, sizeof(float) * count);
       std::memset(packed + count, 0, sizeof(float) * (PIECE - count));
     }
 }
@@ -34,19 +33,19 @@ void pack_rows(const ProductArgs& args, int64_t first, int64_t num_rows, float* 
 // items as tickets are given out, so that whoever has a ticket finds one.
 int64_t own_item(ProductArgs& args, int64_t ticket, int64_t& group) {
   const int64_t items = ceil_div(ceil_div(args.num_outputs, PANEL), args.item_panels);
-  const int64_t num_blocks = args.num_items / items;
+  const int64_t num_blocks = args.work.num_items / items;
   if (num_blocks == 1) return ticket;
   const int64_t num_groups = std::min<int64_t>(MAX_GROUPS, num_blocks);
   for (;;) {
     if (group >= 0) {
-      const int64_t number = args.taken[group].fetch_add(1, std::memory_order_relaxed);
+      const int64_t number = __atomic_fetch_add(&args.work.taken[group], 1, __ATOMIC_RELAXED);
       const int64_t block = number / items * num_groups + group;
       if (block < num_blocks) return block * items + number % items;
     }
     int64_t most = std::numeric_limits<int64_t>::min();
     for (int64_t other = 0; other < num_groups; other++) {
       const int64_t left = ceil_div(num_blocks - other, num_groups) * items -
-                           args.taken[other].load(std::memory_order_relaxed);
+                           __atomic_load_n(&args.work.taken[other], __ATOMIC_RELAXED);
       if (left > most) most = left, group = other;
     }
   }
@@ -71,8 +70,8 @@ void widen_piece(const uint8_t* panel, int64_t num_inputs, float* out) {
 void prefetch_targets(const ProductArgs& args, int64_t first, int64_t num_rows, int64_t output) {
   for (int64_t row = first; row < first + num_rows; row++)
     for (int place = 0; place < PANEL; place += LINE / 4) {
-      prefetch(args.out + args.out_stride * row + output + place);
-      if (args.residual) prefetch(args.residual + args.residual_stride * row + output + place);
+      prefetch(args.out + args.out_row * row + output + place);
+      if (args.residual) prefetch(args.residual + args.residual_row * row + output + place);
     }
 }
 
@@ -123,9 +122,9 @@ void finish_panel(const ProductArgs& args, const Block& block, int64_t output, f
     gate_row(x, value, count, static_cast<Activation>(args.activation));
     if (args.factor != 1.0f)
       for (int64_t i = 0; i < count; i++) x[i] *= static_cast<float>(args.factor);
-    float* out = args.out + args.out_stride * row + output;
+    float* out = args.out + args.out_row * row + output;
     if (args.residual) {
-      const float* residual = args.residual + args.residual_stride * row + output;
+      const float* residual = args.residual + args.residual_row * row + output;
       for (int64_t i = 0; i < count; i++) out[i] = x[i] + residual[i];
     } else {
       std::memcpy(out, x, sizeof(float) * count);
@@ -143,7 +142,7 @@ void multiply(ProductArgs& args) {
   float *piece = scratch.array<float>(PIECE * PANEL), *packed = scratch.array<float>(rows * padded);
   const bool is_direct = args.num_rows <= direct_rows(form);
   int64_t group = -1, packed_from = -1;
-  for (int64_t ticket; (ticket = args.take()) >= 0;) {
+  for (int64_t ticket; (ticket = take(args.work)) >= 0;) {
     const int64_t item = own_item(args, ticket, group), first = item / items * args.block_rows;
     const Block block{first, std::min(args.block_rows, args.num_rows - first), packed};
     if (packed_from != first) pack_rows(args, first, block.num_rows, packed);

@@ -1,14 +1,14 @@
-// See threads.hpp. A caller's job is run by the caller and by whichever threads of the pool come in time: it has
+// The threads of kernels: one pool in a process, whose threads spin for a while and then sleep. A caller's job is run by the caller and by whichever threads of the pool come in time: it has
 // ended when its work is taken and nobody is inside. A thread that the system has put aside is waited for only
 // where it may hold work. While one caller has the pool, others run their jobs alone.
-#include "threads.hpp"
-
 #include <pthread.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
 
+#include "common.hpp"
 #include "vector.hpp"
 
 namespace logprobe {
@@ -30,21 +30,22 @@ struct Job {
   std::atomic<bool> lacks_memory{false};
 };
 
-// Run every stage, each after the one before it: in each thread that takes part.
+// Run every stage, each after the one before it: in each thread that takes part. A thread that finds all items
+// taken also finds whoever took one counted as inside: they were counted before they took it (see take).
 void run_stages(Job& job) {
   for (Stage* stage = job.stages; stage < job.stages + job.num_stages; stage++) {
-    Work& work = *stage->work;
-    if (work.next.load(std::memory_order_relaxed) < work.num_items) {
-      stage->inside.fetch_add(1, std::memory_order_acq_rel);
+    Work& work = *static_cast<Work*>(stage->args);
+    if (__atomic_load_n(&work.next, __ATOMIC_ACQUIRE) < work.num_items) {
+      __atomic_fetch_add(&stage->num_inside, 1, __ATOMIC_RELAXED);
       try {
-        stage->kernel(stage->work);
+        stage->kernel(stage->args);
       } catch (const std::bad_alloc&) {
         job.lacks_memory = true;
-        work.next = work.num_items;
+        __atomic_fetch_add(&work.next, work.num_items, __ATOMIC_ACQ_REL);
       }
-      stage->inside.fetch_sub(1, std::memory_order_acq_rel);
+      __atomic_fetch_sub(&stage->num_inside, 1, __ATOMIC_RELEASE);
     }
-    for (int turn = 0; stage->inside.load(std::memory_order_acquire) != 0; turn++)
+    for (int turn = 0; __atomic_load_n(&stage->num_inside, __ATOMIC_ACQUIRE) != 0; turn++)
       if (turn < SPINS) pause();
       else std::this_thread::yield();
   }
@@ -140,17 +141,13 @@ Pool& pool() {
 }  // namespace
 }  // namespace logprobe
 
-int logprobe_run(void (*kernel)(void*), void* work, int64_t num_threads) {
+EXPORT int logprobe_run(Stage* stages, int64_t num_stages, int64_t num_threads) {
   using namespace logprobe;
-  Stage stage{kernel, static_cast<Work*>(work), {0}};
-  Job job{&stage, 1};
-  stage.work->begin();
-  return pool().run(job, std::min(num_threads, stage.work->num_items));
-}
-
-int logprobe_run_series(void* stages, int64_t num_stages, int64_t num_threads) {
-  using namespace logprobe;
-  Job job{static_cast<Stage*>(stages), num_stages};
-  for (int64_t i = 0; i < num_stages; i++) job.stages[i].work->begin();
+  for (Stage* stage = stages; stage < stages + num_stages; stage++) {
+    Work& work = *static_cast<Work*>(stage->args);
+    work.next = 0;
+    std::fill(work.taken, work.taken + MAX_GROUPS, 0);
+  }
+  Job job{stages, num_stages};
   return pool().run(job, num_threads);
 }

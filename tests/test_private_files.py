@@ -14,7 +14,6 @@ import pytest
 
 from logprobe import LLM, private_files
 from logprobe.errors import DownloadError, InputError
-from logprobe.kernels import machine_code
 from logprobe.models import cache
 from logprobe.models.stored.store import LoadStore
 from logprobe.private_files import claim, is_private, make_folder, write_private
@@ -154,19 +153,6 @@ def test_checksums_that_others_may_have_written_are_not_believed(home: Path, tmp
     assert cache.checksum_of(path) == "0" * 64
     (home / cache.CHECKSUMS).chmod(0o666)
     assert cache.checksum_of(path) == hashlib.sha256(b"file").hexdigest()
-
-
-def test_a_kernel_that_others_may_have_written_is_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kernels"))
-    stored = machine_code.StoredCode("some.kernel")
-    stored.write(b"code")
-    assert stored.read() == b"code"
-    [path] = (tmp_path / "kernels").iterdir()
-    path.chmod(0o666)
-    assert stored.read() is None
-    assert not stored.is_there()
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:

@@ -43,7 +43,6 @@ KERNELS = {
     "extract_top_k_logprobs_rust",
     "head_extract",
     "kernel_info",
-    "warm_up",
 }
 
 

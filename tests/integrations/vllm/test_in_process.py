@@ -11,7 +11,6 @@ import pytest
 
 from logprobe import AsyncVirtualLM
 from logprobe.errors import ParameterError
-from logprobe.kernels.hooks import LLVM_NAMES
 from logprobe.processors import GlobalLogprobsCapture
 from refusals import raises
 
@@ -44,10 +43,3 @@ def test_an_engine_elsewhere_that_was_made_without_our_options_is_refused(extra:
     llm.llm_engine = SimpleNamespace(vllm_config=config, engine_core=object())
     with raises(ParameterError, parameter="llm_engine"):
         AsyncVirtualLM(llm, GlobalLogprobsCapture())
-
-
-def test_llvmlites_library_has_a_dict_as_all_that_vllm_looks_at_in_a_process_of_its_worker() -> None:
-    from llvmlite.binding import ffi
-
-    assert AsyncVirtualLM, "which imports what sees to it"
-    assert LLVM_NAMES.find()["__dict__"] == vars(ffi.lib) == {}

@@ -17,8 +17,8 @@ from logprobe.kernels.layers.forms import PanelWeights, empty_panels, fill_block
 from logprobe.kernels.layers.gate import ACTIVATIONS
 from logprobe.kernels.layers.layout import BFLOAT16, FLOAT16, FLOAT32, FORMS
 from logprobe.kernels.layers.panels import Finish, panel_stage
-from logprobe.kernels.native import MAX_GROUPS, VARIABLE, VARIANTS, Library
-from logprobe.kernels.threads.series import Series
+from logprobe.kernels.native import VARIABLE, VARIANTS, Library, library
+from logprobe.kernels.stages import Series
 
 TOLERANCE = 2e-6  # of the largest output
 ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 64, 65, 130, 300)
@@ -212,13 +212,14 @@ def test_bits_do_not_depend_on_threads(num_threads: int, monkeypatch: pytest.Mon
 def test_each_block_of_rows_is_multiplied_once_in_every_run(
     num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_rows = 64 * (MAX_GROUPS + 2)
+    max_groups = library().functions.MAX_GROUPS
+    num_rows = 64 * (max_groups + 2)
     panels, x = weights("bfloat16"), activations(num_rows)
     want = torch.cat([product(part, panels) for part in x.split(64)])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)  # as many blocks as there may be
     summands = torch.zeros(num_rows, OUTPUTS)
     stage = panel_stage(x, panels, summands, Finish(residual=summands))  # what is done twice, adds up
-    assert stage.work.num_items == 3 * (MAX_GROUPS + 2)  # panels, and blocks
+    assert stage.num_items == 3 * (max_groups + 2)  # panels, and blocks
     monkeypatch.undo()
     stage.run(num_threads=num_threads)
     assert torch.equal(summands, want)
@@ -236,7 +237,7 @@ def test_every_thread_has_several_items_of_whole_panels(
     for num_panels in (3, 300):
         panels = pack_floats(torch.ones(48 * num_panels, 32))
         stage = panel_stage(torch.ones(1, 32), panels, torch.empty(1, 48 * num_panels))
-        assert min(least, num_panels) <= stage.work.num_items <= min(2 * least, num_panels)
+        assert min(least, num_panels) <= stage.num_items <= min(2 * least, num_panels)
 
 
 def test_halves_of_a_layer_lie_in_its_own_memory() -> None:

@@ -18,7 +18,6 @@ from logprobe.engine.forward.pool import free_bytes, keep_out_of_collections, re
 from logprobe.engine.front import Front
 from logprobe.engine.protocol import Capabilities
 from logprobe.errors import ModelError
-from logprobe.kernels.threads.parallel import release_threads
 from logprobe.models import Vocabulary, load_tokenizer, quantization, resolve, weight_version
 from logprobe.models.cache import in_words
 from logprobe.models.folder import reading_errors
@@ -81,7 +80,6 @@ def start_engine(config: EngineConfig) -> LoadedModel:
 def start_native_engine(config: EngineConfig) -> LoadedModel:
     """Load the model that `config` names and start its engine in this process; errors as `start_engine`."""
     parts = build_native_engine(config)
-    release_threads()  # from here on the engine's own thread computes
     core = EngineThread(parts.engine, parts.capabilities, overlap=config.overlap)
 
     def load_module() -> Any:

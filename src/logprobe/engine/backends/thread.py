@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Final
 from logprobe.engine.creator import Creator
 from logprobe.engine.overlap import OverlappedLoop
 from logprobe.errors import EngineClosedError, EngineError
-from logprobe.kernels.threads.parallel import release_threads
 from logprobe.models.quiet import quiet_transformers
 from logprobe.transport.messages import TakeWeights
 
@@ -127,9 +126,7 @@ class EngineThread:
             self.take(command).result()
             return None
         with quiet_transformers():
-            layout = self.engine.load(command)
-        release_threads()  # from here on the engine's own thread computes
-        return layout
+            return self.engine.load(command)
 
     def take(self, command: TakeWeights) -> Future[None]:
         """Have weights that are ready take over; it ends once they have.

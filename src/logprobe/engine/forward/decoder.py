@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from logprobe.engine.forward.attention import AttentionPlan
     from logprobe.engine.forward.families import ExpertFacts
     from logprobe.kernels.layers.forms import PanelWeights
-    from logprobe.kernels.threads.parallel import Stage
+    from logprobe.kernels.stages import Stage
     from logprobe.models.lora import LoraWeights
     from logprobe.models.stored.record import DecoderSpec
 

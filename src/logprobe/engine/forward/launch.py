@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from logprobe.kernels.attention.api import RowPlan, rows_stage
-from logprobe.kernels.threads.series import Series
+from logprobe.kernels.stages import Series
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from logprobe.engine.forward.attention import AttentionPlan
     from logprobe.engine.forward.decoder import Decoder, Layer, Step
     from logprobe.engine.forward.pool import KVPool
-    from logprobe.kernels.threads.parallel import Stage
+    from logprobe.kernels.stages import Stage
 
 MOST_ROWS = 64  # of a recorded step; the products serve any number
 

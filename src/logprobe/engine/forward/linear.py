@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
     from logprobe.kernels.layers.forms import PanelWeights
-    from logprobe.kernels.threads.parallel import Stage
+    from logprobe.kernels.stages import Stage
     from logprobe.models.sources import Source
 
 GATES_AND_VALUES = ".gate_up_proj"

@@ -2,7 +2,7 @@
 
 A logits processor in vLLM's workers (`worker`) draws for our requests and keeps what it found; the front
 (`engine`) fetches that by `collective_rpc`. The attributes of vLLM that no documentation names, by which
-`existing` takes an engine in, are listed in `kernels/hooks.py`.
+`existing` takes an engine in, are listed in `internals.py`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from logprobe.integrations.vllm.start import (
     telling_refusals,
     worker_settings,
 )
-from logprobe.kernels.hooks import VLLM_PROCESSORS, VLLM_WORKER
+from logprobe.internals import VLLM_PROCESSORS, VLLM_WORKER
 from logprobe.models import resolve
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from logprobe.kernels.native import AttendRowsArgs
-from logprobe.kernels.threads.parallel import Stage, items_for_threads
+from logprobe.kernels.stages import Stage, items_for_threads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,32 +94,31 @@ def rows_stage(
     query: Tensor, keys: Tensor, values: Tensor, plan: RowPlan, out: Tensor, rule: ScoreRule
 ) -> Stage:
     """`attend_rows` of contiguous queries, ready to run."""
-    sinks = rule.sink_scores
     # All heads of a slot lie together; apart they only serve to keep every thread busy.
     parts = 1 if len(plan.queries) >= items_for_threads() else keys.shape[1]
-    work = AttendRowsArgs(
+    return Stage(
+        "attend_rows",
+        "AttentionArgs",
         num_items=len(plan.queries) * parts,
-        **attention_args(query, keys, values, out, rule, sinks),
-        rows=plan.queries.ctypes.data,
-        begins=plan.begins.ctypes.data,
-        lengths=plan.lengths.ctypes.data,
-        slots=plan.slots.ctypes.data,
+        **attention_args(query, keys, values, out, rule),
+        rows=plan.queries,
+        begins=plan.begins,
+        lengths=plan.lengths,
+        slots=plan.slots,
         parts=parts,
     )
-    return Stage("attend_rows", work, (query, keys, values, out, plan, sinks))
 
 
 def attention_args(
-    query: Tensor, keys: Tensor, values: Tensor, out: Tensor, rule: ScoreRule, sinks: Array | None
+    query: Tensor, keys: Tensor, values: Tensor, out: Tensor, rule: ScoreRule
 ) -> dict[str, Any]:
     """What both kernels take."""
-    tensors = {"query": query, "keys": keys, "values": values, "out": out}
-    strides = {"query": query, "key": keys, "value": values, "out": out}
     return {
-        **{name: tensor.data_ptr() for name, tensor in tensors.items()},
-        **{f"{name}_row": tensor.stride(0) for name, tensor in strides.items()},
-        **{f"{name}_head": tensor.stride(1) for name, tensor in strides.items()},
-        "sinks": None if sinks is None else sinks.ctypes.data,
+        "query": query,
+        "keys": keys,
+        "values": values,
+        "out": out,
+        "sinks": rule.sink_scores,
         "heads": query.shape[1],
         "kv_heads": keys.shape[1],
         "key_dim": keys.shape[2],

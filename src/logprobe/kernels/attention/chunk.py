@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from logprobe.kernels.attention.api import attention_args
 from logprobe.kernels.layers.layout import PANEL
-from logprobe.kernels.native import AttendChunkArgs
-from logprobe.kernels.threads.parallel import Stage, items_for_threads
+from logprobe.kernels.stages import Stage, items_for_threads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,19 +42,20 @@ def attend_chunk(
     query = query if query.stride(2) == 1 else query.contiguous()
     num_rows, num_heads, _ = query.shape
     num_kv_heads = keys.shape[1]
-    groups, sinks = num_heads // num_kv_heads, rule.sink_scores
+    groups = num_heads // num_kv_heads
     lanes = _item_lanes(num_rows * groups, num_kv_heads)
     num_blocks = -(-num_rows * groups // lanes)
-    work = AttendChunkArgs(
+    Stage(
+        "attend_chunk",
+        "AttentionArgs",
         num_items=num_blocks * num_kv_heads,
-        **attention_args(query, keys, values, out, rule, sinks),
-        slots=slots.data_ptr(),
+        **attention_args(query, keys, values, out, rule),
+        chunk_slots=slots,
         num_rows=num_rows,
         context=len(slots),
         num_blocks=num_blocks,
         item_lanes=lanes,
-    )
-    Stage("attend_chunk", work, (query, sinks)).run()
+    ).run()
 
 
 def _item_lanes(num_lanes: int, num_heads: int) -> int:

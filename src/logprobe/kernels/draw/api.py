@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from logprobe.kernels.info import native_library
-from logprobe.kernels.native import DrawArgs
-from logprobe.kernels.threads.parallel import Stage
+from logprobe.kernels.stages import Stage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,28 +68,22 @@ def draw(logits: Tensor, params: DrawParams) -> Drawn:
 
 def _draw_rows(logits: NDArray[np.float32], params: DrawParams, drawn: Drawn) -> None:
     """Fill `drawn` from (B, V) float32 logits, rows on all of torch's threads."""
-    settings = [
-        np.ascontiguousarray(values, np.float32)
-        for values in (params.temperatures, params.top_ks, params.top_ps, params.min_ps)
-    ]
-    uniforms = np.ascontiguousarray(params.uniforms, np.float64)
-    temperatures, top_ks, top_ps, min_ps = (values.ctypes.data for values in settings)
-    work = DrawArgs(
+    Stage(
+        "draw",
+        "DrawArgs",
         num_items=len(logits),
-        logits=logits.ctypes.data,
-        row_stride=logits.strides[0] // logits.itemsize,
+        logits=logits,
         vocab_size=logits.shape[1],
-        temperatures=temperatures,
-        top_ks=top_ks,
-        top_ps=top_ps,
-        min_ps=min_ps,
-        uniforms=uniforms.ctypes.data,
-        token_ids=drawn.token_ids.ctypes.data,
-        cut_logits=drawn.cut_logits.ctypes.data,
-        cut_ids=drawn.cut_ids.ctypes.data,
-        is_valid=drawn.is_valid.ctypes.data,
-    )
-    Stage("draw", work, ()).run()
+        temperatures=np.ascontiguousarray(params.temperatures, np.float32),
+        top_ks=np.ascontiguousarray(params.top_ks, np.float32),
+        top_ps=np.ascontiguousarray(params.top_ps, np.float32),
+        min_ps=np.ascontiguousarray(params.min_ps, np.float32),
+        uniforms=np.ascontiguousarray(params.uniforms, np.float64),
+        token_ids=drawn.token_ids,
+        cut_logits=drawn.cut_logits,
+        cut_ids=drawn.cut_ids,
+        is_valid=drawn.is_valid,
+    ).run()
 
 
 def truncated_(logits: Tensor, drawn: Drawn, rows: list[int], temperatures: FloatArray) -> Tensor:

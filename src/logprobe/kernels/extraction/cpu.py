@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from logprobe.kernels.native import ExtractArgs
-from logprobe.kernels.threads.parallel import Stage, address
+from logprobe.kernels.stages import Stage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,26 +27,27 @@ def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     given = output.given
-    work = ExtractArgs(
+    Stage(
+        "extract",
+        "ExtractArgs",
         num_items=len(logits),
-        logits=logits.data_ptr(),
-        row_bytes=logits.stride(0) * logits.element_size(),
+        is_small=logits.numel() < PARALLEL_FROM,
+        logits=logits,
         vocab_size=requests.vocab_size,
         kind=KINDS[logits.dtype],
-        chosen=requests.chosen_ids.data_ptr(),
-        num_logprobs=requests.num_logprobs.data_ptr(),
-        token_ids=output.token_ids.data_ptr(),
-        logprobs=output.logprobs.data_ptr(),
+        chosen=requests.chosen_ids,
+        num_logprobs=requests.num_logprobs,
+        token_ids=output.token_ids,
+        logprobs=output.logprobs,
         width=requests.width,
-        ranks=output.ranks.data_ptr(),
-        lse=output.lse.data_ptr(),
-        is_valid=output.is_valid.data_ptr(),
-        entropy=address(output.entropy),
-        varentropy=address(output.extras.get("varentropy")),
-        margin=address(output.extras.get("margin")),
-        given_offsets=None if given is None else given.offsets.data_ptr(),
-        given_ids=None if given is None else given.token_ids.data_ptr(),
-        given_logprobs=None if given is None else given.logprobs.data_ptr(),
-        given_ranks=None if given is None else given.ranks.data_ptr(),
-    )
-    Stage("extract", work, (), is_small=logits.numel() < PARALLEL_FROM).run()
+        ranks=output.ranks,
+        lse=output.lse,
+        is_valid=output.is_valid,
+        entropy=output.entropy,
+        varentropy=output.extras.get("varentropy"),
+        margin=output.extras.get("margin"),
+        given_offsets=None if given is None else given.offsets,
+        given_ids=None if given is None else given.token_ids,
+        given_logprobs=None if given is None else given.logprobs,
+        given_ranks=None if given is None else given.ranks,
+    ).run()

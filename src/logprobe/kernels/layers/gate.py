@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from logprobe.kernels.native import GateArgs
-from logprobe.kernels.threads.parallel import Stage, address
+from logprobe.kernels.stages import Stage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,16 +28,14 @@ def gate_stage(gates: Tensor, values: Tensor | None, out: Tensor, activation: st
     """
     assert activation != "none"
     num_rows, width = gates.shape
-    work = GateArgs(
+    return Stage(
+        "gate",
+        "GateArgs",
         num_items=num_rows * -(-width // PIECE),
-        gates=gates.data_ptr(),
-        values=address(values),
-        out=out.data_ptr(),
-        gates_stride=gates.stride(0),
-        values_stride=0 if values is None else values.stride(0),
-        out_stride=out.stride(0),
+        gates=gates,
+        values=values,
+        out=out,
         width=width,
         piece=PIECE,
         activation=ACTIVATIONS[activation],
     )
-    return Stage("gate", work, (gates, values, out))

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from logprobe.kernels.native import NormArgs
-from logprobe.kernels.threads.parallel import Stage, address, block_rows
+from logprobe.kernels.stages import Stage, block_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,15 +56,16 @@ def norm_stage(
     assert residual is None or residual.stride() == out.stride()
     assert bias is None or is_centred
     block = block_rows(num_rows, MOST_ROWS)
-    work = NormArgs(
+    return Stage(
+        "norm",
+        "NormArgs",
         num_items=-(-num_rows // block),
-        x=x.data_ptr(),
-        weight=weight.data_ptr(),
-        bias=address(bias),
-        residual=address(residual),
-        out=out.data_ptr(),
-        x_stride=x.stride(0),
-        out_stride=out.stride(0),
+        is_small=num_rows < ROWS_FOR_THREADS,
+        x=x,
+        weight=weight,
+        bias=bias,
+        residual=residual,
+        out=out,
         width=width,
         parts=parts,
         num_rows=num_rows,
@@ -73,5 +73,3 @@ def norm_stage(
         is_centred=is_centred,
         epsilon=epsilon,
     )
-    keeps = (x, weight, out, residual, bias)
-    return Stage("norm", work, keeps, is_small=num_rows < ROWS_FOR_THREADS)

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from logprobe.kernels.layers.gate import ACTIVATIONS
 from logprobe.kernels.layers.layout import FORM_NUMBERS, PANEL, TILE_ROWS
-from logprobe.kernels.native import ProductArgs
-from logprobe.kernels.threads.parallel import Stage, address, items_for_threads
+from logprobe.kernels.stages import Stage, items_for_threads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,18 +56,17 @@ def panel_stage(x: Tensor, weights: PanelWeights, out: Tensor, finish: Finish = 
     items = -(-num_panels // item_panels)
     num_rows, padded = len(x), weights.padded_inputs
     num_blocks = _num_blocks(num_rows, padded, items)
-    work = ProductArgs(
+    return Stage(
+        "products",
+        "ProductArgs",
         num_items=items * num_blocks,
-        x=x.data_ptr(),
-        weights=weights.data.data_ptr(),
-        bias=address(weights.bias),
-        value_weights=None if values is None else values.data.data_ptr(),
-        value_bias=None if values is None else address(values.bias),
-        residual=address(residual),
-        out=out.data_ptr(),
-        x_stride=x.stride(0),
-        residual_stride=0 if residual is None else residual.stride(0),
-        out_stride=out.stride(0),
+        x=x,
+        weights=weights.data,
+        bias=weights.bias,
+        value_weights=None if values is None else values.data,
+        value_bias=None if values is None else values.bias,
+        residual=residual,
+        out=out,
         num_rows=num_rows,
         width=weights.num_inputs,
         num_inputs=padded,
@@ -80,7 +78,6 @@ def panel_stage(x: Tensor, weights: PanelWeights, out: Tensor, finish: Finish = 
         activation=ACTIVATIONS[finish.activation],
         factor=finish.factor,
     )
-    return Stage("products", work, (x, weights, out, finish))
 
 
 def _num_blocks(num_rows: int, num_inputs: int, items: int) -> int:

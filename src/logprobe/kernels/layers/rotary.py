@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from logprobe.kernels.native import RotaryArgs
-from logprobe.kernels.threads.parallel import Stage, address, block_rows
+from logprobe.kernels.stages import Stage, block_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,24 +79,21 @@ def rotary_stage(
     (cosines, sines), (keys, values) = rotary, pool
     num_rows, heads, key_dim = out.shape
     block = block_rows(num_rows, MOST_ROWS)
-    work = RotaryArgs(
+    return Stage(
+        "rotary",
+        "RotaryArgs",
         num_items=-(-num_rows // block),
-        query=query.data_ptr(),
-        key=key.data_ptr(),
-        value=value.data_ptr(),
-        cosines=cosines.data_ptr(),
-        sines=sines.data_ptr(),
-        query_scales=address(query_scales),
-        out=out.data_ptr(),
-        key_pool=keys.data_ptr(),
-        value_pool=values.data_ptr(),
-        slots=slots.data_ptr(),
-        query_row=query.stride(0),
-        query_head=query.stride(1),
-        key_row=key.stride(0),
-        key_head=key.stride(1),
-        value_row=value.stride(0),
-        value_head=value.stride(1),
+        is_small=num_rows < ROWS_FOR_THREADS,
+        query=query,
+        key=key,
+        value=value,
+        cosines=cosines,
+        sines=sines,
+        query_scales=query_scales,
+        out=out,
+        key_pool=keys,
+        value_pool=values,
+        slots=slots,
         num_rows=num_rows,
         heads=heads,
         kv_heads=keys.shape[1],
@@ -107,5 +103,3 @@ def rotary_stage(
         is_paired=is_paired,
         block_rows=block,
     )
-    keeps = (projections, rotary, pool, slots, out, query_scales)
-    return Stage("rotary", work, keeps, is_small=num_rows < ROWS_FOR_THREADS)

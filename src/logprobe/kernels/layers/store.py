@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from logprobe.kernels.native import StoreArgs
-from logprobe.kernels.threads.parallel import Stage, block_rows
+from logprobe.kernels.stages import Stage, block_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,16 +27,17 @@ def store_rows(key: Tensor, key_pool: Tensor, value: Tensor, value_pool: Tensor,
     """
     key, value = key.contiguous(), value.contiguous()
     block = block_rows(len(slots), MOST_ROWS)
-    work = StoreArgs(
+    Stage(
+        "store",
+        "StoreArgs",
         num_items=-(-len(slots) // block),
-        keys=key.data_ptr(),
-        values=value.data_ptr(),
-        key_pool=key_pool.data_ptr(),
-        value_pool=value_pool.data_ptr(),
-        slots=slots.data_ptr(),
+        keys=key,
+        values=value,
+        key_pool=key_pool,
+        value_pool=value_pool,
+        slots=slots,
         key_width=key[0].numel(),
         value_width=value[0].numel(),
         num_rows=len(slots),
         block_rows=block,
-    )
-    Stage("store", work, (key, value)).run()
+    ).run()

@@ -104,7 +104,6 @@ class Child:
         from logprobe.config import EngineConfig
         from logprobe.engine.backends.start import build_native_engine
         from logprobe.engine.backends.thread import EngineThread
-        from logprobe.kernels.threads.parallel import release_threads
         from logprobe.transport.messages import LoadWeights, TakeWeights
 
         config = EngineConfig(**start.settings)
@@ -117,7 +116,6 @@ class Child:
             self._ask(order)
             if isinstance(order, LoadWeights):
                 engine.handle(TakeWeights(order.number, finishes=False))
-        release_threads()  # from here on the engine's own thread computes
 
     def _serve(self) -> None:
         from logprobe.engine.backends.process.orders import Stop

@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from logprobe.kernels.layers.norm import norm_stage, rms_norm
-from logprobe.kernels.threads.parallel import Stage
-from logprobe.kernels.threads.series import Series
+from logprobe.kernels.stages import Series, Stage
 
 
 def chain(length: int) -> tuple[list[Stage], list[torch.Tensor]]:
@@ -47,8 +46,9 @@ def test_a_series_keeps_the_memory_that_it_writes() -> None:
 
 def test_stages_of_one_item_run_in_order_however_many_threads_find_none() -> None:
     stages, rows = chain(60)
-    for stage in stages:
-        stage.work.block_rows, stage.work.num_items = 200, 1
+    stages = [
+        Stage("norm", "NormArgs", num_items=1, **stage.fields | {"block_rows": 200}) for stage in stages
+    ]
     own = torch.get_num_threads()
     torch.set_num_threads(16)
     try:

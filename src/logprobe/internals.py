@@ -1,56 +1,13 @@
 """The list of other packages' private names that this package uses: their purpose, and what depends on them.
 
-Private names may leave with any release. `HOOKS` are looked up here and nowhere else; where one is missing on
-a machine, what `without` says happens. `INTERNALS` are used in place: attributes of objects, and methods that
-a subclass calls or overrides. A test compares this list with the names in the source that have a leading
+Private names may leave with any release. They are used in place: attributes of objects, and methods that a
+subclass calls or overrides. A test compares this list with the names in the source that have a leading
 underscore, and looks up every name, so that a release which drops one fails a test and not a request.
 """
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
-from importlib import import_module
-from operator import attrgetter
-from pathlib import Path
-from typing import Any
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hook:
-    """One private name of a library."""
-
-    library: str  # an importable module, or LIBGOMP
-    name: str  # dotted, from there
-    purpose: str
-    without: str
-
-    def find(self) -> Any:
-        """What the name stands for; None where it is gone."""
-        if self.library == LIBGOMP:
-            path = libgomp()
-            return None if path is None else getattr(ctypes.CDLL(path), self.name, None)
-        try:
-            return attrgetter(self.name)(import_module(self.library))
-        except AttributeError:
-            return None
-
-
-LIBGOMP = "libgomp"
-
-PAUSE = Hook(
-    library=LIBGOMP,
-    name="omp_pause_resource_all",
-    purpose="ends the threads that a thread of ours no longer needs",
-    without="they stay, and outnumber the cores where several engines ran",
-)
-ATTENTION = Hook(
-    library="transformers",
-    name="AttentionInterface.register",
-    purpose="hands each layer's attention to the pool; decoders pass our options through to it",
-    without="no model can be loaded",
-)
-HOOKS = (PAUSE, ATTENTION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,18 +72,3 @@ INTERNALS = (
         without="only engines made with this library's options are taken in",
     ),
 )
-
-
-def missing_hooks() -> list[Hook]:
-    """Those that this machine's libraries do not have."""
-    return [hook for hook in HOOKS if hook.find() is None]
-
-
-def libgomp() -> str | None:
-    """The path of the OpenMP library that torch has loaded, its own before another."""
-    import_module("torch")
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        return None
-    loaded = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "libgomp" in line}
-    return min(loaded, key=lambda path: ("torch" not in path, path), default=None)

@@ -6,7 +6,6 @@ import ast
 import importlib
 import inspect
 import re
-import sys
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,53 +14,26 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import logprobe
-from logprobe.kernels.hooks import (
-    HOOKS,
-    INTERNALS,
-    LIBGOMP,
-    VLLM_PROCESSORS,
-    VLLM_WORKER,
-    Hook,
-    Internals,
-    missing_hooks,
-)
+from logprobe.internals import INTERNALS, VLLM_PROCESSORS, VLLM_WORKER, Internals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(logprobe.__file__).parent
 SOURCES = sorted(ROOT.rglob("*.py"))
-PRIVATE = re.compile(r"torch\.ops\.|\btorch\._|CDLL\((?!None|str\(self\.path\))")
+PRIVATE = re.compile(r"torch\.ops\.|\btorch\._|CDLL\((?!None)")
 DOCUMENTED = {"_asdict", "_exit", "_fields", "_replace"}  # of named tuples, and of os
 BY_NAME = {"attrgetter", "delattr", "getattr", "hasattr", "setattr"}
 
 
-@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: f"{hook.library}:{hook.name}")
-def test_the_library_still_has_it(hook: Hook) -> None:
-    if hook.library == LIBGOMP and sys.platform != "linux":
-        pytest.skip("torch runs on libgomp on Linux only")
-    assert hook.find() is not None, (
-        f"{hook.library} no longer has {hook.name} ({hook.purpose}); {hook.without}"
-    )
-
-
-def test_one_that_is_gone_is_named() -> None:
-    gone = Hook(library="torch", name="ops.aten._no_such_operator", purpose="", without="")
-    assert gone.find() is None
-    assert not [hook for hook in missing_hooks() if hook.library != LIBGOMP]
-
-
-def test_none_is_looked_up_anywhere_else() -> None:
+def test_no_operator_or_library_is_looked_up_by_a_private_name() -> None:
     found = {
         path.name: line
         for path in SOURCES
         for line in path.read_text(encoding="utf-8").splitlines()
-        if PRIVATE.search(line) and path.name != "hooks.py" and '"""' not in line and "`torch._" not in line
+        if PRIVATE.search(line) and '"""' not in line and "`torch._" not in line
     }
     assert found == {}
-
-
-# -- used in place -------------------------------------------------------------------------------------------
 
 
 def owner_of(internals: Internals) -> Any:

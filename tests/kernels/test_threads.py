@@ -11,15 +11,14 @@ import pytest
 import torch
 
 from logprobe.kernels.layers.norm import norm_stage
-from logprobe.kernels.threads.parallel import Stage
+from logprobe.kernels.stages import Stage
 
 
 def adding(num_items: int) -> tuple[Stage, torch.Tensor]:
     """A stage of so many items, each of which adds ones to a row of the tensor."""
     out = torch.zeros(num_items, 8)
     stage = norm_stage(torch.ones(num_items, 8), torch.ones(8), out, 0.0, out)
-    stage.work.block_rows, stage.work.num_items = 1, num_items
-    return Stage(stage.kernel, stage.work, stage.keeps), out
+    return Stage("norm", "NormArgs", num_items=num_items, **stage.fields | {"block_rows": 1}), out
 
 
 @pytest.mark.parametrize("num_threads", range(1, 9))

@@ -1,0 +1,123 @@
+"""Calls of native kernels, alone or many in one launch, on the library's own threads.
+
+A step of one token is hundreds of loops of a few microseconds, and starting one from Python costs as much
+as it takes. Recorded once, they are started together, as a CUDA graph does for a GPU's kernels.
+Before it: the kernels' checked arguments. After it: `native/threads.cpp`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from logprobe.kernels.native import declarations, library
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+THREAD_ITEMS = 4  # of a loop for each, where it can be cut so finely: all end at nearly the same time
+_DTYPES = {
+    "float": (torch.float32, np.float32),
+    "double": (torch.float64, np.float64),
+    "int32_t": (torch.int32, np.int32),
+    "int64_t": (torch.int64, np.int64),
+    "uint8_t": (torch.uint8, torch.bool, np.uint8, np.bool_),
+}
+
+
+class Stage:
+    """One kernel with its arguments, ready to run again and again.
+
+    Args:
+        kernel: its name, without `logprobe_`.
+        structure: of its arguments, in `native/kernels.h`.
+        num_items: what its loop is cut into for threads.
+        is_small: starting the threads for it alone would cost more than they save.
+        **fields: the arguments: numbers; tensors or arrays, which are kept; None for a null pointer. The
+            strides `x_row` and `x_head` of an array `x` are filled in.
+    """
+
+    def __init__(
+        self, kernel: str, structure: str, *, num_items: int, is_small: bool = False, **fields: Any
+    ) -> None:
+        self.kernel, self.num_items, self.is_small, self.fields = kernel, num_items, is_small, fields
+        ffi, names = declarations(), _fields(structure)
+        values: dict[str, Any] = {"work": {"num_items": num_items}}
+        for name, value in fields.items():
+            kind = names[name]
+            values[name] = _address(name, value, kind) if kind else value
+            if f"{name}_row" in names and value is not None:
+                values[f"{name}_row"] = _stride(value, 0)
+            if f"{name}_head" in names:
+                values[f"{name}_head"] = _stride(value, 1)
+        self._args = ffi.new(f"{structure} *", values)
+        self.call = (getattr(library().functions, f"logprobe_{kernel}"), self._args, 0)
+
+    def run(self, *, num_threads: int | None = None) -> None:
+        """Run it until each item is done, each exactly once; releases the GIL.
+
+        Raises:
+            MemoryError: there is too little for its scratch.
+        """
+        threads = torch.get_num_threads() if num_threads is None else num_threads
+        _launch(_calls([self]), 1, 1 if self.is_small else min(threads, self.num_items))
+
+
+class Series:
+    """Stages ready to run in one launch, again and again."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = list(stages)  # they keep the memory
+        self._calls = _calls(self._stages)
+
+    def run(self) -> None:
+        """Run every stage, each after the one before it is done; releases the GIL.
+
+        Raises:
+            MemoryError: there is too little for their scratch.
+        """
+        _launch(self._calls, len(self._stages), torch.get_num_threads())
+
+
+def _calls(stages: list[Stage]) -> Any:
+    return declarations().new("Stage[]", [stage.call for stage in stages])
+
+
+def _launch(calls: Any, num_stages: int, num_threads: int) -> None:
+    if library().functions.logprobe_run(calls, num_stages, num_threads):
+        raise MemoryError("a kernel needs more memory for its scratch than there is")
+
+
+@functools.cache
+def _fields(structure: str) -> dict[str, str]:
+    """Names of a structure's fields, and the types that pointers point to; "" for numbers."""
+    fields = declarations().typeof(structure).fields
+    return {name: field.type.item.cname if field.type.kind == "pointer" else "" for name, field in fields}
+
+
+def _stride(value: Any, dim: int) -> int:
+    stride = value.stride(dim) if isinstance(value, torch.Tensor) else value.strides[dim] // value.itemsize
+    return int(stride)
+
+
+def _address(name: str, value: Any, kind: str) -> Any:
+    ffi = declarations()
+    if value is None:
+        return ffi.NULL
+    assert kind == "void" or value.dtype in _DTYPES[kind], (name, value.dtype)
+    is_tensor = isinstance(value, torch.Tensor)
+    return ffi.cast("void *", value.data_ptr() if is_tensor else value.__array_interface__["data"][0])
+
+
+def items_for_threads() -> int:
+    """How many items a loop is worth being cut into: several a thread, where there are several threads."""
+    num_threads = torch.get_num_threads()
+    return THREAD_ITEMS * num_threads if num_threads > 1 else 1
+
+
+def block_rows(num_rows: int, most: int) -> int:
+    """Rows of an item of a loop whose rows take equally long: at most so many, and some for every thread."""
+    return max(1, min(most, num_rows // torch.get_num_threads()))
