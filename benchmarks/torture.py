@@ -57,7 +57,7 @@ class Layout:
     name: str
     flags: tuple[str, ...] = ()
     is_harmed: bool = False  # its engine's processes are, which are started again
-    is_exact: bool = True  # numbers do not depend on what stands beside them
+    is_exact: bool = True  # numbers do not depend on other rows of the batch
     replaces: bool = True  # the model's own weights; other files may lie in their place, too
     has_lora: bool = True
     python: Path = Path(sys.executable)

@@ -30,8 +30,8 @@ with the model's own, at its first positions, at its last and across each length
 
 - **own**: with published weights, by our own decoder, a row of `engine/forward/families.py`. A model of such
   a family runs so only where each key of its configuration and each of its tensors is known there.
-- **generic**: by transformers' own modules, on published weights where the processor can. So does every model
-  with `weights="plain"`, of 16 bits or on a GPU. `logprobe info MODEL` and the log say why.
+- **generic**: by transformers' own modules, on published weights where the native kernels run. So does every
+  model with `weights="plain"`, of 16 bits or on a GPU. `logprobe info MODEL` and the log say why.
 - Frequencies that change with the length of a text (longrope) are those of one forward pass over the whole
   text. A text that outgrows the short ones is computed again from its start.
 

@@ -94,7 +94,7 @@ is. Otherwise, counted in the engine's steps (`tests/engine/plan/test_shares.py`
   those that are being read, and at most one of each other client's (`tests/server/test_workers.py`).
 - Further requests of a client wait for room in the order of their arrival, at most `max_waiting` of them and
   for `wait_timeout_s`; then they get 429 with `Retry-After`. While it waits, a request keeps the bytes of its
-  body and its place among the requests of its route, nothing else; it is read again once there is room.
+  body and its place among the requests of its route, nothing else; it is read again once it is admitted.
   Clients whose requests wait take turns. One that leaves gives its place to the next, a server that drains
   ends the wait with 503. Requests of other clients that find room are admitted at once.
 

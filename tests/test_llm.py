@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from logprobe import LLM, SamplingParams
+from logprobe import LLM, SamplingParams, __version__
 from logprobe.errors import PromptTooLongError
 from logprobe.testing import watching_steps
 
@@ -349,6 +349,7 @@ def test_containers_say_what_they_hold(tiny_llm: LLM, tiny_model_folder: Path) -
     able = tiny_llm.engine.capabilities()
     source = {"engine": "native", "model": str(tiny_model_folder), "logits_dtype": "float32", "unit": "nats"}
     source |= {"weights": able.weights, "layers": "2 by our own decoder"}
+    source |= {"arithmetic": "fma", "logprobe_version": __version__}
     source |= {"probe_difference": able.layout.probe_difference, "weight_version": able.weight_version}
     vocab_size = able.vocab_size
     settings = {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.01}

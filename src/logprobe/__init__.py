@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from logprobe._lazy import lazy_names
+from logprobe._version import __version__
 
 if TYPE_CHECKING:
     from logprobe.async_lm import (
@@ -83,8 +84,6 @@ if TYPE_CHECKING:
     from logprobe.scoring import (
         Score as Score,
     )
-
-__version__ = "0.1.0"
 
 # Public name -> the module that holds it.
 _HOMES = {

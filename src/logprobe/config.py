@@ -58,9 +58,10 @@ class EngineConfig:
         max_batch_rows: most requests that run at once.
         kv_bytes: bytes of the key/value pool with its hidden rows; `None` takes a quarter of
             what the weights leave free, at most 1 GiB.
-        weights: `auto` (`published` where this processor can, else `plain`), `published` (float32 numbers
-            from the bytes of the model's own file, or from the narrowest float that holds its weights
-            exactly, widened where they are used), or `plain` (transformers' own modules).
+        weights: `auto` (`published` in float32 on a CPU where the native kernels run, else `plain`),
+            `published` (float32 numbers from the bytes of the model's own file, or from the narrowest float
+            that holds its weights exactly, widened where they are used), or `plain` (transformers' own
+            modules).
         seed: base of the seeds of requests that bring none.
         overlap: run the next step while the rows of the last one are copied and handed to their readers;
             the numbers are the same.

@@ -274,7 +274,7 @@ def test_a_report_is_json(tiny_llm: LLM, tmp_path: Path) -> None:
         ({"completion_ids": [[1]]}, "has no column logprobs or"),
         ({"logprobs": [[-1.0]]}, "has no column token_ids or"),
         ({"token_ids": [[1, 2]], "logprobs": [[-1.0]]}, "row 0: logprobs is no list of 2 numbers"),
-        ({"token_ids": [[-1]], "logprobs": [[-1.0]]}, "row 0: token_ids holds what is no token id"),
+        ({"token_ids": [[-1]], "logprobs": [[-1.0]]}, "row 0: token_ids contains an invalid token id"),
         ({"token_ids": [None], "logprobs": [[-1.0]]}, "row 0: has no token_ids"),
         ({"token_ids": [["x"]], "logprobs": [[-1.0]]}, "row 0: could not convert"),
         (

@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
-from logprobe import FlatLogprobs, Logprob, SamplingParams, Score
+from logprobe import FlatLogprobs, Logprob, SamplingParams, Score, __version__
 from logprobe.cli.app import run
 from logprobe.models import Vocabulary
 from logprobe.records.forms.json import finite_fields
@@ -327,6 +327,8 @@ def test_whole_rows_come_in_binary(server: Any, dtype: str) -> None:
     table = load(reply.content)["logprobs"]
     assert table.dtype == dtype
     assert table.shape == (2, server.service.vocab_size)
+    header = json.loads(reply.content[8 : 8 + int.from_bytes(reply.content[:8], "little")])["__metadata__"]
+    assert (header["arithmetic"], header["logprobe_version"]) == ("fma", __version__)
     np.testing.assert_allclose(np.exp(table.astype(np.float64)).sum(axis=1), 1, atol=2e-3)
     for row, prompt in zip(table, ["the cat", "a dog"], strict=True):
         (output,) = server.llm.generate(prompt, SamplingParams(max_tokens=1, logprobs=-1))

@@ -45,8 +45,9 @@ def facts() -> dict[str, Any]:
     import torch
 
     from logprobe.kernels import kernel_info
-    from logprobe.kernels.native import library
+    from logprobe.kernels.info import native_library
 
+    native = native_library()
     return {
         "logprobe": __version__,
         "python": platform.python_version(),
@@ -54,7 +55,13 @@ def facts() -> dict[str, Any]:
         **{library: version(library) for library in LIBRARIES},
         "devices": ["cpu"] + [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())],
         "kernels": kernel_info(),
-        "native": f"{library().variant}, {library().digest}, {library().compiler}",
+        "native": native
+        and {
+            "variant": native.variant,
+            "version": __version__,
+            "compiler": native.compiler,
+            "digest": native.digest,
+        },
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "cache": str(home()),

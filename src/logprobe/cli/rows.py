@@ -88,12 +88,12 @@ def totals_of(
 
 
 def info_dict(llm: LLM, info: LogprobsInfo | None) -> dict[str, Any]:
-    """What the numbers are and where they come from; without numbers (None), where the text comes from."""
+    """Describe the numbers and their source; without numbers (None), the source of the text."""
     able = llm.engine.capabilities()
-    about = {"engine": able.engine, "model": able.model}
+    about = {"engine": able.engine, "model": able.model, "logprobe_version": __version__}
     if info is not None:
         about = info.to_dict() | {"floor": IMPOSSIBLE}
-    return about | {"device": able.device, "version": __version__}
+    return about | {"device": able.device}
 
 
 def visible(text: Sequence[int]) -> str:

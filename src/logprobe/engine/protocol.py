@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import numpy as np
 
+from logprobe._version import __version__
 from logprobe.engine.durations import Durations
 from logprobe.processors.interface import ProcessorCounter
 from logprobe.records import LogprobsInfo
@@ -36,6 +37,7 @@ class Layout:
     """How a model's layers run, and how near to transformers' numbers they are; the same at every load."""
 
     weights: str
+    arithmetic: str | None = None  # of products with weights, as `LogprobsInfo` has it
     num_layers: int
     why_generic: str | None  # why it runs by transformers' own modules, where it does
     rope_boundary: int | None  # tokens above which a text runs under other rotary frequencies
@@ -83,12 +85,14 @@ class Capabilities:
             logits_dtype=self.dtype,
             weight_version=self.weight_version,
             quantization=self.quantization,
+            logprobe_version=__version__,
         )
         if self.layout is None:
             return source
         return msgspec.structs.replace(
             source,
             weights=self.layout.weights,
+            arithmetic=self.layout.arithmetic,
             layers=self.layout.layers,
             probe_difference=self.layout.probe_difference,
         )

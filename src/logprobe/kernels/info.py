@@ -1,17 +1,43 @@
-"""Which kernel serves which device."""
+"""Which implementation of the kernels serves which device."""
 
 from __future__ import annotations
 
+import functools
+import logging
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Final
+
+from logprobe.kernels.native import library
+
+if TYPE_CHECKING:
+    from logprobe.kernels.native import Library
+
+REMEDY: Final = "install a wheel for this system, or install anew with a C++ compiler (docs/kernels.md)"
+
+logger = logging.getLogger("logprobe")
+
+
+@functools.cache
+def native_library() -> Library | None:
+    """Return the native library, or None, after one warning, where no variant of it runs on this machine.
+
+    Raises:
+        ParameterError: `LOGPROBE_KERNELS` names a variant that is not built or that cannot run here.
+    """
+    try:
+        return library()
+    except OSError as error:
+        logger.warning("native kernels: %s; models on the CPU run by torch, slowly; %s", error, REMEDY)
+        return None
 
 
 def kernel_of(device_type: str) -> str:
-    """'native', 'triton' or 'torch': what extracts on a device of that type."""
+    """Return 'native', 'triton' or 'torch': what extracts on a device of that type."""
     if device_type == "cpu":
-        return "native"
+        return "torch" if native_library() is None else "native"
     return "triton" if device_type == "cuda" and find_spec("triton") is not None else "torch"
 
 
 def kernel_info() -> dict[str, str]:
-    """Device type to the kernel that serves it."""
+    """Return the kernel that serves each type of device."""
     return {device_type: kernel_of(device_type) for device_type in ("cpu", "cuda")}

@@ -60,17 +60,32 @@ class Library:
 
 @functools.cache
 def library() -> Library:
-    """The variant of this process.
+    """Load the variant that `LOGPROBE_KERNELS` names, or else the best one that runs on this processor.
 
     Raises:
-        ParameterError: `LOGPROBE_KERNELS` names one that is not here, or that this processor cannot run.
+        ParameterError: the named variant is not built, or does not run here.
+        OSError: none is named, and none runs here.
     """
-    built = [name for name in VARIANTS if Library.path_of(name).exists()]
-    asked = os.environ.get(VARIABLE)
-    if asked and asked not in built:
-        raise ParameterError(VARIABLE, f"{asked!r} is not built; there are {', '.join(built)}")
-    for name in [asked] if asked else built:
-        found = Library(name)
-        if found.can_run():
+    forced = os.environ.get(VARIABLE)
+    problems: list[str] = []
+    for variant in [forced] if forced else VARIANTS:
+        found = _load(variant)
+        if isinstance(found, Library):
             return found
-    raise ParameterError(VARIABLE, f"this processor can run none of {asked or ', '.join(built)}")
+        problems.append(f"{variant} {found}")
+    if forced:
+        built = [variant for variant in VARIANTS if Library.path_of(variant).exists()]
+        remedy = f"unset it, or use one that is built and runs here (built: {', '.join(built) or 'none'})"
+        raise ParameterError(VARIABLE, f"{problems[0]}; {remedy}")
+    raise OSError(f"no variant runs here ({', '.join(problems)})")
+
+
+def _load(variant: str) -> Library | str:
+    """Return a variant, or why it does not run here."""
+    if variant not in VARIANTS or not Library.path_of(variant).exists():
+        return "is not built"
+    try:
+        found = Library(variant)
+    except OSError as error:
+        return f"cannot be loaded: {error}"
+    return found if found.can_run() else "needs instructions that this processor lacks"

@@ -30,7 +30,11 @@ class LogprobsInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     logits_dtype: str | None = None  # such as "float32"
     engine: str | None = None
     model: str | None = None
+    logprobe_version: str | None = None  # of the package that computed them, and of its native library
     weights: str | None = None  # their layout, such as "published"
+    # How products with weights are summed: "fma", float32 fused multiply-adds of the native library, with the
+    # same bits in each of its variants; "torch", torch's own products. None for another engine.
+    arithmetic: str | None = None
     weight_version: str | None = None  # which weights: a caller's name, or a digest or commit with its kind
     quantization: str | None = None  # of the checkpoint, such as "Q4_1"; None: its weights are not quantised
     lora: str | None = None  # the name of LoRA weights that the numbers are under

@@ -616,5 +616,5 @@ def _check_stored(path: str | Path, row: Mapping[str, Any]) -> None:
     ids, logprobs = (np.array(row[name], np.float64) for name in ("token_ids", "token_logprobs"))
     if len(ids) != len(logprobs) or not ((ids >= 0).all() and (logprobs <= MAX_LOGPROB).all()):
         raise InputError(
-            f"{path}: row {row['row']} holds what is no token id or no log-probability; score the data anew"
+            f"{path}: row {row['row']} holds an invalid token id or log-probability; score the data again"
         )

@@ -259,7 +259,7 @@ def _column(row: Mapping[str, Any], what: str, dtype: Any, length: int | None = 
     if array.ndim != 1 or (length is not None and len(array) != length):
         raise InputError(f"{what} is no list of {'numbers' if length is None else f'{length} numbers'}")
     if dtype is np.int64 and not _are_ids(array):
-        raise InputError(f"{what} holds what is no token id")
+        raise InputError(f"{what} contains an invalid token id")
     if np.isposinf(array).any():
         raise InputError(f"{what} holds an infinite number")
     return array.astype(dtype)
@@ -276,7 +276,7 @@ def _alternatives(row: Mapping[str, Any], num_tokens: int, end: int) -> Alternat
     token_ids = np.concatenate([np.asarray(part, np.float64) for part in ids[:end]])
     numbers = np.concatenate([np.asarray(part, np.float64) for part in logprobs[:end]])
     if not _are_ids(token_ids):
-        raise InputError("top_ids holds what is no token id")
+        raise InputError("top_ids contains an invalid token id")
     if not (numbers < np.inf).all():
         raise InputError("top_logprobs holds what is no number, or an infinite one")
     return Alternatives(

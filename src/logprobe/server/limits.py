@@ -1,9 +1,9 @@
-"""Every limit of what a client may send and ask, in one table, and the count of what is in progress.
+"""Limits on requests, in one table, and the count of requests in progress.
 
-How many alternatives a position may have is the model's limit: `openai.fields` checks it.
-A request beyond a limit is a 400 that names it. One for which there is no room now waits in a queue of its
-caller, or is a 429 if that is full. One caller may fill all there is; a little more is kept for those who
-hold little.
+`openai.fields` checks the number of alternatives a position, which is the model's limit.
+A request that exceeds a limit gets a 400 that names it. One that exceeds the capacity left now waits in a
+queue of its caller, or gets a 429 if that is full. One caller may use the whole capacity; a reserve on top of
+it is for callers with few requests in progress.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WHOLE_ROW_BYTES: Final = 2 * 4  # of one id of a whole distribution: the engine'
 
 CHARS_A_VALUE: Final = 16
 RESERVE_PART: Final = 8
-"""One in this many of what all may have comes on top, for callers who hold one in as many of that at most."""
+"""The reserve is 1/8 of a limit on top of it, for callers that use at most 1/8 of the reserve."""
 _ESCAPED_MARK: Final = re.compile(rb"\\u00(?:[57][bB]|3[aA])")  # [ { :
 _ESCAPED_COMMA: Final = re.compile(rb"\\u002[cC]")
 MAX_DEPTH: Final = MAX_GRAMMAR_DEPTH  # of values in a body
@@ -70,11 +70,11 @@ LIMITS: Final = (
     "wait_timeout_s",
     "write_timeout_s",
 )
-"""The settings that bound clients, in the order in which a request meets them."""
+"""The settings that limit clients, in the order in which a request is checked against them."""
 
 
 def limit_table(settings: ServerSettings) -> dict[str, float]:
-    """All limits with their values; those of grammars and of a body's depth are no settings."""
+    """Return all limits with their values; those of grammars and of a body's depth are constants."""
     return {name: getattr(settings, name) for name in LIMITS} | {
         "max_depth": MAX_DEPTH,
         "max_grammar_bytes": MAX_GRAMMAR_BYTES,
@@ -84,7 +84,7 @@ def limit_table(settings: ServerSettings) -> dict[str, float]:
 
 
 def check_count(settings: ServerSettings, limit: str, param: str, count: int, of: str) -> None:
-    """Refuse more than a limit lets through.
+    """Reject a count above a limit.
 
     Raises:
         ApiError: 400 with the count, the limit and its name.
@@ -95,7 +95,7 @@ def check_count(settings: ServerSettings, limit: str, param: str, count: int, of
 
 
 def check_values(settings: ServerSettings, data: bytes) -> None:
-    """Refuse a body of too many values, by its marks alone: text that holds them counts as well.
+    """Reject a body of too many values, counted by its punctuation, which includes that inside strings.
 
     Raises:
         ApiError: 400.
@@ -109,7 +109,7 @@ def check_values(settings: ServerSettings, data: bytes) -> None:
 
 
 def check_body(settings: ServerSettings, body: Any) -> None:
-    """Refuse lists that are too long and values that are nested too deeply.
+    """Reject lists that are too long and values that are nested too deeply.
 
     Raises:
         ApiError: 400 naming the field.
@@ -157,7 +157,7 @@ def check_body(settings: ServerSettings, body: Any) -> None:
 
 
 def _most_named(ids: Sequence[Any]) -> int:
-    """The most ids that are named of one position."""
+    """Return the largest number of ids of one position."""
     lists = [one for one in ids if isinstance(one, list)]
     return max(map(len, lists)) if lists else len(ids)
 
@@ -174,11 +174,11 @@ SHARED_FIELDS: Final = (
     "structured_outputs",
     *GUIDED,
 )
-"""Fields of any size that hold for each prompt of a body."""
+"""Fields of any size that apply to each prompt of a body."""
 
 
 def num_values(value: Any) -> int:
-    """The values within a value, where so many characters of text count as one."""
+    """Return the number of nested values; each `CHARS_A_VALUE` characters of text count as one more."""
     count, pending = 0, [value]
     while pending:
         item = pending.pop()
@@ -204,11 +204,11 @@ FREE_FIELDS: Final = (
     "structured_outputs",
     "chat_template_kwargs",
 )
-"""Fields whose insides have no type."""
+"""Fields whose contents are not typed."""
 
 
 def check_depth(name: str, value: Any) -> None:
-    """Refuse what is nested deeper than `MAX_DEPTH`, without recursion.
+    """Reject a value nested deeper than `MAX_DEPTH`, without recursion.
 
     Raises:
         ApiError: 400.
@@ -228,7 +228,7 @@ def check_depth(name: str, value: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What requests may come to."""
+    """Upper bounds of what requests use."""
 
     requests: int
     tokens: int
@@ -236,7 +236,7 @@ class Cost:
 
     @classmethod
     def of(cls, requests: Sequence[Request], vocab_size: int, num_echoes: int = 1) -> Cost:
-        """The most that these requests can take, where their reply holds each prompt `num_echoes` times."""
+        """Return the cost of requests whose reply contains each prompt `num_echoes` times."""
         samples = sum(request.params.num_samples for request in requests)
         tokens = sum(
             len(request.prompt_token_ids) + request.params.num_samples * request.params.max_tokens
@@ -250,7 +250,7 @@ class Cost:
 
     @classmethod
     def of_rows(cls, num_rows: int, at_once: int, vocab_size: int) -> Cost:
-        """The most that so many next-token rows take: each a pass of one token, some of them at once."""
+        """Return the cost of next-token rows, each a pass of one token, `at_once` of them together."""
         return cls(requests=at_once, tokens=num_rows, logprob_bytes=at_once * vocab_size * WHOLE_ROW_BYTES)
 
     def __add__(self, other: Cost) -> Cost:
@@ -262,7 +262,7 @@ class Cost:
 
 
 class NoRoomError(ApiError):
-    """429: there is no room for a request now; `cost` is what it waits for."""
+    """429: the capacity left is too small for a request now; `cost` is what the request needs."""
 
     def __init__(self, what: str, cost: Cost) -> None:
         full = server_full(what)
@@ -271,7 +271,7 @@ class NoRoomError(ApiError):
 
 
 class Ticket:
-    """Leave to run, given back once."""
+    """Permission to run, released once."""
 
     def __init__(self, limits: Limits, cost: Cost, caller: str) -> None:
         self._limits = limits
@@ -279,7 +279,7 @@ class Ticket:
         self._caller = caller
 
     def release(self) -> None:
-        """Give it back; a second call does nothing."""
+        """Release the capacity; a second call does nothing."""
         cost, self._cost = self._cost, None
         if cost is not None:
             self._limits.subtract(cost, self._caller)
@@ -316,7 +316,7 @@ class _Waiter:
 
 
 class Limits:
-    """Counts what is in progress, and queues what waits for room; any thread may ask."""
+    """Counts requests in progress and queues those that wait for capacity; thread-safe."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._max = {
@@ -331,11 +331,11 @@ class Limits:
         self._lock = threading.Lock()
 
     def admit(self, cost: Cost, caller: str = "") -> Ticket:
-        """Take a caller's cost in, unless earlier requests of the caller wait.
+        """Reserve capacity for a caller, unless earlier requests of the caller wait.
 
         Raises:
-            ApiError: 400, it alone is beyond a limit.
-            NoRoomError: there is no room now.
+            ApiError: 400, the cost alone exceeds a limit.
+            NoRoomError: the capacity left is too small now.
         """
         for name, (limit, most) in self._max.items():
             amount = getattr(cost, name)
@@ -350,10 +350,10 @@ class Limits:
         return Ticket(self, cost, caller)
 
     async def wait(self, cost: Cost, caller: str) -> Ticket:
-        """Take a caller's cost in once there is room for it, after earlier requests of the caller.
+        """Reserve capacity for a caller once it is free, after earlier requests of the caller.
 
         Raises:
-            ApiError: 429, too many requests of the caller wait, or there was no room in time.
+            ApiError: 429, too many requests of the caller wait, or no capacity was free in time.
         """
         waiter = _Waiter(cost)
         with self._lock:
@@ -375,7 +375,7 @@ class Limits:
             raise
 
     def subtract(self, cost: Cost, caller: str) -> None:
-        """Give back what was taken in."""
+        """Release reserved capacity."""
         with self._lock:
             self._add(cost, caller, -1)
             if not any(self._by_caller[caller].values()):
@@ -383,11 +383,11 @@ class Limits:
             self._admit_waiters()
 
     def in_use(self) -> dict[str, int]:
-        """What is taken now."""
+        """Return the capacity in use."""
         return {name: self._in_use[name] for name in self._max}
 
     def _full(self, cost: Cost, caller: str) -> str | None:
-        """What is in use of the limit that leaves a caller no room for a cost; None: there is room."""
+        """Return the use of the first limit that a cost would exceed; None if it fits."""
         for name, (_, most) in self._max.items():
             amount = getattr(cost, name)
             holds = self._by_caller.get(caller, Counter())[name] + amount
@@ -396,7 +396,7 @@ class Limits:
         return None
 
     def _admit_waiters(self) -> None:
-        """Admit requests that wait while there is room: in turn each caller's first one; the lock is held."""
+        """Admit waiting requests that fit, round-robin over callers; the lock is held."""
         callers = deque(self._queues)
         while callers:
             caller = callers.popleft()
@@ -412,7 +412,7 @@ class Limits:
                 self._add(waiter.cost, caller, 1)
 
     def _leave(self, waiter: _Waiter, caller: str) -> None:
-        """Take a request out of its queue, or give back the ticket that came too late."""
+        """Remove a request from its queue, or release a ticket that came too late."""
         with self._lock:
             queue = self._queues.get(caller, deque())
             if (ticket := waiter.ticket) is None and waiter in queue:
@@ -431,7 +431,7 @@ class Limits:
 
 
 class InProgress:
-    """Counts what callers have in progress of one kind, with a reserve as `Limits` has; on the event loop."""
+    """Counts one kind of work in progress by caller, with the reserve of `Limits`; for the event loop."""
 
     def __init__(self, most: int, what: str) -> None:
         self._max = most
@@ -440,10 +440,10 @@ class InProgress:
 
     @contextmanager
     def hold(self, caller: str) -> Iterator[None]:
-        """Count one more of a caller's until the block ends.
+        """Count one more for a caller until the block ends.
 
         Raises:
-            ApiError: 429, there is no room now.
+            ApiError: 429, the limit is reached.
         """
         total = self._by_caller.total()
         if total >= _max_for(self._max, self._by_caller[caller] + 1):
@@ -458,13 +458,13 @@ class InProgress:
 
 
 def _max_for(most: int, holds: int) -> int:
-    """Return what all callers together may hold where one of them holds so much: a little more for little."""
+    """Return the total allowed when the caller holds `holds`: the reserve is added for a small holder."""
     reserve = most // RESERVE_PART
     return most + reserve if holds <= max(reserve // RESERVE_PART, 1) else most
 
 
 class Lifetime:
-    """Whether work is taken, and may go on; one for a whole server."""
+    """State of a server's shutdown."""
 
     def __init__(self, drain_s: float) -> None:
         self.drain_s = drain_s
@@ -472,7 +472,7 @@ class Lifetime:
         self.is_over = False  # nor does any go on
 
     def check_open(self) -> None:
-        """Refuse new work once the server ends.
+        """Reject new work once the server shuts down.
 
         Raises:
             ApiError: 503, with the time after which another server should be at this address.
@@ -483,7 +483,7 @@ class Lifetime:
             raise ApiError(503, message, code="draining", headers=headers)
 
     def check(self) -> None:
-        """Notice that work had its time.
+        """Stop work that outlasted the drain time of a shutdown.
 
         Raises:
             ApiError: 503.
@@ -494,7 +494,7 @@ class Lifetime:
 
 
 def row_entries(params: SamplingParams, k: int | None, vocab_size: int) -> int:
-    """Most entries of a row with `k` alternatives: these, the token's own, named ids; 0 where k is None."""
+    """Return the most entries of a row: `k` alternatives, the token itself, named ids; 0 if k is None."""
     if k is None:
         return 0
     num_top = vocab_size if k == -1 else min(k, vocab_size)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from logprobe.errors import ModelError
+from logprobe.kernels.info import native_library
 from logprobe.kernels.layers.store import store_rows
 from logprobe.models.cache import in_words
 
@@ -236,9 +237,10 @@ class PagedMemory:
             self._map.madvise(advice)
 
 
-def is_plain_float(tensor: torch.Tensor) -> bool:
-    """Whether the compiled CPU kernels can read a tensor."""
-    return tensor.device.type == "cpu" and tensor.dtype == torch.float32
+def is_for_kernels(tensor: torch.Tensor) -> bool:
+    """Return True if the native kernels read this tensor."""
+    is_float = tensor.device.type == "cpu" and tensor.dtype == torch.float32
+    return is_float and native_library() is not None
 
 
 class KVPool:
@@ -260,7 +262,7 @@ class KVPool:
     def store(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write the keys and values, (num_tokens, kv_heads, dim) each, of one layer to `slots`."""
         keys, values = self.layer(layer, key, value)
-        if is_plain_float(key):
+        if is_for_kernels(key):
             store_rows(key, keys, value, values, slots)
         else:
             keys.index_copy_(0, slots, key)
@@ -275,12 +277,12 @@ class KVPool:
         for layer, (key, value) in shapes.items():
             self.keys[layer] = new_zeros((self.num_slots, *key))
             self.values[layer] = new_zeros((self.num_slots, *value))
-        self.is_readable_in_place = bool(self.keys) and all(map(is_plain_float, self.keys.values()))
+        self.is_readable_in_place = bool(self.keys) and all(map(is_for_kernels, self.keys.values()))
 
     def _make(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.keys[layer] = key.new_zeros(self.num_slots, *key.shape[1:])
         self.values[layer] = value.new_zeros(self.num_slots, *value.shape[1:])
-        self.is_readable_in_place = all(map(is_plain_float, self.keys.values()))
+        self.is_readable_in_place = all(map(is_for_kernels, self.keys.values()))
 
     @property
     def shapes(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:

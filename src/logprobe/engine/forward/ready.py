@@ -19,6 +19,7 @@ from logprobe.engine.forward.decoder import Decoder
 from logprobe.engine.forward.pool import check_memory
 from logprobe.engine.protocol import Layout
 from logprobe.errors import ParameterError, UnsupportedModelError
+from logprobe.kernels.info import REMEDY, native_library
 from logprobe.models import load_model
 from logprobe.models.folder import reading_errors
 from logprobe.models.loading import load_lazily, load_state, num_weights
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     Tensors = dict[str, torch.Tensor]
 
 TOLERANCE = 1e-4  # of the largest logit, as at the first load
-NEEDS = "float32 on a CPU with fused products (FMA)"
 NUM_READS = 3  # of all weights at a first load: two runs of the proof, and once for the panels
 KEPT_LOGITS = 2  # of each reference: its last tokens, which saw all others
 
@@ -72,10 +72,10 @@ def make_ready(
         UnsupportedModelError: the model cannot be followed, or its numbers differ.
         ParameterError: a form of weights that the device or the dtype does not allow.
     """
-    can_publish = device == "cpu" and dtype == torch.float32
-    if weights == "published" and not can_publish:
-        raise ParameterError("weights", f"published needs {NEEDS}; use auto or plain")
-    why_plain = None if can_publish else f"our own decoder needs {NEEDS}"
+    why_plain = _why_plain(dtype, device)
+    if weights == "published" and why_plain is not None:
+        remedy = "use auto or plain" + (f", or {REMEDY}" if native_library() is None else "")
+        raise ParameterError("weights", f"published cannot be used: {why_plain}; {remedy}")
     if weights == "plain":
         why_plain = "plain weights were asked for"
     store = LoadStore.of(files) if why_plain is None and state is None else None
@@ -100,6 +100,15 @@ def make_ready(
 
         ready: ReadyModel = refusing(model.module, prove)
     return ready
+
+
+def _why_plain(dtype: torch.dtype, device: str) -> str | None:
+    """Return why no model runs by our own decoder and panels here; None where they can."""
+    if device != "cpu" or dtype != torch.float32:
+        return "our own decoder needs float32 on a CPU"
+    if native_library() is None:
+        return "our own decoder needs the native kernels, which do not run here"
+    return None
 
 
 def _loaded(
@@ -190,6 +199,7 @@ def _ready(
         kv_shapes=kv_shapes,
         layout=Layout(
             weights="published" if has_panels else "plain",
+            arithmetic="fma" if has_panels else "torch",
             num_layers=len(kv_shapes),
             why_generic=why_generic,
             rope_boundary=proof.rope_boundary,
@@ -263,6 +273,7 @@ def _recalled(files: ModelFiles, store: LoadStore) -> ReadyModel | None:
         kv_shapes=decoder.kv_shapes,
         layout=Layout(
             weights="published",
+            arithmetic="fma",
             num_layers=len(decoder.layers),
             why_generic=None,
             rope_boundary=record.decoder.rope_boundary,

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from logprobe.kernels.info import native_library
 from logprobe.kernels.stages import Stage
 
 if TYPE_CHECKING:
@@ -56,6 +57,10 @@ class Drawn:
 
 def draw(logits: Tensor, params: DrawParams) -> Drawn:
     """Draw one token a row from (B, V) float32 logits; those of another device are copied once."""
+    if native_library() is None:
+        from logprobe.kernels.draw.reference import draw_reference  # which imports this module
+
+        return draw_reference(logits.cpu(), params)
     drawn = Drawn.empty(len(logits))
     _draw_rows(logits.numpy(force=True), params, drawn)
     return drawn

@@ -1,7 +1,4 @@
-"""The draw in plain torch, row after row: what the kernel is compared with.
-
-Before it: a chunk of logits. After it: nothing but tests.
-"""
+"""The draw in plain torch, row after row: what the kernel is compared with, and what draws without it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The extraction in plain torch, row after row: slow, short, and what every kernel is compared with.
+"""The extraction in plain torch, row after row: what every kernel is compared with.
 
-Before it: rows of logits. After it: tests, and the rows of devices that have no kernel.
+It also serves devices that have no kernel, and a CPU on which the native library does not run.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from logprobe.kernels.info import native_library
 from logprobe.kernels.layers.layout import LAYOUT
-from logprobe.kernels.native import library
 from logprobe.models.cache import MANIFEST, home
 
 if TYPE_CHECKING:
@@ -48,12 +48,12 @@ def source_key(folder: Path) -> str:
 
 def panels_folder(folder: Path, source: str) -> Path:
     """Where the panels of a model lie that has none of its own."""
-    return home() / "panels" / f"{_stem(folder)}-{source}-{_digest(_machine())}"
+    return home() / "panels" / f"{_stem(folder)}-{source}-{_digest([LAYOUT])}"
 
 
 def record_folder(folder: Path, source: str) -> Path:
     """Where what was proven of a model lies."""
-    return home() / "loads" / f"{_stem(folder)}-{source}-{_digest([*_machine(), *_code()])}"
+    return home() / "loads" / f"{_stem(folder)}-{source}-{_digest([LAYOUT, *_code()])}"
 
 
 def tokenizer_folder(folder: Path, source: str) -> Path:
@@ -75,10 +75,6 @@ def _digest(parts: Iterable[Any]) -> str:
     return hashlib.sha256(repr([*parts]).encode()).hexdigest()[:16]
 
 
-def _machine() -> list[Any]:
-    return [LAYOUT, library().variant]
-
-
 @functools.cache
 def _code() -> tuple[str, ...]:
     """Versions of libraries, and a digest of our own files: numbers are proven for these alone."""
@@ -87,7 +83,8 @@ def _code() -> tuple[str, ...]:
     for name in _CODE:
         for file in sorted((root / name).rglob("*.py")):
             digest.update(file.read_bytes())
-    return digest.hexdigest(), library().digest, *map(_version, _LIBRARIES)
+    native = native_library()
+    return digest.hexdigest(), "" if native is None else native.digest, *map(_version, _LIBRARIES)
 
 
 def _version(library: str) -> str:

@@ -198,7 +198,7 @@ def _ids(value: Any, what: str) -> tuple[int, ...] | None:
         return None
     ids = _list(value, what)
     if not all(isinstance(one, int) and not isinstance(one, bool) and 0 <= one < 1 << 31 for one in ids):
-        raise ShapeError(f"{what} holds what is no token id")
+        raise ShapeError(f"{what} contains an invalid token id")
     return tuple(ids)
 
 

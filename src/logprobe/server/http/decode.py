@@ -1,7 +1,4 @@
-"""A request's bytes → its typed body, or a 400 that names the field at fault.
-
-Before it: the socket. After it: the routes.
-"""
+"""Read and decode the body of a request; an invalid one is a 400 that names the field."""
 
 from __future__ import annotations
 
@@ -35,9 +32,9 @@ B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
 
 LARGE_BYTES: Final = 1 << 18
-"""Of a body that takes hundreds of times its size to read, in memory that each worker else keeps."""
+"""Size from which a body's memory, hundreds of times its size, is returned to the system after decoding."""
 
-BODY: Final = "logprobe.body"  # where the scope of a request holds what was read of it ahead
+BODY: Final = "logprobe.body"  # key of the request's scope for a body that was read before the route ran
 _UNKNOWN: Final = re.compile(r"unknown field `([^`]*)`")
 _MISSING: Final = re.compile(r"missing required field `([^`]*)`")
 _ITEM: Final = re.compile(r"\[[^\]]*\]")  # of a list, in a path
@@ -47,13 +44,13 @@ _PATH: Final = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 async def read(
     request: HttpRequest, service: Service, body_type: type[B], prepare: Callable[[B, Service], T]
 ) -> T:
-    """Return what `prepare` makes of a request's body; for one without room now it waits, and reads it again.
+    """Decode a request's body and return the result of `prepare`.
 
-    While it waits, it keeps the body's bytes alone.
+    While the server is full, wait, with the body's bytes alone in memory, and decode it again.
 
     Raises:
         ApiError: 415 another media type; 413 too large; 408 too slow; 400 not JSON, an unknown field, a
-            missing one, a wrong type, or beyond a limit; 429 no room, 503 the server ends while it waits.
+            missing one, a wrong type, or above a limit; 429 the server is full; 503 it shuts down meanwhile.
         ClientGoneError: the client hung up.
     """
     check_media_type(request.headers.get("content-type"))
@@ -85,7 +82,7 @@ async def read(
 
 
 def check_media_type(media_type: str | None) -> None:
-    """Let JSON through: a web page can send other types to any server without being asked.
+    """Reject media types other than JSON, which web pages can send to any server without a CORS preflight.
 
     Raises:
         ApiError: 415.
@@ -95,7 +92,7 @@ def check_media_type(media_type: str | None) -> None:
 
 
 async def read_bytes(request: HttpRequest, settings: ServerSettings) -> bytes:
-    """The body's bytes, or those that whoever chose the model has read before.
+    """Return the body's bytes, which may have been read already to choose the model.
 
     Raises:
         ApiError: 413 too large; 408 too slow.
@@ -132,7 +129,7 @@ def _decode_checked(data: bytes, body_type: type[B], service: Service) -> B:
 
 
 def decode_body(data: bytes, body_type: type[B], *, is_strict: bool = False) -> tuple[B, list[str]]:
-    """Decode a body, and name the unknown fields that were ignored; `is_strict` refuses all of them.
+    """Decode a body; return it with the names of ignored unknown fields, all rejected if `is_strict`.
 
     Raises:
         ApiError: 400.

@@ -41,7 +41,10 @@ async def next_token_logprobs(request: HttpRequest, service: Service) -> Respons
     dtype = np.dtype(body.dtype)
     metadata = {"stage": "raw", "unit": "nats", "model": service.name_of(body)}
     if first.info is not None:  # all rows of a call are of the same weights
-        told = ("weights", "logits_dtype", "weight_version", "lora_version")
+        told = (
+            *("weights", "arithmetic", "logits_dtype", "weight_version", "lora_version"),
+            "logprobe_version",
+        )
         known = {name: getattr(first.info, name) for name in told}
         metadata |= {name: value for name, value in known.items() if value is not None}
     head = table_head((len(admitted), service.vocab_size), dtype, metadata)
