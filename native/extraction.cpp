@@ -2,6 +2,8 @@
 //
 // The k-th largest maximum of k or more groups of values bounds the k-th largest value from below: each of k
 // groups holds a value that is at least as large. Only blocks whose maximum reaches the bound are read again.
+#include <functional>
+
 #include "common.hpp"
 #include "vector.hpp"
 
@@ -19,10 +21,6 @@ constexpr int64_t FEW_PAIRS = 48;    // below it, insertion sorts faster than co
 uint32_t descending_key(float value) {
   const uint32_t bits = float_to_bits(value + 0.0f);
   return ~(bits & 0x80000000u ? ~bits : bits | 0x80000000u);
-}
-float key_value(uint32_t key) {
-  const uint32_t ascending = ~key;
-  return bits_to_float(ascending & 0x80000000u ? ascending ^ 0x80000000u : ~ascending);
 }
 // (descending key, id), which sorts by descending value, ties by ascending id.
 uint64_t pair_of(float value, int64_t id) { return uint64_t{descending_key(value)} << 32 | uint64_t(id); }
@@ -61,23 +59,6 @@ Pairs sorted(uint64_t* pairs, int64_t size, uint64_t* other) {
   return {pairs, size};
 }
 
-// The k-th largest value, k counted from 1: four passes, each of which fixes eight bits of its key.
-float kth_largest(const float* values, int64_t size, int64_t k) {
-  uint32_t prefix = 0, mask = 0;
-  for (int shift = 24; shift >= 0; shift -= 8) {
-    int64_t counts[256] = {};
-    for (int64_t i = 0; i < size; i++) {
-      const uint32_t key = descending_key(values[i]);
-      if ((key & mask) == prefix) counts[key >> shift & 255]++;
-    }
-    uint32_t digit = 0;
-    for (; counts[digit] < k; digit++) k -= counts[digit];
-    prefix |= digit << shift;
-    mask |= 255u << shift;
-  }
-  return key_value(prefix);
-}
-
 struct Row {
   const float* values;
   int64_t size;
@@ -88,6 +69,15 @@ struct Row {
   Pairs whole;  // the row's pairs, sorted; or none
 
   int64_t block_end(int64_t block) const { return std::min(size, (block + 1) * BLOCK); }
+  int64_t num_maxima() const { return num_blocks * num_groups; }
+
+  // The k-th largest of the groups' maxima, k counted from 1.
+  float kth_maximum(int64_t k) const {
+    auto* copy = reinterpret_cast<float*>(other_pairs);
+    std::memcpy(copy, group_maxima, sizeof(float) * num_maxima());
+    std::nth_element(copy, copy + k - 1, copy + num_maxima(), std::greater<float>());
+    return copy[k - 1];
+  }
 };
 
 // The maxima of a block's groups; how many of its values are greater than `bound`.
@@ -145,13 +135,17 @@ Sums one_pass(Row& row, float chosen, bool with_products) {
     // While all is -inf there is nothing to add, but a NaN must stay.
     const bool is_known = sums.greatest > -INFINITE;
     const float reference = is_known ? sums.greatest : 0.0f, weight = is_known ? 1.0f : 0.0f;
-    if (with_products)
-      sums.products += weight * sum_of(values, size, [reference](auto x) {
-        auto d = x - reference;
-        d = d < LOWEST ? LOWEST - decltype(d){} : d;
-        return d * exponential(d);
+    if (with_products) {
+      float totals[2];
+      sums_of(values, size, totals, [reference](auto x, auto* found) {
+        const auto d = x - reference;
+        found[0] = exponential(d);
+        found[1] = (d < LOWEST ? LOWEST - decltype(x){} : d) * found[0];
       });
-    sums.total += weight * sum_of(values, size, [reference](auto x) { return exponential(x - reference); });
+      sums.total += weight * totals[0], sums.products += weight * totals[1];
+    } else {
+      sums.total += weight * sum_of(values, size, [reference](auto x) { return exponential(x - reference); });
+    }
   }
   return sums;
 }
@@ -205,7 +199,7 @@ void top_ids(const Row& row, int32_t* ids, int64_t k) {
   if (k == 0) return;
   Pairs ordered = row.whole;
   if (ordered.size == 0) {
-    const float bound = kth_largest(row.group_maxima, row.num_blocks * row.num_groups, k);
+    const float bound = row.kth_maximum(k);
     const int64_t num_greater = collect(row, bound, ids, k);
     ordered = sorted(row.pairs, num_greater, row.other_pairs);
     for (int64_t place = k - 1; place >= num_greater; place--) ids[place] = ids[place - num_greater];  // the ties
@@ -228,8 +222,7 @@ void given(const ExtractArgs& args, const Row& row, int64_t first, int64_t last,
   const bool is_whole = ordered.size > 0;
   float bound = INFINITE;
   if (!is_whole && last - first > FEW_GIVEN) {
-    const int64_t num_maxima = row.num_blocks * row.num_groups;
-    bound = kth_largest(row.group_maxima, num_maxima, num_maxima - num_maxima / 16);
+    bound = row.kth_maximum(row.num_maxima() - row.num_maxima() / 16);
     ordered = sorted(row.pairs, collect(row, bound, nullptr, 0), row.other_pairs);
   }
   for (int64_t entry = first; entry < last; entry++) {
@@ -251,8 +244,7 @@ void extract_row(const ExtractArgs& args, int64_t item, Row& row) {
   const int64_t chosen = args.chosen[item], k = args.num_logprobs[item];
   row.whole = {nullptr, 0};
   row.num_groups = MIN_GROUPS;
-  while (2 * row.num_blocks * row.num_groups < 3 * k && row.num_groups < GROUPS) row.num_groups *= 2;
-  const int64_t num_maxima = row.num_blocks * row.num_groups;
+  while (2 * row.num_maxima() < 3 * k && row.num_groups < GROUPS) row.num_groups *= 2;
   const Sums sums = one_pass(row, row.values[chosen], args.entropy || args.varentropy);
   const bool is_valid = sums.greatest > -INFINITE && !std::isnan(sums.total);
   const double lse = is_valid ? double(sums.greatest) + std::log(sums.total) : NOT_A_NUMBER;
@@ -267,7 +259,7 @@ void extract_row(const ExtractArgs& args, int64_t item, Row& row) {
                  : NOT_A_NUMBER;
   const int64_t first = args.given_offsets ? args.given_offsets[item] : 0;
   const int64_t last = args.given_offsets ? args.given_offsets[item + 1] : 0;
-  if (is_valid && (3 * k > 2 * num_maxima || last - first > MANY_GIVEN)) sort_row(row);
+  if (is_valid && (3 * k > 2 * row.num_maxima() || last - first > MANY_GIVEN)) sort_row(row);
   int32_t* ids = args.token_ids + item * args.width;
   ids[0] = int32_t(chosen);
   std::fill(ids + 1, ids + 1 + k, 0);
@@ -306,13 +298,14 @@ EXPORT void logprobe_extract(void* pointer) {
   using namespace logprobe;
   auto& args = *static_cast<ExtractArgs*>(pointer);
   const int64_t size = args.vocab_size, num_blocks = ceil_div(size, BLOCK);
-  scratch.reserve(4 * (size * (args.kind != 0) + num_blocks * (GROUPS + 1)) + 16 * size, 5);
+  scratch.reserve(4 * (size * (args.kind != 0) + num_blocks * (GROUPS + 1)) + 8 * (2 * size + GROUPS), 5);
   float* wide = scratch.array<float>(args.kind ? size : 0);
   Row row{};
   row.size = size, row.num_blocks = num_blocks;
   row.group_maxima = scratch.array<float>(num_blocks * GROUPS);
   row.block_maxima = scratch.array<float>(num_blocks);
-  row.pairs = scratch.array<uint64_t>(size), row.other_pairs = scratch.array<uint64_t>(size);
+  row.pairs = scratch.array<uint64_t>(size);
+  row.other_pairs = scratch.array<uint64_t>(size + GROUPS);  // also the copy of the maxima of a small row
   for (int64_t item; (item = take(args.work)) >= 0;) {
     const auto* logits = static_cast<const uint8_t*>(args.logits) + item * args.logits_row * (args.kind ? 2 : 4);
     const auto* halves = reinterpret_cast<const uint16_t*>(logits);

@@ -246,16 +246,31 @@ struct PartialSums {
   }
 };
 
-// The sum of `term` of all vectors of an array: `term` takes Floats, or a float of the last few numbers.
-template <typename Term>
-INLINE float sum_of(const float* x, int64_t size, Term term) {
-  PartialSums sums;
+// The sums of COUNT terms of an array's numbers: `terms` takes Floats, or a float of the last few numbers, and
+// gives an array of as many.
+template <int COUNT, typename Terms>
+INLINE void sums_of(const float* x, int64_t size, float (&totals)[COUNT], Terms terms) {
+  PartialSums sums[COUNT];
   const int64_t whole = size / SUM_LANES * SUM_LANES;
   for (int64_t start = 0; start < whole; start += SUM_LANES)
-    for (int i = 0; i < PartialSums::NUM; i++) sums.parts[i] += term(load(x + start + LANES * i));
-  float total = sums.total();
-  for (int64_t i = whole; i < size; i++) total += term(x[i]);
-  return total;
+    for (int i = 0; i < PartialSums::NUM; i++) {
+      Floats found[COUNT];
+      terms(load(x + start + LANES * i), found);
+      for (int term = 0; term < COUNT; term++) sums[term].parts[i] += found[term];
+    }
+  for (int term = 0; term < COUNT; term++) totals[term] = sums[term].total();
+  for (int64_t i = whole; i < size; i++) {
+    float found[COUNT];
+    terms(x[i], found);
+    for (int term = 0; term < COUNT; term++) totals[term] += found[term];
+  }
+}
+
+template <typename Term>
+INLINE float sum_of(const float* x, int64_t size, Term term) {
+  float total[1];
+  sums_of(x, size, total, [&](auto number, auto* found) ALWAYS_INLINE { found[0] = term(number); });
+  return total[0];
 }
 
 INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
