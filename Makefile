@@ -174,6 +174,27 @@ test-wheel: $(VENV)/.test  ## build wheel and source archive, install the wheel 
 	"$$folder/venv/bin/python" -m pip install --quiet --disable-pip-version-check "$$folder"/dist/*.whl && \
 	RELEASE_FOLDER="$$folder" $(BIN)/python -m pytest -q tests/release
 
+.PHONY: test-aarch64
+test-aarch64: $(VENV)/.test  ## the kernels for 64-bit Arm under qemu beside those for x86-64; installs Debian's where root may
+	@{ command -v qemu-aarch64-static && command -v aarch64-linux-gnu-g++; } >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+	apt-get update -q && apt-get install -y -q --no-install-recommends qemu-user-static g++-aarch64-linux-gnu libstdc++-12-dev-arm64-cross libc6-dev-arm64-cross; } || \
+	{ echo "test-aarch64 needs qemu-aarch64-static and aarch64-linux-gnu-g++; as root: apt-get install -y qemu-user-static g++-aarch64-linux-gnu" >&2; exit 1; }
+	$(BIN)/python -m pytest -q -rs tests/kernels/test_aarch64.py
+
+# Wheels for every platform from the source archive, by zig; the one for this machine is installed and tried.
+.PHONY: wheels
+WHEELS := manylinux_2_28_x86_64 manylinux_2_28_aarch64 macosx_11_0_arm64 win_amd64
+wheels: $(VENV)/.test  ## wheels for Linux (x86-64, Arm), macOS (Arm) and Windows in dist/, by cross compilation; this machine's is tried
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[release]'
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --sdist --outdir dist .
+	for target in $(WHEELS); do LOGPROBE_TARGET=$$target $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps -w dist dist/*.tar.gz || exit 1; done
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && mkdir "$$folder/dist" && \
+	cp dist/*.tar.gz dist/*manylinux_2_28_$$(uname -m).whl "$$folder/dist" && \
+	$(PYTHON) -m venv "$$folder/venv" && \
+	"$$folder/venv/bin/python" -m pip install --quiet --disable-pip-version-check "$$folder"/dist/*.whl && \
+	RELEASE_FOLDER="$$folder" $(BIN)/python -m pytest -q tests/release/test_archives.py
+
 format: $(VENV)/.check
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .

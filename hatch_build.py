@@ -1,17 +1,21 @@
-"""Compiles the native kernels (docs/kernels.md) as part of a build: a library for each kind of processor.
+"""Compiles the native kernels (docs/kernels.md) as part of a build: one library for each kind of processor.
 
-The machine's C++ compiler is used, or zig's from PyPI where there is none. `LOGPROBE_TARGET` names another
-system to compile for, by zig: one of TARGETS.
+The machine's C++ compiler (or the one in `CXX`) is used, or zig's from PyPI where there is none.
+`LOGPROBE_TARGET` is the platform tag of a wheel to compile for by zig: one of TARGETS.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,14 +24,16 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 NATIVE = Path(__file__).parent / "native"
 FOLDER = Path(__file__).parent / "src" / "logprobe" / "kernels" / "_native"
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-pthread", "-DNDEBUG")
-VARIANTS = {"x86_64": {"v3": "x86-64-v3", "v4": "x86-64-v4"}, "aarch64": {"neon": "armv8-a"}}
-NAMES = {"AMD64": "x86_64", "arm64": "aarch64"}  # of machines, as some systems have them
-TARGETS = {  # zig's name of a system, and the wheel's
-    "linux-x86_64": ("x86_64-linux-gnu.2.28", "manylinux_2_28_x86_64"),
-    "linux-aarch64": ("aarch64-linux-gnu.2.28", "manylinux_2_28_aarch64"),
-    "macos-arm64": ("aarch64-macos.11.0", "macosx_11_0_arm64"),
-    "windows-x86_64": ("x86_64-windows-gnu", "win_amd64"),
+FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-pthread", "-DNDEBUG"]
+VARIANTS = {"x86_64": {"v4": "x86-64-v4", "v3": "x86-64-v3"}, "aarch64": {"neon": ""}}
+MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}  # names that some systems have for these
+SYSTEMS = {"linux": "linux-gnu.2.28", "darwin": "macos.11.0", "win32": "windows-gnu"}  # as zig calls them
+ZIG = "ziglang>=0.15"
+TARGETS = {
+    "manylinux_2_28_x86_64": "x86_64-linux-gnu.2.28",
+    "manylinux_2_28_aarch64": "aarch64-linux-gnu.2.28",
+    "macosx_11_0_arm64": "aarch64-macos.11.0",
+    "win_amd64": "x86_64-windows-gnu",
 }
 
 
@@ -35,47 +41,70 @@ class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
     """Compiles the libraries into the package before its files are collected."""
 
     def dependencies(self) -> list[str]:
-        """Name zig's compiler where no other is found."""
-        return [] if local_compiler() else ["ziglang>=0.15"]
+        """Require zig where no other compiler is found."""
+        return [] if local_compiler() else [ZIG]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002 - hatchling's
-        """Compile, and name the wheel by its system: the libraries are for any Python."""
-        target = os.environ.get("LOGPROBE_TARGET", "")
-        system, tag = TARGETS[target] if target else ("", sysconfig.get_platform())
-        machine = system.partition("-")[0] or NAMES.get(platform.machine(), platform.machine())
-        zig = [sys.executable, "-m", "ziglang", "c++", *(["-target", system] if system else [])]
-        shutil.rmtree(FOLDER, ignore_errors=True)
-        FOLDER.mkdir()
-        with ThreadPoolExecutor() as pool:
-            futures = [
-                pool.submit(compile_variant, local_compiler() or zig, variant, architecture)
-                for variant, architecture in VARIANTS.get(machine, {}).items()
-            ]
-        for future in futures:
-            future.result()
-        build_data["tag"] = f"py3-none-{tag.replace('-', '_').replace('.', '_')}"
-        build_data["artifacts"].append("src/logprobe/kernels/_native/*.so")
+        """Compile what has changed, and name the wheel by its system: the libraries are for any Python."""
+        target = os.environ.get("LOGPROBE_TARGET")
+        if target and target not in TARGETS:
+            raise ValueError(f"LOGPROBE_TARGET: must be one of {', '.join(TARGETS)}, got {target!r}")
+        machine = MACHINES.get(platform.machine(), platform.machine())
+        system = TARGETS[target] if target else f"{machine}-{SYSTEMS.get(sys.platform, sys.platform)}"
+        compiler = local_compiler() or [sys.executable, "-m", "ziglang", "c++", "-target", system]
+        sources = [Path(__file__), *sorted(NATIVE.glob("*.*"))]
+        key = hashlib.sha256(" ".join(local_compiler() or [system]).encode())
+        for path in sources:
+            key.update(path.read_bytes())
+        stamp = FOLDER / "sources.sha256"
+        if not stamp.exists() or stamp.read_text() != key.hexdigest():
+            shutil.rmtree(FOLDER, ignore_errors=True)
+            FOLDER.mkdir()
+            compile_variants(compiler, VARIANTS.get(system.partition("-")[0], {}))
+            shutil.copy(NATIVE / "kernels.h", FOLDER)
+            stamp.write_text(key.hexdigest())
+        own = f"macosx_11_0_{platform.machine()}" if sys.platform == "darwin" else sysconfig.get_platform()
+        build_data["tag"] = f"py3-none-{target or own.replace('-', '_').replace('.', '_')}"
+        build_data["artifacts"].append("src/logprobe/kernels/_native/*")
 
 
 def local_compiler() -> list[str] | None:
     """Find the machine's C++ compiler; None for another system."""
-    names = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
-    found = [path for name in names if name and (path := shutil.which(name))]
-    return found[:1] if found and "LOGPROBE_TARGET" not in os.environ else None
+    commands = [shlex.split(os.environ.get("CXX", "")), ["g++"], ["clang++"], ["c++"]]
+    found = [command for command in commands if command and shutil.which(command[0])]
+    return found[0] if found and not os.environ.get("LOGPROBE_TARGET") else None
 
 
-def compile_variant(compiler: list[str], variant: str, architecture: str) -> None:
-    """Compile one library; what tells whether a processor can run it is code for all of them."""
-    sources = [path for path in sorted(NATIVE.glob("*.cpp")) if path.name != "cpu.cpp"]
-    probe, library = FOLDER / f"cpu_{variant}.o", FOLDER / f"kernels_{variant}.so"
-    probing = (
-        f"-DVARIANT={variant[1:] if variant[1:].isdigit() else 0}",
-        "-c",
-        NATIVE / "cpu.cpp",
-        "-o",
-        probe,
-    )
-    subprocess.run([*compiler, *FLAGS, *probing], check=True)  # noqa: S603 - the compiler
-    linking = (f"-march={architecture}", "-shared", *sources, probe, "-o", library)
-    subprocess.run([*compiler, *FLAGS, *linking], check=True)  # noqa: S603
-    probe.unlink()
+def compile_variants(compiler: list[str], variants: dict[str, str]) -> None:
+    """Compile every source for every kind of processor, side by side, and link each kind's library."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = {variant: Path(folder) / variant for variant in variants}
+        jobs = []
+        is_zig = "ziglang" in compiler  # which writes processors' names its own way
+        for source in sorted(NATIVE.glob("*.cpp"), key=lambda path: -path.stat().st_size):
+            for variant, name in variants.items():
+                processor = name.replace("-", "_") if is_zig else name
+                objects[variant].mkdir(exist_ok=True)
+                # What tells whether a processor can run the variant is code for all of them.
+                flags = [f"-march={processor}"] if processor and source.name != "cpu.cpp" else []
+                target = objects[variant] / f"{source.stem}.o"
+                flags.append(f"-DVARIANT_{variant}")
+                jobs.append(pool.submit(run, [*compiler, *FLAGS, "-w", *flags, "-c", source, "-o", target]))
+        for job in jobs:
+            job.result()
+        for variant in variants:  # for any processor, so that zig builds its C++ library once
+            inputs = sorted(objects[variant].iterdir())
+            run([*compiler, *FLAGS, "-shared", *inputs, "-o", FOLDER / f"kernels_{variant}.so"])
+
+
+def run(command: list[Any]) -> None:
+    """Run the compiler; raises a RuntimeError that says what to do."""
+    if "ziglang" in command and importlib.util.find_spec("ziglang") is None:
+        raise RuntimeError(f"no C++ compiler: install g++ or clang++, or `pip install '{ZIG}'`")
+    done = subprocess.run(command, check=False, capture_output=True, text=True)  # noqa: S603 - the compiler
+    if done.returncode:
+        words = " ".join(map(str, command))
+        raise RuntimeError(
+            f"the native kernels do not compile: `{words}` gave {done.returncode}; set CXX to another C++17 "
+            f"compiler, or LOGPROBE_TARGET to one of {', '.join(TARGETS)} for zig's\n{done.stderr[-4000:]}"
+        )

@@ -14,7 +14,9 @@ constexpr int64_t BLOCK_KEYS = 192;  // measured: a panel's sums are read and wr
 constexpr float LEAST = -3e38f;      // no score is less but that of a key that a row may not see, which is -inf
 
 void cap(float* scores, int64_t count, float softcap) {
-  for (int64_t i = 0; i < count; i++) scores[i] = softcap * std::tanh(scores[i] / softcap);
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) store(scores + i, softcap * tanh(load(scores + i) / softcap));
+  for (; i < count; i++) scores[i] = softcap * tanh(scores[i] / softcap);
 }
 
 // ---- single rows: the lanes of scores are keys, those of sums the numbers of a value ----

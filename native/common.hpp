@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <new>
 
 extern "C" {
@@ -30,17 +29,15 @@ constexpr int64_t round_up(int64_t size, int64_t step) { return ceil_div(size, s
 // Memory of one thread that a kernel uses while it runs: kept for the next one unless it is large.
 class Scratch {
  public:
-  ~Scratch() { std::free(memory_); }
+  ~Scratch() { release(); }
 
   // Begin anew, with room for so many bytes in arrays that each begin with a cache line.
   void reserve(size_t num_bytes, int num_arrays) {
     const size_t wanted = round_up(num_bytes, 64) + 64 * num_arrays;
     if (wanted > size_) {
-      std::free(memory_);
-      size_ = 0;
-      memory_ = static_cast<char*>(std::aligned_alloc(64, round_up(wanted, 64)));
-      if (memory_ == nullptr) throw std::bad_alloc();
-      size_ = round_up(wanted, 64);
+      release();
+      memory_ = static_cast<char*>(::operator new(wanted, std::align_val_t{64}));
+      size_ = wanted;
     }
     used_ = 0;
   }
@@ -53,6 +50,11 @@ class Scratch {
   }
 
  private:
+  void release() {
+    ::operator delete(memory_, std::align_val_t{64});
+    memory_ = nullptr, size_ = 0;
+  }
+
   char* memory_ = nullptr;
   size_t size_ = 0, used_ = 0;
 };

@@ -10,7 +10,7 @@
 EXPORT int logprobe_can_run() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-#if VARIANT == 4
+#if defined(VARIANT_v4)
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("f16c") &&
          __builtin_cpu_supports("fma");

@@ -1,7 +1,11 @@
 // The threads of kernels: one pool in a process, whose threads spin for a while and then sleep. A caller's job is run by the caller and by whichever threads of the pool come in time: it has
 // ended when its work is taken and nobody is inside. A thread that the system has put aside is waited for only
 // where it may hold work. While one caller has the pool, others run their jobs alone.
+#if defined(_WIN32)
+static int pthread_atfork(void (*)(), void (*)(), void (*)()) { return 0; }  // no process forks there
+#else
 #include <pthread.h>
+#endif
 
 #include <atomic>
 #include <condition_variable>

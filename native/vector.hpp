@@ -214,6 +214,22 @@ INLINE T exponential(T d) {
 INLINE Floats exponential(Floats d) { return exponential<Floats, Ints>(d); }
 INLINE float exponential(float d) { return exponential<float, uint32_t>(d); }
 
+// tanh, relative error under 4e-7; the same bits everywhere, which the C libraries' functions do not give. The
+// polynomial is that of Cephes' tanhf.
+template <typename T>
+INLINE T tanh(T x) {
+  const T zero = T{}, one = 1.0f - zero, square = x * x;
+  T small = fma(-5.70498872745e-3f - zero, square, 2.06390887954e-2f - zero);
+  small = fma(small, square, -5.37397155531e-2f - zero);
+  small = fma(small, square, 1.33314422036e-1f - zero);
+  small = fma(small, square, -3.33332819422e-1f - zero);
+  small = fma(x * square, small, x);
+  const T size = x < zero ? -x : x;
+  const T e = exponential(-2.0f * size);
+  const T large = (one - e) / (one + e);
+  return size < 0.625f - zero ? small : x < zero ? -large : large;
+}
+
 // SUM_LANES partial sums, number i in lane i % SUM_LANES; the same additions in every variant.
 struct PartialSums {
   static constexpr int NUM = SUM_LANES / LANES;
