@@ -24,6 +24,7 @@ USED_FOR = {
     "platformdirs": "where the cache lies",
     "cachetools": "rows that are kept, the least used go first",
     "numpy": "arrays of the host",
+    "cffi": "declarations and calls of the native kernels",
     "msgspec": "bodies, messages between processes, JSON",
     "pyzmq": "messages between processes",
     "pyarrow": "Arrow and Parquet",

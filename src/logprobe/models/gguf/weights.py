@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from logprobe.errors import UnsupportedModelError
-from logprobe.kernels.layers.gguf_blocks import form_of_blocks, panels_of_blocks
+from logprobe.models.gguf.blocks import form_of_blocks, panels_of_blocks
 from logprobe.models.gguf.file import ROPE_FACTORS, GgufFile, dequantised
 from logprobe.models.sources import EVERY
 

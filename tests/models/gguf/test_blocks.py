@@ -4,7 +4,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from gguf_blocks import FORMS, random_blocks
-from logprobe.kernels.layers.gguf_blocks import panels_of_blocks
+from logprobe.models.gguf.blocks import panels_of_blocks
 
 
 @pytest.mark.parametrize("type_name", sorted(FORMS))
