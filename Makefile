@@ -56,6 +56,10 @@ test-lowest:  ## the lowest versions that pyproject.toml allows, but for torch, 
 	$(LOWEST) -m pip install --quiet --disable-pip-version-check -e '.[test]' -c .venv-lowest/constraints.txt
 	$(LOWEST) -m pytest -q -o filterwarnings=default -m "not real_model" tests/test_llm.py tests/records tests/models/gguf tests/server/test_completions.py tests/server/test_chat.py tests/next_token
 
+.PHONY: test-sanitize
+test-sanitize: $(VENV)/.test  ## the kernels' tests on native libraries built with GCC's address, undefined and thread sanitizers
+	$(BIN)/python native/tests/sanitize.py
+
 .PHONY: test-gpu
 test-gpu: $(VENV)/.test  ## what runs on an NVIDIA GPU alone; says so where there is none
 	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'there is no NVIDIA GPU here'"

@@ -183,7 +183,14 @@ struct Panel {  // of query rows of one key head, and what it has come to
 struct Block {  // of keys and values, copied together
   int64_t first, size;
   const float *keys, *values;  // (BLOCK_KEYS, width) and (BLOCK_KEYS, dims)
+  bool is_finite;              // all of the values
 };
+
+bool is_finite(const float* x, int64_t size) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < size; i++) largest = std::max(largest, float_to_bits(x[i]) & 0x7FFFFFFF);
+  return largest < 0x7F800000;
+}
 
 // Put exponentials in the place of scores, (num_keys, PANEL), lane by lane; whether one of `factors` is not 1.
 bool soften_lanes(float* scores, int64_t num_keys, const Panel& panel, float* factors) {
@@ -211,12 +218,27 @@ bool soften_lanes(float* scores, int64_t num_keys, const Panel& panel, float* fa
   return is_scaled;
 }
 
+// Whether the row at a position sees a key.
+bool sees(int64_t position, int64_t key, int64_t window) { return position >= key && position - key < window; }
+
 // -inf for the keys that a lane's row may not see.
 void hide(float* scores, int64_t num_keys, int64_t first_key, const int32_t* positions, int64_t window) {
   for (int64_t key = 0; key < num_keys; key++)
+    for (int lane = 0; lane < PANEL; lane++)
+      if (!sees(positions[lane], first_key + key, window)) scores[PANEL * key + lane] = -INFINITE;
+}
+
+// Add the weighted values of the keys that each lane sees: for values that are not finite, of which a weight of 0
+// makes no 0.
+void weigh_seen(const float* scores, const float* values, int64_t num_keys, int64_t first_key, const Panel& panel,
+                int64_t dims, int64_t window) {
+  for (int64_t number = 0; number < dims; number++)
     for (int lane = 0; lane < PANEL; lane++) {
-      const int64_t distance = positions[lane] - (first_key + key);
-      if (distance < 0 || distance >= window) scores[PANEL * key + lane] = -INFINITE;
+      float sum = 0;
+      for (int64_t key = 0; key < num_keys; key++)
+        if (sees(panel.positions[lane], first_key + key, window))
+          sum = fma(scores[PANEL * key + lane], values[dims * key + number], sum);
+      panel.sums[PANEL * number + lane] += sum;
     }
 }
 
@@ -241,6 +263,7 @@ void attend_block(const AttentionArgs& args, const Block& block, const Panel& pa
   if (soften_lanes(scores, num_keys, panel, factors))
     for (int64_t number = 0; number < dims; number++)
       for (int lane = 0; lane < PANEL; lane++) panel.sums[PANEL * number + lane] *= factors[lane];
+  if (!block.is_finite) return weigh_seen(scores, values, num_keys, first_key, panel, dims, args.window);
   for (int64_t number = 0; number < dims; number += TILE_ROWS)
     multiply_tile<Form::FLOAT32, TILE_ROWS, NO_RUNS>(reinterpret_cast<const uint8_t*>(scores), filled,
                                                      ColumnsOf{values + number, dims}, panel.sums + PANEL * number);
@@ -310,7 +333,7 @@ EXPORT void logprobe_attend_chunk(void* pointer) {
         std::memcpy(values + dims * key, args.values + args.values_row * slot + args.values_head * head, 4 * value_dim);
       }
       std::fill(values + dims * size, values + dims * round_up(size, GROUP), 0.0f);
-      const Block block{first_key, size, keys, values};
+      const Block block{first_key, size, keys, values, is_finite(values, dims * size)};
       for (int64_t lane = 0; lane < count; lane += PANEL)
         attend_block(args, block,
                      Panel{queries + lane * width, positions + lane, largest + lane, totals + lane, sums + lane * dims},

@@ -26,7 +26,7 @@ inline int64_t take(Work& work) {
 constexpr int64_t ceil_div(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 constexpr int64_t round_up(int64_t size, int64_t step) { return ceil_div(size, step) * step; }
 
-// Memory of one thread that a kernel uses while it runs: kept for the next one unless it is large.
+// Memory of one thread that a kernel uses while it runs, kept for the next one.
 class Scratch {
  public:
   ~Scratch() { release(); }

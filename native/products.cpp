@@ -134,6 +134,7 @@ void finish_panel(const ProductArgs& args, const Block& block, int64_t output, f
 
 template <Form form>
 void multiply(ProductArgs& args) {
+  if (args.num_rows == 0) return;  // a tile has one row at least
   const int64_t num_panels = ceil_div(args.num_outputs, PANEL);
   const int64_t items = ceil_div(num_panels, args.item_panels);
   const int64_t rows = std::min(args.block_rows, args.num_rows), padded = round_up(args.num_inputs, PIECE);

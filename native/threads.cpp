@@ -1,6 +1,7 @@
-// The threads of kernels: one pool in a process, whose threads spin for a while and then sleep. A caller's job is run by the caller and by whichever threads of the pool come in time: it has
-// ended when its work is taken and nobody is inside. A thread that the system has put aside is waited for only
-// where it may hold work. While one caller has the pool, others run their jobs alone.
+// The threads of kernels: one pool in a process, whose threads spin for a while and then sleep. A caller's job is
+// run by the caller and by whichever threads of the pool come in time: it has ended when its work is taken and
+// nobody is inside. A thread that the system has put aside is waited for only where it may hold work. While one
+// caller has the pool, others run their jobs alone.
 #if defined(_WIN32)
 static int pthread_atfork(void (*)(), void (*)(), void (*)()) { return 0; }  // no process forks there
 #else
@@ -10,6 +11,7 @@ static int pthread_atfork(void (*)(), void (*)(), void (*)()) { return 0; }  // 
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #include "common.hpp"
@@ -63,10 +65,7 @@ class Pool {
       run_stages(job);
       return job.lacks_memory ? -1 : 0;
     }
-    while (num_workers_ < num_threads - 1) {
-      std::thread([this, number = num_workers_] { work(number); }).detach();
-      num_workers_++;
-    }
+    start_workers(num_threads - 1);
     job_ = &job;
     num_wanted_.store(num_threads - 1, std::memory_order_relaxed);
     state_.fetch_add(OPEN - CLOSED, std::memory_order_seq_cst);
@@ -79,13 +78,22 @@ class Pool {
     return job.lacks_memory ? -1 : 0;
   }
 
-  // A child process has none of its parent's threads.
+  // A forked child has none of its parent's threads, and nobody there releases their locks.
   void forget_threads() { new (this) Pool(); }
 
  private:
   // The state is the number of the job times OPEN, plus CLOSED once nobody may come in any more, plus the
   // number of threads inside.
   static constexpr uint64_t CLOSED = uint64_t{1} << 31, OPEN = uint64_t{1} << 32;
+
+  // Where the system allows no more threads, the job runs on those there are.
+  void start_workers(int64_t count) {
+    try {
+      for (; num_workers_ < count; num_workers_++)
+        std::thread([this, number = num_workers_] { work(number); }).detach();
+    } catch (const std::system_error&) {
+    }
+  }
 
   void work(int64_t number) {
     uint64_t seen = 0;
@@ -134,12 +142,21 @@ class Pool {
   Job* job_ = nullptr;
 };
 
+// Never destroyed: threads may run when the process ends. Made by hand rather than as a static of `pool`, whose guard
+// a fork during its making would leave locked in the child; and not when the library is loaded, which happens on
+// processors that lack the variant's instructions too.
+std::atomic<Pool*> only_pool{nullptr};
+
 Pool& pool() {
-  static Pool* only = [] {
-    pthread_atfork(nullptr, nullptr, [] { pool().forget_threads(); });
-    return new Pool();  // never destroyed: threads may run when the process ends
-  }();
-  return *only;
+  Pool* found = only_pool.load();
+  if (found != nullptr) return *found;
+  pthread_atfork(nullptr, nullptr, [] {  // to forget twice does no harm
+    if (Pool* pool = only_pool.load()) pool->forget_threads();
+  });
+  Pool* made = new Pool();
+  if (only_pool.compare_exchange_strong(found, made)) return *made;
+  delete made;
+  return *found;
 }
 
 }  // namespace

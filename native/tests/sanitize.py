@@ -1,0 +1,136 @@
+"""Builds the native library with sanitizers, and runs the tests of kernels on it: `make test-sanitize`.
+
+Addresses and undefined behaviour are checked in each variant that this processor can run, data races in
+the best one, and in the thread pool by itself (threads.cpp). What a sanitizer reports ends its run of pytest
+with an error. The library lies in a copy of the package, which the tests import; Python and torch are as
+they are. Arguments: tests to run in place of the usual ones.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+COMPILER = os.environ.get("CXX", "g++")  # GCC: its run-time libraries can be preloaded
+FLAGS = (
+    "-std=c++17 -g -w -fPIC -fvisibility=hidden -ffp-contract=off -pthread -fno-sanitize-recover=undefined"
+)
+VARIANTS = {"x86_64": {"v3": "x86-64-v3", "v4": "x86-64-v4"}, "aarch64": {"neon": "armv8-a"}}
+LONG = "not 50272 and not 262144 and not peak_memory and not many_draws and not normaliser_is_off"
+LONG += " and not sanitizer"  # the thread pool's own program
+SUPPRESSIONS = Path(__file__).parent / "tsan.supp"
+
+
+@dataclass(frozen=True)
+class Build:
+    """A sanitizer and the tests that run with it."""
+
+    sanitizer: str
+    optimisation: str  # GCC takes ten times as long for undefined behaviour at -O1
+    library: str  # to preload
+    options: dict[str, str]  # of the environment
+    tests: tuple[str, ...]
+    chosen: str  # pytest's -k: no long rows, which add time alone
+
+
+BUILDS = (
+    Build(
+        "address,undefined", "-O0", "libasan.so", {"ASAN_OPTIONS": "detect_leaks=0"}, ("tests/kernels",), LONG
+    ),
+    Build(
+        "thread",
+        "-O1",
+        "libtsan.so",
+        {"TSAN_OPTIONS": f"halt_on_error=1:suppressions={SUPPRESSIONS}"},
+        tuple(f"tests/kernels/{name}.py" for name in ("test_properties", "test_series", "test_threads")),
+        # ThreadSanitizer takes a forked child's new threads for the parent's.
+        f"{LONG} and not fork and not system_refuses",
+    ),
+)
+
+
+def build(folder: Path, kind: Build, variant: str) -> None:
+    """Compile one library."""
+    architecture = VARIANTS[platform.machine()][variant]
+    sources = [path for path in sorted((ROOT / "native").glob("*.cpp")) if path.name != "cpu.cpp"]
+    probe = folder / f"cpu_{variant}.o"
+    command = [COMPILER, *FLAGS.split(), kind.optimisation]
+    number = variant[1:] if variant[1:].isdigit() else "0"
+    call([*command, f"-DVARIANT={number}", "-c", ROOT / "native/cpu.cpp", "-o", probe])
+    command += [f"-fsanitize={kind.sanitizer}", f"-march={architecture}", "-shared", *map(str, sources)]
+    call([*command, probe, "-o", folder / f"kernels_{variant}.so"])
+
+
+def call(command: list[Any]) -> str:
+    """Run a command that must succeed, and give what it prints."""
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout  # noqa: S603
+
+
+def run_tests(package: Path, kind: Build, variant: str) -> int:
+    """Run pytest with one library, and give its status."""
+    # libstdc++ must be there when the sanitizer starts, for it to find what throws exceptions.
+    preloaded = [
+        call([COMPILER, f"-print-file-name={name}"]).strip() for name in (kind.library, "libstdc++.so")
+    ]
+    environment = {"LD_PRELOAD": " ".join(preloaded), "LOGPROBE_KERNELS": variant, "PYTHONPATH": str(package)}
+    chosen = ["-m", "not real_model and not gpu", "-k", kind.chosen, *(sys.argv[1:] or kind.tests)]
+    return run_pytest(chosen, **environment, **kind.options)
+
+
+def run_pytest(arguments: list[str], **environment: str) -> int:
+    """Run some tests, and give pytest's status."""
+    # Not captured: what ends the process would be lost.
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "--capture=no",
+        "-p",
+        "no:cacheprovider",
+        *arguments,
+    ]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=False).returncode  # noqa: S603
+
+
+def runnable(variants: dict[str, str]) -> list[str]:
+    """The variants that this processor can run."""
+    from logprobe.kernels.native import Library
+
+    return [name for name in variants if Library.path_of(name).exists() and Library(name).can_run()]
+
+
+def main() -> int:
+    """Build and run all; 1 where a run failed."""
+    variants = runnable(VARIANTS[platform.machine()])
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(os.cpu_count()) as pool:
+        runs = {}
+        for kind in BUILDS:
+            package = Path(name) / kind.sanitizer.replace(",", "_")
+            ignored = shutil.ignore_patterns("*.so", "__pycache__")
+            shutil.copytree(ROOT / "src" / "logprobe", package / "logprobe", ignore=ignored)
+            for variant in variants if kind is BUILDS[0] else variants[-1:]:
+                runs[f"{kind.sanitizer} {variant}"] = pool.submit(build_and_run, package, kind, variant)
+        runs["thread pool"] = pool.submit(run_pytest, ["-k", "sanitizer", "tests/kernels/test_threads.py"])
+        failed = [title for title, future in runs.items() if future.result() != 0]
+    return 1 if failed else 0
+
+
+def build_and_run(package: Path, kind: Build, variant: str) -> int:
+    """Compile a library into a copy of the package, and test it there."""
+    build(package / "logprobe" / "kernels" / "_native", kind, variant)
+    return run_tests(package, kind, variant)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
