@@ -1,7 +1,7 @@
 """Builds the native library with sanitizers, and runs the tests of kernels on it: `make test-sanitize`.
 
 Addresses and undefined behaviour are checked in each variant that this processor can run, data races in
-the best one, and in the thread pool by itself (threads.cpp). What a sanitizer reports ends its run of pytest
+the thread pool by itself (threads.cpp). What a sanitizer reports ends its run of pytest
 with an error. The library lies in a copy of the package, which the tests import; Python and torch are as
 they are. Arguments: tests to run in place of the usual ones.
 """
@@ -27,7 +27,6 @@ FLAGS = (
 VARIANTS = {"x86_64": {"v3": "x86-64-v3", "v4": "x86-64-v4"}, "aarch64": {"neon": "armv8-a"}}
 LONG = "not 50272 and not 262144 and not peak_memory and not many_draws and not normaliser_is_off"
 LONG += " and not sanitizer"  # the thread pool's own program
-SUPPRESSIONS = Path(__file__).parent / "tsan.supp"
 
 
 @dataclass(frozen=True)
@@ -45,15 +44,6 @@ class Build:
 BUILDS = (
     Build(
         "address,undefined", "-O0", "libasan.so", {"ASAN_OPTIONS": "detect_leaks=0"}, ("tests/kernels",), LONG
-    ),
-    Build(
-        "thread",
-        "-O1",
-        "libtsan.so",
-        {"TSAN_OPTIONS": f"halt_on_error=1:suppressions={SUPPRESSIONS}"},
-        tuple(f"tests/kernels/{name}.py" for name in ("test_properties", "test_series", "test_threads")),
-        # ThreadSanitizer takes a forked child's new threads for the parent's.
-        f"{LONG} and not fork and not system_refuses",
     ),
 )
 
@@ -119,7 +109,7 @@ def main() -> int:
             package = Path(name) / kind.sanitizer.replace(",", "_")
             ignored = shutil.ignore_patterns("*.so", "__pycache__")
             shutil.copytree(ROOT / "src" / "logprobe", package / "logprobe", ignore=ignored)
-            for variant in variants if kind is BUILDS[0] else variants[-1:]:
+            for variant in variants:
                 runs[f"{kind.sanitizer} {variant}"] = pool.submit(build_and_run, package, kind, variant)
         runs["thread pool"] = pool.submit(run_pytest, ["-k", "sanitizer", "tests/kernels/test_threads.py"])
         failed = [title for title, future in runs.items() if future.result() != 0]
