@@ -214,7 +214,7 @@ INLINE T exponential(T d) {
 INLINE Floats exponential(Floats d) { return exponential<Floats, Ints>(d); }
 INLINE float exponential(float d) { return exponential<float, uint32_t>(d); }
 
-// tanh, relative error under 4e-7; the same bits everywhere, which the C libraries' functions do not give. The
+// tanh, relative error under 2e-7; the same bits everywhere, which the C libraries' functions do not give. The
 // polynomial is that of Cephes' tanhf.
 template <typename T>
 INLINE T tanh(T x) {
