@@ -1,8 +1,7 @@
 """Builds the native library with sanitizers, and runs the tests of kernels on it: `make test-sanitize`.
 
 Addresses and undefined behaviour are checked in each variant that this processor can run, data races in
-the thread pool by itself (threads.cpp). What a sanitizer reports ends its run of pytest
-with an error. The library lies in a copy of the package, which the tests import; Python and torch are as
+the thread pool by itself (threads.cpp). What a sanitizer reports ends its run of pytest with an error. The library lies in a copy of the package, which the tests import; Python and torch are as
 they are. Arguments: tests to run in place of the usual ones.
 """
 
@@ -26,7 +25,7 @@ FLAGS = (
 )
 VARIANTS = {"x86_64": {"v3": "x86-64-v3", "v4": "x86-64-v4"}, "aarch64": {"neon": "armv8-a"}}
 LONG = "not 50272 and not 262144 and not peak_memory and not many_draws and not normaliser_is_off"
-LONG += " and not sanitizer"  # the thread pool's own program
+LONG += " and not sanitizer and not triton"  # the thread pool's own program; no native code
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,7 @@ def build(folder: Path, kind: Build, variant: str) -> None:
     sources = [path for path in sorted((ROOT / "native").glob("*.cpp")) if path.name != "cpu.cpp"]
     probe = folder / f"cpu_{variant}.o"
     command = [COMPILER, *FLAGS.split(), kind.optimisation]
-    number = variant[1:] if variant[1:].isdigit() else "0"
-    call([*command, f"-DVARIANT={number}", "-c", ROOT / "native/cpu.cpp", "-o", probe])
+    call([*command, f"-DVARIANT_{variant}", "-c", ROOT / "native/cpu.cpp", "-o", probe])
     command += [f"-fsanitize={kind.sanitizer}", f"-march={architecture}", "-shared", *map(str, sources)]
     call([*command, probe, "-o", folder / f"kernels_{variant}.so"])
 
