@@ -1,8 +1,8 @@
 """Builds the native library with sanitizers, and runs the tests of kernels on it: `make test-sanitize`.
 
 Addresses and undefined behaviour are checked in each variant that this processor can run, data races in the
-thread pool by itself (threads.cpp). What a sanitizer reports ends its run of pytest with an error. The library
-lies in a copy of the package, which the tests import; Python and torch are as they are.
+thread pool by itself (threads.cpp). What a sanitizer reports ends its run of pytest with an error. The
+library lies in a copy of the package, which the tests import; Python and torch are as they are.
 Arguments: tests to run in place of the usual ones.
 """
 
