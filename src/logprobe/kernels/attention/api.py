@@ -77,7 +77,7 @@ class ScoreRule:
 def attend_rows(
     query: Tensor, keys: Tensor, values: Tensor, plan: RowPlan, out: Tensor, rule: ScoreRule
 ) -> None:
-    """Write each planned row's attention into `out`, rows and heads on all of torch's threads.
+    """Write each planned row's attention into `out`, rows and heads on all threads.
 
     Args:
         query: (num_tokens, heads, key_dim) float32.

@@ -67,7 +67,7 @@ def draw(logits: Tensor, params: DrawParams) -> Drawn:
 
 
 def _draw_rows(logits: NDArray[np.float32], params: DrawParams, drawn: Drawn) -> None:
-    """Fill `drawn` from (B, V) float32 logits, rows on all of torch's threads."""
+    """Fill `drawn` from (B, V) float32 logits, rows on all threads."""
     Stage(
         "draw",
         "DrawArgs",

@@ -1,4 +1,4 @@
-"""The extraction on the CPU: one pass over each row, rows shared out among torch's threads.
+"""The extraction on the CPU: one pass over each row, rows shared out among threads.
 
 Before it: checked requests. After it: output rows, filled in place.
 """
