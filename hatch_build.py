@@ -64,13 +64,16 @@ class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
             shutil.copy(NATIVE / "kernels.h", FOLDER)
             stamp.write_text(key.hexdigest())
         own = f"macosx_11_0_{platform.machine()}" if sys.platform == "darwin" else sysconfig.get_platform()
+        build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{target or own.replace('-', '_').replace('.', '_')}"
         build_data["artifacts"].append("src/logprobe/kernels/_native/*")
 
 
 def local_compiler() -> list[str] | None:
     """Find the machine's C++ compiler; None for another system."""
-    commands = [shlex.split(os.environ.get("CXX", "")), ["g++"], ["clang++"], ["c++"]]
+    # On Windows, libraries of a g++ on the path need its DLLs, and a clang++ may lack MinGW's headers.
+    commands = [["g++"], ["clang++"], ["c++"]] if sys.platform != "win32" else []
+    commands.insert(0, shlex.split(os.environ.get("CXX", "")))
     found = [command for command in commands if command and shutil.which(command[0])]
     return found[0] if found and not os.environ.get("LOGPROBE_TARGET") else None
 
@@ -92,9 +95,15 @@ def compile_variants(compiler: list[str], variants: dict[str, str]) -> None:
                 jobs.append(pool.submit(run, [*compiler, *FLAGS, "-w", *flags, "-c", source, "-o", target]))
         for job in jobs:
             job.result()
+        flags = ["-shared"]
+        if is_zig:  # without the symbols of its C++ library; a profiler needs those of a local build
+            flags.append("-s")
+        if "macos" in compiler[-1]:  # or else the name would be the path of this folder
+            flags.append("-Wl,-install_name,kernels.so")
         for variant in variants:  # for any processor, so that zig builds its C++ library once
-            inputs = sorted(objects[variant].iterdir())
-            run([*compiler, *FLAGS, "-shared", *inputs, "-o", FOLDER / f"kernels_{variant}.so"])
+            library = Path(folder) / f"kernels_{variant}.so"  # zig puts an import library beside it
+            run([*compiler, *FLAGS, *flags, *sorted(objects[variant].iterdir()), "-o", library])
+            shutil.move(library, FOLDER)
 
 
 def run(command: list[Any]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import logprobe
+from logprobe.kernels.native import library
 
 ROOT = Path(__file__).parents[2]
 DATA = ["py.typed", "server/page/page.html", "server/page/page.css", "server/page/page.js"]
@@ -84,6 +85,11 @@ def test_the_package_runs_from_the_environment_alone(folder: Path) -> None:
     code = "import logprobe; print(logprobe.__file__)"
     assert run(folder, "python", "-c", code).startswith(str(folder / "venv"))
     assert run(folder, "python", "-m", "pip", "check").startswith("No broken requirements")
+
+
+def test_the_kernels_of_the_wheel_run_where_those_of_this_checkout_do(folder: Path) -> None:
+    code = "from logprobe.kernels.native import library; print(library().variant)"
+    assert run(folder, "python", "-c", code).strip() == library().variant
 
 
 @pytest.mark.real_model

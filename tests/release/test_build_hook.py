@@ -1,0 +1,155 @@
+"""The hook that compiles the native kernels while the package is built; nothing is compiled here."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+pytest.importorskip("hatchling", reason="hatchling is not installed: `make test-wheel` installs it")
+
+HOOK = Path(__file__).parents[2] / "hatch_build.py"
+
+
+@pytest.fixture
+def hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module, which puts libraries into `tmp_path/native`; no compiler is on the path, and no zig."""
+    spec = importlib.util.spec_from_file_location("hatch_build", HOOK)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "FOLDER", tmp_path / "native")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "ziglang", None)
+    for name in ("CXX", "LOGPROBE_TARGET"):
+        monkeypatch.delenv(name, raising=False)
+    return module
+
+
+def program(folder: Path, name: str, script: str = "") -> Path:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def built(hook: ModuleType, folder: Path) -> dict[str, Any]:
+    """What the hook tells hatchling of the wheel."""
+    data: dict[str, Any] = {"artifacts": []}
+    hook.NativeKernels(str(folder), {}, None, None, str(folder), "wheel").initialize("standard", data)
+    return data
+
+
+def required(hook: ModuleType, folder: Path) -> list[str]:
+    return list(hook.NativeKernels(str(folder), {}, None, None, str(folder), "wheel").dependencies())
+
+
+def test_the_compiler_on_the_path_is_used_and_zig_required_without_one(
+    hook: ModuleType, tmp_path: Path
+) -> None:
+    assert hook.local_compiler() is None
+    assert required(hook, tmp_path) == [hook.ZIG]
+    program(tmp_path, "c++")
+    assert hook.local_compiler() == ["c++"]
+    program(tmp_path, "g++")
+    assert hook.local_compiler() == ["g++"]
+    assert required(hook, tmp_path) == []
+
+
+def test_cxx_comes_first_with_its_options(
+    hook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(tmp_path, "g++")
+    program(tmp_path, "clang++-20")
+    monkeypatch.setenv("CXX", "clang++-20 -stdlib=libc++")
+    assert hook.local_compiler() == ["clang++-20", "-stdlib=libc++"]
+
+
+def test_on_windows_only_cxx_is_used(
+    hook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = program(tmp_path, "g++")
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert hook.local_compiler() is None
+    monkeypatch.setenv("CXX", path.as_posix())
+    assert hook.local_compiler() == [path.as_posix()]
+
+
+def test_another_target_is_compiled_by_zig(
+    hook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(tmp_path, "g++")
+    monkeypatch.setenv("LOGPROBE_TARGET", "win_amd64")
+    assert hook.local_compiler() is None
+    assert required(hook, tmp_path) == [hook.ZIG]
+
+
+@pytest.mark.parametrize(
+    ("target", "system", "variants"),
+    [
+        ("manylinux_2_28_x86_64", "x86_64-linux-gnu.2.28", {"v3", "v4"}),
+        ("manylinux_2_28_aarch64", "aarch64-linux-gnu.2.28", {"neon"}),
+        ("macosx_11_0_arm64", "aarch64-macos.11.0", {"neon"}),
+        ("win_amd64", "x86_64-windows-gnu", {"v3", "v4"}),
+    ],
+)
+def test_a_target_names_the_wheel_and_its_libraries(
+    hook: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    target: str,
+    system: str,
+    variants: set[str],
+) -> None:
+    commands: list[list[str]] = []
+
+    def compile_nothing(command: list[Any]) -> None:
+        commands.append([*map(str, command)])
+        Path(command[command.index("-o") + 1]).touch()
+
+    monkeypatch.setattr(hook, "run", compile_nothing)
+    monkeypatch.setenv("LOGPROBE_TARGET", target)
+    assert built(hook, tmp_path) == {
+        "pure_python": False,
+        "tag": f"py3-none-{target}",
+        "artifacts": ["src/logprobe/kernels/_native/*"],
+    }
+    libraries = {f"kernels_{variant}.so" for variant in variants}
+    assert {path.name for path in hook.FOLDER.iterdir()} == libraries | {"kernels.h", "sources.sha256"}
+    assert {command[command.index("-target") + 1] for command in commands} == {system}
+
+    commands.clear()  # nothing has changed
+    built(hook, tmp_path)
+    assert commands == []
+    monkeypatch.setenv("LOGPROBE_TARGET", next(name for name in hook.TARGETS if name != target))
+    built(hook, tmp_path)
+    assert commands != []
+
+
+def test_an_unknown_target_is_an_error_that_names_those_there_are(
+    hook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOGPROBE_TARGET", "win32")
+    with pytest.raises(ValueError, match=r"LOGPROBE_TARGET.*manylinux_2_28_x86_64.*win_amd64.*'win32'"):
+        built(hook, tmp_path)
+
+
+def test_without_any_compiler_the_error_names_those_that_help(hook: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"g\+\+ or clang\+\+.*pip install 'ziglang"):
+        built(hook, tmp_path)
+
+
+def test_the_error_of_a_compiler_that_fails_holds_its_words(
+    hook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", str(program(tmp_path, "cxx", "echo 'unknown flag' >&2; exit 3")))
+    with pytest.raises(RuntimeError, match=r"(?s)cxx -std=c\+\+17.* gave 3.*CXX.*unknown flag"):
+        built(hook, tmp_path)
+    assert not (hook.FOLDER / "sources.sha256").exists()
