@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from harness import OURS, Figure, Measure, Options, Target, alternate, parse_options, publish
 
-from logprobe.kernels import extract, warm_up
+from logprobe.kernels import extract
 
 CHAIN, READ = "torch chain", "one sum pass"
 SAMPLE_S = 0.05
@@ -83,15 +83,7 @@ def main() -> None:
     """Run and publish."""
     assert __doc__
     options = parse_options(__doc__)
-    done = warm_up()
-    ready = Figure(
-        name="all CPU kernels ready, at engine start",
-        unit="s",
-        better="lower",
-        samples={OURS: [done.seconds]},
-        notes=["read from the disk cache" if done.is_from_cache else "compiled: the first use of this code"],
-    )
-    publish("extract", [ready, *figures(options)], options)
+    publish("extract", [*figures(options)], options)
 
 
 if __name__ == "__main__":

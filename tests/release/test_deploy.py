@@ -17,6 +17,7 @@ import yaml
 
 import logprobe
 from logprobe.cli.app import app
+from logprobe.kernels.native import VARIABLE
 from logprobe.server import ServerSettings
 from logprobe.server.http.shutdown import LAST_S
 from logprobe.server.metrics import PROCESSOR_COUNTERS, Metrics
@@ -34,9 +35,9 @@ FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 
 
 def variables() -> set[str]:
-    """The environment variables that `logprobe serve` reads, and the folder's."""
+    """The environment variables that `logprobe serve` reads, and those of the library."""
     [serve] = [command for name, command in typer.main.get_command(app).commands.items() if name == "serve"]  # type: ignore[attr-defined]
-    return {str(param.envvar) for param in serve.params if param.envvar} | {"LOGPROBE_HOME"}
+    return {str(param.envvar) for param in serve.params if param.envvar} | {"LOGPROBE_HOME", VARIABLE}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from logprobe.config import EngineConfig
+from logprobe.engine.forward import ready
 from logprobe.engine.forward.linear import (
     GatedPanels,
     Linear,
@@ -25,7 +26,6 @@ from logprobe.engine.forward.linear import (
 )
 from logprobe.engine.forward.native import NativeForward
 from logprobe.errors import ParameterError
-from logprobe.kernels.layers import layout
 from logprobe.kernels.layers.forms import pack_floats
 from logprobe.models import resolve
 from logprobe.models.lazy import LazyModel
@@ -215,11 +215,10 @@ def test_a_module_reads_the_weight_of_a_layer_as_it_was_and_one_of_its_own_class
 
 
 @pytest.mark.parametrize("weights", ["published", "plain", "auto"])
-def test_a_processor_without_the_instructions_is_named(
+def test_a_machine_without_the_kernels_runs_plain_weights_alone(
     tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, weights: Any
 ) -> None:
-    monkeypatch.setattr(layout, "machine", lambda: "x86_64")
-    monkeypatch.setattr(layout, "cpu_features", frozenset)
+    monkeypatch.setattr(ready, "native_library", lambda: None)
     name = str(tiny_model_folder)
     config = EngineConfig(model=name, weights=weights, kv_bytes=1 << 20)
     if weights == "published":
@@ -232,6 +231,6 @@ def test_a_processor_without_the_instructions_is_named(
 
 def test_published_weights_of_16_bits_are_an_error_that_names_the_setting(tiny_model_folder: Path) -> None:
     config = EngineConfig(model=str(tiny_model_folder), weights="published", dtype="bfloat16")
-    with pytest.raises(ParameterError, match="published needs float32") as error:
+    with pytest.raises(ParameterError, match="needs float32") as error:
         NativeForward(config, resolve(config.model))
     assert error.value.parameter == "weights"
