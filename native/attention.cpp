@@ -203,7 +203,7 @@ bool soften_lanes(float* scores, int64_t num_keys, const Panel& panel, float* fa
     const Floats least = broadcast(LEAST), reference = largest > least ? largest : least;
     const Floats factor = exponential(before - reference);
     store(factors + j, factor);
-    for (int lane = 0; lane < LANES; lane++) is_scaled |= factor[lane] != 1.0f;
+    is_scaled |= any(factor != 1.0f);
     Doubles totals[2];
     std::memcpy(totals, panel.totals + j, sizeof totals);
     totals[0] *= low_doubles(factor), totals[1] *= high_doubles(factor);

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t BLOCK = 1024;  // values that stay in the first-level cache between the passes over them
 constexpr int GROUPS = 64;       // of a block at most: group i holds every 64th value from i on
-constexpr int MIN_GROUPS = 8;
+constexpr int MIN_GROUPS = 2;
 constexpr int64_t FEW_GIVEN = 4;     // up to which counting for each costs less than sorting the largest values
 constexpr int64_t MANY_GIVEN = 128;  // from which sorting the row costs less than a pass for each
 constexpr int64_t FEW_PAIRS = 48;    // below it, insertion sorts faster than counting
@@ -84,20 +84,20 @@ struct Row {
 int64_t maxima_of(const float* values, float bound, float* maxima, int64_t num_groups) {
   constexpr int NUM = GROUPS / LANES;
   Floats greatest[NUM];
-  Ints count[NUM] = {};
+  Ints counts[2] = {};  // two, which do not wait for each other
   for (int i = 0; i < NUM; i++) greatest[i] = broadcast(-INFINITE);
   for (int64_t start = 0; start < BLOCK; start += GROUPS)
     for (int i = 0; i < NUM; i++) {
       const Floats x = load(values + start + LANES * i);
       greatest[i] = greater(x, greatest[i]);
-      count[i] -= x > bound;
+      counts[i % 2] -= x > bound;
     }
   float all[GROUPS];
-  int64_t total = 0;
-  for (int i = 0; i < NUM; i++) {
-    store(all + LANES * i, greatest[i]);
-    for (int lane = 0; lane < LANES; lane++) total += count[i][lane];
-  }
+  for (int i = 0; i < NUM; i++) store(all + LANES * i, greatest[i]);
+  int32_t lanes[LANES], total = 0;
+  counts[0] += counts[1];
+  std::memcpy(lanes, counts, sizeof lanes);
+  for (int lane = 0; lane < LANES; lane++) total += lanes[lane];
   for (int64_t size = GROUPS / 2; size >= num_groups; size /= 2)
     for (int64_t i = 0; i < size; i++) all[i] = all[i] > all[size + i] ? all[i] : all[size + i];
   std::memcpy(maxima, all, sizeof(float) * num_groups);
@@ -140,7 +140,7 @@ Sums one_pass(Row& row, float chosen, bool with_products) {
       sums_of(values, size, totals, [reference](auto x, auto* found) {
         const auto d = x - reference;
         found[0] = exponential(d);
-        found[1] = (d < LOWEST ? LOWEST - decltype(x){} : d) * found[0];
+        found[1] = greater(LOWEST - decltype(x){}, d) * found[0];
       });
       sums.total += weight * totals[0], sums.products += weight * totals[1];
     } else {
@@ -155,8 +155,7 @@ double squares_of(const Row& row, float greatest, float mean) {
   double squares = 0;
   for (int64_t start = 0; start < row.size; start += BLOCK)
     squares += sum_of(row.values + start, std::min(BLOCK, row.size - start), [=](auto x) {
-      auto d = x - greatest;
-      d = d < LOWEST ? LOWEST - decltype(d){} : d;
+      const auto d = greater(LOWEST - decltype(x){}, x - greatest);
       return (d - mean) * (d - mean) * exponential(d);
     });
   return squares;
@@ -172,10 +171,7 @@ int64_t collect(const Row& row, float bound, int32_t* ties, int64_t max_ties) {
     const int64_t end = row.block_end(block);
     while (id < end) {
       if (id + LANES <= end) {  // skip whole vectors below the bound
-        const Ints reaches = load(row.values + id) >= bound;
-        int32_t any = 0;
-        for (int lane = 0; lane < LANES; lane++) any |= reaches[lane];
-        if (!any) {
+        if (!any(load(row.values + id) >= bound)) {
           id += LANES;
           continue;
         }

@@ -77,8 +77,28 @@ INLINE Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// The greater of two numbers; a NaN in `x` is passed over.
-INLINE Floats greater(Floats x, Floats held) { return x > held ? x : held; }
+// x > held ? x : held, which passes over a NaN in `x`, and keeps one in `held`.
+INLINE float greater(float x, float held) { return x > held ? x : held; }
+INLINE Floats greater(Floats x, Floats held) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_max_ps((__m512)x, (__m512)held);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_max_ps((__m256)x, (__m256)held);
+#else
+  return x > held ? x : held;
+#endif
+}
+
+// Whether a comparison holds for some lane.
+INLINE bool any(Ints comparison) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)comparison, (__m512i)comparison) != 0;
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256((__m256i)comparison, (__m256i)comparison);
+#else
+  return vmaxvq_u32((uint32x4_t)comparison) != 0;
+#endif
+}
 
 INLINE Floats load_float16(const void* from) {
 #if defined(__AVX512F__)
@@ -195,8 +215,7 @@ template <typename T, typename Bits>
 INLINE T exponential(T d) {
   const T zero = T{}, log2_e = 1.4426950408889634f - zero;
   const T round = (12582912.0f + 127.0f) - zero;  // 1.5 * 2**23: adding it rounds; 127: the exponent's bias
-  const T lowest = LOWEST - zero;
-  d = d < lowest ? lowest : d;
+  d = greater(LOWEST - zero, d);
   const T shifted = fma(d, log2_e, round);
   const T rest = fma(d, log2_e, round - shifted);
   T value = fma(0.001326472731307149f - zero, rest, 0.009671512991189957f - zero);
