@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 
 .PHONY: demo test cover check docs format clean
 
-$(VENV)/.base: pyproject.toml
+$(VENV)/.base: pyproject.toml hatch_build.py $(wildcard native/*.*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
 	touch $@

@@ -28,8 +28,6 @@ FLAGS = (
 VARIANTS = {"x86_64": {"v3": "x86-64-v3", "v4": "x86-64-v4"}, "aarch64": {"neon": "armv8-a"}}
 LONG = "not 50272 and not 262144 and not peak_memory and not many_draws and not normaliser_is_off"
 LONG += " and not sanitizer and not triton"  # the thread pool's own program; no native code
-# A child forked while other threads allocate waits for ever for a lock of AddressSanitizer's allocator.
-LONG += " and not forked_while"
 OTHERS = ("tests/kernels/test_properties.py",)  # of narrower variants: shapes and values of all kinds
 
 

@@ -21,7 +21,8 @@ from torch.nn import functional
 from logprobe.kernels import extract, stages
 from logprobe.kernels.attention.api import RowPlan, ScoreRule, attend_rows
 from logprobe.kernels.attention.chunk import attend_chunk
-from logprobe.kernels.draw.api import DrawParams, draw
+from logprobe.kernels.draw.api import draw
+from logprobe.kernels.draw.params import DrawParams
 from logprobe.kernels.draw.reference import draw_reference
 from logprobe.kernels.extraction import reference
 from logprobe.kernels.layers.forms import PanelWeights, empty_panels, fill_blocks, pack_floats
@@ -72,7 +73,7 @@ def running(library: Library, num_threads: int) -> Iterator[None]:
 
 
 def everywhere(compute: Callable[[], list[Tensor]]) -> list[Tensor]:
-    """What each variant computes on one and on three threads, once it is the same."""
+    """Return what the kernel computes; check that every variant gives it on one and on three threads."""
     first: list[Tensor] | None = None
     for library in libraries():
         for num_threads in (1, 3):

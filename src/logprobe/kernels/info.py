@@ -1,4 +1,4 @@
-"""Which implementation of the kernels serves which device."""
+"""The implementation of the kernels for each type of device: native, Triton or torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from logprobe.kernels.native import library
 if TYPE_CHECKING:
     from logprobe.kernels.native import Library
 
-REMEDY: Final = "install a wheel for this system, or install anew with a C++ compiler (docs/kernels.md)"
+REMEDY: Final = "install a wheel for this system, or reinstall with a C++ compiler on PATH (docs/kernels.md)"
 
 logger = logging.getLogger("logprobe")
 

@@ -113,11 +113,11 @@ def _address(name: str, value: Any, kind: str) -> Any:
 
 
 def items_for_threads() -> int:
-    """How many items a loop is worth being cut into: several a thread, where there are several threads."""
+    """Return the number of items to cut a loop into: several per thread, or 1 for a single thread."""
     num_threads = torch.get_num_threads()
     return THREAD_ITEMS * num_threads if num_threads > 1 else 1
 
 
 def block_rows(num_rows: int, most: int) -> int:
-    """Rows of an item of a loop whose rows take equally long: at most so many, and some for every thread."""
+    """Return the rows of an item: at most `most`, and few enough that every thread has some."""
     return max(1, min(most, num_rows // torch.get_num_threads()))

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from logprobe.kernels.draw.api import Drawn, DrawParams, draw, truncated_
+from logprobe.kernels.draw.api import draw, truncated_
+from logprobe.kernels.draw.params import Drawn, DrawParams
 from logprobe.kernels.extraction.api import check_requests, extract_checked
 from logprobe.records.rows import DeviceRows, HostRows
 from logprobe.sampling.kept import kept_ids, log_kept_mass
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from logprobe.kernels.draw.api import FloatArray
+    from logprobe.kernels.draw.params import FloatArray
     from logprobe.records.rows import Send
     from logprobe.records.store.columns import Array
     from logprobe.sampling.params import NamedIds, SamplingParams

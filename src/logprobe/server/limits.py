@@ -359,11 +359,9 @@ class Limits:
         with self._lock:
             num_waiting = len(self._queues.get(caller, ()))
             if num_waiting >= self._max_waiting:
-                raise server_full(
-                    f"{num_waiting} requests of this client wait for room already (max_waiting)"
-                )
+                raise server_full(f"{num_waiting} requests of this client are already waiting (max_waiting)")
             self._queues.setdefault(caller, deque()).append(waiter)
-            self._admit_waiters()  # there may be room since `admit` looked
+            self._admit_waiters()  # capacity may have been freed since `admit` looked
         try:
             async with asyncio.timeout(self._wait_timeout_s):
                 return await waiter.admission()

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from logprobe.kernels.draw.api import Drawn, DrawParams, draw, truncated_
+from logprobe.kernels.draw.api import draw, truncated_
+from logprobe.kernels.draw.params import Drawn, DrawParams
 from logprobe.kernels.draw.reference import draw_reference
 
 LAST_UNIFORM = float(np.nextafter(1.0, 0.0))

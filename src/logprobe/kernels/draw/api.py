@@ -8,58 +8,26 @@ Before it: a chunk of logits. After it: extraction, which needs the drawn ids.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from logprobe.kernels.draw.params import Drawn
+from logprobe.kernels.draw.reference import draw_reference
 from logprobe.kernels.info import native_library
 from logprobe.kernels.stages import Stage
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
-FloatArray: TypeAlias = NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class DrawParams:
-    """How each of B rows is drawn, all (B,) float32 but `uniforms`."""
-
-    temperatures: FloatArray  # 0: the most likely token
-    top_ks: FloatArray  # 0: all
-    top_ps: FloatArray  # 1: all
-    min_ps: FloatArray  # 0: all
-    uniforms: NDArray[np.float64]  # in [0, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """What was drawn, and what truncation kept."""
-
-    token_ids: NDArray[np.int32]  # (B,)
-    cut_logits: FloatArray  # (B,), -inf: nothing cut
-    cut_ids: NDArray[np.int32]  # (B,), of the tokens at cut_logits those with ids up to this are kept
-    is_valid: NDArray[np.bool_]  # (B,), False: the row held NaN or +inf, or nothing but -inf
-
-    @classmethod
-    def empty(cls, num_rows: int) -> Drawn:
-        """Room for `num_rows` draws."""
-        return cls(
-            np.empty(num_rows, dtype=np.int32),
-            np.empty(num_rows, dtype=np.float32),
-            np.empty(num_rows, dtype=np.int32),
-            np.empty(num_rows, dtype=np.bool_),
-        )
+    from logprobe.kernels.draw.params import DrawParams, FloatArray
 
 
 def draw(logits: Tensor, params: DrawParams) -> Drawn:
     """Draw one token a row from (B, V) float32 logits; those of another device are copied once."""
     if native_library() is None:
-        from logprobe.kernels.draw.reference import draw_reference  # which imports this module
-
         return draw_reference(logits.cpu(), params)
     drawn = Drawn.empty(len(logits))
     _draw_rows(logits.numpy(force=True), params, drawn)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from logprobe.kernels.draw.api import Drawn
+from logprobe.kernels.draw.params import Drawn
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from logprobe.kernels.draw.api import DrawParams
+    from logprobe.kernels.draw.params import DrawParams
 
 
 def draw_reference(logits: Tensor, params: DrawParams) -> Drawn:

@@ -359,7 +359,7 @@ def copying() -> Iterator[None]:
         yield
     except OSError as error:
         reason = f"the weights cannot be copied for the engine processes ({error})"
-        raise EngineError(f"{reason}; make room there, or set TMPDIR to another folder") from error
+        raise EngineError(f"{reason}; free space there, or set TMPDIR to another folder") from error
 
 
 def _names(count: int) -> list[str]:
