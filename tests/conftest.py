@@ -19,6 +19,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Before Triton loads: without an NVIDIA GPU its kernels run through its interpreter.
+if not os.path.exists("/dev/nvidiactl"):  # noqa: PTH110
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if find_spec("hypothesis") is not None:
     from hypothesis import settings as hypothesis_settings

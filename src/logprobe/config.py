@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar, get_args
 
 from logprobe.errors import ParameterError, require
 from logprobe.other_words import without_other_words
@@ -39,6 +39,8 @@ def strict_keywords(cls: type[T]) -> type[T]:
 ENGINES: Final = {"vllm": "logprobe.integrations.vllm.start:start_vllm_engine"}
 """Engines beside the native one: name → what starts it, imported when it is asked for."""
 Weights = Literal["auto", "plain", "published"]
+Arithmetic = Literal["auto", "fma", "bf16x3", "bf16"]
+KVDtype = Literal["float32", "bfloat16"]
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 OTHER_DTYPES: Final = {"half": "float16", "float": "float32"}
 
@@ -62,6 +64,12 @@ class EngineConfig:
             `published` (float32 numbers from the bytes of the model's own file, or from the narrowest float
             that holds its weights exactly, widened where they are used), or `plain` (transformers' own
             modules).
+        arithmetic: how products with weights are computed. On a CPU `fma` (float32 fused multiply-adds); on a
+            GPU `bf16x3` (each float32 activation as three bfloat16 numbers on tensor cores, accurate to
+            float32) or `bf16` (activations rounded to bfloat16: faster for long prompts, less accurate).
+            `auto`: `fma`, or `bf16x3`.
+        kv_dtype: of cached keys and values: `float32`, or on a GPU `bfloat16` (half the memory, less
+            accurate).
         seed: base of the seeds of requests that bring none.
         overlap: run the next step while the rows of the last one are copied and handed to their readers;
             the numbers are the same.
@@ -91,6 +99,8 @@ class EngineConfig:
     max_batch_rows: int = 64
     kv_bytes: int | None = None
     weights: Weights = "auto"
+    arithmetic: Arithmetic = "auto"
+    kv_dtype: KVDtype = "float32"
     seed: int = 0
     overlap: bool = False
     speculate: bool = False
@@ -116,6 +126,9 @@ class EngineConfig:
         require(self.dtype in DTYPES, "dtype", f"{self.dtype!r} is not one of {', '.join(DTYPES)}")
         weights = ("auto", "plain", "published")
         require(self.weights in weights, "weights", f"{self.weights!r} is not one of {', '.join(weights)}")
+        for name, kind in (("arithmetic", Arithmetic), ("kv_dtype", KVDtype)):
+            value, known = getattr(self, name), get_args(kind)
+            require(value in known, name, f"{value!r} is not one of {', '.join(known)}")
         for name in ("max_model_len", "kv_bytes"):
             value = getattr(self, name)
             is_limit = value is None or (_is_int(value) and value > 0)

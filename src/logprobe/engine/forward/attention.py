@@ -128,8 +128,8 @@ def plan_attention(pool: KVPool, batch: StepBatch, device: str) -> AttentionPlan
     return AttentionPlan(pool, slots, chunks, rows.build(), uses_kernels=uses_kernels)
 
 
-def every_way(pool: KVPool, prompts: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], AttentionPlan]]:
-    """Plans of some prompts, each in its slots, by each way of attention that steps may take.
+def all_attention_paths(pool: KVPool, prompts: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], AttentionPlan]]:
+    """Plan some prompts, each in its slots, by each path of attention that steps may take.
 
     The first fills the pool, whole; those after it run the prompts again, or the second half of each. With
     each plan comes the first token that it runs of each prompt.

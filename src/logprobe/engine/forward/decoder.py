@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from logprobe.engine.forward.attention import attend
+from logprobe.engine.forward.attention import all_attention_paths, attend, plan_attention
 from logprobe.engine.forward.experts import Experts
 from logprobe.engine.forward.families import FAMILIES
 from logprobe.engine.forward.launch import Launches
@@ -29,12 +29,13 @@ from logprobe.kernels.layers.panels import panel_stage
 from logprobe.kernels.layers.rotary import Projections, rotary_stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from logprobe.engine.forward.attention import AttentionPlan
     from logprobe.engine.forward.families import ExpertFacts
+    from logprobe.engine.protocol import StepBatch
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.kernels.stages import Stage
     from logprobe.models.lora import LoraWeights
@@ -224,6 +225,16 @@ class Decoder:
         """
         if all(layer.experts is None for layer in self.layers):
             self.launches = Launches(self, pool, max_len)
+
+    def plan(self, pool: KVPool, batch: StepBatch) -> AttentionPlan:
+        """Lay out a step of the scheduler."""
+        return plan_attention(pool, batch, "cpu")
+
+    def all_plans(
+        self, pool: KVPool, prompts: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[list[int], AttentionPlan]]:
+        """Plan some prompts by each path of attention that steps may take."""
+        return all_attention_paths(pool, prompts)
 
     def __call__(
         self, token_ids: NDArray[Any], positions: NDArray[Any], plan: AttentionPlan, *, is_long: bool = False

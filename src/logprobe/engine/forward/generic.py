@@ -17,16 +17,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from logprobe.engine.forward.attention import NAME
+from logprobe.engine.forward.attention import NAME, all_attention_paths, plan_attention
 from logprobe.engine.forward.lora import LoraRoom, LoraRows
 from logprobe.engine.forward.pool import KVPool
 from logprobe.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from numpy.typing import NDArray
     from torch import Tensor
 
     from logprobe.engine.forward.attention import AttentionPlan, CurrentStep
+    from logprobe.engine.protocol import StepBatch
     from logprobe.models.lora import LoraWeights
 
 
@@ -128,6 +131,16 @@ class GenericDecoder:
 
     def record_on(self, pool: KVPool, max_len: int) -> None:
         """Run every step module by module."""
+
+    def plan(self, pool: KVPool, batch: StepBatch) -> AttentionPlan:
+        """Lay out a step of the scheduler."""
+        return plan_attention(pool, batch, str(self.device))
+
+    def all_plans(
+        self, pool: KVPool, prompts: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[list[int], AttentionPlan]]:
+        """Plan some prompts by each path of attention that steps may take."""
+        return all_attention_paths(pool, prompts)
 
     def __call__(
         self, token_ids: NDArray[Any], positions: NDArray[Any], plan: AttentionPlan, *, is_long: bool = False

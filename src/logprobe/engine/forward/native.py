@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from logprobe.engine.forward.attention import plan_attention
-from logprobe.engine.forward.decoder import Decoder
 from logprobe.engine.forward.pool import KVPool, PagedMemory, default_kv_bytes, give_back_memory, return_freed
 from logprobe.engine.forward.ready import make_ready
 from logprobe.errors import EngineClosedError, ParameterError, require
@@ -32,23 +31,32 @@ if TYPE_CHECKING:
     from logprobe.models.lora import LoraWeights
     from logprobe.records.values import IntArray
 
+GPU_SHARE = 0.7  # of the GPU's memory that the weights leave, for keys, values and hidden states
 LONG_CONTEXT = 2048  # tokens from which on a chunk's scratch, megabytes for each thousand, is returned
 
 
 class NativeForward:
     """Owns the model, the key/value pool and the hidden rows, all by slot."""
 
-    decoder: Any  # `Decoder` or `GenericDecoder`; None once closed
+    decoder: Any  # of the CPU, of a GPU, or `GenericDecoder`; None once closed
     _memory: PagedMemory | None
     _own_module: Any = None
 
     def __init__(self, config: EngineConfig, files: ModelFiles, state: State | None = None) -> None:
         """Load the model of `files`, or that of another forward pass with other weights."""
         self.device = _choose_device(config.device)
-        self.dtype = _choose_dtype(config.dtype, self.device)
+        _check_arithmetic(config, self.device)
         self._files, self._is_replaced = files, state is not None
-        ready = make_ready(files, dtype=self.dtype, device=self.device, weights=config.weights, state=state)
-        self.decoder, self.layout = ready.decoder, ready.layout
+        ready = make_ready(
+            files,
+            dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
+            device=self.device,
+            weights=config.weights,
+            state=state,
+            arithmetic=config.arithmetic,
+            kv_dtype=getattr(torch, config.kv_dtype),
+        )
+        self.decoder, self.layout, self.dtype = ready.decoder, ready.layout, ready.dtype
         if config.batch_invariant:
             self._check_invariant()
         self.is_recalled = ready.is_recalled
@@ -59,17 +67,15 @@ class NativeForward:
         if not ready.is_recalled:
             gc.collect()  # transformers' module, where ours took its place
             return_freed()
-        self.kv_bytes = config.kv_bytes or default_kv_bytes(config.data_parallel)
+        self.kv_bytes = config.kv_bytes or self._default_kv_bytes(config.data_parallel)
         self._reserve_slots(self.kv_bytes, ready)
         self.decoder.record_on(self.pool, min(self.num_slots, self.context_len))
 
     def _check_invariant(self) -> None:
         """Refuse a model whose rows are computed with what depends on the rows beside them."""
-        is_ours = isinstance(self.decoder, Decoder) and self.device == "cpu"
+        is_ours = self.layout.why_generic is None
         what = f"this model runs by transformers' modules on {self.device}, whose bits depend on the batch"
-        require(
-            is_ours, "batch_invariant", f"{what}; take it out, or run one on a CPU that has its own decoder"
-        )
+        require(is_ours, "batch_invariant", f"{what}; leave it out, or use a model that a decoder of ours runs")
 
     @property
     def weights(self) -> str:
@@ -84,7 +90,7 @@ class NativeForward:
         """
         if self.decoder is None:
             raise EngineClosedError("the engine was closed, and its model with it")
-        if not isinstance(self.decoder, Decoder):
+        if self.layout.why_generic is not None:
             return self.decoder.model
         if self._own_module is None:
             self._own_module = (
@@ -105,7 +111,7 @@ class NativeForward:
 
     def _reserve_slots(self, kv_bytes: int, ready: ReadyModel) -> None:
         slot_numbers = sum(prod(shape) for shapes in ready.kv_shapes.values() for shape in shapes)
-        slot_bytes = (slot_numbers + ready.hidden_size) * self.dtype.itemsize
+        slot_bytes = slot_numbers * ready.kv_dtype.itemsize + ready.hidden_size * self.dtype.itemsize
         self.num_slots = kv_bytes // slot_bytes
         if self.num_slots < 2:
             raise ParameterError(
@@ -113,8 +119,8 @@ class NativeForward:
             )
         self._memory = _reserve(kv_bytes) if self.device == "cpu" else None
         self.pool = KVPool(self.num_slots)
-        self.pool.lay_out(ready.kv_shapes, self._new_zeros)
-        self.hidden = self._new_zeros((self.num_slots, ready.hidden_size))
+        self.pool.lay_out(ready.kv_shapes, partial(self._new_zeros, dtype=ready.kv_dtype))
+        self.hidden = self._new_zeros((self.num_slots, ready.hidden_size), dtype=self.dtype)
 
     def load_lora(self, name: str, path: str, number: int) -> LoraWeights:
         """LoRA weights of a folder, for this model or one of its shape.
@@ -152,10 +158,16 @@ class NativeForward:
         # As many slots: what was admitted counts on them, and less is free while both are here.
         return NativeForward(replace(config, kv_bytes=self.kv_bytes), self._files, state)
 
-    def _new_zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+    def _default_kv_bytes(self, num_pools: int) -> int:
+        if self.device == "cpu":
+            return default_kv_bytes(num_pools)
+        free_bytes, _ = torch.cuda.mem_get_info()
+        return int(free_bytes * GPU_SHARE / num_pools)
+
+    def _new_zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self._memory is not None:
-            return self._memory.take(shape, self.dtype)
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+            return self._memory.take(shape, dtype)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> None:
@@ -172,7 +184,7 @@ class NativeForward:
 
     def _run_together(self, batch: StepBatch, *, is_long: bool) -> None:
         """Run tokens of one kind of rotary frequencies."""
-        attention = plan_attention(self.pool, batch, self.device)
+        attention = self.decoder.plan(self.pool, batch)
         leaves_scratch = self.device == "cpu" and any(
             len(chunk.slots) >= LONG_CONTEXT for chunk in attention.chunks
         )
@@ -215,8 +227,10 @@ def _choose_device(device: str) -> str:
     return ("cuda" if has_gpu else "cpu") if device == "auto" else device
 
 
-def _choose_dtype(dtype: str, device: str) -> torch.dtype:
-    if dtype == "auto":
-        return torch.float32 if device == "cpu" else torch.bfloat16
-    chosen: torch.dtype = getattr(torch, dtype)
-    return chosen
+def _check_arithmetic(config: EngineConfig, device: str) -> None:
+    """Refuse an arithmetic that the device does not have."""
+    known = ("auto", "fma") if device == "cpu" else ("auto", "bf16x3", "bf16")
+    what = f"{config.arithmetic} is not for device {device}; use one of {', '.join(known)}"
+    require(config.arithmetic in known, "arithmetic", what)
+    has_dtype = device != "cpu" or config.kv_dtype == "float32"
+    require(has_dtype, "kv_dtype", f"{config.kv_dtype} is for a GPU; on a CPU it is float32")

@@ -71,7 +71,7 @@ def own_decoder(
     # Copies: the module's may be views of its whole file.
     small = {name: tensor.clone() for name, tensor in own.items() if tensor.dim() == 1}
     try:
-        decoder = Decoder(spec, small | _frequencies(module, spec), panels)
+        decoder = Decoder(spec, small | frequencies(module, spec), panels)
     except (KeyError, ValueError, AttributeError, TypeError, RuntimeError) as error:
         return f"it is put together in another way ({type(error).__name__}: {error})"
     if unplaced := sorted(own.keys() - decoder.names):
@@ -114,7 +114,7 @@ def _rotary(module: Any, proof: Proof, family: Family) -> tuple[list[str | None]
     return rotary, {name: float(getattr(embedding, f"{_prefix(name)}attention_scaling")) for name in names}
 
 
-def _frequencies(module: Any, spec: DecoderSpec) -> Tensors:
+def frequencies(module: Any, spec: DecoderSpec) -> Tensors:
     """Rotary frequencies by name: of any text, and of one beyond the boundary where there is one."""
     tensors: Tensors = {}
     for name in spec.rotary_scaling:

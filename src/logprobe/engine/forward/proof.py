@@ -17,7 +17,7 @@ import torch
 from transformers import AttentionInterface
 
 from logprobe.engine.forward import attention, masks
-from logprobe.engine.forward.attention import CurrentStep, every_way, pooled_attention
+from logprobe.engine.forward.attention import CurrentStep, pooled_attention
 from logprobe.engine.forward.generic import WatchedRun
 from logprobe.engine.forward.rope import original_lengths, rope_boundary
 from logprobe.errors import UnsupportedModelError, in_one_line
@@ -28,10 +28,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from logprobe.engine.forward.cuda.decoder import CudaDecoder
     from logprobe.engine.forward.decoder import Decoder
     from logprobe.engine.forward.generic import DecoderPlace, GenericDecoder
     from logprobe.engine.forward.pool import KVPool
     from logprobe.models.lazy import LazyModel
+
+    AnyDecoder = Decoder | GenericDecoder | CudaDecoder
 
 NUM_TOKENS = 12
 # What transformers calls the layers whose attention is followed here; others select or compress what they
@@ -73,13 +76,18 @@ class Proof:
         self.step.reach(self.model)
         self._learn_rules()
 
-    def prove(self, decoder: Decoder | GenericDecoder) -> KVPool:
-        """Compare the logits of every way; the pool of the proof, which shows what each layer stores.
+    def prove(self, decoder: AnyDecoder, *, tolerance: float | None = None) -> KVPool:
+        """Compare the logits of every path; return the pool, which shows what each layer stores.
+
+        Args:
+            decoder: runs the tokens of the references.
+            tolerance: relative to the largest logit; None: that of the model's dtype.
 
         Raises:
             UnsupportedModelError: the numbers differ.
         """
         self.largest_difference = 0.0
+        self._tolerance = TOLERANCE[self.model.dtype] if tolerance is None else tolerance
         pools = [
             self._prove_together(decoder, references)
             for is_long in (False, True)
@@ -87,13 +95,13 @@ class Proof:
         ]
         return pools[0]
 
-    def _prove_together(self, decoder: Decoder | GenericDecoder, references: list[Reference]) -> KVPool:
+    def _prove_together(self, decoder: AnyDecoder, references: list[Reference]) -> KVPool:
         """Run references of one kind of rotation, packed into one step."""
         lengths = [len(reference.token_ids) for reference in references]
         pool = decoder.new_pool(sum(lengths))
         decoder.record_on(pool, max(lengths))
         prompts = list(torch.split(torch.arange(sum(lengths), device=decoder.device), lengths))
-        for starts, plan in every_way(pool, prompts):
+        for starts, plan in decoder.all_plans(pool, prompts):
             pairs = list(zip(references, starts, strict=True))
             hidden = decoder(
                 np.concatenate([reference.token_ids[start:] for reference, start in pairs]),
@@ -102,7 +110,7 @@ class Proof:
                 is_long=references[0].is_long,
             )
             expected = torch.cat([reference.logits[start:] for reference, start in pairs])
-            self._compare(decoder.head(hidden), expected)
+            self._compare(decoder.head(hidden).to(expected.device), expected)
         return pool
 
     def _compare(self, logits: torch.Tensor, expected: torch.Tensor) -> None:
@@ -111,7 +119,7 @@ class Proof:
         is_finite = torch.isfinite(expected)  # some families hide padding entries of the vocabulary
         scale = expected[is_finite].abs().max()
         difference = float((logits - expected)[is_finite].abs().max() / scale)
-        if not difference <= TOLERANCE[self.model.dtype]:
+        if not difference <= self._tolerance:
             raise UnsupportedModelError(self._why_not(difference))
         nats = (logits.log_softmax(-1) - expected.log_softmax(-1))[is_finite].abs().max()
         self.largest_difference = max(self.largest_difference, float(nats))

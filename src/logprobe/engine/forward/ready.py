@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from logprobe.engine.forward.attention import every_way
 from logprobe.engine.forward.decoder import Decoder
 from logprobe.engine.forward.pool import check_memory
 from logprobe.engine.protocol import Layout
-from logprobe.errors import ParameterError, UnsupportedModelError
+from logprobe.errors import ParameterError, UnsupportedModelError, require
 from logprobe.kernels.info import REMEDY, native_library
 from logprobe.models import load_model
 from logprobe.models.folder import reading_errors
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from logprobe.config import Weights
-    from logprobe.engine.forward.generic import GenericDecoder
-    from logprobe.engine.forward.proof import Proof
+    from logprobe.engine.forward.proof import AnyDecoder, Proof
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.models import ModelFiles
     from logprobe.models.lazy import LazyModel
@@ -53,26 +51,54 @@ logger = logging.getLogger("logprobe")
 class ReadyModel:
     """A model with its numbers proven."""
 
-    decoder: Decoder | GenericDecoder
+    decoder: AnyDecoder
     kv_shapes: Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]]  # by layer
     layout: Layout
     hidden_size: int
     vocab_size: int
     context_len: int
     eos_token_ids: frozenset[int]
+    dtype: torch.dtype  # of hidden states and logits
+    kv_dtype: torch.dtype
     is_recalled: bool = False  # from the record of an earlier load
 
 
 def make_ready(
-    files: ModelFiles, *, dtype: torch.dtype, device: str, weights: Weights, state: State | None = None
+    files: ModelFiles,
+    *,
+    dtype: torch.dtype | None,
+    device: str,
+    weights: Weights,
+    state: State | None = None,
+    arithmetic: str = "auto",
+    kv_dtype: torch.dtype = torch.float32,
 ) -> ReadyModel:
-    """The model of some files; with other weights, of which nothing is stored, where a state is given.
+    """Load the model of some files and prove its numbers.
+
+    Args:
+        files: configuration, tokenizer and weights.
+        dtype: of hidden states and logits; None: float32 by a decoder of ours, else by transformers' modules
+            float32 on a CPU and bfloat16 on a GPU.
+        device: `cpu` or `cuda`.
+        weights: their form.
+        state: other weights, of which nothing is stored.
+        arithmetic: of products, as `EngineConfig` has it.
+        kv_dtype: of cached keys and values on a GPU.
 
     Raises:
         UnsupportedModelError: the model cannot be followed, or its numbers differ.
-        ParameterError: a form of weights that the device or the dtype does not allow.
+        ParameterError: a form of weights or an arithmetic that the device or the dtype does not allow.
     """
-    why_plain = _why_plain(dtype, device)
+    why_plain = _why_plain(dtype or torch.float32, device)
+    if device == "cuda":
+        made = _on_gpu(files, dtype, weights, state, arithmetic, kv_dtype)
+        if isinstance(made, ReadyModel):
+            return made
+        why_plain = made
+        remedy = f"the GPU decoder does not run this model: {made}; leave it out"
+        require(arithmetic == "auto", "arithmetic", f"{arithmetic} cannot be used: {remedy}")
+        dtype = dtype or torch.bfloat16
+    dtype = dtype or torch.float32
     if weights == "published" and why_plain is not None:
         remedy = "use auto or plain" + (f", or {REMEDY}" if native_library() is None else "")
         raise ParameterError("weights", f"published cannot be used: {why_plain}; {remedy}")
@@ -100,6 +126,46 @@ def make_ready(
 
         ready: ReadyModel = refusing(model.module, prove)
     return ready
+
+
+def _on_gpu(
+    files: ModelFiles,
+    dtype: torch.dtype | None,
+    weights: Weights,
+    state: State | None,
+    arithmetic: str,
+    kv_dtype: torch.dtype,
+) -> ReadyModel | str:
+    """Load a model for the GPU decoder, or return why it does not run there."""
+    if weights == "plain":
+        return "plain weights were asked for"
+    if dtype not in {None, torch.float32}:
+        return "the GPU decoder gives float32 logits, and another dtype was asked for"
+    with quiet_transformers():
+        from logprobe.engine.forward.cuda.build import cuda_decoder
+        from logprobe.engine.forward.proof import Proof, refusing
+
+        with reading_errors(files.name):
+            model = load_lazily(files, state)
+        if model is None:
+            return "transformers alone knows how to read its weights"
+
+        def prove() -> ReadyModel | str:
+            with torch.inference_mode():
+                proof = Proof(model, context_len=_context_len(model.module))
+                decoder = cuda_decoder(
+                    model,
+                    proof,
+                    device="cuda",
+                    arithmetic="bf16x3" if arithmetic == "auto" else arithmetic,
+                    kv_dtype=kv_dtype,
+                )
+                if isinstance(decoder, str):
+                    return decoder
+                return _ready(decoder, decoder.kv_shapes, proof, decoder.hidden_size, arithmetic=decoder.arithmetic)
+
+        made: ReadyModel | str = refusing(model.module, prove)
+    return made
 
 
 def _why_plain(dtype: torch.dtype, device: str) -> str | None:
@@ -181,25 +247,31 @@ def _generic(model: LazyModel, proof: Proof, panels: Mapping[str, PanelWeights],
     decoder = GenericDecoder(module, proof.place, proof.step)
     pool = proof.prove(decoder)
     return _ready(
-        decoder, pool.shapes, proof, decoder.hidden_size, why_generic=reason, has_panels=bool(panels)
+        decoder,
+        pool.shapes,
+        proof,
+        decoder.hidden_size,
+        why_generic=reason,
+        arithmetic="fma" if panels else "torch",
     )
 
 
 def _ready(
-    decoder: Decoder | GenericDecoder,
+    decoder: AnyDecoder,
     kv_shapes: Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]],
     proof: Proof,
     hidden_size: int,
     *,
     why_generic: str | None = None,
-    has_panels: bool = True,
+    arithmetic: str = "fma",
 ) -> ReadyModel:
+    has_panels = arithmetic != "torch"
     return ReadyModel(
         decoder=decoder,
         kv_shapes=kv_shapes,
         layout=Layout(
             weights="published" if has_panels else "plain",
-            arithmetic="fma" if has_panels else "torch",
+            arithmetic=arithmetic,
             num_layers=len(kv_shapes),
             why_generic=why_generic,
             rope_boundary=proof.rope_boundary,
@@ -209,6 +281,8 @@ def _ready(
         vocab_size=proof.model.config.get_text_config(decoder=True).vocab_size,
         context_len=proof.context_len,
         eos_token_ids=_eos_token_ids(proof.model),
+        dtype=proof.model.dtype,
+        kv_dtype=getattr(decoder, "kv_dtype", proof.model.dtype),
     )
 
 
@@ -283,6 +357,8 @@ def _recalled(files: ModelFiles, store: LoadStore) -> ReadyModel | None:
         vocab_size=decoder.vocab_size,
         context_len=record.context_len,
         eos_token_ids=frozenset(record.eos_token_ids),
+        dtype=torch.float32,
+        kv_dtype=torch.float32,
         is_recalled=True,
     )
 
@@ -311,7 +387,7 @@ def _meets(
     decoder.record_on(pool, max(lengths))
     prompts = list(torch.split(torch.arange(sum(lengths)), lengths))
     expected = torch.cat([logits for _, _, logits in references])
-    ways = [*every_way(pool, prompts)]
+    ways = [*decoder.all_plans(pool, prompts)]
     # Whole prompts as they come last, which also fills the pool; then halves, row by row.
     for starts, plan in ([way for way in ways if not any(way[0])][-1], ways[-1]):
         pairs = list(zip(references, starts, strict=True))

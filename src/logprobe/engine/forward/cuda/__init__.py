@@ -1,0 +1,1 @@
+"""The decoder for NVIDIA GPUs: PyTorch, and the Triton kernels of `logprobe.kernels.triton`."""

@@ -1,0 +1,113 @@
+"""A model of transformers → the decoder for GPUs, proven to give the model's numbers."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from logprobe.engine.forward.own import describe, frequencies
+from logprobe.engine.forward.proof import Proof
+from logprobe.errors import UnsupportedModelError
+from logprobe.models.lazy import LazyModel
+from logprobe.models.sources import made_ahead
+
+if TYPE_CHECKING:
+    from logprobe.engine.forward.cuda.decoder import CudaDecoder
+    from logprobe.models.sources import Source
+
+BF16_TOLERANCE = 8e-2  # of the largest logit
+WEIGHTS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def cuda_decoder(
+    model: LazyModel,
+    proof: Proof,
+    *,
+    device: str,
+    arithmetic: str,
+    kv_dtype: torch.dtype,
+    tolerance: float | None = None,
+) -> CudaDecoder | str:
+    """Return the GPU decoder of a model whose reference logits `proof` has, or why there is none."""
+    if find_spec("triton") is None:
+        return "the GPU decoder needs Triton; install logprobe[cuda]"
+    from logprobe.engine.forward.cuda.decoder import CudaDecoder
+
+    spec = describe(model.module, proof)
+    if isinstance(spec, str):
+        return spec
+    tensors = parameters(model.source, model.module, device)
+    tensors |= {name: tensor.to(device) for name, tensor in frequencies(model.module, spec).items()}
+    try:
+        decoder = CudaDecoder(spec, tensors, device=device, arithmetic=arithmetic, kv_dtype=kv_dtype)
+    except (KeyError, ValueError, AttributeError, TypeError, RuntimeError) as error:
+        return f"it is put together in another way ({type(error).__name__}: {error})"
+    if decoder.unplaced:
+        return f"its tensor {decoder.unplaced[0]} is not known here"
+    try:
+        if tolerance is None and (arithmetic != "bf16x3" or kv_dtype != torch.float32):
+            tolerance = BF16_TOLERANCE
+        proof.prove(decoder, tolerance=tolerance)
+    except (UnsupportedModelError, RuntimeError, IndexError) as error:
+        return f"the GPU decoder gives other numbers ({error})"
+    return decoder
+
+
+def decoder_of(
+    module: Any,
+    *,
+    arithmetic: str = "bf16x3",
+    kv_dtype: torch.dtype = torch.float32,
+    tolerance: float | None = None,
+) -> CudaDecoder:
+    """Return the GPU decoder of a loaded module of transformers, on the module's device.
+
+    Args:
+        module: the model, in any dtype.
+        arithmetic: of products with weights, as `EngineConfig` has it.
+        kv_dtype: of cached keys and values.
+        tolerance: between both models' logits, relative to the largest; None: that of the dtypes.
+
+    Raises:
+        UnsupportedModelError: there is none for this model.
+    """
+    attention = module.config._attn_implementation  # noqa: SLF001 - transformers has no public reader of it
+    try:
+        with torch.inference_mode():
+            model = LazyModel.of(module)
+            proof = Proof(model, context_len=module.config.max_position_embeddings)
+            decoder = cuda_decoder(
+                model,
+                proof,
+                device=str(module.device),
+                arithmetic=arithmetic,
+                kv_dtype=kv_dtype,
+                tolerance=tolerance,
+            )
+    finally:
+        module.set_attn_implementation(attention)
+    if isinstance(decoder, str):
+        raise UnsupportedModelError(decoder)
+    return decoder
+
+
+def parameters(source: Source, module: Any, device: str) -> dict[str, torch.Tensor]:
+    """Return a module's parameters on a device, by their names; one that several modules share goes by one name.
+
+    Floats stay as they lie in the checkpoint; weights that lie there in blocks take the narrowest float that
+    holds them exactly.
+    """
+    names = [name for name, _ in module.named_parameters()]
+    read = (partial(_read, source, name, device) for name in names)
+    return dict(zip(names, made_ahead(read), strict=True))
+
+
+def _read(source: Source, name: str, device: str) -> torch.Tensor:
+    tensor = source.read(name).detach().to(device)
+    if tensor.dtype == torch.float32 and tensor.dim() > 1:
+        narrow = (tensor.to(dtype) for dtype in WEIGHTS)
+        tensor = next(part for part in narrow if torch.equal(part.float(), tensor))
+    return tensor.clone()

@@ -1,0 +1,498 @@
+"""A decoder on a GPU, for every family of `families`: the twin of `forward.decoder` on Triton kernels.
+
+Hidden states, queries and scores are float32. Between two products the activations are pieces of bfloat16
+numbers (`kernels.triton.pieces`), which tensor cores multiply with the weights of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+
+from logprobe.engine.forward.cuda.graphs import StepGraphs
+from logprobe.engine.forward.cuda.plan import SpanPlan, step_arrays
+from logprobe.engine.forward.families import FAMILIES
+from logprobe.engine.forward.lora import LoraRows
+from logprobe.engine.forward.pool import KVPool
+from logprobe.errors import UnsupportedModelError
+from logprobe.kernels.attention.api import ScoreRule
+from logprobe.kernels.triton.attention import attend
+from logprobe.kernels.triton.layers import gate, norm, rotate_and_store
+from logprobe.kernels.triton.pieces import NUM_PIECES, join
+from logprobe.kernels.triton.products import linear
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, MutableMapping, Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from logprobe.engine.forward.cuda.plan import StepArrays
+    from logprobe.engine.protocol import StepBatch
+    from logprobe.models.lora import LoraWeights
+    from logprobe.models.stored.record import DecoderSpec
+
+EXACT: Final = "bf16x3"
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm of rows, or of each equal part of rows."""
+
+    weight: Tensor  # (width,) float32
+    bias: Tensor | None
+    epsilon: float
+    is_centred: bool  # LayerNorm, else RMSNorm
+
+    def __call__(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Normalise (rows, parts * width) float32 into `out`, float32 or pieces, plus the residual."""
+        return norm(
+            x,
+            self.weight,
+            self.bias,
+            epsilon=self.epsilon,
+            is_centred=self.is_centred,
+            out=out,
+            residual=residual,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A linear layer, or several with the same inputs, their outputs one after another."""
+
+    names: dict[str, int]  # of its parts in transformers' module → their outputs
+    weight: Tensor  # (outputs, inputs), as in the checkpoint
+    bias: Tensor | None  # (outputs,) float32
+
+    def __call__(self, x: Tensor, **options: Any) -> Tensor:
+        """Give (rows, outputs) float32 for (num_pieces, rows, inputs)."""
+        return linear(x, self.weight, self.bias, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    """down(activation(gates) * values), or down(activation(gates))."""
+
+    inner: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of a layer, of which each token has a few (Shazeer et al. 2017)."""
+
+    router: Linear
+    inner: Tensor  # (experts, 2 * width, hidden size)
+    down: Tensor  # (experts, hidden size, width)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer."""
+
+    index: int
+    projection: Linear  # queries, keys and values
+    head_norms: tuple[Norm | None, Norm | None]  # of queries and keys
+    output: Linear
+    mlp: FeedForward | None  # None: experts alone
+    experts: Experts | None
+    shared_gate: Linear | None  # of `mlp`, where it is the expert that every token has
+    before_attention: Norm | None
+    after_attention: Norm | None
+    before_mlp: Norm | None
+    after_mlp: Norm | None
+    rotary: str | None
+    rule: ScoreRule
+
+
+@dataclass(frozen=True, slots=True)
+class OwnLayer:
+    """Weights of one part of a `Linear`, as `models.lora` reads them."""
+
+    linear: Linear
+    start: int
+    bias: Tensor | None
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """Some rows of the matrix, (end - start, inputs) float32."""
+        return self.linear.weight[self.start + start : self.start + end].float()
+
+
+class CudaDecoder:
+    """Callable: a step's packed tokens → last hidden states, (num_tokens, hidden size); and the head."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        tensors: MutableMapping[str, Tensor],
+        *,
+        device: torch.device | str = "cuda",
+        arithmetic: str = EXACT,
+        kv_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Take the parameters of a model, by their names in transformers' module, out of `tensors`.
+
+        Args:
+            spec: how the decoder is put together.
+            tensors: parameters on the device, and rotary frequencies as `own.frequencies` names them.
+            device: where it runs.
+            arithmetic: `bf16x3`, products accurate to float32, or `bf16`.
+            kv_dtype: of the cached keys and values, float32 or bfloat16.
+
+        Raises:
+            KeyError: a parameter is missing.
+            ValueError: their shapes do not fit each other.
+        """
+        self.spec, self.family = spec, FAMILIES[spec.family]
+        self.device, self.arithmetic, self.kv_dtype = torch.device(device), arithmetic, kv_dtype
+        self.num_pieces = NUM_PIECES[arithmetic]
+        self.loras = LoraRows()
+        self._tensors = tensors
+        self._parts: dict[str, tuple[Linear, int]] = {}  # linear layers by name, and their first output
+        self._own: dict[str, Tensor] = {}  # parameters by name: those taken, or views of what they became
+        self.embedding_name = f"{spec.path}.{self.family.embedding}"
+        embedding = self._linear([self.embedding_name])
+        self.embedding = embedding.weight
+        is_tied = f"{spec.head}.weight" not in tensors
+        self.lm_head = embedding if is_tied else self._linear([spec.head])
+        if is_tied:
+            self._parts[spec.head] = embedding, 0
+        positions = self.family.positions
+        self.positions = None if positions is None else self._linear([f"{spec.path}.{positions}"]).weight
+        self.layers = [self._layer(index) for index in range(len(spec.rules))]
+        self.last_norm = self._norm(f"{spec.path}.{self.family.last_norm}")
+        self.frequencies = {name: tensors.pop(name) for name in list(tensors) if "inv_freq." in name}
+        self.unplaced = sorted(tensors)
+        self.vocab_size, self.hidden_size = self.lm_head.weight.shape
+        first = self.layers[0]
+        query_width = first.output.weight.shape[1]
+        key_width = (len(first.projection.weight) - query_width) // 2
+        self.widths = [query_width, key_width, key_width]
+        self.num_heads, self.num_kv_heads = query_width // spec.head_dim, key_width // spec.head_dim
+        self.graphs: StepGraphs | None = None
+
+    @property
+    def kv_shapes(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Shapes of a token's keys and values in each layer."""
+        shape = (self.num_kv_heads, self.spec.head_dim)
+        return {layer.index: (shape, shape) for layer in self.layers}
+
+    def new_pool(self, num_slots: int) -> KVPool:
+        """Make a pool that is laid out for this decoder."""
+        pool = KVPool(num_slots)
+        pool.lay_out(self.kv_shapes, partial(torch.zeros, dtype=self.kv_dtype, device=self.device))
+        return pool
+
+    def check_lora(self, lora: LoraWeights) -> None:
+        """Bring LoRA weights into form for this model.
+
+        Raises:
+            UnsupportedModelError: they change a layer that takes none here.
+        """
+        for name in lora.parts:
+            if name.startswith(f"{self.spec.path}.") and name not in self._parts:
+                raise UnsupportedModelError(f"lora {lora.name!r} changes {name}, which takes no weights here")
+        self.make_room(lora)
+
+    def make_room(self, lora: LoraWeights) -> None:
+        """Let steps name such weights."""
+        self.loras.bind(lora, self._own_layer)
+
+    def record_on(self, pool: KVPool, max_len: int) -> None:
+        """Run decode steps on one pool as CUDA graphs, but for experts, whose work depends on the rows."""
+        if self.device.type == "cuda" and all(layer.experts is None for layer in self.layers):
+            self.graphs = StepGraphs(self, pool, max_len)
+
+    def plan(self, pool: KVPool, batch: StepBatch) -> SpanPlan:
+        """Lay out a step of the scheduler."""
+        return SpanPlan(pool, batch.context_slots, np.diff(batch.starts).tolist(), self.device)
+
+    def all_plans(self, pool: KVPool, prompts: Sequence[Tensor]) -> Iterator[tuple[list[int], SpanPlan]]:
+        """Plan some prompts, each in its slots, in every way that steps take.
+
+        The first fills the pool. With each plan comes the first token that it runs of each prompt.
+        """
+        contexts = [slots.cpu().numpy().astype(np.int32) for slots in prompts]
+        for starts in (
+            [0 for _ in contexts],
+            [len(slots) // 2 for slots in contexts],
+            [len(slots) - 1 for slots in contexts],
+        ):
+            lengths = [len(slots) - start for slots, start in zip(contexts, starts, strict=True)]
+            yield starts, SpanPlan(pool, contexts, lengths, self.device)
+
+    @torch.inference_mode()
+    def __call__(
+        self, token_ids: NDArray[Any], positions: NDArray[Any], plan: SpanPlan, *, is_long: bool = False
+    ) -> Tensor:
+        """Run packed tokens, (num_tokens,) ids and positions; `is_long` names their rotary frequencies."""
+        if self.graphs is not None and not self.loras.groups and self.graphs.can_run(plan):
+            return self.graphs.run(token_ids, positions, plan, is_long=is_long)
+        arrays = step_arrays(plan, token_ids, positions, self.num_heads, self.num_kv_heads)
+        return self.forward(arrays, plan.pool, is_long=is_long)
+
+    @torch.inference_mode()
+    def head(self, hidden: Tensor, lora: LoraWeights | None = None) -> Tensor:
+        """(rows, hidden size) → (rows, vocabulary) float32 logits, all under the same LoRA weights."""
+        logits = self.lm_head(norm(hidden, None, out=self._new_pieces(*hidden.shape)))
+        if lora is not None:
+            with self.loras.only(lora, len(hidden), self.device):
+                self.loras.add_(self.spec.head, logits, hidden)
+        factors = self.spec.factors
+        if factors.logits != 1.0:
+            logits *= factors.logits
+        if factors.softcap is not None:
+            logits = torch.tanh(logits.div_(factors.softcap)).mul_(factors.softcap)
+        return logits
+
+    def forward(self, step: StepArrays, pool: KVPool, *, is_long: bool) -> Tensor:
+        """Run a step whose arrays are on the device; nothing here waits for it but experts."""
+        ids, places = step.token_ids.long(), step.positions.long()
+        hidden = self._embedded(ids, places)
+        rotary = self._rotary(places, is_long=is_long)
+        factors = self.spec.factors
+        scales = None
+        if factors.queries is not None:
+            beta, length = factors.queries
+            scales = 1 + beta * torch.log(1 + torch.floor(places.float() / length))
+        num_rows = len(ids)
+        normed, other = (self._new_pieces(num_rows, self.hidden_size) for _ in range(2))
+        query = hidden.new_empty(num_rows, self.num_heads, self.spec.head_dim)
+        attended = self._new_pieces(num_rows, self.widths[0])
+        for layer in self.layers:
+            _normed(layer.before_attention, hidden, normed)
+            mlp_rows = normed
+            if self.spec.is_parallel and layer.before_mlp is not None:
+                mlp_rows = _normed(layer.before_mlp, hidden, other)
+            projected = self._product(layer.projection, normed)
+            for head_norm, part in zip(
+                layer.head_norms, torch.split(projected, self.widths, dim=1), strict=False
+            ):
+                if head_norm is not None:
+                    head_norm(part, part)
+            kept = pool.keys[layer.index], pool.values[layer.index]
+            rotate_and_store(
+                projected,
+                *self._head_places(),
+                None if layer.rotary is None else rotary[layer.rotary],
+                kept,
+                step.slots,
+                query,
+                is_paired=self.family.is_paired,
+                query_scales=scales,
+            )
+            for tiles in step.tiles:
+                attend(query, kept, tiles, layer.rule, attended)
+            self._add(layer.output, attended, layer.after_attention, hidden)
+            if not self.spec.is_parallel:
+                mlp_rows = _normed(layer.before_mlp, hidden, normed)
+            self._feed_forward(layer, mlp_rows, hidden)
+        return self.last_norm(hidden, hidden)
+
+    def state(self) -> dict[str, Tensor]:
+        """The model's weights by their names in transformers' module, each a copy on the host, float32."""
+        return {name: tensor.to("cpu", torch.float32, copy=True) for name, tensor in self._own.items()}
+
+    def _embedded(self, ids: Tensor, places: Tensor) -> Tensor:
+        rows = self.embedding.index_select(0, ids).float()
+        if self.loras.groups:
+            self.loras.embed_(self.embedding_name, rows, ids)
+        if self.spec.factors.embedding != 1.0:
+            rows *= self.spec.factors.embedding
+        if self.positions is not None:
+            rows += self.positions.index_select(0, places).float()
+        return rows
+
+    def _rotary(self, places: Tensor, *, is_long: bool) -> dict[str, tuple[Tensor, Tensor]]:
+        """Cosines and sines of each kind of frequencies, (num_tokens, pairs)."""
+        rotary = {}
+        for kind, scaling in self.spec.rotary_scaling.items():
+            frequencies = self.frequencies[f"{'long_' if is_long else ''}inv_freq.{kind}"]
+            angles = places[:, None].float() * frequencies
+            rotary[kind] = angles.cos() * scaling, angles.sin() * scaling
+        return rotary
+
+    def _head_places(self) -> tuple[tuple[int, int, int], int]:
+        """Where the first query, key and value of a projected row lie, and how far apart heads are."""
+        head_dim = self.spec.head_dim
+        if self.family.is_by_head:
+            return (0, head_dim, 2 * head_dim), 3 * head_dim
+        return (0, self.widths[0], self.widths[0] + self.widths[1]), head_dim
+
+    def _new_pieces(self, num_rows: int, width: int) -> Tensor:
+        return torch.empty(self.num_pieces, num_rows, width, dtype=torch.bfloat16, device=self.device)
+
+    def _product(self, layer: Linear, x: Tensor) -> Tensor:
+        """The product of a layer under the LoRA weights of its rows."""
+        out = layer(x)
+        self._add_loras(layer, out, x)
+        return out
+
+    def _add(self, layer: Linear, x: Tensor, after: Norm | None, hidden: Tensor) -> None:
+        """Add a product to the hidden states, normed where a norm follows it."""
+        if after is not None:
+            after(self._product(layer, x), hidden, hidden)
+            return
+        factor = self.spec.factors.residual
+        layer(x, out=hidden, residual=hidden, factor=factor)
+        self._add_loras(layer, hidden, x, factor=factor, is_sum=True)
+
+    def _add_loras(
+        self, layer: Linear, out: Tensor, x: Tensor, *, factor: float = 1.0, is_sum: bool = False
+    ) -> None:
+        """Add what the LoRA weights of some rows make of `x`; `is_sum`: `out` has more than the product."""
+        if not self.loras.groups:
+            return
+        rows = join(x)
+
+        def own(inputs: Tensor) -> Tensor:
+            return layer(norm(inputs, None, out=self._new_pieces(*inputs.shape)))
+
+        start = 0
+        for name, width in layer.names.items():
+            part = out[:, start : start + width]
+            self.loras.add_(name, part, rows, factor=factor, linear=own if is_sum else None)
+            start += width
+
+    def _feed_forward(self, layer: Layer, x: Tensor, hidden: Tensor) -> None:
+        if layer.experts is not None:
+            self._add_experts(layer.experts, x, hidden)
+        if layer.mlp is None:
+            return
+        inner = self._gated(self._product(layer.mlp.inner, x))
+        if layer.shared_gate is None:
+            self._add(layer.mlp.down, inner, layer.after_mlp, hidden)
+        else:
+            gates = self._product(layer.shared_gate, x).double().sigmoid().float()
+            hidden += gates * self._product(layer.mlp.down, inner)
+
+    def _gated(self, inner: Tensor) -> Tensor:
+        has_values = self.family.is_gated
+        out = self._new_pieces(len(inner), inner.shape[1] // (2 if has_values else 1))
+        return gate(inner, self.spec.activation, out, has_values=has_values)
+
+    def _add_experts(self, experts: Experts, x: Tensor, hidden: Tensor) -> None:
+        """Add what the experts of each row make of it, in the order of the experts."""
+        weights, chosen = experts.router(x).double().softmax(-1).topk(self.spec.experts_per_token)
+        if self.spec.normalises_experts:
+            weights /= weights.sum(-1, keepdim=True)
+        weights = weights.float()
+        for number in chosen.unique().tolist():
+            rows, places = torch.where(chosen == number)
+            inner = self._gated(linear(x[:, rows].contiguous(), experts.inner[number]))
+            hidden.index_add_(0, rows, linear(inner, experts.down[number]) * weights[rows, places, None])
+
+    def _layer(self, index: int) -> Layer:
+        family, spec = self.family, self.spec
+        prefix = f"{spec.path}.{family.layers}.{index}"
+        norms = [self._norm(f"{prefix}.{name}") for name in family.head_norms]
+        experts, shared_gate, mlp = None, None, None
+        facts = family.experts
+        names, down = family.gates, family.down
+        has_experts = facts is not None and f"{prefix}.{facts.router}.weight" in self._tensors
+        if facts is not None and has_experts:
+            experts = Experts(
+                self._linear([f"{prefix}.{facts.router}"]),
+                self._take(f"{prefix}.{facts.gates}"),
+                self._take(f"{prefix}.{facts.down}"),
+            )
+            names, down = facts.shared, facts.shared_down
+            if facts.shared_gate is not None:
+                shared_gate = self._linear([f"{prefix}.{facts.shared_gate}"])
+        if not has_experts or shared_gate is not None:
+            mlp = FeedForward(
+                self._linear([f"{prefix}.{name}" for name in names]), self._linear([f"{prefix}.{down}"])
+            )
+        rule = spec.rules[index]
+        names_of_norms = (
+            family.before_attention,
+            family.after_attention,
+            None if spec.is_parallel and family.shares_norm else family.before_mlp,
+            family.after_mlp,
+        )
+        before_attention, after_attention, before_mlp, after_mlp = (
+            None if name is None else self._norm(f"{prefix}.{name}") for name in names_of_norms
+        )
+        return Layer(
+            index=index,
+            projection=self._linear([f"{prefix}.{name}" for name in family.projections]),
+            head_norms=(norms[0], norms[1]) if norms else (None, None),
+            output=self._linear([f"{prefix}.{family.output}"]),
+            mlp=mlp,
+            experts=experts,
+            shared_gate=shared_gate,
+            before_attention=before_attention,
+            after_attention=after_attention,
+            before_mlp=before_mlp,
+            after_mlp=after_mlp,
+            rotary=spec.rotary[index],
+            rule=ScoreRule(rule.scale, rule.window, rule.softcap),
+        )
+
+    def _linear(self, names: Sequence[str]) -> Linear:
+        """Take the weights of some linear layers with the same inputs."""
+        weights, biases = [], []
+        is_transposed = self.family.is_transposed and names[0].startswith(
+            f"{self.spec.path}.{self.family.layers}."
+        )
+        for name in names:
+            weight = self._tensors.pop(f"{name}.weight")
+            weights.append(weight.T if is_transposed else weight)
+            biases.append(self._vector(f"{name}.bias"))
+        dtype = max((weight.dtype for weight in weights), key=_digits)
+        weight = torch.cat([part.to(dtype) for part in weights]) if len(weights) > 1 else weights[0]
+        sizes = [len(part) for part in weights]
+        bias = None
+        if any(part is not None for part in biases):
+            bias = torch.cat(
+                [
+                    torch.zeros(size, device=self.device) if part is None else part
+                    for part, size in zip(biases, sizes, strict=True)
+                ]
+            )
+        made = Linear(dict(zip(names, sizes, strict=True)), weight.contiguous(), bias)
+        start = 0
+        for name, size in made.names.items():
+            self._parts[name] = made, start
+            own = made.weight[start : start + size]
+            self._own[f"{name}.weight"] = own.T if is_transposed else own
+            start += size
+        return made
+
+    def _take(self, name: str) -> Tensor:
+        self._own[name] = tensor = self._tensors.pop(name)
+        return tensor
+
+    def _vector(self, name: str) -> Tensor | None:
+        return self._take(name).float() if name in self._tensors else None
+
+    def _norm(self, name: str) -> Norm:
+        kind = self.family.norm
+        is_centred = kind == "layer"
+        weight = self._vector(f"{name}.weight")
+        if weight is None:
+            if self.family.has_norm_weights:
+                raise KeyError(f"{name}.weight")
+            weight = torch.ones(len(self.embedding[0]), device=self.device)
+        bias = self._vector(f"{name}.bias") if is_centred else None
+        return Norm(weight + 1.0 if kind == "rms from one" else weight, bias, self.spec.epsilon, is_centred)
+
+    def _own_layer(self, name: str) -> OwnLayer:
+        made, start = self._parts[name]
+        bias = None if made.bias is None else made.bias[start : start + made.names.get(name, len(made.weight))]
+        return OwnLayer(made, start, bias)
+
+
+def _digits(dtype: torch.dtype) -> int:
+    """Order the dtypes of weights that share one product."""
+    return (torch.bfloat16, torch.float16, torch.float32).index(dtype)
+
+
+def _normed(norm_: Norm | None, x: Tensor, out: Tensor) -> Tensor:
+    """The pieces of the hidden states, normed where the layer does."""
+    return norm(x, None, out=out) if norm_ is None else norm_(x, out)

@@ -1,0 +1,96 @@
+"""Decode steps as CUDA graphs: one launch for all kernels of a step.
+
+A graph is captured for each number of rows in ROWS and each power of two of attention segments when a step
+first needs it. It reads its tokens from buffers at fixed addresses; rows beyond those of the step are empty.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+
+from logprobe.engine.forward.cuda.plan import StepArrays
+from logprobe.kernels.triton.attention import SEGMENT, Tiles
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from logprobe.engine.forward.cuda.decoder import CudaDecoder
+    from logprobe.engine.forward.cuda.plan import SpanPlan
+    from logprobe.engine.forward.pool import KVPool
+
+ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
+MOST_CONTEXT_SLOTS: Final = 1 << 22  # of all rows of a step; 16 MB
+
+
+class StepGraphs:
+    """Runs decode steps of a decoder on one pool."""
+
+    def __init__(self, decoder: CudaDecoder, pool: KVPool, max_len: int) -> None:
+        self._decoder, self._pool = decoder, pool
+        self._graphs: dict[tuple[int, int, bool], tuple[Any, Tensor]] = {}
+        self._memory: Any = None  # shared by all graphs: each step's result is used before the next runs
+        self._num_slots = min(ROWS[-1] * max_len, MOST_CONTEXT_SLOTS)
+        # Of each row: token id, position, slot, begin and length of its context, and its number of tokens.
+        self._columns = torch.zeros(6 * ROWS[-1], dtype=torch.int32, device=decoder.device)
+        self._contexts = torch.zeros(self._num_slots, dtype=torch.int32, device=decoder.device)
+        self._numbers = torch.arange(ROWS[-1], dtype=torch.int32, device=decoder.device)
+
+    def can_run(self, plan: SpanPlan) -> bool:
+        """Whether a step has one token of each of a few texts on this pool."""
+        num_rows = len(plan.lengths)
+        is_few = plan.pool is self._pool and 0 < num_rows <= ROWS[-1] and plan.is_decode
+        return is_few and sum(map(len, plan.contexts)) <= self._num_slots
+
+    def run(
+        self, token_ids: NDArray[Any], positions: NDArray[Any], plan: SpanPlan, *, is_long: bool
+    ) -> Tensor:
+        """Give the last hidden states, (num_tokens, hidden size), good until the next step."""
+        num_rows = len(plan.lengths)
+        size = next(size for size in ROWS if size >= num_rows)
+        num_segments = 1 << (-(-plan.max_context // SEGMENT) - 1).bit_length()
+        columns = np.zeros((6, size), np.int32)
+        columns[2, num_rows:] = -1
+        lengths = [len(slots) for slots in plan.contexts]
+        begins = np.cumsum([0, *lengths])[:-1]
+        columns[:, :num_rows] = token_ids, positions, plan.new_slots, begins, lengths, 1
+        self._fill(self._columns, columns.ravel())
+        self._fill(self._contexts, plan.flat_contexts)
+        key = size, num_segments, is_long
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(*key)
+        graph, hidden = self._graphs[key]
+        graph.replay()
+        return hidden[:num_rows]
+
+    def _fill(self, target: Tensor, numbers: NDArray[np.int32]) -> None:
+        host = torch.from_numpy(numbers).pin_memory()
+        target[: len(numbers)].copy_(host, non_blocking=True)
+
+    def _capture(self, size: int, num_segments: int, is_long: bool) -> tuple[Any, Tensor]:  # noqa: FBT001
+        rows = torch.split(self._columns[: 6 * size], size)
+        tiles = Tiles(
+            tokens=self._numbers[:size],
+            counts=rows[5],
+            begins=rows[3],
+            lengths=rows[4],
+            slots=self._contexts,
+            max_tokens=1,
+            num_segments=num_segments,
+        )
+        step = StepArrays(*rows[:3], (tiles,))
+        cuda: Any = torch.cuda  # half of it has no types
+        stream = cuda.Stream(self._decoder.device)
+        stream.wait_stream(cuda.current_stream())
+        with cuda.stream(stream):  # compiles the kernels; a second run of a step changes nothing
+            self._decoder.forward(step, self._pool, is_long=is_long)
+        cuda.current_stream().wait_stream(stream)
+        graph = cuda.CUDAGraph()
+        # Other threads copy results to the host meanwhile.
+        with cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            hidden = self._decoder.forward(step, self._pool, is_long=is_long)
+        self._memory = graph.pool()
+        return graph, hidden

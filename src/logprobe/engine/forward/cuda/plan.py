@@ -1,0 +1,121 @@
+"""One step of a GPU decoder as arrays: its tokens, their slots, and the contexts that they attend to.
+
+All of them go to the device in one copy. Tokens of a text that decodes get tiles of their own; the tokens of
+a prompt chunk share tiles (`kernels.triton.attention`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from logprobe.kernels.triton.attention import SEGMENT, Tiles, tile_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from logprobe.engine.forward.pool import KVPool
+    from logprobe.records.values import IntArray
+
+    IntColumns = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class SpanPlan:
+    """The new tokens of some texts, one text after another, on one pool."""
+
+    pool: KVPool
+    contexts: Sequence[IntArray]  # slots of each text so far, those of its new tokens last; int32
+    lengths: Sequence[int]  # new tokens of each text
+    device: torch.device
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """The slots of all new tokens, (num_tokens,) int64 on the device."""
+        return _to_device(self.new_slots.astype(np.int64), self.device)
+
+    @cached_property
+    def new_slots(self) -> IntColumns:
+        """The same on the host, int32."""
+        parts = [slots[len(slots) - length :] for slots, length in zip(self.contexts, self.lengths, strict=True)]
+        return np.concatenate(parts).astype(np.int32) if parts else np.empty(0, np.int32)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each text has one new token."""
+        return all(length == 1 for length in self.lengths)
+
+    @cached_property
+    def max_context(self) -> int:
+        """Tokens of the longest context."""
+        return max((len(slots) for slots in self.contexts), default=0)
+
+    @cached_property
+    def flat_contexts(self) -> IntColumns:
+        """All contexts, one after another."""
+        return np.concatenate([np.asarray(slots, np.int32) for slots in self.contexts])
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """What the kernels of a step read, on the device."""
+
+    token_ids: torch.Tensor  # (num_tokens,) int32
+    positions: torch.Tensor  # (num_tokens,) int32
+    slots: torch.Tensor  # (num_tokens,) int32; -1: a row without a token
+    tiles: tuple[Tiles, ...]
+
+
+def step_arrays(
+    plan: SpanPlan, token_ids: NDArray[Any], positions: NDArray[Any], heads: int, kv_heads: int
+) -> StepArrays:
+    """Lay a step out and copy it to the device."""
+    few = tile_tokens(heads, kv_heads, is_decode=True)
+    many = tile_tokens(heads, kv_heads, is_decode=False)
+    tiles: dict[bool, list[tuple[int, int, int, int]]] = {True: [], False: []}
+    first = begin = 0
+    for slots, length in zip(plan.contexts, plan.lengths, strict=True):
+        is_short = length <= few
+        size = few if is_short else many
+        for start in range(0, length, size):
+            count = min(size, length - start)
+            tiles[is_short].append((first + start, count, begin, len(slots) - length + start + 1))
+        first += length
+        begin += len(slots)
+    kinds = [
+        (np.array(rows, np.int32).T, few if is_short else many, is_short) for is_short, rows in tiles.items() if rows
+    ]
+    columns = [token_ids, positions, plan.new_slots, *(column for rows, *_ in kinds for column in rows)]
+    parts = _copied([*columns, plan.flat_contexts], plan.device)
+    own, contexts = iter(parts[3:-1]), parts[-1]
+    return StepArrays(
+        *parts[:3],
+        tuple(
+            Tiles(
+                *(next(own) for _ in range(4)),
+                slots=contexts,
+                max_tokens=size,
+                num_segments=-(-plan.max_context // SEGMENT) if is_short else 0,
+            )
+            for _, size, is_short in kinds
+        ),
+    )
+
+
+def _copied(columns: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+    """Copy integer arrays to the device at once, int32."""
+    lengths = [len(column) for column in columns]
+    whole = _to_device(np.concatenate([np.asarray(column, np.int32) for column in columns]), device)
+    return list(torch.split(whole, lengths))
+
+
+def _to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    host = torch.from_numpy(array)
+    # From pinned memory the copy waits for nothing; PyTorch keeps that memory until the copy has ended.
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -1,0 +1,289 @@
+"""Attention over a paged cache of keys and values, for decode steps and prompt chunks alike.
+
+A tile holds the heads of one key/value head for one or several tokens of a text. The keys of a text are cut
+into segments of SEGMENT by their positions; each segment has its own softmax (Dao et al. 2022), and the
+segments of a row are merged in their order (flash decoding). A decode step has too few tiles for a GPU, so
+there each segment is a program of its own and a second kernel merges them; in a prompt chunk one program does
+both. Sums over keys are made by tensor cores, whose order does not depend on the shape of a tile, so a row
+has the same bits either way. Operands are float32, multiplied as three TF32 products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+import triton
+import triton.language as tl
+from triton import jit
+
+from logprobe.kernels.triton.layers import tanh
+from logprobe.kernels.triton.pieces import store_pieces
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from logprobe.kernels.attention.api import ScoreRule
+
+SEGMENT: Final = 256  # keys
+NO_WINDOW: Final = 1 << 30
+DECODE_ROWS: Final = 16  # of a tile: tokens times the heads of a group
+CHUNK_ROWS: Final = 32
+NUM_WARPS: Final = 4
+NUM_STAGES: Final = 2
+SUMS: Final = tl.constexpr(16)  # least columns of a product
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Query tokens, in tiles of consecutive tokens of one text."""
+
+    tokens: Tensor  # (tiles,) int32: the first token of each, by its row in the step
+    counts: Tensor  # (tiles,) int32: its tokens
+    begins: Tensor  # (tiles,) int32: where its context begins in `slots`
+    lengths: Tensor  # (tiles,) int32: keys that the first token sees
+    slots: Tensor  # int32: the contexts, one after another
+    max_tokens: int  # of a tile
+    num_segments: int  # of the longest context, each a program of its own; 0: one program does them all
+
+
+def tile_tokens(heads: int, kv_heads: int, *, is_decode: bool) -> int:
+    """Return how many tokens of a text go into one tile."""
+    return max(1, (DECODE_ROWS if is_decode else CHUNK_ROWS) // (heads // kv_heads))
+
+
+def block_keys(head_dim: int) -> int:
+    """Return how many keys are read at once."""
+    return 64 if head_dim <= 128 else 32
+
+
+def attend(query: Tensor, pool: tuple[Tensor, Tensor], tiles: Tiles, rule: ScoreRule, out: Tensor) -> None:
+    """Fill `out` with the pieces of the attention of some tokens.
+
+    Args:
+        query: (tokens, heads, head_dim) float32, contiguous.
+        pool: keys and values, (num_slots, kv_heads, head_dim) float32 or bfloat16.
+        tiles: the tokens and their contexts.
+        rule: scale, window and soft cap of the scores.
+        out: (num_pieces, tokens, heads * head_dim) bfloat16, contiguous; rows of other tokens are left alone.
+    """
+    keys, values = pool
+    num_tiles = len(tiles.tokens)
+    if num_tiles == 0:
+        return
+    heads, head_dim = query.shape[1:]
+    kv_heads = keys.shape[1]
+    group = heads // kv_heads
+    block_rows = max(16, triton.next_power_of_2(group * tiles.max_tokens))
+    block_dim = max(16, triton.next_power_of_2(head_dim))
+    num_segments = tiles.num_segments
+    partial = sums = out
+    if num_segments:
+        places = num_tiles * kv_heads * num_segments * block_rows
+        partial = torch.empty(places, block_dim, dtype=torch.float32, device=query.device)
+        sums = torch.empty(2, places, dtype=torch.float32, device=query.device)
+    sizes = {
+        "group": group,
+        "num_pieces": len(out),
+        "block_rows": block_rows,
+        "block_dim": block_dim,
+    }
+    shape = (kv_heads, head_dim, heads * head_dim, out.stride(0))
+    _attention_kernel[(num_tiles, kv_heads, max(1, num_segments))](
+        query,
+        keys,
+        values,
+        tiles.tokens,
+        tiles.counts,
+        tiles.begins,
+        tiles.lengths,
+        tiles.slots,
+        out,
+        partial,
+        sums,
+        rule.scale,
+        0.0 if rule.softcap is None else rule.softcap,
+        NO_WINDOW if rule.window is None else rule.window,
+        *shape,
+        has_softcap=rule.softcap is not None,
+        is_split=num_segments > 0,
+        segment=SEGMENT,
+        block_keys=block_keys(block_dim),
+        num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
+        enable_fp_fusion=False,
+        **sizes,
+    )
+    if num_segments:
+        _merge_kernel[(num_tiles, kv_heads)](
+            tiles.tokens,
+            tiles.counts,
+            out,
+            partial,
+            sums,
+            num_tiles * kv_heads * num_segments * block_rows,
+            num_segments,
+            *shape,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+            **sizes,
+        )
+
+
+@jit
+def _merge(
+    greatest: tl.tensor, total: tl.tensor, rows: tl.tensor, own_greatest: tl.tensor, own_total: tl.tensor,
+    own_rows: tl.tensor,
+) -> tl.tensor:  # fmt: skip
+    """Add a segment to those before it: greatest score, sum of exponentials, and sum of weighted values."""
+    highest = tl.maximum(greatest, own_greatest)
+    reference = tl.where(highest == float("-inf"), 0.0, highest)
+    factor = tl.exp(greatest - reference)
+    own_factor = tl.exp(own_greatest - reference)
+    total = total * factor + own_total * own_factor
+    rows = rows * factor[:, None] + own_rows * own_factor[:, None]
+    return highest, total, rows
+
+
+@jit
+def _store_rows(
+    out: tl.tensor, total: tl.tensor, rows: tl.tensor, token: tl.tensor, head: tl.tensor, is_row: tl.tensor,
+    head_dim: tl.tensor, width: tl.tensor, piece_stride: tl.tensor, num_pieces: tl.constexpr,
+    block_dim: tl.constexpr,
+) -> None:  # fmt: skip
+    columns = tl.arange(0, block_dim)
+    offsets = token.to(tl.int64)[:, None] * width + head[:, None] * head_dim + columns[None, :]
+    mask = is_row[:, None] & (columns < head_dim)[None, :]
+    store_pieces(out, offsets, mask, tl.div_rn(rows, total[:, None]), piece_stride, num_pieces)
+
+
+@jit
+def _attention_kernel(
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    tokens: tl.tensor,
+    counts: tl.tensor,
+    begins: tl.tensor,
+    lengths: tl.tensor,
+    slots: tl.tensor,
+    out: tl.tensor,
+    partial: tl.tensor,
+    sums: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    window: tl.tensor,
+    kv_heads: tl.tensor,
+    head_dim: tl.tensor,
+    width: tl.tensor,
+    piece_stride: tl.tensor,
+    has_softcap: tl.constexpr,
+    is_split: tl.constexpr,
+    segment: tl.constexpr,
+    group: tl.constexpr,
+    num_pieces: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_keys: tl.constexpr,
+    block_dim: tl.constexpr,
+) -> None:
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    places = tl.arange(0, block_rows)
+    columns = tl.arange(0, block_dim)
+    is_column = columns < head_dim
+    count = tl.load(counts + tile)
+    length = tl.load(lengths + tile)
+    begin = tl.load(begins + tile)
+    is_row = places < count * group
+    token = tl.load(tokens + tile) + places // group
+    head = kv_head * group + places % group
+    seen = length + places // group  # keys that each row sees
+    row_mask = is_row[:, None] & is_column[None, :]
+    queries = tl.load(
+        query + token.to(tl.int64)[:, None] * width + head[:, None] * head_dim + columns[None, :],
+        mask=row_mask,
+        other=0.0,
+    )
+    end = length + count - 1
+    first = tl.maximum(length - window, 0) // segment
+    last = tl.cdiv(end, segment)
+    if is_split:
+        first = tl.maximum(first, tl.program_id(2))
+        last = tl.minimum(last, tl.program_id(2) + 1)
+    greatest = tl.full([block_rows], float("-inf"), tl.float32)
+    total = tl.zeros([block_rows], tl.float32)
+    rows = tl.zeros([block_rows, block_dim], tl.float32)
+    ones = tl.full([block_keys, SUMS], 1.0, tl.float32)
+    for number in range(first, last):
+        own_greatest = tl.full([block_rows], float("-inf"), tl.float32)
+        own_total = tl.zeros([block_rows], tl.float32)
+        own_rows = tl.zeros([block_rows, block_dim], tl.float32)
+        for start in range(number * segment, tl.minimum((number + 1) * segment, end), block_keys):
+            positions = start + tl.arange(0, block_keys)
+            is_key = positions < end
+            slot = tl.load(slots + begin + positions, mask=is_key, other=0).to(tl.int64)
+            key_places = (slot[:, None] * kv_heads + kv_head) * head_dim + columns[None, :]
+            key_mask = is_key[:, None] & is_column[None, :]
+            key = tl.load(keys + key_places, mask=key_mask, other=0.0).to(tl.float32)
+            value = tl.load(values + key_places, mask=key_mask, other=0.0).to(tl.float32)
+            scores = tl.dot(queries, tl.trans(key), input_precision="tf32x3") * scale
+            if has_softcap:
+                scores = tanh(scores / softcap) * softcap
+            is_seen = (positions[None, :] < seen[:, None]) & (positions[None, :] >= seen[:, None] - window)
+            scores = tl.where(is_seen, scores, float("-inf"))
+            highest = tl.maximum(own_greatest, tl.max(scores, 1))
+            reference = tl.where(highest == float("-inf"), 0.0, highest)
+            factor = tl.exp(own_greatest - reference)
+            weights = tl.exp(scores - reference[:, None])
+            own_total = own_total * factor + tl.max(tl.dot(weights, ones, input_precision="tf32x3"), 1)
+            own_rows = own_rows * factor[:, None] + tl.dot(weights, value, input_precision="tf32x3")
+            own_greatest = highest
+        greatest, total, rows = _merge(greatest, total, rows, own_greatest, own_total, own_rows)
+    if is_split:
+        place = ((tile * kv_heads + kv_head) * tl.num_programs(2) + tl.program_id(2)).to(tl.int64) * block_rows
+        num_places = tl.num_programs(0).to(tl.int64) * kv_heads * tl.num_programs(2) * block_rows
+        tl.store(sums + place + places, greatest)
+        tl.store(sums + num_places + place + places, total)
+        tl.store(partial + (place + places)[:, None] * block_dim + columns[None, :], rows)
+    else:
+        _store_rows(
+            out, total, rows, token, head, is_row, head_dim, width, piece_stride, num_pieces, block_dim
+        )
+
+
+@jit
+def _merge_kernel(
+    tokens: tl.tensor,
+    counts: tl.tensor,
+    out: tl.tensor,
+    partial: tl.tensor,
+    sums: tl.tensor,
+    num_places: tl.tensor,
+    num_segments: tl.tensor,
+    kv_heads: tl.tensor,
+    head_dim: tl.tensor,
+    width: tl.tensor,
+    piece_stride: tl.tensor,
+    group: tl.constexpr,
+    num_pieces: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_dim: tl.constexpr,
+) -> None:
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    places = tl.arange(0, block_rows)
+    columns = tl.arange(0, block_dim)
+    greatest = tl.full([block_rows], float("-inf"), tl.float32)
+    total = tl.zeros([block_rows], tl.float32)
+    rows = tl.zeros([block_rows, block_dim], tl.float32)
+    for number in range(num_segments):
+        place = ((tile * kv_heads + kv_head) * num_segments + number).to(tl.int64) * block_rows + places
+        own_greatest = tl.load(sums + place)
+        own_total = tl.load(sums + num_places + place)
+        own_rows = tl.load(partial + place[:, None] * block_dim + columns[None, :])
+        greatest, total, rows = _merge(greatest, total, rows, own_greatest, own_total, own_rows)
+    is_row = places < tl.load(counts + tile) * group
+    token = tl.load(tokens + tile) + places // group
+    head = kv_head * group + places % group
+    _store_rows(out, total, rows, token, head, is_row, head_dim, width, piece_stride, num_pieces, block_dim)

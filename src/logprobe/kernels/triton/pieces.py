@@ -1,0 +1,53 @@
+"""Float32 numbers as sums of bfloat16 numbers, which tensor cores multiply exactly.
+
+A float32 number has 24 significant bits and a bfloat16 number 8, so three pieces hold it exactly: the nearest
+bfloat16 number, that of the remainder, and what is left. An activation is stored as its pieces,
+(num_pieces, rows, width) bfloat16; one piece alone is plain bfloat16 arithmetic.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+import triton.language as tl
+from triton import jit, knobs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NUM_PIECES: Final = {"bf16x3": 3, "bf16": 1}  # by arithmetic
+IS_INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+
+
+def split(x: Tensor, num_pieces: int) -> Tensor:
+    """Return the pieces of (rows, width) float32 numbers, (num_pieces, rows, width) bfloat16."""
+    pieces = []
+    for _ in range(num_pieces):
+        pieces.append(x.to(torch.bfloat16))
+        x = x - pieces[-1].float()
+    return torch.stack(pieces)
+
+
+def join(pieces: Tensor) -> Tensor:
+    """Return the float32 numbers that pieces, (num_pieces, rows, width) bfloat16, add up to."""
+    return pieces.double().sum(0).float()
+
+
+@jit
+def multiply(a: tl.tensor, b: tl.tensor, total: tl.tensor) -> tl.tensor:
+    """Add the product of two bfloat16 tiles to a float32 tile (Triton's interpreter has no bfloat16)."""
+    if IS_INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    return tl.dot(a, b, total)
+
+
+@jit
+def store_pieces(
+    out: tl.tensor, offsets: tl.tensor, mask: tl.tensor, x: tl.tensor, stride: tl.tensor, num_pieces: tl.constexpr
+) -> None:
+    """Store the pieces of float32 numbers at the offsets of each piece, `stride` numbers apart."""
+    for piece in tl.static_range(num_pieces):
+        part = x.to(tl.bfloat16)
+        tl.store(out + piece * stride + offsets, part, mask=mask)
+        x -= part.to(tl.float32)

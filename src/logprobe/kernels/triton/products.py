@@ -1,0 +1,260 @@
+"""Products of activations with weights on tensor cores, accurate to float32.
+
+Activations come as bfloat16 pieces (`pieces`). Weights stay as they lie: bfloat16 weights are one piece,
+float16 and float32 weights are split into two and three where they are used, so a step reads the bytes of the
+checkpoint and no more. Tensor cores round their own float32 sums toward zero, so only the products of
+BLOCK_INPUTS inputs are summed there; these partial sums are added by ordinary float32 additions.
+
+A matrix with few outputs is cut along its inputs, too, so that all multiprocessors have work: for a few rows
+each cut is a program of its own, and `_sum_kernel` adds what they give; for many rows one program does all
+cuts. Cuts depend on the shape of the matrix alone, so the order of all sums, and with it the bits of a row,
+is the same in any batch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+import triton
+import triton.language as tl
+from triton import jit
+
+from logprobe.kernels.triton.pieces import multiply
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BLOCK_INPUTS: Final = 64
+WEIGHT_PIECES: Final = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+ENOUGH_TILES: Final = 128  # about one for each multiprocessor of an H100
+MAX_SPLITS: Final = 8
+MIN_SPLIT_STEPS: Final = 4  # of BLOCK_INPUTS inputs
+SUM_BLOCK: Final = 1024
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    residual: Tensor | None = None,
+    factor: float = 1.0,
+) -> Tensor:
+    """Return `(x @ weight.T + bias) * factor + residual`, (rows, outputs) float32.
+
+    Args:
+        x: (num_pieces, rows, inputs) bfloat16, contiguous: the pieces of float32 activations.
+        weight: (outputs, inputs) bfloat16, float16 or float32, contiguous.
+        bias: (outputs,) float32.
+        out: (rows, outputs) float32, each row contiguous; may be the residual.
+        residual: (rows, outputs) float32, each row contiguous.
+        factor: of the product and its bias.
+    """
+    num_pieces, num_rows, num_inputs = x.shape
+    num_outputs = len(weight)
+    if out is None:
+        out = torch.empty(num_rows, num_outputs, dtype=torch.float32, device=x.device)
+    if num_rows == 0:
+        return out
+    splits = num_splits(num_outputs, num_inputs)
+    tile = _tile(num_rows, num_outputs)
+    grid = (triton.cdiv(num_rows, tile["block_rows"]), triton.cdiv(num_outputs, tile["block_outputs"]))
+    is_split = splits > 1 and grid[0] * grid[1] < 2 * ENOUGH_TILES
+    sums = torch.empty(splits, num_rows, num_outputs, dtype=torch.float32, device=x.device) if is_split else out
+    finish = {
+        "has_bias": bias is not None,
+        "has_residual": residual is not None,
+        "enable_fp_fusion": False,  # the same rounding in both kernels
+    }
+    ends = (
+        out if bias is None else bias,
+        out if residual is None else residual,
+        out,
+        num_rows,
+        num_outputs,
+        out.stride(0),
+        out.stride(0) if residual is None else residual.stride(0),
+        factor,
+    )
+    _linear_kernel[(*grid, splits if is_split else 1)](
+        x,
+        weight,
+        sums,
+        *ends,
+        num_inputs,
+        num_rows * num_inputs,
+        triton.cdiv(triton.cdiv(num_inputs, BLOCK_INPUTS), splits),
+        num_pieces=num_pieces,
+        weight_pieces=WEIGHT_PIECES[weight.dtype],
+        is_whole=num_inputs % BLOCK_INPUTS == 0 and num_outputs % tile["block_outputs"] == 0,
+        is_split=is_split,
+        has_splits=splits > 1,
+        block_inputs=BLOCK_INPUTS,
+        **finish,
+        **tile,
+    )
+    if is_split:
+        _sum_kernel[(num_rows, triton.cdiv(num_outputs, SUM_BLOCK))](
+            sums, *ends, num_rows * num_outputs, splits=splits, block=SUM_BLOCK, **finish
+        )
+    return out
+
+
+def num_splits(num_outputs: int, num_inputs: int) -> int:
+    """Return into how many parts a matrix is cut along its inputs."""
+    splits, tiles, steps = 1, triton.cdiv(num_outputs, 64), triton.cdiv(num_inputs, BLOCK_INPUTS)
+    while splits < MAX_SPLITS and tiles * splits <= ENOUGH_TILES and steps >= 2 * splits * MIN_SPLIT_STEPS:
+        splits *= 2
+    return splits
+
+
+def _tile(num_rows: int, num_outputs: int) -> dict[str, int]:
+    """Return the sizes of a tile; none of them changes the order of a sum."""
+    block_rows = min(64, max(16, triton.next_power_of_2(num_rows)))
+    row_tiles = triton.cdiv(num_rows, block_rows)
+    if block_rows == 64 and row_tiles * triton.cdiv(num_outputs, 256) >= ENOUGH_TILES // 2:
+        return {"block_rows": 64, "block_outputs": 256, "num_warps": 8, "num_stages": 3}
+    is_wide = row_tiles * triton.cdiv(num_outputs, 128) >= ENOUGH_TILES
+    return {
+        "block_rows": block_rows,
+        "block_outputs": 128 if is_wide else 64,
+        "num_warps": 4,
+        "num_stages": 4,
+    }
+
+
+@jit
+def _finish(
+    total: tl.tensor, bias: tl.tensor, residual: tl.tensor, outputs: tl.tensor, is_output: tl.tensor,
+    places: tl.tensor, mask: tl.tensor, factor: tl.tensor, has_bias: tl.constexpr, has_residual: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Apply bias, factor and residual to sums of some rows, (rows, outputs)."""
+    if has_bias:
+        total += tl.load(bias + outputs, mask=is_output, other=0.0)[None, :]
+    total *= factor
+    if has_residual:
+        total += tl.load(residual + places, mask=mask, other=0.0)
+    return total
+
+
+@jit
+def _sum_kernel(
+    sums: tl.tensor,
+    bias: tl.tensor,
+    residual: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,  # noqa: ARG001 - as in `_linear_kernel`
+    num_outputs: tl.tensor,
+    out_stride: tl.tensor,
+    residual_stride: tl.tensor,
+    factor: tl.tensor,
+    split_stride: tl.tensor,
+    has_bias: tl.constexpr,
+    has_residual: tl.constexpr,
+    splits: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    outputs = tl.program_id(1) * block + tl.arange(0, block)
+    is_output = outputs < num_outputs
+    total = tl.zeros([block], tl.float32)
+    for number in tl.static_range(splits):
+        total += tl.load(sums + number * split_stride + row * num_outputs + outputs, mask=is_output, other=0.0)
+    mask = is_output[None, :]
+    places = row * residual_stride + outputs[None, :]
+    total = _finish(
+        total[None, :], bias, residual, outputs, is_output, places, mask, factor, has_bias, has_residual
+    )
+    tl.store(out + row * out_stride + outputs[None, :], total, mask=mask)
+
+
+@jit
+def _linear_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    sums: tl.tensor,
+    bias: tl.tensor,
+    residual: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    num_outputs: tl.tensor,
+    out_stride: tl.tensor,
+    residual_stride: tl.tensor,
+    factor: tl.tensor,
+    num_inputs: tl.tensor,
+    piece_stride: tl.tensor,
+    split_steps: tl.tensor,
+    num_pieces: tl.constexpr,
+    weight_pieces: tl.constexpr,
+    has_bias: tl.constexpr,
+    has_residual: tl.constexpr,
+    is_whole: tl.constexpr,
+    is_split: tl.constexpr,
+    has_splits: tl.constexpr,
+    block_inputs: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_outputs: tl.constexpr,
+) -> None:
+    # The tile is (outputs, rows): tensor cores take 64 outputs at a time, and rows from 8 up.
+    rows = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
+    outputs = tl.program_id(1) * block_outputs + tl.arange(0, block_outputs)
+    inputs = tl.arange(0, block_inputs)
+    is_row = rows < num_rows
+    is_output = outputs < num_outputs
+    x_places = x + rows[None, :].to(tl.int64) * num_inputs + inputs[:, None]
+    weight_places = weight + outputs[:, None].to(tl.int64) * num_inputs + inputs[None, :]
+    total = tl.zeros([block_outputs, block_rows], tl.float32)
+    split = tl.zeros([block_outputs, block_rows], tl.float32)
+    first_input = 0
+    end = num_inputs
+    if is_split:
+        first_input = tl.program_id(2) * split_steps * block_inputs
+        end = tl.minimum(first_input + split_steps * block_inputs, num_inputs)
+    for start in range(first_input, end, block_inputs):
+        if is_whole:
+            weights = tl.load(weight_places + start)
+            x_mask = is_row[None, :]
+        else:
+            is_input = start + inputs < num_inputs
+            weights = tl.load(weight_places + start, mask=is_output[:, None] & is_input[None, :], other=0.0)
+            x_mask = is_row[None, :] & is_input[:, None]
+        part = tl.zeros([block_outputs, block_rows], tl.float32)
+        # The smallest products first. Those below the last bit of the largest are left out.
+        first = tl.load(x_places + start, mask=x_mask, other=0.0)
+        if num_pieces == 3:
+            second = tl.load(x_places + piece_stride + start, mask=x_mask, other=0.0)
+            third = tl.load(x_places + 2 * piece_stride + start, mask=x_mask, other=0.0)
+        high = weights.to(tl.bfloat16)
+        if weight_pieces > 1:
+            left = weights.to(tl.float32) - high.to(tl.float32)
+            middle = left.to(tl.bfloat16)
+            if weight_pieces == 3:
+                low = (left - middle.to(tl.float32)).to(tl.bfloat16)
+                part = multiply(low, first, part)
+            if num_pieces == 3:
+                part = multiply(middle, second, part)
+        if num_pieces == 3:
+            part = multiply(high, third, part)
+        if weight_pieces > 1:
+            part = multiply(middle, first, part)
+        if num_pieces == 3:
+            part = multiply(high, second, part)
+        split += multiply(high, first, part)
+        if has_splits and not is_split:
+            if (start // block_inputs + 1) % split_steps == 0:
+                total += split
+                split = tl.zeros([block_outputs, block_rows], tl.float32)
+    places = rows[:, None].to(tl.int64) * num_outputs + outputs[None, :]
+    mask = is_row[:, None] & is_output[None, :]
+    if is_split:
+        target = sums + tl.program_id(2).to(tl.int64) * num_rows * num_outputs
+        tl.store(target + places, tl.trans(split), mask=mask)
+    else:
+        places = rows[:, None].to(tl.int64) * residual_stride + outputs[None, :]
+        total = tl.trans(total + split)
+        total = _finish(
+            total, bias, residual, outputs, is_output, places, mask, factor, has_bias, has_residual
+        )
+        tl.store(out + rows[:, None].to(tl.int64) * out_stride + outputs[None, :], total, mask=mask)

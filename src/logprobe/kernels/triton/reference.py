@@ -1,0 +1,79 @@
+"""Twins of the Triton kernels in PyTorch, float64: slow, short, and right on any device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from logprobe.kernels.attention.api import ScoreRule
+    from logprobe.kernels.triton.attention import Tiles
+
+_ACTIVATIONS = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x) ** 2,
+}
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, factor: float = 1.0
+) -> Tensor:
+    """Return the twin of `products.linear` on (rows, inputs) float32 activations."""
+    out = x.double() @ weight.double().T
+    out = (out if bias is None else out + bias.double()) * factor
+    return out if residual is None else out + residual.double()
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, *, is_centred: bool) -> Tensor:
+    """Return the twin of `layers.norm` without a residual."""
+    parts = x.double().unflatten(1, (-1, len(weight)))
+    if is_centred:
+        parts = parts - parts.mean(-1, keepdim=True)
+    parts = parts / (parts.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight.double()
+    return (parts if bias is None else parts + bias.double()).flatten(1)
+
+
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor, *, is_paired: bool) -> Tensor:
+    """Return the twin of the rotation in `layers.rotate_and_store`, (rows, heads, head_dim) of queries or keys."""
+    pairs = cosines.shape[1]
+    x, (cosines, sines) = x.double(), (part.double()[:, None] for part in (cosines, sines))
+    turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    if is_paired:
+        first, second = turned[..., ::2], turned[..., 1::2]
+    else:
+        first, second = turned[..., :pairs], turned[..., pairs:]
+    first, second = first * cosines - second * sines, second * cosines + first * sines
+    turned = torch.stack((first, second), -1).flatten(-2) if is_paired else torch.cat((first, second), -1)
+    return torch.cat((turned, rest), -1)
+
+
+def gate(x: Tensor, activation: str, *, has_values: bool) -> Tensor:
+    """Return the twin of `layers.gate`."""
+    gates, values = x.double().chunk(2, dim=1) if has_values else (x.double(), 1.0)
+    return _ACTIVATIONS[activation](gates) * values
+
+
+def attend(query: Tensor, pool: tuple[Tensor, Tensor], tiles: Tiles, rule: ScoreRule) -> Tensor:
+    """Return the twin of `attention.attend`, (tokens, heads * head_dim)."""
+    keys, values = pool
+    group = query.shape[1] // keys.shape[1]
+    out = torch.zeros_like(query, dtype=torch.float64)
+    columns = (tiles.tokens, tiles.counts, tiles.begins, tiles.lengths)
+    for first, count, begin, length in zip(*(column.tolist() for column in columns), strict=True):
+        for number in range(count):
+            end = length + number
+            start = 0 if rule.window is None else max(0, end - rule.window)
+            slots = tiles.slots[begin + start : begin + end].long()
+            key, value = (part[slots].double().repeat_interleave(group, 1) for part in (keys, values))
+            scores = torch.einsum("hd,khd->hk", query[first + number].double(), key) * rule.scale
+            if rule.softcap is not None:
+                scores = torch.tanh(scores / rule.softcap) * rule.softcap
+            out[first + number] = torch.einsum("hk,khd->hd", scores.softmax(-1), value)
+    return out.flatten(1)

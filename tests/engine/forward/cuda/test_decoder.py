@@ -1,0 +1,133 @@
+"""The GPU decoder of every family; without a GPU through Triton's interpreter, on the CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton has no build for this platform")
+
+from families.tiny import model_of
+from logprobe.config import EngineConfig
+from logprobe.engine.forward.cuda.build import decoder_of, parameters
+from logprobe.engine.forward.cuda.decoder import CudaDecoder
+from logprobe.engine.forward.cuda.plan import SpanPlan
+from logprobe.engine.forward.families import FAMILIES
+from logprobe.engine.forward.own import describe, frequencies
+from logprobe.engine.forward.proof import Proof
+from logprobe.errors import UnsupportedModelError
+from logprobe.models.lazy import LazyModel
+from logprobe.models.sources import StateSource
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = 2e-5  # nats
+
+
+def decoder_for(model: Any, **options: Any) -> CudaDecoder:
+    """The decoder of a module on the CPU, without the comparison that a load makes."""
+    proof = Proof(LazyModel.of(model), context_len=model.config.max_position_embeddings)
+    spec = describe(model, proof)
+    assert not isinstance(spec, str), spec
+    model.set_attn_implementation("eager")  # in the place of the proof's
+    state = {name: one.detach() for name, one in model.named_parameters()}
+    tensors = parameters(StateSource(state), model, DEVICE)
+    tensors |= {name: one.to(DEVICE) for name, one in frequencies(model, spec).items()}
+    return CudaDecoder(spec, tensors, device=DEVICE, **options)
+
+
+def rows(decoder: CudaDecoder, texts: Sequence[Any], cuts: Sequence[int]) -> torch.Tensor:
+    """Log-probabilities after each token of some texts, run together, cut at some lengths; float64, nats."""
+    pool = decoder.new_pool(sum(map(len, texts)))
+    places = np.split(np.arange(pool.num_slots, dtype=np.int32), np.cumsum([len(ids) for ids in texts])[:-1])
+    hidden: list[list[torch.Tensor]] = [[] for _ in texts]
+    for start, end in zip([0, *cuts], [*cuts, max(map(len, texts))], strict=True):
+        own = [index for index, ids in enumerate(texts) if len(ids) > start]
+        ids = [texts[index][start:end] for index in own]
+        plan = SpanPlan(
+            pool,
+            [places[index][: start + len(part)] for index, part in zip(own, ids, strict=True)],
+            [len(part) for part in ids],
+            decoder.device,
+        )
+        positions = np.concatenate([start + np.arange(len(part)) for part in ids])
+        made = torch.split(decoder(np.concatenate(ids), positions, plan).clone(), plan.lengths)
+        for index, part in zip(own, made, strict=True):
+            hidden[index].append(part)
+    whole = torch.cat([part for parts in hidden for part in parts])
+    return decoder.head(whole).cpu().double().log_softmax(-1)
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[Any]:
+    generator = np.random.default_rng(0)
+    return [generator.integers(0, 90, 9), generator.integers(0, 90, 4)]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_family_gives_the_numbers_of_transformers_in_float64(kind: str, texts: list[Any]) -> None:
+    model = model_of(kind)
+    decoder = decoder_for(model)
+    assert decoder.unplaced == []
+    own = dict(model.named_parameters())
+    state = decoder.state()
+    assert state.keys() == own.keys()
+    assert all(torch.equal(state[name], one) for name, one in own.items())
+    got = rows(decoder, texts, cuts=[8])
+    if FAMILIES[kind].experts is not None:
+        model.set_experts_implementation("eager")  # the other ones know no float64
+    with torch.inference_mode():
+        exact = model.double()
+        want = torch.cat([exact(torch.from_numpy(ids)[None]).logits[0].log_softmax(-1) for ids in texts])
+    assert float((got - want).abs().max()) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_cut_and_batched_texts_have_the_same_rows(kind: str, texts: list[Any]) -> None:
+    decoder = decoder_for(model_of(kind))
+    whole = rows(decoder, texts, cuts=[])
+    alone = torch.cat([rows(decoder, [ids], cuts=[]) for ids in texts])
+    tokenwise = rows(decoder, texts, cuts=range(1, 9))
+    for other in (alone, tokenwise):
+        if DEVICE == "cuda":
+            assert torch.equal(other, whole)
+        else:
+            assert float((other - whole).abs().max()) < TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_stay_as_they_lie(dtype: torch.dtype, texts: list[Any]) -> None:
+    model = model_of("qwen3").to(dtype).float()
+    decoder = decoder_for(model)
+    assert decoder.layers[0].projection.weight.dtype == dtype
+    with torch.inference_mode():
+        want = model.double()(torch.from_numpy(texts[0])[None]).logits[0].log_softmax(-1)
+    assert float((rows(decoder, texts[:1], cuts=[]) - want).abs().max()) < TOLERANCE
+
+
+def test_bfloat16_arithmetic_and_cache_are_less_accurate(texts: list[Any]) -> None:
+    model = model_of("llama").bfloat16().float()
+    exact = rows(decoder_for(model), texts, cuts=[5])
+    fast = rows(decoder_for(model, arithmetic="bf16"), texts, cuts=[5])
+    narrow = rows(decoder_for(model, kv_dtype=torch.bfloat16), texts, cuts=[5])
+    for other in (fast, narrow):
+        difference = float((other - exact).abs().max())
+        assert 1e-4 < difference < 0.5
+
+
+def test_a_load_compares_the_decoder_with_transformers() -> None:
+    model = model_of("llama")
+    decoder = decoder_of(model.to(DEVICE))
+    assert decoder.arithmetic == "bf16x3"
+    with pytest.raises(UnsupportedModelError):
+        decoder_of(model_of("glm4").to(DEVICE))
+
+
+def test_the_cpu_refuses_the_arithmetic_of_a_gpu() -> None:
+    config = EngineConfig(model="tiny", device="cpu", arithmetic="bf16x3")
+    assert config.arithmetic == "bf16x3"
