@@ -49,28 +49,32 @@ def assert_like_the_twin(
         assert_close(got.given.logprobs, want.given.logprobs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("k", [0, 1, 20, 100, 512, 1000, 5000])
+# Every k and every dtype, not every pair: each is a kernel of its own, which takes seconds to compile.
+@pytest.mark.parametrize(
+    ("k", "dtype"),
+    [(k, torch.float32) for k in (0, 1, 20, 100, 512, 1000, 5000)]
+    + [(k, dtype) for k in (20, 1000, 5000) for dtype in (torch.bfloat16, torch.float16)],
+)
 def test_rows_of_a_real_vocabulary(k: int, dtype: torch.dtype) -> None:
     logits = random_logits(k, 3, VOCAB_SIZE, dtype)
     given_ids = [[0, VOCAB_SIZE - 1], [], list(range(100, 130))]
     assert_like_the_twin(logits.cuda(), k, given_ids)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_shapes(seed: int) -> None:
     draw = np.random.default_rng(seed)
     num_rows = int(draw.integers(1, 7))
-    vocab_size = int(draw.choice([1, 7, 2047, 2048, 2049, 32_000, 50_257, 151_669, 262_144]))
+    vocab_size = int(draw.choice([1, 7, 2047, 2048, 2049, 50_257, 151_669, 262_144]))
     logits = random_logits(seed, num_rows, vocab_size, DTYPES[seed % 3])
     if draw.integers(2):
         logits = logits.float().round().to(logits.dtype)  # ties in plenty
-    k = draw.choice([0, 1, 5, 33, 129, 700, 2000, 6000], num_rows).tolist()
+    k = draw.integers(1 + draw.choice([30, 128, 6000]), size=num_rows).tolist()
     given_ids = [draw.integers(vocab_size, size=draw.integers(20)).tolist() for _ in range(num_rows)]
     assert_like_the_twin(logits.cuda(), k, given_ids)
 
 
-@pytest.mark.parametrize("k", [20, 200, 1000, 2000])
+@pytest.mark.parametrize("k", [20, 1000, 2000])
 def test_odd_rows(k: int) -> None:
     rows = random_logits(0, 9, 9000)
     rows[0] = 0.0
@@ -95,7 +99,7 @@ def test_views_with_strides() -> None:
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 50_257])
 def test_a_row_has_the_same_bits_alone(vocab_size: int) -> None:
     logits = random_logits(2, 33, vocab_size).cuda()
-    k = [20, 1000, 0] * 11
+    k = [20, 2000, 0] * 11  # the kernel, torch.topk, neither
     given_ids = [[1, 2, 3], [], list(range(9))] * 11
     together = extract(logits, [5] * 33, k, given_ids=given_ids, **EXTRAS)
     assert together.given is not None
