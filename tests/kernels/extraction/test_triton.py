@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -40,26 +39,56 @@ def compare(logits, k, given_ids=None):
 def close(got, want):
     torch.testing.assert_close(got.double(), want.double(), rtol=1.2e-7, atol=3e-6, equal_nan=True)
 
-# The interpreter's time goes with the block; what a row passes through is the same with one of 64.
-cuda.BLOCK, cuda.MAX_TOP = 64, 32
+def same_alone(logits, k, given_ids):
+    requests = check_requests(check_rows(logits), [1] * len(logits), k, given_ids=given_ids, entropy=True)
+    together = allocate(requests, logits.device)
+    cuda.fill(logits, requests, together)
+    for row in range(len(logits)):
+        own = check_requests((1, logits.shape[1]), [1], k[row], given_ids=[given_ids[row]], entropy=True)
+        alone = allocate(own, logits.device)
+        cuda.fill(logits[row : row + 1], own, alone)
+        width = k[row] + 1
+        assert torch.equal(alone.token_ids, together.token_ids[row : row + 1, :width])
+        assert torch.equal(alone.logprobs, together.logprobs[row : row + 1, :width])
+        assert torch.equal(alone.lse, together.lse[row : row + 1])
+        assert torch.equal(alone.entropy, together.entropy[row : row + 1])
+        entries = slice(*together.given.offsets[row : row + 2].tolist())
+        assert torch.equal(alone.given.logprobs, together.given.logprobs[entries])
+        assert torch.equal(alone.given.ranks, together.given.ranks[entries])
+
+# The interpreter's time goes with the splits and the sorted pairs; a row passes through the same ones here.
+cuda.SPLIT, cuda.GROUP, cuda.TOP_GROUPS, cuda.MAX_GROUPS = 32, 4, {4: 8, 16: 4}, 64
+cuda.MAX_TORCH_TOPK, cuda.PAIRS_BYTES = 40, 4000
 generator = torch.Generator().manual_seed(0)
 compared = {}
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
     is_whole = dtype == torch.float32
     compared[str(dtype)] = 0
-    for vocab_size in (1, 30, 129) if is_whole else (129,):
+    for vocab_size in (1, 31, 32, 33, 129, 300) if is_whole else (129,):
         logits = 3 * torch.randn(6, vocab_size, generator=generator)
         logits[1] = logits[1].round()
         logits[2, 1:] = -torch.inf
         logits[3, 0] = torch.nan
         logits[4] = -torch.inf
         given_ids = [[0, 0], None, [vocab_size - 1], [0], [0], list(range(min(20, vocab_size)))]
-        for k in (0, [0, 3, 20, 1, 2, 5], -1) if is_whole else (7,):
+        for k in (0, 1, [0, 3, 14, 1, 2, 5], 20, -1) if is_whole else (7,):
             compare(logits.to(dtype), k, given_ids)
             compared[str(dtype)] += 1
     compare((3 * torch.randn(4, 150, generator=generator)).to(dtype)[::2, 7:], 20)
     compare(torch.full((2, 50), torch.inf).to(dtype), 3)
     compare(torch.tensor([[0.0, -0.0, 0.0, -1.0]]).to(dtype), 3)
+    ties = torch.zeros(3, 100)  # across groups and splits
+    ties[1, 31:34] = ties[1, 70] = 1
+    ties[2, ::9] = -torch.inf
+    for k in (3, 10, 30, 70):
+        compare(ties.to(dtype), k, [[31, 70, 0]] * 3)
+    apart = torch.zeros(2, 100)  # splits of nothing but -inf, and further apart than e**-745
+    apart[:, 32:64] = -torch.inf
+    apart[1, 64:] = -60000
+    compare(apart.to(dtype), 20)
+    rows = (3 * torch.randn(4, 96, generator=generator)).to(dtype)
+    same_alone(rows, [2, 9, 30, 50], [[1], [2, 3], [], list(range(40))])
+    same_alone(rows[:, 1:], [2, 9, 30, 50], [[1], [2, 3], [], list(range(40))])
 print(json.dumps(compared))
 """
 
@@ -68,10 +97,9 @@ print(json.dumps(compared))
 def test_the_gpu_kernel_gives_the_numbers_of_the_twin_in_every_type() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     command = [sys.executable, "-c", COMPARE]
-    folder = Path(__file__).parent
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=folder)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout) == {"torch.float32": 9, "torch.float16": 1, "torch.bfloat16": 1}
+    assert json.loads(done.stdout) == {"torch.float32": 30, "torch.float16": 1, "torch.bfloat16": 1}
 
 
 COMPILE = """
@@ -80,19 +108,27 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from logprobe.kernels.extraction import triton as cuda
 
-ROWS = dict(
-    logits="*bf16", row_stride="i64", vocab_size="i32", chosen_ids="*i32", num_logprobs="*i32",
-    token_ids="*i32", logprobs="*fp32", width="i64", ranks="*i32",
-    lses="*fp32", valid="*i1", entropies="*fp32", varentropies="*fp32", margins="*fp32",
+LOGITS = dict(logits="*bf16", row_stride="i64")
+ROWS = LOGITS | {"vocab_size": "i32"}
+CHOSEN = dict(chosen_ids="*i32", sums="*fp32")
+OUTPUT = dict(token_ids="*i32", logprobs="*fp32", width="i64")
+NUMBERS = dict(
+    ranks="*i32", exact_lses="*fp64", lses="*fp32", valid="*i1", entropies="*fp32", varentropies="*fp32",
+    margins="*fp32",
 )
+TOP = dict(maxima="*fp32", maxima_stride="i64", num_logprobs="*i32", lses="*fp64")
+GIVEN = dict(lses="*fp64", offsets="*i64", token_ids="*i32", logprobs="*fp32", ranks="*i32")
 FLAGS = ("has_entropy", "has_varentropy", "has_margin")
-GIVEN = dict(
-    logits="*bf16", row_stride="i64", vocab_size="i32", entry_rows="*i64", token_ids="*i32",
-    lses="*fp32", logprobs="*fp32", ranks="*i32",
-)
 for kernel, arguments, fixed in (
-    (cuda._rows_kernel, ROWS, dict.fromkeys(FLAGS, True) | {"top": 32, "block": 1024}),
-    (cuda._given_kernel, GIVEN, {"block": 1024}),
+    (cuda._split_kernel, ROWS | CHOSEN | {"maxima": "*fp32"}, {"group": 16, "split": 2048}),
+    (
+        cuda._merge_kernel,
+        LOGITS | CHOSEN | {"num_splits": "i32"} | OUTPUT | NUMBERS,
+        dict.fromkeys(FLAGS, True) | {"splits": 64},
+    ),
+    (cuda._top_kernel, ROWS | TOP | OUTPUT, {"top": 32, "group": 64, "part": 16, "groups": 2048}),
+    (cuda._pack_kernel, ROWS | {"pairs": "*i64"}, {"split": 2048}),
+    (cuda._given_kernel, ROWS | GIVEN, {"split": 2048}),
 ):
     signature = arguments | dict.fromkeys(fixed, "constexpr")
     constants = {(list(signature).index(name),): value for name, value in fixed.items()}
@@ -105,4 +141,4 @@ def test_the_kernels_compile_for_a_gpu_on_a_machine_without_one() -> None:
     command = [sys.executable, "-c", COMPILE]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["True", "True"]
+    assert done.stdout.split() == ["True"] * 5

@@ -120,13 +120,20 @@ class RowRequests:
             return self
         return RowRequests(
             vocab_size=self.vocab_size,
-            chosen_ids=self.chosen_ids.to(device),
-            num_logprobs=self.num_logprobs.to(device),
+            chosen_ids=copy_to(self.chosen_ids, device),
+            num_logprobs=copy_to(self.num_logprobs, device),
             width=self.width,
-            given_offsets=None if self.given_offsets is None else self.given_offsets.to(device),
-            given_ids=None if self.given_ids is None else self.given_ids.to(device),
+            given_offsets=None if self.given_offsets is None else copy_to(self.given_offsets, device),
+            given_ids=None if self.given_ids is None else copy_to(self.given_ids, device),
             extras=self.extras,
         )
+
+
+def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` on `device`; from the host to a GPU through pinned memory, without waiting for the copy."""
+    if tensor.device.type == "cpu" and device.type == "cuda" and tensor.numel():
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def check_rows(rows: Tensor, parameter: str = "logits") -> tuple[int, int]:
@@ -196,8 +203,8 @@ def allocate(
     given = None
     if requests.given_ids is not None and requests.given_offsets is not None:
         given = GivenLogprobs(
-            offsets=requests.given_offsets.to(device),
-            token_ids=requests.given_ids.to(device),
+            offsets=copy_to(requests.given_offsets, device),
+            token_ids=copy_to(requests.given_ids, device),
             logprobs=torch.empty(len(requests.given_ids), dtype=dtype, device=device),
             ranks=torch.empty(len(requests.given_ids), dtype=torch.int32, device=device),
         )
@@ -206,7 +213,7 @@ def allocate(
         logprobs=torch.empty((num_rows, requests.width), dtype=dtype, device=device),
         ranks=torch.empty(num_rows, dtype=torch.int32, device=device),
         lse=torch.empty(num_rows, dtype=dtype, device=device),
-        num_logprobs=requests.num_logprobs.to(device),
+        num_logprobs=copy_to(requests.num_logprobs, device),
         is_valid=torch.empty(num_rows, dtype=torch.bool, device=device),
         extras={
             name: torch.full((num_rows,), torch.nan, dtype=dtype, device=device) for name in requests.extras

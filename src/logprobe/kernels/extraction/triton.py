@@ -1,8 +1,14 @@
-"""The extraction on a GPU, in Triton: one program a row, one pass over its logits, no (B, V) temporary.
+"""The extraction on an NVIDIA GPU, in Triton: one read of the logits, no (B, V) temporary for k <= 1024.
 
-The best k of a row stay in registers and are merged with those of each block that holds a better one. For
-k beyond MAX_TOP a few rows at a time are sorted by torch.
-Through Triton's interpreter the same code runs, slowly, on the CPU; its speed on a GPU has not been measured.
+1. `_split_kernel`, a program for each row and split of SPLIT ids: sums of the split, and the maximum of each
+   group of GROUP ids.
+2. `_merge_kernel`, a program for each row: merges the splits' sums.
+3. `_top_kernel`, a program for each row: the k groups with the greatest maxima hold the k greatest logits;
+   only their logits are sorted. For a greater k torch sorts whole rows of packed (value, id) pairs.
+4. `_given_kernel`, a program for each row and split: counts what is greater than each given id's logit.
+
+SPLIT is fixed, the sums do not depend on k, and nothing is summed across rows: a row has the same bits alone
+and in any batch. Triton's interpreter runs the same code, slowly, on the CPU.
 
 Before it: checked requests. After it: output rows on the device, filled in place.
 """
@@ -15,38 +21,55 @@ import torch
 import triton
 import triton.language as tl
 
+from logprobe.kernels.extraction.api import copy_to
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from logprobe.kernels.extraction.api import RowRequests
-    from logprobe.records.rows import DeviceRows, GivenLogprobs
+    from logprobe.records.rows import DeviceRows
 
-BLOCK = 1024
-MAX_TOP = 512  # power of two, at most BLOCK
-SORT_BYTES = 32 * 2**20  # of logits sorted at once
+SPLIT = 2048
+GROUP = 16
+# Greatest k of a variant of `_top_kernel`, a power of two -> ids of a group there: fewer groups to sort, or
+# fewer logits.
+TOP_GROUPS = {32: 64, 128: 32, 512: 16, 1024: 16}
+MAX_GROUPS = 2**14  # that `_top_kernel` sorts in registers
+MAX_TORCH_TOPK = 4096  # above, torch.topk sorts its k results more slowly than torch.sort the row
+PAIRS_BYTES = 128 * 2**20  # of pairs that torch sorts at once
 NOTHING = tl.constexpr(-(2**63))  # below every packed pair
 LOW_BITS = tl.constexpr(2**31 - 1)
 
 
 def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
-    """Writes what `requests` ask of `logits` (B, V) into `output`, on the device of the logits."""
-    logits = logits.detach()
-    if len(logits) == 0:
+    """Writes what `requests` ask of `logits` (B, V) into `output`, on the device of the logits.
+
+    The host never waits for the device. With requests on the device and no given ids, a CUDA graph can
+    capture it.
+    """
+    num_rows, vocab_size = logits.shape
+    if num_rows == 0:
         return
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
-    requests = requests.to(logits.device)
-    top = triton.next_power_of_2(requests.width - 1) if requests.width > 1 else 0
-    _rows_kernel[(len(logits),)](
+    logits = _aligned(logits.detach())
+    chosen_ids = copy_to(requests.chosen_ids, logits.device)
+    num_splits = triton.cdiv(vocab_size, SPLIT)
+    sums = logits.new_empty((num_rows, 6, num_splits), dtype=torch.float32)
+    maxima = logits.new_empty((num_rows, num_splits * SPLIT // GROUP), dtype=torch.float32)
+    lses = logits.new_empty(num_rows, dtype=torch.float64)
+    rows = (logits, logits.stride(0), vocab_size)
+    grid = (num_rows, num_splits)
+    _split_kernel[grid](*rows, chosen_ids, sums, maxima, group=GROUP, split=SPLIT)
+    _merge_kernel[(num_rows,)](
         logits,
         logits.stride(0),
-        requests.vocab_size,
-        requests.chosen_ids,
-        requests.num_logprobs,
+        chosen_ids,
+        sums,
+        num_splits,
         output.token_ids,
         output.logprobs,
         output.token_ids.stride(0),
         output.ranks,
+        lses,
         output.lse,
         output.is_valid,
         output.lse if output.entropy is None else output.entropy,
@@ -55,42 +78,72 @@ def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
         has_entropy=output.entropy is not None,
         has_varentropy="varentropy" in output.extras,
         has_margin="margin" in output.extras,
-        top=top if top <= MAX_TOP else 0,
-        block=BLOCK,
+        splits=triton.next_power_of_2(num_splits),
     )
-    if top > MAX_TOP:
-        _sort_rows(logits, output)
-    if output.given is not None:
-        _fill_given(logits, output.given, output.lse)
-
-
-def _sort_rows(logits: Tensor, output: DeviceRows) -> None:
-    step = max(1, SORT_BYTES // (4 * logits.shape[1]))
-    num = output.token_ids.shape[1] - 1
-    for start in range(0, len(logits), step):
-        rows = slice(start, start + step)
-        values, ids = logits[rows].float().sort(dim=1, descending=True, stable=True)
-        is_valid = output.is_valid[rows, None]
-        output.token_ids[rows, 1:] = ids[:, :num] * is_valid
-        output.logprobs[rows, 1:] = values[:, :num] - output.lse[rows, None]
-
-
-def _fill_given(logits: Tensor, given: GivenLogprobs, lse: Tensor) -> None:
-    first, last = int(given.offsets[0]), int(given.offsets[-1])
-    if last > first:
-        rows = torch.arange(len(logits), device=logits.device)
-        entry_rows = rows.repeat_interleave(given.offsets.diff())
-        _given_kernel[(last - first,)](
-            logits,
-            logits.stride(0),
-            logits.shape[1],
-            entry_rows,
-            given.token_ids[first:last],
-            lse,
-            given.logprobs[first:last],
-            given.ranks[first:last],
-            block=BLOCK,
+    if requests.width > 1:
+        _fill_top(logits, requests.width - 1, maxima, lses, output)
+    if output.given is not None and requests.given_offsets is not None:
+        first, last = requests.given_offsets[[0, -1]].tolist()  # on the host
+        output.given.ranks[first:last].zero_()
+        given = output.given
+        _given_kernel[grid](
+            *rows, lses, given.offsets, given.token_ids, given.logprobs, given.ranks, split=SPLIT
         )
+
+
+def _aligned(logits: Tensor) -> Tensor:
+    """Rows aligned as contiguous ones are: Triton sums in another order where it cannot load vectors."""
+    is_aligned = logits.stride(0) % 16 == 0 and logits.data_ptr() % 16 == 0
+    if logits.stride(1) == 1 and is_aligned == (logits.shape[1] % 16 == 0):
+        return logits
+    return logits.clone(memory_format=torch.contiguous_format)
+
+
+def _fill_top(logits: Tensor, num_top: int, maxima: Tensor, lses: Tensor, output: DeviceRows) -> None:
+    vocab_size = logits.shape[1]
+    for top, group in TOP_GROUPS.items():
+        groups = max(triton.next_power_of_2(triton.cdiv(vocab_size, group)), top)
+        if num_top <= top and groups <= MAX_GROUPS:
+            _top_kernel[(len(logits),)](
+                logits,
+                logits.stride(0),
+                vocab_size,
+                maxima,
+                maxima.stride(0),
+                output.num_logprobs,
+                lses,
+                output.token_ids,
+                output.logprobs,
+                output.token_ids.stride(0),
+                top=top,
+                group=group,
+                part=GROUP,
+                groups=groups,
+                num_warps=min(max(max(groups, top * group) // 256, 4), 32),
+            )
+            return
+    step = max(1, PAIRS_BYTES // (8 * vocab_size))
+    for start in range(0, len(logits), step):
+        _sort_rows(
+            logits[start : start + step],
+            num_top,
+            lses[start : start + step],
+            output.rows(start, start + step),
+        )
+
+
+def _sort_rows(logits: Tensor, num_top: int, lses: Tensor, output: DeviceRows) -> None:
+    num_rows, vocab_size = logits.shape
+    pairs = logits.new_empty((num_rows, vocab_size), dtype=torch.int64)
+    grid = (num_rows, triton.cdiv(vocab_size, SPLIT))
+    _pack_kernel[grid](logits, logits.stride(0), vocab_size, pairs, split=SPLIT)
+    if num_top <= MAX_TORCH_TOPK:
+        best = pairs.topk(num_top, dim=1).values
+    else:
+        best = pairs.sort(dim=1, descending=True).values[:, :num_top]
+    ids = (LOW_BITS.value - (best & LOW_BITS.value)) * output.is_valid[:, None]
+    output.token_ids[:, 1:] = ids
+    output.logprobs[:, 1:] = logits.gather(1, ids).double() - lses[:, None]
 
 
 @triton.jit
@@ -102,45 +155,63 @@ def _pack(values: tl.tensor, ids: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _absorb(values: tl.tensor, greatest: tl.tensor, total: tl.tensor, products: tl.tensor) -> tl.tensor:
-    """Greatest value, sum of e**d and sum of d * e**d (d = value - greatest) with one more block."""
-    highest = tl.maximum(greatest, tl.max(values))
-    reference = tl.where(highest == float("-inf"), 0.0, highest)
-    d = tl.where(values == float("-inf"), -1e4, values - reference)  # a NaN stays
-    e = tl.exp(d)
-    shift = tl.where(greatest == float("-inf"), 0.0, greatest - reference).to(tl.float64)
-    products = (products + shift * total) * tl.exp(shift) + tl.sum(d * e).to(tl.float64)
-    return highest, total * tl.exp(shift) + tl.sum(e).to(tl.float64), products
-
-
-@triton.jit
-def _squares(values: tl.tensor, greatest: tl.tensor, mean: tl.tensor) -> tl.tensor:
-    """Sum of (d - mean)**2 * e**d, d = value - greatest."""
-    d = tl.where(values == float("-inf"), -1e4, values - greatest)
-    return tl.sum((d - mean) * (d - mean) * tl.exp(d))
-
-
-@triton.jit
-def _second(values: tl.tensor, greatest: tl.tensor, second: tl.tensor) -> tl.tensor:
-    """The second largest of the values before and of one more block; equal values are two."""
-    highest = tl.max(values)
+def _second(values: tl.tensor, highest: tl.tensor, seconds: tl.tensor) -> tl.tensor:
+    """The second largest of `values`, of which `highest` is the largest, and `seconds`; equals are two."""
     is_highest = values == highest
-    others = tl.max(tl.where(is_highest, float("-inf"), values))
-    next_one = tl.where(tl.sum(is_highest.to(tl.int32)) > 1, highest, others)
-    return tl.maximum(tl.minimum(highest, greatest), tl.maximum(next_one, second))
+    others = tl.max(tl.where(is_highest, seconds, values))
+    return tl.where(tl.sum(is_highest.to(tl.int32)) > 1, highest, others)
 
 
 @triton.jit
-def _rows_kernel(
+def _split_kernel(
     logits: tl.tensor,
     row_stride: tl.tensor,
     vocab_size: tl.tensor,
     chosen_ids: tl.tensor,
-    num_logprobs: tl.tensor,
+    sums: tl.tensor,
+    maxima: tl.tensor,
+    group: tl.constexpr,
+    split: tl.constexpr,
+) -> None:
+    """Of each split: greatest value, sums over e**d with d = value - greatest, second largest, rank count."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    num_splits = tl.num_programs(1)
+    base = logits + row * row_stride
+    chosen = tl.load(base + tl.load(chosen_ids + row)).to(tl.float32)
+    ids = part * split + tl.arange(0, split)
+    values = tl.load(base + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+    highest = tl.max(values)
+    d = values - tl.where(highest == float("-inf"), 0.0, highest)
+    d = tl.where(d < -1e4, -1e4, d)  # of -inf too; a NaN stays
+    e = tl.exp(d)
+    total = tl.sum(e)
+    products = tl.sum(d * e)
+    mean = products / tl.where(total == 0.0, 1.0, total)
+    place = sums + row * 6 * num_splits + part
+    tl.store(place, highest)
+    tl.store(place + num_splits, total)
+    tl.store(place + 2 * num_splits, products)
+    tl.store(place + 3 * num_splits, tl.sum((d - mean) * (d - mean) * e))
+    tl.store(place + 4 * num_splits, _second(values, highest, float("-inf")))
+    tl.store(place + 5 * num_splits, tl.sum((values > chosen).to(tl.int32)).to(tl.float32))  # exact
+    num: tl.constexpr = split // group
+    places = (row * num_splits + part) * num + tl.arange(0, num)
+    tl.store(maxima + places, tl.max(tl.reshape(values, [num, group]), axis=1))
+
+
+@triton.jit
+def _merge_kernel(
+    logits: tl.tensor,
+    row_stride: tl.tensor,
+    chosen_ids: tl.tensor,
+    sums: tl.tensor,
+    num_splits: tl.tensor,
     token_ids: tl.tensor,
     logprobs: tl.tensor,
     width: tl.tensor,
     ranks: tl.tensor,
+    exact_lses: tl.tensor,
     lses: tl.tensor,
     valid: tl.tensor,
     entropies: tl.tensor,
@@ -149,62 +220,101 @@ def _rows_kernel(
     has_entropy: tl.constexpr,
     has_varentropy: tl.constexpr,
     has_margin: tl.constexpr,
-    top: tl.constexpr,
-    block: tl.constexpr,
+    splits: tl.constexpr,
 ) -> None:
+    """The numbers of a row from the sums of its splits, in float64."""
     row = tl.program_id(0).to(tl.int64)
-    base = logits + row * row_stride
-    chosen_id = tl.load(chosen_ids + row)
-    chosen = tl.load(base + chosen_id).to(tl.float32)
-    greatest = tl.full([], float("-inf"), tl.float32)
-    total = tl.full([], 0.0, tl.float64)
-    products = tl.full([], 0.0, tl.float64)
-    count = tl.full([], 0, tl.int32)
-    second = tl.full([], float("-inf"), tl.float32)
-    if top > 0:
-        best = tl.full([top], NOTHING, tl.int64)
-    for start in range(0, vocab_size, block):
-        ids = start + tl.arange(0, block)
-        values = tl.load(base + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
-        count += tl.sum((values > chosen).to(tl.int32))
-        if has_margin:
-            second = _second(values, greatest, second)
-        greatest, total, products = _absorb(values, greatest, total, products)
-        if top > 0:
-            pairs = tl.where(ids < vocab_size, _pack(values, ids), NOTHING)
-            if tl.max(pairs) > tl.min(best):
-                best = tl.topk(tl.reshape(tl.join(best, tl.topk(pairs, top)), [2 * top]), top)
-    is_number = total == total  # noqa: PLR0124 (NaN is not)
-    is_valid = is_number & (greatest > float("-inf")) & (greatest < float("inf"))
-    lse = tl.where(is_valid, greatest.to(tl.float64) + tl.log(total), float("nan"))
+    parts = tl.arange(0, splits)
+    mask = parts < num_splits
+    place = sums + row * 6 * num_splits + parts
+    highest = tl.load(place, mask=mask, other=float("-inf"))
+    total = tl.load(place + num_splits, mask=mask, other=0.0).to(tl.float64)
+    products = tl.load(place + 2 * num_splits, mask=mask, other=0.0).to(tl.float64)
+    squares = tl.load(place + 3 * num_splits, mask=mask, other=0.0).to(tl.float64)
+    seconds = tl.load(place + 4 * num_splits, mask=mask, other=float("-inf"))
+    count = tl.sum(tl.load(place + 5 * num_splits, mask=mask, other=0.0).to(tl.int32))
+    greatest = tl.max(highest)
+    is_empty = total == 0.0
+    shift = tl.where(is_empty, 0.0, highest.to(tl.float64) - greatest.to(tl.float64))
+    scale = tl.exp(shift)
+    means = shift + products / tl.where(is_empty, 1.0, total)
+    mass = tl.sum(total * scale)
+    mean = tl.sum(total * scale * means) / mass
+    is_valid = (mass == mass) & (greatest > float("-inf")) & (greatest < float("inf"))  # noqa: PLR0124 (NaN)
+    lse = tl.where(is_valid, greatest.to(tl.float64) + tl.log(mass), float("nan"))
     tl.store(valid + row, is_valid)
     tl.store(ranks + row, tl.where(is_valid, count + 1, 0))
+    tl.store(exact_lses + row, lse)
     tl.store(lses + row, lse.to(tl.float32))
     if has_entropy:
-        entropy = tl.where(is_valid, tl.log(total) - products / total, float("nan"))
-        tl.store(entropies + row, entropy.to(tl.float32))
+        tl.store(entropies + row, tl.where(is_valid, tl.log(mass) - mean, float("nan")).to(tl.float32))
     if has_varentropy:
-        mean = (products / total).to(tl.float32)
-        squares = tl.full([], 0.0, tl.float64)
-        for start in range(0, vocab_size, block):
-            ids = start + tl.arange(0, block)
-            values = tl.load(base + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
-            squares += _squares(values, greatest, mean).to(tl.float64)
-        varentropy = tl.where(is_valid, squares / total, float("nan"))
-        tl.store(varentropies + row, varentropy.to(tl.float32))
+        spread = tl.sum(scale * (squares + total * (means - mean) * (means - mean))) / mass
+        tl.store(varentropies + row, tl.where(is_valid, spread, float("nan")).to(tl.float32))
     if has_margin:
-        tl.store(margins + row, tl.where(is_valid, greatest - second, float("nan")))
+        margin = greatest - _second(highest, greatest, seconds)
+        tl.store(margins + row, tl.where(is_valid, margin, float("nan")))
+    chosen_id = tl.load(chosen_ids + row)
+    chosen = tl.load(logits + row * row_stride + chosen_id).to(tl.float32)
     tl.store(token_ids + row * width, chosen_id)
     tl.store(logprobs + row * width, (chosen - lse).to(tl.float32))
-    if top > 0:
-        columns = tl.arange(0, top)
-        wanted = columns < tl.load(num_logprobs + row)
-        top_ids = tl.where(is_valid, tl.where(wanted, LOW_BITS - (best & LOW_BITS), 0), 0)
-        places = row * width + 1 + columns
-        tl.store(token_ids + places, top_ids.to(tl.int32), mask=wanted)
-        tl.store(
-            logprobs + places, (tl.load(base + top_ids).to(tl.float32) - lse).to(tl.float32), mask=wanted
-        )
+
+
+@triton.jit
+def _top_kernel(
+    logits: tl.tensor,
+    row_stride: tl.tensor,
+    vocab_size: tl.tensor,
+    maxima: tl.tensor,
+    maxima_stride: tl.tensor,
+    num_logprobs: tl.tensor,
+    lses: tl.tensor,
+    token_ids: tl.tensor,
+    logprobs: tl.tensor,
+    width: tl.tensor,
+    top: tl.constexpr,
+    group: tl.constexpr,
+    part: tl.constexpr,
+    groups: tl.constexpr,
+) -> None:
+    """The best `top` groups by their maxima (among equals the first), then the best of their logits."""
+    row = tl.program_id(0).to(tl.int64)
+    base = logits + row * row_stride
+    parts: tl.constexpr = group // part
+    indices = tl.arange(0, groups)
+    places = indices[:, None] * parts + tl.arange(0, parts)[None, :]
+    heads = tl.load(
+        maxima + row * maxima_stride + places, mask=places * part < vocab_size, other=float("-inf")
+    )
+    pairs = tl.where(indices * group < vocab_size, _pack(tl.max(heads, axis=1), indices), NOTHING)
+    best = tl.topk(pairs, top)
+    firsts = tl.where(best == NOTHING, vocab_size, (LOW_BITS - (best & LOW_BITS)) * group).to(tl.int32)
+    ids = tl.reshape(firsts[:, None] + tl.arange(0, group)[None, :], [top * group])
+    values = tl.load(base + ids, mask=ids < vocab_size, other=0.0).to(tl.float32)
+    best = tl.topk(tl.where(ids < vocab_size, _pack(values, ids), NOTHING), top)
+    lse = tl.load(lses + row)
+    columns = tl.arange(0, top)
+    mask = columns < tl.load(num_logprobs + row)
+    top_ids = tl.where(mask, LOW_BITS - (best & LOW_BITS), 0)
+    top_ids = tl.where(lse == lse, top_ids, 0)  # noqa: PLR0124 (NaN: the row is not valid)
+    places = row * width + 1 + columns
+    tl.store(token_ids + places, top_ids.to(tl.int32), mask=mask)
+    own = tl.load(base + top_ids).to(tl.float32)
+    tl.store(logprobs + places, (own - lse).to(tl.float32), mask=mask)
+
+
+@triton.jit
+def _pack_kernel(
+    logits: tl.tensor,
+    row_stride: tl.tensor,
+    vocab_size: tl.tensor,
+    pairs: tl.tensor,
+    split: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    ids = tl.program_id(1) * split + tl.arange(0, split)
+    values = tl.load(logits + row * row_stride + ids, mask=ids < vocab_size, other=0.0).to(tl.float32)
+    tl.store(pairs + row * vocab_size + ids, _pack(values, ids), mask=ids < vocab_size)
 
 
 @triton.jit
@@ -212,22 +322,30 @@ def _given_kernel(
     logits: tl.tensor,
     row_stride: tl.tensor,
     vocab_size: tl.tensor,
-    entry_rows: tl.tensor,
-    token_ids: tl.tensor,
     lses: tl.tensor,
+    offsets: tl.tensor,
+    token_ids: tl.tensor,
     logprobs: tl.tensor,
     ranks: tl.tensor,
-    block: tl.constexpr,
+    split: tl.constexpr,
 ) -> None:
-    entry = tl.program_id(0)
-    row = tl.load(entry_rows + entry)
+    """Adds each split's count to the ranks, which are 0 before; sums of integers have one result."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     base = logits + row * row_stride
+    first = tl.load(offsets + row)
+    last = tl.load(offsets + row + 1)
     lse = tl.load(lses + row)
-    own = tl.load(base + tl.load(token_ids + entry)).to(tl.float32)
-    count = tl.full([], 0, tl.int32)
-    for start in range(0, vocab_size, block):
-        ids = start + tl.arange(0, block)
-        values = tl.load(base + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
-        count += tl.sum((values > own).to(tl.int32))
-    tl.store(logprobs + entry, own - lse)
-    tl.store(ranks + entry, tl.where(lse == lse, count + 1, 0))  # noqa: PLR0124
+    is_valid = (lse == lse).to(tl.int32)  # noqa: PLR0124 (NaN)
+    ids = part * split + tl.arange(0, split)
+    end = tl.where(first < last, vocab_size, 0)  # nothing to read where there are no given ids
+    values = tl.load(base + ids, mask=ids < end, other=float("-inf")).to(tl.float32)
+    one = (part == 0).to(tl.int32)  # a rank is 1 + the count
+    stored = tl.where(part == 0, last, first)  # the first program stores what all know
+    for start in range(first, last, 8):
+        entries = start + tl.arange(0, 8)
+        mask = entries < last
+        own = tl.load(base + tl.load(token_ids + entries, mask=mask, other=0)).to(tl.float32)
+        counts = tl.sum((values[None, :] > own[:, None]).to(tl.int32), axis=1) + one
+        tl.atomic_add(ranks + entries, counts * is_valid, mask=mask, sem="relaxed")
+        tl.store(logprobs + entries, (own - lse).to(tl.float32), mask=entries < stored)
