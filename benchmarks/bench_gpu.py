@@ -6,7 +6,7 @@ nothing:
 
     python benchmarks/bench_gpu.py --out benchmarks/results/gpu.json
     python benchmarks/bench_gpu.py --only accuracy,bits --out accuracy.json
-    python benchmarks/bench_gpu.py --page docs/gpu.md --out benchmarks/results/gpu.json   # write its tables there
+    python benchmarks/bench_gpu.py --out accuracy.json --page docs/gpu.md  # writes its tables there
 
 Models have random bfloat16 weights, made on the card. The exit status is 1 if a section failed.
 """
@@ -166,7 +166,7 @@ class Run:
         """The card's speeds, by `machine`, or measured now where that section did not run."""
         rows = self.results.sections.get("machine", {}).get("rows", [])
         found = {row["figure"]: row["value"] for row in rows if "value" in row}
-        return found if FLOORS <= found.keys() else dict(_floors(self))
+        return found if found.keys() >= FLOORS else dict(_floors(self))
 
     @property
     def bandwidth(self) -> float:
@@ -183,6 +183,8 @@ def _plain(value: Any) -> Any:
 def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
@@ -197,7 +199,6 @@ def _floors(run: Run) -> Iterator[tuple[str, float]]:
     target = torch.empty_like(source)
     milliseconds = median_ms(lambda _: target.copy_(source), run.device, repeats)
     yield "copy_gb_s", 2 * size / milliseconds / 1e6
-    del target
     # Sums of several types: torch's kernel for one of them may not be bound by memory.
     times = [
         median_ms(lambda _, dtype=dtype: source.view(dtype).sum(), run.device, repeats)
@@ -326,7 +327,9 @@ def bits(run: Run) -> None:
     del alone_logits
 
     whole = [ours.run([(text, 0, length)], texts) for text, length in enumerate(lengths[:8])]
-    _add_bits(run, "a whole prompt's last row", torch.stack([rows[-1] for rows in whole]), alone[: len(whole)])
+    _add_bits(
+        run, "a whole prompt's last row", torch.stack([rows[-1] for rows in whole]), alone[: len(whole)]
+    )
     for name, piece in (("2 pieces", None), ("pieces of 7", 7)):
         found = [_in_pieces(ours, texts, text, piece or -(-lengths[text] // 2)) for text in range(len(whole))]
         _add_bits(run, f"prompts in {name}", torch.cat(found), torch.cat(whole))
@@ -833,7 +836,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections with commas between")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of all sections together")
     parser.add_argument("--small", action="store_true", help="tiny sizes, also on a CPU")
-    parser.add_argument("--page", type=Path, help="write the results of --out into this page, measure nothing")
+    parser.add_argument(
+        "--page", type=Path, help="write the results of --out into this page, measure nothing"
+    )
     parser.add_argument("--child", type=float, help=argparse.SUPPRESS)  # its deadline
     given = parser.parse_args(arguments)
     results = Results(path=given.out)

@@ -1,4 +1,4 @@
-"""Random Llamas on a GPU, their float64 reference, and texts through the decoder that `bench_gpu.py` measures."""
+"""Random Llamas on a GPU, their float64 reference, and texts through the decoder under test."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import math
 import time
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -235,11 +236,14 @@ def save_model(module: Any, folder: Path) -> None:
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = ["<|bos|>", "<|eos|>", *alphabet]
-    pieces += [f"{alphabet[number % 256]}{number}" for number in range(module.config.vocab_size - len(pieces))]
+    pieces += [
+        f"{alphabet[number % 256]}{number}" for number in range(module.config.vocab_size - len(pieces))
+    ]
     tokenizer = Tokenizer(models.BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|bos|>", eos_token="<|eos|>")
+    special = {"bos_token": pieces[0], "eos_token": pieces[1]}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     fast.save_pretrained(folder)
     module.save_pretrained(folder)
 
@@ -271,8 +275,7 @@ def median_ms(work: Callable[[int], Any], device: str, repeats: int, warm_up: in
         work(number)
         events[number + 1].record()
     torch.cuda.synchronize()
-    pairs = zip(events, events[1:], strict=False)
-    return float(np.median([before.elapsed_time(after) for before, after in pairs]))
+    return float(np.median([before.elapsed_time(after) for before, after in pairwise(events)]))
 
 
 def wall_seconds(work: Callable[[], Any], device: str) -> float:

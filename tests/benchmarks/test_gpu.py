@@ -1,4 +1,4 @@
-"""`bench_gpu.py` on a CPU: its sections in their small form, and what becomes of one that crashes or hangs."""
+"""`bench_gpu.py` on a CPU: its sections in their small form, and sections that crash or hang."""
 
 import json
 import os
@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import bench_gpu
-import gpu_double
 import numpy as np
 import pytest
 import torch
 from bench_gpu import SECTIONS, Results, Sizes
 from gpu_models import random_model, reference_logprobs
+
+import gpu_double
 
 DECODER_SECTIONS = ("accuracy", "bits", "decode", "prefill")
 SCRIPT = Path(bench_gpu.__file__)
@@ -29,9 +30,7 @@ def rows_by_figure(section: Any) -> dict[str, list[Any]]:
     return rows
 
 
-def test_every_section_measures_and_keeps_its_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_section_measures_and_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu_double.install(monkeypatch)
     results = Results(path=tmp_path / "gpu.json", content={"sections": {}})
     assert bench_gpu.measure(results, list(SECTIONS), Sizes.small(), time.time() + 600) == 0
@@ -122,7 +121,10 @@ if name == "bits":
 def test_the_figures_of_a_run_are_written_between_the_marks_of_a_page(tmp_path: Path) -> None:
     out, page = tmp_path / "gpu.json", tmp_path / "gpu.md"
     section = {"rows": [{"figure": "1 rows", "ms": 1.25}], "seconds": 1.0}
-    content = {"machine": {"device": "A card"}, "sections": {"decode": section, "bits": {"rows": [], "error": "x\ny"}}}
+    content = {
+        "machine": {"device": "A card"},
+        "sections": {"decode": section, "bits": {"rows": [], "error": "x\ny"}},
+    }
     out.write_text(json.dumps(content))
     page.write_text(f"before\n{bench_gpu.BEGIN}\nold\n{bench_gpu.END}\nafter\n")
     for _ in range(2):
@@ -142,7 +144,15 @@ def test_the_figures_of_a_run_are_written_between_the_marks_of_a_page(tmp_path: 
 )
 def test_the_decoder_runs_through_the_sections_in_tritons_interpreter(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
-    command = [sys.executable, str(SCRIPT), "--small", "--only", ",".join(DECODER_SECTIONS), "--out", str(out)]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--small",
+        "--only",
+        ",".join(DECODER_SECTIONS),
+        "--out",
+        str(out),
+    ]
     ended = subprocess.run(
         [*command, "--seconds", "900"],
         env=os.environ | {"TRITON_INTERPRET": "1"},
