@@ -402,7 +402,7 @@ def _add_bits(run: Run, name: str, found: torch.Tensor, wanted: torch.Tensor) ->
 def decode(run: Run) -> None:
     """Time decode steps: the decoder, its head and the likeliest token of each row."""
     for shape in run.sizes.models:
-        module = random_model(shape, run.device)
+        module = random_model(shape, run.device, has_outliers=False)
         steps: dict[int, Row] = {}
         for rows in run.sizes.decode_rows:
             run.check()
@@ -478,7 +478,7 @@ def prefill(run: Run) -> None:
     chunk = run.sizes.chunk
     for shape in run.sizes.models:
         run.check()
-        module = random_model(shape, run.device)
+        module = random_model(shape, run.device, has_outliers=False)
         ours = Ours(module, 1, chunk)
         (text,) = random_texts([chunk], module.config.vocab_size)
         positions, plan = np.arange(chunk, dtype=np.int64), ours.plan([(0, 0, chunk)])
@@ -512,7 +512,7 @@ def prefill(run: Run) -> None:
 def parts(run: Run) -> None:
     """Time the kernels of a layer by the decoder's own profile, beside what they read and multiply."""
     shape = run.sizes.models[-1]
-    module = random_model(shape, run.device)
+    module = random_model(shape, run.device, has_outliers=False)
     config = module.config
     hidden, inner = config.hidden_size, config.intermediate_size
     queries = config.num_attention_heads * config.head_dim

@@ -53,16 +53,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 CONTEXT_LEN = 8192
 ROPE = {"rope_type": "default", "rope_theta": 500_000.0}
-NUM_OUTLIERS = 4  # hidden channels that the norms make 30 to 100 times as large as the others
 STD = 0.02
-STD_OF_SCORES = 0.01  # of the projections to queries and keys: the outliers would else make attention one-hot
+NUM_OUTLIERS = 4  # hidden channels that every norm makes 30 to 100 times as large as the others
+OUTLIER_WEIGHT = 0.125  # of what reads them, against other weights: they would else be all that counts
+LAST_NORM = 2.5  # makes logits spread over some nats
 
 
-def random_model(shape: str, device: str, seed: int = 0) -> Any:
+def random_model(shape: str, device: str, seed: int = 0, *, has_outliers: bool = True) -> Any:
     """A transformers Llama in bfloat16 whose weights are drawn on the device.
 
-    Its logits spread over some nats: the outliers of the last norm make them about 2.5 times as wide as the
-    weights alone would.
+    A few of its channels are outliers, as in trained models; without, roundings of bfloat16 grow less over
+    many layers.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -81,21 +82,22 @@ def random_model(shape: str, device: str, seed: int = 0) -> Any:
     rotary = module.model.rotary_emb
     module.model.rotary_emb = type(rotary)(config).to(device)
     generator = torch.Generator(device).manual_seed(seed)
+    outliers = torch.arange(1, NUM_OUTLIERS + 1) * (config.hidden_size // (NUM_OUTLIERS + 1))
+    outliers = outliers.to(device)
     with torch.no_grad():
         for name, weight in module.named_parameters():
-            if "norm" in name:
-                _outlying_(weight, generator)
+            if weight.dim() == 1:
+                weight.uniform_(0.5, 1.5, generator=generator)
+                if has_outliers:
+                    exponents = torch.empty(NUM_OUTLIERS, device=device)
+                    exponents.uniform_(1.5, 2, generator=generator)
+                    weight[outliers] = (10**exponents).to(weight.dtype)
             else:
-                is_of_scores = "q_proj" in name or "k_proj" in name
-                weight.normal_(0, STD_OF_SCORES if is_of_scores else STD, generator=generator)
+                weight.normal_(0, STD, generator=generator)
+                if has_outliers and "o_proj" not in name and "down_proj" not in name:
+                    weight[:, outliers] *= OUTLIER_WEIGHT
+        module.model.norm.weight *= LAST_NORM
     return module.eval().requires_grad_(requires_grad=False)
-
-
-def _outlying_(weight: torch.Tensor, generator: torch.Generator) -> None:
-    weight.uniform_(0.5, 1.5, generator=generator)
-    places = torch.arange(1, NUM_OUTLIERS + 1, device=weight.device) * (len(weight) // (NUM_OUTLIERS + 1))
-    factors = 10 ** torch.empty(NUM_OUTLIERS, device=weight.device).uniform_(1.5, 2, generator=generator)
-    weight[places] = factors.to(weight.dtype)
 
 
 def weight_bytes(module: Any) -> int:
