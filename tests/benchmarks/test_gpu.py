@@ -18,7 +18,7 @@ from gpu_models import random_model, reference_logprobs
 
 import gpu_double
 
-DECODER_SECTIONS = ("accuracy", "bits", "decode", "prefill")
+DECODER_SECTIONS = ("accuracy", "bits")
 SCRIPT = Path(bench_gpu.__file__)
 BITS = {"differing": 0, "largest": 0.0}
 
