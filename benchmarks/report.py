@@ -46,14 +46,14 @@ HEADINGS = ("figure", "target", "ours", "others", "ours against them", "verdict"
 def newest_results(folder: Path = RESULTS) -> dict[str, Mapping[str, Any]]:
     """Benchmark -> the content of its latest run, and its day; later files win."""
     found: dict[str, Mapping[str, Any]] = {}
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(folder.glob("[0-9]*.json")):
         benches = json.loads(path.read_text(encoding="utf-8"))["benches"]
         found |= {bench: content | {"day": path.stem} for bench, content in benches.items()}
     return dict(sorted(found.items()))
 
 
-ELSEWHERE = {"attacks"}
-"""Whose figures docs/reliability.md shows."""
+ELSEWHERE = {"attacks", "gpu"}
+"""Whose figures docs/reliability.md and docs/gpu.md show."""
 
 
 def without_gone(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

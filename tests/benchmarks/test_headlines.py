@@ -19,7 +19,7 @@ BENCH, FIGURE = HEADLINES[TASK]
 
 def recorded(bench: str, name: str) -> tuple[str, Mapping[str, Any]]:
     """Day and figure of the newest file that has the benchmark, read without the report."""
-    for path in sorted(RESULTS.glob("*.json"), reverse=True):
+    for path in sorted(RESULTS.glob("[0-9]*.json"), reverse=True):
         benches = json.loads(path.read_text(encoding="utf-8"))["benches"]
         if bench in benches:
             return path.stem, next(one for one in benches[bench]["figures"] if one["name"] == name)
