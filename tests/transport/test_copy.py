@@ -276,7 +276,10 @@ class TestOnAGpu:
 
     def test_a_copy_waits_for_the_work_before_it_and_not_for_what_follows(self) -> None:
         spin = 1 << 33  # clock cycles: seconds of a kernel that does nothing
-        with AsyncCPUTransfer() as transfer:
+        with AsyncCPUTransfer(num_buffers=1) as transfer:
+            # Gets the pinned memory, for which CUDA may wait until the GPU is idle.
+            transfer.submit_transfer(torch.zeros(1 << 16, dtype=torch.int64, device="cuda"), "first")
+            transfer.get_result("first", LIMIT_S)
             torch.cuda._sleep(1 << 20)
             tensor = torch.arange(1 << 16, device="cuda") * 3
             transfer.submit_transfer(tensor, "a")

@@ -41,7 +41,7 @@ class Drawing:
         self._sampler = Sampler()
         self._num_active = 0  # draws with processors in the step that was prepared last
         self._num_seen = 0  # those, and the ones after them that a processor looks at
-        self.chunk_rows = default_chunk_rows(model.vocab_size)
+        self.chunk_rows = default_chunk_rows(model.vocab_size, config.device)
 
     def admit(self, params: SamplingParams) -> dict[int, Any]:
         """What the processors make of a request's arguments, or `ParameterError`; from any thread."""

@@ -6,7 +6,7 @@ Before it: the output head, one chunk of rows at a time. After it: the step's re
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from logprobe.sampling.params import NamedIds, SamplingParams
 
 
-SETTINGS = tuple(field.name for field in fields(DrawParams))
-DRAWN = tuple(field.name for field in fields(Drawn))
 LARGEST_K = 1 << 24  # the numbers up to it are exact in float32; no vocabulary is larger
 
 
@@ -260,16 +258,12 @@ def _wants_processed(params: SamplingParams) -> bool:
 def _draw(logits: Tensor, changed: Tensor | None, settings: DrawParams) -> Drawn:
     if changed is None:
         return draw(logits, settings)
-    num_changed = len(changed)
-    first = draw(changed, _rows(settings, slice(0, num_changed)))
-    if num_changed == len(logits):
-        return first
-    rest = draw(logits[num_changed:], _rows(settings, slice(num_changed, None)))
-    return Drawn(*(np.concatenate([getattr(first, name), getattr(rest, name)]) for name in DRAWN))
-
-
-def _rows(settings: DrawParams, rows: slice) -> DrawParams:
-    return DrawParams(*(getattr(settings, name)[rows] for name in SETTINGS))
+    first, rest = slice(0, len(changed)), slice(len(changed), None)
+    drawn = Drawn.empty(len(logits))
+    drawn.put(first, draw(changed, settings.rows(first)))
+    if len(changed) < len(logits):
+        drawn.put(rest, draw(logits[rest], settings.rows(rest)))
+    return drawn
 
 
 def _copied(logits: Tensor, changed: Tensor | None, rows: list[int]) -> Tensor:

@@ -213,7 +213,8 @@ class AsyncCPUTransfer:
         num_bytes = tensor.numel() * tensor.element_size()
         try:
             if buffer.numel() < num_bytes:
-                buffer = device.host_memory(num_bytes)
+                # Rounded up: to get pinned memory may wait until the GPU is idle.
+                buffer = device.host_memory(1 << (num_bytes - 1).bit_length())
             memory = buffer[:num_bytes]
             device.copy(tensor, memory.view(tensor.dtype).view(tensor.shape), after).synchronize()
         except BaseException:

@@ -41,7 +41,9 @@ def test_three_pieces_are_the_number_itself() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("num_rows", "num_outputs", "num_inputs"), [(1, 70, 96), (5, 128, 576), (70, 65, 130)])
+@pytest.mark.parametrize(
+    ("num_rows", "num_outputs", "num_inputs"), [(1, 70, 96), (5, 128, 576), (70, 65, 130)]
+)
 def test_products_are_accurate_to_float32(
     dtype: torch.dtype, num_rows: int, num_outputs: int, num_inputs: int
 ) -> None:
@@ -125,7 +127,9 @@ def test_gates(activation: str, has_values: bool) -> None:
     close(join(layers.gate(x, activation, out, has_values=has_values)), want, 1e-6)
 
 
-def tiles(rows: list[tuple[int, int, int, int]], slots: torch.Tensor, max_tokens: int, segments: int) -> Tiles:
+def tiles(
+    rows: list[tuple[int, int, int, int]], slots: torch.Tensor, max_tokens: int, segments: int
+) -> Tiles:
     columns = torch.tensor(rows, dtype=torch.int32, device=DEVICE).T.contiguous()
     return Tiles(*columns, slots=slots, max_tokens=max_tokens, num_segments=segments)
 

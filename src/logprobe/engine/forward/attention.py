@@ -128,7 +128,9 @@ def plan_attention(pool: KVPool, batch: StepBatch, device: str) -> AttentionPlan
     return AttentionPlan(pool, slots, chunks, rows.build(), uses_kernels=uses_kernels)
 
 
-def all_attention_paths(pool: KVPool, prompts: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], AttentionPlan]]:
+def all_attention_paths(
+    pool: KVPool, prompts: Sequence[torch.Tensor]
+) -> Iterator[tuple[list[int], AttentionPlan]]:
     """Plan some prompts, each in its slots, by each path of attention that steps may take.
 
     The first fills the pool, whole; those after it run the prompts again, or the second half of each. With

@@ -75,7 +75,9 @@ class NativeForward:
         """Refuse a model whose rows are computed with what depends on the rows beside them."""
         is_ours = self.layout.why_generic is None
         what = f"this model runs by transformers' modules on {self.device}, whose bits depend on the batch"
-        require(is_ours, "batch_invariant", f"{what}; leave it out, or use a model that a decoder of ours runs")
+        require(
+            is_ours, "batch_invariant", f"{what}; leave it out, or use a model that a decoder of ours runs"
+        )
 
     @property
     def weights(self) -> str:

@@ -162,7 +162,9 @@ def _on_gpu(
                 )
                 if isinstance(decoder, str):
                     return decoder
-                return _ready(decoder, decoder.kv_shapes, proof, decoder.hidden_size, arithmetic=decoder.arithmetic)
+                return _ready(
+                    decoder, decoder.kv_shapes, proof, decoder.hidden_size, arithmetic=decoder.arithmetic
+                )
 
         made: ReadyModel | str = refusing(model.module, prove)
     return made

@@ -15,7 +15,7 @@ import torch
 
 from logprobe.kernels.draw.params import Drawn
 from logprobe.kernels.draw.reference import draw_reference
-from logprobe.kernels.info import native_library
+from logprobe.kernels.info import kernel_of, native_library
 from logprobe.kernels.stages import Stage
 
 if TYPE_CHECKING:
@@ -26,9 +26,33 @@ if TYPE_CHECKING:
 
 
 def draw(logits: Tensor, params: DrawParams) -> Drawn:
-    """Draw one token a row from (B, V) float32 logits; those of another device are copied once."""
+    """Draw one token a row from (B, V) float32 logits.
+
+    On a GPU with Triton rows without truncation are drawn there; other rows are copied to the host.
+    """
+    if kernel_of(logits.device.type) == "triton":
+        return _draw_on_gpu(logits, params)
+    return _draw_on_host(logits, params)
+
+
+def _draw_on_gpu(logits: Tensor, params: DrawParams) -> Drawn:
+    from logprobe.kernels.draw.triton import draw_rows
+
+    if not params.is_truncated.any():
+        return draw_rows(logits, params)
+    drawn = Drawn.empty(len(logits))
+    for is_own, draw_own in ((~params.is_truncated, draw_rows), (params.is_truncated, _draw_on_host)):
+        if len(rows := is_own.nonzero()[0]):
+            own = logits.index_select(0, torch.from_numpy(rows).to(logits.device))
+            drawn.put(rows, draw_own(own, params.rows(rows)))
+    return drawn
+
+
+def _draw_on_host(logits: Tensor, params: DrawParams) -> Drawn:
+    if logits.is_cuda:  # several times as fast as to other memory
+        logits = torch.empty(logits.shape, dtype=logits.dtype, pin_memory=True).copy_(logits)
     if native_library() is None:
-        return draw_reference(logits.cpu(), params)
+        return draw_reference(logits, params)
     drawn = Drawn.empty(len(logits))
     _draw_rows(logits.numpy(force=True), params, drawn)
     return drawn

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,16 @@ class DrawParams:
     top_ps: FloatArray  # 1: all
     min_ps: FloatArray  # 0: all
     uniforms: NDArray[np.float64]  # in [0, 1)
+
+    def rows(self, rows: Any) -> DrawParams:
+        """Return some rows: a slice, or an array of indices or of booleans."""
+        return DrawParams(*(getattr(self, column.name)[rows] for column in fields(self)))
+
+    @property
+    def is_truncated(self) -> NDArray[np.bool_]:
+        """(B,): whether top-k, top-p or min-p may exclude tokens of a row."""
+        cuts = (self.top_ks > 0) | (self.top_ps < 1) | (self.min_ps > 0)
+        return cuts & (self.temperatures > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +50,8 @@ class Drawn:
             np.empty(num_rows, dtype=np.int32),
             np.empty(num_rows, dtype=np.bool_),
         )
+
+    def put(self, rows: Any, drawn: Drawn) -> None:
+        """Fill some rows: a slice, or an array of indices or of booleans."""
+        for column in fields(self):
+            getattr(self, column.name)[rows] = getattr(drawn, column.name)

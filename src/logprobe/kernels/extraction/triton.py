@@ -1,4 +1,4 @@
-"""The extraction on an NVIDIA GPU, in Triton: one read of the logits, no (B, V) temporary for k <= 1024.
+"""The extraction on an NVIDIA GPU, in Triton: one read of the logits, no (B, V) temporary for k <= 128.
 
 1. `_split_kernel`, a program for each row and split of SPLIT ids: sums of the split, and the maximum of each
    group of GROUP ids.
@@ -33,7 +33,7 @@ SPLIT = 2048
 GROUP = 16
 # Greatest k of a variant of `_top_kernel`, a power of two -> ids of a group there: fewer groups to sort, or
 # fewer logits.
-TOP_GROUPS = {32: 64, 128: 32, 512: 16, 1024: 16}
+TOP_GROUPS = {32: 64, 128: 32}
 MAX_GROUPS = 2**14  # that `_top_kernel` sorts in registers
 MAX_TORCH_TOPK = 4096  # above, torch.topk sorts its k results more slowly than torch.sort the row
 PAIRS_BYTES = 128 * 2**20  # of pairs that torch sorts at once

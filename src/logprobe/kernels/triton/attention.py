@@ -31,7 +31,8 @@ NO_WINDOW: Final = 1 << 30
 DECODE_ROWS: Final = 16  # of a tile: tokens times the heads of a group
 CHUNK_ROWS: Final = 32
 NUM_WARPS: Final = 4
-NUM_STAGES: Final = 2
+DECODE_STAGES: Final = 3  # keys and values of the next blocks are read ahead
+CHUNK_STAGES: Final = 1
 SUMS: Final = tl.constexpr(16)  # least columns of a product
 
 
@@ -111,7 +112,7 @@ def attend(query: Tensor, pool: tuple[Tensor, Tensor], tiles: Tiles, rule: Score
         segment=SEGMENT,
         block_keys=block_keys(block_dim),
         num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
+        num_stages=DECODE_STAGES if num_segments else CHUNK_STAGES,
         enable_fp_fusion=False,
         **sizes,
     )
@@ -241,7 +242,9 @@ def _attention_kernel(
             own_greatest = highest
         greatest, total, rows = _merge(greatest, total, rows, own_greatest, own_total, own_rows)
     if is_split:
-        place = ((tile * kv_heads + kv_head) * tl.num_programs(2) + tl.program_id(2)).to(tl.int64) * block_rows
+        place = ((tile * kv_heads + kv_head) * tl.num_programs(2) + tl.program_id(2)).to(
+            tl.int64
+        ) * block_rows
         num_places = tl.num_programs(0).to(tl.int64) * kv_heads * tl.num_programs(2) * block_rows
         tl.store(sums + place + places, greatest)
         tl.store(sums + num_places + place + places, total)

@@ -94,7 +94,9 @@ def _norm_kernel(
         if is_centred:
             numbers = tl.where(mask, numbers - tl.sum(numbers) / width, 0.0)
         mean = tl.sum(numbers * numbers) / width
-        numbers = tl.div_rn(numbers, tl.sqrt_rn(mean + epsilon)) * tl.load(weight + columns, mask=mask, other=0.0)
+        numbers = tl.div_rn(numbers, tl.sqrt_rn(mean + epsilon)) * tl.load(
+            weight + columns, mask=mask, other=0.0
+        )
         if has_bias:
             numbers += tl.load(bias + columns, mask=mask, other=0.0)
     if has_residual:
@@ -252,7 +254,9 @@ def gate(x: Tensor, activation: str, out: Tensor, *, has_values: bool) -> Tensor
 def tanh(x: tl.tensor) -> tl.tensor:
     """Return tanh(x), by its series near 0, where the quotient would lose digits."""
     square = x * x
-    series = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))))
+    series = x * (
+        1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835))))
+    )
     quotient = 1.0 - 2.0 / (tl.exp(2.0 * tl.minimum(tl.maximum(x, -20.0), 20.0)) + 1.0)
     return tl.where(square < 0.04, series, quotient)
 

@@ -44,7 +44,12 @@ def multiply(a: tl.tensor, b: tl.tensor, total: tl.tensor) -> tl.tensor:
 
 @jit
 def store_pieces(
-    out: tl.tensor, offsets: tl.tensor, mask: tl.tensor, x: tl.tensor, stride: tl.tensor, num_pieces: tl.constexpr
+    out: tl.tensor,
+    offsets: tl.tensor,
+    mask: tl.tensor,
+    x: tl.tensor,
+    stride: tl.tensor,
+    num_pieces: tl.constexpr,
 ) -> None:
     """Store the pieces of float32 numbers at the offsets of each piece, `stride` numbers apart."""
     for piece in tl.static_range(num_pieces):

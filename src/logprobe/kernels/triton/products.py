@@ -62,7 +62,9 @@ def linear(
     tile = _tile(num_rows, num_outputs)
     grid = (triton.cdiv(num_rows, tile["block_rows"]), triton.cdiv(num_outputs, tile["block_outputs"]))
     is_split = splits > 1 and grid[0] * grid[1] < 2 * ENOUGH_TILES
-    sums = torch.empty(splits, num_rows, num_outputs, dtype=torch.float32, device=x.device) if is_split else out
+    sums = (
+        torch.empty(splits, num_rows, num_outputs, dtype=torch.float32, device=x.device) if is_split else out
+    )
     finish = {
         "has_bias": bias is not None,
         "has_residual": residual is not None,
@@ -161,7 +163,9 @@ def _sum_kernel(
     is_output = outputs < num_outputs
     total = tl.zeros([block], tl.float32)
     for number in tl.static_range(splits):
-        total += tl.load(sums + number * split_stride + row * num_outputs + outputs, mask=is_output, other=0.0)
+        total += tl.load(
+            sums + number * split_stride + row * num_outputs + outputs, mask=is_output, other=0.0
+        )
     mask = is_output[None, :]
     places = row * residual_stride + outputs[None, :]
     total = _finish(

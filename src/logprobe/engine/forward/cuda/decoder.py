@@ -484,7 +484,9 @@ class CudaDecoder:
 
     def _own_layer(self, name: str) -> OwnLayer:
         made, start = self._parts[name]
-        bias = None if made.bias is None else made.bias[start : start + made.names.get(name, len(made.weight))]
+        bias = (
+            None if made.bias is None else made.bias[start : start + made.names.get(name, len(made.weight))]
+        )
         return OwnLayer(made, start, bias)
 
 

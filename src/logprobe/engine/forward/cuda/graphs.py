@@ -56,7 +56,8 @@ class StepGraphs:
         columns[2, num_rows:] = -1
         lengths = [len(slots) for slots in plan.contexts]
         begins = np.cumsum([0, *lengths])[:-1]
-        columns[:, :num_rows] = token_ids, positions, plan.new_slots, begins, lengths, 1
+        columns[5, :num_rows] = 1
+        columns[:5, :num_rows] = np.stack([token_ids, positions, plan.new_slots, begins, lengths])
         self._fill(self._columns, columns.ravel())
         self._fill(self._contexts, plan.flat_contexts)
         key = size, num_segments, is_long

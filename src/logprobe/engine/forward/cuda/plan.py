@@ -43,7 +43,9 @@ class SpanPlan:
     @cached_property
     def new_slots(self) -> IntColumns:
         """The same on the host, int32."""
-        parts = [slots[len(slots) - length :] for slots, length in zip(self.contexts, self.lengths, strict=True)]
+        parts = [
+            slots[len(slots) - length :] for slots, length in zip(self.contexts, self.lengths, strict=True)
+        ]
         return np.concatenate(parts).astype(np.int32) if parts else np.empty(0, np.int32)
 
     @property
@@ -89,7 +91,9 @@ def step_arrays(
         first += length
         begin += len(slots)
     kinds = [
-        (np.array(rows, np.int32).T, few if is_short else many, is_short) for is_short, rows in tiles.items() if rows
+        (np.array(rows, np.int32).T, few if is_short else many, is_short)
+        for is_short, rows in tiles.items()
+        if rows
     ]
     columns = [token_ids, positions, plan.new_slots, *(column for rows, *_ in kinds for column in rows)]
     parts = _copied([*columns, plan.flat_contexts], plan.device)
