@@ -21,7 +21,11 @@ NUM_ROWS = 24
 def params_of(temperatures: Any, uniforms: Any) -> DrawParams:
     whole = np.ones(NUM_ROWS, np.float32)
     return DrawParams(
-        np.float32(temperatures) * whole, 0 * whole, whole, 0 * whole, np.float64(uniforms) * whole.astype(float)
+        np.float32(temperatures) * whole,
+        0 * whole,
+        whole,
+        0 * whole,
+        np.float64(uniforms) * whole.astype(float),
     )
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of the GPU decoder against their float64 twins; through the interpreter without a GPU."""
+"""The Triton kernels of the GPU decoder against their float64 twins; without a GPU by the interpreter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Bits on a GPU; NumPy, which multiplies for the interpreter, sums in an order that goes with the shape."""
+    """Bits on a GPU; the interpreter multiplies by NumPy, whose order of sums depends on the shape."""
     if DEVICE == "cuda":
         assert torch.equal(got, want)
     else:

@@ -101,6 +101,7 @@ class Proof:
         pool = decoder.new_pool(sum(lengths))
         decoder.record_on(pool, max(lengths))
         prompts = list(torch.split(torch.arange(sum(lengths), device=decoder.device), lengths))
+        plan: Any  # of the decoder's own kind
         for starts, plan in decoder.all_plans(pool, prompts):
             pairs = list(zip(references, starts, strict=True))
             hidden = decoder(

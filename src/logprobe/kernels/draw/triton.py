@@ -1,7 +1,7 @@
 """The draw on a GPU, in Triton: one program a row, and only token ids come to the host.
 
-Rows that are truncated (top-k, top-p, min-p) are not drawn here. Sums are float64 and in the order of the ids,
-block by block, so a row's draw depends on nothing beside it.
+Rows that are truncated (top-k, top-p, min-p) are not drawn here. Sums are float64, block by block in the
+order of the ids, so a row's draw depends on nothing beside it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
-from triton import jit
 
 from logprobe.kernels.draw.params import Drawn
 
@@ -29,23 +29,32 @@ def draw_rows(logits: Tensor, params: DrawParams) -> Drawn:
         logits = logits.contiguous()
     device = logits.device
     temperatures, uniforms = (
-        torch.from_numpy(column).to(device, torch.float64) for column in (params.temperatures, params.uniforms)
+        torch.from_numpy(column).to(device, torch.float64)
+        for column in (params.temperatures, params.uniforms)
     )
     found = torch.empty(2, len(logits), dtype=torch.int32, device=device)
     _draw_kernel[(len(logits),)](
-        logits, logits.stride(0), logits.shape[1], temperatures, uniforms, found, found[1], block=BLOCK, num_warps=8
+        logits,
+        logits.stride(0),
+        logits.shape[1],
+        temperatures,
+        uniforms,
+        found,
+        found[1],
+        block=BLOCK,
+        num_warps=8,
     )
     token_ids, is_valid = found.cpu().numpy()
     nothing_cut = np.full(len(logits), -np.inf, np.float32), np.full(len(logits), logits.shape[1], np.int32)
     return Drawn(token_ids, *nothing_cut, is_valid != 0)
 
 
-@jit
+@triton.jit
 def _weights(values: tl.tensor, greatest: tl.tensor, temperature: tl.tensor) -> tl.tensor:
     return tl.exp((values.to(tl.float64) - greatest.to(tl.float64)) / temperature)
 
 
-@jit
+@triton.jit
 def _draw_kernel(
     logits: tl.tensor,
     row_stride: tl.tensor,

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Final
 import torch
 import triton
 import triton.language as tl
-from triton import jit
 
 from logprobe.kernels.triton.layers import tanh
 from logprobe.kernels.triton.pieces import store_pieces
@@ -132,7 +131,7 @@ def attend(query: Tensor, pool: tuple[Tensor, Tensor], tiles: Tiles, rule: Score
         )
 
 
-@jit
+@triton.jit
 def _merge(
     greatest: tl.tensor, total: tl.tensor, rows: tl.tensor, own_greatest: tl.tensor, own_total: tl.tensor,
     own_rows: tl.tensor,
@@ -147,7 +146,7 @@ def _merge(
     return highest, total, rows
 
 
-@jit
+@triton.jit
 def _store_rows(
     out: tl.tensor, total: tl.tensor, rows: tl.tensor, token: tl.tensor, head: tl.tensor, is_row: tl.tensor,
     head_dim: tl.tensor, width: tl.tensor, piece_stride: tl.tensor, num_pieces: tl.constexpr,
@@ -159,7 +158,7 @@ def _store_rows(
     store_pieces(out, offsets, mask, tl.div_rn(rows, total[:, None]), piece_stride, num_pieces)
 
 
-@jit
+@triton.jit
 def _attention_kernel(
     query: tl.tensor,
     keys: tl.tensor,
@@ -255,7 +254,7 @@ def _attention_kernel(
         )
 
 
-@jit
+@triton.jit
 def _merge_kernel(
     tokens: tl.tensor,
     counts: tl.tensor,

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
-from triton import jit
 
 from logprobe.kernels.triton.pieces import store_pieces
 
@@ -65,7 +64,7 @@ def norm(
     return out
 
 
-@jit
+@triton.jit
 def _norm_kernel(
     x: tl.tensor,
     weight: tl.tensor,
@@ -161,7 +160,7 @@ def rotate_and_store(
         )
 
 
-@jit
+@triton.jit
 def _rotary_kernel(
     projected: tl.tensor,
     cosines: tl.tensor,
@@ -250,9 +249,9 @@ def gate(x: Tensor, activation: str, out: Tensor, *, has_values: bool) -> Tensor
     return out
 
 
-@jit
+@triton.jit
 def tanh(x: tl.tensor) -> tl.tensor:
-    """Return tanh(x), by its series near 0, where the quotient would lose digits."""
+    """Return the hyperbolic tangent, by its series near 0, where the quotient would lose digits."""
     square = x * x
     series = x * (
         1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835))))
@@ -261,7 +260,7 @@ def tanh(x: tl.tensor) -> tl.tensor:
     return tl.where(square < 0.04, series, quotient)
 
 
-@jit
+@triton.jit
 def _gate_kernel(
     x: tl.tensor,
     out: tl.tensor,

@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import torch
+import triton
 import triton.language as tl
-from triton import jit, knobs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 NUM_PIECES: Final = {"bf16x3": 3, "bf16": 1}  # by arithmetic
-IS_INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 def split(x: Tensor, num_pieces: int) -> Tensor:
@@ -34,7 +34,7 @@ def join(pieces: Tensor) -> Tensor:
     return pieces.double().sum(0).float()
 
 
-@jit
+@triton.jit
 def multiply(a: tl.tensor, b: tl.tensor, total: tl.tensor) -> tl.tensor:
     """Add the product of two bfloat16 tiles to a float32 tile (Triton's interpreter has no bfloat16)."""
     if IS_INTERPRETED:
@@ -42,7 +42,7 @@ def multiply(a: tl.tensor, b: tl.tensor, total: tl.tensor) -> tl.tensor:
     return tl.dot(a, b, total)
 
 
-@jit
+@triton.jit
 def store_pieces(
     out: tl.tensor,
     offsets: tl.tensor,

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Final
 import torch
 import triton
 import triton.language as tl
-from triton import jit
 
 from logprobe.kernels.triton.pieces import multiply
 
@@ -127,7 +126,7 @@ def _tile(num_rows: int, num_outputs: int) -> dict[str, int]:
     }
 
 
-@jit
+@triton.jit
 def _finish(
     total: tl.tensor, bias: tl.tensor, residual: tl.tensor, outputs: tl.tensor, is_output: tl.tensor,
     places: tl.tensor, mask: tl.tensor, factor: tl.tensor, has_bias: tl.constexpr, has_residual: tl.constexpr,
@@ -141,7 +140,7 @@ def _finish(
     return total
 
 
-@jit
+@triton.jit
 def _sum_kernel(
     sums: tl.tensor,
     bias: tl.tensor,
@@ -174,7 +173,7 @@ def _sum_kernel(
     tl.store(out + row * out_stride + outputs[None, :], total, mask=mask)
 
 
-@jit
+@triton.jit
 def _linear_kernel(
     x: tl.tensor,
     weight: tl.tensor,
@@ -246,7 +245,7 @@ def _linear_kernel(
         if num_pieces == 3:
             part = multiply(high, second, part)
         split += multiply(high, first, part)
-        if has_splits and not is_split:
+        if has_splits and not is_split:  # noqa: SIM102 - the first is known when the kernel is compiled
             if (start // block_inputs + 1) % split_steps == 0:
                 total += split
                 split = tl.zeros([block_outputs, block_rows], tl.float32)

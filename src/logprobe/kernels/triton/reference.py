@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch.nn import functional
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from logprobe.kernels.attention.api import ScoreRule
     from logprobe.kernels.triton.attention import Tiles
 
-_ACTIVATIONS = {
+_ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
@@ -33,15 +35,16 @@ def linear(
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, *, is_centred: bool) -> Tensor:
     """Return the twin of `layers.norm` without a residual."""
-    parts = x.double().unflatten(1, (-1, len(weight)))
+    parts = x.double().view(len(x), -1, len(weight))
     if is_centred:
         parts = parts - parts.mean(-1, keepdim=True)
     parts = parts / (parts.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight.double()
-    return (parts if bias is None else parts + bias.double()).flatten(1)
+    out: Tensor = (parts if bias is None else parts + bias.double()).flatten(1)
+    return out
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor, *, is_paired: bool) -> Tensor:
-    """Return the twin of the rotation in `layers.rotate_and_store`, (rows, heads, head_dim) of queries or keys."""
+    """Return the twin of the rotation in `layers.rotate_and_store`, of (rows, heads, head_dim)."""
     pairs = cosines.shape[1]
     x, (cosines, sines) = x.double(), (part.double()[:, None] for part in (cosines, sines))
     turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
@@ -56,7 +59,10 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor, *, is_paired: bool) -> Ten
 
 def gate(x: Tensor, activation: str, *, has_values: bool) -> Tensor:
     """Return the twin of `layers.gate`."""
-    gates, values = x.double().chunk(2, dim=1) if has_values else (x.double(), 1.0)
+    gates = x.double()
+    if not has_values:
+        return _ACTIVATIONS[activation](gates)
+    gates, values = gates.chunk(2, dim=1)
     return _ACTIVATIONS[activation](gates) * values
 
 

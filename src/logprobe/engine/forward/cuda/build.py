@@ -95,7 +95,7 @@ def decoder_of(
 
 
 def parameters(source: Source, module: Any, device: str) -> dict[str, torch.Tensor]:
-    """Return a module's parameters on a device, by their names; one that several modules share goes by one name.
+    """Return a module's parameters on a device, by name; one that several modules share has one name.
 
     Floats stay as they lie in the checkpoint; weights that lie there in blocks take the narrowest float that
     holds them exactly.

@@ -382,7 +382,7 @@ class CudaDecoder:
         if self.spec.normalises_experts:
             weights /= weights.sum(-1, keepdim=True)
         weights = weights.float()
-        for number in chosen.unique().tolist():
+        for number in torch.unique(chosen).tolist():
             rows, places = torch.where(chosen == number)
             inner = self._gated(linear(x[:, rows].contiguous(), experts.inner[number]))
             hidden.index_add_(0, rows, linear(inner, experts.down[number]) * weights[rows, places, None])

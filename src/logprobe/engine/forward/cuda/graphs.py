@@ -71,18 +71,18 @@ class StepGraphs:
         host = torch.from_numpy(numbers).pin_memory()
         target[: len(numbers)].copy_(host, non_blocking=True)
 
-    def _capture(self, size: int, num_segments: int, is_long: bool) -> tuple[Any, Tensor]:  # noqa: FBT001
-        rows = torch.split(self._columns[: 6 * size], size)
+    def _capture(self, size: int, num_segments: int, is_long: bool) -> tuple[Any, Tensor]:
+        ids, positions, slots, begins, lengths, counts = torch.split(self._columns[: 6 * size], size)
         tiles = Tiles(
             tokens=self._numbers[:size],
-            counts=rows[5],
-            begins=rows[3],
-            lengths=rows[4],
+            counts=counts,
+            begins=begins,
+            lengths=lengths,
             slots=self._contexts,
             max_tokens=1,
             num_segments=num_segments,
         )
-        step = StepArrays(*rows[:3], (tiles,))
+        step = StepArrays(ids, positions, slots, (tiles,))
         cuda: Any = torch.cuda  # half of it has no types
         stream = cuda.Stream(self._decoder.device)
         stream.wait_stream(cuda.current_stream())

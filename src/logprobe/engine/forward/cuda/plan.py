@@ -82,34 +82,25 @@ def step_arrays(
     many = tile_tokens(heads, kv_heads, is_decode=False)
     tiles: dict[bool, list[tuple[int, int, int, int]]] = {True: [], False: []}
     first = begin = 0
-    for slots, length in zip(plan.contexts, plan.lengths, strict=True):
+    for context, length in zip(plan.contexts, plan.lengths, strict=True):
         is_short = length <= few
         size = few if is_short else many
         for start in range(0, length, size):
             count = min(size, length - start)
-            tiles[is_short].append((first + start, count, begin, len(slots) - length + start + 1))
+            tiles[is_short].append((first + start, count, begin, len(context) - length + start + 1))
         first += length
-        begin += len(slots)
-    kinds = [
-        (np.array(rows, np.int32).T, few if is_short else many, is_short)
-        for is_short, rows in tiles.items()
-        if rows
-    ]
-    columns = [token_ids, positions, plan.new_slots, *(column for rows, *_ in kinds for column in rows)]
-    parts = _copied([*columns, plan.flat_contexts], plan.device)
-    own, contexts = iter(parts[3:-1]), parts[-1]
-    return StepArrays(
-        *parts[:3],
-        tuple(
-            Tiles(
-                *(next(own) for _ in range(4)),
-                slots=contexts,
-                max_tokens=size,
-                num_segments=-(-plan.max_context // SEGMENT) if is_short else 0,
-            )
-            for _, size, is_short in kinds
-        ),
-    )
+        begin += len(context)
+    kinds = [(rows, few if is_short else many, is_short) for is_short, rows in tiles.items() if rows]
+    columns = [token_ids, positions, plan.new_slots]
+    for rows, _, _ in kinds:
+        columns.extend(np.array(rows, np.int32).T)
+    ids, places, slots, *own, contexts = _copied([*columns, plan.flat_contexts], plan.device)
+    made = []
+    for number, (_, max_tokens, is_short) in enumerate(kinds):
+        tokens, counts, begins, lengths = own[4 * number : 4 * number + 4]
+        num_segments = -(-plan.max_context // SEGMENT) if is_short else 0
+        made.append(Tiles(tokens, counts, begins, lengths, contexts, max_tokens, num_segments))
+    return StepArrays(ids, places, slots, tuple(made))
 
 
 def _copied(columns: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
