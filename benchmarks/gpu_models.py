@@ -170,6 +170,7 @@ class Ours:
 
         # Random weights in bfloat16 arithmetic are far from the reference; `accuracy` tells how far ours are.
         self.decoder = decoder_of(module, arithmetic=arithmetic, tolerance=0.5)
+        module.set_attn_implementation("sdpa")  # in the place of the comparison's
         self.device = module.lm_head.weight.device
         self.pool = self.decoder.new_pool(num_texts * text_len)
         self.decoder.record_on(self.pool, text_len)

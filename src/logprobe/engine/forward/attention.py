@@ -65,6 +65,11 @@ class AttentionPlan:
     uses_kernels: bool = False  # chunks go through our kernel; else through torch's fused attention
     masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def longest_chunk(self) -> int:
+        """Length of the longest context that a chunk has."""
+        return max((len(chunk.slots) for chunk in self.chunks), default=0)
+
     def mask(self, index: int, window: int | None) -> torch.Tensor | None:
         """What the rows of chunk `index` may see, (rows, context) bool; None: plain causal attention."""
         chunk = self.chunks[index]

@@ -187,9 +187,7 @@ class NativeForward:
     def _run_together(self, batch: StepBatch, *, is_long: bool) -> None:
         """Run tokens of one kind of rotary frequencies."""
         attention = self.decoder.plan(self.pool, batch)
-        leaves_scratch = self.device == "cpu" and any(
-            len(chunk.slots) >= LONG_CONTEXT for chunk in attention.chunks
-        )
+        leaves_scratch = self.device == "cpu" and attention.longest_chunk >= LONG_CONTEXT
         if leaves_scratch:
             return_freed()  # the logits of the last chunk, where it was scored
         has_loras = any(lora is not None for lora in batch.loras)

@@ -65,6 +65,9 @@ def decoder_of(
 ) -> CudaDecoder:
     """Return the GPU decoder of a loaded module of transformers, on the module's device.
 
+    The module's attention is left as the comparison set it: call its `set_attn_implementation` before it runs
+    again.
+
     Args:
         module: the model, in any dtype.
         arithmetic: of products with weights, as `EngineConfig` has it.
@@ -74,21 +77,16 @@ def decoder_of(
     Raises:
         UnsupportedModelError: there is none for this model.
     """
-    attention = module.config._attn_implementation  # noqa: SLF001 - transformers has no public reader of it
-    try:
-        with torch.inference_mode():
-            model = LazyModel.of(module)
-            proof = Proof(model, context_len=module.config.max_position_embeddings)
-            decoder = cuda_decoder(
-                model,
-                proof,
-                device=str(module.device),
-                arithmetic=arithmetic,
-                kv_dtype=kv_dtype,
-                tolerance=tolerance,
-            )
-    finally:
-        module.set_attn_implementation(attention)
+    with torch.inference_mode():
+        model = LazyModel.of(module)
+        decoder = cuda_decoder(
+            model,
+            Proof(model, context_len=module.config.max_position_embeddings),
+            device=str(module.device),
+            arithmetic=arithmetic,
+            kv_dtype=kv_dtype,
+            tolerance=tolerance,
+        )
     if isinstance(decoder, str):
         raise UnsupportedModelError(decoder)
     return decoder

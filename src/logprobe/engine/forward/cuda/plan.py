@@ -49,6 +49,11 @@ class SpanPlan:
         return np.concatenate(parts).astype(np.int32) if parts else np.empty(0, np.int32)
 
     @property
+    def longest_chunk(self) -> int:
+        """0: attention needs no memory of the host here."""
+        return 0
+
+    @property
     def is_decode(self) -> bool:
         """Whether each text has one new token."""
         return all(length == 1 for length in self.lengths)
