@@ -45,7 +45,7 @@ USED_FOR = {
     "inspect-ai": "Inspect in process",
     "openai": "the shapes of messages and replies in Inspect",
     "lighteval": "lighteval, in process and over HTTP",
-    "triton": "the GPU's extraction kernel",
+    "triton": "the decoder, extraction and draw on a GPU",
     "matplotlib": "`plot()`",
     "pandas": "`to_pandas()`",
     "polars": "`to_polars()`",

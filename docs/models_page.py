@@ -29,9 +29,10 @@ with the model's own, at its first positions, at its last and across each length
 `UnsupportedModelError`; `engine='vllm'` may run it.
 
 - **own**: with published weights, by our own decoder, a row of `engine/forward/families.py`. A model of such
-  a family runs so only where each key of its configuration and each of its tensors is known there.
+  a family runs so only where each key of its configuration and each of its tensors is known there. On a GPU
+  such a family runs by the [GPU decoder](gpu.md).
 - **generic**: by transformers' own modules, on published weights where the native kernels run. So does every
-  model with `weights="plain"`, of 16 bits or on a GPU. `logprobe info MODEL` and the log say why.
+  model with `weights="plain"` or with a `dtype` of 16 bits. `logprobe info MODEL` and the log say why.
 - Frequencies that change with the length of a text (longrope) are those of one forward pass over the whole
   text. A text that outgrows the short ones is computed again from its start.
 

@@ -53,13 +53,13 @@ class EngineConfig:
     Args:
         model: a known name (`smollm2`), a Hugging Face id, a local folder, or a `.gguf` file.
         device: `auto` (a GPU when there is one), `cpu`, or `cuda`.
-        dtype: `auto` (float32 on CPU, bfloat16 on GPU), `float32`, `bfloat16`, or `float16`, also by torch's
-            own names.
+        dtype: `auto` (float32; bfloat16 where a model runs by transformers' modules on a GPU), `float32`,
+            `bfloat16`, or `float16`, also by torch's own names.
         max_model_len: longest sequence in tokens; `None` takes the model's context.
         max_batch_tokens: most tokens that one step runs through the model.
         max_batch_rows: most requests that run at once.
         kv_bytes: bytes of the key/value pool with its hidden rows; `None` takes a quarter of
-            what the weights leave free, at most 1 GiB.
+            what the weights leave free, at most 1 GiB; on a GPU 70 % of it.
         weights: `auto` (`published` in float32 on a CPU where the native kernels run, else `plain`),
             `published` (float32 numbers from the bytes of the model's own file, or from the narrowest float
             that holds its weights exactly, widened where they are used), or `plain` (transformers' own

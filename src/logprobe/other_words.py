@@ -46,7 +46,7 @@ OTHER_WORDS: Final[dict[str, dict[str, Word]]] = {
         "block_size": Word("the cache shares prefixes token by token, not in blocks"),
         "enable_prefix_caching": Word("prefixes are shared, and numbers the same as without", SWITCH),
         "enable_chunked_prefill": Word("prompts run in chunks of max_batch_tokens, numbers the same", SWITCH),
-        "kv_cache_dtype": Word("keys and values have the dtype of the model", ("auto",)),
+        "kv_cache_dtype": Word("kv_dtype is the dtype of cached keys and values", ("auto",)),
         "enforce_eager": Word(LAUNCHES, SWITCH),
         "max_seq_len_to_capture": Word(LAUNCHES),
         "disable_custom_all_reduce": Word(ONE_DEVICE, SWITCH),
