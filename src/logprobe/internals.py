@@ -35,13 +35,6 @@ INTERNALS = (
         without="the command ends with an AttributeError",
     ),
     Internals(
-        owner="transformers:PreTrainedConfig",
-        names=("_attn_implementation",),
-        used_in=("engine/forward/cuda/build.py",),
-        purpose="names the attention of a module that was given, which is set back after it was proven",
-        without="a module in memory cannot become a GPU decoder; models that are loaded do not need it",
-    ),
-    Internals(
         owner="torch.nn:Module",
         names=("_modules",),
         used_in=("engine/forward/generic.py",),

@@ -110,6 +110,8 @@ class NativeForward:
             self._memory.release()
             self._memory = None
         give_back_memory()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
 
     def _reserve_slots(self, kv_bytes: int, ready: ReadyModel) -> None:
         slot_numbers = sum(prod(shape) for shapes in ready.kv_shapes.values() for shape in shapes)
