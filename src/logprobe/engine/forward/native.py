@@ -122,6 +122,12 @@ class NativeForward:
                 "kv_bytes", f"one token takes {slot_bytes} bytes; give room for more of them"
             )
         self._memory = _reserve(kv_bytes) if self.device == "cpu" else None
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+            free_bytes, _ = torch.cuda.mem_get_info()
+            what = f"{kv_bytes} bytes are more than the {free_bytes} that are free on the GPU"
+            remedy = "ask for fewer (replacing weights holds two caches for a moment)"
+            require(kv_bytes <= free_bytes, "kv_bytes", f"{what}; {remedy}")
         self.pool = KVPool(self.num_slots)
         self.pool.lay_out(ready.kv_shapes, partial(self._new_zeros, dtype=ready.kv_dtype))
         self.hidden = self._new_zeros((self.num_slots, ready.hidden_size), dtype=self.dtype)
@@ -165,6 +171,7 @@ class NativeForward:
     def _default_kv_bytes(self, num_pools: int) -> int:
         if self.device == "cpu":
             return default_kv_bytes(num_pools)
+        torch.cuda.empty_cache()  # what the comparison at load took
         free_bytes, _ = torch.cuda.mem_get_info()
         return int(free_bytes * GPU_SHARE / num_pools)
 

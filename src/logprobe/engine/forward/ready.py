@@ -97,7 +97,9 @@ def make_ready(
         why_plain = made
         remedy = f"the GPU decoder does not run this model: {made}; leave it out"
         require(arithmetic == "auto", "arithmetic", f"{arithmetic} cannot be used: {remedy}")
+        require(kv_dtype == torch.float32, "kv_dtype", f"{kv_dtype} cannot be used: {remedy}")
         dtype = dtype or torch.bfloat16
+        logger.warning("%s: runs by transformers' modules in %s: %s", files.name, dtype, made)
     dtype = dtype or torch.float32
     if weights == "published" and why_plain is not None:
         remedy = "use auto or plain" + (f", or {REMEDY}" if native_library() is None else "")

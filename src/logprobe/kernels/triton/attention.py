@@ -29,6 +29,7 @@ SEGMENT: Final = 256  # keys
 NO_WINDOW: Final = 1 << 30
 DECODE_ROWS: Final = 16  # of a tile: tokens times the heads of a group
 CHUNK_ROWS: Final = 32
+MAX_PARTIAL_BYTES: Final = 1 << 30  # of segments that are to be merged
 NUM_WARPS: Final = 4
 DECODE_STAGES: Final = 3  # keys and values of the next blocks are read ahead
 CHUNK_STAGES: Final = 1
@@ -78,6 +79,8 @@ def attend(query: Tensor, pool: tuple[Tensor, Tensor], tiles: Tiles, rule: Score
     block_rows = max(16, triton.next_power_of_2(group * tiles.max_tokens))
     block_dim = max(16, triton.next_power_of_2(head_dim))
     num_segments = tiles.num_segments
+    if 4 * num_tiles * kv_heads * num_segments * block_rows * block_dim > MAX_PARTIAL_BYTES:
+        num_segments = 0  # so many tiles fill the GPU by themselves
     partial = sums = out
     if num_segments:
         places = num_tiles * kv_heads * num_segments * block_rows

@@ -54,5 +54,5 @@ def store_pieces(
     """Store the pieces of float32 numbers at the offsets of each piece, `stride` numbers apart."""
     for piece in tl.static_range(num_pieces):
         part = x.to(tl.bfloat16)
-        tl.store(out + piece * stride + offsets, part, mask=mask)
+        tl.store(out + piece * tl.cast(stride, tl.int64) + offsets, part, mask=mask)
         x -= part.to(tl.float32)

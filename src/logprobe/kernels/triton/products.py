@@ -13,7 +13,8 @@ is the same in any batch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import functools
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import triton
@@ -59,6 +60,8 @@ def linear(
         return out
     splits = num_splits(num_outputs, num_inputs)
     tile = _tile(num_rows, num_outputs)
+    if x.is_cuda:
+        tile["num_stages"] = _num_stages(tile, weight.element_size(), num_pieces, x.device)
     grid = (triton.cdiv(num_rows, tile["block_rows"]), triton.cdiv(num_outputs, tile["block_outputs"]))
     is_split = splits > 1 and grid[0] * grid[1] < 2 * ENOUGH_TILES
     sums = (
@@ -124,6 +127,19 @@ def _tile(num_rows: int, num_outputs: int) -> dict[str, int]:
         "num_warps": 4,
         "num_stages": 4,
     }
+
+
+def _num_stages(tile: dict[str, int], item_bytes: int, num_pieces: int, device: torch.device) -> int:
+    """Return how many blocks of inputs are read ahead: as many as the shared memory of the GPU holds."""
+    rows_bytes = 2 * num_pieces * tile["block_rows"]
+    stage_bytes = BLOCK_INPUTS * (item_bytes * tile["block_outputs"] + rows_bytes)
+    return max(1, min(tile["num_stages"], _shared_bytes(device) // stage_bytes))
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 @triton.jit
@@ -208,6 +224,8 @@ def _linear_kernel(
     is_output = outputs < num_outputs
     x_places = x + rows[None, :].to(tl.int64) * num_inputs + inputs[:, None]
     weight_places = weight + outputs[:, None].to(tl.int64) * num_inputs + inputs[None, :]
+    second_piece = x_places + tl.cast(piece_stride, tl.int64)
+    third_piece = second_piece + tl.cast(piece_stride, tl.int64)
     total = tl.zeros([block_outputs, block_rows], tl.float32)
     split = tl.zeros([block_outputs, block_rows], tl.float32)
     first_input = 0
@@ -227,8 +245,8 @@ def _linear_kernel(
         # The smallest products first. Those below the last bit of the largest are left out.
         first = tl.load(x_places + start, mask=x_mask, other=0.0)
         if num_pieces == 3:
-            second = tl.load(x_places + piece_stride + start, mask=x_mask, other=0.0)
-            third = tl.load(x_places + 2 * piece_stride + start, mask=x_mask, other=0.0)
+            second = tl.load(second_piece + start, mask=x_mask, other=0.0)
+            third = tl.load(third_piece + start, mask=x_mask, other=0.0)
         high = weights.to(tl.bfloat16)
         if weight_pieces > 1:
             left = weights.to(tl.float32) - high.to(tl.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,9 +18,11 @@ from logprobe.engine.forward.cuda.build import decoder_of, parameters
 from logprobe.engine.forward.cuda.decoder import CudaDecoder
 from logprobe.engine.forward.cuda.plan import SpanPlan
 from logprobe.engine.forward.families import FAMILIES
+from logprobe.engine.forward.native import NativeForward
 from logprobe.engine.forward.own import describe, frequencies
 from logprobe.engine.forward.proof import Proof
-from logprobe.errors import UnsupportedModelError
+from logprobe.errors import ParameterError, UnsupportedModelError
+from logprobe.models import ModelFiles
 from logprobe.models.lazy import LazyModel
 from logprobe.models.sources import StateSource
 
@@ -135,6 +138,19 @@ def test_a_load_compares_the_decoder_with_transformers() -> None:
         decoder_of(model_of("glm4").to(DEVICE))
 
 
-def test_the_cpu_refuses_the_arithmetic_of_a_gpu() -> None:
-    config = EngineConfig(model="tiny", device="cpu", arithmetic="bf16x3")
-    assert config.arithmetic == "bf16x3"
+@pytest.mark.parametrize(
+    "settings", [{"arithmetic": "bf16x3"}, {"arithmetic": "bf16"}, {"kv_dtype": "bfloat16"}]
+)
+def test_the_cpu_refuses_the_settings_of_a_gpu(settings: dict[str, Any]) -> None:
+    with pytest.raises(ParameterError) as refused:
+        NativeForward(
+            EngineConfig(model="tiny", device="cpu", **settings), ModelFiles("tiny", Path("/nowhere"))
+        )
+    assert [refused.value.parameter] == [*settings]
+
+
+@pytest.mark.parametrize("settings", [{"arithmetic": "fp8"}, {"kv_dtype": "float16"}])
+def test_unknown_values_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ParameterError) as refused:
+        EngineConfig(model="tiny", **settings)
+    assert [refused.value.parameter] == [*settings]

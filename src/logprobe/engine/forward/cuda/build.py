@@ -43,6 +43,8 @@ def cuda_decoder(
     tensors |= {name: tensor.to(device) for name, tensor in frequencies(model.module, spec).items()}
     try:
         decoder = CudaDecoder(spec, tensors, device=device, arithmetic=arithmetic, kv_dtype=kv_dtype)
+    except torch.OutOfMemoryError:
+        raise
     except (KeyError, ValueError, AttributeError, TypeError, RuntimeError) as error:
         return f"it is put together in another way ({type(error).__name__}: {error})"
     if decoder.unplaced:
@@ -51,6 +53,8 @@ def cuda_decoder(
         if tolerance is None and (arithmetic != "bf16x3" or kv_dtype != torch.float32):
             tolerance = BF16_TOLERANCE
         proof.prove(decoder, tolerance=tolerance)
+    except torch.OutOfMemoryError:
+        raise
     except (UnsupportedModelError, RuntimeError, IndexError) as error:
         return f"the GPU decoder gives other numbers ({error})"
     return decoder
@@ -104,8 +108,8 @@ def parameters(source: Source, module: Any, device: str) -> dict[str, torch.Tens
 
 
 def _read(source: Source, name: str, device: str) -> torch.Tensor:
-    tensor = source.read(name).detach().to(device)
+    tensor = source.read(name).detach().to(device, copy=True)  # its file is not mapped beyond this
     if tensor.dtype == torch.float32 and tensor.dim() > 1:
         narrow = (tensor.to(dtype) for dtype in WEIGHTS)
-        tensor = next(part for part in narrow if torch.equal(part.float(), tensor))
-    return tensor.clone()
+        tensor = next((part for part in narrow if torch.equal(part.float(), tensor)), tensor)
+    return tensor

@@ -163,7 +163,7 @@ class CudaDecoder:
         if is_tied:
             self._parts[spec.head] = embedding, 0
         positions = self.family.positions
-        self.positions = None if positions is None else self._linear([f"{spec.path}.{positions}"]).weight
+        self.positions = None if positions is None else self._take(f"{spec.path}.{positions}.weight")
         self.layers = [self._layer(index) for index in range(len(spec.rules))]
         self.last_norm = self._norm(f"{spec.path}.{self.family.last_norm}")
         self.frequencies = {name: tensors.pop(name) for name in list(tensors) if "inv_freq." in name}
@@ -397,7 +397,7 @@ class CudaDecoder:
         has_experts = facts is not None and f"{prefix}.{facts.router}.weight" in self._tensors
         if facts is not None and has_experts:
             experts = Experts(
-                self._linear([f"{prefix}.{facts.router}"]),
+                self._linear([f"{prefix}.{facts.router}"], takes_lora=False),
                 self._take(f"{prefix}.{facts.gates}"),
                 self._take(f"{prefix}.{facts.down}"),
             )
@@ -434,7 +434,7 @@ class CudaDecoder:
             rule=ScoreRule(rule.scale, rule.window, rule.softcap),
         )
 
-    def _linear(self, names: Sequence[str]) -> Linear:
+    def _linear(self, names: Sequence[str], *, takes_lora: bool = True) -> Linear:
         """Take the weights of some linear layers with the same inputs."""
         weights, biases = [], []
         is_transposed = self.family.is_transposed and names[0].startswith(
@@ -458,7 +458,8 @@ class CudaDecoder:
         made = Linear(dict(zip(names, sizes, strict=True)), weight.contiguous(), bias)
         start = 0
         for name, size in made.names.items():
-            self._parts[name] = made, start
+            if takes_lora:
+                self._parts[name] = made, start
             own = made.weight[start : start + size]
             self._own[f"{name}.weight"] = own.T if is_transposed else own
             start += size

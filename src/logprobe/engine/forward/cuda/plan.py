@@ -86,10 +86,11 @@ def step_arrays(
     few = tile_tokens(heads, kv_heads, is_decode=True)
     many = tile_tokens(heads, kv_heads, is_decode=False)
     tiles: dict[bool, list[tuple[int, int, int, int]]] = {True: [], False: []}
-    first = begin = 0
+    first = begin = longest = 0  # the last: context of a text whose segments are programs of their own
     for context, length in zip(plan.contexts, plan.lengths, strict=True):
         is_short = length <= few
         size = few if is_short else many
+        longest = max(longest, len(context) if is_short else 0)
         for start in range(0, length, size):
             count = min(size, length - start)
             tiles[is_short].append((first + start, count, begin, len(context) - length + start + 1))
@@ -103,7 +104,7 @@ def step_arrays(
     made = []
     for number, (_, max_tokens, is_short) in enumerate(kinds):
         tokens, counts, begins, lengths = own[4 * number : 4 * number + 4]
-        num_segments = -(-plan.max_context // SEGMENT) if is_short else 0
+        num_segments = -(-longest // SEGMENT) if is_short else 0
         made.append(Tiles(tokens, counts, begins, lengths, contexts, max_tokens, num_segments))
     return StepArrays(ids, places, slots, tuple(made))
 
