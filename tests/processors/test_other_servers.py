@@ -210,6 +210,6 @@ def test_an_unknown_setting_names_the_nearest_or_all(name: str, near: str | None
     settings: dict[str, Any] = {name: 1}
     with pytest.raises(ParameterError) as caught:
         LLM("smollm2", **settings)
-    assert (f"did you mean {near!r}" if near else "known: arithmetic, batch_invariant, data_parallel, device") in str(
-        caught.value
-    )
+    assert (
+        f"did you mean {near!r}" if near else "known: arithmetic, batch_invariant, data_parallel, device"
+    ) in str(caught.value)
