@@ -66,7 +66,7 @@ class OutOfTimeError(Exception):
 
 @dataclass(kw_only=True)
 class Sizes:
-    """How much is measured."""
+    """Sizes of the measurements."""
 
     models: tuple[str, ...] = ("1B", "8B")
     accuracy: tuple[int, int] = (4, 512)  # texts, tokens of each
@@ -141,7 +141,7 @@ class Results:
 
 @dataclass(kw_only=True)
 class Run:
-    """What a section measures with, and where its rows go."""
+    """Settings of a section, and the results that it adds rows to."""
 
     results: Results
     sizes: Sizes
@@ -307,7 +307,7 @@ def _chosen(rows: torch.Tensor, text: Any) -> torch.Tensor:
 
 
 def bits(run: Run) -> None:
-    """Count rows whose bits depend on what runs beside them, or on how their prompt is cut."""
+    """Count rows whose bits depend on the batch or on how their prompt is cut."""
     module = random_model(run.sizes.models[0], run.device)
     num = max(run.sizes.bits_rows)
     low, high = run.sizes.bits_lengths
@@ -450,7 +450,7 @@ def _our_step(run: Run, module: Any, rows: int) -> Row:
         return found
 
     step_ms = median_ms(step, run.device, run.sizes.repeats, warm_up=5)
-    # As an engine runs it: the step is planned anew, and the host has the tokens before the next step.
+    # As an engine runs it: each step is planned, and its tokens are copied to the host.
     return {"step_ms": step_ms, "with_host_ms": median_ms(whole, run.device, run.sizes.repeats)}
 
 
@@ -510,7 +510,7 @@ def prefill(run: Run) -> None:
 
 
 def parts(run: Run) -> None:
-    """Time the kernels of a layer by the decoder's own profile, beside what they read and multiply."""
+    """Time the products of a layer; report bandwidth and arithmetic rate."""
     shape = run.sizes.models[-1]
     module = random_model(shape, run.device, has_outliers=False)
     config = module.config
@@ -618,7 +618,7 @@ def _generation(run: Run, llm: Any, *, overlap: bool) -> None:
     vocab_size = llm.engine.capabilities().vocab_size
     for number, rows in enumerate(run.sizes.requests):
         base_rate = 0.0
-        for k in run.sizes.logprobs[::2] if overlap else run.sizes.logprobs:
+        for setting, k in enumerate(run.sizes.logprobs[::2] if overlap else run.sizes.logprobs):
             run.check()
             params = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True, logprobs=k)
 
@@ -626,8 +626,10 @@ def _generation(run: Run, llm: Any, *, overlap: bool) -> None:
                 prompts = [text.tolist() for text in random_texts([prompt_len] * rows, vocab_size, seed)]
                 return llm.generate(prompts, params)
 
-            call(1000 + number)  # kernels are compiled, and graphs captured, before what is timed
-            seconds = min(wall_seconds(partial(call, seed), run.device) for seed in (1, 2))
+            # Other texts each time, which the prefix cache does not hold.
+            first = 100 * number + 10 * setting
+            call(first)  # kernels are compiled, and graphs captured, before what is timed
+            seconds = min(wall_seconds(partial(call, first + again), run.device) for again in (1, 2))
             rate = rows * new / seconds
             base_rate = base_rate or rate
             run.add(
@@ -659,7 +661,7 @@ def _prompts(run: Run, llm: Any) -> None:
 
 
 def extract(run: Run) -> None:
-    """Time extraction from rows of logits, beside torch's operators and one reading of the rows."""
+    """Time extraction from logits; compare with PyTorch and with one read of the logits."""
     from logprobe.kernels.extraction.api import allocate, check_requests, check_rows, fill
 
     most, vocab_size = max(run.sizes.extract_rows), run.sizes.vocab_size

@@ -42,12 +42,14 @@ class Layout:
     why_generic: str | None  # why it runs by transformers' own modules, where it does
     rope_boundary: int | None  # tokens above which a text runs under other rotary frequencies
     probe_difference: float  # largest at load, nats
+    kv_dtype: str = "float32"  # of cached keys and values
 
     @property
     def layers(self) -> str:
         """Such as `30 by our own decoder`."""
         if self.why_generic is None:
-            return f"{self.num_layers} by our own decoder"
+            cache = "" if self.kv_dtype == "float32" else f", {self.kv_dtype} keys and values"
+            return f"{self.num_layers} by our own decoder{cache}"
         return f"{self.num_layers} by transformers' modules: {self.why_generic}"
 
 

@@ -406,14 +406,9 @@ class Decoder:
         else:
             mlp = self._feed_forward([f"{prefix}.{name}" for name in family.gates], f"{prefix}.{family.down}")
         rule = spec.rules[index]
-        names_of_norms = (
-            family.before_attention,
-            family.after_attention,
-            None if spec.is_parallel and family.shares_norm else family.before_mlp,
-            family.after_mlp,
-        )
         before_attention, after_attention, before_mlp, after_mlp = (
-            None if name is None else self._norm(f"{prefix}.{name}") for name in names_of_norms
+            None if name is None else self._norm(f"{prefix}.{name}")
+            for name in family.layer_norms(is_parallel=spec.is_parallel)
         )
         return Layer(
             index=index,

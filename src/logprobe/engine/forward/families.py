@@ -105,6 +105,11 @@ class Family:
     experts: ExpertFacts | None = None  # of those layers that have a router
     reads: frozenset[str] = field(default=frozenset())
 
+    def layer_norms(self, *, is_parallel: bool) -> tuple[str | None, str | None, str | None, str | None]:
+        """Return the names of a layer's norms: before and after attention, before and after the MLP."""
+        before_mlp = None if is_parallel and self.shares_norm else self.before_mlp
+        return self.before_attention, self.after_attention, before_mlp, self.after_mlp
+
     def unread(self, config: Any) -> list[str]:
         """The keys of a configuration that are not at their defaults and that no one here answers for."""
         own, default = config.to_dict(), type(config)().to_dict()

@@ -81,7 +81,7 @@ def make_ready(
             float32 on a CPU and bfloat16 on a GPU.
         device: `cpu` or `cuda`.
         weights: their form.
-        state: other weights, of which nothing is stored.
+        state: weights to load in place of those of the files; they are not cached.
         arithmetic: of products, as `EngineConfig` has it.
         kv_dtype: of cached keys and values on a GPU.
 
@@ -270,6 +270,7 @@ def _ready(
     arithmetic: str = "fma",
 ) -> ReadyModel:
     has_panels = arithmetic != "torch"
+    kv_dtype: torch.dtype = getattr(decoder, "kv_dtype", proof.model.dtype)
     return ReadyModel(
         decoder=decoder,
         kv_shapes=kv_shapes,
@@ -280,13 +281,14 @@ def _ready(
             why_generic=why_generic,
             rope_boundary=proof.rope_boundary,
             probe_difference=proof.largest_difference,
+            kv_dtype=str(kv_dtype).removeprefix("torch."),
         ),
         hidden_size=hidden_size,
         vocab_size=proof.model.config.get_text_config(decoder=True).vocab_size,
         context_len=proof.context_len,
         eos_token_ids=_eos_token_ids(proof.model),
         dtype=proof.model.dtype,
-        kv_dtype=getattr(decoder, "kv_dtype", proof.model.dtype),
+        kv_dtype=kv_dtype,
     )
 
 

@@ -1,7 +1,7 @@
 """The draw on a GPU, in Triton: one program a row, and only token ids come to the host.
 
 Rows that are truncated (top-k, top-p, min-p) are not drawn here. Sums are float64, block by block in the
-order of the ids, so a row's draw depends on nothing beside it.
+order of the ids, so a row's draw does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from logprobe.kernels.draw.params import Drawn
+from logprobe.kernels.extraction.triton import aligned
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,8 +26,7 @@ BLOCK: Final = 2048
 
 def draw_rows(logits: Tensor, params: DrawParams) -> Drawn:
     """Draw one token a row from (B, V) float32 logits on a GPU, of rows that are not truncated."""
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
+    logits = aligned(logits)
     device = logits.device
     temperatures, uniforms = (
         torch.from_numpy(column).to(device, torch.float64)

@@ -50,7 +50,7 @@ def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
     num_rows, vocab_size = logits.shape
     if num_rows == 0:
         return
-    logits = _aligned(logits.detach())
+    logits = aligned(logits.detach())
     chosen_ids = copy_to(requests.chosen_ids, logits.device)
     num_splits = triton.cdiv(vocab_size, SPLIT)
     sums = logits.new_empty((num_rows, 6, num_splits), dtype=torch.float32)
@@ -91,8 +91,8 @@ def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
         )
 
 
-def _aligned(logits: Tensor) -> Tensor:
-    """Rows aligned as contiguous ones are: Triton sums in another order where it cannot load vectors."""
+def aligned(logits: Tensor) -> Tensor:
+    """Return rows aligned like contiguous ones: Triton sums in another order where it cannot load vectors."""
     is_aligned = logits.stride(0) % 16 == 0 and logits.data_ptr() % 16 == 0
     if logits.stride(1) == 1 and is_aligned == (logits.shape[1] % 16 == 0):
         return logits
@@ -156,7 +156,7 @@ def _pack(values: tl.tensor, ids: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _second(values: tl.tensor, highest: tl.tensor, seconds: tl.tensor) -> tl.tensor:
-    """The second largest of `values`, of which `highest` is the largest, and `seconds`; equals are two."""
+    """Return the second largest of `values`, whose largest is `highest`, and `seconds`; count duplicates."""
     is_highest = values == highest
     others = tl.max(tl.where(is_highest, seconds, values))
     return tl.where(tl.sum(is_highest.to(tl.int32)) > 1, highest, others)

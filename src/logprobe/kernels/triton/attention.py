@@ -1,11 +1,11 @@
 """Attention over a paged cache of keys and values, for decode steps and prompt chunks alike.
 
-A tile holds the heads of one key/value head for one or several tokens of a text. The keys of a text are cut
-into segments of SEGMENT by their positions; each segment has its own softmax (Dao et al. 2022), and the
-segments of a row are merged in their order (flash decoding). A decode step has too few tiles for a GPU, so
-there each segment is a program of its own and a second kernel merges them; in a prompt chunk one program does
-both. Sums over keys are made by tensor cores, whose order does not depend on the shape of a tile, so a row
-has the same bits either way. Operands are float32, multiplied as three TF32 products.
+A tile holds the query heads that share a key/value head, for one or several tokens of a text. The keys of a
+text are split by position into segments of SEGMENT keys; each segment has its own online softmax (Dao et al.
+2022), and the segments of a row are merged in order, as in flash decoding. A decode step has too few tiles to
+fill a GPU, so each segment runs as a separate program and a second kernel merges them; for a prompt chunk one
+program does both. Tensor cores add over the keys in an order that does not depend on the shape of a tile, so
+both give the same bits. Operands are float32, multiplied as three TF32 products.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Products of activations with weights on tensor cores, accurate to float32.
 
-Activations come as bfloat16 pieces (`pieces`). Weights stay as they lie: bfloat16 weights are one piece,
-float16 and float32 weights are split into two and three where they are used, so a step reads the bytes of the
-checkpoint and no more. Tensor cores round their own float32 sums toward zero, so only the products of
-BLOCK_INPUTS inputs are summed there; these partial sums are added by ordinary float32 additions.
+Activations come as bfloat16 pieces (`pieces`). Weights keep the dtype of the checkpoint: bfloat16 weights are
+one piece, float16 and float32 weights are split into two and three pieces in registers, so a step reads no
+more bytes than the checkpoint has. Tensor cores round their own float32 sums toward zero, so only the products
+of BLOCK_INPUTS inputs are summed there; these partial sums are added by ordinary float32 additions.
 
-A matrix with few outputs is cut along its inputs, too, so that all multiprocessors have work: for a few rows
-each cut is a program of its own, and `_sum_kernel` adds what they give; for many rows one program does all
-cuts. Cuts depend on the shape of the matrix alone, so the order of all sums, and with it the bits of a row,
-is the same in any batch.
+A matrix with few outputs is also split along its inputs (split-K), so that all multiprocessors have work. For
+few rows each split runs as a separate program, and `_sum_kernel` adds their results; for many rows one
+program computes all splits. The number of splits depends only on the shape of the matrix, so the order of all
+sums, and with it the bits of a row, is the same in any batch.
 """
 
 from __future__ import annotations

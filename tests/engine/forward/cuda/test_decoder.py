@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton has no build for this platform")
 from families.tiny import model_of
 from logprobe.config import EngineConfig
 from logprobe.engine.forward.cuda.build import decoder_of, parameters
-from logprobe.engine.forward.cuda.decoder import CudaDecoder
+from logprobe.engine.forward.cuda.decoder import CudaDecoder, by_pieces
 from logprobe.engine.forward.cuda.plan import SpanPlan
 from logprobe.engine.forward.families import FAMILIES
 from logprobe.engine.forward.native import NativeForward
@@ -24,6 +24,7 @@ from logprobe.engine.forward.proof import Proof
 from logprobe.errors import ParameterError, UnsupportedModelError
 from logprobe.models import ModelFiles
 from logprobe.models.lazy import LazyModel
+from logprobe.models.lora import LoraWeights, LowRank
 from logprobe.models.sources import StateSource
 
 if TYPE_CHECKING:
@@ -108,6 +109,55 @@ def test_cut_and_batched_texts_have_the_same_rows(kind: str, texts: list[Any]) -
             assert torch.equal(other, whole)
         else:
             assert float((other - whole).abs().max()) < TOLERANCE
+
+
+@pytest.mark.parametrize(("inputs", "rank", "outputs"), [(20, 1, 7), (96, 16, 64), (96, 96, 96)])
+def test_products_of_lora_weights_are_those_of_float64(inputs: int, rank: int, outputs: int) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    down, up, x = (
+        torch.randn(*shape, generator=generator).to(DEVICE)
+        for shape in ((inputs, rank), (rank, outputs), (5, inputs))
+    )
+    want = x.double() @ down.double() @ up.double()
+    difference = (by_pieces(LowRank(down, up), x).double() - want).abs().max()
+    assert float(difference / want.abs().max()) < 1e-6
+
+
+def test_lora_weights_change_the_rows_that_name_them(texts: list[Any]) -> None:
+    model = model_of("llama")
+    decoder = decoder_for(model)
+    generator = torch.Generator().manual_seed(1)
+    layers = [name for name in decoder.state() if "layers" in name and name.endswith("_proj.weight")]
+    parts = {}
+    for name in layers:
+        weight = model.get_parameter(name)
+        parts[name.removesuffix(".weight")] = LowRank(
+            0.1 * torch.randn(weight.shape[1], 3, generator=generator).to(DEVICE),
+            0.1 * torch.randn(3, weight.shape[0], generator=generator).to(DEVICE),
+        )
+    lora = LoraWeights("own", "", 1, parts)
+    decoder.check_lora(lora)
+    without = rows(decoder, texts, cuts=[])
+    lengths = [len(ids) for ids in texts]
+    decoder.loras.groups = [(lora, torch.arange(lengths[0], device=DEVICE))]  # the rows of the first text
+    got = rows(decoder, texts, cuts=[])
+    with torch.no_grad():
+        for name in layers:
+            part = parts[name.removesuffix(".weight")]
+            model.get_parameter(name).add_((part.down @ part.up).T.cpu())
+        want = model.double()(torch.from_numpy(texts[0])[None]).logits[0].log_softmax(-1)
+    assert float((got[: lengths[0]] - want).abs().max()) < TOLERANCE
+    assert float((got[lengths[0] :] - without[lengths[0] :]).abs().max()) < TOLERANCE
+    assert float((got[: lengths[0]] - without[: lengths[0]]).abs().max()) > 0.01
+
+
+@pytest.mark.parametrize("name", ["mlp.gate", "mlp.experts.gate_up_proj"])
+def test_lora_weights_of_a_layer_that_takes_none_are_refused(name: str) -> None:
+    decoder = decoder_for(model_of("qwen3_moe"))
+    part = LowRank(torch.zeros(4, 1), torch.zeros(1, 4))
+    lora = LoraWeights("own", "", 1, {f"{decoder.spec.path}.layers.0.{name}": part})
+    with pytest.raises(UnsupportedModelError, match=name):
+        decoder.check_lora(lora)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -31,7 +31,10 @@ def cuda_decoder(
     kv_dtype: torch.dtype,
     tolerance: float | None = None,
 ) -> CudaDecoder | str:
-    """Return the GPU decoder of a model whose reference logits `proof` has, or why there is none."""
+    """Return the GPU decoder of a model, or a string: the reason why the model cannot run by it.
+
+    `proof` has the reference logits of the model.
+    """
     if find_spec("triton") is None:
         return "the GPU decoder needs Triton; install logprobe[cuda]"
     from logprobe.engine.forward.cuda.decoder import CudaDecoder
@@ -79,7 +82,7 @@ def decoder_of(
         tolerance: between both models' logits, relative to the largest; None: that of the dtypes.
 
     Raises:
-        UnsupportedModelError: there is none for this model.
+        UnsupportedModelError: the GPU decoder does not support this model.
     """
     with torch.inference_mode():
         model = LazyModel.of(module)
@@ -99,8 +102,8 @@ def decoder_of(
 def parameters(source: Source, module: Any, device: str) -> dict[str, torch.Tensor]:
     """Return a module's parameters on a device, by name; one that several modules share has one name.
 
-    Floats stay as they lie in the checkpoint; weights that lie there in blocks take the narrowest float that
-    holds them exactly.
+    Floats keep the dtype of the checkpoint. Float32 matrices, and quantised blocks, take the narrowest float
+    that holds them exactly.
     """
     names = [name for name, _ in module.named_parameters()]
     read = (partial(_read, source, name, device) for name in names)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from logprobe.engine.forward.cuda.plan import StepArrays
     from logprobe.engine.protocol import StepBatch
-    from logprobe.models.lora import LoraWeights
+    from logprobe.models.lora import Dense, LoraWeights, LowRank
     from logprobe.models.stored.record import DecoderSpec
 
 EXACT: Final = "bf16x3"
@@ -84,7 +84,7 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of a layer, of which each token has a few (Shazeer et al. 2017)."""
+    """The experts of a layer; a router picks a few for each token (Shazeer et al. 2017)."""
 
     router: Linear
     inner: Tensor  # (experts, 2 * width, hidden size)
@@ -123,6 +123,14 @@ class OwnLayer:
         return self.linear.weight[self.start + start : self.start + end].float()
 
 
+def by_pieces(part: Dense | LowRank, x: Tensor) -> Tensor:
+    """(rows, inputs) → (rows, outputs) float32, by the kernels of the model's own layers."""
+    for matrix in part.matrices:
+        pieces = x.new_empty(3, *x.shape, dtype=torch.bfloat16)
+        x = linear(norm(x.contiguous(), None, out=pieces), matrix.T.contiguous())
+    return x
+
+
 class CudaDecoder:
     """Callable: a step's packed tokens → last hidden states, (num_tokens, hidden size); and the head."""
 
@@ -151,7 +159,7 @@ class CudaDecoder:
         self.spec, self.family = spec, FAMILIES[spec.family]
         self.device, self.arithmetic, self.kv_dtype = torch.device(device), arithmetic, kv_dtype
         self.num_pieces = NUM_PIECES[arithmetic]
-        self.loras = LoraRows()
+        self.loras = LoraRows(by_pieces)
         self._tensors = tensors
         self._parts: dict[str, tuple[Linear, int]] = {}  # linear layers by name, and their first output
         self._own: dict[str, Tensor] = {}  # parameters by name: those taken, or views of what they became
@@ -318,7 +326,7 @@ class CudaDecoder:
         return rotary
 
     def _head_places(self) -> tuple[tuple[int, int, int], int]:
-        """Where the first query, key and value of a projected row lie, and how far apart heads are."""
+        """Return the offsets of query, key and value in a projected row, and the stride of heads."""
         head_dim = self.spec.head_dim
         if self.family.is_by_head:
             return (0, head_dim, 2 * head_dim), 3 * head_dim
@@ -409,14 +417,9 @@ class CudaDecoder:
                 self._linear([f"{prefix}.{name}" for name in names]), self._linear([f"{prefix}.{down}"])
             )
         rule = spec.rules[index]
-        names_of_norms = (
-            family.before_attention,
-            family.after_attention,
-            None if spec.is_parallel and family.shares_norm else family.before_mlp,
-            family.after_mlp,
-        )
         before_attention, after_attention, before_mlp, after_mlp = (
-            None if name is None else self._norm(f"{prefix}.{name}") for name in names_of_norms
+            None if name is None else self._norm(f"{prefix}.{name}")
+            for name in family.layer_norms(is_parallel=spec.is_parallel)
         )
         return Layer(
             index=index,

@@ -40,7 +40,7 @@ class StepGraphs:
         self._numbers = torch.arange(ROWS[-1], dtype=torch.int32, device=decoder.device)
 
     def can_run(self, plan: SpanPlan) -> bool:
-        """Whether a step has one token of each of a few texts on this pool."""
+        """Return True for a decode step of at most ROWS[-1] texts on this pool."""
         num_rows = len(plan.lengths)
         is_few = plan.pool is self._pool and 0 < num_rows <= ROWS[-1] and plan.is_decode
         return is_few and sum(map(len, plan.contexts)) <= self._num_slots

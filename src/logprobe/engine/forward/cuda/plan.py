@@ -55,7 +55,7 @@ class SpanPlan:
 
     @property
     def is_decode(self) -> bool:
-        """Whether each text has one new token."""
+        """True for a decode step: one new token of each text."""
         return all(length == 1 for length in self.lengths)
 
     @cached_property
@@ -71,7 +71,7 @@ class SpanPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepArrays:
-    """What the kernels of a step read, on the device."""
+    """Inputs of a step's kernels, on the device."""
 
     token_ids: torch.Tensor  # (num_tokens,) int32
     positions: torch.Tensor  # (num_tokens,) int32
