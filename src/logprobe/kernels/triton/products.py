@@ -2,8 +2,8 @@
 
 Activations come as bfloat16 pieces (`pieces`). Weights keep the dtype of the checkpoint: bfloat16 weights are
 one piece, float16 and float32 weights are split into two and three pieces in registers, so a step reads no
-more bytes than the checkpoint has. Tensor cores round their own float32 sums toward zero, so only the products
-of BLOCK_INPUTS inputs are summed there; these partial sums are added by ordinary float32 additions.
+more bytes than the checkpoint has. Tensor cores round their own float32 sums toward zero, so only the
+products of BLOCK_INPUTS inputs are summed there; these partial sums are added by ordinary float32 additions.
 
 A matrix with few outputs is also split along its inputs (split-K), so that all multiprocessors have work. For
 few rows each split runs as a separate program, and `_sum_kernel` adds their results; for many rows one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +13,7 @@ pytest.importorskip("triton", reason="Triton has no build for this platform")
 from engine.forward.cuda.test_decoder import decoder_for
 from families.tiny import VOCAB_SIZE, model_of
 from families.trials import SCORED, Driven, load
+from logprobe.engine.protocol import Layout
 from logprobe.sampling import SamplingParams
 from reply_forms import edge_of
 
@@ -28,6 +30,14 @@ TOLERANCE = 2e-5  # nats
 def text() -> TextEdge:
     """No tokenizer: requests and answers are ids here."""
     return edge_of([bytes([97 + token_id % 26]) for token_id in range(VOCAB_SIZE)])
+
+
+def test_results_name_a_cache_that_is_not_float32() -> None:
+    layout = Layout(
+        weights="published", num_layers=2, why_generic=None, rope_boundary=None, probe_difference=0
+    )
+    assert layout.layers == "2 by our own decoder"
+    assert replace(layout, kv_dtype="bfloat16").layers == "2 by our own decoder, bfloat16 keys and values"
 
 
 def outputs(forward: Any, text: TextEdge) -> list[RequestOutput]:
