@@ -103,6 +103,7 @@ def chatter(client: openai.OpenAI) -> Callable[[str], None]:
             model="tiny",
             messages=[{"role": "user", "content": text}],
             max_tokens=3,
+            temperature=0.0,  # a drawn token may end the chat before its first entry
             stream=True,
             logprobs=True,
             top_logprobs=2,
