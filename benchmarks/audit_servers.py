@@ -26,13 +26,13 @@ from report import commit, newest_results, processor
 from servers import MODEL_NAME, Program, our_program, serving, vllm_program
 
 from logprobe import LLM
-from logprobe.errors import LogprobeError
-from logprobe.scoring import AuditReport, Endpoint, audit
-from logprobe.scoring.auditing.words import (
+from logprobe.analysis import AuditReport, Endpoint, audit
+from logprobe.analysis.auditing.words import (
     distribution_words,
     nats,
     steadiness_words,
 )
+from logprobe.errors import LogprobeError
 
 BENCH = "audit_servers"
 PAGE = ROOT / "docs" / "audit.md"

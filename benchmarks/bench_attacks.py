@@ -426,8 +426,8 @@ class EmptyLists(http.server.BaseHTTPRequestHandler):
 
 def audited_s() -> float:
     """How long one question to a server of empty lists takes until it is given up."""
+    from logprobe.analysis.auditing.endpoint import Connection, Endpoint
     from logprobe.errors import ServerError
-    from logprobe.scoring.auditing.endpoint import Connection, Endpoint
 
     async def ask(url: str) -> None:
         async with Connection(Endpoint(url, timeout_s=AUDIT_TIMEOUT_S)) as connection:

@@ -15,12 +15,12 @@ from typing import Any
 from harness import OURS, Figure, Options, Target, parse_options, publish
 
 from logprobe import LLM, SamplingParams
-from logprobe.scoring import score_dataset
-from logprobe.scoring.data.run import DatasetRun, OneModel
-from logprobe.scoring.data.settings import DataSettings
-from logprobe.scoring.data.sources import find_sources
-from logprobe.scoring.score import Score
-from logprobe.scoring.windows import TextTally, WindowSettings, score_windows
+from logprobe.analysis import score_dataset
+from logprobe.analysis.datasets.run import DatasetRun, OneModel
+from logprobe.analysis.datasets.settings import DataSettings
+from logprobe.analysis.datasets.sources import find_sources
+from logprobe.analysis.score import Score
+from logprobe.analysis.windows import TextTally, WindowSettings, score_windows
 
 MIB = 1 << 20
 NUM_ROWS, NUM_MANY, TEXT_BYTES = 2000, 1_000_000, 48_000_000

@@ -11,13 +11,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from harness import number
 from report import machine, newest_results
 
+from logprobe.analysis.covers import MAX_STEPS, MIN_STEPS
+from logprobe.analysis.schemas import MOST_WAYS, MOST_WAYS_IN_ALL
 from logprobe.config import EngineConfig
 from logprobe.engine.healing import ROWS_AT_ONCE as HEALING_ROWS
 from logprobe.engine.plan.shares import LARGE_PART, PLACES_PART
 from logprobe.next_token.fields import MEMBERS_A_ROW
 from logprobe.processors.builtin.grammar import MAX_STEP_ITEMS
-from logprobe.scoring.covers import MAX_STEPS, MIN_STEPS
-from logprobe.scoring.schemas import MOST_WAYS, MOST_WAYS_IN_ALL
 from logprobe.server import ServerSettings
 from logprobe.server.http.gate import PIECE_BYTES
 from logprobe.server.http.protocol import LOG_EVERY_S, MAX_HEADER_BYTES, MAX_PIPELINED

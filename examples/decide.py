@@ -11,12 +11,12 @@ import argparse
 from typing import TYPE_CHECKING
 
 from logprobe import LLM
-from logprobe.scoring import measures
+from logprobe.analysis import measures
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from logprobe.scoring import Classification
+    from logprobe.analysis import Classification
 
 # Two examples, so that the model answers with a label at all: see how the mean mass falls without them.
 PROMPT = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from logprobe.scoring.auditing.report import (
+from logprobe.analysis.auditing.report import (
     AuditReport,
     Distance,
     Errors,

@@ -13,9 +13,9 @@ from server_process import PATIENCE_S
 _COMMAND = """
 import os, resource, signal, sys
 from logprobe.cli import command
-from logprobe.scoring.data import journal, run
-from logprobe.scoring.distillation import rows
-from logprobe.scoring.distillation import run as distillation
+from logprobe.analysis.datasets import journal, run
+from logprobe.analysis.distillation import rows
+from logprobe.analysis.distillation import run as distillation
 
 run.ROWS_A_PART = distillation.BYTES_A_PART = rows.ROWS_A_CALL = 100
 run.SECONDS_A_PART = distillation.SECONDS_A_PART = float("inf")

@@ -13,11 +13,11 @@ import pyarrow as pa
 import pytest
 
 from logprobe import LLM, private_files
+from logprobe.analysis.datasets.journal import Journal
 from logprobe.errors import DownloadError, InputError
 from logprobe.models import cache
 from logprobe.models.stored.store import LoadStore
 from logprobe.private_files import claim, is_private, make_folder, write_private
-from logprobe.scoring.data.journal import Journal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

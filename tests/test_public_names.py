@@ -74,7 +74,7 @@ def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
 def test_ray_pool_is_found_by_the_path_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = object()
     monkeypatch.setitem(sys.modules, "logprobe.integrations.ray", SimpleNamespace(RayPool=pool))
-    assert importlib.import_module("logprobe.scoring.ray").RayPool is pool
+    assert importlib.import_module("logprobe.analysis.ray").RayPool is pool
 
 
 def test_every_error_is_of_one_tree_and_drawn_in_it() -> None:

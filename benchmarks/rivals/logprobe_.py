@@ -11,7 +11,7 @@ from typing import Any
 from protocol import Read, TokenIds, ask_rounds, extend_all, serve
 
 from logprobe import LLM, AsyncLM, AsyncVirtualLM, SamplingParams
-from logprobe.scoring import surprisal
+from logprobe.analysis import surprisal
 
 TICK_S = 0.001
 

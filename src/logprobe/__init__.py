@@ -12,6 +12,9 @@ from logprobe._lazy import lazy_names
 from logprobe._version import __version__
 
 if TYPE_CHECKING:
+    from logprobe.analysis import (
+        Score as Score,
+    )
     from logprobe.async_lm import (
         AsyncLM as AsyncLM,
     )
@@ -81,9 +84,6 @@ if TYPE_CHECKING:
     from logprobe.sampling import (
         SamplingParams as SamplingParams,
     )
-    from logprobe.scoring import (
-        Score as Score,
-    )
 
 # Public name -> the module that holds it.
 _HOMES = {
@@ -96,7 +96,7 @@ _HOMES = {
     "SamplingParams": "logprobe.sampling",
     "RequestOutput": "logprobe.engine.request",
     "CompletionOutput": "logprobe.engine.request",
-    "Score": "logprobe.scoring",
+    "Score": "logprobe.analysis",
     "FlatLogprobs": "logprobe.records",
     "Logprob": "logprobe.records",
     "LogprobsOnePosition": "logprobe.records",

@@ -10,12 +10,12 @@ from copy import copy
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
+from logprobe.analysis.progress import byte_bar, can_draw
+from logprobe.analysis.spellings import MAX_ROWS
+from logprobe.analysis.windows import perplexity
 from logprobe.config import EngineConfig
 from logprobe.errors import require
 from logprobe.sampling import SamplingParams
-from logprobe.scoring.progress import byte_bar, can_draw
-from logprobe.scoring.spellings import MAX_ROWS
-from logprobe.scoring.windows import perplexity
 from logprobe.text.chat import Layout
 
 if TYPE_CHECKING:
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from logprobe.analysis.labels import Asked, Classification, Correction, Judgement, Labels
+    from logprobe.analysis.members import FieldDistribution
+    from logprobe.analysis.score import Score
+    from logprobe.analysis.uncertainty import LowConfidence, Same, Uncertainty
+    from logprobe.analysis.windows import Perplexity, Truncation
     from logprobe.engine.client import OnError, Prompt
     from logprobe.engine.front import OnRunning
     from logprobe.engine.request import RequestOutput
     from logprobe.next_token.lm import NextTokenLM
     from logprobe.next_token.rows import Row
-    from logprobe.scoring.labels import Asked, Classification, Correction, Judgement, Labels
-    from logprobe.scoring.members import FieldDistribution
-    from logprobe.scoring.score import Score
-    from logprobe.scoring.uncertainty import LowConfidence, Same, Uncertainty
-    from logprobe.scoring.windows import Perplexity, Truncation
     from logprobe.text.boundary import BoundaryRule, Split
     from logprobe.text.chat import Conversation, Conversations
     from logprobe.transport.messages import Request
@@ -457,7 +457,7 @@ class LLM:
                 `content_free` that no correction asks for.
             BatchError: some requests failed.
         """
-        from logprobe.scoring.labels import classify
+        from logprobe.analysis.labels import classify
 
         return classify(
             self, prompts, labels, correction=correction, content_free=content_free, progress=progress
@@ -468,7 +468,7 @@ class LLM:
     ) -> list[float]:
         """How relevant each document is to a query, in [0, 1], by a model that answers yes or no.
 
-        P(yes) / (P(yes) + P(no)) after the layout of Qwen3-Reranker; `scoring.labels.rerank` has its parts
+        P(yes) / (P(yes) + P(no)) after the layout of Qwen3-Reranker; `analysis.labels.rerank` has its parts
         (`task`, `template`, `labels`) for other models.
 
         Raises:
@@ -476,7 +476,7 @@ class LLM:
                 is too long, by its number.
             BatchError: some requests failed.
         """
-        from logprobe.scoring.labels import rerank
+        from logprobe.analysis.labels import rerank
 
         return rerank(self, query, documents, progress=progress, **layout)
 
@@ -501,7 +501,7 @@ class LLM:
             ParameterError: a scale of one grade, of equal ones, or of what is no number of up to six digits.
             BatchError: some requests failed.
         """
-        from logprobe.scoring.labels import judge
+        from logprobe.analysis.labels import judge
 
         return judge(self, prompts, scale, progress=progress)
 
@@ -588,7 +588,7 @@ class LLM:
             BatchError: some answers failed.
             WeightsReplacedError: other weights took over amid the answers.
         """
-        from logprobe.scoring.uncertainty import draw_plan
+        from logprobe.analysis.uncertainty import draw_plan
 
         plan = draw_plan(n, params, stop_when=stop_when, window=window, k=k, self_certainty=self_certainty)
         work = self.client.draw(prompt, plan, watch=partial(progress_bar, shown=progress))
@@ -603,7 +603,7 @@ class LLM:
         bos: bool | None = None,
         progress: bool = False,
     ) -> Perplexity:
-        """What the model gives a text of any length, each token scored once; see `scoring.perplexity`.
+        """What the model gives a text of any length, each token scored once; see `analysis.perplexity`.
 
         Args:
             text: a text, or its parts one after the other (an open file), which are never held together.

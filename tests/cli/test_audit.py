@@ -11,9 +11,9 @@ import pytest
 
 from audit_samples import FAILING, NONCONFORMING, PASSING
 from logprobe import SamplingParams
+from logprobe.analysis import write_rollouts
+from logprobe.analysis.auditing.report import AuditReport
 from logprobe.cli.verdicts import print_report
-from logprobe.scoring import write_rollouts
-from logprobe.scoring.auditing.report import AuditReport
 from logprobe.server import ServerSettings
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Callable[[AuditReport], dict[s
             asked.update(given, endpoint=endpoint, llm=llm)
             return report
 
-        monkeypatch.setattr("logprobe.scoring.auditing.run.audit", audit)
+        monkeypatch.setattr("logprobe.analysis.auditing.run.audit", audit)
         return asked
 
     return answer

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from logprobe.scoring import DataSettings, measures, score_dataset
+from logprobe.analysis import DataSettings, measures, score_dataset
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from logprobe.scoring.data.journal import Journal
+from logprobe.analysis.datasets.journal import Journal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -132,7 +132,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_labels_alone(
     flags = (str(source), "--lines", *FLAGS)
     whole = run("classify", *flags, "-o", str(tmp_path / "whole.parquet"))
     assert whole.code == 0
-    monkeypatch.setattr("logprobe.scoring.data.run.ROWS_A_PART", 256)
+    monkeypatch.setattr("logprobe.analysis.datasets.run.ROWS_A_PART", 256)
     write, parts = Journal.write, []
 
     def stopping(self: Journal, *args: Any) -> None:
@@ -220,7 +220,7 @@ def test_grades_are_resumed_on_the_same_scale_alone(
     source, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
     source.write_text("the cat\n" * 300 + "a dog\n" * 300)
     flags = ("judge", str(source), "--lines", "-o", str(out))
-    monkeypatch.setattr("logprobe.scoring.data.run.ROWS_A_PART", 256)
+    monkeypatch.setattr("logprobe.analysis.datasets.run.ROWS_A_PART", 256)
     write, parts = Journal.write, []
 
     def stopping(self: Journal, *args: Any) -> None:

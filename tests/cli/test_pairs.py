@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from logprobe.scoring import minimal_pairs
+from logprobe.analysis import minimal_pairs
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from logprobe.scoring import surprisal
-from logprobe.scoring.texts import NOT_SCORED
+from logprobe.analysis import surprisal
+from logprobe.analysis.texts import NOT_SCORED
 
 if TYPE_CHECKING:
     from pathlib import Path

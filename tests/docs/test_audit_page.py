@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from doc_pages import PAGES, examples_of, run_examples
-from logprobe.scoring.auditing.report import KINDS
+from logprobe.analysis.auditing.report import KINDS
 from logprobe.server import ServerSettings
 
 if TYPE_CHECKING:

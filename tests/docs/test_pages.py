@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from doc_pages import PAGES, SHELL, examples_of, run_examples
+from logprobe.analysis import DataSettings
+from logprobe.analysis.datasets.rows import schema_of
 from logprobe.cli.app import run
-from logprobe.scoring import DataSettings
-from logprobe.scoring.data.rows import schema_of
 
 TESTS = Path(__file__).parents[1]
 COMMAND = re.compile(r"(?:^|[|;&] *)logprobe ((?:[a-z]+ ?){1,2})(.*)", re.MULTILINE)

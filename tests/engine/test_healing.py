@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from logprobe import LLM, SamplingParams
+from logprobe.analysis import covers
+from logprobe.analysis.score import whole_rows
 from logprobe.engine import healing
 from logprobe.errors import ParameterError, WeightsReplacedError
-from logprobe.scoring import covers
-from logprobe.scoring.score import whole_rows
 from refusals import raises
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from logprobe.scoring import Classification
+from logprobe.analysis import Classification
 
 if TYPE_CHECKING:
     from logprobe import LLM

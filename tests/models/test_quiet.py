@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from logprobe.scoring.progress import can_draw
+from logprobe.analysis.progress import can_draw
 
 # A kernel as tqdm knows one, without widgets.
 IN_A_KERNEL = """
@@ -61,7 +61,7 @@ def test_a_bar_is_drawn_where_it_can_be_seen(
 ) -> None:
     here: Any = SimpleNamespace(is_terminal=terminal, is_jupyter=jupyter)
     monkeypatch.setattr(
-        "logprobe.scoring.progress.find_spec", lambda _: find_spec("rich") if widgets else None
+        "logprobe.analysis.progress.find_spec", lambda _: find_spec("rich") if widgets else None
     )
     assert can_draw(here) is draws
     assert not can_draw(Console(force_terminal=False, force_jupyter=False))

@@ -35,7 +35,7 @@ command()
 WALL_CLOCK = {
     "models/cache.py": 1,
     "models/stored/panels.py": 1,
-    "scoring/auditing/run.py": 1,
+    "analysis/auditing/run.py": 1,
     "server/service.py": 2,
 }
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from logprobe.scoring.members import FieldDistribution
+    from logprobe.analysis.members import FieldDistribution
 
 SCHEMA = {
     "type": "object",

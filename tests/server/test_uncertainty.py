@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from logprobe import LLM, SamplingParams
-from logprobe.scoring import LowConfidence
+from logprobe.analysis import LowConfidence
 from logprobe.testing import open_requests
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 from logprobe import LLM, SamplingParams
-from logprobe.scoring.score import whole_rows
+from logprobe.analysis.score import whole_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from logprobe.scoring import SampledAnswer, Uncertainty
+    from logprobe.analysis import SampledAnswer, Uncertainty
 
 PROMPT = "the cat and"
 WINDOW, K = 4, 20

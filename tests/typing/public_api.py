@@ -27,8 +27,7 @@ from logprobe import (
     create_prompt_logprobs,
     create_sample_logprobs,
 )
-from logprobe.errors import BatchError, ParameterError
-from logprobe.scoring import (
+from logprobe.analysis import (
     Classification,
     FieldDistribution,
     Judgement,
@@ -45,6 +44,7 @@ from logprobe.scoring import (
     surprisal,
     write_rollouts,
 )
+from logprobe.errors import BatchError, ParameterError
 
 assert_type(__version__, str)
 

@@ -28,7 +28,7 @@ from logprobe.errors import InputError, OutputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from logprobe.scoring.auditing.report import AuditReport
+    from logprobe.analysis.auditing.report import AuditReport
 
 KEY_VARIABLE: Final = "OPENAI_API_KEY"
 MAX_NATS: Final = 1e-3
@@ -180,8 +180,8 @@ def _audited(
     asked: Mapping[str, Any],
     engine: Mapping[str, Any],
 ) -> AuditReport:
-    from logprobe.scoring.auditing.endpoint import Endpoint
-    from logprobe.scoring.auditing.run import audit as run
+    from logprobe.analysis.auditing.endpoint import Endpoint
+    from logprobe.analysis.auditing.run import audit as run
 
     with flags_for(**FLAGS):
         endpoint = Endpoint(url, api_key=api_key, timeout_s=timeout_s)  # refused before a model is loaded
@@ -238,7 +238,7 @@ def _key(variable: str | None) -> str | None:
 
 
 def _read_report(path: Path) -> AuditReport:
-    from logprobe.scoring.auditing.report import AuditReport
+    from logprobe.analysis.auditing.report import AuditReport
 
     try:
         return AuditReport.from_dict(json.loads(path.read_bytes()))
@@ -277,7 +277,7 @@ def _bar() -> Iterator[Callable[[int, int, str], None] | None]:
 
 
 def _show(report: AuditReport, output: Path | None, html: Path | None, *, as_json: bool) -> None:
-    from logprobe.scoring.auditing.html import page
+    from logprobe.analysis.auditing.html import page
 
     values = json.dumps(report.to_dict())
     _write(output, lambda: values)
@@ -310,7 +310,7 @@ def _audit_rollouts(
     as_json: bool,
 ) -> bool:
     """Compare what a sampler stored with a trainer, show it, and say whether it is right."""
-    from logprobe.scoring.rollouts import compare_rollouts
+    from logprobe.analysis.rollouts import compare_rollouts
 
     report = compare_rollouts(path, trainer, **drawn)
     values = json.dumps(report.to_dict())

@@ -16,8 +16,8 @@ from logprobe.cli.tables import figure_lines, print_facts
 from logprobe.errors import OutputError
 
 if TYPE_CHECKING:
+    from logprobe.analysis.comparison import Comparison
     from logprobe.llm import LLM
-    from logprobe.scoring.comparison import Comparison
 
 _Model = Annotated[
     str,
@@ -86,8 +86,8 @@ def _compared(
     a: str, b: str | None, texts: list[str] | None, bos: bool | None, engine: dict[str, Any]
 ) -> Comparison:
     """Two models, or a file in the place of the first or of both."""
-    from logprobe.scoring.comparison import compare as compare_models
-    from logprobe.scoring.comparison import compare_stored, compare_with_stored
+    from logprobe.analysis.comparison import compare as compare_models
+    from logprobe.analysis.comparison import compare_stored, compare_with_stored
 
     if b is None:
         raise typer.BadParameter("name the model to compare with", param_hint="B")
@@ -97,7 +97,7 @@ def _compared(
         raise typer.BadParameter("name the texts to compare on", param_hint="--data")
     with ExitStack() as stack, flags_for():
         if a.endswith(BASELINE):
-            from logprobe.scoring.baseline.models import compare_with_baseline
+            from logprobe.analysis.baseline.models import compare_with_baseline
 
             return compare_with_baseline(a, _open(b, stack, engine), texts, bos=bos)
         assert texts is not None
@@ -109,7 +109,7 @@ def _compared(
 def _save(
     model: str, texts: list[str], path: str, bos: bool | None, engine: dict[str, Any], *, as_json: bool
 ) -> None:
-    from logprobe.scoring.baseline.models import save_baseline
+    from logprobe.analysis.baseline.models import save_baseline
 
     with ExitStack() as stack, flags_for():
         baseline = save_baseline(_open(model, stack, engine), texts, path, bos=bos)

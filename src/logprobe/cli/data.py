@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, get_type_hin
 
 import typer
 
+from logprobe.analysis.datasets.sources import Format, check_columns, find_sources, read_rows
 from logprobe.cli.options import (
     DEFAULT_MODEL,
     ENGINE_FLAGS,
@@ -26,15 +27,14 @@ from logprobe.cli.options import (
 )
 from logprobe.cli.tables import print_facts, summary_lines
 from logprobe.errors import InputError, require
-from logprobe.scoring.data.sources import Format, check_columns, find_sources, read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from logprobe.scoring.data.rows import BadRow
-    from logprobe.scoring.data.run import Workers
-    from logprobe.scoring.data.settings import RaySettings, RowSettings
-    from logprobe.scoring.data.sources import Source
+    from logprobe.analysis.datasets.rows import BadRow
+    from logprobe.analysis.datasets.run import Workers
+    from logprobe.analysis.datasets.settings import RaySettings, RowSettings
+    from logprobe.analysis.datasets.sources import Source
 
     Arrange: TypeAlias = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 
@@ -129,9 +129,9 @@ class DataFlags:
         return sources
 
     def _print(self, workers: Workers, arrange: Arrange | None) -> None:
-        from logprobe.scoring.data.journal import json_line
-        from logprobe.scoring.data.run import DatasetRun
-        from logprobe.scoring.progress import byte_bar
+        from logprobe.analysis.datasets.journal import json_line
+        from logprobe.analysis.datasets.run import DatasetRun
+        from logprobe.analysis.progress import byte_bar
 
         named = iter(range(MOST_BAD_ROWS))
 
@@ -177,7 +177,7 @@ def says_how_to_resume(output: str | None, journal: str | None = None) -> Iterat
         output: the name as it was given; None: nothing is kept.
         journal: the output whose parts are kept, where that is another.
     """
-    from logprobe.scoring.data.journal import parts_folder
+    from logprobe.analysis.datasets.journal import parts_folder
 
     try:
         yield
@@ -217,7 +217,7 @@ def _open_workers(
         ParameterError: Ray is not installed, or a setting cannot be used.
     """
     if cluster is None:
-        from logprobe.scoring.data.run import OneModel
+        from logprobe.analysis.datasets.run import OneModel
 
         with open_llm(model, **loading) as llm:
             with flags_for():

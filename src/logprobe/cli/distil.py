@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from logprobe.analysis.datasets.sources import Format, check_columns, find_sources
+from logprobe.analysis.distillation.settings import DistilSettings, TrainingFormat
 from logprobe.cli.data import says_how_to_resume
 from logprobe.cli.options import (
     DEFAULT_MODEL,
@@ -21,11 +23,9 @@ from logprobe.cli.options import (
     takes_settings,
 )
 from logprobe.cli.tables import print_facts
-from logprobe.scoring.data.sources import Format, check_columns, find_sources
-from logprobe.scoring.distillation.settings import DistilSettings, TrainingFormat
 
 if TYPE_CHECKING:
-    from logprobe.scoring.distillation.run import DistilSummary
+    from logprobe.analysis.distillation.run import DistilSummary
 
 _Files = Annotated[
     list[str],
@@ -69,8 +69,8 @@ def distil(
     sizes = [source.num_bytes for source in sources]
     num_bytes = None if None in sizes else sum(size or 0 for size in sizes)
     with open_llm(model, **engine) as llm:
-        from logprobe.scoring.distillation.run import JOURNAL, DistilRun
-        from logprobe.scoring.progress import byte_bar
+        from logprobe.analysis.distillation.run import JOURNAL, DistilRun
+        from logprobe.analysis.progress import byte_bar
 
         bar = byte_bar(num_bytes, shown=True, unit="rows")
         with says_how_to_resume(output, f"{output}/{JOURNAL}"), bar as advance, flags_for():

@@ -11,8 +11,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from logprobe.analysis.datasets.sources import STDIN
 from logprobe.errors import InputError
-from logprobe.scoring.data.sources import STDIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from logprobe.analysis.datasets.settings import JudgeSettings, LabelSettings, RerankSettings
 from logprobe.cli.data import DataFlags, takes_data
 from logprobe.cli.options import flags_for, open_llm, settings_from, takes_engine, takes_settings
 from logprobe.cli.tables import print_facts, table
 from logprobe.errors import require
-from logprobe.scoring.data.settings import JudgeSettings, LabelSettings, RerankSettings
 
 if TYPE_CHECKING:
-    from logprobe.scoring.labels import Classification, Judgement
+    from logprobe.analysis.labels import Classification, Judgement
 
 _Text = Annotated[str | None, typer.Option("--text", help="The text itself, instead of files.")]
 _Top = Annotated[int | None, typer.Option("--top", min=1, help="Print so many documents, the best.")]
@@ -63,7 +63,7 @@ def _check_source(data: DataFlags, text: str | None) -> None:
 
 
 def _print_labels(found: Classification, *, as_json: bool) -> None:
-    from logprobe.scoring.data.label_rows import label_values
+    from logprobe.analysis.datasets.label_rows import label_values
 
     if as_json:
         _print_json({"labels": list(found.labels), **label_values(found)})
@@ -73,7 +73,7 @@ def _print_labels(found: Classification, *, as_json: bool) -> None:
 
 
 def _print_json(values: dict[str, Any]) -> None:
-    from logprobe.scoring.data.journal import json_line
+    from logprobe.analysis.datasets.journal import json_line
 
     typer.echo(json_line(values))
 
@@ -131,7 +131,7 @@ def _scale(text: str) -> list[float]:
 
 
 def _print_grade(found: Judgement, *, as_json: bool) -> None:
-    from logprobe.scoring.data.label_rows import grade_values
+    from logprobe.analysis.datasets.label_rows import grade_values
 
     if as_json:
         _print_json({"scale": list(found.scale), **grade_values(found)})

@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from logprobe import __version__
+from logprobe.analysis import measures
 from logprobe.records.forms.json import IMPOSSIBLE, finite, finite_value, position_rows, token_item
-from logprobe.scoring import measures
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
+from logprobe.analysis.datasets.settings import DataSettings, RaySettings
+from logprobe.analysis.datasets.sources import SUFFIXES
 from logprobe.cli.data import DataFlags, takes_data
 from logprobe.cli.inputs import STDIN, TextSource
 from logprobe.cli.options import flags_for, open_llm, settings_from, takes_engine, takes_settings
@@ -25,16 +27,14 @@ from logprobe.cli.words import BoundaryOption, ByOption, CsvOption, UnitOption, 
 from logprobe.errors import PromptTooLongError, require
 from logprobe.records.forms.json import finite_value
 from logprobe.sampling import SamplingParams
-from logprobe.scoring.data.settings import DataSettings, RaySettings
-from logprobe.scoring.data.sources import SUFFIXES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from logprobe.analysis.detection import Detector
     from logprobe.cli.rows import TokenRow
     from logprobe.llm import LLM
     from logprobe.records import FlatLogprobs, LogprobsInfo
-    from logprobe.scoring.detection import Detector
 
 _Text = Annotated[str | None, typer.Option("--text", help="The text itself, instead of a file.")]
 _Top = Annotated[
@@ -189,7 +189,7 @@ class WholeText:
 
 def _detected(text: str, record: FlatLogprobs) -> dict[str, float | None]:
     """The measures of a text, of its record with one position a token, the first unscored."""
-    from logprobe.scoring.detection import Detector
+    from logprobe.analysis.detection import Detector
 
     detector = Detector()
     own = record[1:]
@@ -216,7 +216,7 @@ class TextInWindows:
         has_rows: bool,
         has_bar: bool,
     ) -> None:
-        from logprobe.scoring.windows import TextTally, WindowSettings
+        from logprobe.analysis.windows import TextTally, WindowSettings
 
         self._llm, self._source = llm, source
         self._num_top, self._has_rows, self._has_bar = num_top, has_rows, has_bar
@@ -228,7 +228,7 @@ class TextInWindows:
         self._info: LogprobsInfo | None = None
         self._detector: Detector | None = None
         if settings.detect:
-            from logprobe.scoring.detection import Detector
+            from logprobe.analysis.detection import Detector
 
             self._detector = Detector()
         self.num_added = int(self._tally.result().bos_token_id is not None)
@@ -236,9 +236,9 @@ class TextInWindows:
 
     def rows(self) -> Iterator[list[TokenRow]]:
         """The rows of one window after the other, where there are to be any."""
+        from logprobe.analysis.progress import byte_bar
+        from logprobe.analysis.windows import score_windows
         from logprobe.records import FlatLogprobs
-        from logprobe.scoring.progress import byte_bar
-        from logprobe.scoring.windows import score_windows
 
         vocabulary = self._llm.text.vocabulary
         detector = self._detector

@@ -14,16 +14,16 @@ from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
+from logprobe.analysis.datasets.summary import Mean
 from logprobe.cli.rows import visible
-from logprobe.scoring.data.summary import Mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from rich.console import ConsoleOptions, RenderResult
 
+    from logprobe.analysis.datasets.summary import Summary
     from logprobe.cli.rows import TokenRow, Totals
-    from logprobe.scoring.data.summary import Summary
 
 MISSING = "-"
 GAP = 2  # cells between columns, and between alternatives

@@ -23,7 +23,7 @@ from logprobe.cli.tables import print_facts, table
 from logprobe.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from logprobe.scoring import Uncertainty
+    from logprobe.analysis import Uncertainty
 
 _N = Annotated[int, typer.Option("--n", help="Answers to draw.")]
 _Window = Annotated[int | None, typer.Option(help="Tokens of a group of confidences; by default 2,048.")]
@@ -61,7 +61,7 @@ def uncertainty(
     that were drawn, how often it came, and its likeliest form with its logprob. Entropies are in nats, of
     the distribution that was drawn from. With --json, the figures of every answer, too.
     """
-    from logprobe.scoring.uncertainty import WINDOW, K, LowConfidence, draw_plan
+    from logprobe.analysis.uncertainty import WINDOW, K, LowConfidence, draw_plan
 
     with flags_for(threshold="--stop-below"):
         params = SamplingParams(

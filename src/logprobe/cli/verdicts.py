@@ -11,13 +11,13 @@ from logprobe.cli.tables import console, figure_lines, print_facts
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from logprobe.scoring.auditing.report import AuditReport, Finding
-    from logprobe.scoring.rollouts import RolloutReport
+    from logprobe.analysis.auditing.report import AuditReport, Finding
+    from logprobe.analysis.rollouts import RolloutReport
 
 
 def print_report(report: AuditReport) -> None:
     """Print both verdicts, the findings with some evidence each, and the other measurements."""
-    from logprobe.scoring.auditing import words
+    from logprobe.analysis.auditing import words
 
     screen = console()
     colour = "bold green" if report.numbers == "PASS" else "bold red"
@@ -36,7 +36,7 @@ def print_report(report: AuditReport) -> None:
 
 
 def _finding_lines(finding: Finding) -> Iterator[Text]:
-    from logprobe.scoring.auditing.words import extent_of, numbers_of, place_of
+    from logprobe.analysis.auditing.words import extent_of, numbers_of, place_of
 
     style = "red" if finding.severity == "fault" else "yellow"
     extent = f"  ({extent_of(finding)})" if finding.of > 1 else ""
@@ -50,7 +50,7 @@ def _finding_lines(finding: Finding) -> Iterator[Text]:
 
 
 def _facts(report: AuditReport) -> Iterator[tuple[str, str]]:
-    from logprobe.scoring.auditing import words
+    from logprobe.analysis.auditing import words
 
     for distribution, asks in _grouped((name, ask) for ask, name in report.distributions.items()):
         yield "distribution", f"{words.distribution_words(distribution)}: {words.some_of(asks)}"
@@ -104,7 +104,7 @@ def _rollouts_verdict(report: RolloutReport, max_nats: float) -> tuple[str, str]
 
 
 def _rollouts_facts(report: RolloutReport) -> Iterator[tuple[str, str]]:
-    from logprobe.scoring.auditing.words import distribution_words
+    from logprobe.analysis.auditing.words import distribution_words
 
     scale = "" if report.scale is None else f", of {report.scale:.4g}"
     yield "stored numbers are", distribution_words(report.distribution) + scale

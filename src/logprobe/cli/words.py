@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from logprobe.analysis.datasets.settings import DataSettings
+from logprobe.analysis.datasets.sources import Format, Row, check_columns, find_sources, read_rows
 from logprobe.cli.options import DEFAULT_MODEL, JsonOption, ModelOption, flags_for, open_llm, takes_engine
 from logprobe.cli.tables import MISSING, table
 from logprobe.errors import require
-from logprobe.scoring.data.settings import DataSettings
-from logprobe.scoring.data.sources import Format, Row, check_columns, find_sources, read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from logprobe.analysis.datasets.rows import BadRow, CheckedRow
     from logprobe.cli.data import DataFlags
     from logprobe.cli.inputs import TextSource
     from logprobe.llm import LLM
-    from logprobe.scoring.data.rows import BadRow, CheckedRow
 
 ByOption = Annotated[
     Literal["word", "sentence", "token", "char"] | None,
@@ -61,8 +61,8 @@ def print_units(
         BadParameter: settings that ask for something else.
         Exit: with 1 where a row was bad.
     """
-    from logprobe.scoring.data.rows import check_kept
-    from logprobe.scoring.texts import ROW_COLUMNS
+    from logprobe.analysis.datasets.rows import check_kept
+    from logprobe.analysis.texts import ROW_COLUMNS
 
     if as_csv and data.as_json:
         raise typer.BadParameter("does not come with --json", param_hint="--csv")
@@ -89,7 +89,7 @@ def print_units(
 
 def _rows_of(data: DataFlags, settings: DataSettings, source: TextSource | None) -> Iterator[CheckedRow]:
     """The texts to score, each checked; files are found, and their columns, before this returns."""
-    from logprobe.scoring.data.rows import checked
+    from logprobe.analysis.datasets.rows import checked
 
     if source is not None:
         values = {settings.text_column: "".join(source.parts())}
@@ -100,7 +100,7 @@ def _rows_of(data: DataFlags, settings: DataSettings, source: TextSource | None)
 
 
 def _batches(rows: Iterator[CheckedRow]) -> Iterator[list[CheckedRow]]:
-    from logprobe.scoring.data.rows import batches
+    from logprobe.analysis.datasets.rows import batches
 
     return batches(rows)
 
@@ -113,8 +113,8 @@ def _print_batch(
     write: Callable[..., None],
 ) -> int:
     """Print the rows of some texts; how many of them were bad."""
-    from logprobe.scoring.data.rows import BadRow
-    from logprobe.scoring.texts import surprisal
+    from logprobe.analysis.datasets.rows import BadRow
+    from logprobe.analysis.texts import surprisal
 
     good = [row for row in batch if not isinstance(row, BadRow)]
     by = asked["by"]
@@ -192,7 +192,7 @@ def pairs(
     Accuracies have their standard errors. The columns are named as BLiMP's by default. A pair that cannot be
     read is told on standard error and left out; exit code 1 then.
     """
-    from logprobe.scoring.data.rows import BadRow, checked
+    from logprobe.analysis.datasets.rows import BadRow, checked
 
     named = [good_column, bad_column, *([category_column] if category_column else [])]
     sources = find_sources(files, kind=kind)
@@ -208,7 +208,7 @@ def pairs(
             bad.append(wrong)
             _tell(wrong)
     with open_llm(model, **loading) as llm, flags_for(pairs="FILE"):
-        from logprobe.scoring.pairs import minimal_pairs
+        from logprobe.analysis.pairs import minimal_pairs
 
         found = minimal_pairs(
             llm,

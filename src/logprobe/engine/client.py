@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
+from logprobe.analysis import measures
+from logprobe.analysis.score import Score, joined
+from logprobe.analysis.uncertainty import self_certainty
 from logprobe.engine.healing import Healer, scored, scored_total
 from logprobe.engine.request import CompletionOutput, Completions, RequestOutput, Requests, check_vocabulary
 from logprobe.engine.truncation import (
@@ -29,9 +32,6 @@ from logprobe.errors import BatchError, LogprobeError, ParameterError, WeightsRe
 from logprobe.records.values import IdLists
 from logprobe.sampling import SamplingParams
 from logprobe.sampling.params import COUNTS, named_ids
-from logprobe.scoring import measures
-from logprobe.scoring.score import Score, joined
-from logprobe.scoring.uncertainty import self_certainty
 from logprobe.text.boundary import Split, check_rule, split_texts
 from logprobe.text.chat import ANSWER, as_conversations, lay_out, read_messages
 from logprobe.text.edge import as_token_ids
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
     from contextlib import AbstractContextManager
 
+    from logprobe.analysis.uncertainty import DrawPlan, SampledAnswer
+    from logprobe.analysis.windows import Truncation
     from logprobe.engine.front import Front
     from logprobe.records import FlatLogprobs
     from logprobe.records.values import IntArray
-    from logprobe.scoring.uncertainty import DrawPlan, SampledAnswer
-    from logprobe.scoring.windows import Truncation
     from logprobe.text.boundary import BoundaryRule
     from logprobe.text.chat import Conversation, Conversations, Layout
     from logprobe.text.edge import TextEdge

@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
+from logprobe.analysis import measures
+from logprobe.analysis.covers import SpanSum, group_splits
+from logprobe.analysis.spellings import token_index
 from logprobe.errors import LogprobeError, WeightsReplacedError
 from logprobe.records.values import IdLists
 from logprobe.sampling import SamplingParams
-from logprobe.scoring import measures
-from logprobe.scoring.covers import SpanSum, group_splits
-from logprobe.scoring.spellings import token_index
 from logprobe.text.boundary import Split
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from logprobe.analysis.covers import Ask, Cover
+    from logprobe.analysis.spellings import Floats, Ids
     from logprobe.engine.client import Client
     from logprobe.engine.request import RequestOutput, Requests
     from logprobe.records import FlatLogprobs
     from logprobe.records.values import IntArray
-    from logprobe.scoring.covers import Ask, Cover
-    from logprobe.scoring.spellings import Floats, Ids
 
 T = TypeVar("T")
 GROUPS_AT_ONCE: Final = 8

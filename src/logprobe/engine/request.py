@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from logprobe.analysis.fields import Field
     from logprobe.errors import LogprobeError
     from logprobe.processors import ProcessorEffect
     from logprobe.records import FlatLogprobs, LogprobsInfo
     from logprobe.records.values import IntArray
-    from logprobe.scoring.fields import Field
     from logprobe.text.pieces import Piece
     from logprobe.transport.messages import Admitted, Drafts, FinishReason
 
@@ -59,14 +59,14 @@ class CompletionOutput:
     error: LogprobeError | None = None
 
     def fields(self, *, processed: bool = False) -> list[Field]:
-        """What the model gave to each value of the JSON that it wrote: see `logprobe.scoring.Field`; nats.
+        """What the model gave to each value of the JSON that it wrote: see `logprobe.analysis.Field`; nats.
 
         `processed` reads the processed distribution, that of a grammar for one, where both were asked.
 
         Raises:
             ParameterError: no log-probabilities were asked, or the text is no JSON.
         """
-        from logprobe.scoring.fields import fields_of
+        from logprobe.analysis.fields import fields_of
 
         record = self.processed_logprobs if processed else self.logprobs
         require(record is not None, "logprobs", "were not asked; give logprobs=0, and logprobs_mode for both")

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from logprobe.analysis.windows import TRUNCATIONS, Truncation, last_of_split, window_pairs, window_splits
 from logprobe.errors import ParameterError, require
 from logprobe.records import FlatLogprobs
 from logprobe.records.values import IdLists
 from logprobe.sampling.params import SamplingParams, extras_of
-from logprobe.scoring.windows import TRUNCATIONS, Truncation, last_of_split, window_pairs, window_splits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

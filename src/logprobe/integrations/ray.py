@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import msgspec
 import pyarrow as pa
 
+from logprobe.analysis.datasets.rows import BadRow, Question, RowScorer, ScoredBatch
+from logprobe.analysis.datasets.run import question_batches
+from logprobe.analysis.datasets.settings import RaySettings
+from logprobe.analysis.datasets.sources import STDIN
 from logprobe.errors import EngineError, InputError, LogprobeError, ParameterError, require
-from logprobe.scoring.data.rows import BadRow, Question, RowScorer, ScoredBatch
-from logprobe.scoring.data.run import question_batches
-from logprobe.scoring.data.settings import RaySettings
-from logprobe.scoring.data.sources import STDIN
 from logprobe.transport.codec import Codec
 
 try:
@@ -35,9 +35,9 @@ except ImportError as missing:
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from logprobe.scoring.data.settings import RowSettings
-    from logprobe.scoring.data.sources import Source
-    from logprobe.scoring.scorer import Scorer
+    from logprobe.analysis.datasets.settings import RowSettings
+    from logprobe.analysis.datasets.sources import Source
+    from logprobe.analysis.scorer import Scorer
 
     OpenScorer: TypeAlias = Callable[[], Scorer]
 

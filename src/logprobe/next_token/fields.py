@@ -13,20 +13,22 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from logprobe.analysis.fields import Spelt
+from logprobe.analysis.measures import logsumexp
+from logprobe.analysis.members import FieldDistribution, MemberSum
+from logprobe.analysis.schemas import Schema
+from logprobe.analysis.spellings import token_index
 from logprobe.config import EngineConfig
 from logprobe.errors import ParameterError, WeightsReplacedError, require
 from logprobe.processors.arguments import format_args
-from logprobe.scoring.fields import Spelt
-from logprobe.scoring.measures import logsumexp
-from logprobe.scoring.members import FieldDistribution, MemberSum
-from logprobe.scoring.schemas import Schema
-from logprobe.scoring.spellings import token_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
+    from logprobe.analysis.fields import Field, Split
+    from logprobe.analysis.spellings import Path
     from logprobe.engine.backends.start import LoadedModel
     from logprobe.engine.request import CompletionOutput, RequestOutput
     from logprobe.next_token.rows import Row
@@ -35,8 +37,6 @@ if TYPE_CHECKING:
     from logprobe.records import FlatLogprobs
     from logprobe.records.values import IntArray
     from logprobe.sampling import SamplingParams
-    from logprobe.scoring.fields import Field, Split
-    from logprobe.scoring.spellings import Path
 
     Allowed = npt.NDArray[np.bool_]
 

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Self, TypeVar
 
 import numpy as np
 
+from logprobe.analysis.labels import SCALE, as_asked, classify_plan, judge_plan, rerank_plan
+from logprobe.analysis.spellings import MAX_ROWS
+from logprobe.analysis.uncertainty import draw_plan
 from logprobe.engine.backends.bridge import LoopThread
 from logprobe.engine.client import Client
 from logprobe.engine.request import check_tokens
@@ -33,9 +36,6 @@ from logprobe.next_token.rows import (
 from logprobe.next_token.source import EngineRows
 from logprobe.sampling import SamplingParams
 from logprobe.sampling.params import nth_seed
-from logprobe.scoring.labels import SCALE, as_asked, classify_plan, judge_plan, rerank_plan
-from logprobe.scoring.spellings import MAX_ROWS
-from logprobe.scoring.uncertainty import draw_plan
 from logprobe.text.edge import as_token_ids
 
 if TYPE_CHECKING:
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from logprobe.analysis.labels import Asked, Classification, Correction, Judgement, Labels, Plan
+    from logprobe.analysis.members import FieldDistribution
+    from logprobe.analysis.uncertainty import LowConfidence, Same, Uncertainty
     from logprobe.engine.backends.start import LoadedModel
     from logprobe.engine.client import Prompt
     from logprobe.engine.front import OnRunning
@@ -52,9 +55,6 @@ if TYPE_CHECKING:
     from logprobe.next_token.rows import Row, RowCache, SampledIds
     from logprobe.next_token.source import ModelText, RowSource
     from logprobe.records.values import IntArray
-    from logprobe.scoring.labels import Asked, Classification, Correction, Judgement, Labels, Plan
-    from logprobe.scoring.members import FieldDistribution
-    from logprobe.scoring.uncertainty import LowConfidence, Same, Uncertainty
     from logprobe.text.chat import Conversation
     from logprobe.text.edge import TextEdge
 

@@ -11,18 +11,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from logprobe.analysis.schemas import Schema
 from logprobe.engine.request import Completions
 from logprobe.errors import ParameterError, WeightsReplacedError
 from logprobe.next_token.fields import FieldSums
 from logprobe.processors.arguments import format_args
-from logprobe.scoring.schemas import Schema
 from logprobe.server.http.errors import bad_request
 from logprobe.server.limits import Cost, check_count
 
 if TYPE_CHECKING:
+    from logprobe.analysis.members import FieldDistribution
     from logprobe.engine.request import RequestOutput
     from logprobe.sampling import SamplingParams
-    from logprobe.scoring.members import FieldDistribution
     from logprobe.server.service import Service
     from logprobe.transport.messages import Admitted
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from logprobe.analysis.fields import Field, Spelt
+from logprobe.analysis.schemas import json_text
 from logprobe.errors import ParameterError
 from logprobe.records.forms.json import (
     IMPOSSIBLE,
@@ -27,19 +29,17 @@ from logprobe.records.forms.json import (
     position_rows,
     runs,
 )
-from logprobe.scoring.fields import Field, Spelt
-from logprobe.scoring.schemas import json_text
 from logprobe.server.said import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from logprobe.analysis.members import FieldDistribution
     from logprobe.engine.request import CompletionOutput, CompletionPiece, RequestOutput
     from logprobe.processors import ProcessorEffect
     from logprobe.records import FlatLogprobs
     from logprobe.records.values import TokenTable
     from logprobe.sampling import SamplingParams
-    from logprobe.scoring.members import FieldDistribution
     from logprobe.server.members import FoundFields
     from logprobe.server.openai.bodies import GenerationBody, ResponsesBody
     from logprobe.server.reply import Generation

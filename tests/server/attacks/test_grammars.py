@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from logprobe.analysis.schemas import Schema, json_text
 from logprobe.errors import ParameterError
-from logprobe.scoring.schemas import Schema, json_text
 from refusals import raises
 
 MESSAGES = [{"role": "user", "content": "the cat"}]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from logprobe.scoring.labels import SCALE
+from logprobe.analysis.labels import SCALE
 
 Ids = list[int]
 NamedIds = list[int | Ids]  # at all positions, or a list for each

@@ -1,6 +1,6 @@
 """`POST /v1/classify`, `/v1/judge` and `/v1/rerank`: how likely each of some given answers is.
 
-What `scoring.labels` lays out and sums up; between the two, one engine request an answer, and what answers
+What `analysis.labels` lays out and sums up; between the two, one engine request an answer, and what answers
 share is computed once.
 """
 
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from starlette.responses import Response
 
+from logprobe.analysis import labels
 from logprobe.errors import ParameterError
 from logprobe.records.forms.json import finite_fields
-from logprobe.scoring import labels
 from logprobe.server.http.decode import read
 from logprobe.server.http.errors import ApiError, as_api_error, bad_request
 from logprobe.server.http.replies import JSON_TYPE, while_connected
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request as HttpRequest
 
+    from logprobe.analysis.labels import Asked, Classification, Judgement, Plan
+    from logprobe.analysis.score import Score
     from logprobe.engine.request import Requests
     from logprobe.records.values import IntArray
-    from logprobe.scoring.labels import Asked, Classification, Judgement, Plan
-    from logprobe.scoring.score import Score
     from logprobe.server.service import ChoosesWeights, Service, SplitResult
     from logprobe.text.boundary import Split
     from logprobe.text.chat import Conversation

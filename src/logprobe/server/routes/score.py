@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request as HttpRequest
 
+    from logprobe.analysis import Score
     from logprobe.engine.request import Requests
     from logprobe.records import LogprobsInfo
     from logprobe.records.values import IntArray, TokenTable
     from logprobe.sampling import SamplingParams
-    from logprobe.scoring import Score
     from logprobe.server.service import Service, SplitResult
     from logprobe.text.boundary import BoundaryRule
     from logprobe.transport.messages import Admitted

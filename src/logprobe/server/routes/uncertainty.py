@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 
+from logprobe.analysis.uncertainty import K, LowConfidence, draw_plan
 from logprobe.errors import ParameterError
-from logprobe.scoring.uncertainty import K, LowConfidence, draw_plan
 from logprobe.server.http.decode import read
 from logprobe.server.http.errors import as_api_error, bad_request
 from logprobe.server.http.replies import JSON_TYPE, while_connected
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request as HttpRequest
 
+    from logprobe.analysis.uncertainty import DrawPlan
     from logprobe.engine.request import RequestOutput
     from logprobe.records.values import IntArray
-    from logprobe.scoring.uncertainty import DrawPlan
     from logprobe.server.service import Service
     from logprobe.transport.messages import Admitted
 

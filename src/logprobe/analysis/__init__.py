@@ -1,0 +1,109 @@
+"""From log-probabilities to answers: measures, scores, texts of any length, data sets, comparisons."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from logprobe._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from logprobe.analysis.auditing.endpoint import Endpoint as Endpoint
+    from logprobe.analysis.auditing.report import AuditReport as AuditReport
+    from logprobe.analysis.auditing.run import audit as audit
+    from logprobe.analysis.baseline.models import Baseline as Baseline
+    from logprobe.analysis.baseline.models import compare_with_baseline as compare_with_baseline
+    from logprobe.analysis.baseline.models import save_baseline as save_baseline
+    from logprobe.analysis.comparison import Acceptance as Acceptance
+    from logprobe.analysis.comparison import Comparison as Comparison
+    from logprobe.analysis.comparison import compare as compare
+    from logprobe.analysis.comparison import compare_stored as compare_stored
+    from logprobe.analysis.comparison import compare_with_stored as compare_with_stored
+    from logprobe.analysis.datasets.run import score_dataset as score_dataset
+    from logprobe.analysis.datasets.settings import DataSettings as DataSettings
+    from logprobe.analysis.datasets.summary import Summary as Summary
+    from logprobe.analysis.detection import binoculars as binoculars
+    from logprobe.analysis.distillation.run import DistilSummary as DistilSummary
+    from logprobe.analysis.distillation.run import distil as distil
+    from logprobe.analysis.distillation.settings import DistilSettings as DistilSettings
+    from logprobe.analysis.fields import Field as Field
+    from logprobe.analysis.fields import fields_of as fields_of
+    from logprobe.analysis.labels import Classification as Classification
+    from logprobe.analysis.labels import Judgement as Judgement
+    from logprobe.analysis.labels import classify as classify
+    from logprobe.analysis.labels import judge as judge
+    from logprobe.analysis.labels import rerank as rerank
+    from logprobe.analysis.masked import MaskedLM as MaskedLM
+    from logprobe.analysis.masked import MaskedScore as MaskedScore
+    from logprobe.analysis.masked import MaskedWord as MaskedWord
+    from logprobe.analysis.members import FieldDistribution as FieldDistribution
+    from logprobe.analysis.members import Members as Members
+    from logprobe.analysis.pairs import MinimalPairs as MinimalPairs
+    from logprobe.analysis.pairs import minimal_pairs as minimal_pairs
+    from logprobe.analysis.rollout_files import Rollout as Rollout
+    from logprobe.analysis.rollout_files import read_rollouts as read_rollouts
+    from logprobe.analysis.rollout_files import write_rollouts as write_rollouts
+    from logprobe.analysis.rollouts import RolloutReport as RolloutReport
+    from logprobe.analysis.rollouts import compare_rollouts as compare_rollouts
+    from logprobe.analysis.score import Score as Score
+    from logprobe.analysis.texts import ScoredText as ScoredText
+    from logprobe.analysis.texts import Unit as Unit
+    from logprobe.analysis.texts import surprisal as surprisal
+    from logprobe.analysis.uncertainty import LowConfidence as LowConfidence
+    from logprobe.analysis.uncertainty import SampledAnswer as SampledAnswer
+    from logprobe.analysis.uncertainty import Uncertainty as Uncertainty
+    from logprobe.analysis.windows import Perplexity as Perplexity
+    from logprobe.analysis.windows import perplexity as perplexity
+
+# Public name -> the module that holds it.
+_HOMES = {
+    "Acceptance": ".comparison",
+    "AuditReport": ".auditing.report",
+    "Baseline": ".baseline.models",
+    "Classification": ".labels",
+    "Comparison": ".comparison",
+    "DataSettings": ".datasets.settings",
+    "DistilSettings": ".distillation.settings",
+    "DistilSummary": ".distillation.run",
+    "Endpoint": ".auditing.endpoint",
+    "Field": ".fields",
+    "FieldDistribution": ".members",
+    "Judgement": ".labels",
+    "LowConfidence": ".uncertainty",
+    "MaskedLM": ".masked",
+    "MaskedScore": ".masked",
+    "MaskedWord": ".masked",
+    "Members": ".members",
+    "MinimalPairs": ".pairs",
+    "Perplexity": ".windows",
+    "Rollout": ".rollout_files",
+    "RolloutReport": ".rollouts",
+    "SampledAnswer": ".uncertainty",
+    "Score": ".score",
+    "ScoredText": ".texts",
+    "Summary": ".datasets.summary",
+    "Uncertainty": ".uncertainty",
+    "Unit": ".texts",
+    "audit": ".auditing.run",
+    "binoculars": ".detection",
+    "classify": ".labels",
+    "compare": ".comparison",
+    "compare_rollouts": ".rollouts",
+    "compare_stored": ".comparison",
+    "compare_with_baseline": ".baseline.models",
+    "compare_with_stored": ".comparison",
+    "distil": ".distillation.run",
+    "fields_of": ".fields",
+    "judge": ".labels",
+    "minimal_pairs": ".pairs",
+    "perplexity": ".windows",
+    "read_rollouts": ".rollout_files",
+    "rerank": ".labels",
+    "save_baseline": ".baseline.models",
+    "score_dataset": ".datasets.run",
+    "surprisal": ".texts",
+    "write_rollouts": ".rollout_files",
+}
+
+__all__ = list(_HOMES)
+
+__getattr__ = lazy_names(__name__, _HOMES)

@@ -1,0 +1,150 @@
+"""The distributions that one row of a model can be reported as, by their names.
+
+Sorts in float64, apart from the sampler's kernels: what those report is measured against this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from logprobe.analysis import measures
+from logprobe.errors import require
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy.typing as npt
+    from numpy.typing import NDArray
+
+    from logprobe.analysis.measures import Floats
+
+TEMPERATURES: Final = (0.05, 20.0)  # between which an unknown one is looked for
+GOLDEN: Final = (5**0.5 - 1) / 2  # the golden section: one new value a step narrows the search to this share
+NUM_STEPS: Final = 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shaping:
+    """What a request asks that changes rows after penalties and masks; a temperature of 0 counts as 1."""
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0 or -1: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self.temperature >= 0, "temperature", f"must be 0 or more, got {self.temperature}")
+        require(self.top_k >= -1, "top_k", f"must be -1 or 0 (all) or positive, got {self.top_k}")
+        require(0 < self.top_p <= 1, "top_p", f"must lie in (0, 1], got {self.top_p}")
+        require(0 <= self.min_p <= 1, "min_p", f"must lie in [0, 1], got {self.min_p}")
+
+    @property
+    def divisor(self) -> float:
+        """What logits are divided by."""
+        return self.temperature or 1.0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether it can cut tokens off; a greedy request cuts none."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+def distributions(
+    rows: npt.ArrayLike, shaping: Shaping, changed: Mapping[str, npt.ArrayLike] | None = None
+) -> dict[str, Floats]:
+    """Every distribution that rows can be reported as, name → (T, V) nats, -inf where a token is cut off.
+
+    `raw`; `temperature` where there is one; `kept`, what truncation leaves at the temperature, and
+    `renormalised`, the same with a mass of one. Names whose rows could not differ from others are left out.
+
+    Args:
+        rows: (T, V) log-probabilities as the model gives them.
+        shaping: what was asked.
+        changed: (T, V) logits after masks, biases or penalties, under the word for what changed them; theirs
+            are named with that word and a plus before.
+    """
+    raw = np.asarray(rows, np.float64)
+    shaped = _shaped(raw, shaping)
+    for word, logits in (changed or {}).items():
+        own = tempered(logits, 1.0)
+        shaped |= {word: own} | {f"{word}+{name}": row for name, row in _shaped(own, shaping).items()}
+    return {"raw": raw} | shaped
+
+
+def _shaped(rows: Floats, shaping: Shaping) -> dict[str, Floats]:
+    shaped: dict[str, Floats] = {}
+    if shaping.divisor != 1:
+        rows = shaped["temperature"] = tempered(rows, shaping.divisor)
+    if shaping.truncates:
+        cut = np.where(_is_kept(rows, shaping), rows, -np.inf)
+        shaped |= {"kept": cut, "renormalised": cut - measures.logsumexp(cut)[..., None]}
+    return shaped
+
+
+def tempered(rows: npt.ArrayLike, temperature: float) -> Floats:
+    """The log-softmax of logits or log-probabilities (..., V) divided by a temperature, nats."""
+    scaled = np.asarray(rows, np.float64) / temperature
+    return scaled - measures.logsumexp(scaled)[..., None]
+
+
+def log_kept_mass(rows: npt.ArrayLike, shaping: Shaping) -> Floats:
+    """Log of the mass that truncation keeps of raw rows (T, V) at their temperature, (T,) nats."""
+    scaled = tempered(rows, shaping.divisor)
+    if not shaping.truncates:
+        return np.zeros(scaled.shape[:-1])
+    return measures.logsumexp(np.where(_is_kept(scaled, shaping), scaled, -np.inf))
+
+
+def _is_kept(rows: Floats, shaping: Shaping) -> NDArray[np.bool_]:
+    """What top-k, then top-p of that, then min-p keep of rows at their temperature, ties by ascending id."""
+    order = np.argsort(-rows, axis=-1, kind="stable")
+    weights = np.exp(np.take_along_axis(rows, order, -1))
+    weights /= weights[..., :1]
+    places = np.arange(rows.shape[-1])
+    is_kept = np.isfinite(np.take_along_axis(rows, order, -1))
+    if shaping.top_k > 0:
+        is_kept &= places < shaping.top_k
+    if shaping.top_p < 1:
+        sums = np.cumsum(np.where(is_kept, weights, 0.0), axis=-1)
+        is_kept &= (sums < sums[..., -1:] * shaping.top_p)[..., np.maximum(places - 1, 0)] | (places == 0)
+    is_kept &= (weights >= shaping.min_p) | (places == 0)
+    by_id = np.empty_like(is_kept)
+    np.put_along_axis(by_id, order, is_kept, -1)
+    return by_id
+
+
+def fitted_temperature(
+    rows: npt.ArrayLike, token_ids: npt.ArrayLike, logprobs: npt.ArrayLike
+) -> tuple[float, float]:
+    """The temperature at which raw rows come nearest the numbers reported, and the median distance, nats.
+
+    Args:
+        rows: (T, V) log-probabilities as the model gives them.
+        token_ids: (T, K) ids with a number.
+        logprobs: (T, K) the numbers, nats, at least one of them finite; the others are passed over.
+    """
+    raw, ids, numbers = np.asarray(rows, np.float64), np.asarray(token_ids), np.asarray(logprobs, np.float64)
+    is_given = np.isfinite(numbers)
+    require(is_given.any(), "logprobs", "hold no finite number")
+
+    def error(log_temperature: float) -> float:
+        given = np.take_along_axis(tempered(raw, float(np.exp(log_temperature))), ids, -1)
+        return float(np.median(np.abs(given - numbers)[is_given]))
+
+    low, high = (float(bound) for bound in np.log(TEMPERATURES))
+    left, right = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
+    left_error, right_error = error(left), error(right)
+    for _ in range(NUM_STEPS):
+        if left_error < right_error:
+            high, right, right_error = right, left, left_error
+            left = high - GOLDEN * (high - low)
+            left_error = error(left)
+        else:
+            low, left, left_error = left, right, right_error
+            right = low + GOLDEN * (high - low)
+            right_error = error(right)
+    best = (low + high) / 2
+    return float(np.exp(best)), error(best)

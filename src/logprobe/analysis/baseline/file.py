@@ -1,0 +1,334 @@
+"""The file of a baseline: a header, blocks of rows with their tokens, and an end that counts them.
+
+Each part is a JSON head behind its length, and what it says follows: the layout stands in docs/compare.md.
+Whoever made a file: nothing is made of it that its heads do not bound, and what is read can be compared with.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+
+from logprobe.analysis.baseline.rows import IMPOSSIBLE, MAX_SCALE, KeptRows, Packed, kept_within, unpack
+from logprobe.errors import InputError, OutputError
+from logprobe.private_files import claim
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import BinaryIO
+
+    import numpy.typing as npt
+
+    from logprobe.records.values import IntArray
+
+SUFFIX: Final = ".lpkl"
+MAGIC: Final = b"LPKL"
+VERSION: Final = 1
+SHARE: Final = 10  # of llama.cpp's bytes a row, the part that a row takes here
+MAX_HEAD: Final = 1 << 16  # bytes of a head
+MAX_VOCABULARY: Final = 1 << 22
+MAX_ENTRIES: Final = 1 << 24  # of a block that has more than one row
+MAX_ROWS: Final = 256  # of a block
+COLUMNS: Final = {
+    "token_ids": "<i4",
+    "best_ids": "<i4",
+    "logprobs": "<f4",
+    "cross": "<f8",
+    "low_logprob": "<f4",
+    "blur": "<f4",
+    "low_mass": "<f4",
+    "distance": "<f4",
+}
+"""The columns of one number a row, in their order."""
+BYTES_A_ROW: Final = sum(np.dtype(kind).itemsize for kind in COLUMNS.values())
+BYTES_A_START: Final = 12
+BYTES_A_HEAD: Final = 160  # of a block of our own, at most
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """Which model the rows are of, and which vocabulary they are over."""
+
+    version: int = VERSION
+    vocabulary_size: int  # entries of a row
+    vocabulary: str  # a digest of its tokens' bytes
+    model: str | None
+    weights: str | None
+    weight_version: str | None
+    lora: str | None
+
+
+class Block(msgspec.Struct, frozen=True, kw_only=True, tag="block"):
+    """How many rows follow, and in how many bytes."""
+
+    num_rows: int
+    num_starts: int
+    scale: int
+    num_length_bytes: int
+    num_plane_bytes: int
+
+
+class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
+    """What the blocks held, in the place of one more."""
+
+    num_rows: int
+    num_texts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Rows of one text that follow each other."""
+
+    text_index: int
+    is_first: bool  # of its text
+    context: IntArray  # all tokens of the text before them
+    token_ids: IntArray  # (M,)
+    logprobs: npt.NDArray[np.float32]  # (M,) of these tokens, nats
+    best_ids: IntArray  # (M,) the likeliest token
+    kept: KeptRows  # M rows
+
+
+def rows_a_block(vocabulary_size: int) -> int:
+    """How many rows are kept, and held, at once."""
+    return max(min(MAX_ROWS, MAX_ENTRIES // vocabulary_size), 1)
+
+
+def max_bytes(num_rows: int, vocabulary_size: int) -> int:
+    """What some rows may take: a tenth of llama.cpp's 2 bytes an entry, of an even number, and 8 a row."""
+    return num_rows * (2 * (vocabulary_size + vocabulary_size % 2) + 8) // SHARE
+
+
+class BaselineWriter:
+    """Writes a file; under another name until `finish`, so that one that is there is whole.
+
+    Raises:
+        InputError: there is such a file.
+        OutputError: it cannot be written.
+    """
+
+    def __init__(self, path: str | Path, header: Header) -> None:
+        self.path = Path(path)
+        if self.path.suffix != SUFFIX:
+            raise InputError(f"{path}: must end in {SUFFIX}")
+        if self.path.exists():
+            raise InputError(f"{path}: exists; give another name, or remove it")
+        self._unfinished = self.path.with_name(f"{self.path.name}.tmp")
+        self._header = header
+        self.num_rows = self.num_texts = 0
+        with _naming(self.path):
+            claim(self._unfinished)
+            self._file = self._unfinished.open("wb")
+            self._file.write(MAGIC)
+            self._put(header)
+
+    def _put(self, head: msgspec.Struct) -> None:
+        data = msgspec.json.encode(head)
+        self._file.write(len(data).to_bytes(4, "little") + data)
+
+    def write(
+        self,
+        rows: npt.NDArray[np.float32],
+        token_ids: IntArray,
+        logprobs: npt.NDArray[np.float64],
+        starts: list[tuple[int, int, int]],
+    ) -> None:
+        """Add a block of rows, (N, V) nats, with the tokens that came next and their logprobs.
+
+        `starts` are the rows at which texts begin, each with the one token before it and the text's place.
+        """
+        size = self._header.vocabulary_size
+        limit = max_bytes(len(rows), size)
+        own = len(rows) * BYTES_A_ROW + len(starts) * BYTES_A_START + BYTES_A_HEAD
+        # Of a vocabulary of some hundreds the rest is most of it; rows are kept all the same.
+        kept, packed = kept_within(rows, max(limit - own, limit // 2), self.num_rows)
+        columns: dict[str, Any] = {
+            "token_ids": token_ids,
+            "best_ids": rows.argmax(axis=1),
+            "logprobs": logprobs,
+        }
+        columns |= {name: getattr(kept, name) for name in COLUMNS if name not in columns}
+        with _naming(self.path):
+            self._put(
+                Block(
+                    num_rows=len(rows),
+                    num_starts=len(starts),
+                    scale=kept.scale,
+                    num_length_bytes=len(packed.lengths),
+                    num_plane_bytes=len(packed.planes),
+                )
+            )
+            for name, kind in COLUMNS.items():
+                self._file.write(np.asarray(columns[name]).astype(kind).tobytes())
+            self._file.write(np.array(starts, "<i4").reshape(-1, 3).tobytes())
+            self._file.write(packed.lengths + packed.planes)
+        self.num_rows += len(rows)
+        self.num_texts += len(starts)
+
+    def finish(self) -> None:
+        """Make the file whole, and give it its name."""
+        with _naming(self.path):
+            self._put(End(num_rows=self.num_rows, num_texts=self.num_texts))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._unfinished.replace(self.path)
+
+    def leave(self) -> None:
+        """Give it up; nothing stays."""
+        self._file.close()
+        self._unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written ({error.strerror or error})") from error
+
+
+# -- reading -------------------------------------------------------------------------------------------------
+
+
+class BaselineReader:
+    """Reads a file from its beginning; `header` is there at once.
+
+    Raises:
+        InputError: no such file, no such bytes, or another version.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            self._file: BinaryIO = self.path.open("rb")
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+        try:
+            self.header = self._read_header()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _read_header(self) -> Header:
+        if self._file.read(len(MAGIC)) != MAGIC:
+            raise InputError(f"{self.path}: is no baseline; write one with `logprobe compare MODEL --save`")
+        head = self._head()
+        version = self._decoded(head, _Version).version
+        if version != VERSION:
+            raise InputError(f"{self.path}: has version {version}; this program reads {VERSION}")
+        header: Header = self._decoded(head, Header)
+        self._require(1 <= header.vocabulary_size <= MAX_VOCABULARY, "its vocabulary has no such size")
+        return header
+
+    def runs(self) -> Iterator[Run]:
+        """All rows in order, text by text, no more than a block of them at once.
+
+        Raises:
+            InputError: it is cut short, or contradicts itself.
+        """
+        num_rows = num_texts = 0
+        before, text = np.empty(0, np.int32), -1
+        while isinstance(head := self._decoded(self._head(), Block | End), Block):
+            columns, starts, kept = self._block(head)
+            bounds = [*starts[:, 0].tolist(), head.num_rows]
+            self._require(num_rows or bounds[0] == 0, "its first row belongs to no text")
+            firsts: list[tuple[int, int] | None] = [(first, index) for _, first, index in starts.tolist()]
+            if bounds[0] > 0:
+                bounds, firsts = [0, *bounds], [None, *firsts]
+            for first, (start, stop) in zip(firsts, pairwise(bounds), strict=True):
+                if first is not None:
+                    self._require(first[1] > text, "its texts do not follow each other")
+                    before, text = np.array(first[:1], np.int32), first[1]
+                yield _run(columns, kept, slice(start, stop), before, text, is_first=first is not None)
+                before = np.concatenate([before, columns["token_ids"][start:stop]])
+            num_rows, num_texts = num_rows + head.num_rows, num_texts + len(starts)
+        self._require((head.num_rows, head.num_texts) == (num_rows, num_texts), "its end counts other rows")
+        self._require(not self._file.read(1), "something stands behind its end")
+
+    def _block(self, head: Block) -> tuple[dict[str, Any], IntArray, KeptRows]:
+        num_rows, size = head.num_rows, self.header.vocabulary_size
+        self._require(1 <= num_rows <= rows_a_block(size), "a block has no such number of rows")
+        self._require(0 <= head.num_starts <= num_rows, "a block has no such number of texts")
+        self._require(1 <= head.scale <= MAX_SCALE, "there is no such scale")
+        most = 2 * num_rows * size + 1024  # bytes of codes: 14 bits an entry, and what deflate adds
+        num_bytes = (head.num_length_bytes, head.num_plane_bytes)
+        self._require(min(num_bytes) >= 0 and sum(num_bytes) <= most, "its codes have no such size")
+        columns = {name: self._array(kind, num_rows) for name, kind in COLUMNS.items()}
+        starts = self._array("<i4", 3 * head.num_starts).reshape(-1, 3)
+        self._check(columns, starts, num_rows)
+        packed = Packed(*(self._bytes(count) for count in num_bytes))
+        try:
+            codes = unpack(packed, num_rows, size)
+        except InputError as error:
+            raise InputError(f"{self.path}: {error}; write it anew") from error
+        self._require((codes[codes != IMPOSSIBLE] <= head.scale + 1).all(), "a code is above its scale")
+        facts = {name: columns[name] for name in list(COLUMNS)[3:]}
+        return columns, starts, KeptRows(scale=head.scale, codes=codes, **facts)
+
+    def _check(self, columns: dict[str, Any], starts: IntArray, num_rows: int) -> None:
+        size = self.header.vocabulary_size
+        for ids in (columns["token_ids"], columns["best_ids"], starts[:, 1]):
+            self._require(((ids >= 0) & (ids < size)).all(), "a token is not in its vocabulary")
+        places = starts[:, 0]
+        is_rising = (places[1:] > places[:-1]).all() and ((places >= 0) & (places < num_rows)).all()
+        self._require(is_rising, "its texts do not follow each other")
+        self._require((columns["logprobs"] <= 1e-3).all(), "a logprob is no number below 0")
+        for name in ("cross", "low_logprob", "blur", "low_mass", "distance"):
+            self._require(np.isfinite(columns[name]).all(), f"{name} holds what is no number")
+        for name in ("blur", "low_mass", "distance"):
+            self._require((columns[name] >= 0).all(), f"{name} holds a negative number")
+
+    def _head(self) -> bytes:
+        num_bytes = int.from_bytes(self._bytes(4), "little")
+        self._require(num_bytes <= MAX_HEAD, "a head has no such length")
+        return self._bytes(num_bytes)
+
+    def _decoded(self, data: bytes, kind: Any) -> Any:
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise InputError(f"{self.path}: a head cannot be read ({error}); write the file anew") from error
+
+    def _array(self, kind: str, count: int) -> Any:
+        return np.frombuffer(self._bytes(count * np.dtype(kind).itemsize), kind)
+
+    def _bytes(self, count: int) -> bytes:
+        data = self._file.read(count)
+        if len(data) != count:
+            raise InputError(f"{self.path}: is cut short; write it anew")
+        return data
+
+    def _require(self, is_so: object, message: str) -> None:
+        if not is_so:
+            raise InputError(f"{self.path}: contradicts itself ({message}); write it anew")
+
+
+class _Version(msgspec.Struct, frozen=True):
+    """What stands in the header of every version."""
+
+    version: int
+
+
+def _run(
+    columns: dict[str, Any], kept: KeptRows, rows: slice, before: IntArray, text: int, *, is_first: bool
+) -> Run:
+    facts = {name: getattr(kept, name)[rows] for name in list(COLUMNS)[3:]}
+    return Run(
+        text_index=text,
+        is_first=is_first,
+        context=before,
+        token_ids=columns["token_ids"][rows],
+        logprobs=columns["logprobs"][rows],
+        best_ids=columns["best_ids"][rows],
+        kept=KeptRows(scale=kept.scale, codes=kept.codes[rows], **facts),
+    )

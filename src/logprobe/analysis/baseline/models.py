@@ -1,0 +1,222 @@
+"""A baseline written from a model, and a model compared with one."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from logprobe.analysis.baseline.file import (
+    BaselineReader,
+    BaselineWriter,
+    Header,
+    max_bytes,
+    rows_a_block,
+)
+from logprobe.analysis.comparison import (
+    SAME_TOKENS_PROBE,
+    Comparison,
+    TokenPart,
+    of_tokens,
+    sequences,
+    whole_parts,
+    whole_scores,
+)
+from logprobe.errors import InputError, WeightsReplacedError, require
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    from logprobe.analysis.baseline.file import Run
+    from logprobe.analysis.comparison import TextTokens, WholeRows
+    from logprobe.analysis.scorer import Scorer
+    from logprobe.records.values import IntArray
+    from logprobe.text.edge import TextEdge
+
+
+Waiting: TypeAlias = "tuple[IntArray, WholeRows, tuple[int, int] | None]"
+"""Tokens, rows, and where a text begins with them the token before it and its place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """What a baseline's file holds."""
+
+    num_texts: int
+    num_positions: int  # each with a whole row
+    vocabulary_size: int
+    num_bytes: int  # of the file
+
+    @property
+    def share(self) -> float:
+        """Of the bytes that llama.cpp's `--kl-divergence-base` takes for as many rows."""
+        return self.num_bytes / max(max_bytes(10 * self.num_positions, self.vocabulary_size), 1)
+
+
+def save_baseline(
+    llm: Scorer, texts: Iterable[str], path: str | Path, *, bos: bool | None = None
+) -> Baseline:
+    """Keep a model's whole rows on some texts, to compare other models with when it is gone.
+
+    Args:
+        llm: the reference.
+        texts: each no longer than its context.
+        path: a name that ends in `.lpkl`; a tenth of the bytes of llama.cpp's file go there.
+        bos: put BOS (EOS where there is none) before each text, or do not; None: as the tokenizer does.
+
+    Raises:
+        InputError: there is such a file, or its name ends otherwise.
+        OutputError: it cannot be written.
+        ParameterError: no text that has a token to score, or one that is longer than the context.
+        BatchError: a request failed.
+        WeightsReplacedError: the model got other weights meanwhile.
+    """
+    facts = llm.engine.capabilities()
+    header = Header(
+        vocabulary_size=facts.vocab_size,
+        vocabulary=vocabulary_digest(llm.text),
+        model=facts.model,
+        weights=f"{facts.dtype} {facts.weights}",
+        weight_version=facts.weight_version,
+        lora=llm.lora,
+    )
+    writer = BaselineWriter(path, header)
+    try:
+        _write(llm, sequences(llm, texts, bos), writer, facts.vocab_size)
+        require(writer.num_rows, "texts", "hold no token to score; give longer ones, or bos=True")
+        _check_same_weights(llm, header)
+        writer.finish()
+    except BaseException:
+        writer.leave()
+        raise
+    return Baseline(
+        num_texts=writer.num_texts,
+        num_positions=writer.num_rows,
+        vocabulary_size=facts.vocab_size,
+        num_bytes=writer.path.stat().st_size,
+    )
+
+
+def _check_same_weights(llm: Scorer, header: Header) -> None:
+    if llm.engine.capabilities().weight_version != header.weight_version:
+        raise WeightsReplacedError("the model's weights were replaced amid the texts; save it again")
+
+
+def _write(llm: Scorer, texts: Iterator[TextTokens], writer: BaselineWriter, vocabulary_size: int) -> None:
+    """Blocks of as many rows as the file has in one, across the ends of texts."""
+    size = rows_a_block(vocabulary_size)
+    waiting: list[Waiting] = []
+    num_waiting = 0
+    for index, ids, _ in texts:
+        for start, end, part in whole_parts(llm, ids, size):
+            if num_waiting + end - start > size:
+                _write_block(writer, waiting)
+                waiting, num_waiting = [], 0
+            waiting.append((ids[start:end], part, (int(ids[0]), index) if start == 1 else None))
+            num_waiting += end - start
+    if waiting:
+        _write_block(writer, waiting)
+
+
+def _write_block(writer: BaselineWriter, parts: list[Waiting]) -> None:
+    places = np.cumsum([0, *(len(ids) for ids, _, _ in parts)]).tolist()
+    starts = [
+        (place, *first) for place, (_, _, first) in zip(places, parts, strict=False) if first is not None
+    ]
+    writer.write(
+        np.concatenate([part.rows for _, part, _ in parts]),
+        np.concatenate([ids for ids, _, _ in parts]),
+        np.concatenate([part.token_logprobs for _, part, _ in parts]),
+        starts,
+    )
+
+
+def compare_with_baseline(
+    path: str | Path, llm: Scorer, texts: Iterable[str] | None = None, *, bos: bool | None = None
+) -> Comparison:
+    """Compare a baseline (A) with what a model gives the same tokens (B).
+
+    Each position's KL is an estimate without bias, whose standard error is `kl_error_by_position` at most.
+
+    Args:
+        path: the file that `save_baseline` wrote.
+        llm: the model.
+        texts: those of the baseline, from its first on, which are checked to be its tokens; its rows end
+            with them. None: all of them, as the file has their tokens.
+        bos: as the baseline had it.
+
+    Raises:
+        InputError: a file that cannot be read, or of another vocabulary or other texts.
+        ParameterError: a text is longer than the context.
+        BatchError: a request failed.
+    """
+    with closing(BaselineReader(path)) as reader:
+        if reader.header.vocabulary != vocabulary_digest(llm.text):
+            raise InputError(f"{path}: is over another vocabulary; compare models of one tokenizer")
+        width, size = reader.header.vocabulary_size, llm.engine.capabilities().vocab_size
+        if width > size:
+            raise InputError(f"{path}: has rows of {width} tokens, and the model of {size}")
+        if texts is None:  # only the file's tokens say how long the texts were
+            count = llm.text.vocabulary.bytes_of
+            return of_tokens([_part(run, llm, len(count(run.token_ids))) for run in reader.runs()])
+        runs = _checked(reader.runs(), sequences(llm, texts, bos), path)
+        return of_tokens([_part(run, llm, num_bytes) for run, num_bytes in runs])
+
+
+def _checked(runs: Iterator[Run], texts: Iterator[TextTokens], path: str | Path) -> Iterator[tuple[Run, int]]:
+    """Yield the runs of the texts, as long as there are any, each with its bytes of the text."""
+    ids, sizes, stop = np.empty(0, np.int32), np.empty(0, np.int64), 0
+    for run in runs:
+        if run.is_first:
+            is_whole, following = stop == len(ids), next(texts, None)
+            _require_same(is_whole, path)
+            if following is None:
+                return
+            index, ids, sizes = following
+            _require_same(index == run.text_index, path)
+        start, stop = len(run.context), len(run.context) + len(run.token_ids)
+        is_same = np.array_equal(ids[:start], run.context) and np.array_equal(ids[start:stop], run.token_ids)
+        _require_same(is_same, path)
+        yield run, int(sizes[start:stop].sum())
+    _require_same(stop == len(ids) and next(texts, None) is None, path)
+
+
+def _require_same(is_same: bool, path: str | Path) -> None:
+    if not is_same:
+        raise InputError(f"{path}: holds other texts; give the data that it was saved on, as then, or none")
+
+
+def _part(run: Run, llm: Scorer, num_bytes: int) -> TokenPart:
+    """What a model gives some rows of the baseline."""
+    others = whole_scores(llm, (run.context, run.token_ids))
+    width = run.kept.codes.shape[1]
+    found = [run.kept.against(row, other[:width]) for row, other in enumerate(others.rows)]
+    kl, kl_error, acceptance, acceptance_error = np.array(found).T
+    return TokenPart(
+        text_index=run.text_index,
+        start=len(run.context),
+        token_ids=run.token_ids,
+        logprobs_a=run.logprobs.astype(np.float64),
+        logprobs_b=others.token_logprobs,
+        kl=kl,
+        is_same_best=others.rows.argmax(axis=1) == run.best_ids,
+        acceptance=acceptance,
+        num_bytes=num_bytes,
+        kl_error=kl_error,
+        acceptance_error=acceptance_error,
+    )
+
+
+def vocabulary_digest(text: TextEdge) -> str:
+    """What is the same for models whose tokens have the same bytes, and which split a text into the same."""
+    digest = sha256()
+    vocabulary = text.vocabulary
+    for token_id in range(len(vocabulary)):
+        data = vocabulary.token_bytes(token_id)
+        digest.update(len(data).to_bytes(4, "little") + data)
+    digest.update(text.encode(SAME_TOKENS_PROBE).astype("<i4").tobytes())
+    return f"sha256:{digest.hexdigest()}"

@@ -1,0 +1,107 @@
+"""Was a text learnt by heart, or written by a machine? Measures of it as numbers, and no verdict.
+
+What a number says depends on the model, the language, the length and the kind of text: hold it against texts
+of which the answer is known (`measures.roc_auc`). The formulas are those of `measures`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from logprobe.analysis import measures
+from logprobe.analysis.comparison import POSITIONS_A_CALL, ROUNDING, common_columns, same_vocabulary
+from logprobe.analysis.score import whole_rows
+from logprobe.analysis.scorer import prefix_of
+from logprobe.errors import require
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from logprobe.analysis.scorer import Scorer
+    from logprobe.records.values import IntArray
+
+
+class Detector:
+    """The measures of a text whose tokens and parts come one after the other; 24 bytes a token are kept."""
+
+    def __init__(self) -> None:
+        self._logprobs, self._entropies, self._varentropies = array("d"), array("d"), array("d")
+        self._zlib = zlib.compressobj()
+        self._num_compressed = 0
+
+    def add_tokens(
+        self, logprobs: Iterable[float], entropies: Iterable[float], varentropies: Iterable[float]
+    ) -> None:
+        """Take in tokens that something predicts."""
+        self._logprobs.extend(logprobs)
+        self._entropies.extend(entropies)
+        self._varentropies.extend(varentropies)
+
+    def add_text(self, text: str) -> None:
+        """Take in the next part of the text."""
+        self._num_compressed += len(self._zlib.compress(text.encode()))
+
+    def result(self) -> dict[str, float | None]:
+        """`measures.DETECTIONS` by name, once all is in; None where no token was scored."""
+        columns = (self._logprobs, self._entropies, self._varentropies)
+        self._num_compressed += len(self._zlib.flush())
+        return {
+            "min_k": measures.min_k(self._logprobs),
+            "min_k_plus": measures.min_k_plus(*columns),
+            "fast_detect_gpt": measures.fast_detect_gpt(*columns),
+            "zlib_ratio": measures.zlib_ratio(self._logprobs, self._num_compressed),
+        }
+
+
+def binoculars(
+    observer: Scorer, performer: Scorer, texts: Sequence[str], *, bos: bool | None = None
+) -> list[float | None]:
+    """The Binoculars score of each text, from whole rows of both models; None where no token is scored.
+
+    As in the authors' code, the cross-perplexity is a mean over one row more than the perplexity: the one
+    after the last token. Their code leaves out rows after a padding token, where EOS stands in for it; this
+    leaves out none.
+
+    Args:
+        observer: a base model.
+        performer: its instruct form, of the same vocabulary.
+        texts: each no longer than both contexts.
+        bos: put BOS (EOS where there is none) before each text, or do not; None: as the tokenizer does.
+
+    Raises:
+        ParameterError: models of different vocabularies, a text that is longer than a context.
+        BatchError: a request failed.
+    """
+    is_same = same_vocabulary(observer, performer)
+    require(is_same, "performer", "has another vocabulary than the observer; both read the same tokens")
+    prefix = prefix_of(observer.text, bos)
+    ids = [np.concatenate([prefix, observer.text.encode(text, add_special_tokens=False)]) for text in texts]
+    return [_binoculars(observer, performer, sequence) for sequence in ids]
+
+
+def _binoculars(observer: Scorer, performer: Scorer, ids: IntArray) -> float | None:
+    if len(ids) < 2:
+        return None
+    logprobs, crossed = zip(*_rows_of_both(observer, performer, ids), strict=True)
+    return measures.binoculars(np.concatenate(logprobs)[:-1], np.concatenate(crossed))
+
+
+def _rows_of_both(observer: Scorer, performer: Scorer, ids: IntArray) -> Iterator[tuple[Any, Any]]:
+    """The performer's logprobs and the cross-entropies, by the hundreds: no more whole rows are held.
+
+    The last logprob is that of a token that stands there for its row alone.
+    """
+    ids = np.append(ids, ids[-1:])
+    for start in range(1, len(ids), POSITIONS_A_CALL):
+        pair = (ids[:start], ids[start : start + POSITIONS_A_CALL])
+        (mine,), (theirs,) = observer.score([pair], logprobs=-1), performer.score([pair], logprobs=-1)
+        assert mine.record is not None
+        assert theirs.record is not None
+        rows, others, missing_mass = common_columns(whole_rows(mine.record), whole_rows(theirs.record))
+        message = "has no output for tokens that the observer finds possible; both must have one vocabulary"
+        require(bool((missing_mass <= ROUNDING).all()), "performer", message)
+        yield theirs.token_logprobs, measures.cross_entropy(rows, others)

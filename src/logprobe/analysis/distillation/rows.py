@@ -1,0 +1,183 @@
+"""A row of a data set → token ids, and which of them are learnt; a conversation is a row for each turn."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from logprobe.analysis.datasets.rows import bad_row
+from logprobe.analysis.scorer import prefix_of
+from logprobe.errors import LogprobeError, ParameterError, require
+from logprobe.text.chat import Layout, lay_out
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from logprobe.analysis.datasets.rows import BadRow
+    from logprobe.analysis.datasets.sources import Row
+    from logprobe.analysis.distillation.settings import DistilSettings
+    from logprobe.analysis.score import Score
+    from logprobe.analysis.scorer import Scorer
+    from logprobe.records import FlatLogprobs
+    from logprobe.records.values import IntArray
+
+ROWS_A_CALL = 256
+ENTRIES_A_CALL = 1 << 22  # of the rows that one call is written as, about
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A part of a sequence that is learnt: the tokens [start, end)."""
+
+    number: int | None  # of the message in its conversation; None: a text
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSequence:
+    """What one row of a data set says: its ids, scored once, and what is learnt of them."""
+
+    row: Row
+    token_ids: IntArray
+    turns: list[Turn]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherRow:
+    """A sequence up to the end of what is learnt of it, with the teacher's k best after each token."""
+
+    row: int  # of the data set
+    turn: int | None
+    token_ids: IntArray  # (T,)
+    is_learnt: NDArray[np.bool_]  # (T,) of the tokens
+    is_target: NDArray[np.bool_]  # (T,) of the rows: that of position t says what comes after token t
+    top_ids: IntArray  # (T, k)
+    top_logprobs: NDArray[np.float32]  # (T, k) nats, descending
+
+    @property
+    def lost_masses(self) -> NDArray[np.float64]:
+        """What the k best of each row that counts leave out of its mass."""
+        kept = np.exp(self.top_logprobs[self.is_target], dtype=np.float64).sum(axis=1)
+        return np.asarray(np.clip(1 - kept, 0, 1))
+
+
+class SequenceReader:
+    """Rows of a data set as sequences, each checked on its own."""
+
+    def __init__(self, llm: Scorer, settings: DistilSettings) -> None:
+        self._text = llm.text
+        self._settings = settings
+        self._prefix = prefix_of(llm.text, settings.bos)
+        self._limit: int = llm.engine.capabilities().max_model_len
+
+    def read(self, row: Row) -> TokenSequence | BadRow:
+        """What a row says, or what is wrong with it."""
+        if row.problem is not None:
+            return bad_row(row, row.problem)
+        try:
+            is_text = self._settings.messages_column is None
+            sequence = self._text_of(row) if is_text else self._conversation_of(row)
+            self._check_fits(sequence)
+        except LogprobeError as error:
+            return bad_row(row, str(error))
+        return sequence
+
+    def _text_of(self, row: Row) -> TokenSequence:
+        column = self._settings.column
+        value = row.values[column]
+        require(isinstance(value, str), column, f"must be a text, got {type(value).__name__}")
+        ids = np.concatenate([self._prefix, self._text.encode(value, add_special_tokens=False)])
+        ids = ids[: self._settings.max_tokens]
+        require(len(ids), column, "is empty; there is nothing to learn")
+        return TokenSequence(row=row, token_ids=ids, turns=[Turn(number=None, start=1, end=len(ids) + 1)])
+
+    def _conversation_of(self, row: Row) -> TokenSequence:
+        messages = _messages_of(row.values[self._settings.column], self._settings.column)
+        whole = lay_out(messages, self._text, Layout(add_generation_prompt=False))
+        ids, starts = self._text.encode_with_starts(whole)
+        turns = []
+        for number, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            first = "is the assistant's; begin a conversation with another message"
+            require(number, "messages[0]", first)
+            before = lay_out(messages[:number], self._text)
+            after = lay_out(messages[: number + 1], self._text, Layout(add_generation_prompt=False))
+            is_there = whole.startswith(after) and after.startswith(before)
+            problem = "the chat template lays this turn out otherwise once others follow; end with it"
+            require(is_there, f"messages[{number}]", problem)
+            start, end = np.searchsorted(starts, [len(before), len(after)]).tolist()
+            turns.append(Turn(number=number, start=max(start, 1), end=end))
+        require(turns, self._settings.column, "has no turn of the assistant")
+        return TokenSequence(row=row, token_ids=ids, turns=turns)
+
+    def _check_fits(self, sequence: TokenSequence) -> None:
+        num_tokens = len(sequence.token_ids)
+        remedy = "shorten it" if self._settings.messages_column else "shorten it, or give max_tokens"
+        fits = num_tokens <= self._limit
+        require(fits, self._settings.column, f"has {num_tokens} tokens, but {self._limit} fit; {remedy}")
+
+
+def _messages_of(value: Any, column: str) -> list[dict[str, Any]]:
+    """A conversation as a list of messages, which csv and some Parquet files have as JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ParameterError(
+                column, f"must be a list of messages, as JSON where it is text: {error}"
+            ) from error
+    are_messages = isinstance(value, list) and value and all(isinstance(message, dict) for message in value)
+    require(are_messages, column, "must be a list of messages", got=value)
+    # A Parquet file has every field in every message.
+    return [{name: part for name, part in message.items() if part is not None} for message in value]
+
+
+def batches(sequences: Iterable[TokenSequence | BadRow], top: int) -> Iterator[list[TokenSequence | BadRow]]:
+    """What one call scores: some hundred rows, fewer where they are long or many tokens are kept of each."""
+    batch: list[TokenSequence | BadRow] = []
+    num_tokens = 0
+    for sequence in sequences:
+        batch.append(sequence)
+        num_tokens += sum(turn.end for turn in sequence.turns) if isinstance(sequence, TokenSequence) else 0
+        if len(batch) >= ROWS_A_CALL or num_tokens * top >= ENTRIES_A_CALL:
+            yield batch
+            batch, num_tokens = [], 0
+    if batch:
+        yield batch
+
+
+def scored(llm: Scorer, sequences: Sequence[TokenSequence], top: int) -> list[Score]:
+    """Each sequence with the k best after each of its tokens, the last one too.
+
+    Raises:
+        LogprobeError: the engine failed.
+    """
+    # One token more, whichever: what comes after the last one is the row at it.
+    pairs = [(one.token_ids[:1], np.append(one.token_ids[1:], one.token_ids[-1])) for one in sequences]
+    return llm.score(pairs, logprobs=top)
+
+
+def teacher_rows(sequence: TokenSequence, record: FlatLogprobs) -> Iterator[TeacherRow]:
+    """A row for each part of a sequence that is learnt."""
+    entries = record.top_entries()
+    width = int(entries.offsets[1] - entries.offsets[0])
+    ids, logprobs = (column.reshape(-1, width) for column in (entries.token_ids, entries.logprobs))
+    for turn in sequence.turns:
+        length = min(turn.end, len(sequence.token_ids))
+        places = np.arange(length)
+        yield TeacherRow(
+            row=sequence.row.index,
+            turn=turn.number,
+            token_ids=sequence.token_ids[:length],
+            is_learnt=(places >= (turn.start if turn.number is not None else 0)) & (places < turn.end),
+            is_target=(places >= turn.start - 1) & (places < turn.end - 1),
+            top_ids=ids[:length],
+            top_logprobs=logprobs[:length],
+        )

@@ -1,0 +1,550 @@
+"""How likely each of some answers is: labels of a text, documents for a query, grades of a judge.
+
+Before it: prompts. After it: user code, and the routes and commands that ask the same. A plan lays out pairs,
+a model scores them, blocking or not, and the plan sums the scores up. An answer's probability is that of all
+its tokens, one after the other, each after what stands before it; no number comes from the first token alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from numbers import Real
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from logprobe.analysis import measures
+from logprobe.errors import ParameterError, require
+from logprobe.text.boundary import Split, split_texts
+from logprobe.text.chat import as_conversations, read_messages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from logprobe.analysis.score import Score
+    from logprobe.analysis.scorer import Scorer
+    from logprobe.records.values import IntArray
+    from logprobe.text.boundary import Boundary, Pair
+    from logprobe.text.chat import Conversation
+    from logprobe.text.edge import TextEdge
+
+    ReadMessages: TypeAlias = Callable[[Conversation], IntArray]
+
+T = TypeVar("T")
+Floats: TypeAlias = npt.NDArray[np.float64]
+Labels: TypeAlias = "Sequence[str] | Mapping[str, str | Sequence[str]]"
+Asked: TypeAlias = "str | Conversation"
+"""A text that the label goes on with, or a conversation that it answers."""
+Correction: TypeAlias = Literal["none", "length", "calibrated"]
+CORRECTIONS: Final = ("none", "length", "calibrated")
+CONTENT_FREE: Final = "N/A"
+SCALE: Final = range(1, 6)
+LARGEST_GRADE: Final = 999_999  # what is larger would be written with an exponent
+
+# https://huggingface.co/Qwen/Qwen3-Reranker-0.6B, as its page lays a pair out.
+RERANK_TASK: Final = "Given a web search query, retrieve relevant passages that answer the query"
+RERANK_BEFORE: Final = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
+    'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+RERANK_AFTER: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+RERANK_PAIR: Final = "<Instruct>: {task}\n<Query>: {query}\n<Document>: {document}"
+RERANK_TEMPLATE: Final = (RERANK_BEFORE, RERANK_PAIR, RERANK_AFTER)
+YES_NO: Final = ("yes", "no")
+
+
+@dataclass(frozen=True, slots=True)
+class Classification:
+    """What a model gives each label of one prompt; nats."""
+
+    labels: tuple[str, ...]
+    logprobs: Floats  # (L,) of each label as it is, its texts together: log P(one of its texts | prompt)
+    corrected: Floats  # (L,) what the correction makes of them; `logprobs` themselves without one
+    boundary: Boundary = "token"  # `bytes` if a token spans the end of the prompt and one of its labels
+
+    @property
+    def probabilities(self) -> dict[str, float]:
+        """Label → its share of all labels, by `corrected`; they sum to one. NaN where none is possible."""
+        with np.errstate(invalid="ignore"):
+            shares = np.exp(self.corrected - np.logaddexp.reduce(self.corrected))
+        return dict(zip(self.labels, shares.tolist(), strict=True))
+
+    @property
+    def label(self) -> str:
+        """The most probable one; of equal ones the first."""
+        return self.labels[int(self.corrected.argmax())]
+
+    @property
+    def mass(self) -> float:
+        """The probability that the model says any of the labels; the rest is anything else."""
+        return float(np.exp(np.logaddexp.reduce(self.logprobs)))
+
+    @property
+    def margin(self) -> float:
+        """How far the best stands above the second, nats; infinite where it is alone, NaN as the shares."""
+        ordered = np.sort(self.corrected)
+        with np.errstate(invalid="ignore"):
+            return float(ordered[-1] - ordered[-2]) if len(ordered) > 1 else float("inf")
+
+    def __repr__(self) -> str:
+        shares = ", ".join(f"{label!r}: {share:.3f}" for label, share in self.probabilities.items())
+        return f"<Classification: {{{shares}}}, mass {self.mass:.3f}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What a model that gives a grade thinks: its whole distribution over the grades."""
+
+    grades: Classification
+    scale: tuple[float, ...]
+
+    @property
+    def expectation(self) -> float:
+        """The mean grade, by each one's share."""
+        return float(np.dot(self._shares(), self.scale))
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation of the grade."""
+        return float(np.sqrt(np.dot(self._shares(), (np.array(self.scale) - self.expectation) ** 2)))
+
+    @property
+    def off_scale(self) -> float:
+        """The probability that the answer is no grade."""
+        return max(1.0 - self.grades.mass, 0.0)
+
+    def _shares(self) -> Floats:
+        return np.array(list(self.grades.probabilities.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Generic[T]):
+    """Pairs to score, and what becomes of their scores, which come in the same order."""
+
+    pairs: list[Pair]
+    sum_up: Callable[[Sequence[Score]], T]
+
+
+def classify(
+    llm: Scorer,
+    prompts: Asked | Sequence[Asked],
+    labels: Labels,
+    *,
+    correction: Correction = "none",
+    content_free: Asked | None = None,
+    progress: bool = False,
+) -> Classification | list[Classification]:
+    """How likely each label is after a prompt, or after each of many; see `LLM.classify`."""
+    plan = classify_plan(llm.text, prompts, labels, correction=correction, content_free=content_free)
+    return as_asked(prompts, plan.sum_up(llm.score(plan.pairs, progress=progress)))
+
+
+def rerank(
+    llm: Scorer,
+    query: str,
+    documents: Sequence[str],
+    *,
+    task: str = RERANK_TASK,
+    template: Sequence[str] = RERANK_TEMPLATE,
+    labels: Sequence[str] = YES_NO,
+    progress: bool = False,
+) -> list[float]:
+    """How relevant each document is to a query, in [0, 1]: P(yes) / (P(yes) + P(no)); see `LLM.rerank`.
+
+    Args:
+        llm: the model.
+        query: what is sought.
+        documents: texts.
+        task: what makes a document relevant, in words.
+        template: what stands before, around and after a pair; the middle one names `{query}` and `{document}`
+            once each, and may name `{task}`.
+        labels: what the model says of a relevant document, and of another one.
+        progress: show a progress bar on stderr.
+    """
+    plan = rerank_plan(llm.text, query, documents, task=task, template=template, labels=labels)
+    return plan.sum_up(llm.score(plan.pairs, progress=progress))
+
+
+def judge(
+    llm: Scorer,
+    prompts: Asked | Sequence[Asked],
+    scale: Sequence[float] = SCALE,
+    *,
+    progress: bool = False,
+) -> Judgement | list[Judgement]:
+    """The whole distribution of a grade; see `LLM.judge`."""
+    plan = judge_plan(llm.text, prompts, scale)
+    return as_asked(prompts, plan.sum_up(llm.score(plan.pairs, progress=progress)))
+
+
+def as_asked(prompts: Asked | Sequence[Asked], answers: list[T]) -> T | list[T]:
+    """The one answer to one prompt, and all of them to a list."""
+    return answers[0] if _is_one(prompts) else answers
+
+
+# -- labels --------------------------------------------------------------------------------------------------
+
+
+def classify_plan(
+    edge: TextEdge,
+    prompts: Asked | Sequence[Asked],
+    labels: Labels,
+    *,
+    correction: Correction = "none",
+    content_free: Asked | None = None,
+    read: ReadMessages | None = None,
+) -> Plan[list[Classification]]:
+    """What `LLM.classify` scores: each text of a label after each prompt, then after the one without content.
+
+    Conversations become ids by `read`; None: as the model's chat template lays them out.
+    """
+    known = f"must be one of {', '.join(CORRECTIONS)}, got {correction!r}"
+    require(correction in CORRECTIONS, "correction", known)
+    named = texts_of(labels)
+    texts = [text for texts in named.values() for text in texts]
+    is_calibrated = correction == "calibrated"
+    remedy = "is for correction='calibrated' alone; name that, or leave it out"
+    require(is_calibrated or content_free is None, "content_free", remedy)
+    empty: list[Asked] = [CONTENT_FREE if content_free is None else content_free] if is_calibrated else []
+    laid_out = [_pairs(edge, prompt, texts, read) for prompt in [*_as_many(prompts), *empty]]
+
+    def sum_up(scores: Sequence[Score]) -> list[Classification]:
+        each = _in_parts(scores, laid_out)
+        base = _sums(each.pop(), named) if is_calibrated else None
+        return [
+            _classified(of_prompt, named, correction, base, _boundary(pairs))
+            for pairs, of_prompt in zip(laid_out[: len(each)], each, strict=True)
+        ]
+
+    return Plan([pair for pairs in laid_out for pair in pairs], sum_up)
+
+
+def texts_of(labels: Labels) -> dict[str, list[str]]:
+    """Label → its texts, none of which begins another label's.
+
+    Raises:
+        ParameterError: no labels, no text, an empty one, equal ones, or one that begins another.
+    """
+    is_list = isinstance(labels, Sequence | Mapping) and not isinstance(labels, str)
+    require(is_list and len(labels) > 0, "labels", "must be a list of texts, or texts by name", got=labels)
+    if isinstance(labels, Mapping):
+        named = {name: [texts] if isinstance(texts, str) else list(texts) for name, texts in labels.items()}
+    else:
+        twice = [label for label, count in Counter(_checked_texts(labels, "labels")).items() if count > 1]
+        require(not twice, "labels", f"two are equal: {', '.join(map(repr, twice))}")
+        named = {text: [text] for text in labels}
+    for name, texts in named.items():
+        is_said = bool(texts) and all(_checked_texts(texts, "labels"))
+        require(is_said, "labels", f"{name!r} has an empty text, or none")
+    _check_apart([(text, name) for name, texts in named.items() for text in texts])
+    return named
+
+
+def _check_apart(owners: list[tuple[str, str]]) -> None:
+    """Refuse a text that begins another one; in order, one that begins any begins the next."""
+    for (text, name), (other, other_name) in pairwise(sorted(owners, key=itemgetter(0))):
+        if other.startswith(text):
+            how = "equals" if text == other else "begins"
+            what = f"{text!r} ({name}) {how} {other!r} ({other_name}), so it would count for both"
+            raise ParameterError("labels", f"{what}; end it otherwise, such as with a full stop")
+
+
+def calibrated(found: Classification, base: Classification) -> Classification:
+    """The same with its shares divided by those after a prompt without content (Zhao et al. 2021)."""
+    return replace(found, corrected=found.logprobs - base.logprobs)
+
+
+def _classified(
+    scores: Sequence[Score],
+    named: Mapping[str, list[str]],
+    correction: Correction,
+    base: Floats | None,
+    boundary: Boundary,
+) -> Classification:
+    logprobs = corrected = _sums(scores, named)
+    if correction == "length":
+        corrected = _sums(scores, named, per_token=True)
+    elif base is not None:
+        corrected = logprobs - base
+    return Classification(tuple(named), logprobs, corrected, boundary)
+
+
+def _sums(scores: Sequence[Score], named: Mapping[str, list[str]], *, per_token: bool = False) -> Floats:
+    """Log of the probability of any of a label's texts, (L,); or of their geometric means a token."""
+    numbers = iter([score.logprob_per_token if per_token else score.logprob for score in scores])
+    return np.array([np.logaddexp.reduce([next(numbers) for _ in texts]) for texts in named.values()])
+
+
+# -- documents -----------------------------------------------------------------------------------------------
+
+
+def rerank_plan(
+    edge: TextEdge,
+    query: str,
+    documents: Sequence[str],
+    *,
+    task: str = RERANK_TASK,
+    template: Sequence[str] = RERANK_TEMPLATE,
+    labels: Sequence[str] = YES_NO,
+) -> Plan[list[float]]:
+    """What `rerank` scores: both labels after each document.
+
+    Raises:
+        ParameterError: no texts, two labels that overlap, or a template that has no place for a pair.
+    """
+    is_list = isinstance(documents, Sequence) and not isinstance(documents, str)
+    require(is_list, "documents", "must be a list of texts", got=documents)
+    _checked_texts(documents, "documents")
+    check_layout(query, task, template, labels)
+    before, pair, after = template
+    answers = [edge.encode(text, add_special_tokens=False) for text in labels]
+    first, last = (edge.encode(part, add_special_tokens=False) for part in (before, after))
+
+    def ids(document: str) -> IntArray:
+        middle = _filled(pair, {"task": task, "query": query, "document": document})
+        return np.concatenate([first, edge.encode(middle, add_special_tokens=False), last])
+
+    def sum_up(scores: Sequence[Score]) -> list[float]:
+        sums = np.array([score.logprob for score in scores]).reshape(-1, 2)
+        with np.errstate(invalid="ignore"):
+            relevant: list[float] = np.exp(sums[:, 0] - np.logaddexp(sums[:, 0], sums[:, 1])).tolist()
+        return relevant
+
+    asked = map(ids, documents)
+    return Plan([(before_ids, answer) for before_ids in asked for answer in answers], sum_up)
+
+
+def check_layout(query: str, task: str, template: Sequence[str], labels: Sequence[str]) -> None:
+    """Refuse what no pair can be laid out by; errors as `rerank_plan`."""
+    _checked_texts([query], "query")
+    _checked_texts([task], "task")
+    is_list = isinstance(labels, Sequence) and not isinstance(labels, str)
+    require(is_list and len(labels) == 2, "labels", "must be two texts, such as yes and no")
+    texts_of(labels)
+    is_list = isinstance(template, Sequence) and not isinstance(template, str)
+    known = "must be three texts: what stands before, around and after a pair"
+    require(is_list and len(template) == 3, "template", known)
+    _checked_texts(template, "template")
+    counts = [template[1].count(f"{{{name}}}") for name in ("query", "document", "task")]
+    is_whole = counts[:2] == [1, 1] and counts[2] <= 1
+    known = "must name {query} and {document} once each in its second text, and {task} once at most"
+    require(is_whole, "template", known)
+
+
+def _filled(pair: str, values: Mapping[str, str]) -> str:
+    """A template with its places filled; braces in what fills them stay as they are."""
+    return re.sub("{(task|query|document)}", lambda place: values[place[1]], pair)
+
+
+# -- grades --------------------------------------------------------------------------------------------------
+
+
+Key: TypeAlias = tuple[int, bytes]
+"""Where an answer begins, and all ids up to its end."""
+
+
+TokenPair: TypeAlias = "tuple[IntArray, IntArray]"
+"""Ids of a prompt, and those of an answer to it."""
+
+
+class Spelling(NamedTuple):
+    """A way to write a grade after a prompt."""
+
+    grade: int  # its place on the scale
+    pair: Pair
+    begun_by: int | None  # the place of the longest other spelling that it goes on from
+
+
+def judge_plan(
+    edge: TextEdge,
+    prompts: Asked | Sequence[Asked],
+    scale: Sequence[float] = SCALE,
+    *,
+    read: ReadMessages | None = None,
+) -> Plan[list[Judgement]]:
+    """What `LLM.judge` scores: each spelling of a grade after each prompt.
+
+    An answer is the longest grade that it spells: what goes on to a longer one is that one's alone.
+    """
+    grades = grades_of(scale)
+    texts = list(grades)
+    laid_out = [_spellings(edge, _pairs(edge, prompt, texts, read), texts) for prompt in _as_many(prompts)]
+
+    def sum_up(scores: Sequence[Score]) -> list[Judgement]:
+        judged = []
+        for spellings, of_prompt in zip(laid_out, _in_parts(scores, laid_out), strict=True):
+            logprobs = _grade_logprobs(spellings, of_prompt, len(texts))
+            boundary = _boundary([spelling.pair for spelling in spellings])
+            found = Classification(tuple(texts), logprobs, logprobs, boundary)
+            judged.append(Judgement(found, tuple(grades.values())))
+        return judged
+
+    return Plan([spelling.pair for spellings in laid_out for spelling in spellings], sum_up)
+
+
+def grades_of(scale: Sequence[float]) -> dict[str, float]:
+    """Each grade as a model writes it → its number, in the order of the scale.
+
+    Raises:
+        ParameterError: fewer than two grades, equal ones, or what is no number of six digits at most.
+    """
+    is_list = isinstance(scale, Sequence | np.ndarray) and not isinstance(scale, str | bytes)
+    require(is_list and len(scale) > 1, "scale", "must have two grades or more, such as [1, 2, 3]", got=scale)
+    for grade in scale:
+        is_number = isinstance(grade, Real) and not isinstance(grade, bool)
+        is_written = is_number and abs(grade) <= LARGEST_GRADE
+        require(is_written, "scale", f"must hold numbers of up to {LARGEST_GRADE:,}", got=grade)
+    numbers = [float(grade) + 0.0 for grade in scale]  # zero has one sign
+    texts = [f"{number:g}" for number in numbers]
+    twice = dict.fromkeys(text for place, text in enumerate(texts) if text in texts[:place])
+    remedy = "name each grade once, with at most six digits"
+    require(not twice, "scale", f"two are equal: {', '.join(map(repr, twice))}; {remedy}")
+    return dict(zip(texts, numbers, strict=True))
+
+
+def _spellings(edge: TextEdge, pairs: Sequence[Pair], texts: Sequence[str]) -> list[Spelling]:
+    """Each grade in its usual spelling, then those that go on from a shorter grade's where that one does not.
+
+    Of 10 after 1: the tokenizer's own ids, and the ids of 1 with those of 0, where they are others. A grade
+    whose bytes are summed has all its spellings at once.
+    """
+    by_tokens = [pair for pair in pairs if not isinstance(pair, Split)]
+    if len(by_tokens) < len(pairs):
+        return [Spelling(place, pair, _begun_by_text(place, texts)) for place, pair in enumerate(pairs)]
+    ways: dict[Key, tuple[int, TokenPair]] = {}
+    for grade, pair in (*enumerate(by_tokens), *_further_ways(edge, by_tokens, texts)):
+        ways.setdefault(_key(pair), (grade, pair))
+    places = {key: place for place, key in enumerate(ways)}
+    return [Spelling(grade, pair, _begun_by(pair, places)) for grade, pair in ways.values()]
+
+
+def _begun_by_text(place: int, texts: Sequence[str]) -> int | None:
+    """The place of the longest other text that begins one."""
+    begun = [other for other, text in enumerate(texts) if other != place and texts[place].startswith(text)]
+    return max(begun, key=lambda other: len(texts[other]), default=None)
+
+
+def _further_ways(
+    edge: TextEdge, pairs: Sequence[TokenPair], texts: Sequence[str]
+) -> list[tuple[int, TokenPair]]:
+    ways: list[tuple[int, TokenPair]] = []
+    grades = {text: grade for grade, text in enumerate(texts)}
+    for longer, text in enumerate(texts):
+        for size in range(1, len(text)):
+            shorter = grades.get(text[:size])
+            if shorter is None or _goes_on(pairs[longer], pairs[shorter]):
+                continue
+            rest = edge.encode(text[size:], add_special_tokens=False)
+            # Some tokenizers put a space before whatever they are given.
+            if edge.vocabulary.bytes_of(rest.tolist()) == text[size:].encode():
+                before, after = pairs[shorter]
+                ways.append((longer, (before, np.concatenate([after, rest]))))
+    return ways
+
+
+def _goes_on(longer: TokenPair, shorter: TokenPair) -> bool:
+    """Whether the ids of an answer begin with those of another one, after the same prompt."""
+    size = len(shorter[1])
+    return np.array_equal(longer[0], shorter[0]) and np.array_equal(longer[1][:size], shorter[1])
+
+
+def _begun_by(pair: TokenPair, places: Mapping[Key, int]) -> int | None:
+    before, after = pair
+    begun = (places.get(_key((before, after[:size]))) for size in range(len(after) - 1, 0, -1))
+    return next((place for place in begun if place is not None), None)
+
+
+def _key(pair: TokenPair) -> Key:
+    return len(pair[0]), np.concatenate(pair).astype(np.int32).tobytes()
+
+
+def _grade_logprobs(spellings: Sequence[Spelling], scores: Sequence[Score], num_grades: int) -> Floats:
+    """Log-probabilities (num_grades,) of an answer that is the grade and no longer one.
+
+    Where the ids of 10 begin with those of 1, P(1 alone) is P(1) times 1 less P(0 after 1). What follows is
+    read off the score of 10 itself: a difference of two scores might fall below zero in its last bits.
+    """
+    goes_on = np.zeros(len(spellings))
+    for spelling, score in zip(spellings, scores, strict=True):
+        if spelling.begun_by is not None:
+            further = _further_logprob(score, scores[spelling.begun_by], spellings[spelling.begun_by].pair)
+            goes_on[spelling.begun_by] += np.exp(further)
+    with np.errstate(divide="ignore"):
+        alone = np.array([score.logprob for score in scores]) + np.log1p(-np.minimum(goes_on, 1.0))
+    logprobs = np.full(num_grades, -np.inf)
+    np.logaddexp.at(logprobs, [spelling.grade for spelling in spellings], alone)
+    return logprobs
+
+
+def _further_logprob(longer: Score, shorter: Score, shorter_pair: Pair) -> float:
+    """Log P(the rest of the longer answer | the shorter one), nats."""
+    if not isinstance(shorter_pair, Split):
+        return measures.total(longer.token_logprobs[len(shorter_pair[1]) :])
+    return -np.inf if shorter.logprob == -np.inf else longer.logprob - shorter.logprob
+
+
+# -- prompts -------------------------------------------------------------------------------------------------
+
+
+def _is_one(prompts: Asked | Sequence[Asked]) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping))
+
+
+def _as_many(prompts: Asked | Sequence[Asked]) -> list[Asked]:
+    is_list = isinstance(prompts, Sequence) and not isinstance(prompts, bytes)
+    require(
+        is_list and len(prompts) > 0,
+        "prompts",
+        "must be a text, a conversation, or a list of these",
+        got=prompts,
+    )
+    many: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
+    return many
+
+
+def _pairs(edge: TextEdge, prompt: Asked, texts: Sequence[str], read: ReadMessages | None) -> list[Pair]:
+    """A prompt with each of the texts, all measured in the same way; its ids are run once for all of them.
+
+    Raises:
+        ParameterError: a text that they cannot be measured after, or no text or conversation.
+    """
+    if isinstance(prompt, str):
+        try:
+            return [split.pair for split in split_texts(edge, prompt, texts)]
+        except ParameterError as error:
+            if error.parameter != "context":
+                raise
+            raise ParameterError("prompts", str(error).removeprefix("context: ")) from error
+    conversations = as_conversations(prompt)
+    require(len(conversations) == 1, "prompts", "must be texts or conversations", got=prompt)
+    [conversation] = conversations
+    before = read_messages(conversation, edge) if read is None else read(conversation)
+    return [(before, edge.encode(text, add_special_tokens=False)) for text in texts]
+
+
+def _boundary(pairs: Sequence[Pair]) -> Boundary:
+    """How all of them are measured."""
+    return "bytes" if any(isinstance(pair, Split) for pair in pairs) else "token"
+
+
+def _in_parts(scores: Sequence[Score], parts: Sequence[Sequence[Any]]) -> list[list[Score]]:
+    """The scores of each prompt, as many as were laid out for it."""
+    remaining = iter(scores)
+    return [[next(remaining) for _ in part] for part in parts]
+
+
+def _checked_texts(texts: Sequence[Any], name: str) -> Sequence[str]:
+    """The same, which are texts that can be encoded."""
+    for text in texts:
+        require(isinstance(text, str), name, "must be a text, or texts", got=text)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ParameterError(name, f"is not valid Unicode text ({error.reason}); remove it") from error
+    return texts

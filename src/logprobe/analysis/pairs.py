@@ -1,0 +1,127 @@
+"""Minimal pairs: does a model find the good text of each pair likelier than the bad one?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from logprobe.analysis import measures
+from logprobe.analysis.datasets.summary import Mean
+from logprobe.analysis.texts import surprisal
+from logprobe.errors import ParameterError, require
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from logprobe.analysis.scorer import Scorer
+
+PAIRS_A_CALL = 512  # whose tokens are held at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinimalPairs:
+    """What a model made of some pairs: one is right where its good text has the greater logprob."""
+
+    accuracy: Mean  # share of pairs that are right, with its standard error
+    by_category: dict[str, Mean]  # the same of each category, in the order in which they come
+    good_logprobs: NDArray[np.float64] = field(repr=False)  # (N,) sums over the tokens, nats
+    bad_logprobs: NDArray[np.float64] = field(repr=False)  # (N,)
+    is_right: NDArray[np.bool_] = field(repr=False)  # (N,); equal logprobs are wrong
+    categories: list[str] = field(repr=False)  # (N,), or none
+
+    def __str__(self) -> str:
+        rows = {**self.by_category, "all": self.accuracy}
+        width = max(map(len, rows))
+        return "\n".join(f"{name:{width}}  {_share(share)}" for name, share in rows.items())
+
+    def to_pandas(self) -> Any:
+        """A row a pair (extra `frames`).
+
+        Raises:
+            ParameterError: pandas is not installed.
+        """
+        from logprobe.records.forms.frames import frame_of
+
+        columns = {
+            "good_logprob": self.good_logprobs,
+            "bad_logprob": self.bad_logprobs,
+            "is_right": self.is_right,
+            **({"category": self.categories} if self.categories else {}),
+        }
+        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        return frame_of(rows, list(columns), floats=("good_logprob", "bad_logprob"))
+
+
+def minimal_pairs(
+    llm: Scorer,
+    pairs: Sequence[tuple[str, str]],
+    categories: Sequence[str] | None = None,
+    *,
+    bos: bool | None = True,
+) -> MinimalPairs:
+    """Score pairs of a good and a bad text; accuracy over all and by category, each with its standard error.
+
+    What is compared is the logprob of the whole text, as BLiMP does (Warstadt et al. 2020,
+    https://arxiv.org/abs/1912.00582).
+
+    Args:
+        llm: the model.
+        pairs: (good, bad).
+        categories: what each pair is about.
+        bos: put BOS (EOS where there is none) before each text, so that its first token counts, or do not;
+            None: as the tokenizer does.
+
+    Raises:
+        ParameterError: no pair, a text of which no token is scored, or other than one category a pair.
+        BatchError: some texts failed.
+    """
+    require(pairs, "pairs", "give at least one")
+    names = list(categories or ())
+    fits = categories is None or len(names) == len(pairs)
+    require(fits, "categories", f"names {len(names)} for {len(pairs)} pairs; give one a pair")
+    good, bad = np.fromiter(_logprobs(llm, pairs, bos), np.dtype((np.float64, 2)), len(pairs)).T
+    is_right = good > bad
+    places: dict[str, list[int]] = {}
+    for place, name in enumerate(names):
+        places.setdefault(name, []).append(place)
+    return MinimalPairs(
+        accuracy=_mean(is_right),
+        by_category={name: _mean(is_right[own]) for name, own in places.items()},
+        good_logprobs=good,
+        bad_logprobs=bad,
+        is_right=is_right,
+        categories=names,
+    )
+
+
+def _logprobs(
+    llm: Scorer, pairs: Sequence[tuple[str, str]], bos: bool | None
+) -> Iterator[tuple[float, float]]:
+    """What both texts of each pair are given, in calls of some pairs."""
+    for first in range(0, len(pairs), PAIRS_A_CALL):
+        texts = [text for pair in pairs[first : first + PAIRS_A_CALL] for text in pair]
+        try:
+            scored = surprisal(llm, texts, bos=bos)
+        except ParameterError as error:
+            if error.parameter != "texts":
+                raise
+            where = f"of the texts from pair {first} on, "
+            raise ParameterError("pairs", where + str(error).removeprefix("texts: ")) from error
+        for number, text in enumerate(scored):
+            remedy = "has a text of which no token is scored; give bos=True"
+            is_scored = not np.isnan(text.logprobs).all()
+            require(is_scored, "pairs", f"pair {first + number // 2} {remedy}")
+        yield from zip(*([text.logprob for text in scored[side::2]] for side in (0, 1)), strict=True)
+
+
+def _mean(is_right: NDArray[np.bool_]) -> Mean:
+    mean, error = measures.mean_and_error(is_right)
+    return Mean(mean=mean, error=error)
+
+
+def _share(share: Mean) -> str:
+    return f"{share.mean:.4f}" + ("" if share.error is None else f" ± {share.error:.4f}")

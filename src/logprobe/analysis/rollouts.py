@@ -1,0 +1,487 @@
+"""Stored samples against what a trainer gives their tokens: how far, of which distribution, what to apply.
+
+The rollouts are the sampler's (q), the other side is the trainer's (p): a model in process, or a second file.
+The trainer's target is its whole softmax at the sampler's temperature. What samplers report may be of that,
+of the raw distribution, or renormalised over what truncation kept, and a file of numbers need not say so:
+each is tried, and the one that fits names the correction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard
+
+import numpy as np
+
+from logprobe.analysis import measures
+from logprobe.analysis.auditing.distributions import Shaping, distributions, fitted_temperature, tempered
+from logprobe.analysis.comparison import CLIP, POSITIONS_A_CALL, Spread, effective_share, whole_parts
+from logprobe.analysis.rollout_files import Rollout, read_rollouts
+from logprobe.errors import InputError, require
+from logprobe.records.forms.json import finite_fields
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+    from torch import nn
+
+    from logprobe.analysis.measures import Floats
+    from logprobe.analysis.scorer import Scorer
+    from logprobe.records.info import LogprobsInfo
+    from logprobe.records.values import IntArray
+
+FITS_NATS: Final = 0.1  # numbers further off in the mean are of none of the distributions tried
+FIT_POSITIONS: Final = 32  # by which a temperature that nobody told is looked for
+FIT_GAIN: Final = 4.0  # it must be so many times nearer than what was told
+FAR_NATS: Final = 10.0  # what a token counts at most, such as one that can be drawn on one side alone
+HAIR_NATS: Final = 1e-9  # between means that are equal
+ROUNDING: Final = 1e-5  # of a mass of one: so much is missing of whole rows that are summed in float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """How far a trainer's numbers are from a sampler's, nats; ratios are p / q of trainer and sampler."""
+
+    worst_nats: float  # largest |logprob p - logprob q| of a sampled token
+    mean_nats: float
+    bias: float  # mean of logprob p - logprob q
+    k3: float  # mean of r - 1 - log r: an estimate of KL(q, p) by the sampled tokens alone (Schulman 2020)
+    kl: Spread  # KL(q, p) of each position's distribution
+    total_variation: Spread
+    is_whole: bool  # False: of the tokens reported with all others lumped, so that both are lower bounds
+    token_ratio: Spread
+    sequence_ratio: Spread  # products over the tokens of a completion
+    clipped_share: float  # of token ratios outside [0.8, 1.2]
+    sequence_clipped_share: float
+    effective_share: float  # Kish's effective sample size of the token ratios, as a share of the tokens
+    sequence_effective_share: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every figure by name, nested as JSON is; ±9999 where it is infinite."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return finite_fields(
+            {name: value.to_dict() if isinstance(value, Spread) else value for name, value in values.items()}
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutReport:
+    """What stored samples are, beside a trainer's numbers of the same tokens."""
+
+    num_sequences: int
+    num_tokens: int
+    shaping: Shaping  # what the samples were drawn with
+    target: str  # the trainer's distribution that ratios are taken with: "raw", or after "temperature"
+    distribution: str  # of what the stored numbers are; "none": nothing that was tried fits
+    scale: float | None  # the temperature that nobody told, where `distribution` is "scaled"
+    errors: dict[str, float]  # each distribution tried → mean distance of the stored numbers, nats
+    correction: str | None  # what to apply; None where nothing is to be corrected, or no cause is known
+    as_stored: Mismatch
+    corrected: Mismatch | None  # like with like: what is left is arithmetic; None where nothing fits
+
+    def is_right(self, max_nats: float) -> bool:
+        """Whether every stored number is the target's, to this many nats."""
+        return self.as_stored.worst_nats <= max_nats
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every figure by name, nested as JSON is."""
+        return {
+            "num_sequences": self.num_sequences,
+            "num_tokens": self.num_tokens,
+            **asdict(self.shaping),
+            "target": self.target,
+            "distribution": self.distribution,
+            "scale": self.scale,
+            "errors": self.errors,
+            "correction": self.correction,
+            "as_stored": self.as_stored.to_dict(),
+            "corrected": None if self.corrected is None else self.corrected.to_dict(),
+        }
+
+
+Rollouts: TypeAlias = "str | Path | Iterable[Rollout]"
+
+
+def compare_rollouts(
+    rollouts: Rollouts,
+    other: Rollouts | Scorer | nn.Module,
+    *,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    prompts: Mapping[str, Sequence[int]] | None = None,
+) -> RolloutReport:
+    """Compare the numbers that a sampler stored with those that a trainer gives the same tokens.
+
+    Args:
+        rollouts: the sampler's, as a Parquet file that `read_rollouts` reads, or as it yields them.
+        other: the trainer: an `LLM`, a model of transformers in process (it runs in the mode that it is in),
+            or the same completions as it stored them.
+        temperature: that the samples were drawn with; None: as the rollouts say, 1 where they do not.
+        top_k: likewise; 0 keeps all.
+        top_p: likewise.
+        min_p: likewise.
+        prompts: ids of prompts by the names of rollouts whose file holds none.
+
+    Raises:
+        InputError: no such file or columns, tokens that differ, or no prompt where a model needs one.
+        ParameterError: no completion with a number.
+        BatchError: a request failed.
+    """
+    asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    given = {name: value for name, value in asked.items() if value is not None}
+    mine = _rollouts(rollouts, prompts)
+    table = _Table(given)
+    if _is_stored(other):
+        _add_stored(table, mine, _rollouts(other, prompts))
+    else:
+        for rollout in mine:
+            for start, rows in _rows_of(other, rollout):
+                table.add(rollout, start, len(rows), rows)
+    return table.report()
+
+
+def _rollouts(source: Rollouts, prompts: Mapping[str, Sequence[int]] | None) -> Iterator[Rollout]:
+    return read_rollouts(source, prompts) if isinstance(source, str | Path) else iter(source)
+
+
+def _is_stored(other: Rollouts | Scorer | nn.Module) -> TypeGuard[Rollouts]:
+    return isinstance(other, str | Path) or not (hasattr(other, "score") or callable(other))
+
+
+# -- the trainer's rows --------------------------------------------------------------------------------------
+
+
+def _rows_of(model: Any, rollout: Rollout) -> Iterator[tuple[int, Floats]]:
+    """Whole raw rows of a completion, (start, (n, V) nats), by the hundreds of positions."""
+    prompt = rollout.prompt_ids
+    if prompt is None or not len(prompt):
+        raise InputError(
+            f"{rollout.name}: has no ids of its prompt, which a model needs; store them, or give prompts"
+        )
+    rows = _scored_rows if hasattr(model, "score") else _module_rows
+    yield from rows(model, np.concatenate([prompt, rollout.token_ids]), len(prompt))
+
+
+def _scored_rows(llm: Scorer, ids: IntArray, start: int) -> Iterator[tuple[int, Floats]]:
+    for begin, _, part in whole_parts(llm, ids, POSITIONS_A_CALL, start):
+        yield begin - start, part.rows.astype(np.float64)
+
+
+def _module_rows(model: Any, ids: IntArray, start: int) -> Iterator[tuple[int, Floats]]:
+    import torch
+
+    weight = model.get_input_embeddings().weight
+    if ids.max() >= len(weight):
+        raise InputError(
+            f"token {ids.max()} is none of the model's {len(weight)}; give the model that drew it"
+        )
+    with torch.no_grad():
+        tokens = torch.as_tensor(ids, dtype=torch.long, device=weight.device)[None]
+        logits = model(input_ids=tokens).logits[0, start - 1 : -1]
+        for begin in range(0, len(logits), POSITIONS_A_CALL):
+            rows = logits[begin : begin + POSITIONS_A_CALL].float().cpu().numpy()
+            yield begin, tempered(rows, 1.0)
+
+
+# -- stored against stored -----------------------------------------------------------------------------------
+
+
+def _add_stored(table: _Table, rollouts: Iterable[Rollout], others: Iterable[Rollout]) -> None:
+    for mine, theirs in zip_longest(rollouts, others):
+        if mine is None or theirs is None:
+            raise InputError("the two sets hold different numbers of completions; compare the same ones")
+        if not np.array_equal(mine.token_ids, theirs.token_ids):
+            raise InputError(f"{mine.name}, {theirs.name}: their tokens differ; compare the same completions")
+        for start in range(0, len(mine), POSITIONS_A_CALL):
+            stop = min(start + POSITIONS_A_CALL, len(mine))
+            table.add(mine, start, stop - start, _Entries.of(theirs, start, stop))
+
+
+@dataclass(frozen=True, slots=True)
+class _Entries:
+    """Tokens with a number at some positions, the chosen one in column 0; others are filled up."""
+
+    token_ids: IntArray  # (n, K)
+    logprobs: Floats  # (n, K), -inf where there is none
+    is_there: NDArray[np.bool_]  # (n, K)
+
+    @classmethod
+    def of(cls, rollout: Rollout, start: int, stop: int) -> _Entries:
+        """Positions [start, stop) of a rollout."""
+        ids, logprobs = rollout.token_ids[start:stop, None], rollout.logprobs[start:stop, None]
+        is_there = np.ones(ids.shape, np.bool_)
+        top = rollout.alternatives
+        if top is None:
+            return cls(ids, logprobs, is_there)
+        bounds = np.asarray(top.offsets[start : stop + 1], np.int64)
+        entries = slice(int(bounds[0]), int(bounds[-1]))
+        widths = np.diff(bounds)
+        has_entry = np.arange(widths.max(initial=0)) < widths[:, None]
+        other_ids, others = np.zeros(has_entry.shape, np.int64), np.full(has_entry.shape, -np.inf)
+        other_ids[has_entry], others[has_entry] = top.token_ids[entries], top.logprobs[entries]
+        has_entry &= (other_ids != ids) & ~np.isnan(others)
+        others[~has_entry] = -np.inf
+        return cls(
+            np.concatenate([ids, other_ids], axis=1),
+            np.concatenate([logprobs, others], axis=1),
+            np.concatenate([is_there, has_entry], axis=1),
+        )
+
+    def only(self, keep: NDArray[np.bool_]) -> _Entries:
+        """Those of some positions."""
+        return _Entries(self.token_ids[keep], self.logprobs[keep], self.is_there[keep])
+
+    def at(self, wanted: _Entries) -> Floats:
+        """Numbers of the tokens that others name, (n, K); NaN where there is none."""
+        numbers = np.full(wanted.token_ids.shape, np.nan)
+        for row, ids in enumerate(wanted.token_ids):
+            order = np.argsort(self.token_ids[row], kind="stable")
+            order = order[self.is_there[row][order]]
+            own = self.token_ids[row][order]
+            places = np.minimum(np.searchsorted(own, ids), len(own) - 1)
+            is_found = (own[places] == ids) & wanted.is_there[row]
+            numbers[row, is_found] = self.logprobs[row][order][places[is_found]]
+        return numbers
+
+
+# -- what is gathered of all positions -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some positions under one distribution of the trainer's."""
+
+    chosen: Floats  # (n,) the trainer's logprobs of the sampled tokens
+    distance: Floats  # (n,) mean |logprob q - logprob p| of the tokens reported
+    kl: Floats  # (n,)
+    total_variation: Floats  # (n,)
+    is_whole: NDArray[np.bool_]  # (n,) whether the tokens reported hold all of the sampler's mass
+
+
+class _Table:
+    """Gathers positions: the sampler's numbers, and the trainer's under each name that there may be."""
+
+    def __init__(self, asked: Mapping[str, Any]) -> None:
+        self._asked = asked
+        self._shaping: Shaping | None = None
+        self._scale: float | None = None
+        self._parts: dict[str, list[_Part]] = {}
+        self._sampled: list[Floats] = []
+        self._sequences: list[IntArray] = []  # the number of the completion of each position
+        self._num_sequences = 0
+        self._has_mass = False
+
+    def add(self, rollout: Rollout, start: int, count: int, trainer: Floats | _Entries) -> None:
+        """Some positions of a rollout from `start` on, with whole raw rows or stored numbers of a trainer."""
+        shaping = self._shaping_of(rollout)
+        self._num_sequences += start == 0
+        stop = start + count
+        sampler = _Entries.of(rollout, start, stop)
+        mass = None if rollout.log_kept_mass is None else rollout.log_kept_mass[start:stop]
+        keep = ~np.isnan(sampler.logprobs[:, 0])
+        if mass is not None:
+            keep &= ~np.isnan(mass)
+        if isinstance(trainer, _Entries):
+            keep &= ~np.isnan(trainer.logprobs[:, 0])
+        if rollout.is_counted is not None:
+            keep &= rollout.is_counted[start:stop]
+        if not keep.any():
+            return
+        if isinstance(trainer, _Entries):
+            named = _stored_numbers(trainer, sampler, shaping, mass)
+        else:
+            named = self._model_numbers(trainer, sampler, shaping, mass, keep)
+        sampler = sampler.only(keep)
+        for name, numbers in named.items():
+            self._parts.setdefault(name, []).append(_part(sampler, numbers[keep]))
+        self._sampled.append(sampler.logprobs[:, 0])
+        self._sequences.append(np.full(int(keep.sum()), self._num_sequences - 1))
+
+    def _shaping_of(self, rollout: Rollout) -> Shaping:
+        shaping = Shaping(**_told(rollout.info) | dict(self._asked))
+        has_mass = rollout.log_kept_mass is not None
+        if self._shaping is None:
+            self._shaping, self._has_mass = shaping, has_mass
+        if shaping != self._shaping:
+            raise InputError(
+                f"{rollout.name}: was drawn with {shaping}, others with {self._shaping}; compare them apart"
+            )
+        if has_mass != self._has_mass:
+            raise InputError(
+                f"{rollout.name}: some completions have log_kept_mass, others none; compare them apart"
+            )
+        return shaping
+
+    def _model_numbers(
+        self,
+        rows: Floats,
+        sampler: _Entries,
+        shaping: Shaping,
+        mass: Floats | None,
+        keep: NDArray[np.bool_],
+    ) -> dict[str, Floats]:
+        require(
+            int(sampler.token_ids.max()) < rows.shape[1],
+            "other",
+            "has not all tokens; give the model that drew",
+        )
+        # Where the sampler says what mass it kept, that holds: at its edge another arithmetic cuts otherwise.
+        known = shaping if mass is None else Shaping(temperature=shaping.temperature)
+        named = distributions(rows, known)
+        numbers = {name: np.take_along_axis(row, sampler.token_ids, 1) for name, row in named.items()}
+        if "kept" in named:
+            mass = measures.logsumexp(named["kept"])
+        if mass is not None:
+            numbers["renormalised"] = _renormalised(numbers.get("temperature", numbers["raw"]), sampler, mass)
+        if not self._parts:
+            self._scale = _scale(rows, sampler, numbers, np.flatnonzero(keep)[:FIT_POSITIONS])
+        if self._scale is not None:
+            numbers["scaled"] = np.take_along_axis(tempered(rows, self._scale), sampler.token_ids, 1)
+        return numbers
+
+    def report(self) -> RolloutReport:
+        """What all of it comes to.
+
+        Raises:
+            ParameterError: nothing was added.
+        """
+        require(self._sampled, "rollouts", "hold no token with a number; store logprobs beside the tokens")
+        assert self._shaping is not None
+        columns = {
+            name: _Part(
+                *(np.concatenate([getattr(part, entry.name) for part in parts]) for entry in fields(_Part))
+            )
+            for name, parts in self._parts.items()
+        }
+        errors = {name: float(column.distance.mean()) for name, column in columns.items()}
+        target = "temperature" if "temperature" in columns else "raw"
+        distribution = _best(errors)
+        sampled = np.concatenate(self._sampled)
+        _, sequences = np.unique(np.concatenate(self._sequences), return_inverse=True)
+        mismatches = {
+            name: _mismatch(columns[name], sampled, sequences) for name in {target, distribution} - {"none"}
+        }
+        scale = self._scale if distribution == "scaled" else None
+        return RolloutReport(
+            num_sequences=len(np.unique(sequences)),
+            num_tokens=len(sampled),
+            shaping=self._shaping,
+            target=target,
+            distribution=distribution,
+            scale=scale,
+            errors=errors,
+            correction=_correction(distribution, target, self._shaping, scale, has_mass=self._has_mass),
+            as_stored=mismatches[target],
+            corrected=mismatches.get(distribution),
+        )
+
+
+def _told(info: LogprobsInfo | None) -> dict[str, Any]:
+    """What a record says that its tokens were drawn with."""
+    if info is None:
+        return {}
+    values = {name: getattr(info, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _stored_numbers(
+    trainer: _Entries, sampler: _Entries, shaping: Shaping, mass: Floats | None
+) -> dict[str, Floats]:
+    """A trainer's stored numbers, which are its target's; and what they are renormalised as the sampler's."""
+    numbers = trainer.at(sampler)
+    target = "temperature" if shaping.divisor != 1 else "raw"
+    if mass is None:
+        return {target: numbers}
+    return {target: numbers, "renormalised": _renormalised(numbers, sampler, mass)}
+
+
+def _renormalised(numbers: Floats, sampler: _Entries, mass: Floats) -> Floats:
+    """Numbers over what the sampler kept; a token that it reports cannot be drawn was not."""
+    return np.where(np.isneginf(sampler.logprobs), -np.inf, numbers - mass[:, None])
+
+
+def _scale(
+    rows: Floats, sampler: _Entries, numbers: Mapping[str, Floats], few: NDArray[np.intp]
+) -> float | None:
+    """The temperature that nobody told, where it explains far more of a few positions than what was told."""
+    reported = np.where(sampler.is_there, sampler.logprobs, -np.inf)[few]
+    given = np.isfinite(reported)
+    if not given.any():
+        return None
+    scale, error = fitted_temperature(rows[few], sampler.token_ids[few], reported)
+    others = [float(np.median(np.abs(told[few][given] - reported[given]))) for told in numbers.values()]
+    return scale if error * FIT_GAIN < min(others) else None
+
+
+def _part(sampler: _Entries, numbers: Floats) -> _Part:
+    is_both = sampler.is_there & ~np.isnan(numbers)
+    mine, theirs = (np.where(is_both, values, -np.inf) for values in (sampler.logprobs, numbers))
+    with np.errstate(invalid="ignore"):
+        apart = np.where(mine == theirs, 0.0, np.minimum(np.abs(mine - theirs), FAR_NATS))
+    rows, others = measures.lumped(mine), measures.lumped(theirs)
+    is_whole = rows[:, -1] < np.log(ROUNDING)
+    rows[is_whole, -1] = -np.inf
+    return _Part(
+        chosen=numbers[:, 0],
+        distance=apart.sum(axis=1) / is_both.sum(axis=1),
+        kl=np.maximum(measures.kl_divergence(rows, others), 0.0),
+        total_variation=measures.total_variation(rows, others),
+        is_whole=is_whole,
+    )
+
+
+def _best(errors: Mapping[str, float]) -> str:
+    """The distribution that fits; of equal ones the first, and a fitted one only where it is far nearer."""
+    told = {name: error for name, error in errors.items() if name != "scaled"}
+    least = min(told.values())
+    best = next(name for name, error in told.items() if error <= least + HAIR_NATS)
+    if errors.get("scaled", np.inf) * FIT_GAIN < least:
+        best = "scaled"
+    return best if errors[best] <= FITS_NATS else "none"
+
+
+def _correction(
+    distribution: str, target: str, shaping: Shaping, scale: float | None, *, has_mass: bool
+) -> str | None:
+    if distribution == "renormalised":
+        held = "which the file holds" if has_mass else "which the file lacks: have the sampler report it"
+        return (
+            f"add log_kept_mass to the sampler's logprobs ({held}): they are renormalised over what was kept"
+        )
+    if distribution == "scaled":
+        return f"divide the trainer's logits by {scale:.4g}: the sampler's numbers are after that temperature"
+    if distribution == "raw" != target:
+        return (
+            f"have the sampler report numbers after its temperature of {shaping.divisor:g} (processed "
+            "logprobs, plus log_kept_mass), as the trainer divides by it: the stored ones are raw"
+        )
+    return None
+
+
+@np.errstate(invalid="ignore")  # an infinite ratio has quantiles, and a share, that are no numbers
+def _mismatch(column: _Part, sampled: Floats, sequences: NDArray[np.integer[Any]]) -> Mismatch:
+    logs = np.where(column.chosen == sampled, 0.0, column.chosen - sampled)
+    by_sequence = np.asarray(np.bincount(sequences, weights=logs), np.float64)
+    token_ratios, sequence_ratios = (
+        measures.importance_ratios(values, np.zeros(len(values))) for values in (logs, by_sequence)
+    )
+    return Mismatch(
+        worst_nats=float(np.abs(logs).max()),
+        mean_nats=float(np.abs(logs).mean()),
+        bias=float(logs.mean()),
+        k3=float(np.mean(np.where(np.isfinite(logs), token_ratios - 1 - logs, np.inf))),
+        kl=Spread.of(column.kl),
+        total_variation=Spread.of(column.total_variation),
+        is_whole=bool(column.is_whole.all()),
+        token_ratio=Spread.of(token_ratios),
+        sequence_ratio=Spread.of(sequence_ratios),
+        clipped_share=float(np.mean(np.abs(token_ratios - 1) > CLIP)),
+        sequence_clipped_share=float(np.mean(np.abs(sequence_ratios - 1) > CLIP)),
+        effective_share=effective_share(logs),
+        sequence_effective_share=effective_share(by_sequence),
+    )

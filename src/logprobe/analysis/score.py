@@ -1,0 +1,176 @@
+"""`Score`: what a model gives one continuation, in every usual form."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from logprobe.analysis import measures
+from logprobe.errors import require
+from logprobe.records.forms.html import shaded
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from logprobe.errors import LogprobeError
+    from logprobe.records import FlatLogprobs
+    from logprobe.text.boundary import Boundary
+
+COLUMNS = ("entropy", "varentropy", "margin")  # fields that a record has where they were asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What a model gives a continuation after its context; nats, -inf where a token is impossible.
+
+    Where a token spans the end of the context, `boundary` is `bytes`: `logprob`, and what is computed from
+    it, is that of the continuation's bytes after the context's. The tokens are then those of the joined text
+    that reach into the continuation, the first of which may hold bytes of the context, too; `token_logprobs`,
+    `ranks`, `is_greedy`, `entropy` and `record` are theirs, and do not sum to `logprob`.
+    """
+
+    logprob: float  # sum over the continuation's tokens, or over all that spell its bytes (`boundary`)
+    token_logprobs: list[float]  # (num_tokens,)
+    token_ids: list[int]  # (num_tokens,)
+    ranks: list[int]  # (num_tokens,), 1 + number of strictly more likely tokens
+    is_greedy: bool  # every token was the most likely one (ties count)
+    num_tokens: int
+    num_bytes: int  # UTF-8 bytes of the continuation
+    num_chars: int  # Unicode code points of the continuation
+    entropy: list[float] | None = None  # (num_tokens,), nats; None where it was not asked for
+    varentropy: list[float] | None = None  # (num_tokens,), nats squared; likewise
+    margin: list[float] | None = None  # (num_tokens,), nats between the two likeliest; likewise
+    unconditional_logprob: float | None = None  # the same tokens after nothing; None where not asked for
+    record: FlatLogprobs | None = field(default=None, repr=False, compare=False)  # with the alternatives
+    boundary: Boundary = "token"  # whether `logprob` is a sum over these tokens, or over bytes
+    error: LogprobeError | None = None  # why there are no numbers; every sum is NaN then
+
+    @classmethod
+    def failed(cls, error: LogprobeError) -> Score:
+        """The score of a pair that could not be scored."""
+        return cls(
+            logprob=math.nan,
+            token_logprobs=[],
+            token_ids=[],
+            ranks=[],
+            is_greedy=False,
+            num_tokens=0,
+            num_bytes=0,
+            num_chars=0,
+            error=error,
+        )
+
+    @classmethod
+    def of(
+        cls,
+        token_ids: Sequence[int],
+        record: FlatLogprobs,
+        data: bytes,
+        *,
+        unconditional_logprob: float | None = None,
+    ) -> Score:
+        """Read a continuation's record, which ends with one position a token; their bytes are `data`."""
+        record = record[len(record) - len(token_ids) :]
+        chosen = record.chosen_entries()
+        ranks, extras = chosen.ranks.tolist(), record.extras
+        return cls(
+            logprob=measures.total(chosen.logprobs),
+            token_logprobs=chosen.logprobs.tolist(),
+            token_ids=list(token_ids),
+            ranks=ranks,
+            is_greedy=measures.is_greedy(ranks),
+            num_tokens=len(token_ids),
+            num_bytes=len(data),
+            num_chars=len(data.decode("utf-8", "replace")),
+            **{name: extras[name].tolist() for name in COLUMNS if name in extras},
+            unconditional_logprob=unconditional_logprob,
+            record=record,
+        )
+
+    def counted_by(self, data: bytes) -> Score:
+        """The same of a continuation that comes from these bytes of a text."""
+        return replace(self, num_bytes=len(data), num_chars=len(data.decode("utf-8", "replace")))
+
+    def __repr__(self) -> str:
+        greedy = ", greedy" if self.is_greedy else ""
+        return f"<Score: {self.logprob:.4f} nats over {self.num_tokens} tokens{greedy}>"
+
+    def _repr_html_(self) -> str | None:
+        return None if self.record is None else shaded([self.record])
+
+    @property
+    def logprob_per_token(self) -> float:
+        """Mean over tokens, nats."""
+        return self.logprob / max(self.num_tokens, 1)
+
+    @property
+    def logprob_per_byte(self) -> float:
+        """Mean over UTF-8 bytes, nats; the sum where there is none."""
+        return self.logprob / max(self.num_bytes, 1)
+
+    @property
+    def logprob_per_char(self) -> float:
+        """Mean over characters, nats; the sum where there is none."""
+        return self.logprob / max(self.num_chars, 1)
+
+    @property
+    def perplexity(self) -> float | None:
+        """The exponential of the mean surprisal of a token."""
+        return measures.perplexity(self.logprob, self.num_tokens)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Mean surprisal of a byte in bits; None without any byte."""
+        return measures.bits_per_byte(self.logprob, self.num_bytes)
+
+    @property
+    def pmi(self) -> float | None:
+        """What the context adds, nats; None where the score after nothing was not asked for."""
+        if self.unconditional_logprob is None:
+            return None
+        return measures.pmi(self.logprob, self.unconditional_logprob)
+
+
+def joined(scores: Sequence[Score], data: bytes, *, unconditional_logprob: float | None = None) -> Score:
+    """Join the scores of the windows of a continuation whose bytes are `data`, without their records."""
+    parts = {name: [getattr(score, name) for score in scores] for name in COLUMNS}
+    columns: dict[str, Any] = {
+        name: list(chain.from_iterable(lists)) for name, lists in parts.items() if None not in lists
+    }
+    return Score(
+        logprob=measures.total([score.logprob for score in scores]),
+        token_logprobs=[value for score in scores for value in score.token_logprobs],
+        token_ids=[token_id for score in scores for token_id in score.token_ids],
+        ranks=[rank for score in scores for rank in score.ranks],
+        is_greedy=all(score.is_greedy for score in scores),
+        num_tokens=sum(score.num_tokens for score in scores),
+        num_bytes=len(data),
+        num_chars=len(data.decode("utf-8", "replace")),
+        **columns,
+        unconditional_logprob=unconditional_logprob,
+        boundary=scores[0].boundary,
+    )
+
+
+def whole_rows(record: FlatLogprobs) -> NDArray[np.float32]:
+    """The log-probabilities of the whole vocabulary by id, (T, V) nats, of a record that holds all of them.
+
+    Raises:
+        ParameterError: it holds less (score with `logprobs=-1`).
+    """
+    entries = record.top_entries()
+    widths = np.diff(entries.offsets)
+    is_whole = len(widths) > 0 and bool((widths == widths[0]).all())
+    size = int(widths[0]) if is_whole else 0
+    is_whole = is_whole and size > 0 and int(entries.token_ids.max()) == size - 1
+    require(is_whole, "record", "does not hold the whole vocabulary; score with logprobs=-1")
+    rows = np.empty((len(widths), size), np.float32)
+    positions = np.repeat(np.arange(len(widths)), size)
+    rows[positions, entries.token_ids] = entries.logprobs
+    return rows

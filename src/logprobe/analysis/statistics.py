@@ -1,0 +1,105 @@
+"""The figures that llama.cpp's `llama-perplexity --kl-divergence` prints, by its names, in its units.
+
+Q is the model that is judged, base the one that it stands for. A standard error is that of independent
+positions; `tools/perplexity/perplexity.cpp` has the same formulas, in sums.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+
+from logprobe.analysis.measures import mean_and_error
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+KLD_QUANTILES: Final = (0.999, 0.99, 0.95, 0.9, 0.5, 0.1, 0.05, 0.01, 0.001)
+CHANGE_QUANTILES: Final = (0.999, 0.99, 0.95, 0.9, 0.75, 0.5, 0.25, 0.1, 0.05, 0.01, 0.001)
+PERCENT: Final = 100.0
+
+
+class Figure(NamedTuple):
+    """A number, its standard error where it has one, and what it is counted in where that is percent."""
+
+    value: float
+    error: float | None = None
+    unit: str | None = None
+
+
+def figures(base: Floats, other: Floats, kl: Floats, is_same_best: NDArray[np.bool_]) -> dict[str, Figure]:
+    """All figures of at least one position, (T,) each: logprobs of base and Q, KL, same best token; nats."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return (
+            _of_perplexities(-base, -other)
+            | _of_divergences(kl)
+            | _of_changes(np.exp(other) - np.exp(base))
+            | {"Same top p": _share(is_same_best)}
+        )
+
+
+def _of_perplexities(base: Floats, other: Floats) -> dict[str, Figure]:
+    """Of surprisals; errors go through exp by its derivative."""
+    q, p, ratio = _mean(other), _mean(base), _mean(other - base)
+    figures = {"Mean PPL(Q)": _exponential(q), "Mean PPL(base)": _exponential(p)}
+    if len(base) > 1:
+        correlation = float(np.corrcoef(base, other)[0, 1]) if base.std() and other.std() else math.nan
+        figures["Cor(ln(PPL(Q)), ln(PPL(base)))"] = Figure(PERCENT * correlation, None, "%")
+    figures["Mean ln(PPL(Q)/PPL(base))"] = ratio
+    figures["Mean PPL(Q)/PPL(base)"] = _exponential(ratio)
+    # The deviation of a difference of exponentials is that of this sum.
+    apart = _mean(np.exp(q.value) * other - np.exp(p.value) * base)
+    figures["Mean PPL(Q)-PPL(base)"] = Figure(float(np.exp(q.value) - np.exp(p.value)), apart.error)
+    return figures
+
+
+def _of_divergences(kl: Floats) -> dict[str, Figure]:
+    quantiles = np.quantile(kl, KLD_QUANTILES).tolist()
+    named = {
+        _name(share, "KLD"): Figure(value) for share, value in zip(KLD_QUANTILES, quantiles, strict=True)
+    }
+    ends = {"Maximum KLD": Figure(float(kl.max())), **named, "Minimum KLD": Figure(float(kl.min()))}
+    return {"Mean KLD": _mean(kl)} | ends
+
+
+def _of_changes(changes: Floats) -> dict[str, Figure]:
+    """Of changes of the given tokens' probabilities."""
+    percent = PERCENT * changes
+    quantiles = np.quantile(percent, CHANGE_QUANTILES).tolist()
+    named = {
+        _name(share, "Δp"): Figure(value, None, "%")
+        for share, value in zip(CHANGE_QUANTILES, quantiles, strict=True)
+    }
+    squares = _mean(percent**2)
+    rms = math.sqrt(squares.value)
+    error = None if squares.error is None else squares.error / (2 * rms) if rms else 0.0
+    return {
+        "Mean Δp": _mean(percent)._replace(unit="%"),
+        "Maximum Δp": Figure(float(percent.max()), None, "%"),
+        **named,
+        "Minimum Δp": Figure(float(percent.min()), None, "%"),
+        "RMS Δp": Figure(rms, error, "%"),
+    }
+
+
+def _name(share: float, what: str) -> str:
+    return f"Median {what}" if share == 0.5 else f"{PERCENT * share:.1f}% {what}"
+
+
+def _mean(values: Floats) -> Figure:
+    return Figure(*mean_and_error(values))
+
+
+def _exponential(figure: Figure) -> Figure:
+    value = float(np.exp(figure.value))
+    return Figure(value, None if figure.error is None else value * figure.error)
+
+
+def _share(is_so: NDArray[np.bool_]) -> Figure:
+    share = float(is_so.mean())
+    error = math.sqrt(share * (1 - share) / (len(is_so) - 1)) if len(is_so) > 1 else None
+    return Figure(PERCENT * share, None if error is None else PERCENT * error, "%")

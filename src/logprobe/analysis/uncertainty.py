@@ -1,0 +1,485 @@
+"""How sure a model is of its answer: some are drawn, and all of them together say it.
+
+Before it: a prompt. After it: user code. A plan says what to draw, a client draws it, blocking or not, and
+the plan sums the answers up. An answer's probability is that of all its tokens, the one that ended it too;
+one that is drawn twice is known no better, so sums of probabilities count it once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+
+import numpy as np
+
+from logprobe.analysis import measures
+from logprobe.errors import require
+from logprobe.records.forms.json import finite_fields
+from logprobe.records.rows import KERNEL_EXTRAS
+from logprobe.sampling.params import COUNTS, SamplingParams, nth_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy.typing as npt
+
+    from logprobe.records import FlatLogprobs
+    from logprobe.text.edge import TextEdge
+
+    Floats: TypeAlias = npt.NDArray[np.float64]
+
+Same: TypeAlias = "Callable[[str, str], bool]"
+"""Whether two texts mean the same; the first is the one that a set began with."""
+NUM_ANSWERS: Final = 10
+WINDOW: Final = 2048  # tokens of a group and of the tail, as Fu et al. have them
+K: Final = 20  # and of the alternatives that make a token's confidence
+# What `uncertainty` itself asks of each answer.
+SET_HERE: Final = (
+    *("n", "best_of", *COUNTS, "logprob_token_ids", "logprobs_mode", *KERNEL_EXTRAS),
+    *("explain", "kept_ids"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowConfidence:
+    """Ends an answer once its group confidence falls below a threshold: DeepConf online (Fu et al. 2025).
+
+    https://arxiv.org/abs/2508.15260. A group is the last `window` tokens; an answer that has fewer goes on.
+
+    Args:
+        threshold: nats; such as a low percentile of `lowest_group_confidence` of some answers drawn before.
+        window: tokens of a group.
+        k: how many of the likeliest tokens make the confidence of one.
+
+    Raises:
+        ParameterError: a threshold that nothing falls below, no token in a group, no alternative.
+    """
+
+    threshold: float
+    window: int = WINDOW
+    k: int = K
+
+    def __post_init__(self) -> None:
+        is_number = isinstance(self.threshold, Real) and not isinstance(self.threshold, bool)
+        is_reached = is_number and 0 < self.threshold < math.inf
+        require(is_reached, "threshold", "must be a finite number of nats above 0", got=self.threshold)
+        _check_count("window", self.window)
+        _check_count("k", self.k)
+
+    def end(self, sums: Sequence[float], start: int = 0) -> int | None:
+        """After how many tokens, `start` or more, an answer ends; None: it goes on.
+
+        `sums` are those of the confidences of its first 0, 1, ... tokens.
+        """
+        for stop in range(max(start, self.window), len(sums)):
+            if (sums[stop] - sums[stop - self.window]) / self.window < self.threshold:
+                return stop
+        return None
+
+
+class Growing:
+    """The confidence of an answer that grows; called with its record, it says whether the answer is over."""
+
+    def __init__(self, rule: LowConfidence) -> None:
+        self._rule, self._sums = rule, [0.0]
+
+    def __call__(self, record: FlatLogprobs) -> bool:
+        """Take in the tokens that are new."""
+        known = len(self._sums)
+        new = token_confidence(record[known - 1 :], self._rule.k)
+        self._sums += [*accumulate(new, initial=self._sums[-1])][1:]
+        return self._rule.end(self._sums, known) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledAnswer:
+    """One answer that was drawn, and what the model gave it; nats.
+
+    Numbers are of the model's own distribution, but for those called *drawn*, of the one that the tokens were
+    drawn from. At temperature 1, without truncation or processors, the two are one.
+    """
+
+    text: str
+    token_ids: list[int]  # (T,), the one that ended it too
+    token_logprobs: list[float]  # (T,)
+    drawn_token_logprobs: list[float]  # (T,)
+    entropy: list[float]  # (T,), of the whole distribution of each token
+    confidence: list[float]  # (T,), minus the mean logprob of the k likeliest tokens
+    window: int  # tokens of a group
+    finish_reason: str | None
+    stopped_early: bool = False  # `stop_when` has ended it: it is the beginning of an answer
+    self_certainty: float | None = None  # mean over tokens (Kang et al. 2025); None where not asked for
+    record: FlatLogprobs | None = field(default=None, repr=False, compare=False)  # with the k likeliest
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.token_ids)
+
+    @property
+    def logprob(self) -> float:
+        """Sum over its tokens; minus it is lm-polygraph's `MaximumSequenceProbability`."""
+        return measures.total(self.token_logprobs)
+
+    @property
+    def drawn_logprob(self) -> float:
+        """The same of the distribution that it was drawn from."""
+        return measures.total(self.drawn_token_logprobs)
+
+    @property
+    def logprob_per_token(self) -> float:
+        """Mean over tokens; its exponential is uqlm's `normalized_probability` (Malinin & Gales 2021)."""
+        return self.logprob / self.num_tokens
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the mean surprisal; lm-polygraph's `Perplexity` is its logarithm."""
+        found = measures.perplexity(self.logprob, self.num_tokens)
+        assert found is not None, "an answer has a token"
+        return found
+
+    @property
+    def mean_token_entropy(self) -> float:
+        """Mean entropy of its tokens (Fomicheva et al. 2020, https://arxiv.org/abs/2005.10608)."""
+        return float(np.mean(self.entropy))
+
+    @property
+    def max_token_entropy(self) -> float:
+        """The greatest entropy among its tokens' distributions."""
+        return max(self.entropy)
+
+    @property
+    def group_confidence(self) -> Floats:
+        """Mean confidence of each `window` tokens, (max(T - window, 0) + 1,); of all T where T is less."""
+        return measures.group_means(self.confidence, self.window)
+
+    @property
+    def lowest_group_confidence(self) -> float:
+        """The least of `group_confidence` (Fu et al. 2025)."""
+        return float(self.group_confidence.min())
+
+    @property
+    def tail_confidence(self) -> float:
+        """Mean confidence of its last `window` tokens (Fu et al. 2025)."""
+        return float(self.group_confidence[-1])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ids and every figure by name, as JSON has them: -inf is -9999, inf 9999, NaN null."""
+        names = (
+            *("text", "token_ids", "num_tokens", "logprob", "drawn_logprob", "logprob_per_token"),
+            *("perplexity", "mean_token_entropy", "max_token_entropy", "lowest_group_confidence"),
+            *("tail_confidence", "self_certainty", "finish_reason", "stopped_early"),
+        )
+        return finite_fields({name: getattr(self, name) for name in names})
+
+    def __repr__(self) -> str:
+        end = ", stopped early" if self.stopped_early else ""
+        size = f"{self.logprob:.4f} nats over {self.num_tokens} tokens"
+        return f"<SampledAnswer: {self.text!r:.60}, {size}{end}>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uncertainty:
+    """What answers to one prompt say of how sure the model is; nats.
+
+    Every figure is of the distribution that the answers were drawn from, by their exact probabilities, and
+    of the answers that went to their end: one that was stopped early is in `answers` alone. Where none went
+    to its end figures are NaN.
+    """
+
+    answers: tuple[SampledAnswer, ...]  # (n,), in the order of their seeds
+    # Places in `answers` of those that mean the same, the likeliest set first.
+    semantic_sets: tuple[tuple[int, ...], ...]
+    k: int  # likeliest tokens that make the confidence of one
+
+    @property
+    def num_semantic_sets(self) -> int:
+        """How many meanings there are (Lin et al. 2023, https://arxiv.org/abs/2305.19187)."""
+        return len(self.semantic_sets)
+
+    @property
+    def set_logprobs(self) -> Floats:
+        """Log of the probability of each set, of its different answers together, (num_semantic_sets,)."""
+        return np.array([_log_mass([self.answers[place] for place in one]) for one in self.semantic_sets])
+
+    @property
+    def shares(self) -> Floats:
+        """Each set's share of `mass`, (num_semantic_sets,); they sum to one."""
+        logprobs = self.set_logprobs
+        return np.exp(logprobs - np.logaddexp.reduce(logprobs)) if len(logprobs) else logprobs
+
+    @property
+    def mass(self) -> float:
+        """The probability of all different answers seen: how much of the distribution was looked at."""
+        # Rounding may put what is seen whole a little above one.
+        return min(float(np.exp(np.logaddexp.reduce(self.set_logprobs))), 1.0) if self.semantic_sets else 0.0
+
+    @property
+    def best(self) -> SampledAnswer | None:
+        """The likeliest answer of the likeliest set; None where none went to its end."""
+        if not self.semantic_sets:
+            return None
+        likeliest = [self.answers[place] for place in self.semantic_sets[0]]
+        return max(likeliest, key=lambda answer: answer.drawn_logprob)
+
+    @property
+    def share(self) -> float:
+        """The share of the best answer's set."""
+        return float(self.shares[0]) if self.semantic_sets else math.nan
+
+    @property
+    def semantic_entropy(self) -> float:
+        """Entropy of the sets' shares (Farquhar et al. 2024, https://doi.org/10.1038/s41586-024-07421-0).
+
+        uqlm's `tokenprob_entropy_values` of the different answers, without its length normalisation.
+        """
+        return _entropy(self.shares)
+
+    @property
+    def discrete_semantic_entropy(self) -> float:
+        """The same with each set's share of the draws in place of its probability (Farquhar et al. 2024).
+
+        lm-polygraph's `SemanticEntropyEmpirical`, uqlm's `discrete_entropy_values`.
+        """
+        return _entropy(np.array([len(one) for one in self.semantic_sets]) / max(len(self._ended), 1))
+
+    @property
+    def monte_carlo_semantic_entropy(self) -> float:
+        """Mean surprisal of the draws' sets (Kuhn et al. 2023, https://arxiv.org/abs/2302.09664).
+
+        lm-polygraph's `SemanticEntropyUnique`; its `SemanticEntropy` adds an answer up once a draw.
+        """
+        logprobs = zip(self.set_logprobs.tolist(), self.semantic_sets, strict=True)
+        return -_mean([logprob for logprob, one in logprobs for _ in one])
+
+    @property
+    def monte_carlo_sequence_entropy(self) -> float:
+        """Mean surprisal of the draws: an estimate of the entropy of all answers (Kuhn et al. 2023)."""
+        return -_mean([one.drawn_logprob for one in self._ended])
+
+    @property
+    def monte_carlo_normalized_sequence_entropy(self) -> float:
+        """The same of mean surprisals a token (Malinin & Gales 2021, https://arxiv.org/abs/2002.07650)."""
+        return -_mean([one.drawn_logprob / one.num_tokens for one in self._ended])
+
+    @property
+    def _ended(self) -> list[SampledAnswer]:
+        return [answer for answer in self.answers if not answer.stopped_early]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every figure by name, the sets and the answers, as JSON has them."""
+        names = (
+            *("num_semantic_sets", "mass", "share", "semantic_entropy", "discrete_semantic_entropy"),
+            *("monte_carlo_semantic_entropy", "monte_carlo_sequence_entropy"),
+            *("monte_carlo_normalized_sequence_entropy", "k"),
+        )
+        best = self.best
+        return {
+            "best": None if best is None else best.text,
+            **finite_fields({name: getattr(self, name) for name in names}),
+            "shares": self.shares.tolist(),
+            "semantic_sets": [list(one) for one in self.semantic_sets],
+            "answers": [answer.to_dict() for answer in self.answers],
+        }
+
+    def __repr__(self) -> str:
+        best, num_ended = self.best, len(self._ended)
+        if best is None:
+            return f"<Uncertainty: none of {len(self.answers)} answers went to its end>"
+        early = len(self.answers) - num_ended
+        stopped = f", {early} stopped early" if early else ""
+        return (
+            f"<Uncertainty: {best.text!r:.60} has a share of {self.share:.3f}; {num_ended} answers in "
+            f"{self.num_semantic_sets} sets{stopped}; semantic entropy {self.semantic_entropy:.4f} nats>"
+        )
+
+
+class Completion(Protocol):
+    """What is read of a completion that has ended."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """What was drawn."""
+
+    @property
+    def text(self) -> str:
+        """Their text, cut where a stop string says so."""
+
+    @property
+    def logprobs(self) -> FlatLogprobs | None:
+        """Raw rows."""
+
+    @property
+    def processed_logprobs(self) -> FlatLogprobs | None:
+        """Rows that the tokens were drawn from."""
+
+    @property
+    def finish_reason(self) -> str | None:
+        """How it ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawPlan:
+    """What to ask of a model, and what becomes of its completions."""
+
+    params: list[SamplingParams]  # of each answer
+    window: int
+    k: int
+    stop_when: LowConfidence | None
+    reads_rows: bool  # self-certainty is asked, for which every answer is scored with whole rows
+
+    def growing(self) -> Growing | None:
+        """What follows one answer; None where nothing ends one early."""
+        return None if self.stop_when is None else Growing(self.stop_when)
+
+    def answer(self, completion: Completion, text: TextEdge) -> SampledAnswer:
+        """A completion as an answer; what came after it was to be stopped is left out."""
+        record, drawn = completion.logprobs, completion.processed_logprobs
+        assert record is not None, "both distributions were asked for"
+        assert drawn is not None, "both distributions were asked for"
+        confidence, num_tokens = token_confidence(record, self.k), len(completion.token_ids)
+        stop = None if self.stop_when is None else self.stop_when.end([*accumulate(confidence, initial=0.0)])
+        # One that ends by itself where it would have been stopped is whole.
+        is_over = stop is not None and (stop < num_tokens or completion.finish_reason == "abort")
+        end = stop if stop is not None and is_over else num_tokens
+        record, drawn, ids = record[:end], drawn[:end], completion.token_ids[:end]
+        assert record.entropy is not None, "it was asked for"
+        return SampledAnswer(
+            text=text.text_of(ids) if is_over else completion.text,
+            token_ids=ids,
+            token_logprobs=record.chosen_entries().logprobs.tolist(),
+            drawn_token_logprobs=drawn.chosen_entries().logprobs.tolist(),
+            entropy=record.entropy.tolist(),
+            confidence=confidence[:end],
+            window=self.window,
+            finish_reason="abort" if is_over else completion.finish_reason,
+            stopped_early=is_over,
+            record=record,
+        )
+
+    def sum_up(self, answers: Sequence[SampledAnswer], same: Same | None = None) -> Uncertainty:
+        """The answers, grouped by meaning; errors as `LLM.uncertainty`."""
+        ended = [place for place, answer in enumerate(answers) if not answer.stopped_early]
+        sets = _by_meaning([(place, answers[place].text) for place in ended], same or _is_same_text)
+        sets.sort(key=lambda one: -_log_mass([answers[place] for place in one]))
+        return Uncertainty(answers=tuple(answers), semantic_sets=tuple(map(tuple, sets)), k=self.k)
+
+
+def draw_plan(
+    n: int = NUM_ANSWERS,
+    params: SamplingParams | None = None,
+    *,
+    stop_when: LowConfidence | None = None,
+    window: int | None = None,
+    k: int | None = None,
+    self_certainty: bool = False,
+) -> DrawPlan:
+    """What `LLM.uncertainty` draws.
+
+    Raises:
+        ParameterError: what cannot be drawn, or would be drawn n times alike.
+    """
+    _check_count("n", n)
+    asked = SamplingParams() if params is None else params
+    require(isinstance(asked, SamplingParams), "params", "must be SamplingParams", got=params)
+    usual = SamplingParams()
+    for name in SET_HERE:
+        remedy = "is set for each answer; leave it out of params (n stands beside them)"
+        require(getattr(asked, name) == getattr(usual, name), name, remedy)
+    require(asked.max_tokens > 0, "max_tokens", "must be positive; an answer has a token")
+    remedy = "0 would draw one answer again and again; give n=1, or a positive temperature"
+    require(n == 1 or not asked.is_greedy, "temperature", remedy)
+    if stop_when is not None:
+        _check_rule(stop_when, asked, window, k)
+        window, k = stop_when.window, stop_when.k
+    window, k = WINDOW if window is None else window, K if k is None else k
+    _check_count("window", window)
+    _check_count("k", k)
+    # Requests of one sample each: a sample of many cannot be given up alone.
+    each = replace(asked, logprobs=k, logprobs_mode="both", entropy=True)
+    seeds = [None if asked.seed is None else nth_seed(asked.seed, number) for number in range(n)]
+    return DrawPlan(
+        params=[replace(each, seed=seed) for seed in seeds],
+        window=window,
+        k=k,
+        stop_when=stop_when,
+        reads_rows=self_certainty,
+    )
+
+
+def token_confidence(record: FlatLogprobs, k: int) -> list[float]:
+    """Minus the mean logprob of the k likeliest tokens of each position, nats (Fu et al. 2025)."""
+    logprobs = record.top_entries().logprobs
+    if not len(record):
+        return []
+    rows = logprobs.reshape(len(record), -1)[:, :k]
+    confidence: list[float] = (-rows.mean(axis=1, dtype=np.float64)).tolist()
+    return confidence
+
+
+def self_certainty(record: FlatLogprobs) -> Floats:
+    """KL divergence from the uniform distribution to each position's, (T,) nats, of a record of whole rows.
+
+    Kang et al. 2025, https://arxiv.org/abs/2502.18581; minus its mean is lm-polygraph's `SelfCertainty`.
+    """
+    return measures.self_certainty(record.top_entries().logprobs.reshape(len(record), -1))
+
+
+def _check_count(name: str, value: Any) -> None:
+    is_count = isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 1
+    require(is_count, name, "must be an integer of 1 or more", got=value)
+
+
+def _check_rule(rule: Any, params: SamplingParams, window: int | None, k: int | None) -> None:
+    require(isinstance(rule, LowConfidence), "stop_when", "must be a LowConfidence", got=rule)
+    for name, given in (("window", window), ("k", k)):
+        own = getattr(rule, name)
+        require(given in (None, own), name, f"is {own} in stop_when; give it there alone", got=given)
+    remedy = f"is {rule.window}, and no answer of max_tokens ({params.max_tokens}) has so many before its end"
+    require(rule.window < params.max_tokens, "window", remedy)
+
+
+def _is_same_text(text: str, other: str) -> bool:
+    return text.strip() == other.strip()
+
+
+def _by_meaning(texts: Sequence[tuple[int, str]], same: Same) -> list[list[int]]:
+    """Sets of numbers: a text joins the first set whose first text means the same (Kuhn et al. 2023)."""
+    sets: list[tuple[str, list[int]]] = []
+    known: dict[str, list[int]] = {}  # a text that comes again is not compared again
+    for number, text in texts:
+        if text not in known:
+            found = next((one for first, one in sets if _asked(same, first, text)), None)
+            if found is None:
+                found = []
+                sets.append((text, found))
+            known[text] = found
+        known[text].append(number)
+    return [one for _, one in sets]
+
+
+def _asked(same: Same, text: str, other: str) -> bool:
+    answer = same(text, other)
+    remedy = "must return True or False at once (no coroutine, no score)"
+    require(isinstance(answer, bool | np.bool_), "same", remedy, got=answer)
+    return bool(answer)
+
+
+def _log_mass(answers: Sequence[SampledAnswer]) -> float:
+    """Log of the probability of the different ones among them together, nats."""
+    different = {tuple(answer.token_ids): answer.drawn_logprob for answer in reversed(answers)}
+    return float(np.logaddexp.reduce([*different.values()]))
+
+
+def _entropy(shares: Floats) -> float:
+    """Of shares that sum to one, nats; NaN of none."""
+    with np.errstate(divide="ignore"):
+        # -0.0 of a single share is no entropy to show.
+        return abs(float(measures.entropy(np.log(shares)))) if len(shares) else math.nan
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if values else math.nan

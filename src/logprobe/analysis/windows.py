@@ -1,0 +1,457 @@
+"""Texts of any length: ids piece by piece, and windows that slide over them, each token scored once.
+
+Each piece of text begins within the one before it. Where the two agree on a run of tokens up to near the
+earlier one's end, the earlier one's tokens up to the run and the later one's from there on are those of the
+whole: what comes after a token reaches back a few characters only.
+
+Window i holds tokens [i · stride, i · stride + window); it scores those that no window before it has, so that
+all but the first window's tokens have at least window - stride tokens of context. With a stride of a whole
+window the windows are disjoint, and nothing predicts the first token of each. This is the usual loop around a
+model of fixed length (Hugging Face's guide to perplexity), over ids that come piece by piece.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import numpy as np
+
+from logprobe.analysis import measures
+from logprobe.analysis.score import Score
+from logprobe.analysis.scorer import in_flight, prefix_of
+from logprobe.errors import WeightsReplacedError, require
+from logprobe.text.boundary import Split
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from numpy.typing import NDArray
+
+    from logprobe.analysis.scorer import Scorer
+    from logprobe.records.values import IntArray
+    from logprobe.text.edge import TextEdge
+
+Truncation: TypeAlias = Literal["error", "left", "window"]
+"""What becomes of a text longer than the context: refused, its end alone, or sliding windows."""
+TRUNCATIONS = ("error", "left", "window")
+
+TOKENS_A_CALL = 1 << 12
+FIRST_TOKENS = 256  # of a long text: their numbers do not wait for a whole window
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Some tokens of a longer sequence; those from `first_scored` on are scored here."""
+
+    token_ids: IntArray
+    start: int  # of the window in the sequence
+    first_scored: int  # within the window; at least 1, as nothing predicts a first token
+    num_unscored: int = (
+        0  # tokens before it that no window scores: the first of a text, or of a disjoint window
+    )
+
+    @property
+    def num_scored(self) -> int:
+        """Tokens that are scored here; none where all that is left of a text is a first token."""
+        return len(self.token_ids) - self.first_scored
+
+    @property
+    def pair(self) -> tuple[IntArray, IntArray]:
+        """What stands before the scored tokens, and these."""
+        return self.token_ids[: self.first_scored], self.token_ids[self.first_scored :]
+
+
+def windows(pieces: Iterable[IntArray], window: int, stride: int) -> Iterator[Window]:
+    """Cut a sequence that comes in pieces into windows; a sequence of one token or none gives none."""
+    held = np.empty(0, np.int32)
+    start = num_seen = 0
+
+    def first(ids: IntArray) -> Window:
+        return Window(ids, start, max(num_seen - start, 1), int(num_seen == start))
+
+    for piece in pieces:
+        held = np.concatenate([held, piece])
+        while len(held) > window:  # one token more than the window shows that another follows
+            yield first(held[:window])
+            num_seen = start + window
+            held, start = held[stride:], start + stride
+    if start + len(held) > max(num_seen, 1):
+        yield first(held)
+
+
+def window_pairs(
+    ids: IntArray, start: int, window: int, stride: int | None = None
+) -> Iterator[tuple[IntArray, IntArray]]:
+    """The tokens from `start` on by window, each after what that window holds before it.
+
+    `stride` is half a window unless given.
+    """
+    for part in windows([ids], window, stride or max(window // 2, 1)):
+        first = max(part.first_scored, start - part.start)
+        if first < len(part.token_ids):
+            yield part.token_ids[:first], part.token_ids[first:]
+
+
+def last_tokens(ids: IntArray, start: int, limit: int) -> tuple[IntArray, IntArray]:
+    """The tokens from `start` on after as much of what stands before them as `limit` tokens hold.
+
+    Raises:
+        ParameterError: they do not fit after even one.
+    """
+    num_scored = len(ids) - start
+    require(num_scored < limit, "text", f"has {num_scored} tokens without its context, but {limit - 1} fit")
+    first = max(len(ids) - limit, 0)
+    return ids[first:start], ids[start:]
+
+
+def last_of_split(split: Split, limit: int) -> Split:
+    """A continuation after as much of its context as `limit` tokens hold.
+
+    Raises:
+        ParameterError: it does not fit after even one token.
+    """
+    ids, start, healing, data = split
+    if healing is None:
+        context, continuation = last_tokens(ids, start, limit)
+        return Split(np.concatenate([context, continuation]), len(context), data=data)
+    last_tokens(ids, healing.first, limit)  # what follows the given tokens fits
+    # Other tokens that spell the bytes are more of them, at most one a byte.
+    num_more = len(healing.text) - (healing.stop - healing.first)
+    num_cut = min(max(len(ids) + num_more - limit, 0), healing.first - 1)
+    return Split(ids[num_cut:], start - num_cut, healing.moved(num_cut), data)
+
+
+def window_splits(split: Split, window: int, stride: int | None = None) -> list[Split]:
+    """A continuation by window; what is summed over bytes comes first, after as much as one window holds.
+
+    Raises:
+        ParameterError: that does not fit.
+    """
+    ids, start, healing, data = split
+    parts = []
+    if healing is not None:
+        region = replace(healing, num_bytes=len(healing.text) - len(healing.tail))
+        parts.append(last_of_split(Split(ids[: healing.stop], start, region), window))
+        start = healing.stop
+    pairs = window_pairs(ids, start, window, stride)
+    parts += [Split(np.concatenate(pair), len(pair[0])) for pair in pairs]
+    return parts if len(parts) > 1 else [parts[0]._replace(data=data)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowSettings:
+    """How a text is cut: tokens a window, tokens from one window to the next, and what stands first."""
+
+    window: int
+    stride: int
+    bos: bool | None = None  # None: by the tokenizer's own rule
+
+    @classmethod
+    def of(
+        cls, llm: Scorer, *, window: int | None = None, stride: int | None = None, bos: bool | None = None
+    ) -> WindowSettings:
+        """By default the model's context, and half of it from one window to the next.
+
+        Raises:
+            ParameterError: a window that the model cannot hold, or a stride that leaves tokens out.
+        """
+        limit: int = llm.engine.capabilities().max_model_len
+        window = limit if window is None else window
+        require(2 <= window <= limit + 1, "window", f"must lie in [2, {limit + 1}] tokens, got {window}")
+        stride = max(window // 2, 1) if stride is None else stride
+        fits = 1 <= stride <= window
+        require(fits, "stride", f"must lie in [1, {window}], so that no token is left out, got {stride}")
+        return cls(window=window, stride=stride, bos=bos)
+
+
+def score_windows(
+    llm: Scorer,
+    pieces: Iterable[IntArray],
+    settings: WindowSettings,
+    *,
+    entropy: bool = False,
+    varentropy: bool = False,
+    logprobs: int = 0,
+) -> Iterator[tuple[Window, Score]]:
+    """Each window with the score of the tokens that it is to score, in order and in bounded memory.
+
+    Raises:
+        WeightsReplacedError: other weights took over between two windows.
+        LogprobeError: what `LLM.score` raises.
+    """
+
+    def score(batch: list[Window]) -> list[tuple[Window, Score]]:
+        pairs = [part.pair for part in batch if part.num_scored]
+        scores = iter(llm.score(pairs, entropy=entropy, varentropy=varentropy, logprobs=logprobs))
+        return [(part, next(scores) if part.num_scored else _no_score()) for part in batch]
+
+    all_windows = windows(pieces, settings.window, settings.stride)
+    first = next(all_windows, None)
+    if first is None:
+        return
+    early = ([part] for part in growing(first))
+    versions: set[str | None] = set()
+    for scored in in_flight(score, chain(early, _batches(all_windows))):
+        versions |= {
+            part.record.info.weight_version for _, part in scored if part.record and part.record.info
+        }
+        if len(versions) > 1:
+            raise WeightsReplacedError("the model's weights were replaced amid a text; score it again")
+        yield from scored
+
+
+def _no_score() -> Score:
+    from logprobe.records import FlatLogprobs
+
+    return Score.of([], FlatLogprobs(), b"")
+
+
+def growing(window: Window) -> Iterator[Window]:
+    """A window part by part, each twice as long as all before it: the first numbers are there at once."""
+    first, end = window.first_scored, FIRST_TOKENS
+    while first < len(window.token_ids):
+        if end > first:
+            num_unscored = window.num_unscored if first == window.first_scored else 0
+            yield Window(window.token_ids[:end], window.start, first, num_unscored)
+            first = min(end, len(window.token_ids))
+        end *= 2
+
+
+def _batches(all_windows: Iterable[Window]) -> Iterator[list[Window]]:
+    batch: list[Window] = []
+    for window in all_windows:
+        batch.append(window)
+        if sum(len(part.token_ids) for part in batch) >= TOKENS_A_CALL:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Perplexity:
+    """What a model gives a whole text: sums over the scored tokens, and how it was read."""
+
+    logprob: float  # nats
+    num_tokens: int
+    num_scored: int  # tokens; the first is not scored where nothing stands before it in its window
+    num_bytes: int
+    num_scored_bytes: int
+    num_words: int  # runs between spaces
+    window: int
+    stride: int
+    bos_token_id: int | None  # what stood before the text; None: nothing
+
+    @property
+    def perplexity(self) -> float | None:
+        """By token; None where none is scored."""
+        return measures.perplexity(self.logprob, self.num_scored)
+
+    @property
+    def word_perplexity(self) -> float | None:
+        """By word, comparable between tokenizers."""
+        return measures.perplexity(self.logprob, self.num_words)
+
+    @property
+    def byte_perplexity(self) -> float | None:
+        """By byte, comparable between tokenizers."""
+        return measures.perplexity(self.logprob, self.num_scored_bytes)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Mean surprisal of a byte in bits."""
+        return measures.bits_per_byte(self.logprob, self.num_scored_bytes)
+
+
+class TextTally:
+    """Counts a text as it passes by, and adds up what its windows give."""
+
+    def __init__(self, llm: Scorer, settings: WindowSettings) -> None:
+        self._edge = llm.text
+        self._settings = settings
+        self._prefix = prefix_of(llm.text, settings.bos)
+        self.num_tokens = self.num_bytes = self.num_words = self.num_scored = 0
+        self._unscored_bytes = 0
+        self._in_word = False
+        self._logprobs: list[float] = []
+
+    def pieces(self, texts: Iterable[str]) -> Iterator[IntArray]:
+        """The ids of a text, after what stands before it."""
+        if len(self._prefix):
+            yield self._prefix
+        is_disjoint = self._settings.stride == self._settings.window
+        for piece in encode_pieces(map(self._read, texts), self._edge):
+            places = np.arange(len(piece.token_ids)) + len(self._prefix) + self.num_tokens
+            is_unscored = places % self._settings.stride == 0 if is_disjoint else places == 0
+            self._unscored_bytes += int(piece.sizes[is_unscored].sum())
+            self.num_tokens += len(piece.token_ids)
+            yield piece.token_ids
+
+    def add(self, score: Score) -> None:
+        """Take in a window's score."""
+        self._logprobs.append(score.logprob)
+        self.num_scored += score.num_tokens
+
+    def result(self) -> Perplexity:
+        """The sums so far."""
+        return Perplexity(
+            logprob=math.fsum(self._logprobs) if all(map(math.isfinite, self._logprobs)) else -math.inf,
+            num_tokens=self.num_tokens,
+            num_scored=self.num_scored,
+            num_bytes=self.num_bytes,
+            num_scored_bytes=self.num_bytes - self._unscored_bytes,
+            num_words=self.num_words,
+            window=self._settings.window,
+            stride=self._settings.stride,
+            bos_token_id=int(self._prefix[0]) if len(self._prefix) else None,
+        )
+
+    def _read(self, text: str) -> str:
+        if text:
+            continues = self._in_word and not text[0].isspace()
+            self.num_words += len(text.split()) - continues
+            self._in_word = not text[-1].isspace()
+            self.num_bytes += len(text.encode("utf-8", "surrogatepass"))
+        return text
+
+
+def perplexity(
+    llm: Scorer,
+    text: str | Iterable[str],
+    *,
+    stride: int | None = None,
+    window: int | None = None,
+    bos: bool | None = None,
+    advance: Callable[[int, int], None] | None = None,
+) -> Perplexity:
+    """What a model gives a text of any length, each token scored once.
+
+    Args:
+        llm: the model.
+        text: a text, or its parts one after the other (an open file), which are never held together.
+        stride: tokens from one window to the next; the default is half a window, and a whole one makes them
+            disjoint, the first token of each without a number.
+        window: tokens a window; the default is the model's context.
+        bos: put BOS (EOS where the model has none) before the text, or do not; None: as its tokenizer does.
+        advance: called with the bytes and tokens that were scored.
+
+    Raises:
+        ParameterError: a window or stride that cannot be used; a text that cannot be encoded.
+        BatchError: a window failed.
+        WeightsReplacedError: other weights took over between two windows.
+    """
+    settings = WindowSettings.of(llm, window=window, stride=stride, bos=bos)
+    tally = TextTally(llm, settings)
+    pieces = tally.pieces([text] if isinstance(text, str) else text)
+    for _, score in score_windows(llm, pieces, settings):
+        tally.add(score)
+        if advance is not None:
+            advance(score.num_bytes, score.num_tokens)
+    return tally.result()
+
+
+# -- text → ids, in the memory of a piece --------------------------------------------------------------------
+
+PIECE_CHARS = 1 << 16
+OVERLAP_CHARS = 4096
+GUARD_CHARS = 512  # before the end of a piece, where what follows may still change the tokens
+SHORTEST_RUN = 16  # tokens that two pieces must agree on
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some text with its tokens."""
+
+    text: str
+    token_ids: IntArray  # (T,)
+    starts: IntArray  # (T,): the character at which each begins
+    sizes: NDArray[
+        np.int64
+    ]  # (T,): bytes of the text; of tokens that share a span, all of them the first one's
+
+    def cut(self, first: int | None, stop: int | None) -> Piece:
+        """Tokens [first, stop) of it; of the text, what begins with the first."""
+        start = int(self.starts[first]) if first and first < len(self.starts) else 0
+        own = slice(first, stop)
+        return Piece(self.text[start:], self.token_ids[own], self.starts[own] - start, self.sizes[own])
+
+
+def encode_pieces(
+    texts: Iterable[str],
+    edge: TextEdge,
+    *,
+    piece_chars: int = PIECE_CHARS,
+    overlap_chars: int = OVERLAP_CHARS,
+) -> Iterator[Piece]:
+    """Tokens of the joined texts without special tokens, as `TextEdge.encode` gives them for the whole.
+
+    Raises:
+        ParameterError: the text is not valid Unicode, or the tokenizer would drop part of it.
+    """
+    blocks = _blocks(texts, piece_chars)
+    known = _encode(next(blocks, ""), edge)
+    for block in blocks:
+        overlap = overlap_chars
+        while True:
+            cut = _cut(known.text, overlap)
+            later = _encode(known.text[cut:] + block, edge)
+            seam = _seam(known, later, cut)
+            if seam is not None or cut == 0:
+                break
+            overlap *= 4  # until the two pieces are encoded as one
+        mine, theirs = seam or (0, 0)
+        yield known.cut(None, mine)
+        known = later.cut(theirs, None)
+    yield known
+
+
+def _blocks(texts: Iterable[str], size: int) -> Iterator[str]:
+    waiting: list[str] = []
+    num_waiting = 0
+    for text in texts:
+        for start in range(0, len(text), size):
+            part = text[start : start + size]
+            waiting.append(part)
+            num_waiting += len(part)
+            if num_waiting >= size:
+                yield "".join(waiting)
+                waiting, num_waiting = [], 0
+    if num_waiting:
+        yield "".join(waiting)
+
+
+def _encode(text: str, edge: TextEdge) -> Piece:
+    ids, spans = edge.encode_with_spans(text)
+    is_first_byte = (np.frombuffer(text.encode(), np.uint8) & 0xC0) != 0x80
+    char_of = np.append(np.cumsum(is_first_byte) - 1, len(text))
+    return Piece(text, ids, char_of[spans[:, 0]], np.diff(spans[:, 1], prepend=0))
+
+
+def _cut(text: str, overlap: int) -> int:
+    """Where the last characters begin: best where a space does, as there most tokenizers begin a token."""
+    at = len(text) - overlap
+    if at <= 0:
+        return 0
+    for start in range(at, at + overlap // 4):
+        if text[start].isspace() and not text[start - 1].isspace():
+            return start
+    return at
+
+
+def _seam(known: Piece, later: Piece, cut: int) -> tuple[int, int] | None:
+    """Tokens of both pieces from which on they agree: (index in the earlier, index in the later)."""
+    limit = len(known.text) - GUARD_CHARS
+    end = int(np.searchsorted(known.starts, limit))
+    at = {int(start): token for token, start in enumerate(later.starts) if cut + start < limit}
+    first = int(np.searchsorted(known.starts, cut))
+    for mine in range(first, end - SHORTEST_RUN):
+        theirs = at.get(int(known.starts[mine]) - cut)
+        if theirs is None:
+            continue
+        run = end - mine
+        if np.array_equal(known.token_ids[mine:end], later.token_ids[theirs : theirs + run]):
+            return mine, theirs
+    return None

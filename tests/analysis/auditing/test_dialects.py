@@ -1,0 +1,153 @@
+"""What other servers send, in the shapes of their own documents, and what becomes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from logprobe.analysis.auditing.dialects import FORMS, Ask, Entry, Refusal, Reply, Row, read
+from logprobe.analysis.auditing.endpoint import Answered
+
+
+def reply_of(form: str, value: Any, **asked: Any) -> Reply:
+    found = read(Answered(200, value), Ask(form=form, prompt="a b", **asked), "POST /")
+    assert isinstance(found, Reply)
+    return found
+
+
+def test_openai_completions() -> None:
+    logprobs = {
+        "tokens": [" c", "token_id:7"],
+        "token_logprobs": [-1, -2.5],
+        "top_logprobs": [{" c": -1, " d": -3}, None],
+        "text_offset": [3, 5],
+    }
+    value = {"choices": [{"text": " cd", "logprobs": logprobs}], "usage": {"completion_tokens": 2}}
+    found = reply_of("completions", value)
+    assert found.completion == (
+        Row(Entry(-1.0, None, " c"), (Entry(-1.0, None, " c"), Entry(-3.0, None, " d")), is_map=True),
+        Row(Entry(-2.5, 7), None, is_map=True),
+    )
+    assert (found.text, found.num_completion_tokens) == (" cd", 2)
+
+
+def test_an_echo_is_split_where_the_generated_tokens_begin() -> None:
+    logprobs = {"tokens": ["a", " b", " c"], "token_logprobs": [None, -2, -3], "top_logprobs": None}
+    value = {"choices": [{"text": "a b c", "logprobs": logprobs}], "usage": {"completion_tokens": 1}}
+    found = reply_of("echo", value, max_tokens=1)
+    assert found.prompt == (None, Row(Entry(-2.0, None, " b"), None, is_map=True))
+    assert found.completion == (Row(Entry(-3.0, None, " c"), None, is_map=True),)
+
+
+def test_an_echo_that_counts_a_token_without_a_row_keeps_the_prompts_rows() -> None:
+    # vLLM 0.32 with max_tokens 0 beside return_token_ids.
+    logprobs = {"tokens": ["a", " b"], "token_logprobs": [None, -2], "top_logprobs": None}
+    choice = {"text": "", "logprobs": logprobs, "token_ids": [9], "prompt_token_ids": [3, 4]}
+    found = reply_of("echo", {"choices": [choice], "usage": {"completion_tokens": 1}}, max_tokens=0)
+    assert found.prompt == (None, Row(Entry(-2.0, None, " b"), None, is_map=True))
+    assert found.completion == ()
+
+
+def test_prompt_rows_of_vllm() -> None:
+    rows = [
+        None,
+        {
+            "9": {"logprob": -4.0, "rank": 12, "decoded_token": " b"},
+            "5": {"logprob": -0.5, "rank": 1, "decoded_token": " x"},
+        },
+    ]
+    choice = {"text": "", "prompt_logprobs": rows, "prompt_token_ids": [3, 9], "token_ids": []}
+    found = reply_of("prompt_logprobs", {"choices": [choice]})
+    assert found.prompt_ids == (3, 9)
+    assert found.prompt is not None
+    assert found.prompt[0] is None
+    assert found.prompt[1] == Row(
+        Entry(-4.0, 9, " b"), (Entry(-4.0, 9, " b"), Entry(-0.5, 5, " x")), is_map=True
+    )
+
+
+def test_where_rows_are_missing_the_first_of_a_row_is_its_token() -> None:
+    rows = [None, {"5": {"logprob": -4.0}, "9": {"logprob": -0.5}}]
+    found = reply_of(
+        "prompt_logprobs", {"choices": [{"prompt_logprobs": rows, "prompt_token_ids": [3, 9, 5]}]}
+    )
+    assert found.prompt is not None
+    assert found.prompt[1] is not None
+    assert found.prompt[1].chosen == Entry(-4.0, 5)
+
+
+def test_sglang() -> None:
+    meta = {
+        "input_token_logprobs": [[None, 3, "a"], [-4.0, 9, " b"]],
+        "input_top_logprobs": [None, [[-0.5, 5, " x"]]],
+        "output_token_logprobs": [[-0.25, 6, " c"]],
+        "output_top_logprobs": [[[-0.25, 6, " c"]]],
+        "prompt_tokens": 2,
+    }
+    found = reply_of("generate", {"text": " c", "meta_info": meta})
+    assert found.prompt == (None, Row(Entry(-4.0, 9, " b"), (Entry(-0.5, 5, " x"),)))
+    assert found.completion == (Row(Entry(-0.25, 6, " c"), (Entry(-0.25, 6, " c"),)),)
+    assert (found.prompt_ids, found.completion_ids) == ((3, 9), (6,))
+
+
+def test_llama_cpp_and_its_completions_in_the_shape_of_chats() -> None:
+    top = {"id": 5, "token": " x", "bytes": [32, 120], "logprob": -2.0}
+    row = {"id": 6, "token": " c", "bytes": [32, 99], "logprob": -0.25, "top_logprobs": [top]}
+    want = (Row(Entry(-0.25, 6, " c", b" c"), (Entry(-2.0, 5, " x", b" x"),)),)
+    own = {"content": " c", "tokens": [6], "completion_probabilities": [row], "tokens_evaluated": 2}
+    assert reply_of("completion", own).completion == want
+    assert (
+        reply_of("completions", {"choices": [{"text": " c", "logprobs": {"content": [row]}}]}).completion
+        == want
+    )
+
+
+def test_a_stream_comes_to_the_whole() -> None:
+    row = {"token": "a", "logprob": -1, "bytes": [97], "top_logprobs": []}
+    events = [
+        {"choices": [{"index": 0, "delta": {"role": "assistant"}, "logprobs": None}]},
+        {"choices": [{"index": 0, "delta": {"content": "a"}, "logprobs": {"content": [row]}}]},
+        {"choices": [{"index": 1, "delta": {"content": "other"}}]},
+        {
+            "choices": [
+                {
+                    "index": 0,
+                    "delta": {"content": "a"},
+                    "logprobs": {"content": [row]},
+                    "finish_reason": "stop",
+                }
+            ]
+        },
+        {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}},
+    ]
+    ask = Ask(form="chat", prompt=({"role": "user", "content": "?"},), stream=True)
+    found = read(Answered(200, events), ask, "POST /")
+    assert isinstance(found, Reply)
+    assert (found.text, found.num_prompt_tokens) == ("aa", 3)
+    assert found.completion == (Row(Entry(-1.0, None, "a", b"a"), ()),) * 2
+
+
+def test_a_whole_reply_to_a_stream_is_a_refusal() -> None:
+    ask = Ask(form="completions", prompt="a", stream=True)
+    assert isinstance(read(Answered(200, {"choices": []}), ask, "POST /"), Refusal)
+
+
+def test_what_is_no_number_of_json_is_none_and_never_a_crash() -> None:
+    for number in (float("-inf"), float("nan"), 10**400):
+        logprobs = {"tokens": ["a"], "token_logprobs": [number]}
+        found = reply_of("completions", {"choices": [{"text": "a", "logprobs": logprobs}]})
+        assert found.completion is not None
+        assert found.completion[0].chosen == Entry(None, None, "a")
+
+
+def test_bodies_have_the_words_of_their_servers() -> None:
+    params = {"temperature": 0.5, "logit_bias": {"7": 2.0}}
+    ask = Ask(form="completion", prompt=(1, 2), max_tokens=3, num_top=4, params=params)
+    body = FORMS["completion"].body(ask, {})
+    assert body["n_predict"] == 3
+    assert body["n_probs"] == 4
+    assert body["logit_bias"] == [[7, 2.0]]
+    body = FORMS["generate"].body(ask, {})
+    assert body["input_ids"] == [1, 2]
+    assert body["sampling_params"] == {"temperature": 0.5, "max_new_tokens": 3}
+    assert body["return_logprob"] is True
+    assert FORMS["echo"].body(Ask(form="echo", prompt="a"), {})["echo"] is True

@@ -1,0 +1,82 @@
+"""A report is plain data: it goes through JSON and comes back whole."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from logprobe.analysis.auditing.report import (
+    AuditReport,
+    Distance,
+    Errors,
+    Evidence,
+    FieldAnswer,
+    Finding,
+    Steadiness,
+    StoredPrompt,
+    StoredRow,
+)
+from logprobe.errors import InputError
+
+EVIDENCE = Evidence(ask="echo", prompt="The sky", position=1, where="prompt", theirs=-1.0, ours=-2.0)
+FINDING = Finding(kind="shifted", severity="fault", title="…", count=1, of=2, evidence=(EVIDENCE,))
+REPORT = AuditReport(
+    created="2026-01-01T00:00:00Z",
+    endpoint="http://127.0.0.1:8000",
+    model="m",
+    lora=None,
+    server=None,
+    ours={"model": "m"},
+    max_nats=0.01,
+    asks=("echo",),
+    requests=1,
+    rows=2,
+    distributions={"echo": "raw"},
+    errors=(Errors(ask="echo", of="chosen", distribution="raw", count=2, worst=1.0, mean=0.5, p99=1.0),),
+    steadiness=(Steadiness(circumstance="alone", requests=3, is_equal=True),),
+    fields=(FieldAnswer(field="completions.logprobs", form="whole", answer="answered"),),
+    findings=(FINDING,),
+    stored=(
+        StoredPrompt(
+            ask="echo",
+            where="prompt",
+            prompt="The sky",
+            token_ids=(1, 2),
+            rows=(StoredRow(position=1, token_id=2, theirs=None, ours=-2.0),),
+        ),
+    ),
+    worst_nats=1.0,
+    precision=(Distance(precision="float32", mean=0.0, worst=0.0),),
+)
+
+
+def test_a_report_comes_back_whole_through_json() -> None:
+    assert AuditReport.from_dict(json.loads(json.dumps(REPORT.to_dict()))) == REPORT
+
+
+def test_numbers_pass_within_the_limit_and_without_a_fault_of_their_own() -> None:
+    near = replace(REPORT, worst_nats=0.01, findings=())
+    assert near.numbers == "PASS"
+    assert replace(near, findings=(FINDING,)).numbers == "FAIL"
+    assert replace(near, findings=(replace(FINDING, severity="note"),)).numbers == "PASS"
+    assert replace(near, worst_nats=0.011).numbers == "FAIL"
+    assert replace(near, errors=()).numbers == "FAIL"  # nothing was compared
+
+
+def test_a_fault_of_conformance_is_listed_and_leaves_the_numbers_alone() -> None:
+    ignored = replace(FINDING, kind="ignored")
+    report = replace(REPORT, worst_nats=0.0, findings=(ignored,))
+    assert report.numbers == "PASS"
+    assert (report.faults("numbers"), report.faults("conformance")) == ((), (ignored,))
+    values = report.to_dict()
+    assert (values["numbers"], values["conformance"]) == ("PASS", ["ignored"])
+
+
+@pytest.mark.parametrize(
+    "values", [{}, {"version": 1}, [], {"version": 2}, {**REPORT.to_dict(), "rows": "many"}]
+)
+def test_what_is_no_report_is_refused(values: object) -> None:
+    with pytest.raises(InputError, match="audit report"):
+        AuditReport.from_dict(values)  # type: ignore[arg-type]
