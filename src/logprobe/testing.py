@@ -166,7 +166,7 @@ def fake_model(
         speculate=config.speculate,
     )
     front = Front(EngineThread(engine, capabilities, overlap=config.overlap), text.vocabulary)
-    return LoadedModel(front, text, None, engine.drawing.pipeline)
+    return LoadedModel(front, text, None, engine.sampling.pipeline)
 
 
 def _byte_tokenizer(tokens: Sequence[bytes]) -> Any:
