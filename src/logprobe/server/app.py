@@ -42,7 +42,7 @@ from logprobe.server.routes.responses import (
 )
 from logprobe.server.routes.score import score
 from logprobe.server.routes.uncertainty import uncertainty
-from logprobe.server.said import read_response_template
+from logprobe.server.settings import read_response_template
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

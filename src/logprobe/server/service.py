@@ -24,7 +24,7 @@ from logprobe.server.http.errors import ApiError, bad_request, engine_unavailabl
 from logprobe.server.http.gate import Call
 from logprobe.server.http.replies import Documents, while_connected
 from logprobe.server.limits import Cost, Limits
-from logprobe.server.said import read_response_template
+from logprobe.server.settings import read_response_template
 from logprobe.text.channels import template_of
 from logprobe.text.chat import chat_template_of, variables_of
 from logprobe.text.template_cost import is_cheap

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from logprobe.errors import ParameterError, shortened
 from logprobe.server.http.errors import as_api_error, bad_request
 from logprobe.server.openai.bodies import ResponsesBody
-from logprobe.server.said import end_of
+from logprobe.server.reply_channels import end_of
 from logprobe.text.channels import call_format
 from logprobe.text.tools import read_tools
 

@@ -15,6 +15,7 @@ from logprobe.server.openai.fields import chat_params, named_as_asked
 from logprobe.server.openai.prompts import encode_laid_out, layout_of, render_messages
 from logprobe.server.openai.tools import NO_TOOLS, tools_of
 from logprobe.server.reply import Generation, answer, usage
+from logprobe.server.reply_channels import ReplyChannels, Splitter, text_of
 from logprobe.server.rows import (
     chat_logprobs,
     choice_extensions,
@@ -23,7 +24,6 @@ from logprobe.server.rows import (
     prompt_extensions,
     reply_extensions,
 )
-from logprobe.server.said import Splitter, Told, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from logprobe.engine.request import CompletionPiece
     from logprobe.server.http.errors import ApiError
-    from logprobe.server.said import Said
+    from logprobe.server.reply_channels import ReplySegment
     from logprobe.server.service import Service
 
 
@@ -103,15 +103,15 @@ class ChatShape:
             yield self._chunk(index, {"role": "assistant", "content": ""})
 
     def chunks(self, piece: CompletionPiece) -> Iterator[dict[str, Any]]:
-        """What is said with its rows, a chunk a part, then the reason where it has ended."""
+        """One chunk for each segment, with its rows, then the finish reason."""
         extras = choice_extensions(self._body, piece)
         num_calls = self._splitter.num_calls(piece.index)
-        parts = [[said] for said in self._splitter.take(piece)]
-        for part in parts or [[]] * bool(extras and piece.num_rows):
-            told = Told.of(part)
-            logprobs = chat_logprobs(self._service, self._generation, piece.completion, told)
-            yield self._chunk(piece.index, _delta(told, num_calls), logprobs, **extras) | self._prompt()
-            num_calls += len(told.calls)
+        groups = [[segment] for segment in self._splitter.take(piece)]
+        for segments in groups or [[]] * bool(extras and piece.num_rows):
+            channels = ReplyChannels.of(segments)
+            logprobs = chat_logprobs(self._service, self._generation, piece.completion, channels)
+            yield self._chunk(piece.index, _delta(channels, num_calls), logprobs, **extras) | self._prompt()
+            num_calls += len(channels.calls)
             extras = {}  # of the whole piece
         if piece.finish_reason:
             reason, ending = self._end(piece)
@@ -137,25 +137,27 @@ class ChatShape:
         return error.to_dict()
 
     def _choice(self, piece: CompletionPiece) -> dict[str, Any]:
-        told = Told.of(self._splitter.take(piece))
+        channels = ReplyChannels.of(self._splitter.take(piece))
         reason, ending = self._end(piece)
         return {
             "index": piece.index,
-            "message": _message(told),
-            "logprobs": chat_logprobs(self._service, self._generation, piece.completion, told),
+            "message": _message(channels),
+            "logprobs": chat_logprobs(self._service, self._generation, piece.completion, channels),
             "finish_reason": reason,
             **choice_extensions(self._body, piece),
             **ending,
         }
 
     def _end(self, piece: CompletionPiece) -> tuple[str | None, dict[str, Any]]:
-        """Why a choice has ended, and what is told of it then."""
-        told = Told.of(self._splitter.all_of(piece.index))
-        has_called = bool(told.calls) and piece.finish_reason == "stop"
+        """Return the finish reason of a choice, and the fields that come with it."""
+        channels = ReplyChannels.of(self._splitter.all_of(piece.index))
+        has_called = bool(channels.calls) and piece.finish_reason == "stop"
         reason = "tool_calls" if has_called else piece.finish_reason
         is_split = self._splitter.is_split
         found = self._generation.found.get(piece.index)
-        return reason, ending_extensions(self._service, self._body, piece, found, told if is_split else None)
+        return reason, ending_extensions(
+            self._service, self._body, piece, found, channels if is_split else None
+        )
 
     def _chunk(
         self,
@@ -188,30 +190,30 @@ class ChatShape:
         return extensions | reply_extensions(self._body, self._generation.params, output)
 
 
-def _message(told: Told) -> dict[str, Any]:
-    """What the assistant says; without content beside calls it is null, as OpenAI has it."""
-    text = text_of(told.content)
-    content = None if told.calls and not text else text
-    calls = {"tool_calls": [_call(said) for said in told.calls]} if told.calls else {}
-    return {"role": "assistant", "content": content, "refusal": None, **_reasoning(told), **calls}
+def _message(channels: ReplyChannels) -> dict[str, Any]:
+    """The assistant's message; its content is null where there are calls alone, as OpenAI has it."""
+    text = text_of(channels.content)
+    content = None if channels.calls and not text else text
+    calls = {"tool_calls": [_call(segment) for segment in channels.calls]} if channels.calls else {}
+    return {"role": "assistant", "content": content, "refusal": None, **_reasoning(channels), **calls}
 
 
-def _delta(told: Told, num_calls: int) -> dict[str, Any]:
+def _delta(channels: ReplyChannels, num_calls: int) -> dict[str, Any]:
     """What a part adds to a message that has so many calls."""
-    calls = [{"index": number, **_call(said)} for number, said in enumerate(told.calls, num_calls)]
-    if calls or told.reasoning:
-        return _reasoning(told) | ({"tool_calls": calls} if calls else {})
-    return {"content": text_of(told.content)}
+    calls = [{"index": number, **_call(segment)} for number, segment in enumerate(channels.calls, num_calls)]
+    if calls or channels.reasoning:
+        return _reasoning(channels) | ({"tool_calls": calls} if calls else {})
+    return {"content": text_of(channels.content)}
 
 
-def _reasoning(told: Told) -> dict[str, str]:
-    """It by both names that clients know."""
-    return (
-        dict.fromkeys(("reasoning_content", "reasoning"), text_of(told.reasoning)) if told.reasoning else {}
-    )
+def _reasoning(channels: ReplyChannels) -> dict[str, str]:
+    """The reasoning by both names that clients know."""
+    if not channels.reasoning:
+        return {}
+    return dict.fromkeys(("reasoning_content", "reasoning"), text_of(channels.reasoning))
 
 
-def _call(said: Said) -> dict[str, Any]:
-    assert said.call is not None, "a part of this channel is a call"
-    function = {"name": said.call.name, "arguments": said.call.arguments}
-    return {"id": said.call_id, "type": "function", "function": function}
+def _call(segment: ReplySegment) -> dict[str, Any]:
+    assert segment.call is not None, "a segment of this channel is a call"
+    function = {"name": segment.call.name, "arguments": segment.call.arguments}
+    return {"id": segment.call_id, "type": "function", "function": function}

@@ -20,7 +20,7 @@ from logprobe.server.openai.prompts import encode_laid_out, render_messages, tem
 from logprobe.server.openai.response import ResponseShape, ResponsesRequest
 from logprobe.server.openai.tools import NO_TOOLS, tools_of
 from logprobe.server.reply import Generation, answer
-from logprobe.server.said import Splitter
+from logprobe.server.reply_channels import Splitter
 from logprobe.text.chat import Layout
 
 if TYPE_CHECKING:
