@@ -24,7 +24,8 @@ from logprobe.errors import ParameterError, shortened
 from logprobe.server import logs
 from logprobe.server.http.errors import ApiError
 from logprobe.server.http.gate import Gate
-from logprobe.server.http.guard import Keys, endpoint, failure
+from logprobe.server.http.guard import endpoint, failure
+from logprobe.server.http.keys import Keys
 from logprobe.server.http.protocol import BadConnections, TimedProtocol
 from logprobe.server.http.shutdown import LAST_S, DrainingServer
 from logprobe.server.models import Models
