@@ -14,8 +14,7 @@ from logprobe.server.http.gate import CALL, PIECE_BYTES, PROBES
 from logprobe.server.http.replies import JSON_TYPE
 from logprobe.server.limits import InProgress
 from logprobe.server.openai.bodies import BODIES, QUERIES
-from logprobe.server.openai.no_effect import reason, warning
-from logprobe.server.openai.unknown_fields import ignored_warning
+from logprobe.server.openai.ignored_fields import ignored_warning, reason, warning
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine

@@ -9,13 +9,14 @@ import msgspec
 from starlette.responses import Response
 
 from logprobe import __version__
+from logprobe.ignored_kwargs import FIELDS_WITHOUT_EFFECT, NEUTRAL_FIELDS
 from logprobe.server.http.decode import read
 from logprobe.server.http.errors import bad_request, engine_unavailable
 from logprobe.server.http.replies import Document, json_reply
 from logprobe.server.limits import limit_table
 from logprobe.server.openai.bodies import DetokenizeBody, TokenizeBody
-from logprobe.server.openai.fields import ENGINE_FIELDS, LOGPROBS_FIELDS, NEUTRAL, SAMPLING_FIELDS
-from logprobe.server.openai.no_effect import NO_EFFECT
+from logprobe.server.openai.fields import ENGINE_FIELDS, LOGPROBS_FIELDS, SAMPLING_FIELDS
+from logprobe.server.openai.ignored_fields import CONDITIONS, TEMPLATE_FIELDS
 from logprobe.server.openai.prompts import check_texts, encode_messages, layout_of
 from logprobe.server.openai.tools import functions_of
 
@@ -73,9 +74,9 @@ async def capabilities(_: HttpRequest, service: Service) -> Response:
             "max_logprobs": service.settings.max_logprobs,
             "max_logprobs_of": dict.fromkeys(LOGPROBS_FIELDS, service.settings.max_logprobs),
             "fields": sorted(set(SAMPLING_FIELDS) & ENGINE_FIELDS),
-            "unsupported_fields": sorted({*SAMPLING_FIELDS, *NEUTRAL} - ENGINE_FIELDS),
+            "unsupported_fields": sorted({*SAMPLING_FIELDS, *NEUTRAL_FIELDS} - ENGINE_FIELDS),
             "fields_without_effect": sorted(
-                name for name, field in NO_EFFECT.items() if field.beside is None and not field.is_templates
+                FIELDS_WITHOUT_EFFECT.keys() - CONDITIONS.keys() - TEMPLATE_FIELDS
             ),
             "reply_form": _reply_form(service),
             "limits": limit_table(service.settings),
