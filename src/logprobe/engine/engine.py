@@ -22,7 +22,6 @@ from logprobe.engine.protocol import EngineStats
 from logprobe.engine.recorder import Drawn, Recorder, StepDeltas
 from logprobe.engine.request import check_request
 from logprobe.engine.sampling_stage import SamplingStage
-from logprobe.engine.weight_swap import WeightSwap
 from logprobe.errors import EngineError, ForwardError, LogprobeError, WeightsReplacedError
 from logprobe.models.loading import copied, read_state
 from logprobe.processors import ModelFacts
@@ -82,6 +81,34 @@ class _Part:
 
     def __exit__(self, *_: object) -> None:
         self._seconds[self._name] += (time.perf_counter_ns() - self._start) / 1e9
+
+
+class WeightSwap:
+    """Forward passes of other weights: those that are ready, the next one, and the requests that wait for it.
+
+    No number that the old weights gave is left in a cache.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0  # of the load of the weights that answer
+        self.ready: dict[int, ForwardBackend] = {}  # by the numbers of their loads
+        self.next: int | None = None  # the load that waits
+        self.held: list[Admitted] = []
+
+    def end(self) -> tuple[ForwardBackend, list[Admitted]]:
+        """Return the forward pass that takes over, and the requests that waited for it."""
+        assert self.next is not None
+        self.number, held = self.next, self.held
+        self.next, self.held = None, []
+        return self.ready.pop(self.number), held
+
+    def take(self, request_id: str) -> int | None:
+        """Remove a request that waits, and return its number of samples; None where it does not wait."""
+        for admitted in self.held:
+            if admitted.request.request_id == request_id:
+                self.held.remove(admitted)
+                return admitted.request.params.num_samples
+        return None
 
 
 class Engine:

@@ -34,7 +34,6 @@ from logprobe.server.routes import facts, labels, operator
 from logprobe.server.routes.chat import chat_completions
 from logprobe.server.routes.completions import completions
 from logprobe.server.routes.next_token import next_token_logprobs
-from logprobe.server.routes.page import page
 from logprobe.server.routes.responses import (
     create_response,
     delete_response,
@@ -69,7 +68,7 @@ OPERATORS: Final = {
 }
 
 ROUTES: Final[tuple[tuple[str, str, Handler], ...]] = (
-    ("GET", "/", page),
+    ("GET", "/", facts.page),
     ("GET", "/health", facts.health),
     ("GET", "/ready", facts.ready),
     ("GET", "/ping", facts.health),  # the two methods that vLLM and SageMaker ask with
