@@ -290,8 +290,7 @@ def named_as_asked(body: GenerationBody | ResponsesBody, *, is_call: bool = Fals
         refusal = as_api_error(error)
         if refusal.param != "response_format" or field is None:
             raise
-        message = refusal.message.removeprefix("response_format: ")
-        raise bad_request(field, message, code=refusal.code) from error
+        raise refusal.at(field) from error
 
 
 def _form_field(body: GenerationBody | ResponsesBody) -> str | None:

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from logprobe.server.http.decode import read
-from logprobe.server.http.replies import DONE
 from logprobe.server.openai.bodies import ChatBody
 from logprobe.server.openai.fields import chat_params, named_as_asked
 from logprobe.server.openai.prompts import encode_laid_out, layout_of, render_messages
-from logprobe.server.openai.tools import NO_TOOLS, tools_of
-from logprobe.server.reply import Generation, answer, usage
+from logprobe.server.openai.tools import tools_of
+from logprobe.server.reply import ChoicesShape, Generation, answer, usage
 from logprobe.server.reply_channels import ReplyChannels, Splitter, text_of
 from logprobe.server.rows import (
     chat_logprobs,
@@ -26,13 +25,16 @@ from logprobe.server.rows import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
 
     from logprobe.engine.request import CompletionPiece
-    from logprobe.server.http.errors import ApiError
+    from logprobe.records.values import IntArray
+    from logprobe.sampling import SamplingParams
+    from logprobe.server.openai.bodies import ResponsesBody
+    from logprobe.server.openai.tools import Tools
     from logprobe.server.reply_channels import ReplySegment
     from logprobe.server.service import Service
 
@@ -59,40 +61,50 @@ def prepare(body: ChatBody, service: Service) -> ChatRequest:
     service.log_body("chat", body)
     if body.return_tokens_as_token_ids:
         service.write_ids()
-    has_tools = body.tools is not None or body.tool_choice is not None
-    tools = tools_of(body, service.reply_form()) if has_tools else NO_TOOLS
+    tools = tools_of(body, service.reply_form())
     prompt = render_messages(body.messages, service, layout_of(body, service, tools.functions))
     ids = encode_laid_out(prompt, service, add_special_tokens=bool(body.add_special_tokens))
-    room = service.capabilities.max_model_len + 1 - len(ids)
-    calls = None if tools.form is None else tools.call_format(prompt)
-    with named_as_asked(body, is_call=calls is not None):
-        params = chat_params(body, service.settings, calls, room=room)
-        members = body.field_logprobs == "members"
-        generation = Generation(service, service.new_id("chatcmpl"), [(ids, params)], wants_members=members)
-    is_formed = calls is None and params.response_format is not None
-    splitter = Splitter(service, prompt, tools.functions, is_formed=is_formed)
+    generation, splitter = admit_reply(service, body, prompt, ids, tools, chat_params, "chatcmpl")
     return ChatRequest(body, generation, splitter)
 
 
-class ChatShape:
+def admit_reply(
+    service: Service,
+    body: ChatBody | ResponsesBody,
+    prompt: str,
+    ids: IntArray,
+    tools: Tools,
+    params_of: Callable[..., SamplingParams],
+    id_prefix: str,
+) -> tuple[Generation, Splitter]:
+    """Check and admit the reply to a conversation, which is laid out as `prompt` and its ids.
+
+    `params_of` reads the parameters of the body: `chat_params` or `responses_params`.
+    """
+    room = service.capabilities.max_model_len + 1 - len(ids)
+    calls = None if tools.form is None else tools.call_format(prompt)
+    with named_as_asked(body, is_call=calls is not None):
+        params = params_of(body, service.settings, calls, room=room)
+        members = body.field_logprobs == "members"
+        generation = Generation(service, service.new_id(id_prefix), [(ids, params)], wants_members=members)
+    is_formed = calls is None and params.response_format is not None
+    return generation, Splitter(service, prompt, tools.functions, is_formed=is_formed)
+
+
+class ChatShape(ChoicesShape[ChatBody]):
     """OpenAI's `chat.completion` and its chunks."""
 
-    terminator = DONE
-    closing_repeats_all = False
+    kinds = ("chat.completion", "chat.completion.chunk")
 
     def __init__(self, service: Service, request: ChatRequest) -> None:
-        self._service = service
-        self._body = request.body
-        self._generation = request.generation
+        super().__init__(service, request.body, request.generation)
         self._splitter = request.splitter
-        options = request.body.stream_options
-        self._has_usage = bool(options and options.include_usage)
         self._has_sent_prompt = False
 
     def whole(self, pieces: Sequence[CompletionPiece]) -> dict[str, Any]:
         """The reply, one choice a completion."""
         output = self._generation.outputs[0]
-        reply = self._frame("chat.completion", [self._choice(piece) for piece in pieces])
+        reply = self._frame([self._choice(piece) for piece in pieces])
         reply["usage"] = usage(self._generation)
         extensions = prompt_extensions(self._service, self._body, output)
         return reply | extensions | reply_extensions(self._body, self._generation.params, output)
@@ -126,16 +138,6 @@ class ChatShape:
         """Return what pieces cost beside their own rows, as entries: what was held back, ends of choices."""
         return sum(map(self._splitter.num_entries, pieces)) + num_field_tokens(self._body, pieces)
 
-    def closing(self) -> Iterator[dict[str, Any]]:
-        """Usage, where it was asked for."""
-        if self._has_usage:
-            chunk = self._frame("chat.completion.chunk", [])
-            yield chunk | {"usage": usage(self._generation)}
-
-    def failed(self, error: ApiError) -> dict[str, Any]:
-        """The error as any reply would carry it."""
-        return error.to_dict()
-
     def _choice(self, piece: CompletionPiece) -> dict[str, Any]:
         channels = ReplyChannels.of(self._splitter.take(piece))
         reason, ending = self._end(piece)
@@ -168,17 +170,7 @@ class ChatShape:
         **extras: Any,
     ) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return self._frame("chat.completion.chunk", [choice | extras])
-
-    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        reply = {
-            "id": self._generation.reply_id,
-            "object": kind,
-            "created": self._service.now(),
-            "model": self._service.name_of(self._body),
-            "choices": choices,
-        }
-        return reply | {"usage": None} if self._has_usage else reply
+        return self._frame([choice | extras], is_chunk=True)
 
     def _prompt(self) -> dict[str, Any]:
         """The prompt's fields, with the first chunk that has them."""
