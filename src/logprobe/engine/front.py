@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 OnRunning: TypeAlias = Literal["finish", "end"]
 """What becomes of requests that run when other weights take over."""
-MOST_VERSION_CHARS = 256  # of weights; each record tells it
+MAX_VERSION_CHARS = 256  # of weights; each record tells it
 BUFFER_ROWS = 1024  # that may wait for one reader before its request is paused
 WAKE_ROWS = 64  # that wait for a reader of whole results before it adds them
 WIDE = 1024  # alternatives from which each row is added at once
@@ -212,9 +212,9 @@ class Front:
             EngineError: a process of the engine ended meanwhile, or it was closed.
         """
         is_name = version is None or (
-            isinstance(version, str) and 0 < len(version) <= MOST_VERSION_CHARS and version.isprintable()
+            isinstance(version, str) and 0 < len(version) <= MAX_VERSION_CHARS and version.isprintable()
         )
-        require(is_name, "version", f"must be 1 to {MOST_VERSION_CHARS} printable characters", got=version)
+        require(is_name, "version", f"must be 1 to {MAX_VERSION_CHARS} printable characters", got=version)
         source = as_state(weights) if isinstance(weights, Mapping) else str(Path(weights).absolute())
         with self._loading:
             number = next(self._numbers)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Rows = list[tuple[int, bytes]]  # positions in the completion, each with what its token gave
 
 
-MOST_BEGUN_CHARS: Final = 1 << 14
+MAX_BEGUN_CHARS: Final = 1 << 14
 """Of a prompt's end, in which it is looked for what the prompt has begun of its reply."""
 
 
@@ -33,7 +33,7 @@ CHARS_A_TOKEN: Final = 4  # at least, of text that takes as long to split as a t
 
 def end_of(prompt: str) -> str:
     """The end of a prompt, which alone can have begun its reply."""
-    return prompt[-MOST_BEGUN_CHARS:]
+    return prompt[-MAX_BEGUN_CHARS:]
 
 
 @dataclass(frozen=True, slots=True)

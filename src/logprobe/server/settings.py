@@ -252,7 +252,7 @@ POSITIVE: Final = (
     "stall_s",
 )
 """Settings of which 0 would let nothing through."""
-LEAST_KEY_CHARS: Final = 16
+MIN_KEY_CHARS: Final = 16
 
 
 def check_keys(keys: Sequence[str], name: str, *, is_public: bool) -> None:
@@ -262,8 +262,8 @@ def check_keys(keys: Sequence[str], name: str, *, is_public: bool) -> None:
         ParameterError: one is empty, or too short for an address that others reach.
     """
     require(all(keys), name, "a key is empty")
-    is_long = not is_public or all(len(key) >= LEAST_KEY_CHARS for key in keys)
-    remedy = f"must have {LEAST_KEY_CHARS} characters or more where others than this machine reach the server"
+    is_long = not is_public or all(len(key) >= MIN_KEY_CHARS for key in keys)
+    remedy = f"must have {MIN_KEY_CHARS} characters or more where others than this machine reach the server"
     require(is_long, name, f"each key {remedy}; make one by `openssl rand -hex 24`")
 
 
