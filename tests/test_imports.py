@@ -14,7 +14,6 @@ KNOWN: set[frozenset[str]] = {
     frozenset({"engine.forward.decoder", "engine.forward.launch"}),
     frozenset({"analysis.datasets.label_rows", "analysis.datasets.rows"}),
     frozenset({"records.flat", "records.forms.frames", "records.forms.json", "records.forms.picture"}),
-    frozenset({"text.boundary", "text.edge"}),
 }
 """Cycles that are left: this list shrinks, and nothing is added to it."""
 
