@@ -32,8 +32,8 @@ from connections import CONNECTIONS
 from harness import OURS, Arena, Figure, Target, parse_options, publish
 from servers import Served, our_program, serving
 
-MOST_MS = 100.0  # over what honest clients do to the health
-MOST_GROWTH = 10.0  # percent of the memory before the attacks
+MAX_MS = 100.0  # over what honest clients do to the health
+MAX_GROWTH = 10.0  # percent of the memory before the attacks
 NUM_GAPS = 8  # between tokens, at least, of which a median is taken
 LOOPS = "loops"  # a further model, by its chat template
 NESTED_LOOPS = "{% for a in range(99999) %}" * 3 + "a" + "{% endfor %}" * 3
@@ -458,7 +458,7 @@ def main() -> None:
         refused = [refusal_s(arena.model_folder) for _ in range(options.rounds)]
     audited = [audited_s() for _ in range(options.rounds)]
     most_ms = {
-        layout: statistics.median(one.felt[CONTROL].health_ms) + MOST_MS for layout, one in found.items()
+        layout: statistics.median(one.felt[CONTROL].health_ms) + MAX_MS for layout, one in found.items()
     }
     figures = []
     for name in names:
@@ -487,7 +487,7 @@ def main() -> None:
             unit="percent more",
             better="lower",
             samples={layout: [one.growth] for layout, one in found.items()},
-            targets=[Target(against=layout, at_most=MOST_GROWTH) for layout in found],
+            targets=[Target(against=layout, at_most=MAX_GROWTH) for layout in found],
         )
     )
     figures += [

@@ -727,7 +727,7 @@ SECTIONS: dict[str, tuple[Callable[[Run], None], float]] = {
     "engine": (engine, 80),
     "extract": (extract, 30),
 }
-LEAST_S = 5.0  # a section is not begun with less
+MIN_S = 5.0  # a section is not begun with less
 
 
 def measure(results: Results, names: Sequence[str], sizes: Sizes, deadline: float) -> int:
@@ -736,7 +736,7 @@ def measure(results: Results, names: Sequence[str], sizes: Sizes, deadline: floa
     for name in names:
         work, budget = SECTIONS[name]
         started = time.time()
-        if deadline - started < LEAST_S:
+        if deadline - started < MIN_S:
             results.sections[name] = {"rows": [], "not_run": "no time was left"}
             print(f"{name}: not run, no time was left", flush=True)
             results.write()

@@ -21,9 +21,9 @@ from logprobe import LLM
 
 TOP = 20
 PROMPTS, PROMPT_LEN, LONG_LEN = 4, 512, 8000
-NUM_TEXTS, TEXT_CHARS, MOST_ROUNDS = 1000, 200, 3
+NUM_TEXTS, TEXT_CHARS, MAX_ROUNDS = 1000, 200, 3
 LABELS = (" positive", " negative", " neutral", " mixed")
-MOST_TIMES = 1.15  # that labels may take, of what scoring the texts takes
+MAX_TIMES = 1.15  # that labels may take, of what scoring the texts takes
 MIB = 1 << 20
 WANTED = (OURS, "vllm", "transformers")
 SCORED = "scoring the texts once"
@@ -131,13 +131,13 @@ def labels_figure(options: Options) -> Figure:
         for call in (classify, score):
             call(texts_of(8, "warm-up"))
         contestants = {OURS: partial(measure, classify, "a"), SCORED: partial(measure, score, "b")}
-        samples, notes = alternate(contestants, min(options.rounds, MOST_ROUNDS))
+        samples, notes = alternate(contestants, min(options.rounds, MAX_ROUNDS))
     return Figure(
         name=f"{len(LABELS)} labels to each of {count} texts, classify beside score",
         unit="s",
         better="lower",
         samples=samples,
-        targets=[Target(against=SCORED, at_least=round(1 / MOST_TIMES, 2))],
+        targets=[Target(against=SCORED, at_least=round(1 / MAX_TIMES, 2))],
         notes=notes,
     )
 

@@ -32,7 +32,7 @@ EDITED = "Here is the whole file with `{new}`:\n\n```python\n{first}"
 SUMMED_UP = 'These sentences matter:\n\n"{first}'
 TELL = "Tell a story about {text}, with many people and places, and surprises at every turn."
 EDITS = [
-    ("engine/weight_swap.py", "held", "waiting"),
+    ("engine/loras.py", "version", "digest"),
     ("records/values.py", "values", "items"),
     ("sampling/kept.py", "processed", "changed"),
     ("engine/forward/launch.py", "launch", "start"),

@@ -14,7 +14,7 @@ import torch
 from harness import OURS, Figure, Options, alternate, parse_options, publish
 
 from logprobe.engine.backends.thread import EngineThread
-from logprobe.engine.fold import Describer, Fold
+from logprobe.engine.output_builder import Describer, OutputBuilder
 from logprobe.engine.protocol import StepBatch
 from logprobe.records import LogprobsInfo
 from logprobe.sampling import SamplingParams
@@ -65,24 +65,24 @@ class Race:
     def measure(self, asked: dict[str, object], _number: int) -> float:
         """Microseconds of the processor a step, from the one after the prompts on."""
         params = SamplingParams(max_tokens=self._num_steps + 1, seed=1, ignore_eos=True, **asked)
-        folds = {}
+        builders = {}
         for _ in range(BATCH):
             name = f"request-{next(self._names)}"
             ids = np.arange(PROMPT_LEN, dtype=np.int32)
             request = Request(request_id=name, prompt_token_ids=ids, params=params)
-            folds[name] = Fold(request, self._describer)
+            builders[name] = OutputBuilder(request, self._describer)
             self._engine.handle(Submit((self._engine.admit(request),)))
-        self._step(folds)
+        self._step(builders)
         start = time.process_time()
         for _ in range(self._num_steps):
-            self._step(folds)
+            self._step(builders)
         seconds = time.process_time() - start
-        assert all(fold.output.is_finished for fold in folds.values())
+        assert all(builder.output.is_finished for builder in builders.values())
         return 1e6 * seconds / self._num_steps
 
-    def _step(self, folds: dict[str, Fold]) -> None:
+    def _step(self, builders: dict[str, OutputBuilder]) -> None:
         for event in self._engine.step():
-            folds[event.request_id].add(event)
+            builders[event.request_id].add(event)
 
 
 def figures(options: Options) -> list[Figure]:

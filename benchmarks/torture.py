@@ -78,7 +78,7 @@ FAULT_EVERY_S, REPLACE_EVERY_S, HEALTH_EVERY_S = 6.0, 5.0, 0.02
 OPERATOR_KEY: Final = "an-operators-own-key"
 NUM_CONTROL = 200
 STOPPED_S, AWAY_S, STARVED_TIMES = 2.0, 3.0, 20
-MOST_REPLAYED = 400
+MAX_REPLAYED = 400
 TIMEOUT_S = 300.0
 ROWS: Final = "/v1/next_token_logprobs"
 READY: Final = b'{"status":"ready"}'
@@ -379,7 +379,7 @@ def tortured(
             print(*client.complaints, sep="\n", end="\n" if client.complaints else "", file=sys.stderr)
         eventually(lambda: is_idle(figures(server)), "requests stay")
         replies = [reply for client in clients for reply in client.replies]
-        sample = random.Random(seed).sample(replies, min(len(replies), MOST_REPLAYED))  # noqa: S311
+        sample = random.Random(seed).sample(replies, min(len(replies), MAX_REPLAYED))  # noqa: S311
         for ask, data in sample:
             replay(server, ask, data, tally)
         eventually(lambda: is_idle(figures(server)), "requests stay")

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from families.outcomes import GENERIC, OWN, REFUSED, UNBUILT
 from families.rows import RIGHT
-from logprobe.models.stored.store import MOST_RECORDS
+from logprobe.models.stored.store import MAX_RECORDS
 
 HEADER = """# Models
 
@@ -69,7 +69,7 @@ def page() -> str:
     refused = [f"| {reason} | {_named(kinds)} |" for reason, kinds in REFUSED.items()]
     return "\n".join(
         [
-            HEADER.format(version=_minor(transformers.__version__), most_records=MOST_RECORDS),
+            HEADER.format(version=_minor(transformers.__version__), most_records=MAX_RECORDS),
             "## Proven variants\n",
             "| family | `model_type` | layers |",
             "| --- | --- | --- |",

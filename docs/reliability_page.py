@@ -12,7 +12,7 @@ from harness import number
 from report import machine, newest_results
 
 from logprobe.analysis.covers import MAX_STEPS, MIN_STEPS
-from logprobe.analysis.schemas import MOST_WAYS, MOST_WAYS_IN_ALL
+from logprobe.analysis.schemas import MAX_WAYS, MAX_WAYS_IN_ALL
 from logprobe.config import EngineConfig
 from logprobe.engine.healing import ROWS_AT_ONCE as HEALING_ROWS
 from logprobe.engine.plan.shares import LARGE_PART, PLACES_PART
@@ -388,8 +388,8 @@ AUDIT = (
         "up in a worker, and a next-token row, as wide as the vocabulary, for each way to spell them",
         f"`max_field_rows` of all choices and values of a reply, {ROWS_AT_ONCE} of them at once, "
         f"{MEMBERS_A_ROW} members looked at for each; they count in `max_requests`, `max_tokens_in_flight` "
-        f"and `max_logprob_bytes` before the reply begins; {MOST_WAYS:,} alternatives of a place of the "
-        f"schema, {MOST_WAYS_IN_ALL:,} in all, counted before they are laid out; a client that leaves ends "
+        f"and `max_logprob_bytes` before the reply begins; {MAX_WAYS:,} alternatives of a place of the "
+        f"schema, {MAX_WAYS_IN_ALL:,} in all, counted before they are laid out; a client that leaves ends "
         "them",
         (
             "attacks/test_grammars.py::test_alternatives_are_counted_before_they_are_laid_out",

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from logprobe.server.routes.page import assemble
+from logprobe.server.routes.facts import assemble
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

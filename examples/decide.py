@@ -58,7 +58,7 @@ REVIEWS = (
     ("Worth every penny.", POSITIVE),
     ("Cheap, and it feels like it.", NEGATIVE),
 )
-LEAST_MASS = 0.5  # less says that the model would have answered something else altogether
+MIN_MASS = 0.5  # less says that the model would have answered something else altogether
 
 
 def labelled(llm: LLM, texts: Sequence[str]) -> list[Classification]:
@@ -75,7 +75,7 @@ def certainty(found: Classification) -> float:
 
 def decision(found: Classification, least: float | None) -> str | None:
     """The label where the model is sure enough, and None where a person is to look."""
-    is_sure = least is not None and found.mass >= LEAST_MASS and certainty(found) >= least
+    is_sure = least is not None and found.mass >= MIN_MASS and certainty(found) >= least
     return found.label.strip() if is_sure else None
 
 

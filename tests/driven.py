@@ -10,7 +10,7 @@ import numpy as np
 from logprobe.config import EngineConfig
 from logprobe.engine.backends.thread import SerialLoop
 from logprobe.engine.engine import Engine
-from logprobe.engine.fold import Describer, Fold
+from logprobe.engine.output_builder import Describer, OutputBuilder
 from logprobe.records import LogprobsInfo
 from logprobe.sampling import SamplingParams
 from logprobe.testing import FakeForward, fake_model
@@ -63,7 +63,7 @@ class Driven:
         config = EngineConfig(model="fake", **settings)
         self.engine = Engine(config, self.forward, _text(), frozenset([257]))
         self._describer = Describer(LogprobsInfo(engine="fake"), 258, _text().vocabulary)
-        self._folds: dict[str, Fold] = {}
+        self._builders: dict[str, OutputBuilder] = {}
         self.events: list[Event] = []
         self.num_steps = 0
         self.loop = loop(self.engine, self.publish)
@@ -80,7 +80,7 @@ class Driven:
             params=SamplingParams(**asked),
             wants_row=wants_row,
         )
-        self._folds[name] = Fold(request, self._describer)
+        self._builders[name] = OutputBuilder(request, self._describer)
         self.handle(Submit((self.engine.admit(request),)))
 
     def handle(self, command: Command) -> None:
@@ -106,8 +106,8 @@ class Driven:
             assert sample not in ended, "something is published of a sample that has ended"
             if delta.finish is not None:
                 ended.add(sample)
-            self._folds[delta.request_id].add(delta)
-        return {name: fold.output for name, fold in self._folds.items()}
+            self._builders[delta.request_id].add(delta)
+        return {name: builder.output for name, builder in self._builders.items()}
 
 
 def told(output: RequestOutput) -> list[Any]:

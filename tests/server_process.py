@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # Freezes lasted seconds to minutes. benchmarks/bench_attacks.py holds an idle machine to 100 ms.
 WORST_HEALTH_S = 1.0
-MOST_GROWTH = 0.1
+MAX_GROWTH = 0.1
 PATIENCE_S = 180  # until what never comes is given up, on a machine that has much else to do
 
 
@@ -109,7 +109,7 @@ class Attacked:
         assert latencies, "the health was never told"
         assert max(latencies) < WORST_HEALTH_S, f"the health took {max(latencies):.2f} s"
         self.check_alive()
-        most = own_bytes(before) + MOST_GROWTH * before.rss
+        most = own_bytes(before) + MAX_GROWTH * before.rss
         eventually(lambda: own_bytes(self._memory()) < most, "the memory does not come back")
 
     def _memory(self) -> Any:

@@ -147,7 +147,7 @@ def bytes_of(llm: LLM, token_ids: list[int]) -> bytes:
 @pytest.fixture
 def spelling_llm(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """The tiny model made to say given tokens, whatever its weights think."""
-    sampler = tiny_llm.engine.core.engine.drawing._sampler
+    sampler = tiny_llm.engine.core.engine.sampling._sampler
     plain = sampler.draw
 
     def say(text: str, **params: Any) -> Any:

@@ -7,21 +7,27 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
 
-from logprobe.errors import ParameterError, require
-from logprobe.other_words import without_other_words
+from logprobe.errors import ParameterError, UnknownParameterError, require
+from logprobe.ignored_kwargs import CLASSES, SWITCH
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 T = TypeVar("T")
+
+logger = logging.getLogger("logprobe")
 
 
 def strict_keywords(cls: type[T]) -> type[T]:
     """Make a keyword-only dataclass refuse an unknown keyword by naming the nearest known one.
 
-    Of other programs' keywords it takes those that change nothing (`other_words`).
+    It accepts keywords of other programs that change nothing (`ignored_kwargs`).
     """
     init = cls.__init__
     known = {field.name for field in fields(cls)}  # type: ignore[arg-type]  # always a dataclass
@@ -29,11 +35,40 @@ def strict_keywords(cls: type[T]) -> type[T]:
     @functools.wraps(init)
     def checked_init(self: T, *args: Any, **kwargs: Any) -> None:
         if not kwargs.keys() <= known:
-            kwargs = without_other_words(kwargs, known, of=cls.__name__)
+            kwargs = _without_ignored(kwargs, known, of=cls.__name__)
         init(self, *args, **kwargs)
 
     cls.__init__ = checked_init  # type: ignore[method-assign,assignment]
     return cls
+
+
+def _without_ignored(kwargs: Mapping[str, Any], known: Collection[str], *, of: str) -> dict[str, Any]:
+    """Return the keywords that a class has; one that is ignored is logged once.
+
+    Raises:
+        ParameterError: a keyword of another program would change something with this value.
+        UnknownParameterError: an unknown keyword.
+    """
+    engine = kwargs.get("engine", "native")
+    for name, value in kwargs.items():
+        if name in known:
+            continue
+        keyword = CLASSES.get(of, {}).get(name)
+        if keyword is None or keyword.use:
+            raise UnknownParameterError(name, known, of=of)
+        if engine != "native":
+            raise ParameterError(name, f"is for engine={engine!r} to take: engine_options={{{name!r}: ...}}")
+        if not keyword.accepts(value):
+            values = " or ".join(map(repr, keyword.accepted or ()))
+            raise ParameterError(name, f"must be {values}, got {value!r:.60}: {keyword.reason}")
+        if keyword.accepted in (None, SWITCH):
+            _warn_ignored(name, keyword.reason)
+    return {name: value for name, value in kwargs.items() if name in known}
+
+
+@functools.cache
+def _warn_ignored(name: str, reason: str) -> None:
+    logger.warning("%s changes nothing here: %s", name, reason)
 
 
 ENGINES: Final = {"vllm": "logprobe.integrations.vllm.start:start_vllm_engine"}

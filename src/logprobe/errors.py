@@ -36,6 +36,8 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final
 
+from logprobe.ignored_kwargs import names_here
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -71,33 +73,6 @@ class ParameterError(LogprobeError, ValueError):
         self.parameter = parameter
 
 
-OTHER_NAMES: Final = {
-    "async_scheduling": "overlap",
-    "data_parallel_size": "data_parallel",
-    "extra_args": "logits_processors_args",
-    "guided_decoding": "response_format",
-    "guided_choice": "response_format",
-    "guided_grammar": "response_format",
-    "guided_json": "response_format",
-    "guided_regex": "response_format",
-    "structured_outputs": "response_format",
-    "kv_cache_memory_bytes": "kv_bytes",
-    "lora_request": "lora",
-    "max_new_tokens": "max_tokens",
-    "max_num_batched_tokens": "max_batch_tokens",
-    "max_num_seqs": "max_batch_rows",
-    "num_gpu_blocks_override": "kv_bytes",
-    "num_return_sequences": "n",
-    "speculative_config": "speculate",
-    "stop_sequences": "stop",
-    "stop_strings": "stop",
-    "thinking_token_budget": "logits_processors_args",
-    "truncate_prompt_tokens": "truncation",
-    "vllm_xargs": "logits_processors_args",
-}
-"""What other libraries call a parameter → what it is called here."""
-
-
 MAX_NAME_CHARS: Final = 64
 
 
@@ -120,9 +95,9 @@ def closest(name: str, known: Iterable[str], cutoff: float) -> str | None:
 
 
 def nearest_name(name: str, known: Collection[str], cutoff: float) -> str | None:
-    """The parameter that was meant by a name that does not exist, if it can be told."""
-    own = OTHER_NAMES.get(name)
-    return own if own is not None and own in known else closest(name, known, cutoff)
+    """Return the parameter that was meant by a name that does not exist, if it can be told."""
+    own = next((own for own in names_here(name) if own in known), None)
+    return own or closest(name, known, cutoff)
 
 
 class UnknownParameterError(ParameterError, TypeError):

@@ -166,7 +166,7 @@ def fake_model(
         speculate=config.speculate,
     )
     front = Front(EngineThread(engine, capabilities, overlap=config.overlap), text.vocabulary)
-    return LoadedModel(front, text, None, engine.drawing.pipeline)
+    return LoadedModel(front, text, None, engine.sampling.pipeline)
 
 
 def _byte_tokenizer(tokens: Sequence[bytes]) -> Any:
@@ -271,7 +271,7 @@ def open_requests(model: AnyModel) -> list[str]:
         ParameterError: `model` is none of this program's.
     """
     front = _front_of(model)
-    return sorted({*front._folds, *front._collector._inboxes})
+    return sorted({*front._builders, *front._collector._inboxes})
 
 
 def check_integrity(model: AnyModel) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logprobe import FlatLogprobs, SamplingParams
-from logprobe.analysis.fields import MOST_DEPTH, fields_of
+from logprobe.analysis.fields import MAX_DEPTH, fields_of
 from logprobe.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def test_what_is_no_json_is_told(text: str) -> None:
 
 
 def test_what_is_nested_too_deeply_is_told() -> None:
-    text = "[" * (MOST_DEPTH + 2) + "]" * (MOST_DEPTH + 2)
+    text = "[" * (MAX_DEPTH + 2) + "]" * (MAX_DEPTH + 2)
     with pytest.raises(ParameterError, match="deeper than 100"):
         fields_of(record_of([text.encode()]), text)
 

@@ -22,6 +22,7 @@ from logprobe.analysis.labels import (
     texts_of,
 )
 from logprobe.errors import ParameterError
+from pairs import encode_pair
 from refusals import raises
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def whole(rows: Any, before: list[int], after: list[int]) -> float:
 
 
 def truth(tiny_llm: LLM, rows: Any, prompt: str, label: str) -> tuple[float, int]:
-    ids, start = tiny_llm.text.encode_pair(prompt, label)
+    ids, start = encode_pair(tiny_llm.text, prompt, label)
     listed = ids.tolist()
     return whole(rows, listed[:start], listed[start:]), len(listed) - start
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from logprobe.analysis.schemas import MOST_INTEGERS, Schema
+from logprobe.analysis.schemas import MAX_INTEGERS, Schema
 from logprobe.errors import ParameterError
 from refusals import raises
 
@@ -51,7 +51,7 @@ def as_a(schema: dict[str, Any]) -> dict[str, Any]:
         ({"$ref": "#/anyOf/1", "anyOf": [{}, MOOD]}, "", ["happy", "sad"]),
         ({"type": "integer", "minimum": -1, "maximum": 1}, "", [-1, 0, 1]),
         ({"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 4, "maximum": 9}, "", [1, 2, 3]),
-        ({"type": "integer", "minimum": 0, "maximum": MOST_INTEGERS}, "", None),
+        ({"type": "integer", "minimum": 0, "maximum": MAX_INTEGERS}, "", None),
         ({"type": "integer", "minimum": 0}, "", None),
         ({"type": "integer", "minimum": 0, "maximum": 9, "multipleOf": 3}, "", None),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "", None),

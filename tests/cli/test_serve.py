@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from logprobe import other_words
-from logprobe.config import EngineConfig
+from logprobe.config import EngineConfig, _warn_ignored
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,7 +118,7 @@ def test_a_port_of_the_figures_that_is_taken_is_one_line(cli: Any, tiny_model_fo
 def test_flags_of_other_programs_that_change_nothing_are_taken(
     asked: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    other_words._tell.cache_clear()
+    _warn_ignored.cache_clear()
     ports = ("--port", "8180", "--metrics-port", "8181")
     others = ("--engine-worker-queue-port", "8182", "--cache-queue-port", "8183")
     config, settings = asked("--model", "smollm2", *ports, *others, "--logits-processors", FIRST)

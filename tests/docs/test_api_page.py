@@ -12,10 +12,10 @@ import httpx
 import openai
 import pytest
 
+from logprobe.ignored_kwargs import FIELDS_WITHOUT_EFFECT, NEUTRAL_FIELDS
 from logprobe.server import ServerSettings
 from logprobe.server.app import ROUTES
-from logprobe.server.openai.fields import NEUTRAL, SAMPLING_FIELDS
-from logprobe.server.openai.no_effect import NO_EFFECT
+from logprobe.server.openai.fields import SAMPLING_FIELDS
 from server_process import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def test_the_page_names_every_route_and_field() -> None:
     for _, path, _ in ROUTES:
         plain = re.sub(r"/?{.*", "", path).removeprefix("/v1")
         assert plain in PAGE, path
-    for name in (*NO_EFFECT, *NEUTRAL):
+    for name in (*FIELDS_WITHOUT_EFFECT, *NEUTRAL_FIELDS):
         assert f"`{name}`" in PAGE or name == "response_format", name
     openai_own = {"n", "best_of", "temperature", "top_p", "seed", "stop", "logit_bias", "response_format"}
     penalties = {"presence_penalty", "frequency_penalty"}

@@ -24,7 +24,6 @@ NOT_ASKED = (
     "engine/loras.py",
     "engine/plan/drafts.py",
     "engine/truncation.py",
-    "engine/weight_swap.py",
     "processors/arguments.py",
     "processors/pipeline.py",
     "records/store/inputs.py",

@@ -10,7 +10,7 @@ import pytest
 
 from logprobe.config import EngineConfig
 from logprobe.engine.engine import Engine
-from logprobe.engine.fold import Describer, Fold
+from logprobe.engine.output_builder import Describer, OutputBuilder
 from logprobe.records import LogprobsInfo
 from logprobe.sampling import SamplingParams
 from logprobe.transport.messages import Abort, Request, Submit
@@ -78,7 +78,7 @@ class SteppedEngine:
         self.describer = Describer(
             LogprobsInfo(engine="native"), self.forward.vocab_size, llm.text.vocabulary
         )
-        self.folds: dict[str, Fold] = {}
+        self.builders: dict[str, OutputBuilder] = {}
         self.num_ends: dict[str, int] = {}
         self.num_steps = 0
 
@@ -88,7 +88,7 @@ class SteppedEngine:
 
     @property
     def outputs(self) -> dict[str, RequestOutput]:
-        return {name: fold.output for name, fold in self.folds.items()}
+        return {name: builder.output for name, builder in self.builders.items()}
 
     def submit(
         self, name: str, ids: Iterable[int], *, call: str = "", caller: str = "", **params: Any
@@ -101,11 +101,11 @@ class SteppedEngine:
             caller=caller,
         )
         admitted = self.engine.admit(request)
-        self.folds[name] = Fold(request, self.describer)
+        self.builders[name] = OutputBuilder(request, self.describer)
         self.num_ends[name] = 0
         self.take(self.engine.handle(Submit((admitted,))))
         self.scheduler.check_integrity()
-        return self.folds[name].output
+        return self.builders[name].output
 
     def abort(self, name: str) -> None:
         self.take(self.engine.handle(Abort(name)))
@@ -117,12 +117,12 @@ class SteppedEngine:
         self.scheduler.check_integrity()
 
     def take(self, events: Iterable[Event]) -> None:
-        """Fold what is new, and count how often each request ends."""
+        """Add what is new, and count how often each request ends."""
         for event in events:
-            fold = self.folds[event.request_id]
-            was_finished = fold.output.is_finished
-            fold.add(event)
-            self.num_ends[event.request_id] += fold.output.is_finished and not was_finished
+            builder = self.builders[event.request_id]
+            was_finished = builder.output.is_finished
+            builder.add(event)
+            self.num_ends[event.request_id] += builder.output.is_finished and not was_finished
 
     def run(self, max_steps: int = 5000) -> None:
         while self.engine.has_work:

@@ -342,7 +342,7 @@ def test_a_step_that_fails_behind_its_first_chunk_leaves_no_copy_behind(
     new_device_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stepped = new_device_engine()
-    stepped.engine.drawing.chunk_rows = 1
+    stepped.engine.sampling.chunk_rows = 1
     head, calls = stepped.engine.forward.head, 0
 
     def failing(hidden: Any) -> Any:

@@ -75,7 +75,7 @@ def test_rows_of_drafts_that_lie_in_two_chunks_come_together(
     want = speculating()
     want.submit("r", [5, 97, 98, 101], **params)
     outputs = want.finish()
-    monkeypatch.setattr("logprobe.engine.drawing.default_chunk_rows", lambda *_: 2)
+    monkeypatch.setattr("logprobe.engine.sampling_stage.default_chunk_rows", lambda *_: 2)
     got = speculating()
     got.submit("r", [5, 97, 98, 101], **params)
     assert told(got.finish()["r"]) == told(outputs["r"])

@@ -12,8 +12,8 @@ import torch
 
 from logprobe.config import EngineConfig
 from logprobe.engine.engine import Engine
-from logprobe.engine.fold import Describer, Fold
 from logprobe.engine.forward import attention, native, ready
+from logprobe.engine.output_builder import Describer, OutputBuilder
 from logprobe.models import ModelFiles
 from logprobe.records import LogprobsInfo
 from logprobe.sampling import SamplingParams
@@ -78,15 +78,15 @@ class Driven:
     def __init__(self, forward: Any, text: TextEdge, **settings: Any) -> None:
         self._engine = Engine(EngineConfig(model="tiny", **settings), forward, text, frozenset())
         self._describer = Describer(LogprobsInfo(), forward.vocab_size, text.vocabulary)
-        self._folds: dict[str, Fold] = {}
+        self._builders: dict[str, OutputBuilder] = {}
 
     def run(self, *requests: tuple[Any, SamplingParams]) -> list[RequestOutput]:
         outputs = []
         for ids, params in requests:
-            name = str(len(self._folds))
+            name = str(len(self._builders))
             request = Request(request_id=name, prompt_token_ids=np.asarray(ids, np.int32), params=params)
-            self._folds[name] = Fold(request, self._describer)
-            outputs.append(self._folds[name].output)
+            self._builders[name] = OutputBuilder(request, self._describer)
+            outputs.append(self._builders[name].output)
             self._take(self._engine.handle(Submit((self._engine.admit(request),))))
         while self._engine.has_work:
             self._take(self._engine.step())
@@ -98,7 +98,7 @@ class Driven:
 
     def _take(self, events: Iterable[Event]) -> None:
         for event in events:
-            self._folds[event.request_id].add(event)
+            self._builders[event.request_id].add(event)
 
 
 SCORED = SamplingParams(max_tokens=0, prompt_logprobs=TOP)

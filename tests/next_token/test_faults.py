@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from logprobe import AsyncLM
 
 LIMIT_S = 120  # nothing takes as long, also on a busy machine
-MOST_ASKS = 2000  # of a trickle: more than half a minute of them
+MAX_ASKS = 2000  # of a trickle: more than half a minute of them
 TOLERANCE = 2e-5  # nats, on the tiny model, whose float32 logits reach 20 (rounding: 1e-6 each)
 ON_VLLM = 2e-4  # nats: its layers round elsewhere
 BOTH = pytest.mark.parametrize("lm", ["near", "far"], indirect=True)
@@ -320,7 +320,7 @@ def test_a_trickle_of_asks_faster_than_the_timeout_does_not_hold_the_first(
         async def ask() -> int:
             first = asyncio.create_task(lm.next_token_logprobs(random_ids(91, 5)))
             trickle = []
-            for place in range(MOST_ASKS):
+            for place in range(MAX_ASKS):
                 trickle.append(asyncio.create_task(lm.next_token_logprobs(random_ids(1000 + place, 5))))
                 await asyncio.sleep(0.02)
                 if first.done():
@@ -328,7 +328,7 @@ def test_a_trickle_of_asks_faster_than_the_timeout_does_not_hold_the_first(
             await asyncio.gather(*trickle)
             return len(trickle)
 
-        assert asyncio.run(ask()) < MOST_ASKS
+        assert asyncio.run(ask()) < MAX_ASKS
 
 
 def test_twenty_prompts_of_4096_tokens_need_bounded_memory(long_model_folder: Path) -> None:

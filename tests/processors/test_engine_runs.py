@@ -367,7 +367,7 @@ def test_mixed_processors_and_mixed_counts_share_a_batch(llm: LLM) -> None:
 
 
 def test_more_rows_with_processors_than_a_chunk_holds(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm.engine.core.engine.drawing, "chunk_rows", 2)
+    monkeypatch.setattr(llm.engine.core.engine.sampling, "chunk_rows", 2)
     asked = [SamplingParams(max_tokens=4, seed=index, **(FOLLOW if index % 3 else {})) for index in range(8)]
     small = [out.outputs[0].token_ids for out in llm.generate(prompts(8), asked)]
     monkeypatch.undo()

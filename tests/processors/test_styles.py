@@ -303,7 +303,7 @@ def test_slots_show_every_request_that_runs(start: Any) -> None:
 
 def test_slots_are_shown_beside_other_processors_and_beyond_a_chunk(start: Any, monkeypatch: Any) -> None:
     llm, slots = start(Slots, logits_processors=[Slots, "LogitBiasLogitsProcessor"])
-    monkeypatch.setattr(llm.engine.core.engine.drawing, "chunk_rows", 2)
+    monkeypatch.setattr(llm.engine.core.engine.sampling, "chunk_rows", 2)
     asked = [
         SamplingParams(**GREEDY, logits_processors_args={"favour": 77}),
         SamplingParams(**GREEDY),

@@ -10,7 +10,7 @@ import pytest
 
 from logprobe.errors import ParameterError
 from logprobe.server.app import ROUTES
-from logprobe.server.openai.no_effect import warning
+from logprobe.server.openai.ignored_fields import warning
 from logprobe.server.openai.openapi import document
 from refusals import raises
 

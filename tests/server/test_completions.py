@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from logprobe import LLM
+from pairs import encode_pair
 from rewriting import save_rewriting_llama, save_sentencepiece_llama
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def test_a_prompt_is_scored_without_generating(client: Any, server: Any) -> None
 def test_the_harness_finds_the_scores_of_the_offline_front_door(server: Any) -> None:
     pairs = [("the cat", " and the dog"), ("a", " cat"), ("on the dog", "s of"), ("the", " the the")]
     expected = server.llm.score(pairs)
-    encoded = [server.llm.text.encode_pair(*pair) for pair in pairs]
+    encoded = [encode_pair(server.llm.text, *pair) for pair in pairs]
     reply = as_harness(server, [ids.tolist() for ids, _ in encoded])
     for choice, (ids, start), score in zip(reply["choices"], encoded, expected, strict=True):
         assert len(choice["logprobs"]["token_logprobs"]) == len(ids) + 1

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from logprobe.ignored_kwargs import FIELDS_WITHOUT_EFFECT
 from logprobe.server.http.gate import FACTS
 from logprobe.server.openai.bodies import ChatBody, CompletionBody, ResponsesBody
-from logprobe.server.openai.no_effect import NO_EFFECT, warning
+from logprobe.server.openai.ignored_fields import warning
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES: Any = [{"role": "user", "content": "the cat"}]
@@ -71,7 +72,7 @@ def has_fields(path: str, name: str) -> bool:
     return name.partition(".")[0] in BODIES[path][0].__struct_fields__ and path == only.get(name, path)
 
 
-ASKED = [(path, name) for path in BODIES for name in NO_EFFECT if has_fields(path, name)]
+ASKED = [(path, name) for path in BODIES for name in FIELDS_WITHOUT_EFFECT if has_fields(path, name)]
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +93,10 @@ def said(reply: Any) -> Any:
 
 
 def test_every_field_of_the_table_is_one_of_a_body() -> None:
-    assert NO_EFFECT.keys() == GIVEN.keys() == {name for _, name in ASKED}
+    assert FIELDS_WITHOUT_EFFECT.keys() == GIVEN.keys() == {name for _, name in ASKED}
 
 
-@pytest.mark.parametrize("name", NO_EFFECT)
+@pytest.mark.parametrize("name", FIELDS_WITHOUT_EFFECT)
 def test_a_warning_is_a_quoted_text_that_begins_with_the_field(name: str) -> None:
     assert WARNING.fullmatch(warning(name))
     assert warning(name).startswith(f'299 - "{name} changes nothing here: ')
@@ -163,7 +164,7 @@ def test_what_could_mean_something_is_refused(
 
 def test_the_capabilities_name_those_that_never_mean_anything(server: Any) -> None:
     found = server.get("/v1/capabilities").json()["fields_without_effect"]
-    assert set(found) < set(NO_EFFECT)
+    assert set(found) < set(FIELDS_WITHOUT_EFFECT)
     assert {"user", "guided_decoding_backend"} <= set(found)
     assert not {"top_logprobs", "guided_json"} & set(found)
     assert "without_effect" not in FACTS

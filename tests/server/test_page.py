@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from logprobe.server.routes.page import assemble
+from logprobe.server.routes.facts import assemble
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,7 +16,7 @@ import trustme
 from logprobe.errors import ParameterError
 from logprobe.server import ServerSettings
 from logprobe.server.app import check_certificate
-from logprobe.server.http.guard import Keys
+from logprobe.server.http.keys import Keys
 from server_process import PATIENCE_S, Attacked, eventually, serving_process
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 import msgspec
 import pytest
 
-from logprobe.server.openai import bodies, unknown_fields
+from logprobe.ignored_kwargs import FOREIGN_FIELDS
+from logprobe.server.openai import bodies, ignored_fields
 from logprobe.server.openai.bodies import BODIES, NESTED, ChatBody
-from logprobe.server.openai.unknown_fields import FOREIGN, MAX_NAMED, MAX_UNKNOWN, nearest_spelling, num_edits
+from logprobe.server.openai.ignored_fields import MAX_NAMED, MAX_UNKNOWN, nearest_spelling, num_edits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -216,16 +217,16 @@ def test_more_unknown_fields_than_are_looked_at_are_refused(server: Any) -> None
 
 def test_a_field_of_many_items_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[str] = []
-    remedy_for = unknown_fields.remedy_for
+    remedy_for = ignored_fields.remedy_for
 
     def noted(path: str, *more: Any) -> str | None:
         looked_at.append(path)
         return remedy_for(path, *more)
 
-    monkeypatch.setattr(unknown_fields, "remedy_for", noted)
+    monkeypatch.setattr(ignored_fields, "remedy_for", noted)
     names = [f"of_a_client_{n}" for n in range(MAX_UNKNOWN)]
     body = {"query": "a", "documents": [{"text": "b", **dict.fromkeys(names, 1)}] * 100}
-    known, paths = unknown_fields.without_unknown(msgspec.json.encode(body), BODIES["/v1/rerank"])
+    known, paths = ignored_fields.without_unknown(msgspec.json.encode(body), BODIES["/v1/rerank"])
     assert paths == looked_at == [f"documents.{name}" for name in names]
     assert msgspec.json.decode(known)["documents"] == [{"text": "b"}] * 100
 
@@ -270,4 +271,4 @@ def test_no_field_of_another_server_is_taken_for_a_misspelling_of_what_it_is_not
     assert all(nearest_spelling(name, known) == name for name in known)
     fields = {name for body in BODIES.values() for name in body.__struct_fields__}
     nested = {name for body in NESTED.values() for name in body.__struct_fields__}
-    assert {own for foreign in FOREIGN.values() for own in foreign.ours} <= fields | nested
+    assert {own for foreign in FOREIGN_FIELDS.values() for own in foreign.use} <= fields | nested

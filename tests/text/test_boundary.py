@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from logprobe.errors import ParameterError
 from logprobe.text.boundary import split_texts
 from logprobe.text.edge import TextEdge
+from pairs import encode_pair
 from refusals import raises
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def tokenizer(tiny_model_folder: Path) -> Any:
 
 def test_a_pair_whose_tokens_are_aligned_is_split_as_the_harness_does(tiny_llm: LLM) -> None:
     for context, continuation in (("the cat", " and"), ("the cat ", "and"), ("", "the"), ("é", "🌊")):
-        ids, start = tiny_llm.text.encode_pair(context, continuation)
+        ids, start = encode_pair(tiny_llm.text, context, continuation)
         (split,) = split_texts(tiny_llm.text, context, [continuation])
         assert (split.token_ids.tolist(), split.start, split.healing) == (ids.tolist(), start, None)
 

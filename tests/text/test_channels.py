@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from logprobe.errors import ParameterError
 from logprobe.text.channels import ToolCall, template_of
-from logprobe.text.channels.forms import MOST_FORMS
+from logprobe.text.channels.forms import MAX_FORMS
 from logprobe.text.channels.split import opens_reasoning
 from refusals import raises
 from reply_forms import (
@@ -456,11 +456,11 @@ def test_what_a_chat_template_shows_decides_and_is_read_once() -> None:
 
 def test_no_more_forms_are_kept_than_so_many() -> None:
     edge = edge_of([b"a"], (), QWEN3)
-    for number in range(2 * MOST_FORMS):
+    for number in range(2 * MAX_FORMS):
         form = template_of(edge, OWN | {"start_anchor": str(number)})
         assert form is not None
         assert form.spec["start_anchor"] == str(number)
-    assert len(edge.response_forms) == MOST_FORMS
+    assert len(edge.response_forms) == MAX_FORMS
 
 
 def test_what_a_form_has_no_place_for_is_content() -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 NUM_REQUESTS, CONCURRENCY, ABORTED_PART = 96, 24, 3
 NUM_LATE_THREADS = 4  # that a pool may have left to start, however many requests come
-MOST_DIFFERENCE = 5e-5  # nats, of one number between two batches
+MAX_DIFFERENCE = 5e-5  # nats, of one number between two batches
 WORDS = ["the", " cat", " and", " dog", " of", " a", " in", " on", " th", "er", "1", " é"]
 
 Ask = tuple[str, dict[str, Any]]
@@ -225,7 +225,7 @@ def test_nothing_is_lost_nothing_is_wrong_and_nothing_stays(stormy: Attacked) ->
         worst = max(worst, float(np.abs(numbers[finite] - numbers_alone[finite]).max(initial=0)))
         num_numbers += numbers.size
     assert num_numbers > 10_000
-    assert worst <= MOST_DIFFERENCE, f"{num_numbers} numbers, the worst off by {worst}"
+    assert worst <= MAX_DIFFERENCE, f"{num_numbers} numbers, the worst off by {worst}"
 
 
 def is_idle(held: dict[str, float]) -> bool:

@@ -17,7 +17,7 @@ from logprobe.transport.collector import Parcel
 
 NAMES = st.sampled_from(["a", "b", "c"])
 SIZE = 3
-MOST_ROWS = 5  # of an item: more than a buffer
+MAX_ROWS = 5  # of an item: more than a buffer
 
 
 class BrokenConsumerError(Exception):
@@ -70,7 +70,7 @@ class WaitingSource(RuleBasedStateMachine):
         else:
             work()
 
-    @rule(name=NAMES, count=st.integers(0, MOST_ROWS))
+    @rule(name=NAMES, count=st.integers(0, MAX_ROWS))
     def add(self, name: str, count: int) -> None:
         item = Item(next(self.numbers), count)
         waiting = num_rows(self.waiting(name))
@@ -133,7 +133,7 @@ class WaitingSource(RuleBasedStateMachine):
         for name in "abc":
             waiting = num_rows(self.waiting(name))
             assert self.rows.num_waiting(name) == waiting
-            assert waiting < SIZE + MOST_ROWS
+            assert waiting < SIZE + MAX_ROWS
 
 
 class PausedSource(RuleBasedStateMachine):

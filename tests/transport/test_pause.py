@@ -9,7 +9,7 @@ import pytest
 
 from logprobe.config import EngineConfig
 from logprobe.engine.engine import Engine
-from logprobe.engine.fold import Describer, Fold
+from logprobe.engine.output_builder import Describer, OutputBuilder
 from logprobe.records import LogprobsInfo
 from logprobe.sampling import SamplingParams
 from logprobe.transport.messages import Abort, Pause, Request, Resume, Submit
@@ -42,7 +42,7 @@ class Stepped:
         self.describer = Describer(
             LogprobsInfo(engine="native"), parts.forward.vocab_size, llm.text.vocabulary
         )
-        self.folds: dict[str, Fold] = {}
+        self.builders: dict[str, OutputBuilder] = {}
 
     def submit(self, name: str, num_prompt: int = 6, num_tokens: int = 12) -> None:
         request = Request(
@@ -50,7 +50,7 @@ class Stepped:
             prompt_token_ids=np.arange(num_prompt, dtype=np.int32) + 5 + sum(name.encode()) % 97,
             params=SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True, logprobs=2),
         )
-        self.folds[name] = Fold(request, self.describer)
+        self.builders[name] = OutputBuilder(request, self.describer)
         self.take(self.engine.handle(Submit((self.engine.admit(request),))))
 
     def step(self, times: int = 1) -> None:
@@ -60,14 +60,14 @@ class Stepped:
 
     def take(self, events: Any) -> None:
         for event in events:
-            self.folds[event.request_id].add(event)
+            self.builders[event.request_id].add(event)
 
     def finish(self) -> None:
         while self.engine.has_work:
             self.step()
 
     def ids(self, name: str) -> list[int]:
-        return self.folds[name].output.outputs[0].token_ids
+        return self.builders[name].output.outputs[0].token_ids
 
 
 @pytest.fixture(scope="module")
@@ -146,5 +146,5 @@ def test_a_paused_request_can_be_given_up(tiny_llm: LLM) -> None:
     engine.engine.handle(Pause("a"))
     engine.take(engine.engine.handle(Abort("a")))
     engine.engine.scheduler.check_integrity()
-    assert engine.folds["a"].output.outputs[0].finish_reason == "abort"
+    assert engine.builders["a"].output.outputs[0].finish_reason == "abort"
     assert not engine.engine.has_work

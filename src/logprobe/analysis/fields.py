@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float64]
 
-MOST_DEPTH: Final = 100  # of values in a text
-MOST_POINTER_CHARS: Final = 1 << 20  # of all fields: a long name may stand in each of them
+MAX_DEPTH: Final = 100  # of values in a text
+MAX_POINTER_CHARS: Final = 1 << 20  # of all fields: a long name may stand in each of them
 _SPACE: Final = " \t\n\r"
 _read_value: Final = json.JSONDecoder().raw_decode
 
@@ -60,7 +60,7 @@ def fields_of(record: FlatLogprobs, text: str) -> list[Field]:
 
     Raises:
         ParameterError: the text is no JSON, is not what the record's tokens say, or has pointers that come to
-            more than `MOST_POINTER_CHARS`.
+            more than `MAX_POINTER_CHARS`.
     """
     table = record.table
     require(table is not None, "record", "has no token table, which tells the bytes of its tokens")
@@ -222,10 +222,10 @@ class _Reader:
 
     def read(self, place: int, pointer: str, depth: int = 0) -> int:
         """Take in the value at a place, then its parts; where it ends."""
-        require(depth <= MOST_DEPTH, "text", f"is nested deeper than {MOST_DEPTH}")
+        require(depth <= MAX_DEPTH, "text", f"is nested deeper than {MAX_DEPTH}")
         self._num_chars += len(pointer)
-        is_short = self._num_chars <= MOST_POINTER_CHARS
-        require(is_short, "text", f"has pointers of more than {MOST_POINTER_CHARS:,} characters in all")
+        is_short = self._num_chars <= MAX_POINTER_CHARS
+        require(is_short, "text", f"has pointers of more than {MAX_POINTER_CHARS:,} characters in all")
         value, end = _read_value(self._text, place)
         number, first = len(self.nodes), len(self.leaves)
         self.nodes.append(Node(pointer, value, first, first + 1, place, end))

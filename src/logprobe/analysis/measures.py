@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Floats: TypeAlias = "npt.NDArray[np.float64]"
 LARGEST_EXPONENT = 700.0  # beyond it no float holds the exponential
-LEAST_REST = 1e-12  # of a mass of one, far below what float32 numbers leave by their rounding
+MIN_REST = 1e-12  # of a mass of one, far below what float32 numbers leave by their rounding
 
 # -- of the chosen tokens ------------------------------------------------------------------------------------
 
@@ -172,11 +172,11 @@ def lumped(logprobs: npt.ArrayLike) -> Floats:
     """Some tokens of each row, (..., K), and in one place more the log of the mass of all the others; nats.
 
     A KL divergence or total variation of two rows lumped alike is at most that of the whole rows. Numbers
-    that sum to one, but for their rounding, leave `LEAST_REST`: with nothing, a rest on the other side would
+    that sum to one, but for their rounding, leave `MIN_REST`: with nothing, a rest on the other side would
     be infinitely far.
     """
     given = np.asarray(logprobs, np.float64)
-    rest = np.log(np.maximum(1 - np.exp(given).sum(axis=-1, keepdims=True), LEAST_REST))
+    rest = np.log(np.maximum(1 - np.exp(given).sum(axis=-1, keepdims=True), MIN_REST))
     return np.concatenate([given, rest], axis=-1)
 
 

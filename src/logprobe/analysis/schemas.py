@@ -11,12 +11,12 @@ from logprobe.errors import ParameterError, require, shortened
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-MOST_WAYS: Final = 2_000  # to read a place of a schema: its alternatives, each with each
-MOST_WAYS_IN_ALL: Final = 10_000  # to read all places of one that is checked
-MOST_PARTS: Final = 100_000  # schemas of ways, as often as one is laid out
-MOST_DEPTH: Final = 100  # of references and alternatives within each other
-MOST_INTEGERS: Final = 1_000  # between two bounds
-_TOO_MANY: Final = f"has more than {MOST_WAYS_IN_ALL:,} alternatives in all; name fewer, or nest them less"
+MAX_WAYS: Final = 2_000  # to read a place of a schema: its alternatives, each with each
+MAX_WAYS_IN_ALL: Final = 10_000  # to read all places of one that is checked
+MAX_PARTS: Final = 100_000  # schemas of ways, as often as one is laid out
+MAX_DEPTH: Final = 100  # of references and alternatives within each other
+MAX_INTEGERS: Final = 1_000  # between two bounds
+_TOO_MANY: Final = f"has more than {MAX_WAYS_IN_ALL:,} alternatives in all; name fewer, or nest them less"
 _TELLING: Final = frozenset(
     {"const", "enum", "type", "properties", "additionalProperties", "items", "prefixItems"}
 )
@@ -82,7 +82,7 @@ class Schema:
                 continue
             seen.add(own_parts)
             count += len(ways)
-            require(count <= MOST_WAYS_IN_ALL, "schema", _TOO_MANY)
+            require(count <= MAX_WAYS_IN_ALL, "schema", _TOO_MANY)
             pending.append(layout.all_further(ways))
 
     def members(self, pointer: str) -> list[Any] | None:
@@ -119,11 +119,11 @@ class Schema:
 
 
 class _Layout:
-    """The ways to read places of a schema; beyond `MOST_PARTS` it refuses before it begins."""
+    """The ways to read places of a schema; beyond `MAX_PARTS` it refuses before it begins."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
-        self._left = MOST_PARTS
+        self._left = MAX_PARTS
 
     def all_further(self, ways: list[Way]) -> Iterator[list[Way]]:
         """The ways to read each value within one that may be read in these, value by value."""
@@ -148,7 +148,7 @@ class _Layout:
 
     def ways(self, schema: Any, depth: int = 0) -> list[Way]:
         """The ways to satisfy a schema."""
-        require(depth <= MOST_DEPTH, "schema", "refers to itself before any value; end the circle of $ref")
+        require(depth <= MAX_DEPTH, "schema", "refers to itself before any value; end the circle of $ref")
         self._spend(1)
         if schema is False:
             return []
@@ -194,7 +194,7 @@ class _Layout:
 
 
 def _check_ways(count: int) -> None:
-    require(count <= MOST_WAYS, "schema", f"has a place of more than {MOST_WAYS:,} alternatives")
+    require(count <= MAX_WAYS, "schema", f"has a place of more than {MAX_WAYS:,} alternatives")
 
 
 def _ids(parts: Iterable[Any]) -> tuple[int, ...]:
@@ -276,7 +276,7 @@ def _integers(schema: Mapping[str, Any]) -> list[int] | None:
     highs = [schema.get("maximum"), _next_to(schema.get("exclusiveMaximum"), -1)]
     low = max((bound for bound in lows if _is_integer(bound)), default=None)
     high = min((bound for bound in highs if _is_integer(bound)), default=None)
-    is_few = low is not None and high is not None and high - low < MOST_INTEGERS
+    is_few = low is not None and high is not None and high - low < MAX_INTEGERS
     if not is_few or "multipleOf" in schema:
         return None
     assert low is not None

@@ -26,7 +26,7 @@ Ids: TypeAlias = npt.NDArray[np.int64]
 TOLERANCE: Final = 1e-7  # of all texts' mass: what is not followed any further
 MAX_ROWS: Final = 1024  # that the texts of one place may take, where nobody says otherwise
 NEGLIGIBLE: Final = 1e-13  # of the same mass: a path that is given up
-MOST_OPEN: Final = 50_000  # paths that are kept to go on with
+MAX_OPEN: Final = 50_000  # paths that are kept to go on with
 STAGES: Final = 2  # the model's own distribution, and the same under a grammar
 NO_IDS: Final[Ids] = np.empty(0, np.int64)
 
@@ -180,7 +180,7 @@ class PathSum:
         """The paths to go on with, at once; none where what is left is too little, or no row is left."""
         shares = self._shares()
         order = sorted(range(len(shares)), key=lambda i: (-shares[i], self._open[i].token_ids))
-        kept = order[: min(int(np.sum(shares >= NEGLIGIBLE)), MOST_OPEN)]
+        kept = order[: min(int(np.sum(shares >= NEGLIGIBLE)), MAX_OPEN)]
         if len(kept) < len(order):
             lost = logsumexp(np.array([self._open[i].logprobs for i in order[len(kept) :]]).T)
             self._given_up = np.logaddexp(self._given_up, lost)

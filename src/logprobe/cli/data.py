@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     Arrange: TypeAlias = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 
-MOST_BAD_ROWS = 20  # that are named on standard error; a side file has all
+MAX_BAD_ROWS = 20  # that are named on standard error; a side file has all
 RAY_POOL: Final = "logprobe.integrations.ray:RayPool"
 """Imported when `--engine ray` asks for it."""
 
@@ -133,7 +133,7 @@ class DataFlags:
         from logprobe.analysis.datasets.run import DatasetRun
         from logprobe.analysis.progress import byte_bar
 
-        named = iter(range(MOST_BAD_ROWS))
+        named = iter(range(MAX_BAD_ROWS))
 
         def print_bad(bad: BadRow) -> None:
             if next(named, None) is not None:

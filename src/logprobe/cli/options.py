@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from logprobe.config import EngineConfig
-from logprobe.errors import OTHER_NAMES, ParameterError
+from logprobe.errors import ParameterError
+from logprobe.ignored_kwargs import ENGINE
 from logprobe.models import DEFAULT_MODEL, KNOWN_MODELS, resolve
-from logprobe.other_words import OTHER_WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from logprobe.ignored_kwargs import Keyword
     from logprobe.llm import LLM
 
 S = TypeVar("S")
@@ -45,7 +46,7 @@ __all__ = [
     "settings_from",
     "spread_names",
     "takes_engine",
-    "takes_other_words",
+    "takes_ignored",
     "takes_settings",
     "value_in",
     "with_flags",
@@ -107,13 +108,20 @@ def takes_settings(
     return decorate
 
 
-def takes_other_words(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command a hidden flag for each word of other programs that it has no flag for.
+def takes_ignored(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command a hidden flag for each keyword of another program that it has no flag for.
 
-    `value_in` reads what comes, and `EngineConfig` takes it or refuses it.
+    `value_in` reads its value, and `EngineConfig` ignores or refuses it.
     """
-    known = set(inspect.signature(command).parameters)
-    return with_flags(command, [flag for flag in _flags_of_words() if flag.name not in known])
+    known = inspect.signature(command).parameters
+    flags = [_ignored_flag(name, keyword) for name, keyword in ENGINE.items() if name not in known]
+    return with_flags(command, flags)
+
+
+def _ignored_flag(name: str, keyword: Keyword) -> inspect.Parameter:
+    values = keyword.accepted or ()
+    is_switch = bool(values) and all(isinstance(value, bool) for value in values)
+    return _flag(name, bool | None if is_switch else str | None, None, typer.Option(hidden=True))
 
 
 def value_in(value: str | bool) -> Any:
@@ -122,21 +130,6 @@ def value_in(value: str | bool) -> Any:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
         return value
-
-
-def _flags_of_words() -> Iterator[inspect.Parameter]:
-    settings = {field.name for field in fields(EngineConfig)}
-    kinds: dict[str, Any] = {name: str | None for name, own in OTHER_NAMES.items() if own in settings}
-    for name, word in OTHER_WORDS[EngineConfig.__name__].items():
-        is_switch = word.values is not None and all(isinstance(value, bool) for value in word.values)
-        kinds[name] = bool | None if is_switch else str | None
-    for name, kind in kinds.items():
-        yield inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[kind, typer.Option(hidden=True)],
-        )
 
 
 def with_flags(command: Callable[..., None], made: list[inspect.Parameter]) -> Callable[..., None]:
@@ -180,12 +173,12 @@ def _flags_of(cls: type) -> Iterator[inspect.Parameter]:
         flag = field.metadata.get("flag")
         variable = f"LOGPROBE_{(flag or field.name).strip('-').replace('-', '_').upper()}"
         option = typer.Option(*([flag] if flag else []), help=_sentence(helps[field.name]), envvar=variable)
-        yield inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=default,
-            annotation=Annotated[kind, option],
-        )
+        yield _flag(field.name, kind, default, option)
+
+
+def _flag(name: str, kind: Any, default: Any, option: Any) -> inspect.Parameter:
+    annotation = Annotated[kind, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _sentence(text: str) -> str:

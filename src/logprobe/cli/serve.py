@@ -15,7 +15,7 @@ from logprobe.cli.options import (
     complete_model,
     flags_for,
     say_loading,
-    takes_other_words,
+    takes_ignored,
     takes_settings,
     value_in,
 )
@@ -96,7 +96,7 @@ _Config = Annotated[
 ]
 
 
-@takes_other_words
+@takes_ignored
 @takes_settings(ServerSettings, EngineConfig, without=frozenset({"model"}))
 def serve(
     context: typer.Context,

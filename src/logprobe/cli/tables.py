@@ -30,7 +30,7 @@ GAP = 2  # cells between columns, and between alternatives
 HEADER = ("#", "token", "logprob", "rank", "entropy")
 INDENT = (0, 0, 0, 4)
 MIN_ALTERNATIVES_WIDTH = 40  # cells; what has less room stands below its token
-MOST_TOKEN_SHARE = 3  # a token may take one part in so many of the width
+MAX_TOKEN_SHARE = 3  # a token may take one part in so many of the width
 
 
 def console(*, stderr: bool = False, is_forced: bool = False) -> Console:
@@ -105,7 +105,7 @@ class FittedTokens:
         self._has_header = not first
 
     def __rich_console__(self, screen: Console, options: ConsoleOptions) -> RenderResult:
-        most = options.max_width // MOST_TOKEN_SHARE
+        most = options.max_width // MAX_TOKEN_SHARE
         grid = self._grid(most, has_alternatives=False)
         num_left = options.max_width - Measurement.get(screen, options, grid).maximum
         if not self._num_top or num_left >= MIN_ALTERNATIVES_WIDTH:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from logprobe.engine.drawing import Drawing
 from logprobe.engine.durations import Durations
 from logprobe.engine.forward.pool import give_back_later_memory
 from logprobe.engine.plan.sample import Sample, new_generator
@@ -22,7 +21,7 @@ from logprobe.engine.prompt_rows import PromptScorer
 from logprobe.engine.protocol import EngineStats
 from logprobe.engine.recorder import Drawn, Recorder, StepDeltas
 from logprobe.engine.request import check_request
-from logprobe.engine.weight_swap import WeightSwap
+from logprobe.engine.sampling_stage import SamplingStage
 from logprobe.errors import EngineError, ForwardError, LogprobeError, WeightsReplacedError
 from logprobe.models.loading import copied, read_state
 from logprobe.processors import ModelFacts
@@ -46,7 +45,7 @@ from logprobe.transport.messages import (
 
 if TYPE_CHECKING:
     from logprobe.config import EngineConfig
-    from logprobe.engine.plan.sample import Draw
+    from logprobe.engine.plan.sample import SampleRow
     from logprobe.engine.plan.scheduler import StepPlan
     from logprobe.engine.protocol import ForwardBackend, Layout
     from logprobe.models.lora import LoraWeights
@@ -84,6 +83,34 @@ class _Part:
         self._seconds[self._name] += (time.perf_counter_ns() - self._start) / 1e9
 
 
+class WeightSwap:
+    """Forward passes of other weights: those that are ready, the next one, and the requests that wait for it.
+
+    No number that the old weights gave is left in a cache.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0  # of the load of the weights that answer
+        self.ready: dict[int, ForwardBackend] = {}  # by the numbers of their loads
+        self.next: int | None = None  # the load that waits
+        self.held: list[Admitted] = []
+
+    def end(self) -> tuple[ForwardBackend, list[Admitted]]:
+        """Return the forward pass that takes over, and the requests that waited for it."""
+        assert self.next is not None
+        self.number, held = self.next, self.held
+        self.next, self.held = None, []
+        return self.ready.pop(self.number), held
+
+    def take(self, request_id: str) -> int | None:
+        """Remove a request that waits, and return its number of samples; None where it does not wait."""
+        for admitted in self.held:
+            if admitted.request.request_id == request_id:
+                self.held.remove(admitted)
+                return admitted.request.params.num_samples
+        return None
+
+
 class Engine:
     """Runs requests step by step; a step that fails ends the requests in it, never the engine."""
 
@@ -107,7 +134,7 @@ class Engine:
             eos_token_ids=eos_token_ids,
             text=text,
         )
-        self.drawing = Drawing(config, facts)
+        self.sampling = SamplingStage(config, facts)
         self._durations = {name: Durations() for name in ("queue", "step")}
         self.scheduler = self._new_scheduler()
         self.send: Send | None = None  # begins to copy rows to the host; None: `events_of` copies them
@@ -132,7 +159,7 @@ class Engine:
             ParameterError: it can never be served.
         """
         check_request(request, max_len=self.max_len, vocab_size=self.forward.vocab_size)
-        return Admitted(request, self.drawing.admit(request.params))
+        return Admitted(request, self.sampling.admit(request.params))
 
     def load(self, command: LoadLora | LoadWeights) -> Layout | None:
         """Load LoRA weights, for requests to name by number, or others of the model, ready to take over.
@@ -209,7 +236,7 @@ class Engine:
         with self.clock.part("schedule"):
             plan = self.scheduler.schedule()
         try:
-            plan.draws = self.drawing.prepare(plan.draws)
+            plan.sample_rows = self.sampling.prepare(plan.sample_rows)
             batch = plan.batch()
             with self.clock.part("forward"):
                 self.forward.run(batch)
@@ -218,7 +245,7 @@ class Engine:
                 with self.clock.part("prompt_rows"):
                     scored = self.scorer.score(plan.prompt_rows)
             with self.clock.part("sample"):
-                drawn = self._draw(plan.draws, batch.draw_slots)
+                drawn = self._draw(plan.sample_rows, batch.draw_slots)
             with self.clock.part("record"):
                 step = self.recorder.record(zip(plan.prompt_rows, scored, strict=True), drawn)
                 step.send(self.send)
@@ -264,7 +291,7 @@ class Engine:
             drafted_tokens=scheduler.num_drafted,
             accepted_tokens=scheduler.num_accepted,
             seconds=dict(self.clock.seconds),
-            processors=dict(self.drawing.pipeline.counters),
+            processors=dict(self.sampling.pipeline.counters),
             durations={name: lasted.copy() for name, lasted in self._durations.items()},
         )
 
@@ -274,7 +301,7 @@ class Engine:
             max_batch_tokens=self.config.max_batch_tokens,
             max_batch_rows=self.config.max_batch_rows,
             rope_boundary=self.forward.rope_boundary,
-            gathers_calls=self.drawing.pipeline.gathers_calls,
+            gathers_calls=self.sampling.pipeline.gathers_calls,
             waits=self._durations["queue"],
             on_free=self.scorer.forget,
         )
@@ -325,9 +352,9 @@ class Engine:
         for sample in samples:
             self.recorder.open(sample)
             if admitted.processor_args:
-                self.drawing.open(sample, number, admitted.processor_args)
+                self.sampling.open(sample, number, admitted.processor_args)
             if self.config.speculate:
-                sample.drafts = Drafts(refusal=self.drawing.why_no_drafts(sample))
+                sample.drafts = Drafts(refusal=self.sampling.why_no_drafts(sample))
             if not sample.is_finished:
                 self.scheduler.add(sample)
         return [*self.recorder.end(sample for sample in samples if sample.is_finished)]
@@ -349,28 +376,30 @@ class Engine:
         return [sample for sample in samples if sample.request.request_id == request_id]
 
     @torch.inference_mode()
-    def _draw(self, draws: list[Draw], slots: IntArray) -> list[Drawn]:
-        """A row for each draw after the tokens in `slots`."""
+    def _draw(self, rows: list[SampleRow], slots: IntArray) -> list[Drawn]:
+        """Draw a token for each row, after the tokens in `slots`."""
         drawn: list[Drawn] = []
-        for chunk in self.drawing.chunks(draws):
-            logits = self._logits(draws[chunk], slots[chunk])
-            rows = self.drawing.draw(draws[chunk], logits)
-            drawn += [Drawn(draw, rows, row) for row, draw in enumerate(draws[chunk])]
+        for chunk in self.sampling.chunks(rows):
+            logits = self._logits(rows[chunk], slots[chunk])
+            sampled = self.sampling.draw(rows[chunk], logits)
+            drawn += [Drawn(row, sampled, index) for index, row in enumerate(rows[chunk])]
         return drawn
 
-    def _logits(self, draws: list[Draw], slots: IntArray) -> torch.Tensor:
-        """The logits after the tokens in `slots`, each row under the LoRA weights of its draw."""
+    def _logits(self, rows: list[SampleRow], slots: IntArray) -> torch.Tensor:
+        """The logits after the tokens in `slots`, each row under the LoRA weights of its sample."""
         hidden = self.forward.hidden_rows(slots)
-        loras = [draw.sample.head_lora for draw in draws]
+        loras = [row.sample.head_lora for row in rows]
         if not any(loras):
             return self.forward.head(hidden)
         logits: torch.Tensor | None = None
         for lora in dict.fromkeys(loras):
-            rows = torch.tensor([row for row, own in enumerate(loras) if own is lora], device=hidden.device)
-            made = self.forward.head(hidden.index_select(0, rows), lora)
+            indices = torch.tensor(
+                [index for index, own in enumerate(loras) if own is lora], device=hidden.device
+            )
+            made = self.forward.head(hidden.index_select(0, indices), lora)
             if logits is None:
                 logits = made.new_empty(len(loras), made.shape[1])
-            logits.index_copy_(0, rows, made)
+            logits.index_copy_(0, indices, made)
         assert logits is not None
         return logits
 

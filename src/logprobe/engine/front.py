@@ -1,8 +1,8 @@
 """`Front`: what the front doors call of an engine, written once over every `Core`.
 
 Before it: `Client`, `Batcher`, a server. After it: a core, which takes commands and publishes what is new of
-requests, on whatever thread. Whoever follows a request, in whatever event loop that runs, folds what comes,
-so that nothing grows under two threads; each loop is woken once a batch of messages.
+requests, on whatever thread. The reader of a request adds what comes to its output, in whatever event loop
+it runs, so that nothing grows under two threads; each loop is woken once a batch of messages.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 from msgspec.structs import replace
 
 from logprobe.engine.creator import Creator
-from logprobe.engine.fold import Describer, Fold
 from logprobe.engine.loras import LoraTable
+from logprobe.engine.output_builder import Describer, OutputBuilder
 from logprobe.errors import EngineClosedError, require
 from logprobe.models.loading import as_state, digest_of, read_state
 from logprobe.models.lora import lora_version, resolved_folder
@@ -52,16 +52,16 @@ if TYPE_CHECKING:
 
 OnRunning: TypeAlias = Literal["finish", "end"]
 """What becomes of requests that run when other weights take over."""
-MOST_VERSION_CHARS = 256  # of weights; each record tells it
+MAX_VERSION_CHARS = 256  # of weights; each record tells it
 BUFFER_ROWS = 1024  # that may wait for one reader before its request is paused
-WAKE_ROWS = 64  # that wait for a reader of whole results before it folds them
-WIDE = 1024  # alternatives from which each row is folded at once
+WAKE_ROWS = 64  # that wait for a reader of whole results before it adds them
+WIDE = 1024  # alternatives from which each row is added at once
 
 
 class Front:
     """Accepts requests and ends each in exactly one result or one error; any thread may ask.
 
-    It has the folds of all requests whose output was not taken yet.
+    It has the output builders of all requests whose output was not taken yet.
     """
 
     def __init__(self, core: Core, table: TokenTable) -> None:
@@ -79,7 +79,7 @@ class Front:
         )
         self._lock = threading.Lock()
         # All below is guarded by `_lock`.
-        self._folds: dict[str, Fold] = {}
+        self._builders: dict[str, OutputBuilder] = {}
         self._read: set[str] = set()  # those of them that somebody follows
         self._loras = LoraTable()
         self._held: dict[str, int] = {}  # which of its loads a request runs on, where it runs on any
@@ -212,9 +212,9 @@ class Front:
             EngineError: a process of the engine ended meanwhile, or it was closed.
         """
         is_name = version is None or (
-            isinstance(version, str) and 0 < len(version) <= MOST_VERSION_CHARS and version.isprintable()
+            isinstance(version, str) and 0 < len(version) <= MAX_VERSION_CHARS and version.isprintable()
         )
-        require(is_name, "version", f"must be 1 to {MOST_VERSION_CHARS} printable characters", got=version)
+        require(is_name, "version", f"must be 1 to {MAX_VERSION_CHARS} printable characters", got=version)
         source = as_state(weights) if isinstance(weights, Mapping) else str(Path(weights).absolute())
         with self._loading:
             number = next(self._numbers)
@@ -271,7 +271,7 @@ class Front:
         """Learn what records of the weights of a load say, before these may take over."""
         with self._lock:
             now = self.weights_number
-            oldest = min((fold.output.weights_number for fold in self._folds.values()), default=now)
+            oldest = min((builder.output.weights_number for builder in self._builders.values()), default=now)
             self._describer.expect(number, source, min(oldest, now))
 
     def _drop(self, lora_number: int | None) -> None:
@@ -279,29 +279,33 @@ class Front:
         if lora_number is not None:
             self.core.send(DropLora(lora_number))
 
-    def _new_fold(self, admitted: Admitted) -> Fold:
+    def _new_builder(self, admitted: Admitted) -> OutputBuilder:
         number = admitted.lora_number
-        return Fold(admitted.request, self._describer, self._loras.version(number) if number else None)
+        return OutputBuilder(
+            admitted.request, self._describer, self._loras.version(number) if number else None
+        )
 
     def _open(self, admitted: Sequence[Admitted]) -> tuple[Admitted, ...]:
         self._creator.check()  # before a lock that another thread may have held at the fork
-        folds = {accepted.request.request_id: self._new_fold(accepted) for accepted in admitted}
+        builders = {accepted.request.request_id: self._new_builder(accepted) for accepted in admitted}
         with self._lock:
             self._check_open()
-            require(len(folds) == len(admitted), "request_id", "one stands twice; give each request its own")
-            for request_id in folds:
-                is_new = request_id not in self._folds
+            require(
+                len(builders) == len(admitted), "request_id", "one stands twice; give each request its own"
+            )
+            for request_id in builders:
+                is_new = request_id not in self._builders
                 require(is_new, "request_id", f"{request_id!r} is in use; give each request its own")
             bound = tuple(map(self._bound, admitted))
             for accepted, before in zip(bound, admitted, strict=True):
                 if accepted is not before:
-                    folds[accepted.request.request_id] = self._new_fold(accepted)
+                    builders[accepted.request.request_id] = self._new_builder(accepted)
                 if accepted.lora_number:
                     self._loras.hold(accepted.lora_number)
                     self._held[accepted.request.request_id] = accepted.lora_number
-            for request_id in folds:
+            for request_id in builders:
                 self._collector.open(request_id)
-            self._folds |= folds
+            self._builders |= builders
         return bound
 
     def _bound(self, admitted: Admitted) -> Admitted:
@@ -323,41 +327,41 @@ class Front:
         """Take no more requests, and end all that there are with `error`."""
         with self._lock:
             self._is_closed = True
-            request_ids = list(self._folds)
+            request_ids = list(self._builders)
         self._publish(Failure(request_id, error) for request_id in request_ids)
 
     async def _grow(
         self, request_id: str, *, every_step: bool, buffer_rows: int
     ) -> AsyncGenerator[RequestOutput]:
-        with self._follow(request_id) as fold:
-            min_rows = 1 if every_step or fold.is_wide(WIDE) else WAKE_ROWS
+        with self._follow(request_id) as builder:
+            min_rows = 1 if every_step or builder.is_wide(WIDE) else WAKE_ROWS
             messages = self._collector.stream(request_id, buffer_size=buffer_rows, min_rows=min_rows)
             async with aclosing(messages) as batches:
                 async for events in batches:
                     for event in events:
-                        fold.add(event)
-                    is_finished = fold.output.is_finished
-                    yield fold.output
+                        builder.add(event)
+                    is_finished = builder.output.is_finished
+                    yield builder.output
                     if is_finished:
                         return
 
     @contextmanager
-    def _follow(self, request_id: str) -> Iterator[Fold]:
+    def _follow(self, request_id: str) -> Iterator[OutputBuilder]:
         with self._lock:
-            is_known = request_id in self._folds and request_id not in self._read
+            is_known = request_id in self._builders and request_id not in self._read
             require(is_known, "request_id", f"{request_id!r} is unknown, or its output was taken already")
-            fold = self._folds[request_id]
+            builder = self._builders[request_id]
             self._read.add(request_id)
         try:
-            yield fold
+            yield builder
         finally:
-            if not fold.output.is_finished:
+            if not builder.output.is_finished:
                 self.core.send(Abort(request_id))
             self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
         with self._lock:
-            self._folds.pop(request_id, None)
+            self._builders.pop(request_id, None)
             self._read.discard(request_id)
             held = self._held.pop(request_id, None)
             gone = None if held is None else self._loras.release(held)

@@ -19,7 +19,7 @@ from logprobe.transport.messages import Delta, Finish
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from logprobe.engine.plan.sample import Draw, Sample
+    from logprobe.engine.plan.sample import Sample, SampleRow
     from logprobe.engine.plan.scheduler import Span
     from logprobe.records.rows import Send
     from logprobe.sampling.sampler import SampledRows
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class Drawn(NamedTuple):
-    """A draw, and the row of a chunk that has its token and numbers."""
+    """A row that a token was drawn of, and the row of a chunk that has its token and numbers."""
 
-    draw: Draw
+    row: SampleRow
     chunk: SampledRows
-    row: int
+    chunk_row: int
 
 
 @dataclass(slots=True)
@@ -81,12 +81,12 @@ class Recorder:
             sample.finish(Finish("length"))
 
     def record(self, scored: Iterable[tuple[Span, HostRows]], drawn: Iterable[Drawn]) -> StepDeltas:
-        """What a step gave: rows of prompts, and draws in the order of their samples' tokens."""
+        """What a step gave: rows of prompts, and drawn tokens in the order of their samples' tokens."""
         step = StepDeltas()
         for span, rows in scored:
             self._add_prompt_rows(_delta_in(step, span.sample), span, rows)
         for token in drawn:
-            self._add_row(_delta_in(step, token.draw.sample), token, step)
+            self._add_row(_delta_in(step, token.row.sample), token, step)
         for sample, delta in step.deltas.items():
             if sample.is_finished:
                 _end(delta, sample)
@@ -110,28 +110,28 @@ class Recorder:
             sample.finish(Finish("length"))
 
     def _add_row(self, delta: Delta, drawn: Drawn, step: StepDeltas) -> None:
-        draw, chunk, row = drawn
-        sample = draw.sample
-        if not draw.is_right:
+        row, chunk, index = drawn
+        sample = row.sample
+        if not row.is_right:
             return
-        if draw.error is not None:
-            sample.fail(draw.error)
-        elif not chunk.is_valid[row]:
+        if row.error is not None:
+            sample.fail(row.error)
+        elif not chunk.is_valid[index]:
             self._fail(sample, f"position {sample.num_tokens}")
-        elif row in chunk.whole_rows:
-            delta.row = chunk.whole_rows[row]
+        elif index in chunk.whole_rows:
+            delta.row = chunk.whole_rows[index]
             sample.finish(Finish("length"))
         else:
             if chunk.has_rows:
-                step.rows.append((delta, chunk, row))
-            self._add_token(draw, chunk.sampled_token_ids[row], delta)
+                step.rows.append((delta, chunk, index))
+            self._add_token(row, chunk.sampled_token_ids[index], delta)
 
-    def _add_token(self, draw: Draw, token_id: int, delta: Delta) -> None:
+    def _add_token(self, row: SampleRow, token_id: int, delta: Delta) -> None:
         delta.token_ids.append(token_id)
-        if draw.effects is not None:
-            delta.effects = [*(delta.effects or ()), draw.effects]
-        draw.sample.append_token(token_id)
-        self._check_end(draw.sample, token_id)
+        if row.effects is not None:
+            delta.effects = [*(delta.effects or ()), row.effects]
+        row.sample.append_token(token_id)
+        self._check_end(row.sample, token_id)
 
     def _check_end(self, sample: Sample, token_id: int) -> None:
         params = sample.request.params

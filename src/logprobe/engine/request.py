@@ -1,6 +1,7 @@
 """`Requests`, the one maker of requests; what one comes to, and what it must satisfy to be admitted.
 
-Before it: the front doors, and the messages of an engine, which `Fold` gathers. After it: the front doors.
+Before it: the front doors, and the messages of an engine, which `OutputBuilder` gathers. After it: the front
+doors.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from logprobe.engine.request import CompletionOutput, RequestOutput
     from logprobe.text.channels import ResponseForm
 
-MOST_TOKENS: Final = 2048  # of a reply where nothing says more, as Inspect's `hf` has it
+MAX_TOKENS: Final = 2048  # of a reply where nothing says more, as Inspect's `hf` has it
 SAMPLING: Final = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -198,7 +198,7 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # of another package, which 
         else:
             prompt, ids = self._plain_prompt(messages, functions, variables)
         room = max(self.llm.engine.capabilities().max_model_len + 1 - len(ids), 1)
-        wanted = min(room, MOST_TOKENS if config.max_tokens is None else config.max_tokens)
+        wanted = min(room, MAX_TOKENS if config.max_tokens is None else config.max_tokens)
         params = _params(config, further | {"max_tokens": wanted})
         calls = self._calls(functions, tool_choice, config, prompt)
         if calls is not None:

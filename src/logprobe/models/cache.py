@@ -37,7 +37,7 @@ GGUF: Final = "model.gguf"
 # Part of every entry's name: raising it makes all entries of older conversions unused.
 CONVERSION: Final = 3
 CHECKSUMS: Final = "checksums.json"
-MOST_CHECKSUMS: Final = 256
+MAX_CHECKSUMS: Final = 256
 FRESH_NS: Final = (
     2_000_000_000  # a file written as lately may be written again within the same tick of its clock
 )
@@ -137,7 +137,7 @@ def _remember(known: dict[str, list[Any]]) -> None:
     with suppress(OSError):
         make_folder(home())
         if is_private(home()):
-            data = json.dumps(dict([*known.items()][-MOST_CHECKSUMS:]))
+            data = json.dumps(dict([*known.items()][-MAX_CHECKSUMS:]))
             write_private(home() / CHECKSUMS, data.encode())
 
 

@@ -38,7 +38,7 @@ PREFIX = "base_model.model."  # that peft writes before the names of modules
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft names them
 PATTERN_LIMIT_S = 10
 PIECE_NUMBERS = 1 << 22  # of a matrix that are in memory at a time as float64
-MOST_ID = 2**31 - 1  # that a signed 32-bit number holds
+MAX_ID = 2**31 - 1  # that a signed 32-bit number holds
 # A pattern that is none is peft's to tell.
 TRY_PATTERNS = """
 import contextlib, json, re, sys
@@ -227,7 +227,7 @@ def _norms(part: LowRank, own: OwnLayer, *, is_embedding: bool) -> torch.Tensor:
 def stable_id(name: str) -> int:
     """A number for LoRA weights, where an engine wants one: the same in every process, in [1, 2**31 - 1]."""
     digest = hashlib.shake_128(name.encode("utf-8", "surrogatepass")).digest(4)
-    return int.from_bytes(digest, "big") % (MOST_ID - 1) + 1
+    return int.from_bytes(digest, "big") % (MAX_ID - 1) + 1
 
 
 def resolved_folder(path: str | Path) -> Path:

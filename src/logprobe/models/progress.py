@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.models.sources import Rows, Source
 
-LEAST_BYTES: Final = 1 << 28  # of a model that is worth a bar
+MIN_BYTES: Final = 1 << 28  # of a model that is worth a bar
 
 
 class LoadProgress:
@@ -37,7 +37,7 @@ class LoadProgress:
 
     def start(self, source: Source, num_bytes: int, num_times: int) -> None:
         """Show a bar for weights of so many bytes, or say on what is no terminal that it takes a while."""
-        if num_bytes < LEAST_BYTES:
+        if num_bytes < MIN_BYTES:
             return
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn

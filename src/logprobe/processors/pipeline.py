@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("logprobe")
 NO_ARGS: Final = ArgsView()
-MOST_TOLD: Final = 256  # failures of different lines that are logged
+MAX_TOLD: Final = 256  # failures of different lines that are logged
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -252,7 +252,7 @@ class Pipeline:
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
         place = None if trace is None else (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
-        if (type(error), place) not in self._told and len(self._told) < MOST_TOLD:
+        if (type(error), place) not in self._told and len(self._told) < MAX_TOLD:
             self._told.add((type(error), place))
             logger.error("%s; it is told once", failure, exc_info=error)
 

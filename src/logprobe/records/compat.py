@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from logprobe.records.rows import DeviceRows, GivenLogprobs
     from logprobe.records.store.columns import Array
 
-LEAST_ROWS = 16  # that appending makes room for
+MIN_ROWS = 16  # that appending makes room for
 COLUMNS = ("token_ids", "logprobs", "ranks", "lse", "num_logprobs", "is_valid")
 PromptLogprobs: TypeAlias = FlatLogprobs | list[LogprobsOnePosition | None]
 SampleLogprobs: TypeAlias = FlatLogprobs | list[LogprobsOnePosition]
@@ -481,7 +481,7 @@ class LogprobsLists:
         """The next free row, with columns for `width` entries; arrays grow by half again."""
         size, old_width = self._size, self.token_ids.shape[1]
         if size == len(self.ranks) or width > old_width:
-            length = max(LEAST_ROWS, size * 3 // 2 + 1) if size == len(self.ranks) else len(self.ranks)
+            length = max(MIN_ROWS, size * 3 // 2 + 1) if size == len(self.ranks) else len(self.ranks)
             for name in (*COLUMNS, "_sequences", "_positions"):
                 column = getattr(self, name)
                 shape = (length, max(width, old_width)) if column.ndim == 2 else (length,)

@@ -24,7 +24,8 @@ from logprobe.errors import ParameterError, shortened
 from logprobe.server import logs
 from logprobe.server.http.errors import ApiError
 from logprobe.server.http.gate import Gate
-from logprobe.server.http.guard import Keys, endpoint, failure
+from logprobe.server.http.guard import endpoint, failure
+from logprobe.server.http.keys import Keys
 from logprobe.server.http.protocol import BadConnections, TimedProtocol
 from logprobe.server.http.shutdown import LAST_S, DrainingServer
 from logprobe.server.models import Models
@@ -33,7 +34,6 @@ from logprobe.server.routes import facts, labels, operator
 from logprobe.server.routes.chat import chat_completions
 from logprobe.server.routes.completions import completions
 from logprobe.server.routes.next_token import next_token_logprobs
-from logprobe.server.routes.page import page
 from logprobe.server.routes.responses import (
     create_response,
     delete_response,
@@ -42,7 +42,7 @@ from logprobe.server.routes.responses import (
 )
 from logprobe.server.routes.score import score
 from logprobe.server.routes.uncertainty import uncertainty
-from logprobe.server.said import read_response_template
+from logprobe.server.settings import read_response_template
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -68,7 +68,7 @@ OPERATORS: Final = {
 }
 
 ROUTES: Final[tuple[tuple[str, str, Handler], ...]] = (
-    ("GET", "/", page),
+    ("GET", "/", facts.page),
     ("GET", "/health", facts.health),
     ("GET", "/ready", facts.ready),
     ("GET", "/ping", facts.health),  # the two methods that vLLM and SageMaker ask with

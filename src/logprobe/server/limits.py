@@ -83,6 +83,11 @@ def limit_table(settings: ServerSettings) -> dict[str, float]:
     }
 
 
+def utf8_bytes(text: str) -> int:
+    """Return the size of a text as UTF-8."""
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
 def check_count(settings: ServerSettings, limit: str, param: str, count: int, of: str) -> None:
     """Reject a count above a limit.
 
@@ -142,10 +147,8 @@ def check_body(settings: ServerSettings, body: Any) -> None:
         for ids in lists:
             check_count(settings, "max_logprob_token_ids", name, _most_named(ids or ()), "ids of a position")
     stops = getattr(body, "stop", None) or []
-    num_bytes = sum(
-        len(text.encode("utf-8", "surrogatepass")) for text in ([stops] if isinstance(stops, str) else stops)
-    )
-    check_count(settings, "max_stop_bytes", "stop", num_bytes, "bytes")
+    stop_bytes = sum(map(utf8_bytes, [stops] if isinstance(stops, str) else stops))
+    check_count(settings, "max_stop_bytes", "stop", stop_bytes, "bytes")
     prompts = getattr(body, "prompt", None)
     if isinstance(prompts, list) and not all(isinstance(prompt, int) for prompt in prompts[:1]):
         check_count(settings, "max_requests", "prompt", len(prompts), "prompts")

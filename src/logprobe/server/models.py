@@ -1,7 +1,4 @@
-"""The models of one server, and what they share: the first one, and others that are loaded when asked for.
-
-Before it: the doors that every request passes. After it: the `Service` of the model that a request names.
-"""
+"""The models of one server: the first one, and others that are loaded when a request names them."""
 
 from __future__ import annotations
 
@@ -14,20 +11,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from logprobe.engine.backends.start import start_engine
-from logprobe.engine.forward.pool import MOST_DEFAULT_BYTES, free_bytes
+from logprobe.engine.forward.pool import MAX_DEFAULT_BYTES, free_bytes
 from logprobe.errors import LogprobeError, require
 from logprobe.models import resolve
 from logprobe.models.cache import in_words
 from logprobe.models.sources import weight_bytes
 from logprobe.server.http.decode import BODY, read_bytes
 from logprobe.server.http.errors import ApiError, server_full
-from logprobe.server.http.guard import Keys, OperatorKeys
 from logprobe.server.http.replies import while_connected
-from logprobe.server.http.workers import Workers
-from logprobe.server.limits import Lifetime
-from logprobe.server.metrics import Metrics
-from logprobe.server.service import Service
-from logprobe.server.stored import StoredResponses
+from logprobe.server.service import ServerState, Service
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,7 +28,6 @@ if TYPE_CHECKING:
 
     from logprobe.config import EngineConfig
     from logprobe.engine.backends.start import LoadedModel
-    from logprobe.engine.front import Front
     from logprobe.server.settings import FurtherModel, ServerSettings
 
 logger = logging.getLogger("logprobe.server")
@@ -53,8 +44,8 @@ class _Named(msgspec.Struct):
     lora_name: str | None = None  # of operators' routes
 
 
-class Models:
-    """The models of a server by their names, and what holds for all of them; used from one event loop.
+class Models(ServerState):
+    """The models of a server by their names; used from one event loop.
 
     A further model is loaded when it is first asked for, in turn. Where it does not fit beside those that are
     loaded, the one that nothing uses, and nothing has used longest, leaves; one that an operator has changed
@@ -74,29 +65,20 @@ class Models:
             ParameterError: two models have one name, or one is too large for what all may hold.
             ModelError: one cannot be found.
         """
-        self.settings = settings
-        self.workers = Workers()
-        self.keys = Keys(settings)
-        self.operator_keys = OperatorKeys(settings)
-        self.lifetime = Lifetime(settings.drain_s)
-        self.stored = StoredResponses(settings.max_stored, settings.max_stored_bytes, settings.max_body_bytes)
-        self.metrics = Metrics(self.engines, by_model=bool(further))
-        self.told: set[str] = set()  # fields without effect that the log has named
-        self._further = dict(further or {})
+        super().__init__(settings, further or {})
         self.first = Service(model, settings, self, processors)
-        self._services = {self.first.model_name: self.first}  # of models that are loaded; the first stays
+        self.services[self.first.model_name] = self.first
         self._loads: dict[str, asyncio.Task[Service]] = {}
         self._turn = asyncio.Lock()  # of what is loaded
         self._num_users = Counter[str]()
-        self._changed: set[str] = set()  # by an operator
         self._left_s: dict[str, float] = {}  # when its last user left
         self._room = free_bytes() if settings.max_models_bytes is None else settings.max_models_bytes
-        self._sizes = {name: _size_of(one.config) for name, one in self._further.items()}
+        self._sizes = {name: _size_of(one.config) for name, one in self.further.items()}
         self._check()
 
     def _check(self) -> None:
         known = {*self.first.own_names} | {setting.partition("=")[0] for setting in self.settings.lora}
-        for name, one in self._further.items():
+        for name, one in self.further.items():
             for own in (name, *one.names, *one.loras):
                 require(own not in known, "also_model", f"{own!r} stands twice; choose other names")
                 known.add(own)
@@ -105,44 +87,11 @@ class Models:
             remedy = "raise max_models_bytes, give it a smaller kv_bytes, or use weights of fewer bits"
             require(self._sizes[name] <= self._room, "also_model", f"{what}; {remedy}")
         for name in self.settings.preload:
-            near = " or ".join(map(repr, self._further)) or "none; name it by also_model"
-            require(name in self._further, "preload", f"{name!r} is no further model; there is {near}")
+            near = " or ".join(map(repr, self.further)) or "none; name it by also_model"
+            require(name in self.further, "preload", f"{name!r} is no further model; there is {near}")
         needed = sum(self._sizes[name] for name in set(self.settings.preload))
         what = f"take {in_words(needed)}, of the {in_words(self._room)} that further models may hold"
         require(needed <= self._room, "preload", f"{what}; name fewer, or raise max_models_bytes")
-
-    # -- those that are loaded -------------------------------------------------------------------------------
-
-    @property
-    def loaded(self) -> list[Service]:
-        """Those that answer now, the first one first; from any thread."""
-        return list(self._services.values())
-
-    def engines(self) -> dict[str, Front]:
-        """Their engines by name; from any thread."""
-        return {service.model_name: service.engine for service in self.loaded}
-
-    def names(self) -> frozenset[str]:
-        """All names that mean a model, LoRA weights left out."""
-        return self.first.own_names.union(self._further, *(one.names for one in self._further.values()))
-
-    def has_elsewhere(self, name: str, model_name: str) -> bool:
-        """Whether LoRA weights of another model than this one have a name."""
-        others = [one for one in self.loaded if one.model_name != model_name]
-        further = [one for key, one in self._further.items() if key != model_name]
-        return any(name in one.engine.list_loras() for one in others) or any(
-            name in one.loras for one in further
-        )
-
-    def served(self) -> list[str]:
-        """What a request may name."""
-        loaded = {service.model_name: [name for name, _ in service.served()] for service in self.loaded}
-        return [name for key in [*loaded, *self.asleep()] for name in loaded.get(key, [key])]
-
-    def asleep(self) -> list[str]:
-        """Names of further models that are not loaded."""
-        waiting = ((key, one) for key, one in self._further.items() if key not in self._services)
-        return [name for key, one in waiting for name in (key, *one.names)]
 
     def prepare(self) -> None:
         """Load what has to be there before the first request: LoRA weights, and models to preload.
@@ -153,18 +102,12 @@ class Models:
         """
         self.first.prepare()
         for name in dict.fromkeys(self.settings.preload):
-            self._services[name] = self._started(name)
+            self.services[name] = self._started(name)
 
     def close(self) -> None:
         """Close every engine but the first one's, which whoever opened it closes."""
         for service in self.loaded[1:]:
             service.close()
-
-    def owner_of(self, name: str) -> Service | None:
-        """The loaded model that a name means, or whose LoRA weights it means."""
-        return next((service for service in self.loaded if service.has_name(name)), None)
-
-    # -- the one that a request means ------------------------------------------------------------------------
 
     async def enter(self, request: HttpRequest, caller: str) -> Service:
         """The model that a caller's request names, loaded if need be; it stays until `leave`.
@@ -173,12 +116,12 @@ class Models:
             ApiError: 413, 408 for its body; 429 no room for the model now; 503 it cannot be loaded.
             ClientGoneError: the client hung up before it was there.
         """
-        if not self._further:
+        if not self.further:
             return self.first
         name = self._owner_of(await self._named_by(request, caller))
         self._num_users[name] += 1
         try:
-            service = self._services.get(name)
+            service = self.services.get(name)
             if service is not None:
                 return service
             return await while_connected(request.receive, self._awake(name), self.lifetime.check)
@@ -188,12 +131,8 @@ class Models:
 
     def leave(self, service: Service) -> None:
         """Tell that a request of a model has ended."""
-        if self._further:
+        if self.further:
             self._leave(service.model_name)
-
-    def keep(self, service: Service) -> None:
-        """Tell that an operator has changed a model's weights, or has loaded or dropped LoRA weights."""
-        self._changed.add(service.model_name)
 
     def _leave(self, name: str) -> None:
         self._num_users[name] -= 1
@@ -213,7 +152,7 @@ class Models:
             return self.first.model_name
         if (service := self.owner_of(name)) is not None:
             return service.model_name
-        further = (key for key, one in self._further.items() if name in {key, *one.names, *one.loras})
+        further = (key for key, one in self.further.items() if name in {key, *one.names, *one.loras})
         return next(further, self.first.model_name)
 
     async def _awake(self, name: str) -> Service:
@@ -237,7 +176,7 @@ class Models:
                 logger.error("%s cannot be loaded: %s", name, error)  # noqa: TRY400 - it says all
                 message = f"model {name!r} cannot be loaded; the server's log says why"
                 raise ApiError(503, message, code="model_not_loaded") from error
-            self._services[name] = service
+            self.services[name] = service
             return service
 
     async def _make_room(self, name: str) -> None:
@@ -247,19 +186,19 @@ class Models:
             ApiError: 429, the others are in use.
         """
         while self._held() + self._sizes[name] > self._room:
-            may_leave = self._services.keys() & self._sizes.keys() - self._changed
+            may_leave = self.services.keys() & self._sizes.keys() - self.changed
             unused = [key for key in may_leave if not self._num_users[key]]
             if not unused:
                 raise server_full(f"{in_words(self._room)} of models are loaded, and all are in use or kept")
             longest = min(unused, key=lambda key: self._left_s.get(key, 0.0))
             logger.info("%s leaves memory to %s", longest, name)
-            await asyncio.to_thread(self._services.pop(longest).close)
+            await asyncio.to_thread(self.services.pop(longest).close)
 
     def _held(self) -> int:
-        return sum(size for name, size in self._sizes.items() if name in self._services)
+        return sum(size for name, size in self._sizes.items() if name in self.services)
 
     def _started(self, name: str) -> Service:
-        further = self._further[name]
+        further = self.further[name]
         model = start_engine(further.config)
         try:
             service = Service(model, further.settings, self, further.config.logits_processors)
@@ -281,5 +220,5 @@ def named_in(data: bytes) -> tuple[str | None, ...]:
 
 def _size_of(config: EngineConfig) -> int:
     """The most that a model takes, bytes: its files and its pools of keys and values."""
-    pool = MOST_DEFAULT_BYTES if config.kv_bytes is None else config.kv_bytes
+    pool = MAX_DEFAULT_BYTES if config.kv_bytes is None else config.kv_bytes
     return weight_bytes(resolve(config.model).folder) + config.data_parallel * pool

@@ -10,13 +10,13 @@ import asyncio
 import logging
 from contextlib import aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 from starlette.responses import Response
 
 from logprobe.server.http.errors import as_api_error
-from logprobe.server.http.replies import EVENT_HEADERS, JSON_TYPE, StreamedReply, event, while_connected
+from logprobe.server.http.replies import DONE, EVENT_HEADERS, JSON_TYPE, StreamedReply, event, while_connected
 from logprobe.server.limits import row_entries
 from logprobe.server.members import field_members
 from logprobe.text.pieces import Cutter, TextWalk
@@ -31,9 +31,11 @@ if TYPE_CHECKING:
     from logprobe.sampling import SamplingParams
     from logprobe.server.http.errors import ApiError
     from logprobe.server.members import FoundFields
+    from logprobe.server.openai.bodies import ChatBody, CompletionBody
     from logprobe.server.service import Service
 
 T = TypeVar("T")
+B = TypeVar("B", bound="ChatBody | CompletionBody")
 
 logger = logging.getLogger("logprobe.server")
 
@@ -218,6 +220,38 @@ async def merged(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
         await asyncio.gather(*waiting, return_exceptions=True)
         for source in sources:
             await source.aclose()
+
+
+class ChoicesShape(Generic[B]):
+    """The form that replies of chat and of text completions share: their frame, usage and failures."""
+
+    terminator = DONE
+    closing_repeats_all = False
+    kinds: ClassVar[tuple[str, str]]  # `object` of a whole reply, and of a chunk
+
+    def __init__(self, service: Service, body: B, generation: Generation) -> None:
+        self._service, self._body, self._generation = service, body, generation
+        options = body.stream_options
+        self._has_usage = bool(options and options.include_usage)
+
+    def closing(self) -> Iterator[dict[str, Any]]:
+        """Usage, where it was asked for."""
+        if self._has_usage:
+            yield self._frame([], is_chunk=True) | {"usage": usage(self._generation)}
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The error as any reply would carry it."""
+        return error.to_dict()
+
+    def _frame(self, choices: list[dict[str, Any]], *, is_chunk: bool = False) -> dict[str, Any]:
+        reply = {
+            "id": self._generation.reply_id,
+            "object": self.kinds[is_chunk],
+            "created": self._service.now(),
+            "model": self._service.name_of(self._body),
+            "choices": choices,
+        }
+        return reply | {"usage": None} if self._has_usage else reply
 
 
 class Shape(Protocol):

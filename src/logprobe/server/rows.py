@@ -29,7 +29,7 @@ from logprobe.records.forms.json import (
     position_rows,
     runs,
 )
-from logprobe.server.said import text_of
+from logprobe.server.reply_channels import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from logprobe.server.members import FoundFields
     from logprobe.server.openai.bodies import GenerationBody, ResponsesBody
     from logprobe.server.reply import Generation
-    from logprobe.server.said import Said, Told
+    from logprobe.server.reply_channels import ReplyChannels, ReplySegment
     from logprobe.server.service import Service
 
 
@@ -54,31 +54,31 @@ def num_top(generation: Generation) -> int | None:
 
 
 def chat_logprobs(
-    service: Service, generation: Generation, completion: CompletionOutput, told: Told
+    service: Service, generation: Generation, completion: CompletionOutput, channels: ReplyChannels
 ) -> dict[str, Any] | None:
-    """OpenAI's chat object for what was said, with the other channels and the extensions asked for."""
+    """OpenAI's `logprobs` object of a chat, with the other channels and the extensions asked for."""
     if completion.logprobs is None:
         return None
     table = partial(_table, service, num_top(generation), completion)
-    fields: dict[str, Any] = {"refusal": None} | _named("content", table(told.content))
-    if told.reasoning:
-        fields |= _named("reasoning", table(told.reasoning))
-    if told.calls:
-        calls = [table([call]) for call in told.calls]
+    fields: dict[str, Any] = {"refusal": None} | _named("content", table(channels.content))
+    if channels.reasoning:
+        fields |= _named("reasoning", table(channels.reasoning))
+    if channels.calls:
+        calls = [table([call]) for call in channels.calls]
         fields |= _named("tool_calls", {name: [call[name] for call in calls] for name in calls[0]})
     return fields
 
 
 def _table(
-    service: Service, num_top: int | None, completion: CompletionOutput, said: Sequence[Said]
+    service: Service, num_top: int | None, completion: CompletionOutput, segments: Sequence[ReplySegment]
 ) -> dict[str, Any]:
     """The rows of some parts, of each distribution that was asked for, and what stands beside them."""
     record, other = completion.logprobs, completion.processed_logprobs
     assert record is not None, "who asks for rows has some"
-    positions = [row for one in said for row in one.rows]
-    table: dict[str, Any] = {"rows": chat_rows(service, record, said, num_top)}
+    positions = [row for segment in segments for row in segment.rows]
+    table: dict[str, Any] = {"rows": chat_rows(service, record, segments, num_top)}
     if other is not None:
-        table |= {"processed": chat_rows(service, other, said, num_top)} | _extras(other, positions)
+        table |= {"processed": chat_rows(service, other, segments, num_top)} | _extras(other, positions)
     return table | _further_columns(record, positions, service)
 
 
@@ -90,13 +90,15 @@ def _named(channel: str, table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chat_rows(
-    service: Service, record: FlatLogprobs, said: Sequence[Said], num_top: int | None
+    service: Service, record: FlatLogprobs, segments: Sequence[ReplySegment], num_top: int | None
 ) -> msgspec.Raw:
     """The chat entries of the tokens that gave some parts."""
     has_impossible = not is_processed(record)
     arrays = [
-        service.encoder.rows(record, one.rows, num_top, has_impossible=has_impossible, parts=one.parts)
-        for one in said
+        service.encoder.rows(
+            record, segment.rows, num_top, has_impossible=has_impossible, parts=segment.parts
+        )
+        for segment in segments
     ]
     if len(arrays) == 1:
         return arrays[0]
@@ -155,23 +157,23 @@ def ending_extensions(
     body: GenerationBody,
     piece: CompletionPiece,
     found: FoundFields | None = None,
-    told: Told | None = None,
+    channels: ReplyChannels | None = None,
 ) -> dict[str, Any]:
-    """What is told of a completion once it has ended, where it was asked for; `told` is what it said.
+    """Fields of a completion that has ended, where they were asked for; `channels` has its segments.
 
     Without it the completion is one text. `found` are its values, where their members were asked for.
     """
     if not body.field_logprobs or piece.finish_reason is None:
         return {}
     completion = piece.completion
-    if told is None and found is not None:
+    if channels is None and found is not None:
         return {"fields": list(map(_found_field, found.fields))}
-    if told is None:
+    if channels is None:
         text = service.text.text_of(completion.token_ids, completion.num_text_bytes)
         return {"fields": _written(_values(_records(completion), text))}
-    fields: dict[str, Any] = {"fields": said_fields(completion, told.content, found)}
-    if told.calls:
-        fields["tool_call_fields"] = [call_fields(completion, call) for call in told.calls]
+    fields: dict[str, Any] = {"fields": segment_fields(completion, channels.content, found)}
+    if channels.calls:
+        fields["tool_call_fields"] = [call_fields(completion, call) for call in channels.calls]
     return fields
 
 
@@ -182,23 +184,23 @@ def num_field_tokens(body: GenerationBody | ResponsesBody, pieces: Sequence[Comp
     return sum(len(piece.completion.token_ids) for piece in pieces if piece.finish_reason is not None)
 
 
-def said_fields(
-    completion: CompletionOutput, said: Sequence[Said], found: FoundFields | None = None
+def segment_fields(
+    completion: CompletionOutput, segments: Sequence[ReplySegment], found: FoundFields | None = None
 ) -> list[dict[str, Any]] | None:
     """The values of the JSON that some parts are, by their rows; None where they are no whole JSON.
 
     `found` are those of the completion's whole text, and hold where these parts are all of it.
     """
-    if found is not None and text_of(said) == found.text:
+    if found is not None and text_of(segments) == found.text:
         return list(map(_found_field, found.fields))
-    return _written(_said_values(completion, said))
+    return _written(_segment_values(completion, segments))
 
 
-def call_fields(completion: CompletionOutput, said: Said) -> list[dict[str, Any]] | None:
+def call_fields(completion: CompletionOutput, segment: ReplySegment) -> list[dict[str, Any]] | None:
     """The values of a call's arguments, by pointers into these; None where the model wrote them otherwise."""
-    values = _said_values(completion, [said])
-    assert said.call is not None, "a part of this channel is a call"
-    arguments = json.loads(said.call.arguments)
+    values = _segment_values(completion, [segment])
+    assert segment.call is not None, "a segment of this channel is a call"
+    arguments = json.loads(segment.call.arguments)
     wholes = [field.pointer for field, *_ in values or () if field.value == arguments]
     if values is None or not wholes:
         return None
@@ -211,15 +213,17 @@ def call_fields(completion: CompletionOutput, said: Said) -> list[dict[str, Any]
     return _written(within)
 
 
-def _said_values(completion: CompletionOutput, said: Sequence[Said]) -> list[tuple[Field, ...]] | None:
-    rows = [row for one in said for row in one.rows]
+def _segment_values(
+    completion: CompletionOutput, segments: Sequence[ReplySegment]
+) -> list[tuple[Field, ...]] | None:
+    rows = [row for segment in segments for row in segment.rows]
     places = {row: place for place, row in enumerate(rows)}
-    parts = {places[row]: data for one in said for row, data in one.parts.items()}
+    parts = {places[row]: data for segment in segments for row, data in segment.parts.items()}
     records = [
         reduce(add, [record[start:stop] for start, stop in runs(rows) or [(0, 0)]])
         for record in _records(completion)
     ]
-    return _values(records, text_of(said), parts)
+    return _values(records, text_of(segments), parts)
 
 
 def _records(completion: CompletionOutput) -> list[FlatLogprobs]:

@@ -22,26 +22,30 @@ from logprobe.records.forms.json import ChatEncoder, IdTexts
 from logprobe.sampling import SamplingParams
 from logprobe.server.http.errors import ApiError, bad_request, engine_unavailable
 from logprobe.server.http.gate import Call
+from logprobe.server.http.keys import Keys, OperatorKeys
 from logprobe.server.http.replies import Documents, while_connected
-from logprobe.server.limits import Cost, Limits
-from logprobe.server.said import read_response_template
+from logprobe.server.http.workers import Workers
+from logprobe.server.limits import Cost, Lifetime, Limits
+from logprobe.server.metrics import Metrics
+from logprobe.server.settings import read_response_template
+from logprobe.server.stored import StoredResponses
 from logprobe.text.channels import template_of
 from logprobe.text.chat import chat_template_of, variables_of
 from logprobe.text.template_cost import is_cheap
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from starlette.types import Receive
 
     from logprobe.engine.backends.start import LoadedModel
     from logprobe.engine.client import Follow
+    from logprobe.engine.front import Front
     from logprobe.engine.request import RequestOutput, Requests
     from logprobe.next_token.rows import Row
     from logprobe.records.values import IntArray, TokenTable
     from logprobe.server.limits import Ticket
-    from logprobe.server.models import Models
-    from logprobe.server.settings import ServerSettings
+    from logprobe.server.settings import FurtherModel, ServerSettings
     from logprobe.text.boundary import Split
     from logprobe.text.channels import ResponseForm
     from logprobe.text.edge import TextEdge
@@ -73,6 +77,69 @@ class ChoosesWeights(Protocol):
     lora: str | None
 
 
+class ServerState:
+    """What all models of a server share, and what their names mean; used from one event loop."""
+
+    first: Service  # answers where a request names no model
+
+    def __init__(self, settings: ServerSettings, further: Mapping[str, FurtherModel]) -> None:
+        """Read the keys, and start the workers and figures.
+
+        Raises:
+            ParameterError: the file of keys cannot be used.
+        """
+        self.settings = settings
+        self.workers = Workers()
+        self.keys = Keys(settings)
+        self.operator_keys = OperatorKeys(settings)
+        self.lifetime = Lifetime(settings.drain_s)
+        self.stored = StoredResponses(settings.max_stored, settings.max_stored_bytes, settings.max_body_bytes)
+        self.metrics = Metrics(self.engines, by_model=bool(further))
+        self.told: set[str] = set()  # fields without effect that the log has named
+        self.further = dict(further)
+        self.services: dict[str, Service] = {}  # of models that are loaded; the first one stays
+        self.changed: set[str] = set()  # models that an operator has changed
+
+    @property
+    def loaded(self) -> list[Service]:
+        """Those that answer now, the first one first; from any thread."""
+        return list(self.services.values())
+
+    def engines(self) -> dict[str, Front]:
+        """Their engines by name; from any thread."""
+        return {service.model_name: service.engine for service in self.loaded}
+
+    def names(self) -> frozenset[str]:
+        """All names that mean a model, LoRA weights left out."""
+        return self.first.own_names.union(self.further, *(one.names for one in self.further.values()))
+
+    def has_elsewhere(self, name: str, model_name: str) -> bool:
+        """Whether LoRA weights of another model than this one have a name."""
+        others = [one for one in self.loaded if one.model_name != model_name]
+        further = [one for key, one in self.further.items() if key != model_name]
+        return any(name in one.engine.list_loras() for one in others) or any(
+            name in one.loras for one in further
+        )
+
+    def served(self) -> list[str]:
+        """What a request may name."""
+        loaded = {service.model_name: [name for name, _ in service.served()] for service in self.loaded}
+        return [name for key in [*loaded, *self.asleep()] for name in loaded.get(key, [key])]
+
+    def asleep(self) -> list[str]:
+        """Names of further models that are not loaded."""
+        waiting = ((key, one) for key, one in self.further.items() if key not in self.services)
+        return [name for key, one in waiting for name in (key, *one.names)]
+
+    def owner_of(self, name: str) -> Service | None:
+        """The loaded model that a name means, or whose LoRA weights it means."""
+        return next((service for service in self.loaded if service.has_name(name)), None)
+
+    def keep(self, service: Service) -> None:
+        """Tell that an operator has changed a model's weights, or has loaded or dropped LoRA weights."""
+        self.changed.add(service.model_name)
+
+
 class Service:
     """One model behind HTTP, with its LoRA weights, its own limits, and what it shares with `models`."""
 
@@ -80,7 +147,7 @@ class Service:
         self,
         model: LoadedModel,
         settings: ServerSettings,
-        models: Models,
+        models: ServerState,
         processors: Sequence[str | type] = (),
     ) -> None:
         self.models = models

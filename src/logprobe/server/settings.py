@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from logprobe.config import strict_keywords
-from logprobe.errors import require
+from logprobe.errors import ParameterError, require
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -249,7 +252,7 @@ POSITIVE: Final = (
     "stall_s",
 )
 """Settings of which 0 would let nothing through."""
-LEAST_KEY_CHARS: Final = 16
+MIN_KEY_CHARS: Final = 16
 
 
 def check_keys(keys: Sequence[str], name: str, *, is_public: bool) -> None:
@@ -259,6 +262,24 @@ def check_keys(keys: Sequence[str], name: str, *, is_public: bool) -> None:
         ParameterError: one is empty, or too short for an address that others reach.
     """
     require(all(keys), name, "a key is empty")
-    is_long = not is_public or all(len(key) >= LEAST_KEY_CHARS for key in keys)
-    remedy = f"must have {LEAST_KEY_CHARS} characters or more where others than this machine reach the server"
+    is_long = not is_public or all(len(key) >= MIN_KEY_CHARS for key in keys)
+    remedy = f"must have {MIN_KEY_CHARS} characters or more where others than this machine reach the server"
     require(is_long, name, f"each key {remedy}; make one by `openssl rand -hex 24`")
+
+
+def read_response_template(path: str | None) -> dict[str, Any] | None:
+    """Read a file that describes a model's replies, in transformers' format; None without a file.
+
+    Raises:
+        ParameterError: it cannot be read, or holds no JSON object.
+    """
+    if path is None:
+        return None
+    try:
+        template = msgspec.json.decode(Path(path).read_bytes())
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ParameterError("response_template", f"{path} cannot be read as JSON: {reason}") from error
+    require(isinstance(template, dict), "response_template", f"{path} holds no JSON object")
+    read: dict[str, Any] = template
+    return read

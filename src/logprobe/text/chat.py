@@ -36,9 +36,9 @@ TEXT_PARTS: Final = ("text", "input_text", "output_text")
 EMPTY: Final[tuple[Any, ...]] = (None, "", [], {})  # a field of one of these says nothing
 FILLER: Final = "-"  # in place of an empty content that is to be continued
 MAX_TEMPLATE_CHARS: Final = 1 << 18
-MOST_SHAPES: Final = 1024  # of conversations that are known to be laid out whole
-MOST_SHAPE_MESSAGES: Final = 128
-MOST_SHAPE_CHARS: Final = 256  # of the template's variables
+MAX_SHAPES: Final = 1024  # of conversations that are known to be laid out whole
+MAX_SHAPE_MESSAGES: Final = 128
+MAX_SHAPE_CHARS: Final = 256  # of the template's variables
 # Of a reply's part that comes back: they describe its text.
 PART_REPORTS: Final = ("annotations", "logprobs", "processed_logprobs")
 
@@ -151,7 +151,7 @@ def lay_out(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> 
     known = text.sound_shapes.setdefault(str(tokenizer.chat_template), set())
     if shape is None or shape not in known:
         is_sound = check_laid_out(plain, render, laid_out, numbers)
-        if shape is not None and is_sound and len(known) < MOST_SHAPES:
+        if shape is not None and is_sound and len(known) < MAX_SHAPES:
             known.add(shape)
     return laid_out
 
@@ -219,11 +219,11 @@ def _with_argument_texts(message: dict[str, Any]) -> dict[str, Any]:
 
 def _shape_of(messages: Sequence[dict[str, Any]], layout: Layout) -> str | None:
     """All of a plain conversation and its layout but the texts themselves; None for one of another kind."""
-    if layout.tools or len(messages) > MOST_SHAPE_MESSAGES or not is_plain(messages):
+    if layout.tools or len(messages) > MAX_SHAPE_MESSAGES or not is_plain(messages):
         return None
     turns = [f"{message['role']}{':' if message['content'] else ''}" for message in messages]
     variables = repr(sorted((layout.chat_template_kwargs or {}).items()))
-    if len(variables) > MOST_SHAPE_CHARS:
+    if len(variables) > MAX_SHAPE_CHARS:
         return None
     return f"{' '.join(turns)} {layout.begins_a_message} {layout.continue_final_message} {variables}"
 

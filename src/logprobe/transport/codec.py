@@ -36,7 +36,7 @@ T = TypeVar("T")
 MAX_MESSAGE_BYTES: Final = 1 << 30
 SHARED_BYTES: Final = 1 << 16  # of a block, from which shared memory is faster; benchmarks/bench_transport.py
 NARROW_BYTES: Final = 1 << 10  # of rows, up to which a copy is cheaper than a block of their own
-MOST_CAUSES: Final = 4  # of an error, one behind the other
+MAX_CAUSES: Final = 4  # of an error, one behind the other
 
 DTYPES: Final = tuple(map(np.dtype, ("<i4", "<f4", "<i8", "?", "<f8", "<u2", "u1", "<u4")))
 ABSENT: Final = [-1, -1, -1]
@@ -297,7 +297,7 @@ def _whole(arrays: Sequence[Array | None]) -> list[Array]:
     return there
 
 
-def _plain_error(error: BaseException, most_causes: int = MOST_CAUSES) -> list[Any]:
+def _plain_error(error: BaseException, most_causes: int = MAX_CAUSES) -> list[Any]:
     """An error as its class's name, its arguments, its plain fields, and what caused it."""
     own = error if isinstance(error, LogprobeError) else EngineError(f"{type(error).__name__}: {error}")
     kinds = (str, int, float, tuple)  # tuples hold names

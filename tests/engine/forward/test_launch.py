@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from decoders import EXPERTS, OWN, loaded
-from logprobe.engine.forward.launch import MOST_ROWS, Launches
+from logprobe.engine.forward.launch import MAX_ROWS, Launches
 from logprobe.engine.plan.scheduler import Span, StepPlan
 from logprobe.models.lora import LoraWeights
 from placed import Placed
@@ -64,7 +64,7 @@ def test_a_step_as_one_launch_has_the_bits_of_its_stages(
     forward = forward_of(kind)
     launches = forward.decoder.launches
     runs = count_runs(monkeypatch)
-    for count, num_tokens in ((1, 1), (3, 1), (2, 4), (MOST_ROWS, 1), (MOST_ROWS + 1, 1)):
+    for count, num_tokens in ((1, 1), (3, 1), (2, 4), (MAX_ROWS, 1), (MAX_ROWS + 1, 1)):
         prompts = Prompts(forward, count)
         prompts.step(0, 15)
         forward.decoder.launches = None
@@ -72,7 +72,7 @@ def test_a_step_as_one_launch_has_the_bits_of_its_stages(
         forward.decoder.launches = launches
         runs.clear()
         assert torch.equal(prompts.step(15, 15 + num_tokens), want)
-        is_few = count * num_tokens <= MOST_ROWS
+        is_few = count * num_tokens <= MAX_ROWS
         assert runs == ([count * num_tokens] if is_few else [])
 
 

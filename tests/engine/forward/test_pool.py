@@ -20,8 +20,8 @@ from logprobe.engine.forward.pool import (
     ALIGNMENT,
     BASE_BYTES,
     DEFAULT_SHARE,
-    LEAST_DEFAULT_BYTES,
-    MOST_DEFAULT_BYTES,
+    MAX_DEFAULT_BYTES,
+    MIN_DEFAULT_BYTES,
     UNKNOWN_FREE_BYTES,
     PagedMemory,
     check_memory,
@@ -144,12 +144,12 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 @pytest.mark.parametrize(
     ("free", "num_pools", "want"),
     [
-        (64 * GIB, 1, MOST_DEFAULT_BYTES),
+        (64 * GIB, 1, MAX_DEFAULT_BYTES),
         (GIB, 1, GIB // 4),
         (GIB, 2, GIB // 8),
-        (64 * GIB, 8, MOST_DEFAULT_BYTES),
+        (64 * GIB, 8, MAX_DEFAULT_BYTES),
         (16 * GIB, 8, GIB // 2),
-        (1 << 20, 1, LEAST_DEFAULT_BYTES),
+        (1 << 20, 1, MIN_DEFAULT_BYTES),
     ],
 )
 def test_the_default_is_a_share_of_what_is_free(

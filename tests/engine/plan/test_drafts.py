@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logprobe.engine.plan.drafts import KEY_LEN, MOST_DRAFTS, PromptLookup, least_chance
+from logprobe.engine.plan.drafts import KEY_LEN, MAX_DRAFTS, PromptLookup, least_chance
 
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
@@ -41,7 +41,7 @@ def test_what_is_drafted_follows_the_text_s_end_somewhere_in_it(ids: list[int], 
     lookup = PromptLookup(ids[:1])
     lookup.observe(ids[1:])
     drafts = lookup.draft(most, 0.0)
-    assert len(drafts) <= min(most, MOST_DRAFTS)
+    assert len(drafts) <= min(most, MAX_DRAFTS)
     if drafts:
         pairs = [ids[place : place + KEY_LEN] for place in range(len(ids) - KEY_LEN)]
         assert ids[-KEY_LEN:] in pairs
@@ -56,7 +56,7 @@ def test_what_was_wrong_is_believed_less_and_what_was_right_more() -> None:
     assert lookup.draft(5, least_chance(1)) == []
     again = PromptLookup(TEXT * 4)
     again.observe(TEXT * 20)
-    assert len(again.draft(20, 0.5)) == MOST_DRAFTS
+    assert len(again.draft(20, 0.5)) == MAX_DRAFTS
 
 
 def test_a_draft_must_be_likelier_the_more_rows_a_step_has() -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 STEP = 16  # tokens
 PART = STEP // LARGE_PART
-MOST_STEPS = 3
+MAX_STEPS = 3
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_neighbour_that_comes_later_has_its_first_token_soon(
     HEAVY[name](engine)
     engine.step()
     neighbour = engine.submit("neighbour", prompt(10, 9), max_tokens=9, call="neighbour", **GREEDY)
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         engine.step()
     assert neighbour.outputs[0].token_ids
     for _ in range(8):
@@ -187,7 +187,7 @@ def test_a_neighbour_gets_slots_where_one_call_holds_them_all(watched: Callable[
     while engine.scheduler.num_available > 8:
         engine.step()
     neighbour = engine.submit("neighbour", prompt(14, 99), max_tokens=3, call="neighbour", **GREEDY)
-    for _ in range(MOST_STEPS + 2):
+    for _ in range(MAX_STEPS + 2):
         engine.step()
     assert neighbour.is_finished
     engine.run()
@@ -210,7 +210,7 @@ def test_a_caller_is_served_soon_beside_anothers_many_calls(watched: Callable[..
     engine.step()
     asked = {"max_tokens": 9, "caller": "neighbour", "call": "neighbour", **GREEDY}
     neighbour = engine.submit("neighbour", prompt(10, 9), **asked)
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         engine.step()
     assert neighbour.outputs[0].token_ids
     for _ in range(8):
@@ -238,10 +238,10 @@ def test_calls_of_one_caller_share_what_it_has_beside_another_caller(watched: Ca
     engine = watched()
     flood(engine, "long texts", 20)
     engine.submit("many", prompt(6), n=64, max_tokens=60, ignore_eos=True, call="many", caller="me")
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         engine.step()
     short = engine.submit("short", prompt(6, 9), max_tokens=2, call="short", caller="me", **GREEDY)
-    for _ in range(MOST_STEPS + 1):
+    for _ in range(MAX_STEPS + 1):
         engine.step()
     assert short.is_finished
 
@@ -257,7 +257,7 @@ def test_a_caller_that_comes_gets_slots_where_anothers_calls_hold_them_all(
         engine.step()
     asked = {"max_tokens": 3, "call": "neighbour", "caller": "neighbour", **GREEDY}
     neighbour = engine.submit("neighbour", prompt(14, 99), **asked)
-    for _ in range(MOST_STEPS + 2):
+    for _ in range(MAX_STEPS + 2):
         engine.step()
     assert neighbour.is_finished
     engine.run()

@@ -137,7 +137,7 @@ def test_a_draw_that_raises_ends_its_requests_and_not_the_worker(
         raise MemoryError("no room")
 
     run = worker.open("a", work(temperature=0.0))
-    monkeypatch.setattr(worker._drawing, "draw", fail)
+    monkeypatch.setattr(worker._sampling, "draw", fail)
     worker.draw(logits(9), {0: (run, 0)})
     monkeypatch.undo()
     error = take(worker, a=1)["a"][0].finish.error

@@ -4,7 +4,7 @@ from torch.nn.functional import layer_norm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from logprobe.kernels.layers.norm import MOST_ROWS, ROWS_FOR_THREADS, norm_stage, rms_norm
+from logprobe.kernels.layers.norm import MAX_ROWS, ROWS_FOR_THREADS, norm_stage, rms_norm
 
 RELATIVE = 2e-6
 EPSILON = 1e-6
@@ -82,7 +82,7 @@ def test_no_rows_give_no_rows() -> None:
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
-    x, weight = rows(3 * MOST_ROWS + 50, 577), weights(577)
+    x, weight = rows(3 * MAX_ROWS + 50, 577), weights(577)
     together = rms_norm(x, weight, EPSILON)
     alone = torch.cat([rms_norm(row[None], weight, EPSILON) for row in x])
     assert torch.equal(together, alone)
@@ -97,7 +97,7 @@ def test_a_value_that_is_no_number_spoils_its_own_row_alone(bad: float) -> None:
     assert got[[0, 1, 3]].isfinite().all()
 
 
-@pytest.mark.parametrize("num_rows", [1, MOST_ROWS + 1])
+@pytest.mark.parametrize("num_rows", [1, MAX_ROWS + 1])
 def test_parts_of_wider_rows_are_normed_in_place(num_rows: int) -> None:
     base, weight = rows(num_rows, 100), weights(20)
     want = rms_norm(base[:, 20:80].unflatten(1, (3, 20)), weight, EPSILON).flatten(1)
@@ -160,7 +160,7 @@ def test_epsilon_is_added_to_the_variance_of_a_centred_row() -> None:
 
 
 def test_a_centred_row_has_the_same_bits_alone_and_among_others() -> None:
-    x, weight, bias = rows(3 * MOST_ROWS + 50, 577), weights(577), weights(577)
+    x, weight, bias = rows(3 * MAX_ROWS + 50, 577), weights(577), weights(577)
     alone = torch.cat([centred(row[None], weight, bias) for row in x])
     assert torch.equal(centred(x, weight, bias), alone)
 

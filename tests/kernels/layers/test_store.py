@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from logprobe.kernels.layers.store import MOST_ROWS, store_rows
+from logprobe.kernels.layers.store import MAX_ROWS, store_rows
 
 
 def pools(num_slots: int, kv_heads: int, key_dim: int, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -12,7 +12,7 @@ def pools(num_slots: int, kv_heads: int, key_dim: int, value_dim: int) -> tuple[
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(16, 16), (5, 3), (1, 64)])
-@pytest.mark.parametrize("num_tokens", [1, 2, MOST_ROWS, MOST_ROWS + 1, 300])
+@pytest.mark.parametrize("num_tokens", [1, 2, MAX_ROWS, MAX_ROWS + 1, 300])
 def test_scattered_slots_are_filled_as_by_index_copy(num_tokens: int, key_dim: int, value_dim: int) -> None:
     torch.manual_seed(num_tokens)
     key, value = torch.randn(num_tokens, 3, key_dim), torch.randn(num_tokens, 3, value_dim)

@@ -15,7 +15,7 @@ import torch
 from limited_command import limited_command
 from logprobe.kernels.layers.forms import PanelWeights, pack_floats
 from logprobe.models.stored.panels import PANELS
-from logprobe.models.stored.store import MOST_RECORDS, LoadStore
+from logprobe.models.stored.store import MAX_RECORDS, LoadStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -112,7 +112,7 @@ def test_as_many_records_are_kept_as_there_may_be(
     monkeypatch.setenv("LOGPROBE_HOME", str(tmp_path))
     load(tiny_model_folder, tmp_path, 1)
     [record, *others] = (tmp_path / "loads").glob("[!.]*")
-    for number in range(MOST_RECORDS):
+    for number in range(MAX_RECORDS):
         older = record.with_name(f"{record.name[:-4]}{number:04d}")
         shutil.copytree(record, older)
         os.utime(older, (number, number))
@@ -122,7 +122,7 @@ def test_as_many_records_are_kept_as_there_may_be(
     shutil.rmtree(record)
     load(tiny_model_folder, tmp_path, 1)
     kept = {one.name for one in (tmp_path / "loads").glob("[!.]*")}
-    assert len(kept) == MOST_RECORDS
+    assert len(kept) == MAX_RECORDS
     assert {record.name, *(one.name for one in others)} <= kept
     assert partial.is_dir()
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DEPTH = 90
 BYTES = 1 << 20
 # Far from both: a text of this depth that is read anew at each level takes more than 50 times as long.
-MOST_TIMES = 15
+MAX_TIMES = 15
 TALKS = (
     "{% for tool in tools or [] %}[{{ tool.function | tojson }}]{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -53,7 +53,7 @@ def test_a_nested_call_is_read_in_linear_time() -> None:
 
     nested, flat = (call(depth, BYTES).encode() for depth in (DEPTH, 2))
     assert abs(len(nested) - len(flat)) < BYTES / 4
-    assert seconds(nested) < MOST_TIMES * seconds(flat)
+    assert seconds(nested) < MAX_TIMES * seconds(flat)
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ ANSWERS = {200, 400, 404, 413, 429}
 OPERATOR_KEY = "an-operators-own-key"
 NO_KEY = {403}
 PLAIN_ROUTES = [(method, path) for method, path, _ in ROUTES if method != "POST"] + [("GET", "/openapi.json")]
-MOST_BYTES = 1 << 15  # of a refusal, in which each character may be escaped
+MAX_BYTES = 1 << 15  # of a refusal, in which each character may be escaped
 
 NUMBER = st.one_of(
     st.integers(-2, 300),
@@ -190,7 +190,7 @@ def test_every_body_is_answered(attacked: Any, asked: tuple[str, Any]) -> None:
     assert reply.status in answers_of(path), reply.data[:500]
     if reply.status != 200:
         assert reply.error["message"].isprintable()
-        assert len(reply.data) < MOST_BYTES
+        assert len(reply.data) < MAX_BYTES
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from server_process import Attacked, Reply
 
 SAID = "the number is 42"
-MOST_ALIKE = 16  # of the 32 hexadecimal digits of two ids, of which chance makes two
+MAX_ALIKE = 16  # of the 32 hexadecimal digits of two ids, of which chance makes two
 LONG = 4_000_000
 
 
@@ -53,7 +53,7 @@ def test_the_ids_of_replies_have_nothing_in_common(attacked: Attacked) -> None:
     ids += [json.loads(attacked.post("/v1/chat/completions", **chat).data)["id"] for _ in range(2)]
     for one, other in itertools.combinations([made.partition("-")[2] for made in ids], 2):
         assert len(one) == 32
-        assert sum(mine == its for mine, its in zip(one, other, strict=True)) < MOST_ALIKE
+        assert sum(mine == its for mine, its in zip(one, other, strict=True)) < MAX_ALIKE
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 LONG = "w" * 200_000
 NAMED = {"type": "function", "function": {"name": "b"}}
-MOST_BYTES = 4096  # of a refusal
+MAX_BYTES = 4096  # of a refusal
 RUBBISH = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 no request\r\n\r\n"
 TIMED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d")  # as each line of the log begins
 UPGRADE = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
@@ -66,7 +66,7 @@ def test_a_field_of_eight_megabytes_holds_nobody_up(attacked: Attacked) -> None:
     with attacked.watched():
         replies = [attacked.post(COMPLETIONS, **BODIES[COMPLETIONS], **{"temperatur" * 790_000: 1})] * 4
     assert {reply.status for reply in replies} == {200}
-    assert all(len(reply.data) < MOST_BYTES for reply in replies)
+    assert all(len(reply.data) < MAX_BYTES for reply in replies)
 
 
 @pytest.mark.parametrize("name", ["model", "lora"])
@@ -78,7 +78,7 @@ def test_names_of_weights_that_are_not_loaded_are_kept_nowhere(attacked: Attacke
             assert attacked.post(path, **body | {name: word}).status in {400, 404}
     num_sent = len(BODIES) * len(invented)
     eventually(lambda: len(attacked.log) >= begin + num_sent, "requests are not logged")
-    assert not [line for line in attacked.log[begin:] if len(line) > MOST_BYTES or "invented-" in line]
+    assert not [line for line in attacked.log[begin:] if len(line) > MAX_BYTES or "invented-" in line]
     figures = attacked.get("/metrics").data
     assert b"invented-" not in figures
     assert len(figures) < size + 10_000  # refusals by route and field, once each
@@ -157,7 +157,7 @@ def test_a_refusal_repeats_no_more_than_a_name_of_what_was_sent(
 ) -> None:
     reply = attacked.post(path, **BODIES[path] | fields)
     assert reply.status in {400, 404}, reply.data[:300]
-    assert len(reply.data) < MOST_BYTES
+    assert len(reply.data) < MAX_BYTES
     assert reply.error["message"].isprintable()
 
 
@@ -175,7 +175,7 @@ def test_a_refusal_repeats_no_more_than_a_name_of_what_was_sent(
 def test_nor_does_one_of_a_header(attacked: Attacked, path: str, headers: dict[str, str]) -> None:
     reply = attacked.get(path, **headers)
     assert reply.status in {403, 404}
-    assert len(reply.data) < MOST_BYTES
+    assert len(reply.data) < MAX_BYTES
 
 
 @pytest.mark.parametrize("query", ["after", "limit", "order", "w" * 30_000])
@@ -183,7 +183,7 @@ def test_nor_does_one_of_a_query(attacked: Attacked, query: str) -> None:
     stored = json.loads(attacked.post(RESPONSES, **BODIES[RESPONSES]).data)["id"]
     reply = attacked.get(f"{RESPONSES}/{stored}/input_items?{query}={'w' * 30_000}")
     assert reply.status == 400
-    assert len(reply.data) < MOST_BYTES
+    assert len(reply.data) < MAX_BYTES
 
 
 @pytest.mark.parametrize("place", ["bad_words", "think_start", "think_end", "think_stop_sentence"])

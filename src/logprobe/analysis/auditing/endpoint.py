@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 FULL: Final = 429
 REFUSED_KEY: Final = (401, 403)
-MOST_BYTES: Final = 1 << 25  # of one reply: 1,024 prompt rows of 20 alternatives are some 3 MB
+MAX_BYTES: Final = 1 << 25  # of one reply: 1,024 prompt rows of 20 alternatives are some 3 MB
 # One JSON value for so many bytes of the limit, as each takes up to a hundred in memory; those rows have
 # some 200,000 values, a fifth of what a reply of the default limit may have.
 BYTES_PER_VALUE: Final = 32
@@ -36,7 +36,7 @@ BYTES_PER_VALUE: Final = 32
 _SEPARATORS: Final = (b"[", b"{", b",", b"\n", b"\r")
 ERROR_BYTES: Final = 1 << 16
 RETRY_AFTER_S: Final = 1.0
-LEAST_WAIT_S: Final = 0.05
+MIN_WAIT_S: Final = 0.05
 MESSAGE_CHARS: Final = 300
 
 
@@ -45,7 +45,7 @@ class _Settings:
     api_key: str | None = field(default=None, repr=False)
     timeout_s: float = 60.0  # of one request, waits for a full server included
     max_in_flight: int = 64
-    max_bytes: int = MOST_BYTES  # of one reply
+    max_bytes: int = MAX_BYTES  # of one reply
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -73,7 +73,7 @@ class Endpoint:
         api_key: str | None = None,
         timeout_s: float = 60.0,
         max_in_flight: int = 64,
-        max_bytes: int = MOST_BYTES,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         is_url = isinstance(url, str) and url.startswith(("http://", "https://"))
         require(is_url, "url", "must begin with http:// or https://", got=url)
@@ -265,7 +265,7 @@ def _retry_after_s(header: str | None) -> float:
         asked_s = float(header or RETRY_AFTER_S)
     except ValueError:
         return RETRY_AFTER_S
-    return max(asked_s, LEAST_WAIT_S) if math.isfinite(asked_s) else RETRY_AFTER_S
+    return max(asked_s, MIN_WAIT_S) if math.isfinite(asked_s) else RETRY_AFTER_S
 
 
 def _words_of(data: bytes) -> str:

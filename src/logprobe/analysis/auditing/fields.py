@@ -35,7 +35,7 @@ AT_ONCE: Final = 4
 NEAR: Final = 0.05  # nats between two tokens, below which rounding may choose either
 TEXT: Final = "Once upon a time there was a small village by the sea, where"
 REPEATS: Final = "the cat the cat the cat the cat the cat the"
-MOST_TOKENS: Final = 12
+MAX_TOKENS: Final = 12
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class Trial:
     is_standard: bool = True
     forms: tuple[str, ...] = ("completions", "chat")
     base: dict[str, Any] | None = None  # what is asked beside it
-    max_tokens: int = MOST_TOKENS
+    max_tokens: int = MAX_TOKENS
     text: str = TEXT
     num_top: int = 2
     is_quick: bool = True
@@ -307,7 +307,7 @@ class Fields:
             self._ignored(name, "whole", prompt, is_standard=True)
         stop: dict[str, str] = {}
         for form in forms:
-            reply = await self.session.ask(self._ask(form, TEXT, COLD, MOST_TOKENS, 2))
+            reply = await self.session.ask(self._ask(form, TEXT, COLD, MAX_TOKENS, 2))
             if isinstance(reply, Reply):
                 # Some of it that is whole characters.
                 words = [word for word in reply.text.split()[1:] if word.isalnum() and word.isascii()]

@@ -36,7 +36,7 @@ SYSTEMATIC: Final = 0.2  # the share of numbers that are off, from which on a ca
 SAME_FACTOR: Final = 0.01  # relative difference of two factors that are one
 FEW: Final = 20  # different numbers that show a rounding
 TIE: Final = 1e-6  # nats
-MOST_SEARCHED: Final = 16  # rows by which an unknown temperature is looked for
+MAX_SEARCHED: Final = 16  # rows by which an unknown temperature is looked for
 
 
 @dataclass(slots=True)
@@ -450,7 +450,7 @@ def _scaled_chosen(fitted: Fitted, used: NDArray[np.bool_]) -> Cause | None:
         base = _base_of(factor)
         if base is not None and float(np.nanmedian(np.abs(ratios - factor))) < SAME_FACTOR:
             return _logarithms(fitted, factor, base)
-    rows = np.array([group.rows[place.t] for group, place in fitted.places[:MOST_SEARCHED]])
+    rows = np.array([group.rows[place.t] for group, place in fitted.places[:MAX_SEARCHED]])
     given = slice(0, len(rows))
     temperature, _ = fitted_temperature(
         rows, fitted.ids[given][:, None], np.where(used, fitted.theirs, -np.inf)[given][:, None]

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from logprobe.analysis.auditing.tokens import Tokens
     from logprobe.analysis.measures import Floats
 
-MOST_LEFT_OUT: Final = 8  # tokens in a row without a row that are looked for
-MOST_ROWS: Final = 4096  # of one reply that are read
+MAX_LEFT_OUT: Final = 8  # tokens in a row without a row that are looked for
+MAX_ROWS: Final = 4096  # of one reply that are read
 RIGHT: Final = 0.75  # the share of rows that say their token, from which on they stand where they should
 WRONG: Final = 0.5
 LEFT_OUT: Final = 1.0  # what a token without a row costs, and a row without a token
@@ -54,7 +54,7 @@ def align_prompt(
     `numbers` are ours of the tokens, NaN where there is none: of two that are alike they tell which one
     has lost its row.
     """
-    rows = rows[:MOST_ROWS]
+    rows = rows[:MAX_ROWS]
     by_offset = {by: _share(rows, ids, by, tokens) for by in (0, 1, -1)}
     offset = max((1, -1), key=lambda by: by_offset[by])
     found = Alignment(ids)
@@ -90,7 +90,7 @@ def _aligned(
     rows: Sequence[Row | None], ids: tuple[int, ...], tokens: Tokens, numbers: Floats | None
 ) -> Alignment:
     """Rows and tokens in the order of both that leaves least out and says least wrong (edit distance)."""
-    band = abs(len(rows) - len(ids)) + MOST_LEFT_OUT
+    band = abs(len(rows) - len(ids)) + MAX_LEFT_OUT
     costs = np.full((len(rows) + 1, len(ids) + 1), np.inf)
     steps = np.zeros(costs.shape, np.int8)  # 0: row and token together, 1: a token without, 2: a row more
     costs[0, : band + 1], steps[0, :] = np.arange(len(ids) + 1)[: band + 1] * LEFT_OUT, 1
@@ -144,7 +144,7 @@ def _traced(steps: NDArray[np.int8], rows: Sequence[Row | None], ids: tuple[int,
 
 def align_completion(reply: Reply, tokens: Tokens, numbers: Floats | None = None) -> Alignment:
     """Rows of generated tokens, whose ids the reply tells, or else the rows and its text."""
-    rows = (reply.completion or ())[:MOST_ROWS]
+    rows = (reply.completion or ())[:MAX_ROWS]
     ids = reply.completion_ids
     if ids is None:
         return _by_text(rows, reply.text, tokens)

@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from logprobe.analysis.scorer import Scorer
 
 MAX_NATS: Final = 1e-3
-MOST_TEXTS: Final = 32
-MOST_PROMPT_TOKENS: Final = 48  # of a prompt whose rows are compared whole
+MAX_TEXTS: Final = 32
+MAX_PROMPT_TOKENS: Final = 48  # of a prompt whose rows are compared whole
 NUM_TOP: Final = 5
 GENERATED: Final = 12
 TEXTS: Final = (
@@ -147,7 +147,7 @@ def audit(
         base=base,
         model=model,
         lora=lora,
-        texts=None if texts is None else tuple(texts[:MOST_TEXTS]),
+        texts=None if texts is None else tuple(texts[:MAX_TEXTS]),
         before=before,
         max_nats=max_nats,
         has_precision=precision,
@@ -356,7 +356,7 @@ class _Run:
         if texts is None and self.before is not None:
             prompts = [one for one in self.before.stored if _form_of(one.ask) not in CHAT_FORMS]
             texts = tuple(filter(None, dict.fromkeys(tokens.text_of(one.token_ids) for one in prompts)))
-        room = min(MOST_PROMPT_TOKENS, self._max_len() - GENERATED - 2)
+        room = min(MAX_PROMPT_TOKENS, self._max_len() - GENERATED - 2)
         return tuple(tokens.cut(text, room) for text in texts or filter(tokens.can_encode, TEXTS))
 
     # -- comparing -----------------------------------------------------------------------------------------

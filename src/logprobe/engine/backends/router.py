@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 UP, SILENT, DOWN = range(3)  # engines that answer, that do not, and that take no requests
 BLOCK: Final = 16  # tokens; prefixes are known by whole blocks
-MOST_BLOCKS: Final = 1 << 14  # of each engine
+MAX_BLOCKS: Final = 1 << 14  # of each engine
 
 
 class Router:
     """Remembers which prefixes each engine has run lately; one thread at a time."""
 
     def __init__(self, num_engines: int) -> None:
-        self._known: list[LRUCache[int, None]] = [LRUCache(MOST_BLOCKS) for _ in range(num_engines)]
+        self._known: list[LRUCache[int, None]] = [LRUCache(MAX_BLOCKS) for _ in range(num_engines)]
         self._chosen_at = [0] * num_engines
         self._count = 0
 

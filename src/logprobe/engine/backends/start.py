@@ -88,7 +88,7 @@ def start_native_engine(config: EngineConfig) -> LoadedModel:
             return forward.transformers_model()
 
     front = Front(core, parts.text.vocabulary)
-    return LoadedModel(front, parts.text, load_module, parts.engine.drawing.pipeline)
+    return LoadedModel(front, parts.text, load_module, parts.engine.sampling.pipeline)
 
 
 def build_native_engine(config: EngineConfig) -> NativeParts:

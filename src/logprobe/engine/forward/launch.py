@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from logprobe.engine.forward.pool import KVPool
     from logprobe.kernels.stages import Stage
 
-MOST_ROWS = 64  # of a recorded step; the products serve any number
+MAX_ROWS = 64  # of a recorded step; the products serve any number
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +42,16 @@ class Launches:
         self._decoder, self._pool, self._max_len = decoder, pool, max_len
         self._recorded: dict[int, Launch] = {}
         self._contexts = RowPlan(
-            queries=np.arange(MOST_ROWS, dtype=np.int32),
-            begins=np.zeros(MOST_ROWS, dtype=np.int32),
-            lengths=np.zeros(MOST_ROWS, dtype=np.int32),
-            slots=np.zeros(MOST_ROWS * max_len, dtype=np.int32),
+            queries=np.arange(MAX_ROWS, dtype=np.int32),
+            begins=np.zeros(MAX_ROWS, dtype=np.int32),
+            lengths=np.zeros(MAX_ROWS, dtype=np.int32),
+            slots=np.zeros(MAX_ROWS * max_len, dtype=np.int32),
         )
-        self._step = decoder.new_step(MOST_ROWS, pool, lambda *_: ())
+        self._step = decoder.new_step(MAX_ROWS, pool, lambda *_: ())
 
     def can_run(self, plan: AttentionPlan) -> bool:
         """Whether a step has few rows on this pool, each attended by the row kernel."""
-        is_few = plan.rows is not None and not plan.chunks and len(plan.slots) <= MOST_ROWS
+        is_few = plan.rows is not None and not plan.chunks and len(plan.slots) <= MAX_ROWS
         return is_few and plan.pool is self._pool
 
     def run(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Groups: TypeAlias = "list[tuple[LoraWeights, torch.Tensor]]"
 """Weights → their rows of the step's packed tokens, (num_rows,) int64."""
-MOST_OF_A_THREAD = 1 << 18  # multiply-adds that one does before a second one would have begun
+MAX_OF_A_THREAD = 1 << 18  # multiply-adds that one does before a second one would have begun
 
 
 def by_torch(part: Dense | LowRank, x: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,7 @@ def by_panels(part: Dense | LowRank, x: torch.Tensor) -> torch.Tensor:
         return x.new_zeros(num_rows, part.matrices[-1].shape[1])
     for panels in part.panels:
         out = x.new_empty(num_rows, panels.num_outputs)
-        is_small = num_rows * panels.num_inputs * panels.num_outputs <= MOST_OF_A_THREAD
+        is_small = num_rows * panels.num_inputs * panels.num_outputs <= MAX_OF_A_THREAD
         panel_stage(x, panels, out).run(num_threads=1 if is_small else None)
         x = out
     return x

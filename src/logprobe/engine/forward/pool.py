@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 ALIGNMENT = 64  # bytes of a cache line
-MOST_TENSORS = 1 << 12  # that are aligned without the sum of their bytes outgrowing the memory
+MAX_TENSORS = 1 << 12  # that are aligned without the sum of their bytes outgrowing the memory
 DEFAULT_SHARE: Final = 4  # all pools of a machine are at most a quarter of what the weights leave
-MOST_DEFAULT_BYTES: Final = 1 << 30
-LEAST_DEFAULT_BYTES: Final = 1 << 26
+MAX_DEFAULT_BYTES: Final = 1 << 30
+MIN_DEFAULT_BYTES: Final = 1 << 26
 UNKNOWN_FREE_BYTES: Final = 1 << 31  # where the system does not say
 BASE_BYTES: Final = 500_000_000  # of the libraries, a step's scratch and the least pool
 M_TRIM_THRESHOLD: Final = -1  # of mallopt
@@ -51,7 +51,7 @@ _CGROUPS: Final = Path("/sys/fs/cgroup")
 def default_kv_bytes(num_pools: int = 1) -> int:
     """The size of each pool that nobody gave one, of so many on this machine, once the weights are mapped."""
     share = free_bytes() // (DEFAULT_SHARE * num_pools)
-    return min(MOST_DEFAULT_BYTES, max(share, LEAST_DEFAULT_BYTES))
+    return min(MAX_DEFAULT_BYTES, max(share, MIN_DEFAULT_BYTES))
 
 
 def free_bytes() -> int:
@@ -207,7 +207,7 @@ class PagedMemory:
         Raises:
             OSError: the system has no room for them.
         """
-        size = num_bytes + ALIGNMENT * MOST_TENSORS
+        size = num_bytes + ALIGNMENT * MAX_TENSORS
         # Private where the system knows the word: a process that forks must not share its slots.
         flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
         self._map = mmap.mmap(-1, size, **flags)

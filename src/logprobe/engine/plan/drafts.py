@@ -17,7 +17,7 @@ KEY_LEN: Final = 2
 """Tokens at the end of a text that are looked up."""
 LONGEST: Final = 8
 """Tokens of a repeat that are told apart by their number: one that is longer counts as this long."""
-MOST_DRAFTS: Final = 7
+MAX_DRAFTS: Final = 7
 """Of one sample in one step: with its last token 8 rows, above which products are filled up to 16."""
 PRIOR: Final = (0.0, 0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
 """How likely the next token is right after a repeat of so many tokens, before anything was seen."""
@@ -62,7 +62,7 @@ class PromptLookup:
         """Up to `most` tokens that may come next, each right with a chance of `least` or more."""
         drafts: list[int] = []
         chance, position = 1.0, self._source
-        while position and len(drafts) < min(most, MOST_DRAFTS):
+        while position and len(drafts) < min(most, MAX_DRAFTS):
             chance *= self._rates[min(self._num_matched + len(drafts), LONGEST)]
             if chance < least:
                 break

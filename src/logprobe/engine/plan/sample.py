@@ -1,4 +1,4 @@
-"""`Sample`: one sample of one request while it runs, and where it stands; `Draw`: one row to draw from.
+"""`Sample`: one sample of one request while it runs, and where it stands; `SampleRow`: one row to draw from.
 
 Positions [0, num_computed) have a slot; positions [0, num_in_tree) have theirs in the radix tree, the
 rest of the slots (generated tokens) are the sample's own. Within a step, positions [num_tokens,
@@ -242,7 +242,7 @@ class Sample:
 
 
 @dataclass(eq=False, slots=True)
-class Draw:
+class SampleRow:
     """A row of logits to draw from: for a sample's next token, or for one after `ahead` drafts."""
 
     sample: Sample

@@ -22,7 +22,7 @@ import numpy as np
 from logprobe.engine.durations import Durations
 from logprobe.engine.plan.drafts import PromptLookup, least_chance
 from logprobe.engine.plan.radix import EMPTY, RadixTree, SlotPool
-from logprobe.engine.plan.sample import Draw
+from logprobe.engine.plan.sample import SampleRow
 from logprobe.engine.plan.shares import FairShares, StepShare
 from logprobe.engine.protocol import StepBatch
 
@@ -50,12 +50,12 @@ class Span:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: tokens to run, prompt positions to report, tokens to draw."""
+    """One step: tokens to run, prompt positions to report, rows to sample."""
 
     tokens: list[Span] = field(default_factory=list)  # with the drafts, at most one span a sample
     drafts: list[Span] = field(default_factory=list)  # what of these is not known to be right
     prompt_rows: list[Span] = field(default_factory=list)
-    draws: list[Draw] = field(default_factory=list)  # a sample's in their order, one after another
+    sample_rows: list[SampleRow] = field(default_factory=list)  # a sample's one after another, in order
     touched: set[Sample] = field(default_factory=set)  # whose state rests on this step's success
 
     def batch(self) -> StepBatch:
@@ -69,7 +69,7 @@ class StepPlan:
             starts=np.cumsum([0, *lengths], dtype=np.int32),
             context_slots=[span.sample.slots[: span.end] for span in spans],
             loras=[span.sample.lora for span in spans],
-            draw_slots=np.array([draw.slot for draw in self.draws], dtype=np.int32),
+            draw_slots=np.array([row.slot for row in self.sample_rows], dtype=np.int32),
             are_long=[span.sample.is_long for span in spans],
         )
 
@@ -173,11 +173,11 @@ class Scheduler:
         if any(sample.drafts is not None for sample in drawn):
             self._plan_drafts(plan, drawn)
         if plan.drafts:
-            plan.draws = [
-                Draw(sample, ahead) for sample in drawn for ahead in range(len(sample.draft_ids) + 1)
+            plan.sample_rows = [
+                SampleRow(sample, ahead) for sample in drawn for ahead in range(len(sample.draft_ids) + 1)
             ]
         else:
-            plan.draws = [Draw(sample) for sample in drawn]
+            plan.sample_rows = [SampleRow(sample) for sample in drawn]
         return plan
 
     def settle(self, plan: StepPlan) -> None:

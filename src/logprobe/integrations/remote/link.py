@@ -40,12 +40,12 @@ T = TypeVar("T")
 
 FULL: Final = 429
 RETRY_AFTER_S: Final = 1.0
-LEAST_WAIT_S: Final = 0.05
+MIN_WAIT_S: Final = 0.05
 ERROR_BYTES: Final = 1 << 16  # of a reply that reports a failure
 FACTS_BYTES: Final = 1 << 20  # of a reply about the server; of what stands around others
 TOKENIZER_BYTES: Final = 1 << 28
 TOKEN_BYTES: Final = 256  # of one token of a sample: its id and its text as JSON
-MOST_OF_ANY: Final = 1 << 48  # no size is as large
+MAX_OF_ANY: Final = 1 << 48  # no size is as large
 MASS_TOLERANCE: Final = 1e-3
 MESSAGE_CHARS: Final = 2000
 KEEP_ALIVE_S: Final = 2.0  # less than servers keep a link open, so that none is used as it closes
@@ -187,7 +187,7 @@ def retry_after_s(header: str | None) -> float:
         asked_s = float(header or RETRY_AFTER_S)
     except ValueError:
         return RETRY_AFTER_S
-    return max(asked_s, LEAST_WAIT_S) if math.isfinite(asked_s) else RETRY_AFTER_S
+    return max(asked_s, MIN_WAIT_S) if math.isfinite(asked_s) else RETRY_AFTER_S
 
 
 def as_error(status: int, content: bytes, what: str) -> LogprobeError:
@@ -300,7 +300,7 @@ async def meet(link: Link) -> ServerFacts:
         "max_model_len": capabilities.max_model_len,
         **msgspec.structs.asdict(limits),
     }.items():
-        if not 0 < size < MOST_OF_ANY:
+        if not 0 < size < MAX_OF_ANY:
             raise ServerError(f"{link.url}: is no server of this library ({name} is {size})")
     first = models[0].id if models else None  # the one whose capabilities these are
     loras = {model.id: model.root for model in models if model.parent is not None and model.parent == first}

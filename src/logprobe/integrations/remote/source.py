@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from logprobe.records.values import IntArray
 
 ROW_EXCHANGES: Final = 4  # at once: some are computed while others travel
-MOST_ROWS: Final = 64  # an exchange
+MAX_ROWS: Final = 64  # an exchange
 SHARE: Final = 2  # one client takes at most half of what the server lets through
 ROW_BYTES: Final = 12  # that a server counts for each id of a whole row
 ID_BYTES: Final = 12  # most that one id takes in JSON
@@ -245,7 +245,7 @@ def _portion(facts: ServerFacts) -> tuple[int, int]:
     limits = facts.limits
     row_bytes = ROW_BYTES * facts.capabilities.vocab_size * SHARE * ROW_EXCHANGES
     rows = min(
-        MOST_ROWS, limits.max_requests // (SHARE * ROW_EXCHANGES), limits.max_logprob_bytes // row_bytes
+        MAX_ROWS, limits.max_requests // (SHARE * ROW_EXCHANGES), limits.max_logprob_bytes // row_bytes
     )
     tokens = min(
         limits.max_tokens_in_flight // (SHARE * ROW_EXCHANGES),

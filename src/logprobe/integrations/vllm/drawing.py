@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from logprobe.engine.drawing import Drawing
-from logprobe.engine.plan.sample import Draw, Sample, new_generator
+from logprobe.engine.plan.sample import Sample, SampleRow, new_generator
 from logprobe.engine.recorder import Drawn, Recorder
+from logprobe.engine.sampling_stage import SamplingStage
 from logprobe.errors import EngineError, ForwardError, LogprobeError
 from logprobe.integrations.vllm.orders import ANSWERS, ASKS, WORKS, Answer
 from logprobe.transport.messages import Delta, Finish
@@ -45,7 +45,7 @@ class WorkerDraw:
 
     def __init__(self, config: EngineConfig, facts: ModelFacts, text: TextEdge, max_len: int) -> None:
         self._seed, self._max_len = config.seed, max_len
-        self._drawing = Drawing(config, facts)
+        self._sampling = SamplingStage(config, facts)
         self._recorder = Recorder(text, facts.eos_token_ids)
         self._runs: dict[str, Run] = {}
 
@@ -60,8 +60,8 @@ class WorkerDraw:
         generator = new_generator(request, work.number, work.index, self._seed)
         run = Run(Sample(request, work.index, self._max_len, generator))
         try:
-            args = self._drawing.pipeline.take_in(work.admitted.processor_args)
-            self._drawing.open(run.sample, work.number, args)
+            args = self._sampling.pipeline.take_in(work.admitted.processor_args)
+            self._sampling.open(run.sample, work.number, args)
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this request and no other
             self._end(run, _as_ours(error, "cannot take a request in"))
         return run
@@ -100,23 +100,23 @@ class WorkerDraw:
                 answer.deltas[tag], run.deltas = run.deltas, []
         for tag in ask.forget:
             self._runs.pop(tag, None)
-        counters = self._drawing.pipeline.counters
+        counters = self._sampling.pipeline.counters
         answer.processors.update({name: counter for name, counter in counters.items() if counter.num_steps})
         return ANSWERS.encode(answer)
 
     def _draw(self, logits: Tensor, live: Mapping[int, Run]) -> None:
         for run in live.values():
             run.drawn = None
-        live_of = {Draw(run.sample): (row, run) for row, run in live.items()}
-        draws = self._drawing.prepare(list(live_of))
+        live_of = {SampleRow(run.sample): (index, run) for index, run in live.items()}
+        sample_rows = self._sampling.prepare(list(live_of))
         tokens: dict[int, int] = {}
-        for rows_of_chunk in self._drawing.chunks(draws):
-            chunk = draws[rows_of_chunk]
-            own = [live_of[draw] for draw in chunk]
+        for rows_of_chunk in self._sampling.chunks(sample_rows):
+            chunk = sample_rows[rows_of_chunk]
+            own = [live_of[row] for row in chunk]
             rows = [row for row, _ in own]
             # Most steps hold our requests alone, in their order: no copy then.
             is_all = rows == list(range(len(logits)))
-            sampled = self._drawing.draw(chunk, logits if is_all else logits[rows]).sent(None)
+            sampled = self._sampling.draw(chunk, logits if is_all else logits[rows]).sent(None)
             for index, (row, run) in enumerate(own):
                 run.drawn = Drawn(chunk[index], sampled, index)
                 tokens[row] = max(sampled.sampled_token_ids[index], 0)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from logprobe.kernels.attention.api import ScoreRule
 
-MOST_PANELS = 4  # of query rows that share a block of keys, which is brought into form for them
+MAX_PANELS = 4  # of query rows that share a block of keys, which is brought into form for them
 
 
 def attend_chunk(
@@ -61,4 +61,4 @@ def attend_chunk(
 def _item_lanes(num_lanes: int, num_heads: int) -> int:
     """Of whole panels: as many as share a block well, but few enough that every thread has some."""
     num_panels = num_heads * -(-num_lanes // PANEL)
-    return PANEL * max(1, min(MOST_PANELS, num_panels // items_for_threads()))
+    return PANEL * max(1, min(MAX_PANELS, num_panels // items_for_threads()))

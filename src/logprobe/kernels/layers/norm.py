@@ -12,7 +12,7 @@ from logprobe.kernels.stages import Stage, block_rows
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_ROWS = 16  # of an item
+MAX_ROWS = 16  # of an item
 ROWS_FOR_THREADS = 64  # below, starting the threads costs more than they save
 
 
@@ -55,7 +55,7 @@ def norm_stage(
     parts = x.shape[1] // width
     assert residual is None or residual.stride() == out.stride()
     assert bias is None or is_centred
-    block = block_rows(num_rows, MOST_ROWS)
+    block = block_rows(num_rows, MAX_ROWS)
     return Stage(
         "norm",
         "NormArgs",

@@ -13,7 +13,7 @@ from logprobe.kernels.stages import Stage, block_rows
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_ROWS = 16  # of an item
+MAX_ROWS = 16  # of an item
 ROWS_FOR_THREADS = 64  # below, starting the threads costs more than they save
 
 
@@ -78,7 +78,7 @@ def rotary_stage(
     query, key, value = projections.query, projections.key, projections.value
     (cosines, sines), (keys, values) = rotary, pool
     num_rows, heads, key_dim = out.shape
-    block = block_rows(num_rows, MOST_ROWS)
+    block = block_rows(num_rows, MAX_ROWS)
     return Stage(
         "rotary",
         "RotaryArgs",

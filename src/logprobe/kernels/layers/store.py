@@ -12,7 +12,7 @@ from logprobe.kernels.stages import Stage, block_rows
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_ROWS = 64  # of an item
+MAX_ROWS = 64  # of an item
 
 
 def store_rows(key: Tensor, key_pool: Tensor, value: Tensor, value_pool: Tensor, slots: Tensor) -> None:
@@ -26,7 +26,7 @@ def store_rows(key: Tensor, key_pool: Tensor, value: Tensor, value_pool: Tensor,
         slots: (num_tokens,) int64, each once.
     """
     key, value = key.contiguous(), value.contiguous()
-    block = block_rows(len(slots), MOST_ROWS)
+    block = block_rows(len(slots), MAX_ROWS)
     Stage(
         "store",
         "StoreArgs",

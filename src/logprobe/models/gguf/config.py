@@ -54,7 +54,7 @@ _SIZES: Final = (
     "intermediate_size",
     "num_attention_heads",
 )
-_MOST_OF_ANY: Final = 1 << 24
+_MAX_OF_ANY: Final = 1 << 24
 # llama.cpp's own constants for what a gemma3 file leaves out (src/models/gemma3.cpp).
 _GEMMA3_PATTERN: Final = 6
 _GEMMA3_LOCAL_THETA: Final = 10_000.0
@@ -127,7 +127,7 @@ def _common_settings(gguf: GgufFile) -> dict[str, Any]:
 def _check_size(gguf: GgufFile, name: str, value: Any) -> None:
     if isinstance(value, list):  # told below, with the others that differ between layers
         return
-    if not isinstance(value, int) or not 0 < value <= _MOST_OF_ANY:
+    if not isinstance(value, int) or not 0 < value <= _MAX_OF_ANY:
         raise UnsupportedModelError(f"{gguf.path.name}: {name} is {value!r:.80}, which no model has")
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FILES, PANELS, RECORDS = "models", "panels", "loads"  # what the cache's entries are, by their folder
 _KEY: Final = "-[0-9a-f]{16}"  # of the source, or of code and machine
-_MOST_STEM_CHARS: Final = 40
+_MAX_STEM_CHARS: Final = 40
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")  # a snapshot of the hub is named so
 
 
@@ -64,7 +64,7 @@ def of_folder(folder: Path) -> OnDisk:
         InputError: they cannot be read.
     """
     is_ours = folder.parent == home() / FILES
-    prefix = re.escape(folder.name[:_MOST_STEM_CHARS]) + _KEY if is_ours else re.escape(_prefix(folder))
+    prefix = re.escape(folder.name[:_MAX_STEM_CHARS]) + _KEY if is_ours else re.escape(_prefix(folder))
     left = [entry for entry in cached(PANELS, RECORDS) if re.fullmatch(prefix + _KEY, entry.name)]
     files = [entry for entry in cached(FILES) if entry == folder]
     return OnDisk(folder if folder.is_dir() else None, (*files, *left))
@@ -75,11 +75,11 @@ def left_by_others(known: Collection[Path]) -> dict[str, OnDisk]:
 
     `known` are the folders of those that it keeps.
     """
-    known_stems = {folder.name[:_MOST_STEM_CHARS] for folder in known}
+    known_stems = {folder.name[:_MAX_STEM_CHARS] for folder in known}
     left: dict[str, OnDisk] = {}
     for entry in cached(FILES, PANELS, RECORDS):
         stem = re.sub(f"{_KEY}{_KEY}$", "", entry.name)
-        if stem[:_MOST_STEM_CHARS] not in known_stems:
+        if stem[:_MAX_STEM_CHARS] not in known_stems:
             snapshot = _hub_snapshot(stem)
             name = stem if snapshot is None else _hub_id(snapshot)
             others = left[name].entries if name in left else ()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from logprobe.models.stored.record import LoadRecord
     from logprobe.models.stored.tokenizer import TokenizerFacts
 
-MOST_RECORDS: Final = 16  # of one model, with its tokenizers; some megabytes each
+MAX_RECORDS: Final = 16  # of one model, with its tokenizers; some megabytes each
 
 logger = logging.getLogger("logprobe")
 
@@ -119,7 +119,7 @@ class LoadStore:
         """Make an entry anew."""
         names = (one for one in folder.parent.glob(f"*-{self._source}-*") if one != folder)
         stored = [one for one in names if not one.name.startswith(".")]  # no locks, and nothing half written
-        for older in sorted(stored, key=_modified_s)[: 1 - MOST_RECORDS]:
+        for older in sorted(stored, key=_modified_s)[: 1 - MAX_RECORDS]:
             shutil.rmtree(older, ignore_errors=True)
         with new_entry(folder, is_damaged=lambda: True) as partial:
             if partial is not None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from logprobe.records.store.columns import Array
 
 # Positions that a file may count: columns may repeat, but the numbers of chosen tokens hardly ever do.
-MOST_ROWS_A_BYTE: Final = 8
+MAX_ROWS_A_BYTE: Final = 8
 ALWAYS_ROWS: Final = 1 << 20
 UNREADABLE: Final = (OSError, pa.ArrowException, UnicodeDecodeError)
 """Errors of pyarrow for a file that is damaged; the last one for names of columns."""
@@ -62,7 +62,7 @@ def check_counts(num_rows: int, num_bytes: int) -> None:
     Raises:
         InputError: it counts more.
     """
-    is_little = num_rows <= max(MOST_ROWS_A_BYTE * num_bytes, ALWAYS_ROWS)
+    is_little = num_rows <= max(MAX_ROWS_A_BYTE * num_bytes, ALWAYS_ROWS)
     require(is_little, f"it counts {num_rows} positions in {num_bytes} bytes")
 
 

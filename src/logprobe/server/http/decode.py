@@ -17,8 +17,12 @@ from logprobe.server.http.gate import CALL
 from logprobe.server.http.workers import QUICK_BYTES, is_bounded
 from logprobe.server.limits import NoRoomError, check_body, check_values
 from logprobe.server.openai.bodies import NESTED
-from logprobe.server.openai.no_effect import fields_without_effect
-from logprobe.server.openai.unknown_fields import remedy_for, unknown_field, without_unknown
+from logprobe.server.openai.ignored_fields import (
+    fields_without_effect,
+    remedy_for,
+    unknown_field,
+    without_unknown,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable

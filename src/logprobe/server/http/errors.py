@@ -55,6 +55,11 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
+    def at(self, field: str) -> ApiError:
+        """Return the same refusal of another field."""
+        message = self.message.removeprefix(f"{self.param}: ")
+        return bad_request(field, message, code=self.code)
+
     @property
     def kind(self) -> str:
         """OpenAI's word for this class of failure."""

@@ -1,41 +1,33 @@
-"""What every request passes: keys, counting, and failures that become replies.
-
-Before it: uvicorn. After it: the routes.
-"""
+"""The endpoint of a route: check keys, count, and turn failures into replies."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from starlette.responses import Response
 
-from logprobe.errors import ParameterError, ProcessorError, require
+from logprobe.errors import ProcessorError
 from logprobe.server.http.errors import ApiError, ClientGoneError, as_api_error, drop_tracebacks
 from logprobe.server.http.gate import CALL, PIECE_BYTES, PROBES
 from logprobe.server.http.replies import JSON_TYPE
 from logprobe.server.limits import InProgress
 from logprobe.server.openai.bodies import BODIES, QUERIES
-from logprobe.server.openai.no_effect import reason, warning
-from logprobe.server.openai.unknown_fields import ignored_warning
-from logprobe.server.settings import check_keys
+from logprobe.server.openai.ignored_fields import ignored_warning, reason, warning
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Mapping
+    from collections.abc import Awaitable, Callable, Coroutine
     from typing import Any
 
     from starlette.requests import Request as HttpRequest
     from starlette.types import Receive, Scope, Send
 
     from logprobe.server.http.gate import Call
+    from logprobe.server.http.keys import Keys, OperatorKeys
     from logprobe.server.metrics import Metrics
     from logprobe.server.models import Models
     from logprobe.server.service import Service
-    from logprobe.server.settings import ServerSettings
 
     Handler = Callable[[HttpRequest, Service], Awaitable[Response]]
     Endpoint = Callable[[HttpRequest], Coroutine[Any, Any, Any]]
@@ -60,7 +52,6 @@ FIELDS: Final = frozenset(
     | {query["name"] for queries in QUERIES.values() for query in queries}
 )
 OTHER_FIELD: Final = "other"
-COMMENT: Final = "#"  # begins a line of a file of keys that is none
 CLIENT_CLOSED = 499  # never sent: nobody reads it; only counted
 
 logger = logging.getLogger("logprobe.server")
@@ -158,92 +149,3 @@ def field_of(param: str | None) -> str:
     """The field of a body, or of a query, that a refusal named; the empty text where it named none."""
     field = (param or "").partition(".")[0].partition("[")[0]
     return field if field in FIELDS or not param else OTHER_FIELD
-
-
-class OperatorKeys:
-    """The keys that do what clients may not; without any nobody does."""
-
-    def __init__(self, settings: ServerSettings) -> None:
-        self._keys = settings.operator_key
-
-    def check(self, header: str | None) -> int:
-        """The number of the key that is brought.
-
-        Raises:
-            ApiError: 401; 403 where the server has none.
-        """
-        if not self._keys:
-            message = "this is for operators alone; start the server with --operator-key to do it over HTTP"
-            raise ApiError(403, message, code="no_operator_key")
-        return _number_of(header, self._keys)
-
-
-class Keys:
-    """The keys that are let in, from any thread."""
-
-    def __init__(self, settings: ServerSettings) -> None:
-        """Read them.
-
-        Raises:
-            ParameterError: the file cannot be read, holds no key, or one that is too short.
-        """
-        self._settings = settings
-        self._keys = self._read()
-
-    def reload(self) -> int:
-        """Read the file again, and give the number of keys; where that fails the old ones stay.
-
-        Raises:
-            ParameterError: as at first.
-        """
-        self._keys = self._read()
-        return len(self._keys)
-
-    def check(self, header: str | None) -> int | None:
-        """The number of the key that is brought, None without keys.
-
-        Raises:
-            ApiError: 401.
-        """
-        return _number_of(header, self._keys) if self._keys else None
-
-    def owner_of(self, headers: Mapping[str, str]) -> bytes:
-        """Whose a request is: a digest of its key, and the same for all where the server has no keys."""
-        key = _key_of(headers.get("authorization")) if self._keys else None
-        return hashlib.sha256(key or b"").digest()
-
-    def _read(self) -> tuple[str, ...]:
-        settings = self._settings
-        if settings.api_key_file is None:
-            return settings.api_key
-        try:
-            lines = Path(settings.api_key_file).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is no text"
-            raise ParameterError(
-                "api_key_file", f"{settings.api_key_file} cannot be read: {reason}"
-            ) from error
-        words = [line.strip() for line in lines]
-        keys = [word for word in words if word and not word.startswith(COMMENT)]
-        require(bool(keys), "api_key_file", f"{settings.api_key_file} holds no key; write one a line")
-        check_keys(keys, "api_key_file", is_public=settings.is_public)
-        return (*settings.api_key, *keys)
-
-
-def _number_of(header: str | None, keys: tuple[str, ...]) -> int:
-    """Which of the keys is brought; each is compared, in constant time."""
-    brought = _key_of(header)
-    matches = [hmac.compare_digest(brought or b"", key.encode()) for key in keys]
-    if brought is None or not any(matches):
-        raise ApiError(
-            401,
-            "bring a valid key as `Authorization: Bearer KEY`",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-    return matches.index(True)
-
-
-def _key_of(header: str | None) -> bytes | None:
-    scheme, _, key = (header or "").partition(" ")
-    return key.strip().encode("latin-1") if scheme.lower() == "bearer" else None  # as it came

@@ -89,7 +89,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_tokens_as_token_ids: bool | None = None
     field_logprobs: FieldLogprobs | None = None
 
-    # Without effect here (`no_effect`), or taken only with the value that changes nothing.
+    # Without effect here (`ignored_fields`), or taken only with the value that changes nothing.
     user: str | None = None
     metadata: Metadata | None = None
     store: bool | None = None
@@ -323,7 +323,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     conversation: Any = None
     prompt: Any = None
 
-    # Without effect here (`no_effect`).
+    # Without effect here (`ignored_fields`).
     user: str | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from logprobe.errors import ConflictingParametersError, ParameterError, shortened
+from logprobe.ignored_kwargs import NEUTRAL_FIELDS
 from logprobe.records.rows import KERNEL_EXTRAS
 from logprobe.sampling import SamplingParams
 from logprobe.server.http.errors import ApiError, as_api_error, bad_request
 from logprobe.server.openai.bodies import GUIDED, ResponsesBody
-from logprobe.server.openai.no_effect import has_effect
+from logprobe.server.openai.ignored_fields import has_effect
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from logprobe.server.openai.bodies import (
         ChatBody,
@@ -62,24 +63,7 @@ SAMPLING_FIELDS: Final = (
 )
 """Fields that mean on the wire what they mean in `SamplingParams`."""
 
-NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
-    "suffix": ("",),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-    "background": (False,),
-    "truncation": ("disabled",),
-    "max_tool_calls": (),
-    "conversation": (),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
-}
-"""Fields that ask for what this server does not do, and the values that ask for nothing."""
+PLAIN_TEXT: Final = NEUTRAL_FIELDS["response_format"].accepted or ()  # forms that ask for none
 
 MAX_BIAS: Final = 100
 
@@ -151,7 +135,7 @@ def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
     unknown = (text or {}).keys() - {"format", "verbosity"}
     if unknown or (text or {}).get("verbosity") not in {None, "medium"}:
         raise bad_request("text", "takes format alone", code="unsupported_parameter")
-    if form is None or form in NEUTRAL["response_format"]:
+    if form is None or form in PLAIN_TEXT:
         return None
     if not isinstance(form, dict):
         raise bad_request("text.format", "must be an object with a type")
@@ -189,7 +173,7 @@ def uncertainty_params(body: UncertaintyBody) -> SamplingParams:
 
 def _form_fields(body: ChatBody) -> list[str]:
     """The fields of a chat that give the form of its text."""
-    is_given = body.response_format is not None and body.response_format not in NEUTRAL["response_format"]
+    is_given = body.response_format is not None and body.response_format not in PLAIN_TEXT
     return [name for name, _ in _forms_of(body)] + ["response_format"] * is_given
 
 
@@ -229,9 +213,9 @@ def check_max_logprobs(name: str, value: int | None, settings: ServerSettings) -
 
 def check_neutral(body: Any) -> None:
     """Refuse what would have to be passed over in silence."""
-    for name, values in NEUTRAL.items():
+    for name, keyword in NEUTRAL_FIELDS.items():
         value = getattr(body, name, None)
-        if value is None or value in values or name in ENGINE_FIELDS:
+        if value is None or keyword.accepts(value) or name in ENGINE_FIELDS:
             continue
         raise bad_request(name, "is not supported by this server; leave it out", code="unsupported_parameter")
 
@@ -244,7 +228,7 @@ def _params(
     prompt_logprobs = getattr(body, "prompt_logprobs", None)
     check_max_logprobs("prompt_logprobs", prompt_logprobs, settings)
     requested = {name: getattr(body, name, None) for name in SAMPLING_FIELDS}
-    if requested["response_format"] in NEUTRAL["response_format"]:
+    if requested["response_format"] in PLAIN_TEXT:
         requested["response_format"] = None
     values = {name: value for name, value in requested.items() if value is not None}
     for name in values.keys() - ENGINE_FIELDS:
@@ -306,8 +290,7 @@ def named_as_asked(body: GenerationBody | ResponsesBody, *, is_call: bool = Fals
         refusal = as_api_error(error)
         if refusal.param != "response_format" or field is None:
             raise
-        message = refusal.message.removeprefix("response_format: ")
-        raise bad_request(field, message, code=refusal.code) from error
+        raise refusal.at(field) from error
 
 
 def _form_field(body: GenerationBody | ResponsesBody) -> str | None:

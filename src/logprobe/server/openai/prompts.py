@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from logprobe.server.http.errors import bad_request
-from logprobe.server.limits import check_count
+from logprobe.server.limits import check_count, utf8_bytes
 from logprobe.text.chat import ANSWER, EMPTY, PART_REPORTS, TEXT_PARTS, Layout, lay_out
 from logprobe.text.reasoning import FIELDS, lay_out_reasoning
 
@@ -92,6 +92,16 @@ def read_prompts(
     raise bad_request("prompt", "mixes texts and token ids; give a list of one kind")
 
 
+def check_one_of(body: Any, name: str) -> None:
+    """Require a text or ids in the field of this name, or else a conversation in `messages`.
+
+    Raises:
+        ApiError: 400, neither or both are given.
+    """
+    if (getattr(body, name) is None) == (body.messages is None):
+        raise bad_request(name, f"give either {name} or messages")
+
+
 def as_ids(ids: Sequence[Any], name: str) -> IntArray:
     """Token ids as an array; whether the model has them is the engine's to say.
 
@@ -113,7 +123,7 @@ def check_texts(texts: Sequence[str], param: str, service: Service, *, is_whole:
     Raises:
         ApiError: 400.
     """
-    sizes = [len(text.encode("utf-8", "surrogatepass")) for text in texts]
+    sizes = list(map(utf8_bytes, texts))
     check_count(service.settings, "max_text_bytes", param, sum(sizes), "bytes of text")
     limit = service.capabilities.max_model_len
     if is_whole and max(sizes, default=0) > (limit + 1) * service.max_token_bytes:

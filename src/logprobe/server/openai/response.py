@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from logprobe.server.reply_channels import ReplyChannels, ReplySegment, Splitter, grouped, text_of
 from logprobe.server.rows import (
     call_fields,
     chat_rows,
     num_field_tokens,
     num_top,
     reply_extensions,
-    said_fields,
+    segment_fields,
 )
-from logprobe.server.said import Said, Splitter, Told, segments, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from logprobe.server.stored import Messages
 
 ROWS: Final = ("logprobs", "processed_logprobs")
-"""Fields that hold the rows of what was said, named as the records of a completion."""
+"""Fields that hold the rows of the output, named as the records of a completion."""
 NO_ROWS: Final = msgspec.Raw(b"[]")
 PREFIXES: Final = {"content": "msg", "reasoning": "rs", "tool_call": "fc"}
 """With which an item's id begins, by its channel."""
 TEXTS: Final = {"content": "response.output_text", "reasoning": "response.reasoning_text"}
 """Events of an item that is a text, by its channel."""
 CALL: Final = "response.function_call_arguments"
-NOTHING: Final = Said("content", "", [])
+NOTHING: Final = ReplySegment("content", "", [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,12 @@ class ResponsesRequest:
 
 @dataclass(slots=True)
 class _Item:
-    """An item of the output, as far as it was said."""
+    """An item of the output, with its segments so far."""
 
     id: str
     index: int
     channel: str
-    said: list[Said] = field(default_factory=list)
+    segments: list[ReplySegment] = field(default_factory=list)
 
 
 class ResponseShape:
@@ -76,9 +76,9 @@ class ResponseShape:
         self._generation = request.generation
         self._splitter = request.splitter
         self._created_at = service.now()
-        self._said: list[Said] = []
+        self._segments: list[ReplySegment] = []
         self._piece: CompletionPiece | None = None  # the last one
-        self._item: _Item | None = None  # that is being told
+        self._item: _Item | None = None  # that is open
         self._output: list[dict[str, Any]] = []  # items that are whole
         self._num_events = 0
 
@@ -86,11 +86,11 @@ class ResponseShape:
         """The response, stored unless the client asked not to."""
         (piece,) = pieces
         self._piece = piece
-        self._said += self._splitter.take(piece)
-        groups = segments(self._said) or [[NOTHING]]
-        for number, said in enumerate(groups, start=1):
-            item = self._new_item(said[0])
-            item.said += said
+        self._segments += self._splitter.take(piece)
+        groups = grouped(self._segments) or [[NOTHING]]
+        for number, group in enumerate(groups, start=1):
+            item = self._new_item(group[0])
+            item.segments += group
             self._output.append(self._written(item, "completed" if number < len(groups) else self._status()))
         return self._ended()
 
@@ -102,16 +102,16 @@ class ResponseShape:
             yield from self._begin(NOTHING)
 
     def chunks(self, piece: CompletionPiece) -> Iterator[dict[str, Any]]:
-        """What is said with its rows; an item ends where another begins."""
+        """The piece's segments with their rows; an item ends where another begins."""
         self._piece = piece
-        for said in self._splitter.take(piece):
-            self._said.append(said)
-            if self._item is not None and (said.call is not None or said.channel != self._item.channel):
+        for segment in self._splitter.take(piece):
+            self._segments.append(segment)
+            if self._item is not None and (segment.call is not None or segment.channel != self._item.channel):
                 yield from self._end("completed")
             if self._item is None:
-                yield from self._begin(said)
-            yield from self._go_on(said)
-            if said.call is not None:
+                yield from self._begin(segment)
+            yield from self._go_on(segment)
+            if segment.call is not None:
                 yield from self._end("completed")
 
     @property
@@ -138,29 +138,29 @@ class ResponseShape:
 
     # -- events ----------------------------------------------------------------------------------------------
 
-    def _begin(self, said: Said) -> Iterator[dict[str, Any]]:
-        """An item that what is said belongs to."""
-        self._item = item = self._new_item(said)
-        begun = self._written(_Item(item.id, item.index, item.channel, [said] if said.call else []))
+    def _begin(self, segment: ReplySegment) -> Iterator[dict[str, Any]]:
+        """Begin the item of a segment."""
+        self._item = item = self._new_item(segment)
+        begun = self._written(_Item(item.id, item.index, item.channel, [segment] if segment.call else []))
         yield self._event("response.output_item.added", output_index=item.index, item=begun)
-        if said.call is None:
+        if segment.call is None:
             part = self._part(item)
             yield self._item_event("response.content_part.added", content_index=0, part=part)
 
-    def _go_on(self, said: Said) -> Iterator[dict[str, Any]]:
+    def _go_on(self, segment: ReplySegment) -> Iterator[dict[str, Any]]:
         assert self._item is not None, "it has begun"
-        self._item.said.append(said)
-        if said.call is not None:
-            yield self._item_event(f"{CALL}.delta", delta=said.call.arguments, **self._rows([said]))
+        self._item.segments.append(segment)
+        if segment.call is not None:
+            yield self._item_event(f"{CALL}.delta", delta=segment.call.arguments, **self._rows([segment]))
         else:
-            kind, rows = f"{TEXTS[said.channel]}.delta", self._text_rows(said.channel, [said])
-            yield self._item_event(kind, content_index=0, delta=said.text, **rows)
+            kind, rows = f"{TEXTS[segment.channel]}.delta", self._text_rows(segment.channel, [segment])
+            yield self._item_event(kind, content_index=0, delta=segment.text, **rows)
 
     def _end(self, status: str) -> Iterator[dict[str, Any]]:
         """The end of the open item."""
         assert self._item is not None, "there is one"
         item = self._item
-        item.said = item.said or [NOTHING]
+        item.segments = item.segments or [NOTHING]
         written = self._written(item, status)
         if item.channel == "tool_call":
             rows = {name: written[name] for name in ROWS if name in written}
@@ -187,24 +187,26 @@ class ResponseShape:
 
     # -- items -----------------------------------------------------------------------------------------------
 
-    def _new_item(self, said: Said) -> _Item:
+    def _new_item(self, segment: ReplySegment) -> _Item:
         index = len(self._output)
-        own_id = self._generation.reply_id.replace("resp", PREFIXES[said.channel], 1)
-        return _Item(f"{own_id}-{index}" if index else own_id, index, said.channel)
+        own_id = self._generation.reply_id.replace("resp", PREFIXES[segment.channel], 1)
+        return _Item(f"{own_id}-{index}" if index else own_id, index, segment.channel)
 
     def _written(self, item: _Item, status: str | None = None) -> dict[str, Any]:
         """An item as it ends with a status, or as it begins."""
         label = {"id": item.id, "status": status or "in_progress"}
         if item.channel == "tool_call":
-            return self._written_call(item.said[0], label, has_ended=status is not None)
+            return self._written_call(item.segments[0], label, has_ended=status is not None)
         parts = [] if status is None else [self._part(item, has_ended=True)]
         if item.channel == "reasoning":
             return {**label, "type": "reasoning", "summary": [], "content": parts}
         return {**label, "type": "message", "role": "assistant", "content": parts}
 
-    def _written_call(self, said: Said, label: dict[str, str], *, has_ended: bool) -> dict[str, Any]:
-        assert said.call is not None, "a part of this channel is a call"
-        call = {"type": "function_call", "call_id": said.call_id, "name": said.call.name}
+    def _written_call(
+        self, segment: ReplySegment, label: dict[str, str], *, has_ended: bool
+    ) -> dict[str, Any]:
+        assert segment.call is not None, "a segment of this channel is a call"
+        call = {"type": "function_call", "call_id": segment.call_id, "name": segment.call.name}
         if not has_ended:
             return {**label, **call, "arguments": ""}
         # It comes whole, whatever becomes of the rest.
@@ -212,37 +214,39 @@ class ResponseShape:
             **label,
             **call,
             "status": "completed",
-            "arguments": said.call.arguments,
-            **self._rows([said]),
+            "arguments": segment.call.arguments,
+            **self._rows([segment]),
         }
-        return done | ({"fields": call_fields(self._completion, said)} if self._body.field_logprobs else {})
+        return done | (
+            {"fields": call_fields(self._completion, segment)} if self._body.field_logprobs else {}
+        )
 
     def _part(self, item: _Item, *, has_ended: bool = False) -> dict[str, Any]:
         """The text of an item, with its rows."""
-        text, rows = text_of(item.said), self._text_rows(item.channel, item.said)
+        text, rows = text_of(item.segments), self._text_rows(item.channel, item.segments)
         if item.channel == "reasoning":
             return {"type": "reasoning_text", "text": text, **rows}
         has_fields = has_ended and self._body.field_logprobs
         found = self._generation.found.get(0)
-        fields = {"fields": said_fields(self._completion, item.said, found)} if has_fields else {}
+        fields = {"fields": segment_fields(self._completion, item.segments, found)} if has_fields else {}
         return {"type": "output_text", "text": text, "annotations": [], **rows, **fields}
 
-    def _text_rows(self, channel: str, said: Sequence[Said]) -> dict[str, msgspec.Raw]:
+    def _text_rows(self, channel: str, segments: Sequence[ReplySegment]) -> dict[str, msgspec.Raw]:
         """The rows of a text; of content an empty list where none were asked, as OpenAI has it."""
-        return ({"logprobs": NO_ROWS} if channel == "content" else {}) | self._rows(said)
+        return ({"logprobs": NO_ROWS} if channel == "content" else {}) | self._rows(segments)
 
-    def _rows(self, said: Sequence[Said]) -> dict[str, msgspec.Raw]:
-        """The rows of what was said, of each distribution that was asked for."""
-        records = {name: getattr(self._completion, name) for name in ROWS} if said else {}
+    def _rows(self, segments: Sequence[ReplySegment]) -> dict[str, msgspec.Raw]:
+        """The rows of segments, of each distribution that was asked for."""
+        records = {name: getattr(self._completion, name) for name in ROWS} if segments else {}
         return {
-            name: chat_rows(self._service, record, said, num_top(self._generation))
+            name: chat_rows(self._service, record, segments, num_top(self._generation))
             for name, record in records.items()
             if record is not None
         }
 
     @property
     def _completion(self) -> CompletionOutput:
-        assert self._piece is not None, "something was said"
+        assert self._piece is not None, "a piece has come"
         return self._piece.completion
 
     # -- the response ----------------------------------------------------------------------------------------
@@ -256,7 +260,7 @@ class ResponseShape:
         output = self._generation.outputs[0]
         response |= reply_extensions(self._body, self._generation.params, output)
         if self._body.store is not False:
-            messages = [*self._request.messages, _message(Told.of(self._said))]
+            messages = [*self._request.messages, _message(ReplyChannels.of(self._segments))]
             self._service.stored.keep(self._request.owner, response, messages)
         return response
 
@@ -296,7 +300,7 @@ class ResponseShape:
 
     def _usage(self) -> dict[str, Any]:
         num_input, num_output = self._generation.num_prompt_tokens, self._generation.num_completion_tokens
-        num_reasoning = sum(len(said.rows) for said in self._said if said.channel == "reasoning")
+        num_reasoning = sum(len(segment.rows) for segment in self._segments if segment.channel == "reasoning")
         return {
             "input_tokens": num_input,
             "input_tokens_details": {"cached_tokens": self._generation.num_cached_tokens},
@@ -306,12 +310,12 @@ class ResponseShape:
         }
 
 
-def _message(told: Told) -> dict[str, Any]:
-    """What was said as a message of the conversation that goes on."""
-    message: dict[str, Any] = {"role": "assistant", "content": text_of(told.content)}
-    if told.reasoning:
-        message["reasoning_content"] = text_of(told.reasoning)
-    calls = [(said.call_id, said.call) for said in told.calls if said.call is not None]
+def _message(channels: ReplyChannels) -> dict[str, Any]:
+    """The reply as a message of the conversation that goes on."""
+    message: dict[str, Any] = {"role": "assistant", "content": text_of(channels.content)}
+    if channels.reasoning:
+        message["reasoning_content"] = text_of(channels.reasoning)
+    calls = [(segment.call_id, segment.call) for segment in channels.calls if segment.call is not None]
     if calls:
         message["tool_calls"] = [
             {"id": own_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from logprobe.errors import ParameterError, shortened
 from logprobe.server.http.errors import as_api_error, bad_request
 from logprobe.server.openai.bodies import ResponsesBody
-from logprobe.server.said import end_of
+from logprobe.server.reply_channels import end_of
 from logprobe.text.channels import call_format
 from logprobe.text.tools import read_tools
 
@@ -50,15 +50,14 @@ class Tools:
         return call_format(self.form, self.functions, self.wanted, parallel=parallel, prefix=prefix)
 
 
-NO_TOOLS: Final = Tools()
-
-
 def tools_of(body: ChatBody | ResponsesBody, form: ResponseForm | None) -> Tools:
     """The tools of a body; with `tool_choice: none` the model is told of none.
 
     Raises:
         ApiError: 400, a tool without a name, a choice that names none of them, or that cannot be promised.
     """
+    if body.tools is None and body.tool_choice is None:
+        return Tools()
     functions = functions_of(body.tools, is_flat=isinstance(body, ResponsesBody))
     choice, is_single = _choice(body.tool_choice), body.parallel_tool_calls is False
     if not isinstance(choice, Named) and choice in {"none", "auto"}:
@@ -116,9 +115,8 @@ def functions_of(tools: Sequence[Mapping[str, Any]] | None, *, is_flat: bool = F
     try:
         read_tools(functions)
     except ParameterError as error:
-        refusal = as_api_error(error)
         field = error.parameter.replace(".function", "") if is_flat else error.parameter
-        raise bad_request(field, refusal.message.removeprefix(f"{error.parameter}: ")) from error
+        raise as_api_error(error).at(field) from error
     return functions
 
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from logprobe.server.http.decode import read
-from logprobe.server.http.replies import DONE
 from logprobe.server.openai.bodies import ChatBody
 from logprobe.server.openai.fields import chat_params, named_as_asked
 from logprobe.server.openai.prompts import encode_laid_out, layout_of, render_messages
-from logprobe.server.openai.tools import NO_TOOLS, tools_of
-from logprobe.server.reply import Generation, answer, usage
+from logprobe.server.openai.tools import tools_of
+from logprobe.server.reply import ChoicesShape, Generation, answer, usage
+from logprobe.server.reply_channels import ReplyChannels, Splitter, text_of
 from logprobe.server.rows import (
     chat_logprobs,
     choice_extensions,
@@ -23,17 +23,19 @@ from logprobe.server.rows import (
     prompt_extensions,
     reply_extensions,
 )
-from logprobe.server.said import Splitter, Told, text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
 
     from logprobe.engine.request import CompletionPiece
-    from logprobe.server.http.errors import ApiError
-    from logprobe.server.said import Said
+    from logprobe.records.values import IntArray
+    from logprobe.sampling import SamplingParams
+    from logprobe.server.openai.bodies import ResponsesBody
+    from logprobe.server.openai.tools import Tools
+    from logprobe.server.reply_channels import ReplySegment
     from logprobe.server.service import Service
 
 
@@ -59,40 +61,50 @@ def prepare(body: ChatBody, service: Service) -> ChatRequest:
     service.log_body("chat", body)
     if body.return_tokens_as_token_ids:
         service.write_ids()
-    has_tools = body.tools is not None or body.tool_choice is not None
-    tools = tools_of(body, service.reply_form()) if has_tools else NO_TOOLS
+    tools = tools_of(body, service.reply_form())
     prompt = render_messages(body.messages, service, layout_of(body, service, tools.functions))
     ids = encode_laid_out(prompt, service, add_special_tokens=bool(body.add_special_tokens))
-    room = service.capabilities.max_model_len + 1 - len(ids)
-    calls = None if tools.form is None else tools.call_format(prompt)
-    with named_as_asked(body, is_call=calls is not None):
-        params = chat_params(body, service.settings, calls, room=room)
-        members = body.field_logprobs == "members"
-        generation = Generation(service, service.new_id("chatcmpl"), [(ids, params)], wants_members=members)
-    is_formed = calls is None and params.response_format is not None
-    splitter = Splitter(service, prompt, tools.functions, is_formed=is_formed)
+    generation, splitter = admit_reply(service, body, prompt, ids, tools, chat_params, "chatcmpl")
     return ChatRequest(body, generation, splitter)
 
 
-class ChatShape:
+def admit_reply(
+    service: Service,
+    body: ChatBody | ResponsesBody,
+    prompt: str,
+    ids: IntArray,
+    tools: Tools,
+    params_of: Callable[..., SamplingParams],
+    id_prefix: str,
+) -> tuple[Generation, Splitter]:
+    """Check and admit the reply to a conversation, which is laid out as `prompt` and its ids.
+
+    `params_of` reads the parameters of the body: `chat_params` or `responses_params`.
+    """
+    room = service.capabilities.max_model_len + 1 - len(ids)
+    calls = None if tools.form is None else tools.call_format(prompt)
+    with named_as_asked(body, is_call=calls is not None):
+        params = params_of(body, service.settings, calls, room=room)
+        members = body.field_logprobs == "members"
+        generation = Generation(service, service.new_id(id_prefix), [(ids, params)], wants_members=members)
+    is_formed = calls is None and params.response_format is not None
+    return generation, Splitter(service, prompt, tools.functions, is_formed=is_formed)
+
+
+class ChatShape(ChoicesShape[ChatBody]):
     """OpenAI's `chat.completion` and its chunks."""
 
-    terminator = DONE
-    closing_repeats_all = False
+    kinds = ("chat.completion", "chat.completion.chunk")
 
     def __init__(self, service: Service, request: ChatRequest) -> None:
-        self._service = service
-        self._body = request.body
-        self._generation = request.generation
+        super().__init__(service, request.body, request.generation)
         self._splitter = request.splitter
-        options = request.body.stream_options
-        self._has_usage = bool(options and options.include_usage)
         self._has_sent_prompt = False
 
     def whole(self, pieces: Sequence[CompletionPiece]) -> dict[str, Any]:
         """The reply, one choice a completion."""
         output = self._generation.outputs[0]
-        reply = self._frame("chat.completion", [self._choice(piece) for piece in pieces])
+        reply = self._frame([self._choice(piece) for piece in pieces])
         reply["usage"] = usage(self._generation)
         extensions = prompt_extensions(self._service, self._body, output)
         return reply | extensions | reply_extensions(self._body, self._generation.params, output)
@@ -103,15 +115,15 @@ class ChatShape:
             yield self._chunk(index, {"role": "assistant", "content": ""})
 
     def chunks(self, piece: CompletionPiece) -> Iterator[dict[str, Any]]:
-        """What is said with its rows, a chunk a part, then the reason where it has ended."""
+        """One chunk for each segment, with its rows, then the finish reason."""
         extras = choice_extensions(self._body, piece)
         num_calls = self._splitter.num_calls(piece.index)
-        parts = [[said] for said in self._splitter.take(piece)]
-        for part in parts or [[]] * bool(extras and piece.num_rows):
-            told = Told.of(part)
-            logprobs = chat_logprobs(self._service, self._generation, piece.completion, told)
-            yield self._chunk(piece.index, _delta(told, num_calls), logprobs, **extras) | self._prompt()
-            num_calls += len(told.calls)
+        groups = [[segment] for segment in self._splitter.take(piece)]
+        for segments in groups or [[]] * bool(extras and piece.num_rows):
+            channels = ReplyChannels.of(segments)
+            logprobs = chat_logprobs(self._service, self._generation, piece.completion, channels)
+            yield self._chunk(piece.index, _delta(channels, num_calls), logprobs, **extras) | self._prompt()
+            num_calls += len(channels.calls)
             extras = {}  # of the whole piece
         if piece.finish_reason:
             reason, ending = self._end(piece)
@@ -126,36 +138,28 @@ class ChatShape:
         """Return what pieces cost beside their own rows, as entries: what was held back, ends of choices."""
         return sum(map(self._splitter.num_entries, pieces)) + num_field_tokens(self._body, pieces)
 
-    def closing(self) -> Iterator[dict[str, Any]]:
-        """Usage, where it was asked for."""
-        if self._has_usage:
-            chunk = self._frame("chat.completion.chunk", [])
-            yield chunk | {"usage": usage(self._generation)}
-
-    def failed(self, error: ApiError) -> dict[str, Any]:
-        """The error as any reply would carry it."""
-        return error.to_dict()
-
     def _choice(self, piece: CompletionPiece) -> dict[str, Any]:
-        told = Told.of(self._splitter.take(piece))
+        channels = ReplyChannels.of(self._splitter.take(piece))
         reason, ending = self._end(piece)
         return {
             "index": piece.index,
-            "message": _message(told),
-            "logprobs": chat_logprobs(self._service, self._generation, piece.completion, told),
+            "message": _message(channels),
+            "logprobs": chat_logprobs(self._service, self._generation, piece.completion, channels),
             "finish_reason": reason,
             **choice_extensions(self._body, piece),
             **ending,
         }
 
     def _end(self, piece: CompletionPiece) -> tuple[str | None, dict[str, Any]]:
-        """Why a choice has ended, and what is told of it then."""
-        told = Told.of(self._splitter.all_of(piece.index))
-        has_called = bool(told.calls) and piece.finish_reason == "stop"
+        """Return the finish reason of a choice, and the fields that come with it."""
+        channels = ReplyChannels.of(self._splitter.all_of(piece.index))
+        has_called = bool(channels.calls) and piece.finish_reason == "stop"
         reason = "tool_calls" if has_called else piece.finish_reason
         is_split = self._splitter.is_split
         found = self._generation.found.get(piece.index)
-        return reason, ending_extensions(self._service, self._body, piece, found, told if is_split else None)
+        return reason, ending_extensions(
+            self._service, self._body, piece, found, channels if is_split else None
+        )
 
     def _chunk(
         self,
@@ -166,17 +170,7 @@ class ChatShape:
         **extras: Any,
     ) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return self._frame("chat.completion.chunk", [choice | extras])
-
-    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        reply = {
-            "id": self._generation.reply_id,
-            "object": kind,
-            "created": self._service.now(),
-            "model": self._service.name_of(self._body),
-            "choices": choices,
-        }
-        return reply | {"usage": None} if self._has_usage else reply
+        return self._frame([choice | extras], is_chunk=True)
 
     def _prompt(self) -> dict[str, Any]:
         """The prompt's fields, with the first chunk that has them."""
@@ -188,30 +182,30 @@ class ChatShape:
         return extensions | reply_extensions(self._body, self._generation.params, output)
 
 
-def _message(told: Told) -> dict[str, Any]:
-    """What the assistant says; without content beside calls it is null, as OpenAI has it."""
-    text = text_of(told.content)
-    content = None if told.calls and not text else text
-    calls = {"tool_calls": [_call(said) for said in told.calls]} if told.calls else {}
-    return {"role": "assistant", "content": content, "refusal": None, **_reasoning(told), **calls}
+def _message(channels: ReplyChannels) -> dict[str, Any]:
+    """The assistant's message; its content is null where there are calls alone, as OpenAI has it."""
+    text = text_of(channels.content)
+    content = None if channels.calls and not text else text
+    calls = {"tool_calls": [_call(segment) for segment in channels.calls]} if channels.calls else {}
+    return {"role": "assistant", "content": content, "refusal": None, **_reasoning(channels), **calls}
 
 
-def _delta(told: Told, num_calls: int) -> dict[str, Any]:
+def _delta(channels: ReplyChannels, num_calls: int) -> dict[str, Any]:
     """What a part adds to a message that has so many calls."""
-    calls = [{"index": number, **_call(said)} for number, said in enumerate(told.calls, num_calls)]
-    if calls or told.reasoning:
-        return _reasoning(told) | ({"tool_calls": calls} if calls else {})
-    return {"content": text_of(told.content)}
+    calls = [{"index": number, **_call(segment)} for number, segment in enumerate(channels.calls, num_calls)]
+    if calls or channels.reasoning:
+        return _reasoning(channels) | ({"tool_calls": calls} if calls else {})
+    return {"content": text_of(channels.content)}
 
 
-def _reasoning(told: Told) -> dict[str, str]:
-    """It by both names that clients know."""
-    return (
-        dict.fromkeys(("reasoning_content", "reasoning"), text_of(told.reasoning)) if told.reasoning else {}
-    )
+def _reasoning(channels: ReplyChannels) -> dict[str, str]:
+    """The reasoning by both names that clients know."""
+    if not channels.reasoning:
+        return {}
+    return dict.fromkeys(("reasoning_content", "reasoning"), text_of(channels.reasoning))
 
 
-def _call(said: Said) -> dict[str, Any]:
-    assert said.call is not None, "a part of this channel is a call"
-    function = {"name": said.call.name, "arguments": said.call.arguments}
-    return {"id": said.call_id, "type": "function", "function": function}
+def _call(segment: ReplySegment) -> dict[str, Any]:
+    assert segment.call is not None, "a segment of this channel is a call"
+    function = {"name": segment.call.name, "arguments": segment.call.arguments}
+    return {"id": segment.call_id, "type": "function", "function": function}

@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from logprobe.server.http.decode import read
-from logprobe.server.http.replies import DONE
 from logprobe.server.openai.bodies import CompletionBody
 from logprobe.server.openai.fields import completion_params, named_as_asked
 from logprobe.server.openai.prompts import read_prompts
-from logprobe.server.reply import Generation, answer, usage
+from logprobe.server.reply import ChoicesShape, Generation, answer, usage
 from logprobe.server.rows import (
     choice_extensions,
     completion_rows,
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
     from logprobe.engine.request import CompletionPiece
     from logprobe.sampling import SamplingParams
-    from logprobe.server.http.errors import ApiError
     from logprobe.server.openai.prompts import Prompt
     from logprobe.server.service import Service
 
@@ -83,21 +81,17 @@ class Echo:
     logprobs: dict[str, list[Any]] | None
 
 
-class CompletionShape:
+class CompletionShape(ChoicesShape[CompletionBody]):
     """OpenAI's `text_completion`; chunks have the same form as the whole."""
 
-    terminator = DONE
-    closing_repeats_all = False
+    kinds = ("text_completion", "text_completion")
+    begun_entries = 0
 
     def __init__(
         self, service: Service, body: CompletionBody, generation: Generation, prompts: Sequence[Prompt]
     ) -> None:
-        self._service = service
-        self._body = body
-        self._generation = generation
+        super().__init__(service, body, generation)
         self._prompts = prompts
-        options = body.stream_options
-        self._has_usage = bool(options and options.include_usage)
         self._begun: set[int] = set()  # choices whose prompt was sent
         self._echoes: dict[int, Echo] = {}  # by prompt: all its choices begin with one
 
@@ -116,20 +110,9 @@ class CompletionShape:
         self._begun.add(piece.index)
         yield self._frame([self._begin(piece) if is_first else self._choice(piece)])
 
-    begun_entries = 0
-
     def num_entries(self, pieces: Sequence[CompletionPiece]) -> int:
         """Return what ends of choices cost beside their own rows, as entries."""
         return num_field_tokens(self._body, pieces)
-
-    def closing(self) -> Iterator[dict[str, Any]]:
-        """Usage, where it was asked for."""
-        if self._has_usage:
-            yield self._frame([]) | {"usage": usage(self._generation)}
-
-    def failed(self, error: ApiError) -> dict[str, Any]:
-        """The error as any reply would carry it."""
-        return error.to_dict()
 
     def _choice(self, piece: CompletionPiece) -> dict[str, Any]:
         return {
@@ -182,16 +165,6 @@ class CompletionShape:
         rows: dict[str, list[Any]] = {"tokens": [tokens.token_text(token_id) for token_id in ids]}
         rows |= completion_rows(record, tokens) | {"text_offset": offsets}
         return Echo("".join(texts), rows)
-
-    def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        reply = {
-            "id": self._generation.reply_id,
-            "object": "text_completion",
-            "created": self._service.now(),
-            "model": self._service.name_of(self._body),
-            "choices": choices,
-        }
-        return reply | {"usage": None} if self._has_usage else reply
 
 
 def _add_empty_entry(choice: dict[str, Any]) -> None:

@@ -1,21 +1,26 @@
-"""Routes about the server itself: health, models, capabilities, processors, metrics, tokenizer."""
+"""Routes about the server itself: its page, health, models, capabilities, processors, metrics, tokenizer."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from dataclasses import asdict
+from functools import cache
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.responses import Response
 
 from logprobe import __version__
+from logprobe.ignored_kwargs import FIELDS_WITHOUT_EFFECT, NEUTRAL_FIELDS
 from logprobe.server.http.decode import read
 from logprobe.server.http.errors import bad_request, engine_unavailable
 from logprobe.server.http.replies import Document, json_reply
 from logprobe.server.limits import limit_table
 from logprobe.server.openai.bodies import DetokenizeBody, TokenizeBody
-from logprobe.server.openai.fields import ENGINE_FIELDS, LOGPROBS_FIELDS, NEUTRAL, SAMPLING_FIELDS
-from logprobe.server.openai.no_effect import NO_EFFECT
+from logprobe.server.openai.fields import ENGINE_FIELDS, LOGPROBS_FIELDS, SAMPLING_FIELDS
+from logprobe.server.openai.ignored_fields import CONDITIONS, TEMPLATE_FIELDS
 from logprobe.server.openai.prompts import check_texts, encode_messages, layout_of
 from logprobe.server.openai.tools import functions_of
 
@@ -73,9 +78,9 @@ async def capabilities(_: HttpRequest, service: Service) -> Response:
             "max_logprobs": service.settings.max_logprobs,
             "max_logprobs_of": dict.fromkeys(LOGPROBS_FIELDS, service.settings.max_logprobs),
             "fields": sorted(set(SAMPLING_FIELDS) & ENGINE_FIELDS),
-            "unsupported_fields": sorted({*SAMPLING_FIELDS, *NEUTRAL} - ENGINE_FIELDS),
+            "unsupported_fields": sorted({*SAMPLING_FIELDS, *NEUTRAL_FIELDS} - ENGINE_FIELDS),
             "fields_without_effect": sorted(
-                name for name, field in NO_EFFECT.items() if field.beside is None and not field.is_templates
+                FIELDS_WITHOUT_EFFECT.keys() - CONDITIONS.keys() - TEMPLATE_FIELDS
             ),
             "reply_form": _reply_form(service),
             "limits": limit_table(service.settings),
@@ -221,3 +226,39 @@ def _model(service: Service, name: str, folder: str | None) -> dict[str, Any]:
         "quantization": service.engine.capabilities().quantization,
     }
     return base if folder is None else base | {"root": folder, "parent": service.model_name}
+
+
+async def page(_: HttpRequest, __: Service) -> Response:
+    """Give the page for people: type a text and see the numbers of every token."""
+    html, policy = assemble()
+    headers = {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    return Response(html, media_type="text/html", headers=headers)
+
+
+@cache
+def assemble() -> tuple[bytes, str]:
+    """The file, and the policy under which a browser runs its own script and style and no others."""
+    folder = resources.files("logprobe.server") / "page"
+    style, script = ((folder / name).read_text("utf-8") for name in ("page.css", "page.js"))
+    html = (folder / "page.html").read_text("utf-8")
+    whole = html.replace("/*STYLE*/", style).replace("/*SCRIPT*/", script)
+    rules = {
+        "default-src": "'none'",
+        "connect-src": "'self'",
+        "img-src": "data:",
+        "script-src": _hashed(script),
+        "style-src": _hashed(style),
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    return whole.encode(), "; ".join(f"{name} {value}" for name, value in rules.items())
+
+
+def _hashed(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -18,9 +18,9 @@ from logprobe.records.forms.json import finite_fields
 from logprobe.server.http.decode import read
 from logprobe.server.http.errors import ApiError, as_api_error, bad_request
 from logprobe.server.http.replies import JSON_TYPE, while_connected
-from logprobe.server.limits import check_count
+from logprobe.server.limits import check_count, utf8_bytes
 from logprobe.server.openai.bodies import ClassifyBody, JudgeBody, RerankBody
-from logprobe.server.openai.prompts import check_texts, render_messages
+from logprobe.server.openai.prompts import check_one_of, check_texts, render_messages
 from logprobe.server.reply import encode, num_cached, usage_of
 from logprobe.server.routes.score import SCORE_ENTRIES
 
@@ -157,8 +157,7 @@ def _open(body: HasPrompts, name: str, service: Service) -> list[Asked]:
     """Settle on weights, and give the prompts: texts, or the one conversation."""
     service.choose_weights(body)
     service.log_body(name, body)
-    if (body.input is None) == (body.messages is None):
-        raise bad_request("input", "give either input or messages")
+    check_one_of(body, "input")
     if body.messages is not None:
         return [body.messages]
     if not body.input and body.input != "":
@@ -228,8 +227,7 @@ def _read(messages: Conversation, body: HasPrompts, num_times: int, service: Ser
         failure = as_api_error(error)
         if isinstance(body, JudgeBody) or messages is not body.content_free or failure.param is None:
             raise
-        param, said = failure.param, failure.message.removeprefix(f"{failure.param}: ")
-        raise bad_request(param.replace("messages", "content_free", 1), said, code=failure.code) from error
+        raise failure.at(failure.param.replace("messages", "content_free", 1)) from error
     return service.text.encode(text, add_special_tokens=False)
 
 
@@ -244,8 +242,8 @@ def prepare_rerank(body: RerankBody, service: Service) -> AnswerRequest:
     layout = {name: getattr(body, name) for name in ("task", "template", "labels")}
     layout = {name: value for name, value in layout.items() if value is not None}
     before, pair, after = layout.get("template", labels.RERANK_TEMPLATE)
-    beside = sum(map(_num_bytes, (before, pair, after, body.query, layout.get("task", labels.RERANK_TASK))))
-    count = len(documents) * beside + sum(map(_num_bytes, documents))
+    beside = sum(map(utf8_bytes, (before, pair, after, body.query, layout.get("task", labels.RERANK_TASK))))
+    count = len(documents) * beside + sum(map(utf8_bytes, documents))
     check_count(service.settings, "max_text_bytes", "documents", count, "bytes of text, each laid out")
     check_texts(documents, "documents", service)
     check_texts([body.query, before, pair, after], "query", service)
@@ -269,13 +267,9 @@ def ranked(scores: Sequence[float], documents: Sequence[str] | None) -> list[dic
     return [result | {"document": {"text": documents[result["index"]]}} for result in results]
 
 
-def _num_bytes(text: str) -> int:
-    return len(text.encode("utf-8", "surrogatepass"))
-
-
 def _check_texts(param: str, texts: Sequence[str], num_times: int, service: Service) -> None:
     """Refuse texts by their bytes, each of which is tokenised so many times."""
-    count = num_times * sum(map(_num_bytes, texts))
+    count = num_times * sum(map(utf8_bytes, texts))
     check_count(
         service.settings, "max_text_bytes", param, count, "bytes of text, each as often as it is read"
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from logprobe.errors import LogprobeError, ModelError, ParameterError
 from logprobe.server.http.decode import read
-from logprobe.server.http.errors import bad_request
+from logprobe.server.http.errors import as_api_error, bad_request
 from logprobe.server.http.replies import json_reply
 from logprobe.server.openai.bodies import LoadLoraBody, UnloadLoraBody, UpdateWeightsBody
 
@@ -44,7 +44,7 @@ async def unload_lora_adapter(request: HttpRequest, service: Service) -> Respons
     try:
         service.engine.remove_lora(body.lora_name)
     except ParameterError as error:
-        raise bad_request("lora_name", str(error).removeprefix(f"{error.parameter}: ")) from error
+        raise as_api_error(error).at("lora_name") from error
     service.models.keep(service)
     return json_reply({"id": body.lora_name, "object": "model", "deleted": True})
 

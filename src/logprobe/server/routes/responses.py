@@ -14,13 +14,13 @@ from logprobe.server.http.decode import read
 from logprobe.server.http.errors import ApiError, as_api_error, bad_request
 from logprobe.server.http.replies import JSON_TYPE, json_reply
 from logprobe.server.openai.bodies import MAX_LISTED, ORDERS, ResponsesBody
-from logprobe.server.openai.fields import named_as_asked, responses_params
+from logprobe.server.openai.fields import responses_params
 from logprobe.server.openai.items import InputItems, as_items
 from logprobe.server.openai.prompts import encode_laid_out, render_messages, template_variables
 from logprobe.server.openai.response import ResponseShape, ResponsesRequest
-from logprobe.server.openai.tools import NO_TOOLS, tools_of
-from logprobe.server.reply import Generation, answer
-from logprobe.server.said import Splitter
+from logprobe.server.openai.tools import tools_of
+from logprobe.server.reply import answer
+from logprobe.server.routes.chat import admit_reply
 from logprobe.text.chat import Layout
 
 if TYPE_CHECKING:
@@ -47,18 +47,10 @@ def prepare(body: ResponsesBody, service: Service, owner: bytes) -> ResponsesReq
     """Check and admit what an owner asks."""
     service.choose_weights(body)
     service.log_body("responses", body)
-    has_tools = body.tools is not None or body.tool_choice is not None
-    tools = tools_of(body, service.reply_form()) if has_tools else NO_TOOLS
+    tools = tools_of(body, service.reply_form())
     messages, prompt = read_conversation(body, service, owner, tools)
     ids = encode_laid_out(prompt, service)
-    room = service.capabilities.max_model_len + 1 - len(ids)
-    calls = None if tools.form is None else tools.call_format(prompt)
-    with named_as_asked(body, is_call=calls is not None):
-        params = responses_params(body, service.settings, calls, room=room)
-        members = body.field_logprobs == "members"
-        generation = Generation(service, service.new_id("resp"), [(ids, params)], wants_members=members)
-    is_formed = calls is None and params.response_format is not None
-    splitter = Splitter(service, prompt, tools.functions, is_formed=is_formed)
+    generation, splitter = admit_reply(service, body, prompt, ids, tools, responses_params, "resp")
     return ResponsesRequest(owner, body, messages, generation, splitter)
 
 
@@ -99,7 +91,7 @@ def _by_item(error: ApiError, items: InputItems, num_system: int, num_before: in
         field = "previous_response_id"
     elif index is not None:
         field = items.path_of(index, rest)
-    return bad_request(field, error.message.removeprefix(f"{error.param}: "), code=error.code)
+    return error.at(field)
 
 
 async def get_response(request: HttpRequest, service: Service) -> Response:

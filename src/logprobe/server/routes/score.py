@@ -20,7 +20,7 @@ from logprobe.server.http.errors import as_api_error, bad_request
 from logprobe.server.http.replies import JSON_TYPE, while_connected
 from logprobe.server.limits import row_entries
 from logprobe.server.openai.bodies import ScoreBody
-from logprobe.server.openai.prompts import as_ids, check_texts, layout_of, render_messages
+from logprobe.server.openai.prompts import as_ids, check_one_of, check_texts, layout_of, render_messages
 from logprobe.server.openai.tools import functions_of
 from logprobe.server.reply import encode, num_cached, usage_of
 from logprobe.text.boundary import Split, split_texts
@@ -149,8 +149,7 @@ def _with_named_ids(
 
 def _read_context(body: ScoreBody, num_times: int, service: Service) -> tuple[str | None, str | IntArray]:
     """A conversation as text and as ids; or None and a context, which is either."""
-    if (body.context is None) == (body.messages is None):
-        raise bad_request("context", "give either context or messages")
+    check_one_of(body, "context")
     for name in LAYOUT_FIELDS if body.messages is None else ():
         if getattr(body, name) is not None:
             raise bad_request(name, "lays out messages; give them in the place of context")

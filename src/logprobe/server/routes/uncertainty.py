@@ -13,11 +13,11 @@ from starlette.responses import Response
 from logprobe.analysis.uncertainty import K, LowConfidence, draw_plan
 from logprobe.errors import ParameterError
 from logprobe.server.http.decode import read
-from logprobe.server.http.errors import as_api_error, bad_request
+from logprobe.server.http.errors import as_api_error
 from logprobe.server.http.replies import JSON_TYPE, while_connected
 from logprobe.server.openai.bodies import UncertaintyBody
 from logprobe.server.openai.fields import check_max_logprobs, uncertainty_params
-from logprobe.server.openai.prompts import check_texts, encode_messages
+from logprobe.server.openai.prompts import check_one_of, check_texts, encode_messages
 from logprobe.server.reply import encode, num_cached, usage_of
 
 if TYPE_CHECKING:
@@ -83,8 +83,7 @@ def _plan(body: UncertaintyBody, service: Service) -> DrawPlan:
 
 
 def _prompt(body: UncertaintyBody, service: Service) -> IntArray:
-    if (body.input is None) == (body.messages is None):
-        raise bad_request("input", "give either input or messages")
+    check_one_of(body, "input")
     if body.messages is not None:
         return encode_messages(body.messages, service)
     text = body.input or ""

@@ -24,7 +24,7 @@ REASONING: Final = ("reasoning_content", "reasoning", "thinking")
 """What response templates call the field of a model's reasoning."""
 CALLS: Final = "tool_calls"
 CONTENT: Final = {"content": {"content": "text"}}
-MOST_FORMS: Final = 16  # kept with a tokenizer
+MAX_FORMS: Final = 16  # kept with a tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,7 +301,7 @@ def template_of(text: TextEdge, override: Fields | None = None) -> ResponseForm 
     key = (chat_template, _json_of(given), override is None)
     if key not in text.response_forms:
         form = _form_of(text, chat_template, given, is_own=override is None)
-        if len(text.response_forms) >= MOST_FORMS:
+        if len(text.response_forms) >= MAX_FORMS:
             return form
         text.response_forms[key] = form
     known: ResponseForm | None = text.response_forms[key]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 BLOCK_CHARS: Final = 256  # shown at a time: each pattern is sought from one mark to the end of what was shown
 KEPT_CHARS: Final = 256  # before the place that was reached: patterns may look back
-MOST_PASSED_CHARS: Final = 2048
+MAX_PASSED_CHARS: Final = 2048
 
 
 class Text(NamedTuple):
@@ -73,7 +73,7 @@ class Regions(ResponseParser):
 
     def _let_go(self) -> None:
         num_passed = self._pos - KEPT_CHARS
-        if num_passed > MOST_PASSED_CHARS:
+        if num_passed > MAX_PASSED_CHARS:
             self._buffer = self._buffer[num_passed:]
             self._pos -= num_passed
             self._num_passed += num_passed

@@ -181,7 +181,7 @@ class Child:
         ready = []
         for admitted in requests:
             try:
-                args = self._parts.engine.drawing.pipeline.take_in(admitted.processor_args)
+                args = self._parts.engine.sampling.pipeline.take_in(admitted.processor_args)
                 ready.append(replace(admitted, processor_args=args))
             except Exception as error:  # noqa: BLE001 - whatever it is, it ends this request and no other
                 reason = _as_ours(error, "cannot take a request in")

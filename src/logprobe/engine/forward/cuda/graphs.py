@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from logprobe.engine.forward.pool import KVPool
 
 ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
-MOST_CONTEXT_SLOTS: Final = 1 << 22  # of all rows of a step; 16 MB
+MAX_CONTEXT_SLOTS: Final = 1 << 22  # of all rows of a step; 16 MB
 
 
 class StepGraphs:
@@ -33,7 +33,7 @@ class StepGraphs:
         self._decoder, self._pool = decoder, pool
         self._graphs: dict[tuple[int, int, bool], tuple[Any, Tensor]] = {}
         self._memory: Any = None  # shared by all graphs: each step's result is used before the next runs
-        self._num_slots = min(ROWS[-1] * max_len, MOST_CONTEXT_SLOTS)
+        self._num_slots = min(ROWS[-1] * max_len, MAX_CONTEXT_SLOTS)
         # Of each row: token id, position, slot, begin and length of its context, and its number of tokens.
         self._columns = torch.zeros(6 * ROWS[-1], dtype=torch.int32, device=decoder.device)
         self._contexts = torch.zeros(self._num_slots, dtype=torch.int32, device=decoder.device)

@@ -1,7 +1,6 @@
-"""What a reply says, as what it is: its content, its reasoning, its calls of tools, each by its own tokens.
+"""Split a reply into channels (content, reasoning, tool calls), each with the tokens that gave it.
 
-Before it: pieces of completions. After it: the shapes of chat and responses, and their rows. A reply that is
-not split is content from its first token to its last.
+A reply that is not split is content from its first token to its last.
 """
 
 from __future__ import annotations
@@ -10,12 +9,8 @@ import secrets
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-
-from logprobe.errors import ParameterError, require
 from logprobe.text.channels import Channels
 from logprobe.text.channels.split import begun_reply
 
@@ -29,7 +24,7 @@ if TYPE_CHECKING:
     Rows = list[tuple[int, bytes]]  # positions in the completion, each with what its token gave
 
 
-MOST_BEGUN_CHARS: Final = 1 << 14
+MAX_BEGUN_CHARS: Final = 1 << 14
 """Of a prompt's end, in which it is looked for what the prompt has begun of its reply."""
 
 
@@ -38,11 +33,11 @@ CHARS_A_TOKEN: Final = 4  # at least, of text that takes as long to split as a t
 
 def end_of(prompt: str) -> str:
     """The end of a prompt, which alone can have begun its reply."""
-    return prompt[-MOST_BEGUN_CHARS:]
+    return prompt[-MAX_BEGUN_CHARS:]
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ReplySegment:
     """Text of one channel, and the tokens that gave it."""
 
     channel: str  # content, reasoning or tool_call
@@ -54,7 +49,7 @@ class Said:
 
 
 class Splitter:
-    """Says of the pieces of a reply's choices what they are; all of them go through it in order."""
+    """Splits the pieces of a reply's choices into segments; all pieces go through it in order."""
 
     def __init__(
         self,
@@ -77,7 +72,7 @@ class Splitter:
         self._num_begun_chars = 0 if self._form is None else len(begun_reply(self._form, self._prompt))
         self._functions = functions
         self._channels: dict[int, Channels] = {}  # by choice
-        self._said: defaultdict[int, list[Said]] = defaultdict(list)
+        self._segments: defaultdict[int, list[ReplySegment]] = defaultdict(list)
         self._num_calls = Counter[int]()
 
     @property
@@ -85,14 +80,14 @@ class Splitter:
         """Whether a reply may be more than content."""
         return self._form is not None
 
-    def take(self, piece: CompletionPiece) -> list[Said]:
-        """What a piece says; nothing where its tokens gave no text, or their text is not certain yet."""
+    def take(self, piece: CompletionPiece) -> list[ReplySegment]:
+        """Return a piece's segments; none where its tokens gave no text, or their text is not certain yet."""
         if self._form is None:
             return self._whole(piece)
-        said = self._split(piece, self._form)
-        self._said[piece.index] += said
-        self._num_calls[piece.index] += sum(one.call is not None for one in said)
-        return said
+        segments = self._split(piece, self._form)
+        self._segments[piece.index] += segments
+        self._num_calls[piece.index] += sum(segment.call is not None for segment in segments)
+        return segments
 
     def num_calls(self, index: int) -> int:
         """Calls that a choice has made so far."""
@@ -101,42 +96,43 @@ class Splitter:
     def num_entries(self, piece: CompletionPiece) -> int:
         """Return what a piece costs beside its own tokens, as tokens: what its choice has held back so far.
 
-        The last piece of a choice has all that the choice has said gone through once more.
+        The last piece of a choice has all of its segments gone through once more.
         """
         if self._form is None:
             return 0
         channels = self._channels.get(piece.index)
         num_chars = self._num_begun_chars if channels is None else channels.num_held_chars
-        num_said = len(self._said[piece.index]) if piece.finish_reason is not None else 0
-        return num_said + num_chars // CHARS_A_TOKEN
+        num_segments = len(self._segments[piece.index]) if piece.finish_reason is not None else 0
+        return num_segments + num_chars // CHARS_A_TOKEN
 
     @property
     def begun_entries(self) -> int:
         """What the prompt has begun of a reply costs each choice, as tokens."""
         return self._num_begun_chars // CHARS_A_TOKEN
 
-    def all_of(self, index: int) -> Sequence[Said]:
-        """What a choice has said so far, of a reply that is split."""
-        return self._said[index]
+    def all_of(self, index: int) -> Sequence[ReplySegment]:
+        """Return the segments of a choice so far, of a reply that is split."""
+        return self._segments[index]
 
     @staticmethod
-    def _whole(piece: CompletionPiece) -> list[Said]:
+    def _whole(piece: CompletionPiece) -> list[ReplySegment]:
         is_any = piece.text or piece.text_tokens
-        return [Said("content", piece.text, piece.text_tokens)] if is_any else []
+        return [ReplySegment("content", piece.text, piece.text_tokens)] if is_any else []
 
-    def _split(self, piece: CompletionPiece, form: ResponseForm) -> list[Said]:
+    def _split(self, piece: CompletionPiece, form: ResponseForm) -> list[ReplySegment]:
         channels = self._channels.get(piece.index)
         if channels is None:
             channels = Channels(form, self._prompt, self._text, self._functions)
             self._channels[piece.index] = channels
         ids, own_bytes = piece.completion.token_ids, self._text.vocabulary.token_bytes
-        said = []
+        segments = []
         for part, rows in in_order(channels.take(piece)):
             parts = {row: data for row, data in rows if data != own_bytes(ids[row])}
             text = part.text if len(rows) == len(part.rows) else _text(rows)
             call_id = None if part.call is None else f"call_{secrets.token_hex(12)}"
-            said.append(Said(part.channel, text, [row for row, _ in rows], parts, part.call, call_id))
-        return said
+            positions = [row for row, _ in rows]
+            segments.append(ReplySegment(part.channel, text, positions, parts, part.call, call_id))
+        return segments
 
 
 def in_order(parts: Sequence[Part]) -> Iterator[tuple[Part, Rows]]:
@@ -159,47 +155,29 @@ def _text(rows: Rows) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """All that a choice, or an increment of one, says, by channels."""
+class ReplyChannels:
+    """The segments of a choice, or of an increment of one, by channels."""
 
-    content: Sequence[Said]
-    reasoning: Sequence[Said]
-    calls: Sequence[Said]
+    content: Sequence[ReplySegment]
+    reasoning: Sequence[ReplySegment]
+    calls: Sequence[ReplySegment]
 
     @classmethod
-    def of(cls, said: Sequence[Said]) -> Told:
-        """The parts by their channels, each in its order."""
+    def of(cls, segments: Sequence[ReplySegment]) -> ReplyChannels:
+        """Sort segments into channels, in their order."""
         content, reasoning, calls = (
-            [one for one in said if one.channel == channel]
+            [segment for segment in segments if segment.channel == channel]
             for channel in ("content", "reasoning", "tool_call")
         )
         return cls(content, reasoning, calls)
 
 
-def text_of(said: Sequence[Said]) -> str:
-    """The text of parts, one after another."""
-    return "".join(one.text for one in said)
+def text_of(segments: Sequence[ReplySegment]) -> str:
+    """Join the texts of segments."""
+    return "".join(segment.text for segment in segments)
 
 
-def segments(said: Sequence[Said]) -> list[Sequence[Said]]:
-    """What belongs together: parts of one channel that follow each other, and each call by itself."""
-    runs = groupby(enumerate(said), lambda item: (item[1].channel, item[0] if item[1].call else None))
-    return [[one for _, one in run] for _, run in runs]
-
-
-def read_response_template(path: str | None) -> dict[str, Any] | None:
-    """What a file says of how a model writes its replies, in transformers' format; None without a file.
-
-    Raises:
-        ParameterError: it cannot be read, or holds no JSON object.
-    """
-    if path is None:
-        return None
-    try:
-        template = msgspec.json.decode(Path(path).read_bytes())
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ParameterError("response_template", f"{path} cannot be read as JSON: {reason}") from error
-    require(isinstance(template, dict), "response_template", f"{path} holds no JSON object")
-    read: dict[str, Any] = template
-    return read
+def grouped(segments: Sequence[ReplySegment]) -> list[Sequence[ReplySegment]]:
+    """Group segments that follow each other in one channel; each call is a group of its own."""
+    runs = groupby(enumerate(segments), lambda item: (item[1].channel, item[0] if item[1].call else None))
+    return [[segment for _, segment in run] for _, run in runs]

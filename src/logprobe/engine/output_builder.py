@@ -1,7 +1,6 @@
-"""`Fold`: what is new of a request, step by step → its one output.
+"""`OutputBuilder`: build the output of a request from the messages of its engine.
 
-Before it: the messages of an engine. After it: the front doors. Whoever reads a request folds; no other
-thread touches the output.
+The thread that reads a request adds its messages; no other thread touches the output.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ class Describer:
         return msgspec.structs.replace(source, num_logprobs_asked=asked, num_logprobs=delivered, **fields)
 
 
-class Fold:
+class OutputBuilder:
     """One request while it is read: add what is new, and `output` grows."""
 
     def __init__(self, request: Request, describer: Describer, lora_version: str | None = None) -> None:

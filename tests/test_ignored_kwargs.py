@@ -1,4 +1,4 @@
-"""Keywords of other programs: what changes nothing is taken and told once, all else refused with our word."""
+"""Keywords of other programs: ignored and logged once, or refused with the name that is used here."""
 
 from __future__ import annotations
 
@@ -8,43 +8,50 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from logprobe import LLM, SamplingParams, other_words
-from logprobe.config import EngineConfig
-from logprobe.errors import OTHER_NAMES, ParameterError, UnknownParameterError
-from logprobe.other_words import OTHER_WORDS, SWITCH
+from logprobe import LLM, SamplingParams
+from logprobe.config import EngineConfig, _warn_ignored
+from logprobe.errors import ParameterError, UnknownParameterError
+from logprobe.ignored_kwargs import CLASSES as TABLE
+from logprobe.ignored_kwargs import (
+    FIELDS_WITHOUT_EFFECT,
+    FOREIGN_FIELDS,
+    NEUTRAL_FIELDS,
+    SWITCH,
+    Keyword,
+    names_here,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 CLASSES: dict[str, Any] = {"EngineConfig": EngineConfig, "SamplingParams": SamplingParams}
-WORDS = [(of, name) for of, words in OTHER_WORDS.items() for name in words]
+IGNORED = [(of, name) for of, table in TABLE.items() for name, keyword in table.items() if not keyword.use]
 
 
 @pytest.fixture(autouse=True)
-def untold() -> None:
-    """No word has been told yet."""
-    other_words._tell.cache_clear()
+def nothing_logged() -> None:
+    """No keyword has been logged yet."""
+    _warn_ignored.cache_clear()
 
 
-@pytest.mark.parametrize(("of", "name"), WORDS)
-def test_a_word_that_changes_nothing_is_taken_and_told_once_unless_it_says_what_is_so(
+@pytest.mark.parametrize(("of", "name"), IGNORED)
+def test_a_keyword_that_changes_nothing_is_ignored_and_logged_once_unless_it_says_what_is_so(
     of: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    word = OTHER_WORDS[of][name]
-    for value in word.values or (8182, 0.4, "x"):
+    keyword = TABLE[of][name]
+    for value in keyword.accepted or (8182, 0.4, "x"):
         assert CLASSES[of](**{name: value}) == CLASSES[of]()
-    is_told = word.values in (None, SWITCH)
-    assert caplog.messages == [f"{name} changes nothing here: {word.why}"] * is_told
+    is_logged = keyword.accepted in (None, SWITCH)
+    assert caplog.messages == [f"{name} changes nothing here: {keyword.reason}"] * is_logged
 
 
-@pytest.mark.parametrize(("of", "name"), [(of, name) for of, name in WORDS if OTHER_WORDS[of][name].values])
+@pytest.mark.parametrize(("of", "name"), [(of, name) for of, name in IGNORED if TABLE[of][name].accepted])
 def test_any_other_value_is_refused_with_the_reason(
     of: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    word = OTHER_WORDS[of][name]
     with pytest.raises(ParameterError, match="^" + name + ": must be ") as caught:
         CLASSES[of](**{name: "zzz"})
-    assert str(caught.value).endswith(f", got 'zzz': {word.why}")
+    assert str(caught.value).endswith(f", got 'zzz': {TABLE[of][name].reason}")
     assert caplog.messages == []
 
 
@@ -63,6 +70,9 @@ def test_any_other_value_is_refused_with_the_reason(
         ("EngineConfig", {"max_batch_row": 16}, "max_batch_rows"),
         ("SamplingParams", {"skip_special_tokens": False}, "token_ids"),
         ("SamplingParams", {"thinking_token_budget": 5}, "logits_processors_args"),
+        ("SamplingParams", {"guided_decoding": {}}, "response_format"),
+        ("SamplingParams", {"guided_json": {}}, "response_format"),
+        ("SamplingParams", {"repeat_penalty": 1}, "repetition_penalty"),
         ("SamplingParams", {"detokenise": False}, "known: "),
     ],
 )
@@ -81,12 +91,22 @@ def test_another_engine_has_words_of_its_own() -> None:
         EngineConfig(engine="vllm", max_num_seqs=8)  # type: ignore[call-arg]
 
 
-def test_no_word_has_two_meanings() -> None:
-    for of, words in OTHER_WORDS.items():
+def test_no_keyword_has_two_meanings() -> None:
+    for of, table in TABLE.items():
         own = {field.name for field in fields(CLASSES[of])}
-        assert not words.keys() & own
-        assert not words.keys() & OTHER_NAMES.keys()
-        assert not own & OTHER_NAMES.keys()
+        assert not table.keys() & own
+        assert not [name for name, keyword in table.items() if not keyword.use and names_here(name)]
+    assert not FIELDS_WITHOUT_EFFECT.keys() & NEUTRAL_FIELDS.keys()
+    assert not FOREIGN_FIELDS.keys() & (FIELDS_WITHOUT_EFFECT.keys() | NEUTRAL_FIELDS.keys())
+
+
+def test_a_keyword_accepts_its_values_alone() -> None:
+    assert [Keyword(accepted=(0, "")).accepts(value) for value in (0, False, "", 1, None)] == [
+        *(True, True, True),
+        *(False, False),
+    ]
+    assert Keyword(accepted=None).accepts([1])
+    assert not Keyword().accepts("")
 
 
 @pytest.mark.parametrize(
