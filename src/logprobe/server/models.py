@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from logprobe.engine.backends.start import start_engine
-from logprobe.engine.forward.pool import MOST_DEFAULT_BYTES, free_bytes
+from logprobe.engine.forward.system_limits import MAX_DEFAULT_BYTES, free_bytes
 from logprobe.errors import LogprobeError, require
 from logprobe.models import resolve
 from logprobe.models.cache import in_words
@@ -281,5 +281,5 @@ def named_in(data: bytes) -> tuple[str | None, ...]:
 
 def _size_of(config: EngineConfig) -> int:
     """The most that a model takes, bytes: its files and its pools of keys and values."""
-    pool = MOST_DEFAULT_BYTES if config.kv_bytes is None else config.kv_bytes
+    pool = MAX_DEFAULT_BYTES if config.kv_bytes is None else config.kv_bytes
     return weight_bytes(resolve(config.model).folder) + config.data_parallel * pool

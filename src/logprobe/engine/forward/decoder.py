@@ -17,10 +17,10 @@ import torch
 from logprobe.engine.forward.attention import all_attention_paths, attend, plan_attention
 from logprobe.engine.forward.experts import Experts
 from logprobe.engine.forward.families import FAMILIES
+from logprobe.engine.forward.kv_cache import KVPool
 from logprobe.engine.forward.launch import Launches
 from logprobe.engine.forward.linear import HALVES, GatedPanels, Linear, embedded, state_of
 from logprobe.engine.forward.lora import LoraRows, by_panels
-from logprobe.engine.forward.pool import KVPool
 from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.attention.api import ScoreRule
 from logprobe.kernels.layers.gate import gate_stage

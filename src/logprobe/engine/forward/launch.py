@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from logprobe.engine.forward.attention import AttentionPlan
     from logprobe.engine.forward.decoder import Decoder, Layer, Step
-    from logprobe.engine.forward.pool import KVPool
+    from logprobe.engine.forward.kv_cache import KVPool
     from logprobe.kernels.stages import Stage
 
 MOST_ROWS = 64  # of a recorded step; the products serve any number

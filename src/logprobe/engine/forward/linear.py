@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from logprobe.engine.forward.pool import PagedMemory
+from logprobe.engine.forward.process_memory import PagedMemory
 from logprobe.kernels.layers.forms import pack_floats
 from logprobe.kernels.layers.panels import PLAIN, Finish, panel_stage
 from logprobe.models.sources import made_ahead

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from logprobe.engine.forward.decoder import Decoder
-from logprobe.engine.forward.pool import check_memory
+from logprobe.engine.forward.system_limits import check_memory
 from logprobe.engine.protocol import Layout
 from logprobe.errors import ParameterError, UnsupportedModelError, require
 from logprobe.kernels.info import REMEDY, native_library

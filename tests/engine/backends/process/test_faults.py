@@ -19,7 +19,7 @@ import safetensors.torch
 
 from logprobe.engine.backends.process import replica as replicas
 from logprobe.engine.backends.process.orders import Pulse
-from logprobe.engine.forward.pool import LEAST_DEFAULT_BYTES, MOST_DEFAULT_BYTES
+from logprobe.engine.forward.system_limits import MAX_DEFAULT_BYTES, MIN_DEFAULT_BYTES
 from logprobe.errors import EngineError, EngineUnavailableError, ParameterError, UnsupportedModelError
 from logprobe.testing import open_requests, process_ids
 from refusals import raises
@@ -216,7 +216,7 @@ def test_a_process_that_starts_again_has_the_pool_that_requests_were_admitted_by
     with start(kv_bytes=None) as engine:
         core: Any = engine.core
         given = core._starting(core._replicas[0]).settings["kv_bytes"]
-        assert LEAST_DEFAULT_BYTES <= given <= MOST_DEFAULT_BYTES
+        assert MIN_DEFAULT_BYTES <= given <= MAX_DEFAULT_BYTES
 
 
 @pytest.mark.usefixtures("nothing_left")
