@@ -14,9 +14,10 @@ from logprobe.errors import DownloadError
 from logprobe.models.cache import MANIFEST, is_there, new_entry
 from logprobe.models.given import is_copy
 from logprobe.models.stored.identity import panels_folder, record_folder, source_key, tokenizer_folder
-from logprobe.models.stored.panels import reach_disk, read_panels, stored_forms, write_panels
+from logprobe.models.stored.panels import read_panels, stored_forms, write_panels
 from logprobe.models.stored.record import read_record, write_record
 from logprobe.models.stored.tokenizer import exact_state, read_tokenizer, write_tokenizer
+from logprobe.private_files import sync
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -80,14 +81,10 @@ class LoadStore:
             with new_entry(self._panels_folder, resumes=True, is_damaged=is_damaged) as partial:
                 if partial is not None:
                     write_panels(parts, packed, partial)
+            sync(self._panels_folder.parent)
         except (DownloadError, OSError) as error:
             self._refuse(error)
         return self.panels(is_checked=False)
-
-    def reach_disk(self) -> None:
-        """Wait until the panels are on the disk, where there are any of this model."""
-        if self.panels(is_checked=False):
-            reach_disk(self._panels_folder)
 
     def record(self) -> tuple[LoadRecord, Mapping[str, Any]] | None:
         """What was proven of the model by this code on this machine."""
