@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from logprobe.engine.forward.attention import AttentionPlan
+    from logprobe.engine.forward.config import DecoderSpec
     from logprobe.engine.forward.families import ExpertFacts
     from logprobe.engine.forward.launch import Attend, Operation
     from logprobe.engine.protocol import StepBatch
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.kernels.stages import Stage
     from logprobe.models.lora import LoraWeights
-    from logprobe.models.stored.record import DecoderSpec
 
     Tensors = Mapping[str, torch.Tensor]
     Shape = tuple[int, ...]

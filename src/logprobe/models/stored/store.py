@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.models.resolution import ModelFiles
-    from logprobe.models.stored.record import LoadRecord
     from logprobe.models.stored.tokenizer import TokenizerFacts
 
 MOST_RECORDS: Final = 16  # of one model, with its tokenizers; some megabytes each
@@ -86,12 +85,12 @@ class LoadStore:
             self._refuse(error)
         return self.panels(is_checked=False)
 
-    def record(self) -> tuple[LoadRecord, Mapping[str, Any]] | None:
-        """What was proven of the model by this code on this machine."""
+    def record(self) -> tuple[str, Mapping[str, Any]] | None:
+        """Return the record, JSON, and its tensors that this code has stored on this machine."""
         return read_record(self._record_folder) if is_there(self._record_folder) else None
 
-    def write_record(self, record: LoadRecord, tensors: dict[str, Any]) -> None:
-        """Store what was proven; of what other code or libraries stored of this model, the oldest go."""
+    def write_record(self, record: str, tensors: dict[str, Any]) -> None:
+        """Store a record; the oldest of other code or libraries for this model are removed."""
         try:
             self._write(self._record_folder, lambda partial: write_record(partial, record, tensors))
         except (DownloadError, OSError) as error:

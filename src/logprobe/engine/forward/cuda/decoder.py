@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from logprobe.engine.forward.config import DecoderSpec
     from logprobe.engine.forward.cuda.plan import StepArrays
     from logprobe.engine.protocol import StepBatch
     from logprobe.models.lora import Dense, LoraWeights, LowRank
-    from logprobe.models.stored.record import DecoderSpec
 
 EXACT: Final = "bf16x3"
 
