@@ -15,8 +15,8 @@ from bench_processors import ms_of
 from harness import OURS, Figure, Measure, Options, alternate, parse_options, publish
 
 from logprobe.engine.forward.attention import AttentionPlan, Chunk, attend, is_short
+from logprobe.engine.forward.kv_cache import KVPool
 from logprobe.engine.forward.linear import Linear
-from logprobe.engine.forward.pool import KVPool
 from logprobe.kernels.attention.api import RowPlanBuilder, ScoreRule
 from logprobe.kernels.layers.forms import pack_floats
 from logprobe.kernels.layers.norm import rms_norm

@@ -92,11 +92,11 @@ def _models_are_proven_once(tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.fixture(scope="session", autouse=True)
 def _engines_leave_the_collector_alone() -> Iterator[None]:
     """What engines walk past is told once a file, not with each engine that opens or closes."""
-    from logprobe.engine.forward import pool
+    from logprobe.engine.forward import process_memory
 
-    pool.gc = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)  # type: ignore[assignment]
+    process_memory.gc = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)  # type: ignore[assignment]
     yield
-    pool.gc = gc
+    process_memory.gc = gc
     gc.unfreeze()
 
 

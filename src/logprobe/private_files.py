@@ -76,6 +76,20 @@ def write_private(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
         raise
 
 
+def sync(path: Path) -> None:
+    """Wait until a file is on the disk, or the names in a folder are; Windows syncs no folders.
+
+    Raises:
+        OSError: it cannot be opened, or the disk reports an error.
+    """
+    if os.name == "posix" or path.is_file():
+        descriptor = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def claim(path: Path) -> None:
     """Make an empty file in place of whatever has its name, so that a link there is not followed.
 

@@ -68,7 +68,6 @@ def test_pull_prepares_a_model_where_it_is_asked_to(tiny_model_folder: Path, hom
         forward: Any = llm.engine.core.engine.forward  # type: ignore[attr-defined]
         assert forward.is_recalled
     assert sorted(folder.name for folder in home.iterdir() if folder.is_dir()) == ["loads", "panels"]
-    assert len([*home.glob("panels/*/panels.on-disk")]) == 1  # an image of the machine may hold them
 
 
 @pytest.mark.parametrize("verb", ["pull", "path"])

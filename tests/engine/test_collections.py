@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from logprobe import LLM, SamplingParams
-from logprobe.engine.forward import pool
+from logprobe.engine.forward import process_memory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +25,7 @@ class Cycle:
 def test_a_collection_walks_past_what_was_there_at_load_and_through_all_after_close(
     tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "gc", gc)  # the suite's own walks past the libraries in any case
+    monkeypatch.setattr(process_memory, "gc", gc)  # the suite's own walks past the libraries in any case
     cycle = Cycle()
     is_freed = weakref.ref(cycle)
     with LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm:

@@ -21,7 +21,7 @@ from logprobe.analysis import DataSettings, score_dataset
 from logprobe.analysis.datasets.run import DatasetRun, OneModel
 from logprobe.analysis.datasets.sources import find_sources
 from logprobe.analysis.windows import WindowSettings, score_windows
-from logprobe.engine.forward import pool
+from logprobe.engine.forward import process_memory
 from logprobe.errors import (
     BatchError,
     EngineClosedError,
@@ -594,7 +594,7 @@ def test_the_old_weights_are_gone_when_the_new_ones_answer(
     """Without a collection of the caller's, and what they took is returned to the system."""
     llm.load_weights(state)
     before, returned = weakref.ref(llm.engine.core.engine.forward), []
-    monkeypatch.setattr(pool, "return_freed", lambda: returned.append(before() is None))
+    monkeypatch.setattr(process_memory, "return_freed", lambda: returned.append(before() is None))
     gc.disable()
     try:
         llm.load_weights(state)

@@ -21,7 +21,6 @@ from logprobe.models.stored.disk import left_by_others, of_folder
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from logprobe.models import ModelFiles
     from logprobe.models.stored.disk import OnDisk
 
 app = typer.Typer(name="models", help="Fetch, list, show and remove models.", no_args_is_help=True)
@@ -53,18 +52,10 @@ def pull(name: _Name = DEFAULT_MODEL, *, prepare: _Prepare = False) -> None:
     with _one_line_errors():
         files = resolve(name)
         if prepare:
-            _prepare(files)
+            from logprobe import LLM  # with all of torch
+
+            LLM(files.name).close()
         typer.echo(files.folder)
-
-
-def _prepare(files: ModelFiles) -> None:
-    """Load a model once, and wait for the disk: an image of a machine may be made of it."""
-    from logprobe import LLM  # with all of torch
-    from logprobe.models.stored.store import LoadStore
-
-    LLM(files.name).close()
-    if (store := LoadStore.of(files)) is not None:
-        store.reach_disk()
 
 
 @app.command()

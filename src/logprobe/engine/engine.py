@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from logprobe.engine.durations import Durations
-from logprobe.engine.forward.pool import give_back_later_memory
+from logprobe.engine.forward.process_memory import give_back_later_memory
 from logprobe.engine.plan.sample import Sample, new_generator
 from logprobe.engine.plan.scheduler import Scheduler
 from logprobe.engine.prompt_rows import PromptScorer

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from logprobe.engine.backends.start import start_engine
-from logprobe.engine.forward.pool import keep_out_of_collections
+from logprobe.engine.forward.process_memory import keep_out_of_collections
 from logprobe.errors import ParameterError, shortened
 from logprobe.server import logs
 from logprobe.server.http.errors import ApiError

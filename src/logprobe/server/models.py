@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from logprobe.engine.backends.start import start_engine
-from logprobe.engine.forward.pool import MAX_DEFAULT_BYTES, free_bytes
+from logprobe.engine.forward.system_limits import MAX_DEFAULT_BYTES, free_bytes
 from logprobe.errors import LogprobeError, require
 from logprobe.models import resolve
 from logprobe.models.cache import in_words

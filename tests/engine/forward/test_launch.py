@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from decoders import EXPERTS, OWN, loaded
-from logprobe.engine.forward.launch import MAX_ROWS, Launches
+from logprobe.engine.forward.launch import MAX_ROWS, HostOperation, Launches
 from logprobe.engine.plan.scheduler import Span, StepPlan
 from logprobe.models.lora import LoraWeights
 from placed import Placed
@@ -111,3 +111,18 @@ def test_a_step_with_lora_weights_runs_stage_by_stage(
     prompts.sequences[1].lora = None
     prompts.step(16, 17)
     assert runs == [2]
+
+
+@pytest.mark.parametrize("kind", ["Llama", *EXPERTS])
+def test_the_list_of_operations_is_made_before_any_runs(
+    forward_of: Callable[[str], NativeForward], kind: str
+) -> None:
+    forward = forward_of(kind)
+    step = forward.decoder.new_step(3, forward.pool)
+    step.hidden.fill_(0.5)
+    attention = HostOperation(lambda: None)
+    operations = forward.decoder.operations(step, lambda *_: attention)
+    assert (step.hidden == 0.5).all()
+    host = [one for one in operations if isinstance(one, HostOperation) and one is not attention]
+    assert bool(host) == (kind in EXPERTS)
+    assert operations.count(attention) == len(forward.decoder.layers)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from decoders import EXPERTS, GENERIC, OWN
 from families.rows import MINISTRAL3, longrope
 from logprobe import LLM, AsyncLM, SamplingParams
-from logprobe.engine.forward import pool
+from logprobe.engine.forward import system_limits
 from logprobe.errors import EngineClosedError, ModelError
 from logprobe.models.stored.panels import INDEX, PANELS
 from logprobe.models.stored.record import FILE
@@ -175,7 +175,7 @@ def test_a_model_that_cannot_be_in_memory_is_refused_before_it_is_read(
     llama: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 900 kB\n", encoding="ascii")
-    monkeypatch.setattr(pool, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(system_limits, "_MEMINFO", tmp_path / "meminfo")
     with pytest.raises(ModelError, match=r"needs \d+ MB of memory"):
         open_llm(llama)
     assert not (home / "panels").exists()

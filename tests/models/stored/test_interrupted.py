@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,12 +15,11 @@ import torch
 
 from logprobe.kernels.layers.forms import PanelWeights, pack_floats
 from logprobe.models.cache import new_entry
-from logprobe.models.stored import panels as panels_module
-from logprobe.models.stored.panels import INDEX, LINES, ON_DISK, PANELS, read_panels, write_panels
+from logprobe.models.stored.panels import INDEX, JOURNAL, PANELS, read_panels, write_panels
+from logprobe.models.stored.store import LoadStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 PARTS = [("embedding", "head"), ("first",), ("second",), ("third",)]
 NUM_KILLS = 8  # twenty were tried
@@ -85,10 +85,10 @@ def test_an_interrupted_file_is_gone_on_with(whole: Path, tmp_path: Path, after:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda folder: (folder / LINES).write_bytes((folder / LINES).read_bytes()[:-9]),
+        lambda folder: (folder / JOURNAL).write_bytes((folder / JOURNAL).read_bytes()[:-9]),
         lambda folder: os.truncate(folder / PANELS, (folder / PANELS).stat().st_size - 1),
-        lambda folder: (folder / LINES).write_bytes(b"nonsense\n"),
-        lambda folder: (folder / LINES).unlink(),
+        lambda folder: (folder / JOURNAL).write_bytes(b"nonsense\n"),
+        lambda folder: (folder / JOURNAL).unlink(),
         lambda folder: (folder / PANELS).write_bytes((folder / PANELS).read_bytes() + b"of the next one"),
     ],
 )
@@ -104,50 +104,62 @@ def test_what_an_interruption_cut_off_is_written_again(
     assert bytes_of(folder) == bytes_of(whole)
 
 
-def test_what_was_written_before_the_machine_was_started_anew_is_not_gone_on_with(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_did_not_reach_the_disk_is_written_again(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "partial"
     folder.mkdir()
     with pytest.raises(KeyboardInterrupt):
-        write_panels(PARTS, interrupted(2), folder)
-    monkeypatch.setattr(panels_module, "boot_id", lambda: "another")
-    with pytest.raises(KeyboardInterrupt):
-        write_panels(PARTS, interrupted(0), folder)
-    assert (folder / PANELS).stat().st_size == 0
-    assert read_panels(whole) == {}  # it may not have reached the disk
+        write_panels(PARTS, interrupted(3), folder)
+    second = read_panels(whole)["first"].data.storage_offset()
+    with (folder / PANELS).open("r+b") as file:  # a machine without power may leave zeros
+        file.seek(second)
+        file.write(bytes(64))
+    starts: list[int] = []
+
+    def noting(start: int) -> Iterator[PanelWeights]:
+        starts.append(start)
+        return packed(start)
+
+    write_panels(PARTS, noting, folder)
+    assert starts == [1]
+    assert bytes_of(folder) == bytes_of(whole)
 
 
-def test_panels_that_have_reached_the_disk_outlive_the_machine(
-    whole: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/fd")
+def test_panels_are_on_the_disk_before_they_have_their_name(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert read_panels(whole)
-    assert not (whole / ON_DISK).exists()
-    os.utime(whole / INDEX, (0, 0))
-    assert read_panels(whole)
-    assert (whole / ON_DISK).exists()
-    monkeypatch.setattr(panels_module, "boot_id", lambda: "another")
-    assert read_panels(whole)
+    monkeypatch.setenv("LOGPROBE_HOME", str(tmp_path))
+    fsync = os.fsync
+    synced: list[tuple[str, int, int]] = []
+
+    def noting(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        num_bytes = path.stat().st_size if path.is_file() else 0
+        synced.append((path.name, num_bytes, len([*tmp_path.glob("panels/[!.]*")])))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    assert LoadStore(tiny_model_folder).write_panels(PARTS, packed)
+    [entry] = tmp_path.glob("panels/[!.]*")
+    sizes = {name: (entry / name).stat().st_size for name in (PANELS, INDEX)}
+    assert synced == [
+        (PANELS, sizes[PANELS], 0),
+        (INDEX, sizes[INDEX], 0),
+        (f".{entry.name}.partial", 0, 0),
+        ("panels", 0, 1),
+    ]
 
 
-def test_panels_that_cannot_be_noted_as_on_the_disk_are_used_all_the_same(
-    whole: Path, tmp_path: Path
-) -> None:
-    os.utime(whole / INDEX, (0, 0))
-    (whole / ON_DISK).symlink_to(tmp_path / "no folder" / "file")  # cannot be made, whoever runs this
-    assert len(read_panels(whole)) == 5
-    assert not (whole / ON_DISK).exists()
-
-
-def test_where_the_system_does_not_tell_its_starts_apart_a_load_waits_for_the_disk(
+def test_a_disk_that_reports_an_error_leaves_no_panels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(panels_module, "boot_id", lambda: "")
-    with pytest.raises(KeyboardInterrupt):
-        write_panels(PARTS, interrupted(2), tmp_path)
-    write_panels(PARTS, packed, tmp_path)
-    assert (tmp_path / ON_DISK).exists()
-    assert len(read_panels(tmp_path)) == 5
+    def failing(_descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(OSError, match="Input/output error"):
+        write_entry(tmp_path / "entry", packed)
+    assert [path.name for path in tmp_path.iterdir()] == [".entry.lock"]
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
@@ -207,7 +219,7 @@ def run(moments):
     kill = Killing(moments)
     patches = [
         mock.patch.object(panels.zlib, "crc32", kill.around(panels.zlib.crc32)),
-        mock.patch.object(panels, "_line", kill.around(panels._line)),
+        mock.patch.object(panels, "_encode", kill.around(panels._encode)),
         mock.patch.object(cache.Path, "replace", kill.around(cache.Path.replace)),
         mock.patch.object(cache.Path, "unlink", kill.around(cache.Path.unlink)),
         mock.patch.object(store, "write_record", kill.around(store.write_record)),

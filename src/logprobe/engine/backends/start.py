@@ -14,7 +14,8 @@ from logprobe.config import ENGINES
 from logprobe.engine.backends.thread import EngineThread
 from logprobe.engine.engine import Engine
 from logprobe.engine.forward.native import NativeForward
-from logprobe.engine.forward.pool import free_bytes, keep_out_of_collections, resident_bytes
+from logprobe.engine.forward.process_memory import keep_out_of_collections, resident_bytes
+from logprobe.engine.forward.system_limits import free_bytes
 from logprobe.engine.front import Front
 from logprobe.engine.protocol import Capabilities
 from logprobe.errors import ModelError

@@ -22,7 +22,7 @@ from logprobe.kernels.attention.chunk import attend_chunk
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from logprobe.engine.forward.pool import KVPool
+    from logprobe.engine.forward.kv_cache import KVPool
     from logprobe.engine.protocol import StepBatch
 
 NAME = "logprobe"

@@ -1,8 +1,8 @@
-"""A decoder made of stages (CPU, float32): every family of `families`, on panels of weights.
+"""The native decoder on a CPU (float32): every family of `families`, on panels of weights.
 
-A step's rows go through one series of compiled loops: norms, products, rotation, attention. `Decoder.stages`
-is that series, whatever the rows: a few run as one launch that was recorded (`launch`), more stage by stage.
-The layers of all families differ by what a row of `families` says, and by nothing else.
+A step is one list of operations (`Decoder.operations`): kernel stages (norms, products, rotation, attention),
+and host operations where experts or LoRA weights need them. A few rows run as one launch that was recorded
+(`launch`), more operation by operation. The layers of the families differ by their row in `families` alone.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from logprobe.engine.forward.attention import all_attention_paths, attend, plan_attention
 from logprobe.engine.forward.experts import Experts
 from logprobe.engine.forward.families import FAMILIES
-from logprobe.engine.forward.launch import Launches
+from logprobe.engine.forward.kv_cache import KVPool
+from logprobe.engine.forward.launch import MAX_ROWS, HostOperation, Launches, Step
 from logprobe.engine.forward.linear import HALVES, GatedPanels, Linear, embedded, state_of
 from logprobe.engine.forward.lora import LoraRows, by_panels
-from logprobe.engine.forward.pool import KVPool
 from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.attention.api import ScoreRule
 from logprobe.kernels.layers.gate import gate_stage
@@ -29,17 +29,18 @@ from logprobe.kernels.layers.panels import panel_stage
 from logprobe.kernels.layers.rotary import Projections, rotary_stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from logprobe.engine.forward.attention import AttentionPlan
+    from logprobe.engine.forward.config import DecoderSpec
     from logprobe.engine.forward.families import ExpertFacts
+    from logprobe.engine.forward.launch import Attend, Operation
     from logprobe.engine.protocol import StepBatch
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.kernels.stages import Stage
     from logprobe.models.lora import LoraWeights
-    from logprobe.models.stored.record import DecoderSpec
 
     Tensors = Mapping[str, torch.Tensor]
     Shape = tuple[int, ...]
@@ -122,30 +123,6 @@ class PanelLayer:
         return torch.cat(found)
 
 
-@dataclass(slots=True, kw_only=True)
-class Step:
-    """What the stages of a step of M rows read and write."""
-
-    hidden: torch.Tensor  # (M, hidden size)
-    normed: torch.Tensor  # (M, hidden size)
-    branch: torch.Tensor  # (M, hidden size): what a layer's part gives where a norm follows it
-    projected: torch.Tensor  # (M, queries + keys + values)
-    query: torch.Tensor  # (M, heads, head_dim)
-    attended: torch.Tensor  # (M, heads, head_dim)
-    inner: torch.Tensor  # (M, feed-forward size)
-    angles: dict[str, tuple[torch.Tensor, torch.Tensor]]  # cosines and sines, (M, rotary_dim) each
-    query_scales: torch.Tensor | None  # (M,)
-    slots: torch.Tensor  # (M,) int64
-    pool: KVPool
-    attend: Callable[[Step, Layer], Iterable[Stage]]  # queries see the pool
-    loras: LoraRows | None = None  # None: no row runs under LoRA weights
-
-    def add_loras_(self, *product: Any, **part: Any) -> None:
-        """`LoraRows.add_`, where some row runs under LoRA weights."""
-        if self.loras is not None:
-            self.loras.add_(*product, **part)
-
-
 class Decoder:
     """Callable: a step's packed tokens → last hidden states, (num_tokens, hidden size); and the head."""
 
@@ -224,7 +201,8 @@ class Decoder:
         What experts do depends on the rows, and cannot be recorded.
         """
         if all(layer.experts is None for layer in self.layers):
-            self.launches = Launches(self, pool, max_len)
+            step = self.new_step(MAX_ROWS, pool)
+            self.launches = Launches(step, max_len, fill=self.fill, operations=self.operations)
 
     def plan(self, pool: KVPool, batch: StepBatch) -> AttentionPlan:
         """Lay out a step of the scheduler."""
@@ -243,11 +221,11 @@ class Decoder:
         ids, places = (torch.from_numpy(array.astype(np.int64)) for array in (token_ids, positions))
         if self.launches is not None and not self.loras.groups and self.launches.can_run(plan):
             return self.launches.run(ids, places, plan, is_long=is_long)
-        step = self.new_step(len(ids), plan.pool, partial(_attend_by, plan))
+        step = self.new_step(len(ids), plan.pool)
         step.slots, step.loras = plan.slots, self.loras if self.loras.groups else None
         self.fill(step, ids, places, is_long=is_long)
-        for stage in self.stages(step):
-            stage.run()
+        for operation in self.operations(step, partial(_attend_by, plan)):
+            operation.run()
         return step.normed
 
     def head(self, hidden: torch.Tensor, lora: LoraWeights | None = None) -> torch.Tensor:
@@ -263,8 +241,8 @@ class Decoder:
             logits = torch.tanh(logits.div_(factors.softcap)).mul_(factors.softcap)
         return logits
 
-    def new_step(self, num_rows: int, pool: KVPool, attend: Callable[[Step, Layer], Iterable[Stage]]) -> Step:
-        """Room for a step of so many rows."""
+    def new_step(self, num_rows: int, pool: KVPool) -> Step:
+        """Allocate the buffers of a step."""
 
         def make(*shape: int) -> torch.Tensor:
             return torch.empty(num_rows, *shape, dtype=torch.float32, device=self.device)
@@ -280,15 +258,15 @@ class Decoder:
             query=make(*heads),
             attended=make(*heads),
             inner=make(self.mlp_width),
+            values=make(self.mlp_width),
             angles={kind: (make(width), make(width)) for kind, width in widths.items()},
             query_scales=None if self.spec.factors.queries is None else make(),
             slots=torch.zeros(num_rows, dtype=torch.int64, device=self.device),
             pool=pool,
-            attend=attend,
         )
 
     def fill(self, step: Step, ids: torch.Tensor, places: torch.Tensor, *, is_long: bool) -> None:
-        """Lay a step's embeddings and rotary angles out, of (M,) ids and positions int64."""
+        """Write the embeddings and rotary angles of (M,) ids and positions, int64, into a step."""
         rows = embedded(self.embedding, ids)
         if step.loras is not None:
             step.loras.embed_(self.embedding_name, rows, ids)
@@ -309,67 +287,78 @@ class Decoder:
             beta, length = factors.queries
             step.query_scales.copy_(1 + beta * torch.log(1 + torch.floor(places.float() / length)))
 
-    def stages(self, step: Step) -> Iterator[Stage]:
-        """All loops of a step in their order; what is no loop is done when the next one is asked for."""
+    def operations(self, step: Step, attend: Attend) -> list[Operation]:
+        """Return the operations of a step, in order; nothing runs yet."""
+        operations: list[Operation] = []
         for layer in self.layers:
-            yield from self._layer_stages(layer, step)
-        yield self.last_norm.stage(step.hidden, step.normed)
+            operations += self._layer_operations(layer, step, attend)
+        operations.append(self.last_norm.stage(step.hidden, step.normed))
+        return operations
 
-    def _layer_stages(self, layer: Layer, step: Step) -> Iterator[Stage]:
-        keys, values = step.pool.keys[layer.index], step.pool.values[layer.index]
-        normed = yield from _normed(layer.before_attention, step.hidden, step.normed)
-        mlp_rows = normed
+    def _layer_operations(self, layer: Layer, step: Step, attend: Attend) -> list[Operation]:
+        attention_input, operations = _normed(layer.before_attention, step.hidden, step.normed)
+        mlp_input = attention_input
         if self.spec.is_parallel and layer.before_mlp is not None:
-            mlp_rows = yield from _normed(layer.before_mlp, step.hidden, step.branch)
+            mlp_input, norms = _normed(layer.before_mlp, step.hidden, step.branch)
+            operations += norms
+        operations += self._attention_operations(layer, attention_input, step, attend)
+        if not self.spec.is_parallel:
+            mlp_input, norms = _normed(layer.before_mlp, step.hidden, step.normed)
+            operations += norms
+        if layer.experts is not None:
+            operations.append(HostOperation(partial(layer.experts.add_, step.hidden, mlp_input)))
+        if layer.mlp is not None and layer.shared_gate is not None:
+            operations += _shared_expert_operations(layer.mlp, layer.shared_gate, mlp_input, step)
+        elif layer.mlp is not None:
+            mlp, inner = layer.mlp, step.inner[:, : layer.mlp.width]
+            operations += _inner_operations(mlp, mlp_input, inner, step)
+            operations += self._add_operations(mlp.down, mlp.down_name, inner, layer.after_mlp, step)
+        return operations
 
-        yield from layer.projection.stages(normed, step.projected)
+    def _attention_operations(
+        self, layer: Layer, x: torch.Tensor, step: Step, attend: Attend
+    ) -> list[Operation]:
+        operations: list[Operation] = [*layer.projection.stages(x, step.projected)]
         start = 0
         for name, width in layer.projections.items():
-            step.add_loras_(name, step.projected[:, start : start + width], normed)
+            operations += step.lora_operations(name, step.projected[:, start : start + width], x)
             start += width
-        projections = self._by_head(step.projected)
-        for norm, part in zip(
-            layer.head_norms, torch.split(step.projected, self.widths, dim=1), strict=False
-        ):
+        parts = torch.split(step.projected, self.widths, dim=1)
+        for norm, part in zip(layer.head_norms, parts, strict=False):
             if norm is not None:
-                yield norm.stage(part, part)
+                operations.append(norm.stage(part, part))
         nothing = step.hidden.new_empty(len(step.slots), 0)
-        yield rotary_stage(
-            projections,
+        rotate_and_store = rotary_stage(
+            self._by_head(step.projected),
             (nothing, nothing) if layer.rotary is None else step.angles[layer.rotary],
-            (keys, values),
+            (step.pool.keys[layer.index], step.pool.values[layer.index]),
             step.slots,
             step.query,
             is_paired=self.family.is_paired,
             query_scales=step.query_scales,
         )
-        yield from step.attend(step, layer)
+        operations += [rotate_and_store, attend(step, layer.index, layer.rule)]
         attended = step.attended.flatten(1)
-        yield from self._add(layer.output, layer.output_name, attended, layer.after_attention, step)
+        operations += self._add_operations(
+            layer.output, layer.output_name, attended, layer.after_attention, step
+        )
+        return operations
 
-        if not self.spec.is_parallel:
-            mlp_rows = yield from _normed(layer.before_mlp, step.hidden, step.normed)
-        if layer.experts is not None:
-            layer.experts.add_(step.hidden, mlp_rows)
-        if layer.mlp is not None and layer.shared_gate is None:
-            inner = step.inner[:, : layer.mlp.width]
-            yield from _inner_stages(layer.mlp, mlp_rows, inner, step)
-            yield from self._add(layer.mlp.down, layer.mlp.down_name, inner, layer.after_mlp, step)
-        elif layer.mlp is not None:
-            yield from _shared_stages(layer, mlp_rows, step)
-
-    def _add(
+    def _add_operations(
         self, linear: Linear, name: str, x: torch.Tensor, norm: Norm | None, step: Step
-    ) -> Iterator[Stage]:
+    ) -> list[Operation]:
         """A product, normed where a norm follows, added to the hidden states."""
         if norm is None:
             factor = self.spec.factors.residual
-            yield from linear.stages(x, step.hidden, step.hidden, factor)
-            step.add_loras_(name, step.hidden, x, factor=factor, linear=linear)
-        else:
-            yield from linear.stages(x, step.branch)
-            step.add_loras_(name, step.branch, x)
-            yield norm.stage(step.branch, step.hidden, step.hidden)
+            return [
+                *linear.stages(x, step.hidden, step.hidden, factor),
+                *step.lora_operations(name, step.hidden, x, factor=factor, linear=linear),
+            ]
+        return [
+            *linear.stages(x, step.branch),
+            *step.lora_operations(name, step.branch, x),
+            norm.stage(step.branch, step.hidden, step.hidden),
+        ]
 
     def _by_head(self, projected: torch.Tensor) -> Projections:
         """Views of what the one product gave, (M, sum of widths)."""
@@ -487,48 +476,51 @@ def is_frequency(name: str) -> bool:
     return name.startswith(("inv_freq.", "long_inv_freq."))
 
 
-def _attend_by(plan: AttentionPlan, step: Step, layer: Layer) -> Iterable[Stage]:
-    attend(plan, layer.index, step.query, layer.rule, step.attended)
-    return ()
+def _attend_by(plan: AttentionPlan, step: Step, layer: int, rule: ScoreRule) -> HostOperation:
+    return HostOperation(partial(attend, plan, layer, step.query, rule, step.attended))
 
 
-def _normed(norm: Norm | None, x: torch.Tensor, out: torch.Tensor) -> Generator[Stage, None, torch.Tensor]:
-    """What a layer's part reads: the hidden states, normed where the layer does."""
-    if norm is None:
-        return x
-    yield norm.stage(x, out)
-    return out
+def _normed(norm: Norm | None, x: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, list[Operation]]:
+    """Return the input of a part of a layer, and what computes it: `x` itself where the part has no norm."""
+    return (x, []) if norm is None else (out, [norm.stage(x, out)])
 
 
-def _inner_stages(mlp: FeedForward, x: torch.Tensor, out: torch.Tensor, step: Step) -> Iterator[Stage]:
-    """The first half of a feed-forward part; in parts where LoRA weights add to them before they meet."""
+def _inner_operations(mlp: FeedForward, x: torch.Tensor, out: torch.Tensor, step: Step) -> list[Operation]:
+    """The first half of a feed-forward part; gates and values apart where LoRA weights change either."""
     inner, width = mlp.inner, mlp.width
     is_changed = step.loras is not None and step.loras.change(mlp.gate_names)
     if inner.is_one_pass and not is_changed:
-        yield inner.stage(x, out)
-        return
+        return [inner.stage(x, out)]
     first, last = mlp.gate_names[0], mlp.gate_names[-1]
-    yield panel_stage(x, inner.gates, out)
-    step.add_loras_(first, out, x, columns=slice(width))
+    operations: list[Operation] = [panel_stage(x, inner.gates, out)]
+    operations += step.lora_operations(first, out, x, columns=slice(width))
     values = None
     if inner.values is not None:
-        values = torch.empty_like(out)
-        yield panel_stage(x, inner.values, values)
+        values = step.values[:, :width]
+        operations.append(panel_stage(x, inner.values, values))
         start = width if first == last else 0  # where one layer gives both, values are its second half
-        step.add_loras_(last, values, x, columns=slice(start, start + width))
-    yield gate_stage(out, values, out, inner.activation)
+        operations += step.lora_operations(last, values, x, columns=slice(start, start + width))
+    operations.append(gate_stage(out, values, out, inner.activation))
+    return operations
 
 
-def _shared_stages(layer: Layer, x: torch.Tensor, step: Step) -> Iterator[Stage]:
+def _shared_expert_operations(
+    mlp: FeedForward, shared_gate: tuple[str, Linear], x: torch.Tensor, step: Step
+) -> list[Operation]:
     """The expert that every token has, weighted by a gate of its own (Qwen2-MoE)."""
-    assert layer.mlp is not None
-    assert layer.shared_gate is not None
-    mlp, (gate_name, gate) = layer.mlp, layer.shared_gate
+
+    def add() -> None:
+        name, gate = shared_gate
+        gates = gate(x)
+        if step.loras is not None:
+            step.loras.add_(name, gates, x)
+        # In float64: torch's float32 differs by a bit between the lanes of a vector and what is left over.
+        step.hidden += gates.double().sigmoid().float() * step.branch
+
     inner = step.inner[:, : mlp.width]
-    yield from _inner_stages(mlp, x, inner, step)
-    yield from mlp.down.stages(inner, step.branch)
-    step.add_loras_(mlp.down_name, step.branch, inner)
-    gates = gate(x)
-    step.add_loras_(gate_name, gates, x)
-    # In float64: torch's float32 differs by a bit between the lanes of a vector and what is left over.
-    step.hidden += gates.double().sigmoid().float() * step.branch
+    return [
+        *_inner_operations(mlp, x, inner, step),
+        *mlp.down.stages(inner, step.branch),
+        *step.lora_operations(mlp.down_name, step.branch, inner),
+        HostOperation(add),
+    ]

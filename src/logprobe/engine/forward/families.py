@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from logprobe.models.stored.record import Factors
+from logprobe.engine.forward.config import Factors
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from logprobe.engine.forward.attention import NAME, all_attention_paths, plan_attention
+from logprobe.engine.forward.kv_cache import KVPool
 from logprobe.engine.forward.lora import LoraRoom, LoraRows
-from logprobe.engine.forward.pool import KVPool
 from logprobe.errors import UnsupportedModelError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from logprobe.engine.forward.pool import PagedMemory
+from logprobe.engine.forward.process_memory import PagedMemory
 from logprobe.kernels.layers.forms import pack_floats
 from logprobe.kernels.layers.panels import PLAIN, Finish, panel_stage
 from logprobe.models.sources import made_ahead
@@ -50,14 +50,16 @@ class Linear:
 
     def stages(
         self, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None, factor: float = 1.0
-    ) -> Iterator[Stage]:
-        """The product of rows, (M, inputs), times `factor`, plus `residual`, into `out`, ready to run."""
+    ) -> list[Stage]:
+        """Return the stages of `out = factor * linear(x) + residual`, for (M, inputs) `x`."""
         widths = [part.num_outputs for part in self.parts]
         summands = [None] * len(widths) if residual is None else torch.split(residual, widths, dim=1)
+        stages = []
         for part, target, summand in zip(self.parts, torch.split(out, widths, dim=1), summands, strict=True):
             is_plain = summand is None and factor == 1.0
             finish = PLAIN if is_plain else Finish(residual=summand, factor=factor)
-            yield panel_stage(x, part, target, finish)
+            stages.append(panel_stage(x, part, target, finish))
+        return stages
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(..., inputs) → (..., outputs)."""

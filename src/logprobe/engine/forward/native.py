@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from logprobe.engine.forward.pool import KVPool, PagedMemory, default_kv_bytes, give_back_memory, return_freed
+from logprobe.engine.forward.kv_cache import KVPool
+from logprobe.engine.forward.process_memory import PagedMemory, give_back_memory, return_freed
 from logprobe.engine.forward.ready import make_ready
+from logprobe.engine.forward.system_limits import default_kv_bytes
 from logprobe.errors import EngineClosedError, ParameterError, require
 from logprobe.models import load_config, load_model
 from logprobe.models.given import is_copy

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from logprobe.engine.forward.config import DecoderSpec, Rule
 from logprobe.engine.forward.decoder import Decoder
 from logprobe.engine.forward.families import ACTIVATIONS, FAMILIES
 from logprobe.errors import UnsupportedModelError
-from logprobe.models.stored.record import DecoderSpec, Rule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

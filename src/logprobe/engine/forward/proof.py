@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from logprobe.engine.forward.cuda.decoder import CudaDecoder
     from logprobe.engine.forward.decoder import Decoder
     from logprobe.engine.forward.generic import DecoderPlace, GenericDecoder
-    from logprobe.engine.forward.pool import KVPool
+    from logprobe.engine.forward.kv_cache import KVPool
     from logprobe.models.lazy import LazyModel
 
     AnyDecoder = Decoder | GenericDecoder | CudaDecoder

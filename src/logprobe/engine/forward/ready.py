@@ -12,10 +12,12 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
+from logprobe.engine.forward.config import LoadRecord
 from logprobe.engine.forward.decoder import Decoder
-from logprobe.engine.forward.pool import check_memory
+from logprobe.engine.forward.system_limits import check_memory
 from logprobe.engine.protocol import Layout
 from logprobe.errors import ParameterError, UnsupportedModelError, require
 from logprobe.kernels.info import REMEDY, native_library
@@ -25,7 +27,6 @@ from logprobe.models.loading import load_lazily, load_state, num_weights
 from logprobe.models.progress import CountedSource, LoadProgress
 from logprobe.models.quiet import quiet_transformers
 from logprobe.models.sources import weight_bytes
-from logprobe.models.stored.record import LoadRecord
 from logprobe.models.stored.store import LoadStore
 
 if TYPE_CHECKING:
@@ -218,7 +219,8 @@ def _proven(
         return _generic(model, proof, panels, own)
     ready = _ready(own, own.kv_shapes, proof, own.hidden_size)
     if store is not None:
-        store.write_record(*_record(ready, proof))
+        record, tensors = _record(ready, proof)
+        store.write_record(msgspec.json.encode(record).decode(), tensors)
     return ready
 
 
@@ -335,10 +337,11 @@ def _recalled(files: ModelFiles, store: LoadStore) -> ReadyModel | None:
     stored = store.record()
     if stored is None:
         return None
-    record, tensors = stored
+    text, tensors = stored
     panels = store.panels(is_checked=False)  # what is damaged in them, the logits show
     own = {name: tensor for name, tensor in tensors.items() if not name.startswith("reference.")}
     try:
+        record = msgspec.json.decode(text, type=LoadRecord)
         decoder = Decoder(record.decoder, own, panels)
         meets_references = _meets_references(decoder, record, tensors)
     # A tensor that a damaged file lacks, or one of another shape.

@@ -1,71 +1,61 @@
 """Panels in a file that is mapped and never converted again.
 
-PANELS holds the panels' bytes, INDEX where each module's lie, with their form and shape, and the length and
+PANELS holds the bytes of all panels, INDEX the place, form and shape of each module's, and the length and
 checksum of the whole. The map is read-only and shared, so that all processes on one model hold one copy.
-While they are written, LINES tells of each matrix that is whole: who was interrupted goes on behind the last.
-They are written, not mapped: on a full disk that is an error, where a write to a map would be a signal.
+Both files are on the disk before their folder gets its name. Until then JOURNAL has a checksum for each
+matrix that was written, so that an interrupted load continues after the last one that is whole. The file is
+written, not mapped: on a full disk that is an error, where a write to a map would be a signal.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import mmap
 import os
-import time
 import warnings
 import zlib
 from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import msgspec
 import torch
 
 from logprobe.kernels.layers.forms import PanelWeights
 from logprobe.kernels.layers.layout import FORMS, LAYOUT
+from logprobe.private_files import sync
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
 
 PANELS: Final = "panels.bin"
 INDEX: Final = "panels.json"
-LINES: Final = "panels.lines"
-ON_DISK: Final = "panels.on-disk"  # is there when the panels are sure to outlive a loss of power
+JOURNAL: Final = "panels.journal"
 ALIGNMENT: Final = 64  # bytes of a cache line
 _CHUNK_BYTES: Final = 1 << 22
-_WRITTEN_BACK_S: Final = 120.0  # by when a system has long written to the disk what it was given
-_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _READ_AS_ONE: Final = {"q_proj": 0, "k_proj": 1, "v_proj": 2}
-T = TypeVar("T")
 _MOST: Final = 1 << 40  # no number of outputs or inputs is as large
 
 
-class _Head(msgspec.Struct, frozen=True, array_like=True):
-    """What the lines of a file that is being written hold for."""
+class _Line(msgspec.Struct, frozen=True, array_like=True):
+    """A line of JOURNAL: one matrix that was written."""
 
     layout: int
-    boot: str
-
-
-class _Line(msgspec.Struct, frozen=True, array_like=True):
-    """One matrix of a file of panels that is being written."""
-
     names: tuple[str, ...]
-    entry: tuple[str, int, int, int]  # form, outputs, inputs, and where it begins
+    entry: tuple[str, int, int, int]  # form, outputs, inputs, first byte
     end: int
-    crc32: int  # of all before `end`
+    crc32: int  # of all bytes before `end`
 
 
 def write_panels(
     parts: Sequence[tuple[str, ...]], packed: Callable[[int], Iterable[PanelWeights]], folder: Path
 ) -> None:
-    """Write panels one after another, behind those of an interrupted call.
+    """Write panels one after another, after those of an interrupted call, and wait for the disk.
 
     Args:
         parts: the names of all modules that share each.
         packed: gives those of all parts from a number on.
-        folder: where to.
+        folder: where to; it gets its name afterwards.
 
     Raises:
         OSError: the folder cannot be written.
@@ -74,9 +64,8 @@ def write_panels(
     end, crc32 = (lines[-1].end, lines[-1].crc32) if lines else (0, 0)
     (folder / PANELS).touch()
     os.truncate(folder / PANELS, end)
-    with (folder / PANELS).open("ab") as file, (folder / LINES).open("wb") as journal:
-        journal.write(_line(_Head(LAYOUT, boot_id())))
-        journal.writelines(map(_line, lines))
+    with (folder / PANELS).open("ab") as file, (folder / JOURNAL).open("wb") as journal:
+        journal.writelines(map(_encode, lines))
         for names, panels in zip(parts[len(lines) :], packed(len(lines)), strict=True):
             entry = (panels.form.name, panels.num_outputs, panels.num_inputs, end + -end % ALIGNMENT)
             for data in (bytes(-end % ALIGNMENT), panels.data.numpy().data):
@@ -84,42 +73,35 @@ def write_panels(
                 crc32 = zlib.crc32(data, crc32)
                 end += len(data)
             file.flush()
-            lines.append(_Line(names, entry, end, crc32))
-            journal.write(_line(lines[-1]))
+            lines.append(_Line(LAYOUT, names, entry, end, crc32))
+            journal.write(_encode(lines[-1]))
             journal.flush()
+        os.fsync(file.fileno())
     tensors = {name: line.entry for line in lines for name in line.names}
-    index = {"layout": LAYOUT, "bytes": end, "crc32": crc32, "boot": boot_id(), "tensors": tensors}
+    index = {"layout": LAYOUT, "bytes": end, "crc32": crc32, "tensors": tensors}
     (folder / INDEX).write_bytes(msgspec.json.encode(index) + b"\n")
-    (folder / LINES).unlink()
-    if not boot_id():
-        reach_disk(folder)
+    sync(folder / INDEX)
+    (folder / JOURNAL).unlink()
+    sync(folder)
 
 
-def _line(value: _Head | _Line) -> bytes:
-    return msgspec.json.encode(value) + b"\n"
+def _encode(line: _Line) -> bytes:
+    return msgspec.json.encode(line) + b"\n"
 
 
 def _written(parts: Sequence[tuple[str, ...]], folder: Path) -> list[_Line]:
-    """What an interrupted call has written since the machine was started: later, some may not be there."""
-    try:
-        head, *others = (folder / LINES).read_bytes().splitlines()
-        size = (folder / PANELS).stat().st_size
-    except (OSError, ValueError):
-        return []
-    if not boot_id() or _read(head, _Head) != _Head(LAYOUT, boot_id()):
-        return []
-    lines = (_read(text, _Line) for text in others)
-    both = zip(parts, lines, strict=False)
-    # The first that is cut off, or of another matrix, ends what is whole.
-    whole = itertools.takewhile(lambda one: one[1] and one[1].names == one[0] and one[1].end <= size, both)
-    return [line for _, line in whole if line is not None]
-
-
-def _read(text: bytes, kind: type[T]) -> T | None:
-    try:
-        return msgspec.json.decode(text, type=kind)
-    except msgspec.MsgspecError:
-        return None
+    """Return the matrices that an interrupted call wrote, up to the first that is missing or damaged."""
+    lines: list[_Line] = []
+    end, crc32 = 0, 0
+    with suppress(OSError, msgspec.MsgspecError), (folder / PANELS).open("rb") as file:
+        for names, text in zip(parts, (folder / JOURNAL).read_bytes().splitlines(), strict=False):
+            line = msgspec.json.decode(text, type=_Line)
+            crc32 = _checksum(file, line.end - end, crc32)
+            if (line.layout, line.names, line.crc32, file.tell()) != (LAYOUT, names, crc32, line.end):
+                break
+            lines.append(line)
+            end = line.end
+    return lines
 
 
 def reading_order(name: str) -> tuple[str, int, str]:
@@ -129,16 +111,14 @@ def reading_order(name: str) -> tuple[str, int, str]:
 
 
 def read_panels(folder: Path, *, is_checked: bool = True) -> dict[str, PanelWeights]:
-    """Map a folder's panels, by the name of their module; none where it has none that can be used.
+    """Map a folder's panels, by the name of their module; empty if it has none that can be used.
 
-    Panels of another layout, a file of another length than the index says, one that may not have reached the
-    disk before the machine lost its power, or (where `is_checked`) another checksum count as none: whoever
-    asked builds them again.
+    Panels of another layout, a file of another length than the index says, or (if `is_checked`) of another
+    checksum are not used.
     """
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        is_whole = index["layout"] == LAYOUT and index["bytes"] == (folder / PANELS).stat().st_size
-        if not is_whole or not _is_safe(folder, index["boot"]):
+        if index["layout"] != LAYOUT or index["bytes"] != (folder / PANELS).stat().st_size:
             return {}
         if is_checked and index["crc32"] != checksum(folder / PANELS):
             return {}
@@ -147,53 +127,23 @@ def read_panels(folder: Path, *, is_checked: bool = True) -> dict[str, PanelWeig
         return {}
 
 
-def _is_safe(folder: Path, boot: str) -> bool:
-    """Whether the panels are on the disk, or were written since the machine was started.
-
-    A first load does not wait for the disk, which may take seconds for each gigabyte; a later one that finds
-    all written back vouches for it.
-    """
-    if (folder / ON_DISK).exists():
-        return True
-    if boot != boot_id() or not boot:
-        return False
-    if time.time() - (folder / INDEX).stat().st_mtime > _WRITTEN_BACK_S and os.access(folder, os.W_OK):
-        with suppress(OSError):  # no room, or too many files: they stay what they are
-            reach_disk(folder)
-    return True
-
-
-def reach_disk(folder: Path) -> None:
-    """Wait until a folder's panels are on the disk, from where on they outlive the machine's power.
-
-    Raises:
-        OSError: they are not there, or cannot be written.
-    """
-    with (folder / PANELS).open("ab") as file:
-        os.fsync(file.fileno())
-    (folder / ON_DISK).touch()
-
-
-def boot_id() -> str:
-    """What tells the starts of a machine apart; nothing where the system does not say."""
-    try:
-        return _BOOT_ID.read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
-
-
 def stored_forms(folder: Path) -> set[str]:
-    """The forms of a folder's panels; none where it has none."""
+    """Return the names of the forms of a folder's panels."""
     return {panels.form.name for panels in read_panels(folder, is_checked=False).values()}
 
 
 def checksum(path: Path) -> int:
-    """CRC-32 of a file, in pieces."""
-    total = 0
+    """Return the CRC-32 of a file."""
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            total = zlib.crc32(chunk, total)
-    return total
+        return _checksum(file, path.stat().st_size)
+
+
+def _checksum(file: BinaryIO, num_bytes: int, crc32: int = 0) -> int:
+    """Continue a CRC-32 over the next bytes of a file, in chunks."""
+    while num_bytes > 0 and (chunk := file.read(min(num_bytes, _CHUNK_BYTES))):
+        crc32 = zlib.crc32(chunk, crc32)
+        num_bytes -= len(chunk)
+    return crc32
 
 
 def _mapped(path: Path, entries: dict[str, Any]) -> dict[str, PanelWeights]:

@@ -14,9 +14,10 @@ from logprobe.errors import DownloadError
 from logprobe.models.cache import MANIFEST, is_there, new_entry
 from logprobe.models.given import is_copy
 from logprobe.models.stored.identity import panels_folder, record_folder, source_key, tokenizer_folder
-from logprobe.models.stored.panels import reach_disk, read_panels, stored_forms, write_panels
+from logprobe.models.stored.panels import read_panels, stored_forms, write_panels
 from logprobe.models.stored.record import read_record, write_record
 from logprobe.models.stored.tokenizer import exact_state, read_tokenizer, write_tokenizer
+from logprobe.private_files import sync
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.models.resolution import ModelFiles
-    from logprobe.models.stored.record import LoadRecord
     from logprobe.models.stored.tokenizer import TokenizerFacts
 
 MAX_RECORDS: Final = 16  # of one model, with its tokenizers; some megabytes each
@@ -80,21 +80,17 @@ class LoadStore:
             with new_entry(self._panels_folder, resumes=True, is_damaged=is_damaged) as partial:
                 if partial is not None:
                     write_panels(parts, packed, partial)
+            sync(self._panels_folder.parent)
         except (DownloadError, OSError) as error:
             self._refuse(error)
         return self.panels(is_checked=False)
 
-    def reach_disk(self) -> None:
-        """Wait until the panels are on the disk, where there are any of this model."""
-        if self.panels(is_checked=False):
-            reach_disk(self._panels_folder)
-
-    def record(self) -> tuple[LoadRecord, Mapping[str, Any]] | None:
-        """What was proven of the model by this code on this machine."""
+    def record(self) -> tuple[str, Mapping[str, Any]] | None:
+        """Return the record, JSON, and its tensors that this code has stored on this machine."""
         return read_record(self._record_folder) if is_there(self._record_folder) else None
 
-    def write_record(self, record: LoadRecord, tensors: dict[str, Any]) -> None:
-        """Store what was proven; of what other code or libraries stored of this model, the oldest go."""
+    def write_record(self, record: str, tensors: dict[str, Any]) -> None:
+        """Store a record; the oldest of other code or libraries for this model are removed."""
         try:
             self._write(self._record_folder, lambda partial: write_record(partial, record, tensors))
         except (DownloadError, OSError) as error:

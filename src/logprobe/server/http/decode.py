@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect
 
-from logprobe.engine.forward.pool import return_freed_of_thread
+from logprobe.engine.forward.process_memory import return_freed_of_thread
 from logprobe.errors import ParameterError
 from logprobe.server.http.errors import ApiError, ClientGoneError, bad_request, drop_tracebacks
 from logprobe.server.http.gate import CALL

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 
-from logprobe.engine.forward.pool import return_freed
+from logprobe.engine.forward.process_memory import return_freed
 from logprobe.errors import shortened
 from logprobe.server.http.errors import ApiError
 from logprobe.server.http.replies import JSON_TYPE

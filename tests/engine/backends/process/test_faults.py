@@ -19,7 +19,7 @@ import safetensors.torch
 
 from logprobe.engine.backends.process import replica as replicas
 from logprobe.engine.backends.process.orders import Pulse
-from logprobe.engine.forward.pool import MAX_DEFAULT_BYTES, MIN_DEFAULT_BYTES
+from logprobe.engine.forward.system_limits import MAX_DEFAULT_BYTES, MIN_DEFAULT_BYTES
 from logprobe.errors import EngineError, EngineUnavailableError, ParameterError, UnsupportedModelError
 from logprobe.testing import open_requests, process_ids
 from refusals import raises

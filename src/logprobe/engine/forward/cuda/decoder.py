@@ -16,8 +16,8 @@ import torch
 from logprobe.engine.forward.cuda.graphs import StepGraphs
 from logprobe.engine.forward.cuda.plan import SpanPlan, step_arrays
 from logprobe.engine.forward.families import FAMILIES
+from logprobe.engine.forward.kv_cache import KVPool
 from logprobe.engine.forward.lora import LoraRows
-from logprobe.engine.forward.pool import KVPool
 from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.attention.api import ScoreRule
 from logprobe.kernels.triton.attention import attend
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from logprobe.engine.forward.config import DecoderSpec
     from logprobe.engine.forward.cuda.plan import StepArrays
     from logprobe.engine.protocol import StepBatch
     from logprobe.models.lora import Dense, LoraWeights, LowRank
-    from logprobe.models.stored.record import DecoderSpec
 
 EXACT: Final = "bf16x3"
 

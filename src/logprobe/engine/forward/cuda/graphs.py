@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from logprobe.engine.forward.cuda.decoder import CudaDecoder
     from logprobe.engine.forward.cuda.plan import SpanPlan
-    from logprobe.engine.forward.pool import KVPool
+    from logprobe.engine.forward.kv_cache import KVPool
 
 ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 MAX_CONTEXT_SLOTS: Final = 1 << 22  # of all rows of a step; 16 MB

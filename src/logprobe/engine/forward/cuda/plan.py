@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from logprobe.engine.forward.pool import KVPool
+    from logprobe.engine.forward.kv_cache import KVPool
     from logprobe.records.values import IntArray
 
     IntColumns = NDArray[np.int32]

@@ -1,4 +1,4 @@
-"""Memory of the slots: zeroed, apart, aligned, private, and there once it is used."""
+"""The size of the KV cache, and the models that are refused, by the memory of a machine or container."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 from logprobe import LLM
 from logprobe.config import EngineConfig
-from logprobe.engine.forward import pool as memory_module
+from logprobe.engine.forward import system_limits
 from logprobe.engine.forward.native import NativeForward
-from logprobe.engine.forward.pool import (
-    ALIGNMENT,
+from logprobe.engine.forward.system_limits import (
     BASE_BYTES,
     DEFAULT_SHARE,
     MAX_DEFAULT_BYTES,
     MIN_DEFAULT_BYTES,
     UNKNOWN_FREE_BYTES,
-    PagedMemory,
     check_memory,
     default_kv_bytes,
     free_bytes,
@@ -31,77 +28,6 @@ from logprobe.engine.forward.pool import (
 from logprobe.errors import ModelError, ParameterError
 from logprobe.models import resolve
 from logprobe.models.cache import home
-
-SIZE = 1 << 25
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
-def test_tensors_are_zero_aligned_and_apart() -> None:
-    memory = PagedMemory(1 << 12)
-    first, second, third = (
-        memory.take(shape, dtype)
-        for shape, dtype in [((3, 5), torch.float32), ((7,), torch.int8), ((2, 2), torch.float16)]
-    )
-    assert [tuple(one.shape) for one in (first, second, third)] == [(3, 5), (7,), (2, 2)]
-    assert all(one.data_ptr() % ALIGNMENT == 0 for one in (first, second, third))
-    assert not any(one.any() for one in (first, second, third))
-    first.fill_(1)
-    third.fill_(3)
-    assert not second.any()
-    second.fill_(2)
-    assert (first == 1).all()
-    assert (third == 3).all()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
-def test_pages_come_as_they_are_used_and_go_when_they_are_released() -> None:
-    before = resident_bytes()
-    memory = PagedMemory(SIZE)
-    tensor = memory.take((SIZE // 4,), torch.float32)
-    assert resident_bytes() - before < 0.1 * SIZE
-    tensor.fill_(1)
-    assert resident_bytes() - before > 0.9 * SIZE
-    memory.release()
-    assert resident_bytes() - before < 0.1 * SIZE
-    assert not tensor.any()
-
-
-def test_memory_says_what_it_has_room_for() -> None:
-    memory = PagedMemory(1 << 12)
-    memory.take((1 << 12,), torch.uint8)
-    assert memory.has_room(1 << 10)
-    assert not memory.has_room(SIZE)
-
-
-@pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage").is_dir(),
-    reason="the system has no huge pages",
-)
-@pytest.mark.parametrize("are_huge", [True, False])
-def test_pages_are_huge_where_it_is_asked(are_huge: bool) -> None:
-    tensor = PagedMemory(SIZE, are_huge=are_huge).take((SIZE,), torch.uint8)
-    flag = "hg" if are_huge else "nh"
-    assert flag in flags_of(tensor.data_ptr())
-
-
-def test_a_system_without_huge_pages_gives_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", -1, raising=False)
-    assert not PagedMemory(SIZE, are_huge=True).take((5,), torch.uint8).any()
-
-
-def flags_of(address: int) -> list[str]:
-    """What the system notes of the memory at an address."""
-    is_it = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if place := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            is_it = int(place[1], 16) <= address < int(place[2], 16)
-        elif is_it and line.startswith("VmFlags:"):
-            return line.split()[1:]
-    raise AssertionError(address)
-
 
 GIB = 1 << 30
 
@@ -112,7 +38,7 @@ class Machine:
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         for name in ("_MEMINFO", "_MAPS", "_OWN_CGROUP", "_CGROUPS"):
-            patch.setattr(memory_module, name, folder / name)
+            patch.setattr(system_limits, name, folder / name)
 
     def has(self, free: int, total: int = 64 * GIB) -> None:
         kib = {"MemTotal": total >> 10, "MemFree": 1, "MemAvailable": free >> 10}
@@ -225,18 +151,6 @@ def test_weights_that_can_never_be_in_memory_are_refused_by_name(machine: Machin
     check_memory("fits", GIB)
     with pytest.raises(ModelError, match=r"^big: needs 2\.6 GB .*this container has 2\.1 GB"):
         check_memory("big", 2 * GIB - 1)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
-def test_a_fork_would_not_share_the_slots() -> None:
-    memory = PagedMemory(SIZE)
-    address = memory.take((1,), torch.int8).data_ptr()
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        begin, end = (int(part, 16) for part in line.split()[0].split("-"))
-        if begin <= address < end:
-            assert line.split()[1] == "rw-p"
-            return
-    pytest.fail("the memory is not mapped")
 
 
 def test_more_bytes_than_there_are_is_told_with_the_parameter(tiny_model_folder: Path) -> None:

@@ -1,0 +1,69 @@
+"""The KV cache: keys and values of every slot, by layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from logprobe.kernels.info import native_library
+from logprobe.kernels.layers.store import store_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+def is_for_kernels(tensor: torch.Tensor) -> bool:
+    """Return True if the native kernels read this tensor."""
+    is_float = tensor.device.type == "cpu" and tensor.dtype == torch.float32
+    return is_float and native_library() is not None
+
+
+class KVPool:
+    """Keys and values of every slot, (num_slots, kv_heads, dim) a layer.
+
+    A slot's rows lie in pages of 4 KiB, so that the first step on new slots waits for few of them; pages of
+    slots that are never used are never mapped (docs/decisions.md).
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.keys: dict[int, torch.Tensor] = {}
+        self.values: dict[int, torch.Tensor] = {}
+        # True if the row kernel can read the cache; False until the shapes are known.
+        self.is_readable_in_place = False
+
+    def layer(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of one layer, allocated by the shapes of `key` and `value` of its tokens."""
+        if layer not in self.keys:
+            shapes = {layer: (tuple(key.shape[1:]), tuple(value.shape[1:]))}
+            self.lay_out(shapes, key.new_zeros)
+        return self.keys[layer], self.values[layer]
+
+    def store(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write the keys and values, (num_tokens, kv_heads, dim) each, of one layer to `slots`."""
+        keys, values = self.layer(layer, key, value)
+        if is_for_kernels(key):
+            store_rows(key, keys, value, values, slots)
+        else:
+            keys.index_copy_(0, slots, key)
+            values.index_copy_(0, slots, value)
+
+    def lay_out(
+        self,
+        shapes: Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]],
+        new_zeros: Callable[[tuple[int, ...]], torch.Tensor],
+    ) -> None:
+        """Allocate every layer, by the shapes of a token's keys and values there."""
+        for layer, (key, value) in shapes.items():
+            self.keys[layer] = new_zeros((self.num_slots, *key))
+            self.values[layer] = new_zeros((self.num_slots, *value))
+        self.is_readable_in_place = bool(self.keys) and all(map(is_for_kernels, self.keys.values()))
+
+    @property
+    def shapes(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Return the shapes of a token's keys and values, by layer."""
+        return {
+            layer: (tuple(key.shape[1:]), tuple(self.values[layer].shape[1:]))
+            for layer, key in self.keys.items()
+        }

@@ -1,0 +1,129 @@
+"""Memory of this process: pages mapped when first used, garbage collection, return of freed memory."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import math
+import mmap
+import os
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import torch
+
+ALIGNMENT: Final = 64  # bytes of a cache line
+MAX_TENSORS: Final = 1 << 12  # tensors that one `PagedMemory` can align within its size
+M_TRIM_THRESHOLD: Final = -1  # parameters of mallopt
+M_MMAP_THRESHOLD: Final = -3
+MAX_MMAP_THRESHOLD: Final = 32 << 20  # glibc raises it up to here, and the trim threshold to twice as much
+TRIMMING_BYTES: Final = 96 << 10  # large enough for `free` to trim its arena, too small for malloc to map
+_thresholds_lock: Final = threading.Lock()
+_STATM: Final = Path("/proc/self/statm")
+
+
+def resident_bytes() -> int | None:
+    """Return the resident memory of this process; None on systems that do not report it."""
+    try:
+        return int(_STATM.read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def keep_out_of_collections() -> None:
+    """Exclude all present objects, a million of the libraries, from garbage collection.
+
+    A full collection would stop the interpreter, and the caller's event loop with it, for some 200 ms. These
+    objects are still freed by their reference counts; cycles of them stay until `give_back_memory`.
+    """
+    gc.collect(1)  # young objects only: a load that left many cycles has run a full collection itself
+    gc.freeze()
+    atexit.unregister(gc.unfreeze)
+    atexit.register(gc.unfreeze)  # else libraries built with nanobind report leaks at exit
+
+
+def give_back_memory() -> None:
+    """Free all cycles, including those of frozen objects, and return the memory to the system."""
+    gc.unfreeze()  # and not again: what still refers to a closed model may become a cycle a moment later
+    give_back_later_memory()
+
+
+def give_back_later_memory() -> None:
+    """Free the cycles of objects that are not frozen, and return the memory to the system."""
+    gc.collect()
+    return_freed()
+
+
+def return_freed() -> None:
+    """Return freed memory to the system; glibc keeps much of it otherwise, in holes of many sizes."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
+def return_freed_of_thread() -> None:
+    """Return freed memory to the system, including the end of the calling thread's malloc arena.
+
+    `malloc_trim` trims the end of the main arena only. Of another arena, `free` trims it beyond a threshold,
+    which glibc raises up to 64 MB: set it to 0 for one call of `free`. Setting it ends the adaptation of both
+    thresholds, so set them to the highest values of that afterwards, unless the environment sets them.
+    """
+    return_freed()
+    libc = ctypes.CDLL(None)
+    is_set = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
+    if is_set or sys.platform != "linux" or not hasattr(libc, "malloc_trim"):
+        return
+    libc.malloc.argtypes, libc.malloc.restype = (ctypes.c_size_t,), ctypes.c_void_p
+    libc.free.argtypes = (ctypes.c_void_p,)
+    with _thresholds_lock:
+        libc.mallopt(M_TRIM_THRESHOLD, 0)
+        libc.free(libc.malloc(TRIMMING_BYTES))
+        libc.mallopt(M_TRIM_THRESHOLD, 2 * MAX_MMAP_THRESHOLD)
+        libc.mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD)
+
+
+class PagedMemory:
+    """Zeroed main memory, taken in tensors; the system maps each page when it is first used."""
+
+    def __init__(self, num_bytes: int, *, are_huge: bool = False) -> None:
+        """Reserve the address range.
+
+        Args:
+            num_bytes: of all tensors together.
+            are_huge: use huge pages where the system has them: faster to read in order, but one used byte
+                maps a whole page.
+
+        Raises:
+            OSError: the system cannot map as much.
+        """
+        size = num_bytes + ALIGNMENT * MAX_TENSORS
+        # Private where the system supports it: a forked process must not share the slots.
+        flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
+        self._map = mmap.mmap(-1, size, **flags)
+        with suppress(OSError):  # a system without huge pages
+            self._advise("MADV_HUGEPAGE" if are_huge else "MADV_NOHUGEPAGE")
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._start = 0
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Return True if a tensor of `num_bytes` can still be taken."""
+        return self._start + num_bytes <= len(self._bytes)
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of zeros, aligned to a cache line."""
+        end = self._start + math.prod(shape) * dtype.itemsize
+        tensor = self._bytes[self._start : end].view(dtype).view(shape)
+        self._start = end + -end % ALIGNMENT
+        return tensor
+
+    def release(self) -> None:
+        """Return all pages to the system; tensors that are still in use then read zeros."""
+        self._advise("MADV_DONTNEED")
+
+    def _advise(self, name: str) -> None:
+        advice = getattr(mmap, name, None)
+        if advice is not None:
+            self._map.madvise(advice)
