@@ -7,7 +7,7 @@ import pytest
 from logprobe.cli.rows import token_rows, totals, visible
 from logprobe.models import Vocabulary
 from logprobe.records import FlatLogprobs, Logprob
-from logprobe.records.forms.json import IMPOSSIBLE
+from logprobe.records.forms.finite import IMPOSSIBLE
 
 VOCABULARY = Vocabulary([b" a", "é".encode(), b"\xf0\x9f", None])
 

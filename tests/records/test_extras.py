@@ -52,7 +52,7 @@ def test_bytes_and_files_carry_it(record: FlatLogprobs, tmp_path: Path) -> None:
         np.testing.assert_array_equal(back.extras["novelty"], NOVELTIES)
 
 
-def test_files_from_before_it_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_or_file_may_lack_it(monkeypatch: pytest.MonkeyPatch) -> None:
     flat = FlatLogprobs()
     flat.append_rows([[7, 1]], [[-1.0, -0.5]], [2])
     data, batch = flat.to_bytes(), to_arrow(flat)

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from logprobe import LLM, SamplingParams
-from logprobe.records.forms.json import finite
+from logprobe.records.forms.finite import finite
 from logprobe.server.openai.schemas import ChatCompletion, Completion, Response
 from logprobe.server.service import Service
 from logprobe.testing import check_integrity, failing_steps, holding_steps, open_requests

@@ -13,7 +13,7 @@ import pytest
 from logprobe import FlatLogprobs, Logprob, SamplingParams, Score, __version__
 from logprobe.cli.app import run
 from logprobe.models import Vocabulary
-from logprobe.records.forms.json import finite_fields
+from logprobe.records.forms.finite import finite_fields
 from logprobe.server.routes.score import fields_of
 from server_process import PATIENCE_S
 

@@ -20,7 +20,7 @@ from logprobe.analysis.score import whole_rows
 from logprobe.analysis.scorer import prefix_of
 from logprobe.analysis.texts import surprisal
 from logprobe.errors import InputError, ParameterError, require
-from logprobe.records.forms.json import finite_fields
+from logprobe.records.forms.finite import finite_fields
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -20,7 +20,7 @@ from logprobe.analysis.auditing.distributions import Shaping, distributions, fit
 from logprobe.analysis.comparison import CLIP, POSITIONS_A_CALL, Spread, effective_share, whole_parts
 from logprobe.analysis.rollout_files import Rollout, read_rollouts
 from logprobe.errors import InputError, require
-from logprobe.records.forms.json import finite_fields
+from logprobe.records.forms.finite import finite_fields
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -17,7 +17,7 @@ import numpy as np
 
 from logprobe.analysis import measures
 from logprobe.errors import require
-from logprobe.records.forms.json import finite_fields
+from logprobe.records.forms.finite import finite_fields
 from logprobe.records.rows import KERNEL_EXTRAS
 from logprobe.sampling.params import COUNTS, SamplingParams, nth_seed
 

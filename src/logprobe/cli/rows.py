@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from logprobe import __version__
 from logprobe.analysis import measures
-from logprobe.records.forms.json import IMPOSSIBLE, finite, finite_value, position_rows, token_item
+from logprobe.records.forms.finite import IMPOSSIBLE, finite, finite_value
+from logprobe.records.forms.json import position_rows, token_item
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -25,7 +25,7 @@ from logprobe.cli.tables import (
 )
 from logprobe.cli.words import BoundaryOption, ByOption, CsvOption, UnitOption, print_units
 from logprobe.errors import PromptTooLongError, require
-from logprobe.records.forms.json import finite_value
+from logprobe.records.forms.finite import finite_value
 from logprobe.sampling import SamplingParams
 
 if TYPE_CHECKING:

@@ -327,7 +327,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
 
     def plot(self) -> Picture:
         """Surprisals as a picture (extra `plot`); a `ParameterError` where there is nothing to draw."""
-        return picture.drawn(self)
+        return picture.draw_record(self.parts(), self.table)
 
     def __reduce__(self) -> tuple[Callable[[bytes], FlatLogprobs], tuple[bytes]]:
         return FlatLogprobs.from_bytes, (self.to_bytes(),)

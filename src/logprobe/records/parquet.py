@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from logprobe.errors import InputError
 from logprobe.records.flat import FlatLogprobs
-from logprobe.records.forms.arrow import batch_of, later_fields, parts_of, schema
+from logprobe.records.forms.arrow import batch_of, parts_of, required_fields, schema
 from logprobe.records.forms.arrow_validity import as_input_error, check_counts, check_names
 
 if TYPE_CHECKING:
@@ -85,8 +85,7 @@ def iter_parquet(path: str | Path) -> Iterator[tuple[str, FlatLogprobs]]:
     """
     waiting: list[pa.RecordBatch] = []
     with as_input_error(path), pq.ParquetFile(path) as file:
-        later = later_fields()
-        check_names(file.schema_arrow, [field for field in schema() if field.name not in later])
+        check_names(file.schema_arrow, required_fields())
         check_counts(file.metadata.num_rows, Path(path).stat().st_size)
         for batch in file.iter_batches(batch_size=ROWS_A_GROUP):
             for request_id, part in _split(batch):

@@ -82,8 +82,9 @@ def test_an_empty_record_has_no_rows() -> None:
 def test_the_columns_are_named_and_typed_as_documented(step: Any) -> None:
     batch = to_arrow(every_kind(step)["packed"], "r", byte_offsets=np.arange(702) * 4)
     types = {field.name: str(field.type) for field in batch.schema}
-    assert list(types)[:11] == [
-        "request_id", "position", "token_id", "logprob", "rank", "entropy", "other_logprob",
+    assert list(types)[:15] == [
+        "request_id", "position", "token_id", "logprob", "rank",
+        "entropy", "log_kept_mass", "varentropy", "margin", "other_logprob", "outside_top_logprob",
         "top_ids", "top_logprobs", "byte_start", "byte_end",
     ]  # fmt: skip
     assert types["logprob"] == "float"
@@ -131,12 +132,6 @@ def test_a_token_that_nothing_predicts_stands_in_the_file_where_it_is_given(
     for wrong in (ids[1:], [7, 8, *ids[2:]]):
         with pytest.raises(ParameterError, match="token_ids: are not the tokens of the record"):
             to_arrow(record, "r", token_ids=wrong)
-
-
-def test_a_file_without_the_mass_outside_the_best_is_read(step: Any) -> None:
-    record = every_kind(step)["packed"]
-    older = to_arrow(record, "r").drop_columns("outside_top_logprob")
-    assert from_arrow(older) == record
 
 
 def test_a_file_gives_every_record_back(step: Any, tmp_path: Path) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import resource
-from itertools import product, repeat
-from pathlib import Path
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,7 +15,7 @@ from hypothesis import strategies as st
 from fuzzing import fuzz
 from logprobe.errors import InputError
 from logprobe.records import FlatLogprobs, Logprob
-from logprobe.records.forms.wire import ALIGNMENT, MAGIC, read_header
+from logprobe.records.forms.wire import ALIGNMENT, MAGIC
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,14 +51,7 @@ def honest() -> dict[str, FlatLogprobs]:
 
 
 HONEST = honest()
-DATA = {(3, kind): record.to_bytes() for kind, record in HONEST.items()}
-# The same records as version 2 wrote them, by kind and precision.
-EARLIER = {
-    name: base64.b64decode(text)
-    for name, text in json.loads(Path(__file__).with_name("version_2.json").read_text()).items()
-}
-DATA |= {(2, kind): EARLIER[f"{kind}/float32"] for kind in HONEST}
-VERSIONS = pytest.mark.parametrize("version", [2, 3])
+DATA = {kind: record.to_bytes() for kind, record in HONEST.items()}
 
 
 def use(record: FlatLogprobs) -> None:
@@ -120,13 +110,8 @@ def check_ends_well(data: bytes) -> None:
 
 
 def place_of(header: dict[str, Any], name: str) -> dict[str, Any]:
-    """A column of version 2, or what stands for it in version 3."""
-    places = {place["name"]: place for place in header["columns"]}
-    if header["version"] == 3:
-        has_entries = "entry_ids" in places
-        now = f"entry_{name.removeprefix('token_')}" if has_entries else {"places": "ranks"}.get(name, name)
-        name = now if now in places else name
-    return places[name]
+    """One column's name, type, shape and offset."""
+    return {place["name"]: place for place in header["columns"]}[name]
 
 
 def column(name: str, /, **changes: Any) -> Callable[[dict[str, Any]], None]:
@@ -145,12 +130,12 @@ ALTERED: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "another width": ("packed", rows(k=MANY)),
     "a width of no rows": ("no rows of some width", column("token_ids", shape=[0, MANY])),
     "a width below nothing": ("packed", rows(k=-2)),
-    "a shape of all the rest": ("packed", column("places", shape=[-1])),
-    "a shape beyond 64 bits": ("packed", column("places", shape=[2**40, 2**40])),
-    "a shape of nothing": ("packed", column("places", shape=[])),
-    "a start before the columns": ("packed", column("places", offset=-8)),
-    "a start between": ("packed", column("places", offset=1)),
-    "a start beyond 64 bits": ("packed", column("places", offset=2**70)),
+    "a shape of all the rest": ("packed", column("ranks", shape=[-1])),
+    "a shape beyond 64 bits": ("packed", column("ranks", shape=[2**40, 2**40])),
+    "a shape of nothing": ("packed", column("ranks", shape=[])),
+    "a start before the columns": ("packed", column("ranks", offset=-8)),
+    "a start between": ("packed", column("ranks", offset=1)),
+    "a start beyond 64 bits": ("packed", column("ranks", offset=2**70)),
     "objects": ("packed", column("token_ids", dtype="|O")),
     "fields": ("packed", column("token_ids", dtype="<f4,<f4")),
     "times": ("packed", column("ranks", dtype="<m8")),
@@ -158,9 +143,7 @@ ALTERED: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "a column twice": ("packed", lambda header: header["columns"].append(header["columns"][0])),
     "a column too few": ("packed", lambda header: header["columns"].pop()),
     "an unknown column": ("packed", column("ranks", name="ranques")),
-    "ranks without a sign": ("odd", column("ranks", dtype="<u2")),
-    "another form": ("packed", rows(form="ragged")),
-    "the other form": ("odd", rows(form="top")),
+    "ranks without a sign": ("odd", column("entry_ranks", dtype="<u2")),
     "more None than flags": ("odd", rows(num_none=3)),
     "no texts": ("texts", rows(texts=[])),
     "a token without text": ("texts", rows(texts=[None, "c", "b"])),
@@ -174,21 +157,18 @@ ALTERED: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
 }
 
 
-@VERSIONS
 @pytest.mark.parametrize("name", ALTERED)
-def test_a_header_that_contradicts_its_columns_is_refused(name: str, version: int) -> None:
+def test_a_header_that_contradicts_its_columns_is_refused(name: str) -> None:
     kind, alter = ALTERED[name]
-    header, body = parts_of(DATA[version, kind])
+    header, body = parts_of(DATA[kind])
     alter(header)
     with pytest.raises(InputError):
         FlatLogprobs.from_bytes(joined(header, body))
 
 
 VALUES: dict[str, tuple[str, str, bytes]] = {
-    "a place beyond the best": ("packed", "places", b"\x07"),
-    "tokens in their places that stand apart as well": ("packed", "places", b"\0\0"),
-    "a rank below nothing": ("odd", "ranks", b"\xfe\xff\xff\xff"),
-    "an id below nothing": ("odd", "token_ids", b"\xff" * 8),
+    "a rank below nothing": ("odd", "entry_ranks", b"\xfe\xff\xff\xff"),
+    "an id below nothing": ("odd", "entry_ids", b"\xff" * 8),
     "rows that go back": ("odd", "ends", (9).to_bytes(4, "little")),
     "kept ids that go back": ("kept", "kept.offsets", (1).to_bytes(8, "little")),
     "a flag that is none": ("odd", "is_none", b"\x02"),
@@ -199,13 +179,10 @@ VALUES: dict[str, tuple[str, str, bytes]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "version"),
-    [(name, version) for name in VALUES for version in (2, 3) if VALUES[name][1] != "places" or version == 2],
-)
-def test_values_that_point_at_nothing_are_refused(name: str, version: int) -> None:
+@pytest.mark.parametrize("name", VALUES)
+def test_values_that_point_at_nothing_are_refused(name: str) -> None:
     kind, column_name, value = VALUES[name]
-    header, body = parts_of(DATA[version, kind])
+    header, body = parts_of(DATA[kind])
     place = place_of(header, column_name)
     altered = bytearray(body)
     altered[place["offset"] : place["offset"] + len(value)] = value
@@ -213,9 +190,8 @@ def test_values_that_point_at_nothing_are_refused(name: str, version: int) -> No
         FlatLogprobs.from_bytes(joined(header, bytes(altered)))
 
 
-@pytest.mark.parametrize("data", [HONEST["packed"].to_bytes("uint8"), EARLIER["packed/uint8"]])
-def test_a_scale_of_no_numbers_is_refused(data: bytes) -> None:
-    header, body = parts_of(data)
+def test_a_scale_of_no_numbers_is_refused() -> None:
+    header, body = parts_of(HONEST["packed"].to_bytes("uint8"))
     place = place_of(header, "logprobs.scale")
     for value in (np.nan, np.inf, -1.0):
         altered = bytearray(body)
@@ -224,12 +200,11 @@ def test_a_scale_of_no_numbers_is_refused(data: bytes) -> None:
             FlatLogprobs.from_bytes(joined(header, bytes(altered)))
 
 
-@VERSIONS
-def test_a_nan_that_signals_is_an_ordinary_one(version: int) -> None:
-    header, body = parts_of(DATA[version, "odd"])
-    place = place_of(header, "logprobs")
+def test_a_nan_that_signals_is_an_ordinary_one() -> None:
+    header, body = parts_of(DATA["odd"])
+    place = place_of(header, "entry_logprobs")
     assert place["dtype"] == "<f8"
-    column("logprobs", dtype="<f4", shape=[2])(header)
+    column("entry_logprobs", dtype="<f4", shape=[2])(header)
     altered = bytearray(body)
     altered[place["offset"] : place["offset"] + 4] = b"\x01\0\x80\x7f"
     record = FlatLogprobs.from_bytes(joined(header, bytes(altered)))
@@ -238,33 +213,19 @@ def test_a_nan_that_signals_is_an_ordinary_one(version: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "head", [b'{"a":"\xff"}', b"[" * 100_000, b'{"version":2,"x":' + b"[" * 50_000, b"null"]
+    "head", [b'{"a":"\xff"}', b"[" * 100_000, b'{"version":1,"x":' + b"[" * 50_000, b"null"]
 )
 def test_a_header_that_is_none_is_refused(head: bytes) -> None:
     with pytest.raises(InputError):
         FlatLogprobs.from_bytes(MAGIC + len(head).to_bytes(4, "little") + head)
 
 
-@pytest.mark.parametrize("name", EARLIER)
-def test_what_version_2_wrote_is_read_as_it_was(name: str) -> None:
-    record, back = HONEST[name.partition("/")[0]], FlatLogprobs.from_bytes(EARLIER[name])
-    error = read_header(EARLIER[name])[0].max_abs_error
-    assert (error == 0) == (back == record)
-    for view in ("start_indices", "end_indices", "token_ids", "ranks", "decoded_tokens"):
-        assert getattr(back, view) == getattr(record, view)
-    assert {name: str(values) for name, values in back.extras.items()} == {
-        name: str(values) for name, values in record.extras.items()
-    }
-    assert [position is None for position in back] == [position is None for position in record]
-    np.testing.assert_allclose(back.logprobs, record.logprobs, atol=error * 1.01, rtol=0)
-    assert (back.given is None) == (record.given is None)
-    assert (back.kept is None) == (record.kept is None)
-    if record.given is not None:
-        assert back.given.ranks == record.given.ranks
-    if record.kept is not None:
-        assert [run.tolist() for run in back.kept.arrays()] == [run.tolist() for run in record.kept.arrays()]
-    assert FlatLogprobs.from_bytes(back.to_bytes()) == back
-    assert read_header(back.to_bytes())[0].version == 3
+@pytest.mark.parametrize("version", [0, 2, 3])
+def test_another_version_is_refused(version: int) -> None:
+    header, body = parts_of(DATA["packed"])
+    header["version"] = version
+    with pytest.raises(InputError):
+        FlatLogprobs.from_bytes(joined(header, body))
 
 
 def test_many_positions_without_entries_travel_still() -> None:
@@ -286,13 +247,10 @@ ALTERATION = st.tuples(
 @pytest.mark.fuzz
 @fuzz(4)
 @given(
-    data=st.one_of(
-        st.sampled_from(sorted(EARLIER)).map(EARLIER.__getitem__),
-        st.builds(
-            lambda kind, precision: HONEST[kind].to_bytes(precision),
-            st.sampled_from(sorted(HONEST)),
-            st.sampled_from(["float32", "float16", "uint8"]),
-        ),
+    data=st.builds(
+        lambda kind, precision: HONEST[kind].to_bytes(precision),
+        st.sampled_from(sorted(HONEST)),
+        st.sampled_from(["float32", "float16", "uint8"]),
     ),
     alterations=st.lists(ALTERATION, min_size=1, max_size=4),
 )
@@ -315,7 +273,6 @@ SCALARS: dict[str, st.SearchStrategy[Any]] = {
     "num_none": COUNT,
     "k": COUNT,
     "repeats_chosen": st.booleans(),
-    "form": st.sampled_from(["top", "ragged"]),
     "texts": st.lists(st.none() | st.text(max_size=2), max_size=4),
 }
 
@@ -350,8 +307,8 @@ def test_altered_headers_end_well(data: bytes) -> None:
 
 def test_a_dishonest_record_asks_for_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for version, (kind, alter) in product((2, 3), ALTERED.values()):
-        header, body = parts_of(DATA[version, kind])
+    for kind, alter in ALTERED.values():
+        header, body = parts_of(DATA[kind])
         alter(header)
         with pytest.raises(InputError):
             FlatLogprobs.from_bytes(joined(header, body))

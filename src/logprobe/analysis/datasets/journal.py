@@ -26,7 +26,7 @@ from logprobe.analysis.datasets.summary import Summary  # noqa: TC001 - msgspec 
 from logprobe.errors import InputError, OutputError
 from logprobe.private_files import FOLDER_MODE, claim, is_private
 from logprobe.records.forms.arrow_validity import UNREADABLE
-from logprobe.records.forms.json import IMPOSSIBLE, finite_fields
+from logprobe.records.forms.finite import IMPOSSIBLE, finite_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

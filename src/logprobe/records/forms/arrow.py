@@ -43,17 +43,17 @@ _CHOSEN = [
 ]
 _ENTRIES = [
     pa.field("other_logprob", pa.float32()),  # nats, of the mass outside the k best and the chosen token
+    pa.field("outside_top_logprob", pa.float32()),  # nats, of the mass outside the k best
     pa.field("top_ids", pa.list_(pa.int32())),  # the k best
     pa.field("top_logprobs", pa.list_(pa.float32())),
     pa.field("byte_start", pa.int64()),
     pa.field("byte_end", pa.int64()),
 ]
-_OUTSIDE_TOP = pa.field("outside_top_logprob", pa.float32())  # nats, of the mass outside the k best
 _LISTS = [
     pa.field("given_ids", pa.list_(pa.int64())),
     pa.field("given_logprobs", pa.list_(pa.float64())),
     pa.field("given_ranks", pa.list_(pa.int64())),
-    pa.field("kept_ids", pa.list_(pa.int32())),  # what they kept; null where it was not asked for
+    pa.field("kept_ids", pa.list_(pa.int32())),  # kept by masks and truncation; null: not asked for
     pa.field("entry_ids", pa.list_(pa.int64())),
     pa.field("entry_logprobs", pa.list_(pa.float64())),
     pa.field("entry_ranks", pa.list_(pa.int64())),
@@ -62,15 +62,14 @@ _LISTS = [
 
 
 def _fields() -> list[pa.Field]:
-    """The columns in their order; the further ones (null where nothing was given) are those of `EXTRAS`."""
-    first, *later = [pa.field(name, pa.from_numpy_dtype(dtype)) for name, dtype in EXTRAS.items()]
-    # The first stands behind the rank in every file; those that came later do not move what was there.
-    return [*_CHOSEN, first, *_ENTRIES, *later, *_LISTS, _OUTSIDE_TOP]
+    """All columns in their order; those of `EXTRAS` are null where nothing was given."""
+    extras = [pa.field(name, pa.from_numpy_dtype(dtype)) for name, dtype in EXTRAS.items()]
+    return [*_CHOSEN, *extras, *_ENTRIES, *_LISTS]
 
 
-def later_fields() -> set[str]:
-    """Columns that older files lack."""
-    return {*[*EXTRAS][1:], "kept_ids", _OUTSIDE_TOP.name}
+def required_fields() -> list[pa.Field]:
+    """The columns that every record has; one of `EXTRAS` may be missing."""
+    return [*_CHOSEN, *_ENTRIES, *_LISTS]
 
 
 def schema(info: LogprobsInfo | None = None) -> pa.Schema:
@@ -116,9 +115,8 @@ def parts_of(batch: pa.RecordBatch | pa.Table) -> Parts:
     Raises:
         InputError: a column is missing, or the rows belong to several requests.
     """
-    later = later_fields()
-    fields = [field for field in _fields() if field.name not in later or field.name in batch.schema.names]
-    check_names(batch.schema, fields)
+    check_names(batch.schema, required_fields())
+    fields = [field for field in _fields() if field.name in batch.schema.names]
     with as_input_error("the record"):
         columns = {field.name: valid_column(batch.column(field.name), field) for field in fields}
         found = set(columns["request_id"].unique().to_pylist())
@@ -228,8 +226,8 @@ def _parts_of(columns: dict[str, pa.Array], info: LogprobsInfo | None) -> Parts:
     if columns["given_ids"].null_count < len(is_none):
         given = Rows()
         given.append_entries(_entries_of(columns, "given", np.asarray(columns["given_ids"].is_null())))
-    ids = columns.get("kept_ids")
-    if ids is not None and ids.null_count < len(is_none):
+    ids = columns["kept_ids"]
+    if ids.null_count < len(is_none):
         widths = np.asarray(ids.value_lengths().fill_null(0))
         kept = (np.concatenate([[0], np.cumsum(widths, dtype=np.int64)]), np.asarray(ids.flatten()))
     extras = {

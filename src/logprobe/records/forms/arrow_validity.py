@@ -99,8 +99,7 @@ def check_columns(columns: Mapping[str, pa.Array], has_entries: Array, is_none: 
     _check_lists(columns, "top_ids", "top_logprobs")
     for prefix in ("given", "entry"):
         _check_lists(columns, f"{prefix}_ids", f"{prefix}_logprobs", f"{prefix}_ranks")
-    if "kept_ids" in columns:
-        _check_lists(columns, "kept_ids")
+    _check_lists(columns, "kept_ids")
     tokens, widths = columns["entry_tokens"], columns["entry_ids"].value_lengths()
     are_texts = tokens.null_count == len(tokens) or tokens.value_lengths().equals(widths)
     require(are_texts, "entry_tokens of other lengths than entry_ids")

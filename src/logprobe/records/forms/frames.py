@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 from logprobe.errors import ParameterError
-from logprobe.records.forms.json import IMPOSSIBLE, finite_fields
+from logprobe.records.forms.finite import IMPOSSIBLE, finite_fields
 from logprobe.records.rows import EXTRAS
 
 if TYPE_CHECKING:

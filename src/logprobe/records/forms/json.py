@@ -1,7 +1,6 @@
 """Rows of log-probabilities as JSON, straight from a record's arrays: chat entries, legacy maps, rows by id.
 
-JSON has neither infinity nor NaN: -inf is written as -9999 and NaN as null, here and nowhere else; inf, which
-no logprob is, but a further column may hold, as 9999.
+Infinity and NaN are written as `finite` has them.
 Before it: `FlatLogprobs`. After it: replies, chunks of a stream, `--json`.
 """
 
@@ -9,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import groupby, pairwise
-from math import copysign, inf, isinf
+from math import inf
 from operator import add
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +16,10 @@ import msgspec
 import numpy as np
 
 from logprobe.errors import ParameterError
+from logprobe.records.forms.finite import IMPOSSIBLE, finite
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    import numpy.typing as npt
 
     from logprobe.records.flat import FlatLogprobs
     from logprobe.records.store.columns import Array
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
     from logprobe.records.store.rows import Rows
     from logprobe.records.values import TokenTable
 
-IMPOSSIBLE = -9999.0  # what JSON says for -inf, as other servers do
 FEW_ROWS = 8  # up to here rows one by one are quicker than arrays of all of them
 
 
@@ -224,30 +221,6 @@ class _Parts(dict[int, bytes]):
 
 
 # -- plain values --------------------------------------------------------------------------------------------
-
-
-def finite(values: npt.ArrayLike) -> list[float | None]:
-    """Values that JSON has: -inf becomes IMPOSSIBLE, inf its opposite, NaN and a masked hole become None."""
-    listed = np.ma.asarray(values).tolist()
-    return [finite_value(value) for value in listed]
-
-
-def finite_value(value: float | None) -> float | None:
-    """`finite` of one value; None stays None."""
-    if value is None or value != value:  # noqa: PLR0124 - NaN
-        return None
-    return copysign(IMPOSSIBLE, value) if isinf(value) else value
-
-
-def finite_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The same fields with finite floats, alone or in lists."""
-    return {name: _finite_field(value) for name, value in fields.items()}
-
-
-def _finite_field(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_finite_field(item) for item in value]
-    return finite_value(value) if isinstance(value, float) else value
 
 
 def token_item(token_id: int, table: TokenTable) -> dict[str, Any]:

@@ -15,12 +15,14 @@ import numpy as np
 
 from logprobe.errors import ParameterError
 from logprobe.records.forms.html import SHADES, shade_of
+from logprobe.records.store.entries import texts_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from logprobe.records.flat import FlatLogprobs
     from logprobe.records.store.columns import Array
+    from logprobe.records.store.side import Parts
+    from logprobe.records.values import TokenTable
 
 TOKENS_A_LINE: Final = 12
 MAX_LINES: Final = 16  # of the strip; what is longer says how much is left out
@@ -45,36 +47,35 @@ class Picture:
         return data.getvalue()
 
 
-def drawn(record: FlatLogprobs) -> Picture:
-    """The strip, the line and, where the best token of each position is known, the calibration.
+def draw_record(parts: Parts, table: TokenTable | None) -> Picture:
+    """Draw the strip, the line and, where the best token of each position is known, the calibration.
 
     Raises:
         ParameterError: matplotlib is not installed, or no position has a token.
     """
-    chosen = record.rows.chosen_entries(0, len(record))
+    chosen = parts.rows.chosen_entries(0, parts.rows.num_rows)
     if not len(chosen.token_ids):
         raise ParameterError("record", "holds no token to draw; ask for logprobs=0 or more")
     positions = np.flatnonzero(np.diff(chosen.offsets) > 0)
-    sure = _confidence(record, positions, chosen.token_ids)
+    sure = _confidence(parts, positions, chosen.token_ids)
     num_lines = min(-(-len(positions) // TOKENS_A_LINE), MAX_LINES)
     heights = [0.4 * num_lines + 0.4, 2.6]
     figure = _new_figure(figsize=(10, sum(heights)), layout="constrained")
-    parts: Any = figure.subfigures(2, 1, height_ratios=heights)
-    strip, below = parts
-    _draw_strip(strip.subplots(), record, positions, chosen.logprobs)
+    strip, below = figure.subfigures(2, 1, height_ratios=heights)
+    labels = _labels(parts, positions[: TOKENS_A_LINE * MAX_LINES], table)
+    _draw_strip(strip.subplots(), labels, chosen.logprobs)
     axes = np.atleast_1d(
         below.subplots(1, 1 if sure is None else 2, width_ratios=None if sure is None else (2, 1))
     )
-    _draw_lines(axes[0], record, positions, chosen.logprobs)
+    _draw_lines(axes[0], positions, chosen.logprobs, parts.extras.get("entropy"))
     if sure is not None:
         _draw_calibration(axes[1], *sure)
     return Picture(figure)
 
 
-def _draw_strip(axes: Any, record: FlatLogprobs, positions: Array, logprobs: Array) -> None:
-    """Each token in its shade, line after line."""
-    shown = positions[: TOKENS_A_LINE * MAX_LINES]
-    for place, position in enumerate(shown.tolist()):
+def _draw_strip(axes: Any, labels: list[str], logprobs: Array) -> None:
+    """Draw the first tokens, each in its shade, line after line."""
+    for place, label in enumerate(labels):
         line, column = divmod(place, TOKENS_A_LINE)
         background, color = SHADES[shade_of(float(logprobs[place]))]
         is_plain = background == "transparent"
@@ -84,7 +85,7 @@ def _draw_strip(axes: Any, record: FlatLogprobs, positions: Array, logprobs: Arr
         axes.text(
             column + 0.48,
             line + 0.45,
-            _label(record, position),
+            label,
             ha="center",
             va="center",
             fontsize=8,
@@ -92,18 +93,21 @@ def _draw_strip(axes: Any, record: FlatLogprobs, positions: Array, logprobs: Arr
             color="black" if color == "inherit" else color,
             parse_math=False,
         )
-    left_out = len(positions) - len(shown)
-    note = f", the first {len(shown)} tokens, {left_out} more" if left_out else ""
-    axes.set(xlim=(0, TOKENS_A_LINE), ylim=(-(-len(shown) // TOKENS_A_LINE), 0))
+    left_out = len(logprobs) - len(labels)
+    note = f", the first {len(labels)} tokens, {left_out} more" if left_out else ""
+    axes.set(xlim=(0, TOKENS_A_LINE), ylim=(-(-len(labels) // TOKENS_A_LINE), 0))
     axes.set_title(f"surprisal, a shade each nat{note}", fontsize=9, loc="left")
     axes.axis("off")
 
 
-def _label(record: FlatLogprobs, position: int) -> str:
-    chosen = record.chosen(position)
-    assert chosen is not None
-    token_id, entry = chosen
-    text = f"<{token_id}>" if entry.decoded_token is None else entry.decoded_token
+def _labels(parts: Parts, positions: Array, table: TokenTable | None) -> list[str]:
+    """What is written for the chosen token of each position."""
+    rows = [row for position in positions.tolist() if (row := parts.rows.row(position)) is not None]
+    return [_label(row.token_ids[0], *texts_of(row.token_ids[:1], row.texts, table)) for row in rows]
+
+
+def _label(token_id: int, text: str | None) -> str:
+    text = f"<{token_id}>" if text is None else text
     text = text.replace(" ", "␣").replace("\n", "⏎").replace("\t", "→")
     return "".join(_drawable(text if len(text) <= 12 else f"{text[:11]}…"))
 
@@ -123,18 +127,18 @@ def _glyphs() -> frozenset[int]:
     return frozenset(FT2Font(font_manager.findfont(FONT)).get_charmap())
 
 
-def _draw_lines(axes: Any, record: FlatLogprobs, positions: Array, logprobs: Array) -> None:
+def _draw_lines(axes: Any, positions: Array, logprobs: Array, entropy: Array | None) -> None:
     surprisals = np.minimum(-logprobs.astype(float), IMPOSSIBLE_NATS)
     axes.plot(positions, surprisals, ".-", linewidth=0.8, label="surprisal")
-    if record.entropy is not None:
-        axes.plot(positions, record.entropy[positions], linewidth=1.2, label="entropy")
+    if entropy is not None:
+        axes.plot(positions, entropy[positions], linewidth=1.2, label="entropy")
         axes.legend(fontsize=8)
     axes.set(xlabel="position", ylabel="nats", ylim=(0, None))
 
 
-def _confidence(record: FlatLogprobs, positions: Array, token_ids: Array) -> tuple[Array, Array] | None:
+def _confidence(parts: Parts, positions: Array, token_ids: Array) -> tuple[Array, Array] | None:
     """The best token's probability at each position, and whether it was the chosen one."""
-    top = record.top_entries()
+    top = parts.rows.top_entries(0, parts.rows.num_rows)
     widths = np.diff(top.offsets)[positions]
     if not widths.all():
         return None

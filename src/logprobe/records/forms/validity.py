@@ -7,7 +7,7 @@ there is something. Nothing is allocated that the bytes do not hold; a record th
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -54,7 +54,6 @@ class ColumnHeader(msgspec.Struct, frozen=True):
 class RowsHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The scalars of some rows: the first None ones, the width of the steps' rows, how these are read."""
 
-    form: Literal["", "top", "ragged"] = ""  # of version 2, which had two
     num_rows: int
     num_none: int = 0
     k: int = 0
@@ -92,12 +91,7 @@ def check_places(columns: Sequence[ColumnHeader], num_bytes: int, alignment: int
 
 def known_columns() -> Columns:
     """All columns of a record, each with the types that it may have."""
-    return with_others(STEPS | RAGGED | TEXTS, LOSSY)
-
-
-def with_others(rows: Columns, lossy: Sequence[str]) -> Columns:
-    """The columns of rows, of named ids, and of what else stands beside them."""
-    own = rows | {f"{name}.scale": ("<f4",) for name in lossy}
+    own = STEPS | RAGGED | TEXTS | {f"{name}.scale": ("<f4",) for name in LOSSY}
     beside: Columns = {name: (dtype.newbyteorder("<").str,) for name, dtype in EXTRAS.items()}
     beside |= {"kept.offsets": ("<i8",), "kept.token_ids": IDS}
     return own | {f"given.{name}": dtypes for name, dtypes in own.items()} | beside

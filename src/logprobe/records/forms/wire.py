@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 
 from logprobe.errors import InputError, ParameterError
-from logprobe.records.forms import version_2
 from logprobe.records.forms.validity import (
     GROUP,
     LOSSY,
@@ -34,7 +33,7 @@ from logprobe.records.store.side import Parts
 if TYPE_CHECKING:
     from logprobe.records.store.columns import Array
 
-MAGIC, VERSION, ALIGNMENT = b"LGPB", 3, 8
+MAGIC, VERSION, ALIGNMENT = b"LGPB", 1, 8
 
 Precision: TypeAlias = Literal["float32", "float16", "uint8"]
 
@@ -100,10 +99,7 @@ def decode(data: bytes | memoryview) -> Parts:
         InputError: not such bytes, another version, or columns that contradict each other.
     """
     header, body = read_header(data)
-    is_old = header.version == version_2.VERSION
-    check_places(
-        header.columns, len(body), ALIGNMENT, version_2.known_columns() if is_old else known_columns()
-    )
+    check_places(header.columns, len(body), ALIGNMENT, known_columns())
     columns = _restore(_read_columns(header, body))
     extras = {name: columns.pop(name) for name in EXTRAS if name in columns}
     for name, values in extras.items():
@@ -111,11 +107,11 @@ def decode(data: bytes | memoryview) -> Parts:
     kept = _kept_of(columns, header.rows.num_rows)
     named = {name: columns.pop(name) for name in [*columns] if name.startswith("given.")}
     require(not named or header.given is not None, "columns of named ids, but none were named")
-    rows, given = _rows_from(header.rows, columns, is_old=is_old), None
+    rows, given = _rows_from(header.rows, columns), None
     if header.given is not None:
         require(header.given.num_rows == header.rows.num_rows, "named ids of another number than the rows")
         own = {name.removeprefix("given."): column for name, column in named.items()}
-        given = _rows_from(header.given, own, is_old=is_old)
+        given = _rows_from(header.given, own)
     return Parts(rows, extras, given, kept, header.info)
 
 
@@ -145,15 +141,12 @@ def read_header(data: bytes | memoryview) -> tuple[Header, memoryview]:
         header = msgspec.json.decode(view[start:stop], type=Header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"the record's header cannot be read: {error}") from error
-    if header.version not in {VERSION, version_2.VERSION}:
-        raise InputError(f"the record has version {header.version}; this program reads 2 and {VERSION}")
+    if header.version != VERSION:
+        raise InputError(f"the record has version {header.version}; this program reads {VERSION}")
     return header, view[stop:]
 
 
-def _rows_from(header: RowsHeader, columns: dict[str, Array], *, is_old: bool) -> Rows:
-    if is_old:
-        header, columns = version_2.as_now(header, columns)
-    require(is_old or not header.form, "its rows have a form, as only those of version 2 do")
+def _rows_from(header: RowsHeader, columns: dict[str, Array]) -> Rows:
     check_rows(header, columns)
     return Rows.from_state(msgspec.structs.asdict(header), columns)
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from logprobe.records.forms.json import IMPOSSIBLE
+from logprobe.records.forms.finite import IMPOSSIBLE
 
 Logprob = Annotated[float, Meta(ge=IMPOSSIBLE, le=1e-4)]  # nats
 Bytes: TypeAlias = list[Annotated[int, Meta(ge=0, le=255)]]

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from logprobe.analysis import labels
 from logprobe.errors import ParameterError
-from logprobe.records.forms.json import finite_fields
+from logprobe.records.forms.finite import finite_fields
 from logprobe.server.http.decode import read
 from logprobe.server.http.errors import ApiError, as_api_error, bad_request
 from logprobe.server.http.replies import JSON_TYPE, while_connected
