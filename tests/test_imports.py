@@ -1,0 +1,22 @@
+"""Imports stay light: `import logprobe` and the commands' help load no framework."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("logprobe", ["torch", "transformers", "tokenizers", "pyarrow", "numpy", "rich"]),
+        ("logprobe.records", ["torch", "transformers", "pyarrow"]),
+        ("logprobe.cli", ["torch", "transformers", "pyarrow"]),
+    ],
+)
+def test_a_light_module_loads_nothing_heavy(module: str, heavy: list[str]) -> None:
+    code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
