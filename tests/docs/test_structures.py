@@ -1,34 +1,51 @@
-"""docs/structures.md names what there is."""
+"""The files and functions that docs/structures.md and docs/way-of-the-data.md name exist."""
 
 from __future__ import annotations
 
+import ast
 import re
+from functools import cache
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "logprobe"
-PAGE = (ROOT / "docs" / "structures.md").read_text(encoding="utf-8")
-NAMED = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL))
 
 
-def is_path(word: str) -> bool:
-    return "/" in word or word.endswith((".py", ".md", ".json", ".toml"))
+def paths_of(page: str) -> list[str]:
+    """Return the paths, with the names behind their colons, that a page sets as code outside of blocks."""
+    text = re.sub(r"```.*?```", "", (ROOT / "docs" / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+    words = [word for code in re.findall(r"`([^`\n]+)`", text) for word in code.split()]
+    return sorted({word for word in words if "/" in word or word.endswith((".py", ".md", ".json", ".toml"))})
 
 
-def test_every_path_is_there() -> None:
-    paths = {word.partition(":")[0] for named in NAMED for word in named.split() if is_path(word)}
-    assert len(paths) > 1
-    assert [path for path in sorted(paths) if not any((top / path).exists() for top in (SOURCE, ROOT))] == []
+@cache
+def names_of(path: Path) -> set[str]:
+    """Return the functions, classes, class members and constants of a Python file."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        names |= defined(node)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{name}" for member in node.body for name in defined(member)}
+    return names
 
 
-def test_every_name_stands_in_the_code() -> None:
-    files = [*SOURCE.rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
-    code = "".join(file.read_text(encoding="utf-8") for file in files if file != Path(__file__))
-    names = {named for named in NAMED if named.isidentifier()}
-    assert len(names) > 1
-    assert names - set(re.findall(r"\w+", code)) == set()
+def defined(node: ast.stmt) -> set[str]:
+    """Return the names that a statement defines."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.AnnAssign):
+        return {ast.unparse(node.target)}
+    return {ast.unparse(target) for target in node.targets} if isinstance(node, ast.Assign) else set()
 
 
-def test_every_room_is_listed() -> None:
-    rooms = {path for path in SOURCE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
-    assert {f"{room.name}/" for room in rooms} <= set(NAMED)
+@pytest.mark.parametrize("page", ["structures.md", "way-of-the-data.md"])
+def test_every_path_and_the_name_behind_its_colon_exist(page: str) -> None:
+    words = paths_of(page)
+    assert len(words) > 10
+    for word in words:
+        path, _, name = word.partition(":")
+        files = [top / path for top in (SOURCE, ROOT) if (top / path).exists()]
+        assert files, word
+        assert not name or name in names_of(files[0]), word

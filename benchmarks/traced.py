@@ -1,6 +1,7 @@
-"""The calls of this project that a text, a token and a chat make, on all threads.
+"""Count the files and lines that a scored text, a generated token and a streamed chat pass, on all threads.
 
-`python tests/traced.py` prints the table of docs/way-of-the-data.md.
+`PYTHONPATH=tests python benchmarks/traced.py` prints the table of docs/way-of-the-data.md; the tiny model is
+the tests'.
 """
 
 from __future__ import annotations
@@ -8,15 +9,16 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import CodeType
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import openai
-import pytest
 
+from conftest import save_tiny_llama, serving
 from logprobe import LLM, SamplingParams
 from logprobe.server import ServerSettings
 
@@ -31,16 +33,17 @@ SCORED = SamplingParams(max_tokens=0, prompt_logprobs=2)
 DRAWN = SamplingParams(max_tokens=1, logprobs=2)
 
 
-class Watch:
-    """The calls of this project's functions in threads that started within the watch, while it is on."""
+class CallTracer:
+    """Record calls of this project's functions in threads that started while `tracing` is open."""
 
     def __init__(self) -> None:
         self.calls: list[CodeType] = []
         self._is_on = False
 
-    def note(self, frame: FrameType, event: str, _: Any) -> None:
+    def record(self, frame: FrameType, event: str, _: Any) -> None:
+        """Add a call; called by the interpreter."""
         code = frame.f_code
-        # Bodies of modules and classes run at an import, which is no part of the way.
+        # Bodies of modules and classes run once, at import.
         if (
             self._is_on
             and event == "call"
@@ -49,10 +52,10 @@ class Watch:
         ):
             self.calls.append(code)
 
-    def of(self, work: Callable[[], object]) -> list[CodeType]:
-        """All calls of a piece of work, in order."""
+    def calls_of(self, work: Callable[[], object]) -> list[CodeType]:
+        """Return the calls that `work` makes, in order."""
         self.calls, self._is_on = [], True
-        sys.setprofile(self.note)
+        sys.setprofile(self.record)
         try:
             work()
         finally:
@@ -62,21 +65,21 @@ class Watch:
 
 
 @contextmanager
-def watching() -> Iterator[Watch]:
-    """A watch over the threads that start before it ends."""
-    watch = Watch()
-    with pytest.MonkeyPatch.context() as patch:
-        # What is looked after now and then, by the clock, is on no way.
+def tracing() -> Iterator[CallTracer]:
+    """Trace the threads that start before the block ends."""
+    tracer = CallTracer()
+    with ExitStack() as stack:
+        # Periodic checks belong to no request.
         for check in ("engine.backends.thread.CHECK_AFTER_IDLE_S", "server.http.replies.CHECK_EVERY_S"):
-            patch.setattr(f"logprobe.{check}", 3600.0)
-        threading.setprofile(watch.note)
-        yield watch
+            stack.enter_context(mock.patch(f"logprobe.{check}", 3600.0))
+        threading.setprofile(tracer.record)
+        yield tracer
         threading.setprofile(None)  # type: ignore[arg-type]
 
 
-def walk(watch: Watch, model: Path, serving: Any) -> dict[str, list[CodeType]]:
-    """What each way calls once all is loaded and the way has been gone before."""
-    walked = {}
+def trace(tracer: CallTracer, model: Path) -> dict[str, list[CodeType]]:
+    """Return the calls of each request by its title, after a first request of its kind."""
+    traced = {}
     with LLM(str(model), kv_bytes=1 << 21) as llm:
 
         def score(text: str) -> None:
@@ -91,12 +94,12 @@ def walk(watch: Watch, model: Path, serving: Any) -> dict[str, list[CodeType]]:
         ):
             for title, work in zip(TITLES, (score, draw, chatter(client)), strict=True):
                 work(f"{title}, to load what is loaded late")
-                walked[title] = watch.of(lambda work=work, title=title: work(f"and {title}"))
-    return walked
+                traced[title] = tracer.calls_of(lambda work=work, title=title: work(f"and {title}"))
+    return traced
 
 
 def chatter(client: openai.OpenAI) -> Callable[[str], None]:
-    """What streams a chat of three tokens with OpenAI's own client."""
+    """Return a function that streams a chat of three tokens with OpenAI's client."""
 
     def chat(text: str) -> None:
         stream = client.chat.completions.create(
@@ -114,27 +117,25 @@ def chatter(client: openai.OpenAI) -> Callable[[str], None]:
 
 
 def own_lines(code: CodeType) -> set[tuple[str, int]]:
-    """The lines of a function that hold code, with those of the functions within it."""
+    """Return the lines of a function that hold code, nested functions included."""
     lines = {(code.co_filename, line) for _, _, line in code.co_lines() if line is not None}
     return lines.union(*(own_lines(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
 def row(title: str, calls: list[CodeType]) -> str:
-    """Files with a function that ran, all their lines, and the lines of the functions that ran."""
+    """Format the number of files with a function that ran, of their lines, and of these functions' lines."""
     files = {code.co_filename for code in calls}
     lines = sum(len(Path(file).read_text(encoding="utf-8").splitlines()) for file in files)
     run = len(set().union(*map(own_lines, set(calls))))
     return f"| {title} | {len(files)} | {lines:,} | {run:,} |"
 
 
-def table(walked: dict[str, list[CodeType]]) -> str:
-    """The ways and what a newcomer opens on each."""
+def table(traced: dict[str, list[CodeType]]) -> str:
+    """Format the table of docs/way-of-the-data.md."""
     head = ["| way | files | their lines | lines of the functions that run |", "|---|---|---|---|"]
-    return "\n".join([*head, *(row(title, calls) for title, calls in walked.items())])
+    return "\n".join([*head, *(row(title, calls) for title, calls in traced.items())])
 
 
 if __name__ == "__main__":
-    from conftest import save_tiny_llama, serving
-
-    with TemporaryDirectory() as folder, watching() as watch:
-        print(table(walk(watch, save_tiny_llama(Path(folder)), serving)))  # noqa: T201
+    with TemporaryDirectory() as folder, tracing() as tracer:
+        print(table(trace(tracer, save_tiny_llama(Path(folder)))))
