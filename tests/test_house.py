@@ -86,9 +86,9 @@ def test_a_swallowed_exception_is_seen(body: str, expected: bool) -> None:
         ("logprobe", ["torch", "transformers", "tokenizers", "pyarrow", "numpy", "rich"]),
         ("logprobe.records", ["torch", "transformers", "pyarrow"]),
         ("logprobe.cli", ["torch", "transformers", "pyarrow"]),
-        ("logprobe.engine.backends.thread", ["logprobe.records.compat"]),
-        ("logprobe.engine.engine", ["logprobe.records.compat"]),
-        ("logprobe.transport.channel", ["logprobe.records.compat"]),
+        ("logprobe.engine.backends.thread", ["logprobe.compat"]),
+        ("logprobe.engine.engine", ["logprobe.compat"]),
+        ("logprobe.transport.channel", ["logprobe.compat"]),
     ],
 )
 def test_a_light_module_loads_nothing_heavy(module: str, heavy: list[str]) -> None:
