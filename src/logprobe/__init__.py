@@ -18,6 +18,39 @@ if TYPE_CHECKING:
     from logprobe.async_lm import (
         AsyncLM as AsyncLM,
     )
+    from logprobe.compat.logprobs_processor import (
+        LogprobsLists as LogprobsLists,
+    )
+    from logprobe.compat.logprobs_processor import (
+        LogprobsTensors as LogprobsTensors,
+    )
+    from logprobe.compat.logprobs_processor import (
+        ModelRunnerOutput as ModelRunnerOutput,
+    )
+    from logprobe.compat.logprobs_processor import (
+        SamplerOutput as SamplerOutput,
+    )
+    from logprobe.compat.logprobs_processor import (
+        TokenLogprob as TokenLogprob,
+    )
+    from logprobe.compat.logprobs_processor import (
+        TopLogprobs as TopLogprobs,
+    )
+    from logprobe.compat.vllm_logprobs import (
+        PromptLogprobs as PromptLogprobs,
+    )
+    from logprobe.compat.vllm_logprobs import (
+        SampleLogprobs as SampleLogprobs,
+    )
+    from logprobe.compat.vllm_logprobs import (
+        append_logprobs_for_next_position as append_logprobs_for_next_position,
+    )
+    from logprobe.compat.vllm_logprobs import (
+        create_prompt_logprobs as create_prompt_logprobs,
+    )
+    from logprobe.compat.vllm_logprobs import (
+        create_sample_logprobs as create_sample_logprobs,
+    )
     from logprobe.config import (
         EngineConfig as EngineConfig,
     )
@@ -46,40 +79,7 @@ if TYPE_CHECKING:
         Logprob as Logprob,
     )
     from logprobe.records import (
-        LogprobsLists as LogprobsLists,
-    )
-    from logprobe.records import (
         LogprobsOnePosition as LogprobsOnePosition,
-    )
-    from logprobe.records import (
-        LogprobsTensors as LogprobsTensors,
-    )
-    from logprobe.records import (
-        ModelRunnerOutput as ModelRunnerOutput,
-    )
-    from logprobe.records import (
-        PromptLogprobs as PromptLogprobs,
-    )
-    from logprobe.records import (
-        SampleLogprobs as SampleLogprobs,
-    )
-    from logprobe.records import (
-        SamplerOutput as SamplerOutput,
-    )
-    from logprobe.records import (
-        TokenLogprob as TokenLogprob,
-    )
-    from logprobe.records import (
-        TopLogprobs as TopLogprobs,
-    )
-    from logprobe.records import (
-        append_logprobs_for_next_position as append_logprobs_for_next_position,
-    )
-    from logprobe.records import (
-        create_prompt_logprobs as create_prompt_logprobs,
-    )
-    from logprobe.records import (
-        create_sample_logprobs as create_sample_logprobs,
     )
     from logprobe.sampling import (
         SamplingParams as SamplingParams,
@@ -100,17 +100,17 @@ _HOMES = {
     "FlatLogprobs": "logprobe.records",
     "Logprob": "logprobe.records",
     "LogprobsOnePosition": "logprobe.records",
-    "PromptLogprobs": "logprobe.records",
-    "SampleLogprobs": "logprobe.records",
-    "create_prompt_logprobs": "logprobe.records",
-    "create_sample_logprobs": "logprobe.records",
-    "append_logprobs_for_next_position": "logprobe.records",
-    "TokenLogprob": "logprobe.records",
-    "TopLogprobs": "logprobe.records",
-    "LogprobsTensors": "logprobe.records",
-    "LogprobsLists": "logprobe.records",
-    "SamplerOutput": "logprobe.records",
-    "ModelRunnerOutput": "logprobe.records",
+    "PromptLogprobs": "logprobe.compat.vllm_logprobs",
+    "SampleLogprobs": "logprobe.compat.vllm_logprobs",
+    "create_prompt_logprobs": "logprobe.compat.vllm_logprobs",
+    "create_sample_logprobs": "logprobe.compat.vllm_logprobs",
+    "append_logprobs_for_next_position": "logprobe.compat.vllm_logprobs",
+    "TokenLogprob": "logprobe.compat.logprobs_processor",
+    "TopLogprobs": "logprobe.compat.logprobs_processor",
+    "LogprobsTensors": "logprobe.compat.logprobs_processor",
+    "LogprobsLists": "logprobe.compat.logprobs_processor",
+    "SamplerOutput": "logprobe.compat.logprobs_processor",
+    "ModelRunnerOutput": "logprobe.compat.logprobs_processor",
 }
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are strings

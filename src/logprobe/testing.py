@@ -271,7 +271,7 @@ def open_requests(model: AnyModel) -> list[str]:
         ParameterError: `model` is none of this program's.
     """
     front = _front_of(model)
-    return sorted({*front._builders, *front._collector._inboxes})
+    return sorted({*front._builders, *front._streams._inboxes})
 
 
 def check_integrity(model: AnyModel) -> None:

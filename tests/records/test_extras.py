@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import pytest
-import torch
 
-from logprobe import LogprobsTensors
 from logprobe.errors import ParameterError
-from logprobe.kernels import extract
 from logprobe.records import FlatLogprobs, from_arrow, read_parquet, to_arrow, to_padded, write_parquet
 from logprobe.records.rows import EXTRAS
 
@@ -66,16 +62,6 @@ def test_tables_and_tensors_show_it(record: FlatLogprobs) -> None:
     assert [row["novelty"] for row in record.to_dict()["positions"]] == [0.5, 2.5, None]
     assert [row["novelty"] for row in msgspec.json.decode(record.to_json())["positions"]] == [0.5, 2.5, None]
     assert to_padded([record[:2], record[:1]]).extras["novelty"].tolist() == [[0.5, 2.5], [0.5, 0.0]]
-
-
-def test_the_drop_in_classes_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(EXTRAS, "novelty", np.dtype(np.float32))
-    rows = extract(torch.tensor([[0.0, 1.0], [2.0, 0.0]]), [0, 1], 1, entropy=True)
-    novelties = torch.tensor([1.0, 2.0])
-    tensors = LogprobsTensors.of(replace(rows, extras={**rows.extras, "novelty": novelties}))
-    assert torch.equal(tensors.extras["novelty"], novelties)
-    assert tensors.to_lists().novelty.tolist() == [1.0, 2.0]
-    assert tensors.entropy is not None
 
 
 def test_json_has_no_infinity(record: FlatLogprobs) -> None:

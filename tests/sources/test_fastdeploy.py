@@ -7,8 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import openai
 
-from logprobe import LLM, SamplingParams
-from logprobe.processors import LogitsProcessor
+from logprobe.compat.fastdeploy import (
+    LLM,
+    LogitBiasLogitsProcessor,
+    LogitsProcessor,
+    SamplingParams,
+    ThinkingBudgetLogitsProcessor,
+)
 from server_process import serving_process
 
 if TYPE_CHECKING:
@@ -58,6 +63,20 @@ def test_a_built_in_one_by_its_name(tiny_model_folder: Path) -> None:
         assert outputs[0].outputs.text == llm.text.text_of([FAVOURED] * 3)
         plain = llm.chat(MESSAGES, SamplingParams(temperature=0.0, max_tokens=3))
         assert plain[0].outputs.token_ids != [FAVOURED] * 3
+
+
+def test_built_in_ones_by_their_classes(tiny_model_folder: Path) -> None:
+    with start(tiny_model_folder, [LogitBiasLogitsProcessor, ThinkingBudgetLogitsProcessor]) as llm:
+        begin, end, word = llm.text.tokenizer.convert_tokens_to_ids(["Ġthe", "Ġa", "Ġcat"])
+        arguments = {
+            "logit_bias": {word: 100.0},
+            "thinking_budget": 2,
+            "think_start_token_ids": [begin],
+            "think_end_token_ids": [end],
+        }
+        params = SamplingParams(temperature=0.0, max_tokens=4, logits_processors_args=arguments)
+        [output] = llm.generate([[5, begin]], params)
+        assert output.outputs.token_ids == [word, word, end, word]
 
 
 def test_one_of_ones_own_by_its_class(tiny_model_folder: Path) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from logprobe import LLM, AsyncLM, AsyncVirtualLM
+from logprobe import LLM, SamplingParams
+from logprobe.compat.genlm import AsyncLM, AsyncVirtualLM, GlobalLogprobsCapture, Token
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,3 +66,30 @@ def test_lora_weights_are_set_and_cleared(llm: AsyncVirtualLM, adapter_folders: 
     llm.clear_cache()
     assert len(llm.cache) == 0
     llm.reset_async_queries()
+
+
+def test_a_vocabulary_is_of_tokens(llm: AsyncVirtualLM) -> None:
+    [token, other] = llm.byte_vocab[5:7]
+    assert isinstance(token, Token)
+    assert (token.token_id, other.token_id) == (5, 6)
+    assert token == Token(5, token.byte_string) != Token(6, token.byte_string)
+
+
+def test_a_model_of_a_name_gives_the_same_rows(tiny_model_folder: Path, llm: AsyncVirtualLM) -> None:
+    with AsyncLM.from_name(str(tiny_model_folder), batch_size=2, kv_bytes=1 << 20) as lm:
+        row = lm.next_token_logprobs_sync(PROMPTS[0])
+        np.testing.assert_array_equal(row, lm.next_token_logprobs_uncached(PROMPTS[0]))
+    np.testing.assert_allclose(row, llm.next_token_logprobs_sync(PROMPTS[0]), atol=2e-5)
+
+
+def test_a_capture_sees_the_rows_of_answers_and_of_steps(tiny_llm: LLM, tiny_model_folder: Path) -> None:
+    capture = GlobalLogprobsCapture()
+    with AsyncVirtualLM(tiny_llm, capture) as lm:
+        rows = lm.batch_next_token_logprobs_sync(PROMPTS[:2])
+        np.testing.assert_allclose(capture.get_all_logprobs(), rows, atol=1e-6)
+    assert capture.get_all_logprobs() is None
+    with LLM(tiny_model_folder, logits_processors=[GlobalLogprobsCapture], kv_bytes=1 << 20) as model:
+        model.generate([PROMPTS[0]], SamplingParams(max_tokens=1))
+        assert model.processors is not None
+        own = model.processors.registered["GlobalLogprobsCapture"]
+        np.testing.assert_allclose(own.get_logprobs(0), rows[0], atol=2e-5)

@@ -7,17 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from logprobe import (
+from logprobe.compat.logprobs_processor import (
+    AsyncCPUTransfer,
     LogprobsLists,
     LogprobsTensors,
     ModelRunnerOutput,
     SamplerOutput,
+    StreamingLogprobsCollector,
     TokenLogprob,
     TopLogprobs,
+    batch_logprobs_to_cpu_rust,
+    extract_top_k_logprobs_rust,
 )
-from logprobe.kernels import batch_logprobs_to_cpu_rust, extract_top_k_logprobs_rust
-from logprobe.kernels.extraction.rows import extract_top_k_logprobs
-from logprobe.transport import AsyncCPUTransfer, StreamingLogprobsCollector
+from logprobe.kernels import extract_top_k_logprobs
 
 ROW = np.log(np.array([0.1, 0.5, 0.15, 0.25], np.float32))
 CALLS = [

@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 
-from logprobe import FlatLogprobs, Logprob
-from logprobe.errors import ParameterError
-from logprobe.records import (
-    ChatEncoder,
+from logprobe.compat.vllm_logprobs import (
+    FlatLogprobs,
+    Logprob,
+    LogprobsOnePosition,
+    PromptLogprobs,
+    SampleLogprobs,
     append_logprobs_for_next_position,
     create_prompt_logprobs,
     create_sample_logprobs,
 )
+from logprobe.errors import ParameterError
+from logprobe.records import ChatEncoder
 
 COLUMNS: dict[str, list[Any]] = {
     "start_indices": [0, 1, 3],
@@ -80,14 +84,15 @@ def test_fields_that_do_not_agree_are_refused(columns: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("is_flat", [True, False])
 def test_helpers_start_and_grow_either_form(is_flat: bool) -> None:
-    prompt = create_prompt_logprobs(is_flat)
+    prompt: PromptLogprobs = create_prompt_logprobs(is_flat)
     assert len(prompt) == 1
     assert prompt[0] is None
-    sample = create_sample_logprobs(flat_logprobs=is_flat)
+    sample: SampleLogprobs = create_sample_logprobs(flat_logprobs=is_flat)
     append_logprobs_for_next_position(sample, [1, 2, 3], [-0.25, -0.5, -4.0], chain(["a"], ["b", "c"]), 10, 1)
     assert [*sample] == [{1: Logprob(-0.25, 10, "a"), 2: Logprob(-0.5, 1, "b")}]
     append_logprobs_for_next_position(sample, [1, 2, 3], [-0.25, -0.5, -4.0], ["a", "b", "c"], 1, -1)
-    assert len(sample[1] or {}) == 3
+    second: LogprobsOnePosition | None = sample[1]
+    assert second == {1: Logprob(-0.25, 1, "a"), 2: Logprob(-0.5, 1, "b"), 3: Logprob(-4.0, 2, "c")}
 
 
 def test_a_record_with_texts_is_written_as_a_chat_reply() -> None:

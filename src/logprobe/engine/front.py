@@ -23,8 +23,6 @@ from logprobe.engine.output_builder import Describer, OutputBuilder
 from logprobe.errors import EngineClosedError, require
 from logprobe.models.loading import as_state, digest_of, read_state
 from logprobe.models.lora import lora_version, resolved_folder
-from logprobe.transport import StreamingLogprobsCollector
-from logprobe.transport.collector import Parcel
 from logprobe.transport.messages import (
     Abort,
     Delta,
@@ -39,6 +37,7 @@ from logprobe.transport.messages import (
     Submit,
     TakeWeights,
 )
+from logprobe.transport.streams import Parcel, RequestStreams
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Sequence
@@ -72,7 +71,7 @@ class Front:
         self._describer = Describer(own.source(), own.vocab_size, table)
         self._numbers = itertools.count(1)  # of loads: of LoRA weights, and of others of the model's own
         self._loading = threading.Lock()  # weights of the model's own, one load after the other
-        self._collector: StreamingLogprobsCollector[Event] = StreamingLogprobsCollector(
+        self._streams: RequestStreams[Event] = RequestStreams(
             BUFFER_ROWS,
             pause=lambda request_id: core.send(Pause(request_id, "reader")),
             resume=lambda request_id: core.send(Resume(request_id, "reader")),
@@ -304,7 +303,7 @@ class Front:
                     self._loras.hold(accepted.lora_number)
                     self._held[accepted.request.request_id] = accepted.lora_number
             for request_id in builders:
-                self._collector.open(request_id)
+                self._streams.open(request_id)
             self._builders |= builders
         return bound
 
@@ -317,9 +316,9 @@ class Front:
 
     def _publish(self, events: Iterable[Event]) -> None:
         """Hand on what the core publishes; events of a request that nobody opened are dropped."""
-        for request_id in self._collector.add_many(map(_parcel, events)):
+        for request_id in self._streams.add_many(map(_parcel, events)):
             # Its reader's event loop was closed: nobody can come back.
-            self._collector.unregister(request_id)
+            self._streams.unregister(request_id)
             self.core.send(Abort(request_id))
             self._forget(request_id)
 
@@ -335,7 +334,7 @@ class Front:
     ) -> AsyncGenerator[RequestOutput]:
         with self._follow(request_id) as builder:
             min_rows = 1 if every_step or builder.is_wide(WIDE) else WAKE_ROWS
-            messages = self._collector.stream(request_id, buffer_size=buffer_rows, min_rows=min_rows)
+            messages = self._streams.stream(request_id, buffer_size=buffer_rows, min_rows=min_rows)
             async with aclosing(messages) as batches:
                 async for events in batches:
                     for event in events:

@@ -14,15 +14,17 @@ from logprobe.records.rows import DeviceRows, GivenLists, GivenLogprobs, HostRow
 from logprobe.records.values import Logprob, LogprobsOnePosition, TokenTable
 
 if TYPE_CHECKING:
-    from logprobe.records.compat import (
+    from logprobe.compat.logprobs_processor import (
         LogprobsLists,
         LogprobsTensors,
         ModelRunnerOutput,
-        PromptLogprobs,
-        SampleLogprobs,
         SamplerOutput,
         TokenLogprob,
         TopLogprobs,
+    )
+    from logprobe.compat.vllm_logprobs import (
+        PromptLogprobs,
+        SampleLogprobs,
         append_logprobs_for_next_position,
         create_prompt_logprobs,
         create_sample_logprobs,
@@ -36,26 +38,26 @@ if TYPE_CHECKING:
         write_parquet,
     )
 
-# Names whose modules load when first used (what needs pyarrow, what no step needs) -> the module.
-_LATER = dict.fromkeys(
-    ("ParquetWriter", "from_arrow", "iter_parquet", "read_parquet", "to_arrow", "write_parquet"),
-    "logprobe.records.parquet",
-) | dict.fromkeys(
-    (
-        "LogprobsLists",
-        "LogprobsTensors",
-        "ModelRunnerOutput",
-        "PromptLogprobs",
-        "SampleLogprobs",
-        "SamplerOutput",
-        "TokenLogprob",
-        "TopLogprobs",
-        "append_logprobs_for_next_position",
-        "create_prompt_logprobs",
-        "create_sample_logprobs",
-    ),
-    "logprobe.records.compat",
-)
+# Names whose modules load when first used (pyarrow, other projects' classes) -> the module.
+_HOMES = {
+    "LogprobsLists": "logprobe.compat.logprobs_processor",
+    "LogprobsTensors": "logprobe.compat.logprobs_processor",
+    "ModelRunnerOutput": "logprobe.compat.logprobs_processor",
+    "ParquetWriter": "logprobe.records.parquet",
+    "PromptLogprobs": "logprobe.compat.vllm_logprobs",
+    "SampleLogprobs": "logprobe.compat.vllm_logprobs",
+    "SamplerOutput": "logprobe.compat.logprobs_processor",
+    "TokenLogprob": "logprobe.compat.logprobs_processor",
+    "TopLogprobs": "logprobe.compat.logprobs_processor",
+    "append_logprobs_for_next_position": "logprobe.compat.vllm_logprobs",
+    "create_prompt_logprobs": "logprobe.compat.vllm_logprobs",
+    "create_sample_logprobs": "logprobe.compat.vllm_logprobs",
+    "from_arrow": "logprobe.records.parquet",
+    "iter_parquet": "logprobe.records.parquet",
+    "read_parquet": "logprobe.records.parquet",
+    "to_arrow": "logprobe.records.parquet",
+    "write_parquet": "logprobe.records.parquet",
+}
 
 __all__ = [
     "ChatEncoder",
@@ -91,4 +93,4 @@ __all__ = [
 ]
 
 
-__getattr__ = lazy_names(__name__, _LATER)
+__getattr__ = lazy_names(__name__, _HOMES)

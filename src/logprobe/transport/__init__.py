@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from logprobe._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from logprobe.transport.collector import StreamingLogprobsCollector
+    from logprobe.compat.collector import StreamingLogprobsCollector
     from logprobe.transport.copy import AsyncCPUTransfer
 
 __all__ = ["AsyncCPUTransfer", "StreamingLogprobsCollector"]
 
-_HOMES = {"AsyncCPUTransfer": ".copy", "StreamingLogprobsCollector": ".collector"}
+_HOMES = {"AsyncCPUTransfer": ".copy", "StreamingLogprobsCollector": "logprobe.compat.collector"}
 
 __getattr__ = lazy_names(__name__, _HOMES)

@@ -157,7 +157,7 @@ def test_a_reader_that_never_reads_holds_up_nobody(engine: Front, teller: Any, u
     lazy = teller.submit(engine, max_tokens=4000, logprobs=2)
 
     def num_waiting() -> int:
-        return engine._collector.num_waiting(lazy)
+        return engine._streams.num_waiting(lazy)
 
     async def others_go_on() -> None:
         stream = engine.stream(lazy, buffer_rows=4)

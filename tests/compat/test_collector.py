@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from logprobe.compat.logprobs_processor import StreamingLogprobsCollector
 from logprobe.errors import ParameterError
-from logprobe.transport import StreamingLogprobsCollector
-from logprobe.transport.collector import Parcel
+from logprobe.transport.streams import Parcel
 
 
 def collector(size: int = 100, **told: Any) -> StreamingLogprobsCollector[int]:

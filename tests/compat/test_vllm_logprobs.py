@@ -4,14 +4,14 @@ from itertools import chain, repeat
 
 import pytest
 
-from logprobe.errors import ParameterError
-from logprobe.records import (
+from logprobe.compat.vllm_logprobs import (
     FlatLogprobs,
     Logprob,
     append_logprobs_for_next_position,
     create_prompt_logprobs,
     create_sample_logprobs,
 )
+from logprobe.errors import ParameterError
 
 
 def test_a_prompt_starts_with_one_position_that_has_no_values() -> None:

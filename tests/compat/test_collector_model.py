@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from logprobe.compat.logprobs_processor import StreamingLogprobsCollector
 from logprobe.errors import BusyError
-from logprobe.transport import StreamingLogprobsCollector
-from logprobe.transport.collector import Parcel
+from logprobe.transport.streams import Parcel
 
 NAMES = st.sampled_from(["a", "b", "c"])
 SIZE = 3

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from logprobe.compat.logprobs_processor import StreamingLogprobsCollector
 from logprobe.errors import BusyError, ParameterError
-from logprobe.transport import StreamingLogprobsCollector
-from logprobe.transport.collector import Parcel
+from logprobe.transport.streams import Parcel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -134,7 +134,7 @@ def test_without_a_pause_a_stream_on_another_thread_is_waited_for() -> None:
 def test_a_producer_is_not_left_waiting_by_a_reader_whose_loop_was_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("logprobe.transport.collector.CHECK_S", 0.01)
+    monkeypatch.setattr("logprobe.compat.collector.CHECK_S", 0.01)
     rows, loop = collector(1), asyncio.new_event_loop()
 
     async def open_and_leave() -> None:
@@ -174,35 +174,6 @@ def test_a_late_callback_gets_a_buffer_at_a_time() -> None:
     assert [len(items) for items in found] == [3, 3, 3, 2]
     assert list(chain.from_iterable(found)) == list(range(11))
     assert told == ["pause a", "a"]
-
-
-def test_the_last_that_a_source_hears_is_true() -> None:
-    """The reader takes while the source is still being told of the pause: it must not stay paused."""
-    told: list[str] = []
-    is_telling, go = threading.Event(), threading.Event()
-
-    def pause(name: str) -> None:
-        is_telling.set()
-        assert go.wait(LIMIT_S)
-        told.append(f"pause {name}")
-
-    rows = collector(1, pause=pause, resume=lambda name: told.append(f"resume {name}"))
-
-    async def read() -> list[int]:
-        stream = rows.stream("a")
-        items = await anext(stream)
-        await stream.aclose()
-        return items
-
-    with ThreadPoolExecutor(2) as pool:
-        adding = pool.submit(rows.add, "a", 0)
-        assert is_telling.wait(LIMIT_S)
-        reading = pool.submit(asyncio.run, read())
-        until(lambda: rows.num_waiting("a") == 0)
-        go.set()
-        adding.result(LIMIT_S)
-        assert reading.result(LIMIT_S) == [0]
-    assert told == ["pause a", "resume a"]
 
 
 @pytest.mark.parametrize("has_hook", [True, False])

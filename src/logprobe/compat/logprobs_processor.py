@@ -1,41 +1,59 @@
-"""The drop-in classes and verbs of other engines' log-probabilities, complete and by their names.
+"""Containers, copies and callbacks of a log-probability processor, for programs that fill them by position.
 
-A program that fills and reads them position by position goes on as it is. No engine of this library rests on
-them: its steps hold rows (`rows`), its requests records (`FlatLogprobs`).
-
-Before them: the caller's own engine. After them: user code.
+The engine of this library uses none of them: its steps hold `records.rows`, its requests `FlatLogprobs`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import chain, repeat
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import msgspec
 import numpy as np
 
+from logprobe._lazy import lazy_names
 from logprobe.errors import ParameterError
 from logprobe.records.flat import FlatLogprobs
 from logprobe.records.rows import EXTRAS, GivenLists, host_array, on_host
-from logprobe.records.store.inputs import row_from_columns
-from logprobe.records.values import Logprob, LogprobsOnePosition, top_indices
+from logprobe.records.values import top_indices
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
     import torch
     from torch import Tensor
 
+    from logprobe.compat.collector import StreamingLogprobsCollector
+    from logprobe.kernels.extraction.rows import batch_logprobs_to_cpu_rust, extract_top_k_logprobs_rust
     from logprobe.records.rows import DeviceRows, GivenLogprobs
-    from logprobe.records.store.columns import Array
+    from logprobe.transport.copy import AsyncCPUTransfer
 
-MIN_ROWS = 16  # that appending makes room for
+    Array: TypeAlias = npt.NDArray[Any]
+
+__all__ = [
+    "AsyncCPUTransfer",
+    "LogprobsLists",
+    "LogprobsTensors",
+    "ModelRunnerOutput",
+    "SamplerOutput",
+    "StreamingLogprobsCollector",
+    "TokenLogprob",
+    "TopLogprobs",
+    "batch_logprobs_to_cpu_rust",
+    "extract_top_k_logprobs_rust",
+]
+
+# Names of the same source whose modules load when first used, since they need torch or asyncio.
+_HOMES = {
+    "AsyncCPUTransfer": "logprobe.transport.copy",
+    "StreamingLogprobsCollector": "logprobe.compat.collector",
+    "batch_logprobs_to_cpu_rust": "logprobe.kernels.extraction.rows",
+    "extract_top_k_logprobs_rust": "logprobe.kernels.extraction.rows",
+}
+MIN_ROWS = 16  # first allocation of a container that is appended to
 COLUMNS = ("token_ids", "logprobs", "ranks", "lse", "num_logprobs", "is_valid")
-PromptLogprobs: TypeAlias = FlatLogprobs | list[LogprobsOnePosition | None]
-SampleLogprobs: TypeAlias = FlatLogprobs | list[LogprobsOnePosition]
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
@@ -611,38 +629,4 @@ def _integers(token_ids: npt.ArrayLike | Tensor) -> Array:
     return ids
 
 
-def create_prompt_logprobs(flat_logprobs: bool) -> PromptLogprobs:
-    """Start a prompt's log-probabilities: its first token has none."""
-    return FlatLogprobs([None]) if flat_logprobs else [None]
-
-
-def create_sample_logprobs(flat_logprobs: bool) -> SampleLogprobs:
-    """Start the log-probabilities of generated tokens, none so far."""
-    return FlatLogprobs() if flat_logprobs else []
-
-
-def append_logprobs_for_next_position(
-    request_logprobs: PromptLogprobs | SampleLogprobs,
-    token_ids: Sequence[int],
-    logprobs: Sequence[float],
-    decoded_tokens: Iterable[str | None],
-    rank: int,
-    num_logprobs: int,
-) -> None:
-    """Add one position: the chosen token with `rank`, then ranks 1..num_logprobs; further columns are cut.
-
-    `num_logprobs == -1` means as many as given.
-
-    Raises:
-        ParameterError: num_logprobs below -1; with a flat container also what `append_fast` refuses.
-    """
-    if num_logprobs < -1:
-        raise ParameterError("num_logprobs", f"{num_logprobs} is below -1, which means all")
-    kept = list(token_ids) if num_logprobs == -1 else list(token_ids)[: num_logprobs + 1]
-    ranks = chain((rank,), range(1, len(kept)))
-    if isinstance(request_logprobs, FlatLogprobs):
-        request_logprobs.append_fast(kept, logprobs, ranks, decoded_tokens)
-        return
-    row = row_from_columns(kept, logprobs, ranks, decoded_tokens)
-    entries = map(Logprob, row.logprobs, row.ranks, row.texts or repeat(None))
-    request_logprobs.append(dict(zip(kept, entries, strict=False)))
+__getattr__ = lazy_names(__name__, _HOMES)

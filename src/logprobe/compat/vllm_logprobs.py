@@ -1,0 +1,65 @@
+"""vLLM's `vllm.logprobs`: `Logprob`, `FlatLogprobs` and the functions that create and grow containers."""
+
+from __future__ import annotations
+
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, TypeAlias
+
+from logprobe.errors import ParameterError
+from logprobe.records.flat import FlatLogprobs
+from logprobe.records.store.inputs import row_from_columns
+from logprobe.records.values import Logprob, LogprobsOnePosition
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = [
+    "FlatLogprobs",
+    "Logprob",
+    "LogprobsOnePosition",
+    "PromptLogprobs",
+    "SampleLogprobs",
+    "append_logprobs_for_next_position",
+    "create_prompt_logprobs",
+    "create_sample_logprobs",
+]
+
+PromptLogprobs: TypeAlias = FlatLogprobs | list[LogprobsOnePosition | None]
+SampleLogprobs: TypeAlias = FlatLogprobs | list[LogprobsOnePosition]
+
+
+def create_prompt_logprobs(flat_logprobs: bool) -> PromptLogprobs:
+    """Start a prompt's log-probabilities: its first token has none."""
+    return FlatLogprobs([None]) if flat_logprobs else [None]
+
+
+def create_sample_logprobs(flat_logprobs: bool) -> SampleLogprobs:
+    """Start the log-probabilities of generated tokens, none so far."""
+    return FlatLogprobs() if flat_logprobs else []
+
+
+def append_logprobs_for_next_position(
+    request_logprobs: PromptLogprobs | SampleLogprobs,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    decoded_tokens: Iterable[str | None],
+    rank: int,
+    num_logprobs: int,
+) -> None:
+    """Add one position: the chosen token with `rank`, then ranks 1..num_logprobs; further columns are cut.
+
+    `num_logprobs == -1` means as many as given.
+
+    Raises:
+        ParameterError: num_logprobs below -1; with a flat container also what `append_fast` refuses.
+    """
+    if num_logprobs < -1:
+        raise ParameterError("num_logprobs", f"{num_logprobs} is below -1, which means all")
+    kept = list(token_ids) if num_logprobs == -1 else list(token_ids)[: num_logprobs + 1]
+    ranks = chain((rank,), range(1, len(kept)))
+    if isinstance(request_logprobs, FlatLogprobs):
+        request_logprobs.append_fast(kept, logprobs, ranks, decoded_tokens)
+        return
+    row = row_from_columns(kept, logprobs, ranks, decoded_tokens)
+    entries = map(Logprob, row.logprobs, row.ranks, row.texts or repeat(None))
+    request_logprobs.append(dict(zip(kept, entries, strict=False)))
