@@ -13,8 +13,8 @@ from pathlib import Path
 
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 USED_FOR = {
-    "torch": "tensors, devices, the model's modules where no own decoder runs",
-    "transformers": "configurations, modules, tokenizers; what every own decoder is proven against",
+    "torch": "tensors, devices, the model's modules where no native decoder runs",
+    "transformers": "configurations, modules, tokenizers; what every native decoder is proven against",
     "tokenizers": "fast tokenizers, and those rebuilt from GGUF files",
     "jinja2": "chat templates",
     "safetensors": "reading weights; whole rows over HTTP",
@@ -38,7 +38,7 @@ USED_FOR = {
     "prometheus-client": "`/metrics`",
     "vllm": '`engine="vllm"`',
     "ray": "data sets on a cluster",
-    "peft": "LoRA weights on the generic way",
+    "peft": "LoRA weights on the transformers decoder",
     "llguidance": "grammars",
     "genlm-backend": "`integrations.genlm`",
     "lm-eval": "lm-evaluation-harness, in process and over HTTP",

@@ -9,7 +9,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from families.outcomes import GENERIC, OWN, REFUSED, UNBUILT
+from families.outcomes import NATIVE, REFUSED, TRANSFORMERS, UNBUILT
 from families.rows import RIGHT
 from logprobe.models.stored.store import MAX_RECORDS
 
@@ -28,11 +28,12 @@ with the model's own, at its first positions, at its last and across each length
 `logprobe info MODEL` shows the outcome. A model that cannot be run so is refused with
 `UnsupportedModelError`; `engine='vllm'` may run it.
 
-- **own**: with published weights, by our own decoder, a row of `engine/forward/families.py`. A model of such
-  a family runs so only where each key of its configuration and each of its tensors is known there. On a GPU
-  such a family runs by the [GPU decoder](gpu.md).
-- **generic**: by transformers' own modules, on published weights where the native kernels run. So does every
-  model with `weights="plain"` or with a `dtype` of 16 bits. `logprobe info MODEL` and the log say why.
+- **native**: with published weights, by the native decoder, a row of `engine/forward/families.py`. A model of
+  such a family runs so only where each key of its configuration and each of its tensors is known there. On a
+  GPU such a family runs by the [GPU decoder](gpu.md).
+- **transformers**: by the transformers decoder (transformers' modules), on published weights where the native
+  kernels run. So does every model with `weights="plain"` or with a `dtype` of 16 bits. `logprobe info MODEL`
+  and the log say why.
 - Frequencies that change with the length of a text (longrope) are those of one forward pass over the whole
   text. A text that outgrows the short ones is computed again from its start.
 
@@ -62,8 +63,8 @@ def page() -> str:
     listed = {row.kind for row in RIGHT}
     rows = [f"| {row.name} | `{row.kind}` | {row.layers} |" for row in RIGHT]
     others = [
-        f"| `{kind}` | {'own' if kind in OWN else 'generic'} |"
-        for kind in sorted([*OWN, *GENERIC])
+        f"| `{kind}` | {'native' if kind in NATIVE else 'transformers'} |"
+        for kind in sorted([*NATIVE, *TRANSFORMERS])
         if kind not in listed
     ]
     refused = [f"| {reason} | {_named(kinds)} |" for reason, kinds in REFUSED.items()]

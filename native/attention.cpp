@@ -53,10 +53,10 @@ void score(const float* queries, int64_t dim, const float* const* keys, float* s
     for (int group = 0; group < NUM; group++) {
       const float* places[LANES];
       for (int lane = 0; lane < LANES; lane++) places[lane] = keys[LANES * group + lane] + number;
-      Floats rows[4], turned[4];
+      Floats rows[4], transposed[4];
       for (int row = 0; row < 4; row++) rows[row] = load_fours(places + row, 4);
-      turn_fours(rows, turned);
-      for (int row = 0; row < 4; row++) add(number + row, group, turned[row]);
+      transpose_fours(rows, transposed);
+      for (int row = 0; row < 4; row++) add(number + row, group, transposed[row]);
     }
   for (; number < dim; number++)
     for (int group = 0; group < NUM; group++) {

@@ -173,9 +173,9 @@ EXPORT void logprobe_products(void* pointer) {
     case Form::FLOAT32: return multiply<Form::FLOAT32>(args);
     case Form::BFLOAT16: return multiply<Form::BFLOAT16>(args);
     case Form::FLOAT16: return multiply<Form::FLOAT16>(args);
-    case Form::NIBBLES: return multiply<Form::NIBBLES>(args);
-    case Form::NIBBLES_WIDE: return multiply<Form::NIBBLES_WIDE>(args);
-    case Form::OCTETS: return multiply<Form::OCTETS>(args);
-    case Form::OCTETS_WIDE: return multiply<Form::OCTETS_WIDE>(args);
+    case Form::INT4: return multiply<Form::INT4>(args);
+    case Form::INT4_WIDE: return multiply<Form::INT4_WIDE>(args);
+    case Form::INT8: return multiply<Form::INT8>(args);
+    case Form::INT8_WIDE: return multiply<Form::INT8_WIDE>(args);
   }
 }

@@ -15,19 +15,19 @@ constexpr int VECTORS = PANEL / LANES;  // of a panel
 constexpr int RUN = 16;   // products that are summed by themselves: a sum's rounding error grows with its length
 constexpr int NO_RUNS = 0;
 
-enum class Form : int64_t { FLOAT32, BFLOAT16, FLOAT16, NIBBLES, NIBBLES_WIDE, OCTETS, OCTETS_WIDE };
+enum class Form : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT4, INT4_WIDE, INT8, INT8_WIDE };
 
-constexpr bool has_scales(Form form) { return form >= Form::NIBBLES; }
-constexpr bool is_nibbles(Form form) { return form == Form::NIBBLES || form == Form::NIBBLES_WIDE; }
-constexpr bool is_wide(Form form) { return form == Form::NIBBLES_WIDE || form == Form::OCTETS_WIDE; }
+constexpr bool has_scales(Form form) { return form >= Form::INT4; }
+constexpr bool is_int4(Form form) { return form == Form::INT4 || form == Form::INT4_WIDE; }
+constexpr bool is_wide(Form form) { return form == Form::INT4_WIDE || form == Form::INT8_WIDE; }
 constexpr int block_inputs(Form form) {
-  return !has_scales(form) ? GROUP : form == Form::OCTETS_WIDE ? 16 : 32;
+  return !has_scales(form) ? GROUP : form == Form::INT8_WIDE ? 16 : 32;
 }
 constexpr int header_bytes(Form form) {
-  return !has_scales(form) ? 0 : PANEL * (is_wide(form) ? 4 : 2) * (is_nibbles(form) ? 2 : 1);
+  return !has_scales(form) ? 0 : PANEL * (is_wide(form) ? 4 : 2) * (is_int4(form) ? 2 : 1);
 }
 constexpr int group_bytes(Form form) {
-  return GROUP * PANEL * (form == Form::FLOAT32 ? 8 : is_nibbles(form) ? 1 : has_scales(form) ? 2 : 4) / 2;
+  return GROUP * PANEL * (form == Form::FLOAT32 ? 8 : is_int4(form) ? 1 : has_scales(form) ? 2 : 4) / 2;
 }
 constexpr int block_bytes(Form form) {
   return header_bytes(form) + block_inputs(form) / GROUP * group_bytes(form);
@@ -54,7 +54,7 @@ struct Header {
 
   ALWAYS_INLINE void read(const uint8_t* block, int first = 0, int num_vectors = VECTORS) {
     if constexpr (has_scales(form))
-      for (int part = 0; part < (is_nibbles(form) ? 2 : 1); part++)
+      for (int part = 0; part < (is_int4(form) ? 2 : 1); part++)
         for (int j = first; j < first + num_vectors; j++)
           store(values[part] + LANES * j, header_at<form>(block, part, j));
   }
@@ -71,8 +71,8 @@ INLINE Floats weights_at(const uint8_t* group, const Header<form>& header, int v
     return floats_of(i % 2 ? both & broadcast(static_cast<int32_t>(0xFFFF0000)) : both << 16);
   }
   const Floats scale = load(header.values[0] + LANES * vector);
-  if constexpr (is_nibbles(form)) {
-    const Floats number = nibbles<i>(load_ints(group + 4 * LANES * vector));
+  if constexpr (is_int4(form)) {
+    const Floats number = int4<i>(load_ints(group + 4 * LANES * vector));
     return fma(number, scale, load(header.values[1] + LANES * vector));
   }
   return load_int8(group + PANEL * i + LANES * vector) * scale;

@@ -134,7 +134,7 @@ INLINE Floats load_int8(const void* from) {
 
 // The four bits of each lane from bit 4 * `place` on, as numbers from 0 to 15.
 template <int place>
-INLINE Floats nibbles(Ints bits) {
+INLINE Floats int4(Ints bits) {
 #if defined(__AVX512F__)
   const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   return (Floats)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)bits, 4 * place), numbers);
@@ -163,8 +163,8 @@ INLINE Floats load_fours(const float* const* rows, int step) {
 #endif
 }
 
-// Turn every four lanes of four vectors, as a matrix.
-INLINE void turn_fours(const Floats x[4], Floats out[4]) {
+// Transpose every four lanes of four vectors, as a matrix.
+INLINE void transpose_fours(const Floats x[4], Floats out[4]) {
 #if defined(__AVX512F__)
   const __m512d low = (__m512d)_mm512_unpacklo_ps((__m512)x[0], (__m512)x[1]);
   const __m512d high = (__m512d)_mm512_unpackhi_ps((__m512)x[0], (__m512)x[1]);

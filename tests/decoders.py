@@ -21,7 +21,7 @@ HALF_ROTATES = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_
 GEMMA3 = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
 GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 10, "sliding_window": 9}
 # Kind → settings that make it special.
-OWN: dict[str, dict[str, Any]] = {
+NATIVE: dict[str, dict[str, Any]] = {
     "Llama": {"attention_bias": True, "mlp_bias": True},
     "Mistral": {"sliding_window": 9},
     "Qwen2": {},  # biases of the projections
@@ -66,7 +66,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
 }
-GENERIC: dict[str, dict[str, Any]] = {"Glm4": {"head_dim": 12}, "Nemotron": {"head_dim": 12}}
+TRANSFORMERS: dict[str, dict[str, Any]] = {"Glm4": {"head_dim": 12}, "Nemotron": {"head_dim": 12}}
 
 
 def spread_out(model: Any) -> None:

@@ -348,7 +348,7 @@ def test_containers_say_what_they_hold(tiny_llm: LLM, tiny_model_folder: Path) -
     output = tiny_llm.generate("the cat", asked)[0]
     able = tiny_llm.engine.capabilities()
     source = {"engine": "native", "model": str(tiny_model_folder), "logits_dtype": "float32", "unit": "nats"}
-    source |= {"weights": able.weights, "layers": "2 by our own decoder"}
+    source |= {"weights": able.weights, "layers": "2 by the native decoder"}
     source |= {"arithmetic": "fma", "logprobe_version": __version__}
     source |= {"probe_difference": able.layout.probe_difference, "weight_version": able.weight_version}
     vocab_size = able.vocab_size

@@ -249,7 +249,7 @@ bool are_errors_small() {
 int main() {
   if (!are_errors_small()) return 1;
   products<Form::FLOAT32>(), products<Form::BFLOAT16>(), products<Form::FLOAT16>();
-  products<Form::NIBBLES>(), products<Form::NIBBLES_WIDE>(), products<Form::OCTETS>(), products<Form::OCTETS_WIDE>();
+  products<Form::INT4>(), products<Form::INT4_WIDE>(), products<Form::INT8>(), products<Form::INT8_WIDE>();
   norms(), gates(), rotary();
   attention(0), attention(15);
   extraction(), draws();

@@ -37,9 +37,9 @@ INTERNALS = (
     Internals(
         owner="torch.nn:Module",
         names=("_modules",),
-        used_in=("engine/forward/generic.py",),
+        used_in=("engine/forward/transformers_decoder.py",),
         purpose="gives a shallow copy of a model other submodules than the model's own",
-        without="models that run by transformers' modules cannot be loaded",
+        without="models that the transformers decoder runs cannot be loaded",
     ),
     Internals(
         owner="transformers.utils.chat_parsing:ResponseParser",

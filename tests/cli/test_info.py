@@ -42,10 +42,10 @@ def test_info_of_a_model_tells_how_its_layers_run(cli: Callable[..., Any], tiny_
     found = json.loads(cli("info", str(tiny_model_folder), "--json").out)
     assert found["weights"] == "published"
     assert found["num_layers"] == 2
-    assert "why_generic" not in found
+    assert "why_transformers" not in found
     assert 0 < found["probe_difference"] < 1e-4
     assert "rope_boundary" not in found
-    assert "2 by our own decoder" in cli("info", str(tiny_model_folder)).out
+    assert "2 by the native decoder" in cli("info", str(tiny_model_folder)).out
 
 
 @pytest.mark.real_model

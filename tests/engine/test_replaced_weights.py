@@ -112,13 +112,13 @@ def test_the_numbers_afterwards_are_those_of_a_fresh_load(
 
 
 @pytest.mark.parametrize("form", ["bfloat16", "float16", "float32"])
-def test_new_weights_run_by_our_own_decoder_in_the_form_that_they_come_in(
+def test_new_weights_run_by_the_native_decoder_in_the_form_that_they_come_in(
     llm: LLM, state: dict[str, torch.Tensor], form: str
 ) -> None:
     dtype: torch.dtype = getattr(torch, form)
     llm.load_weights({name: weight.to(dtype) for name, weight in state.items()})
     forward: Any = llm.engine.core.engine.forward
-    assert forward.layout.why_generic is None
+    assert forward.layout.why_transformers is None
     assert forward.decoder.launches is not None
     parts = [
         part for layer in forward.decoder.layers for part in (*layer.projection.parts, *layer.output.parts)

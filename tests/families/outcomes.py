@@ -7,16 +7,16 @@ def _kinds(text: str) -> list[str]:
     return text.split()
 
 
-# Model types that run by our own decoder.
-OWN = _kinds("""
+# Model types that run by the native decoder.
+NATIVE = _kinds("""
 arcee cohere cohere2 cwm ernie4_5 exaone4 gemma gemma2 gemma3 gemma3_text glm got_ocr2 gpt-sw3
 gpt2 gpt_neox granite helium internlm3 iquestcoder jais2 llama ministral ministral3 mistral
 mixtral moss_transcribe_diarize olmo olmo2 olmo3 olmoe phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe
 seed_oss smollm3 stablelm starcoder2
 """)
 
-# Those that run by transformers' modules, on published products.
-GENERIC = _kinds("""
+# Those that the transformers decoder runs, on published products.
+TRANSFORMERS = _kinds("""
 afmoe apertus aria_text axk1 beam biogpt bitnet cohere2_moe ctrl deepseek_v2 deepseek_v3 dots1
 ernie4_5_moe exaone_moe flex_olmo flint fuyu gemma3n_text gemma4 gemma4_text gemma4_unified_text
 glm4 glm4_moe glm4_moe_lite gpt_bigcode gpt_oss granite_swa granitemoe granitemoe_swa

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from families.tiny import WINDOW
 
 BOUNDARY = 32  # of rotary frequencies
-Layers = Literal["own", "generic"]
+Layers = Literal["native", "transformers"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Row:
 
     name: str
     kind: str
-    layers: Layers = "generic"  # with published weights
+    layers: Layers = "transformers"  # with published weights
     special: dict[str, Any] = field(default_factory=dict)
 
 
@@ -71,26 +71,26 @@ PHIMOE = {
 WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
 
 RIGHT = [
-    Row("Llama", "llama", "own"),
-    Row("Llama with biases", "llama", "own", {"attention_bias": True, "mlp_bias": True}),
-    Row("Llama with longrope", "llama", "own", longrope()),
-    Row("Llama with YaRN", "llama", "own", YARN),
-    Row("Llama with dynamic NTK", "llama", "own", DYNAMIC),
-    Row("Llama with linear scaling", "llama", "own", LINEAR),
-    Row("Qwen2", "qwen2", "own"),
-    Row("Qwen3", "qwen3", "own", {"use_sliding_window": False}),
-    Row("Mistral", "mistral", "own"),
-    Row("Ministral", "ministral", "own"),
-    Row("Ministral 3", "ministral3", "own", MINISTRAL3),
-    Row("Phi", "phi", "own"),
-    Row("Phi-3", "phi3", "own", {"sliding_window": None}),
-    Row("Phi-3 with a window", "phi3", "own"),
-    Row("Phi-3 with longrope", "phi3", "own", {"sliding_window": None, **phi3_longrope()}),
-    Row("Phi-3 with longrope and a window", "phi3", "own", phi3_longrope()),
+    Row("Llama", "llama", "native"),
+    Row("Llama with biases", "llama", "native", {"attention_bias": True, "mlp_bias": True}),
+    Row("Llama with longrope", "llama", "native", longrope()),
+    Row("Llama with YaRN", "llama", "native", YARN),
+    Row("Llama with dynamic NTK", "llama", "native", DYNAMIC),
+    Row("Llama with linear scaling", "llama", "native", LINEAR),
+    Row("Qwen2", "qwen2", "native"),
+    Row("Qwen3", "qwen3", "native", {"use_sliding_window": False}),
+    Row("Mistral", "mistral", "native"),
+    Row("Ministral", "ministral", "native"),
+    Row("Ministral 3", "ministral3", "native", MINISTRAL3),
+    Row("Phi", "phi", "native"),
+    Row("Phi-3", "phi3", "native", {"sliding_window": None}),
+    Row("Phi-3 with a window", "phi3", "native"),
+    Row("Phi-3 with longrope", "phi3", "native", {"sliding_window": None, **phi3_longrope()}),
+    Row("Phi-3 with longrope and a window", "phi3", "native", phi3_longrope()),
     Row(
         "Phi-4-mini with longrope",
         "phi3",
-        "own",
+        "native",
         special={
             "sliding_window": None,
             "tie_word_embeddings": True,
@@ -98,10 +98,10 @@ RIGHT = [
             "rope_parameters": {**longrope(4)["rope_parameters"], "partial_rotary_factor": 0.5},
         },
     ),
-    Row("Gemma", "gemma", "own"),
-    Row("Gemma 2", "gemma2", "own"),
-    Row("Gemma 3 (text)", "gemma3_text", "own"),
-    Row("Gemma 3", "gemma3", "own"),
+    Row("Gemma", "gemma", "native"),
+    Row("Gemma 2", "gemma2", "native"),
+    Row("Gemma 3 (text)", "gemma3_text", "native"),
+    Row("Gemma 3", "gemma3", "native"),
     Row("Gemma 3n (text)", "gemma3n_text"),
     Row(
         "Gemma 3n with sparse activations",
@@ -109,30 +109,30 @@ RIGHT = [
         special={"activation_sparsity_pattern": [0.5, 0.9, 0.0]},
     ),
     Row("Gemma 4 (text)", "gemma4_text"),
-    Row("OLMo", "olmo", "own"),
+    Row("OLMo", "olmo", "native"),
     Row("OLMo with clipped projections", "olmo", special={"clip_qkv": 0.5}),
-    Row("OLMo 2", "olmo2", "own"),
-    Row("OLMo 3", "olmo3", "own"),
-    Row("Cohere", "cohere", "own"),
-    Row("Cohere 2", "cohere2", "own"),
-    Row("Granite", "granite", "own", {"residual_multiplier": 0.3, "attention_multiplier": 0.2}),
-    Row("GLM", "glm", "own", {"partial_rotary_factor": 0.5}),
+    Row("OLMo 2", "olmo2", "native"),
+    Row("OLMo 3", "olmo3", "native"),
+    Row("Cohere", "cohere", "native"),
+    Row("Cohere 2", "cohere2", "native"),
+    Row("Granite", "granite", "native", {"residual_multiplier": 0.3, "attention_multiplier": 0.2}),
+    Row("GLM", "glm", "native", {"partial_rotary_factor": 0.5}),
     Row("GLM-4", "glm4"),
-    Row("StarCoder2", "starcoder2", "own"),
-    Row("SmolLM3", "smollm3", "own"),
-    Row("StableLM", "stablelm", "own"),
+    Row("StarCoder2", "starcoder2", "native"),
+    Row("SmolLM3", "smollm3", "native"),
+    Row("StableLM", "stablelm", "native"),
     Row("Nemotron", "nemotron"),
     Row("NanoChat", "nanochat"),
-    Row("Helium", "helium", "own"),
-    Row("Ernie 4.5", "ernie4_5", "own"),
-    Row("Seed-OSS", "seed_oss", "own"),
-    Row("EXAONE 4", "exaone4", "own"),
-    Row("Arcee", "arcee", "own"),
+    Row("Helium", "helium", "native"),
+    Row("Ernie 4.5", "ernie4_5", "native"),
+    Row("Seed-OSS", "seed_oss", "native"),
+    Row("EXAONE 4", "exaone4", "native"),
+    Row("Arcee", "arcee", "native"),
     Row("Apertus", "apertus"),
-    Row("GPT-2", "gpt2", "own"),
-    Row("GPT-2 with scores by layer", "gpt2", "own", {"scale_attn_by_inverse_layer_idx": True}),
-    Row("GPT-NeoX (Pythia)", "gpt_neox", "own"),
-    Row("GPT-NeoX without parallel residual", "gpt_neox", "own", {"use_parallel_residual": False}),
+    Row("GPT-2", "gpt2", "native"),
+    Row("GPT-2 with scores by layer", "gpt2", "native", {"scale_attn_by_inverse_layer_idx": True}),
+    Row("GPT-NeoX (Pythia)", "gpt_neox", "native"),
+    Row("GPT-NeoX without parallel residual", "gpt_neox", "native", {"use_parallel_residual": False}),
     Row("GPT-BigCode", "gpt_bigcode"),
     Row("BioGPT", "biogpt"),
     Row("OPT", "opt"),
@@ -142,11 +142,11 @@ RIGHT = [
         special={"word_embed_proj_dim": 32, "do_layer_norm_before": False},
     ),
     Row("Persimmon", "persimmon"),
-    Row("Mixtral", "mixtral", "own"),
-    Row("Qwen2-MoE", "qwen2_moe", "own"),
-    Row("Qwen2-MoE with a window", "qwen2_moe", "own", WINDOWED),
-    Row("Qwen3-MoE", "qwen3_moe", "own"),
-    Row("OLMoE", "olmoe", "own"),
+    Row("Mixtral", "mixtral", "native"),
+    Row("Qwen2-MoE", "qwen2_moe", "native"),
+    Row("Qwen2-MoE with a window", "qwen2_moe", "native", WINDOWED),
+    Row("Qwen3-MoE", "qwen3_moe", "native"),
+    Row("OLMoE", "olmoe", "native"),
     Row("OLMoE with clipped projections", "olmoe", special={"clip_qkv": 0.5}),
     Row("Granite-MoE", "granitemoe"),
     Row("PhiMoE with a window", "phimoe"),

@@ -1,4 +1,4 @@
-"""A family that runs by our own decoder gives a row the same bits, however its tokens reach the engine."""
+"""A family that runs by the native decoder gives a row the same bits, however its tokens reach the engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from logprobe.engine.forward import attention
 if TYPE_CHECKING:
     from logprobe.text.edge import TextEdge
 
-OWN = [row for row in RIGHT if row.layers == "own"]
+NATIVE = [row for row in RIGHT if row.layers == "native"]
 
 
 def bits(record: Any, start: int = 0) -> bytes:
@@ -25,7 +25,7 @@ def bits(record: Any, start: int = 0) -> bytes:
     return b"".join(np.asarray(part, np.float32).tobytes() for part in numbers)
 
 
-@pytest.mark.parametrize("row", OWN, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", NATIVE, ids=lambda row: row.name)
 def test_a_row_has_the_same_bits_in_every_layout(row: Row, text: TextEdge) -> None:
     forward = load(model_of(row.kind, **row.special), "published", batch_invariant=True)
     texts = prompts(forward.vocab_size)

@@ -31,7 +31,7 @@ def test_a_family_gives_the_numbers_of_transformers_in_every_layout(row: Row, te
     # What differs between the layouts are layers and products, for which two ways say as much as all.
     for weights, ways in (("published", differences), ("plain", quick_differences)):
         forward = load(model, weights)
-        assert how_layers_run(forward) == ("generic" if weights == "plain" else row.layers)
+        assert how_layers_run(forward) == ("transformers" if weights == "plain" else row.layers)
         for way, difference in ways(truth, forward, text):
             assert difference <= TOLERANCE, f"{weights}, {way}: {difference:.1e} nats"
 
@@ -45,7 +45,7 @@ def test_16_bits_are_as_near_to_float32_as_transformers_own(name: str, dtype: st
     texts = prompts(model.config.vocab_size).values()
     own = max(np.abs(truth.rows(ids) - rounded.rows(ids)).max() for ids in texts)
     forward = load(model, "auto", dtype=dtype)
-    assert "needs float32 on a CPU" in (forward.layout.why_generic or "")
+    assert "needs float32 on a CPU" in (forward.layout.why_transformers or "")
     ways = dict(differences(truth, forward, text))
-    # Greedy growth leaves the texts that `own` was measured on; experts may then be chosen by a rounding.
+    # Greedy growth leaves the texts that `native` was measured on; experts may then be chosen by a rounding.
     assert max(difference for way, difference in ways.items() if "grown" not in way) <= 1.5 * own

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from families.outcomes import GENERIC, OWN, REFUSED, UNBUILT
+from families.outcomes import NATIVE, REFUSED, TRANSFORMERS, UNBUILT
 from families.rows import RIGHT
 from families.tiny import model_of
 from families.trials import TOLERANCE, Truth, how_layers_run, load, quick_differences
@@ -22,14 +22,14 @@ IN_TABLE = {row.kind for row in RIGHT if not row.special}
 
 def test_the_outcomes_name_every_family_of_the_mapping_once() -> None:
     """A family that a new release of transformers brings has to be looked at."""
-    assert sorted([*OWN, *GENERIC, *REASONS, *UNBUILT]) == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert sorted([*NATIVE, *TRANSFORMERS, *REASONS, *UNBUILT]) == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in [*OWN, *GENERIC] if kind not in IN_TABLE])
+@pytest.mark.parametrize("kind", [kind for kind in [*NATIVE, *TRANSFORMERS] if kind not in IN_TABLE])
 def test_a_family_that_is_taken_gives_the_numbers_of_transformers(kind: str, text: TextEdge) -> None:
     model = model_of(kind)
     forward = load(model, "published")
-    assert how_layers_run(forward) == ("own" if kind in OWN else "generic")
+    assert how_layers_run(forward) == ("native" if kind in NATIVE else "transformers")
     for way, difference in quick_differences(Truth(model), forward, text):
         assert difference <= TOLERANCE, f"{way}: {difference:.1e} nats"
 

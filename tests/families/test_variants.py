@@ -148,9 +148,9 @@ def test_a_variant_gives_the_numbers_of_transformers_or_is_refused(name: str, te
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_a_family_that_nothing_is_moved_of_runs_by_our_own_decoder(kind: str) -> None:
+def test_a_family_that_nothing_is_moved_of_runs_by_the_native_decoder(kind: str) -> None:
     forward = load(model_of(kind, **copy.deepcopy(BASE.get(kind, {}))), "published")
-    assert how_layers_run(forward) == "own"
+    assert how_layers_run(forward) == "native"
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)

@@ -157,8 +157,8 @@ def quick_differences(truth: Truth, forward: Any, text: TextEdge) -> Iterator[tu
 
 
 def how_layers_run(forward: Any) -> str:
-    """By our `own` decoder, or the `generic` way."""
-    return "own" if forward.layout.why_generic is None else "generic"
+    """By the `native` or the `transformers` decoder."""
+    return "native" if forward.layout.why_transformers is None else "transformers"
 
 
 def _prompt_difference(truth: Truth, ids: list[int], output: RequestOutput) -> float:

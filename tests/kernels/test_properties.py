@@ -114,12 +114,12 @@ def weights(form: str, outputs: int, inputs: int, seed: int, bias: Tensor | None
     block = FORMS[form].inputs
     shape = (outputs, inputs // block)
     scales = (rng.random(shape) / 16).astype(wide)
-    if form.startswith("nibbles"):
+    if form.startswith("int4"):
         header = np.stack([scales, (-8 * scales).astype(wide)], axis=-1)
         fill_blocks(panels, 0, header, rng.integers(0, 1 << 32, (*shape, 4), dtype=np.uint32))
     else:
-        octets = rng.integers(-128, 128, (*shape, block)).astype(np.int8)
-        fill_blocks(panels, 0, scales[..., None] / 8, octets)
+        values = rng.integers(-128, 128, (*shape, block)).astype(np.int8)
+        fill_blocks(panels, 0, scales[..., None] / 8, values)
     return panels
 
 
@@ -311,13 +311,13 @@ def test_rotary_embedding(
     assert_bits(values[slots], value)
     for found, before, factor in ((got, query, scales), (keys[slots], key, None)):
         wide = before.double()
-        turned = wide[..., :rotary_dim]
+        rotated = wide[..., :rotary_dim]
         first, second = (
-            (turned[..., ::2], turned[..., 1::2])
+            (rotated[..., ::2], rotated[..., 1::2])
             if is_paired
-            else turned.chunk(2, -1)
+            else rotated.chunk(2, -1)
             if rotary_dim
-            else (turned,) * 2
+            else (rotated,) * 2
         )
         cos, sin = (x[:, None, : rotary_dim // 2].double() for x in (cosines, sines))
         pairs = first * cos - second * sin, second * cos + first * sin

@@ -39,18 +39,18 @@ class Layout:
     weights: str
     arithmetic: str | None = None  # of products with weights, as `LogprobsInfo` has it
     num_layers: int
-    why_generic: str | None  # why it runs by transformers' own modules, where it does
+    why_transformers: str | None  # why the transformers decoder runs it; None: a native decoder does
     rope_boundary: int | None  # tokens above which a text runs under other rotary frequencies
     probe_difference: float  # largest at load, nats
     kv_dtype: str = "float32"  # of cached keys and values
 
     @property
     def layers(self) -> str:
-        """Such as `30 by our own decoder`."""
-        if self.why_generic is None:
+        """Such as `30 by the native decoder`."""
+        if self.why_transformers is None:
             cache = "" if self.kv_dtype == "float32" else f", {self.kv_dtype} keys and values"
-            return f"{self.num_layers} by our own decoder{cache}"
-        return f"{self.num_layers} by transformers' modules: {self.why_generic}"
+            return f"{self.num_layers} by the native decoder{cache}"
+        return f"{self.num_layers} by the transformers decoder: {self.why_transformers}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,7 @@ SMOLLM2: Final = KnownModel(
     ),
     gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     gguf_bytes=98_362_432,
-    forms=("nibbles", "octets"),
+    forms=("int4", "int8"),
 )
 
 _GEMMA3_PART_SHA256: Final = (
@@ -81,7 +81,7 @@ GEMMA3_270M: Final = KnownModel(
     ),
     gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     gguf_bytes=253_113_024,
-    forms=("nibbles_wide", "octets", "octets_wide"),
+    forms=("int4_wide", "int8", "int8_wide"),
 )
 
 KNOWN_MODELS: Final[Mapping[str, KnownModel]] = {model.name: model for model in (SMOLLM2, GEMMA3_270M)}

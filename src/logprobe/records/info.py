@@ -39,7 +39,7 @@ class LogprobsInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     quantization: str | None = None  # of the checkpoint, such as "Q4_1"; None: its weights are not quantised
     lora: str | None = None  # the name of LoRA weights that the numbers are under
     lora_version: str | None = None  # which: a digest of their files
-    layers: str | None = None  # how they run, such as "30 by our own decoder"
+    layers: str | None = None  # how they run, such as "30 by the native decoder"
     probe_difference: float | None = None  # largest difference from transformers that the proof at load found
     floor: float | None = None  # JSON writes this for -inf; None: binary, -inf stays
     unit: Literal["nats"] = "nats"

@@ -1,4 +1,4 @@
-"""Our own decoder: which models get it, and that the numbers stay transformers' own."""
+"""The native decoder: which models get it, and that the numbers stay transformers' own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from decoders import EXPERTS, GENERIC, OWN, hidden, loaded, logprobs, spread_out
+from decoders import EXPERTS, NATIVE, TRANSFORMERS, hidden, loaded, logprobs, spread_out
 from families.tiny import model_of
 from families.trials import load
 from logprobe.engine.forward import decoder as decoder_module
@@ -43,7 +43,7 @@ ADAPTED = {
 @pytest.fixture(scope="module")
 def folder(small_model: Callable[..., Path]) -> Callable[[str], Path]:
     """A small random model of a kind."""
-    return lambda kind: small_model(kind, (OWN | EXPERTS | GENERIC)[kind], spread_out)
+    return lambda kind: small_model(kind, (NATIVE | EXPERTS | TRANSFORMERS)[kind], spread_out)
 
 
 def transformers_logprobs(model: Any, prompts: list[Any]) -> torch.Tensor:
@@ -53,13 +53,13 @@ def transformers_logprobs(model: Any, prompts: list[Any]) -> torch.Tensor:
     return torch.cat(rows).double().log_softmax(-1)
 
 
-@pytest.mark.parametrize("kind", [*OWN, *EXPERTS, *GENERIC])
+@pytest.mark.parametrize("kind", [*NATIVE, *EXPERTS, *TRANSFORMERS])
 def test_a_model_gives_the_numbers_of_transformers_however_its_tokens_are_split(
     folder: Callable[[str], Path], kind: str
 ) -> None:
     path = folder(kind)
     forward = loaded(path)
-    assert (forward.layout.why_generic is None) == (kind not in GENERIC)
+    assert (forward.layout.why_transformers is None) == (kind not in TRANSFORMERS)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, 280, length).astype(np.int32) for length in (1, 7, 40, 90)]
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
@@ -141,7 +141,7 @@ def test_lora_weights_of_a_layer_that_takes_none_are_refused_by_its_name(
 
 def test_plain_weights_run_by_transformers_modules(tiny_model_folder: Path) -> None:
     layout = loaded(tiny_model_folder, "plain").layout
-    assert (layout.weights, layout.why_generic) == ("plain", "plain weights were asked for")
+    assert (layout.weights, layout.why_transformers) == ("plain", "plain weights were asked for")
 
 
 def test_a_model_that_our_decoder_gives_other_numbers_for_runs_by_transformers_modules(
@@ -157,8 +157,8 @@ def test_a_model_that_our_decoder_gives_other_numbers_for_runs_by_transformers_m
     )
     path = folder("Llama")
     forward = loaded(path)
-    assert forward.layout.why_generic is not None
-    assert "our own decoder gives other numbers" in forward.layout.why_generic
+    assert forward.layout.why_transformers is not None
+    assert "the native decoder gives other numbers" in forward.layout.why_transformers
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
     prompts = [np.arange(2, 42, dtype=np.int32)]
     want = transformers_logprobs(model, prompts)
@@ -198,14 +198,14 @@ def with_a_setting(model: Any) -> None:
         (with_a_setting, "extra_factor of its configuration is not known here"),
     ],
 )
-def test_what_has_no_place_in_our_decoder_sends_a_model_the_generic_way_by_name(
+def test_what_has_no_place_in_the_native_decoder_runs_by_the_transformers_decoder_with_the_reason(
     change: Callable[[Any], None], reason: str
 ) -> None:
     model = model_of("llama")
-    assert load(model, "published").layout.why_generic is None
+    assert load(model, "published").layout.why_transformers is None
     change(model)
     layout = load(model, "published").layout
-    assert layout.why_generic == reason
+    assert layout.why_transformers == reason
     assert reason in layout.layers
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from decoders import EXPERTS, OWN, loaded
+from decoders import EXPERTS, NATIVE, loaded
 from logprobe.engine.forward.launch import MAX_ROWS, HostOperation, Launches
 from logprobe.engine.plan.scheduler import Span, StepPlan
 from logprobe.models.lora import LoraWeights
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="module")
 def forward_of(small_model: Callable[..., Path]) -> Callable[[str], NativeForward]:
     """The forward pass of a small random model of a kind."""
-    return lambda kind: loaded(small_model(kind, (OWN | EXPERTS)[kind]))
+    return lambda kind: loaded(small_model(kind, (NATIVE | EXPERTS)[kind]))
 
 
 class Prompts:
@@ -57,7 +57,7 @@ def count_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return runs
 
 
-@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("kind", NATIVE)
 def test_a_step_as_one_launch_has_the_bits_of_its_stages(
     forward_of: Callable[[str], NativeForward], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from decoders import EXPERTS, GENERIC, OWN
+from decoders import EXPERTS, NATIVE, TRANSFORMERS
 from families.rows import MINISTRAL3, longrope
 from logprobe import LLM, AsyncLM, SamplingParams
 from logprobe.engine.forward import system_limits
@@ -33,14 +33,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 16},  # norms of heads
     "Mistral": {"sliding_window": 16},
     "Phi3": longrope(6),
-    "Gemma2": OWN["Gemma2"],
-    "Gemma3Text": OWN["Gemma3Text"],  # two sets of frequencies
-    "Granite": OWN["Granite"],  # factors
+    "Gemma2": NATIVE["Gemma2"],
+    "Gemma3Text": NATIVE["Gemma3Text"],  # two sets of frequencies
+    "Granite": NATIVE["Granite"],  # factors
     "Ministral3": MINISTRAL3,  # factors of queries
     "Olmo": {},  # norms without weights
-    "Glm": OWN["Glm"],  # neighbours rotate, gates are joined
-    "GPT2": OWN["GPT2"],  # learned positions
-    "GPTNeoX": OWN["GPTNeoX"],  # projections by head
+    "Glm": NATIVE["Glm"],  # neighbours rotate, gates are joined
+    "GPT2": NATIVE["GPT2"],  # learned positions
+    "GPTNeoX": NATIVE["GPTNeoX"],  # projections by head
     **EXPERTS,
 }
 
@@ -103,8 +103,10 @@ def test_a_recalled_model_gives_the_bits_of_the_proven_one(
     assert (torch.tensor(second[: len(want)]) - want).abs().max() <= FROM_TRANSFORMERS
 
 
-def test_a_model_the_generic_way_is_proven_each_time(small_model: Callable[..., Path], home: Path) -> None:
-    folder = small_model("Glm4", GENERIC["Glm4"])
+def test_a_model_of_the_transformers_decoder_is_proven_each_time(
+    small_model: Callable[..., Path], home: Path
+) -> None:
+    folder = small_model("Glm4", TRANSFORMERS["Glm4"])
     for _ in range(2):
         with open_llm(folder) as llm:
             assert not is_recalled(llm)

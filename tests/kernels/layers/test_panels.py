@@ -39,12 +39,12 @@ def weights(form: str) -> PanelWeights:
     block = FORMS[form].inputs
     shape = (OUTPUTS, INPUTS // block)
     scales = rng.random(shape).astype(wide)
-    if form.startswith("nibbles"):
+    if form.startswith("int4"):
         header = np.stack([scales, (-8 * scales).astype(wide)], axis=-1)
         fill_blocks(panels, 0, header, rng.integers(0, 1 << 32, (*shape, 4), dtype=np.uint32))
     else:
-        octets = rng.integers(-128, 128, (*shape, block)).astype(np.int8)
-        fill_blocks(panels, 0, scales[..., None], octets)
+        values = rng.integers(-128, 128, (*shape, block)).astype(np.int8)
+        fill_blocks(panels, 0, scales[..., None], values)
     return panels
 
 
@@ -91,8 +91,8 @@ def test_terms_behind_a_large_one_keep_their_digits(form: str) -> None:
         assert error < 1.7e-7
 
 
-# Weights of nibbles_wide are widened with one rounding, and by `rows` with two.
-@pytest.mark.parametrize("form", sorted(FORMS.keys() - {"nibbles_wide"}))
+# Weights of int4_wide are widened with one rounding, and by `rows` with two.
+@pytest.mark.parametrize("form", sorted(FORMS.keys() - {"int4_wide"}))
 def test_the_form_of_the_same_weights_does_not_change_the_bits(form: str) -> None:
     panels = weights(form)
     floats = pack_floats(widened(panels))
@@ -201,7 +201,7 @@ def test_bias_and_residual_are_added_and_rows_may_lie_in_wider_arrays() -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_bits_do_not_depend_on_threads(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    panels, x = weights("nibbles"), activations(300)
+    panels, x = weights("int4"), activations(300)
     want, out = product(x, panels), torch.empty(300, OUTPUTS)
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)  # more threads, more blocks of rows
     panel_stage(x, panels, out).run()

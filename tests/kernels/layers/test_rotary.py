@@ -85,8 +85,8 @@ def test_neighbours_are_rotated_together_as_in_cohere(num_tokens: int, key_dim: 
 
     by_head = [x[None, ..., :rotary_dim].transpose(1, 2) for x in (query, key)]
     rotated = apply_paired(*by_head, *neighbours)
-    for got, before, turned in zip((out, pool[0][slots]), (query, key), rotated, strict=True):
-        want = turned[0].transpose(0, 1)
+    for got, before, part in zip((out, pool[0][slots]), (query, key), rotated, strict=True):
+        want = part[0].transpose(0, 1)
         torch.testing.assert_close(got[..., :rotary_dim], want, rtol=1e-6, atol=1e-6)
         assert torch.equal(got[..., rotary_dim:], before[..., rotary_dim:])
     assert torch.equal(pool[1][slots], projections.value)

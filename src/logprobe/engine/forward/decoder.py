@@ -186,14 +186,14 @@ class Decoder:
 
     def make_room(self, lora: LoraWeights) -> None:
         """Let steps name such weights; none of them waits for their panels."""
-        self.loras.bind(lora, self._own_layer)
+        self.loras.bind(lora, self._lora_base)
 
-    def _own_layer(self, name: str) -> PanelLayer:
+    def _lora_base(self, name: str) -> PanelLayer:
         """The weights of a module, as LoRA weights are bound to them."""
         if name == self.spec.head:
             return PanelLayer([self.lm_head.parts[0]], self.tensors.get(f"{name}.bias"))
         names = [name] if name in self._panels else [f"{name}{half}" for half in HALVES]
-        return PanelLayer([self._panels[own] for own in names], self.tensors.get(f"{name}.bias"))
+        return PanelLayer([self._panels[part] for part in names], self.tensors.get(f"{name}.bias"))
 
     def record_on(self, pool: KVPool, max_len: int) -> None:
         """Run steps of a few rows of texts of at most `max_len` tokens on one pool as one launch each.
@@ -372,8 +372,8 @@ class Decoder:
         """The model's weights by their names in transformers' module, each a copy, float32."""
         linears = {name for layer in self.layers for name in layer.names}
         state = state_of(self._panels, linears if self.family.is_transposed else ())
-        own = {name: tensor.clone() for name, tensor in self.tensors.items() if not is_frequency(name)}
-        return state | own
+        small = {name: tensor.clone() for name, tensor in self.tensors.items() if not is_frequency(name)}
+        return state | small
 
     def _layer(self, index: int) -> Layer:
         family, spec = self.family, self.spec
@@ -450,7 +450,7 @@ class Decoder:
             self.names |= {f"{names[0]}.weight", f"{names[0]}.bias"}
             if (bias := self.tensors.get(f"{names[0]}.bias")) is not None:
                 biases = bias.chunk(2)
-                parts = [part.with_bias(own) for part, own in zip(parts, biases, strict=True)]
+                parts = [part.with_bias(half) for part, half in zip(parts, biases, strict=True)]
         values = parts[1] if self.family.is_gated else None
         return GatedPanels(parts[0], values, self.spec.activation)
 

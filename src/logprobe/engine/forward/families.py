@@ -3,7 +3,7 @@
 One frozen row a `model_type` of transformers. What is not said here is read off the model itself when it is
 proven: sizes and biases off its tensors, windows, scales and soft caps off the calls of its attention, rotary
 frequencies off its buffers. `reads` are the keys of its configuration that a row, or that reading, answers
-for: a key beside them that is not at its default sends a model the generic way.
+for: a key beside them that is not at its default sends a model to the transformers decoder.
 """
 
 from __future__ import annotations

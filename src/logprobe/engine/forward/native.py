@@ -40,7 +40,7 @@ LONG_CONTEXT = 2048  # tokens from which on a chunk's scratch, megabytes for eac
 class NativeForward:
     """Owns the model, the key/value pool and the hidden rows, all by slot."""
 
-    decoder: Any  # of the CPU, of a GPU, or `GenericDecoder`; None once closed
+    decoder: Any  # `Decoder`, `CudaDecoder` or `TransformersDecoder`; None once closed
     _memory: PagedMemory | None
     _own_module: Any = None
 
@@ -75,10 +75,10 @@ class NativeForward:
 
     def _check_invariant(self) -> None:
         """Refuse a model whose rows are computed with what depends on the rows beside them."""
-        is_ours = self.layout.why_generic is None
-        what = f"this model runs by transformers' modules on {self.device}, whose bits depend on the batch"
+        is_native = self.layout.why_transformers is None
+        what = f"the transformers decoder runs this model on {self.device}, and its bits depend on the batch"
         require(
-            is_ours, "batch_invariant", f"{what}; leave it out, or use a model that a decoder of ours runs"
+            is_native, "batch_invariant", f"{what}; leave it out, or use a model that a native decoder runs"
         )
 
     @property
@@ -94,7 +94,7 @@ class NativeForward:
         """
         if self.decoder is None:
             raise EngineClosedError("the engine was closed, and its model with it")
-        if self.layout.why_generic is not None:
+        if self.layout.why_transformers is not None:
             return self.decoder.model
         if self._own_module is None:
             self._own_module = (

@@ -18,8 +18,8 @@ from transformers import AttentionInterface
 
 from logprobe.engine.forward import attention, masks
 from logprobe.engine.forward.attention import CurrentStep, pooled_attention
-from logprobe.engine.forward.generic import WatchedRun
 from logprobe.engine.forward.rope import original_lengths, rope_boundary
+from logprobe.engine.forward.transformers_decoder import WatchedRun
 from logprobe.errors import UnsupportedModelError, in_one_line
 from logprobe.models.lazy import LOAD_ELSEWHERE
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
     from logprobe.engine.forward.cuda.decoder import CudaDecoder
     from logprobe.engine.forward.decoder import Decoder
-    from logprobe.engine.forward.generic import DecoderPlace, GenericDecoder
     from logprobe.engine.forward.kv_cache import KVPool
+    from logprobe.engine.forward.transformers_decoder import DecoderPlace, TransformersDecoder
     from logprobe.models.lazy import LazyModel
 
-    AnyDecoder = Decoder | GenericDecoder | CudaDecoder
+    AnyDecoder = Decoder | TransformersDecoder | CudaDecoder
 
 NUM_TOKENS = 12
 # What transformers calls the layers whose attention is followed here; others select or compress what they

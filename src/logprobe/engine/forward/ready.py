@@ -78,7 +78,7 @@ def make_ready(
 
     Args:
         files: configuration, tokenizer and weights.
-        dtype: of hidden states and logits; None: float32 by a decoder of ours, else by transformers' modules
+        dtype: of hidden states and logits; None: float32 by a native decoder; by the transformers decoder
             float32 on a CPU and bfloat16 on a GPU.
         device: `cpu` or `cuda`.
         weights: their form.
@@ -100,7 +100,7 @@ def make_ready(
         require(arithmetic == "auto", "arithmetic", f"{arithmetic} cannot be used: {remedy}")
         require(kv_dtype == torch.float32, "kv_dtype", f"{kv_dtype} cannot be used: {remedy}")
         dtype = dtype or torch.bfloat16
-        logger.warning("%s: runs by transformers' modules in %s: %s", files.name, dtype, made)
+        logger.warning("%s: runs by the transformers decoder in %s: %s", files.name, dtype, made)
     dtype = dtype or torch.float32
     if weights == "published" and why_plain is not None:
         remedy = "use auto or plain" + (f", or {REMEDY}" if native_library() is None else "")
@@ -174,11 +174,11 @@ def _on_gpu(
 
 
 def _why_plain(dtype: torch.dtype, device: str) -> str | None:
-    """Return why no model runs by our own decoder and panels here; None where they can."""
+    """Return why the native decoder and panels cannot run here; None if they can."""
     if device != "cpu" or dtype != torch.float32:
-        return "our own decoder needs float32 on a CPU"
+        return "the native decoder needs float32 on a CPU"
     if native_library() is None:
-        return "our own decoder needs the native kernels, which do not run here"
+        return "the native decoder needs the native kernels, which do not run here"
     return None
 
 
@@ -205,19 +205,19 @@ def _proven(
     why_plain: str | None,
     progress: LoadProgress,
 ) -> ReadyModel:
-    from logprobe.engine.forward.own import describe, own_decoder
+    from logprobe.engine.forward.native_decoder import describe, native_decoder
 
     if why_plain is not None:
-        return _generic(model, proof, {}, why_plain)
+        return _transformers_decoder(model, proof, {}, why_plain)
     spec = describe(model.module, proof)
     progress.say("packing")
     panels = _panels(model, store, with_experts=not isinstance(spec, str))
     progress.say("proving")
-    own = spec if isinstance(spec, str) else own_decoder(spec, model.module, proof, panels)
-    if isinstance(own, str):
-        logger.info("%s: runs by transformers' own modules: %s", files.name, own)
-        return _generic(model, proof, panels, own)
-    ready = _ready(own, own.kv_shapes, proof, own.hidden_size)
+    decoder = spec if isinstance(spec, str) else native_decoder(spec, model.module, proof, panels)
+    if isinstance(decoder, str):
+        logger.info("%s: runs by the transformers decoder: %s", files.name, decoder)
+        return _transformers_decoder(model, proof, panels, decoder)
+    ready = _ready(decoder, decoder.kv_shapes, proof, decoder.hidden_size)
     if store is not None:
         record, tensors = _record(ready, proof)
         store.write_record(msgspec.json.encode(record).decode(), tensors)
@@ -240,24 +240,26 @@ def _panels(model: LazyModel, store: LoadStore | None, *, with_experts: bool) ->
     return {name: panels for matrix, panels in made for name in matrix.names}
 
 
-def _generic(model: LazyModel, proof: Proof, panels: Mapping[str, PanelWeights], reason: str) -> ReadyModel:
-    from logprobe.engine.forward.generic import GenericDecoder
+def _transformers_decoder(
+    model: LazyModel, proof: Proof, panels: Mapping[str, PanelWeights], reason: str
+) -> ReadyModel:
     from logprobe.engine.forward.linear import use_panels_
     from logprobe.engine.forward.rope import follow_steps_
+    from logprobe.engine.forward.transformers_decoder import TransformersDecoder
 
     module = model.module
     if proof.rope_boundary is not None:
         follow_steps_(module, proof.step, proof.rope_boundary)
     use_panels_(module, panels)
     model.materialise_()
-    decoder = GenericDecoder(module, proof.place, proof.step)
+    decoder = TransformersDecoder(module, proof.place, proof.step)
     pool = proof.prove(decoder)
     return _ready(
         decoder,
         pool.shapes,
         proof,
         decoder.hidden_size,
-        why_generic=reason,
+        why_transformers=reason,
         arithmetic="fma" if panels else "torch",
     )
 
@@ -268,7 +270,7 @@ def _ready(
     proof: Proof,
     hidden_size: int,
     *,
-    why_generic: str | None = None,
+    why_transformers: str | None = None,
     arithmetic: str = "fma",
 ) -> ReadyModel:
     has_panels = arithmetic != "torch"
@@ -280,7 +282,7 @@ def _ready(
             weights="published" if has_panels else "plain",
             arithmetic=arithmetic,
             num_layers=len(kv_shapes),
-            why_generic=why_generic,
+            why_transformers=why_transformers,
             rope_boundary=proof.rope_boundary,
             probe_difference=proof.largest_difference,
             kv_dtype=str(kv_dtype).removeprefix("torch."),
@@ -339,10 +341,10 @@ def _recalled(files: ModelFiles, store: LoadStore) -> ReadyModel | None:
         return None
     text, tensors = stored
     panels = store.panels(is_checked=False)  # what is damaged in them, the logits show
-    own = {name: tensor for name, tensor in tensors.items() if not name.startswith("reference.")}
+    weights = {name: tensor for name, tensor in tensors.items() if not name.startswith("reference.")}
     try:
         record = msgspec.json.decode(text, type=LoadRecord)
-        decoder = Decoder(record.decoder, own, panels)
+        decoder = Decoder(record.decoder, weights, panels)
         meets_references = _meets_references(decoder, record, tensors)
     # A tensor that a damaged file lacks, or one of another shape.
     except (KeyError, ValueError, RuntimeError, IndexError) as error:
@@ -358,7 +360,7 @@ def _recalled(files: ModelFiles, store: LoadStore) -> ReadyModel | None:
             weights="published",
             arithmetic="fma",
             num_layers=len(decoder.layers),
-            why_generic=None,
+            why_transformers=None,
             rope_boundary=record.decoder.rope_boundary,
             probe_difference=record.probe_difference,
         ),

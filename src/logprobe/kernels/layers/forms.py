@@ -17,10 +17,10 @@ from logprobe.kernels.layers.layout import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
-    NIBBLES,
-    NIBBLES_WIDE,
-    OCTETS,
-    OCTETS_WIDE,
+    INT4,
+    INT4_WIDE,
+    INT8,
+    INT8_WIDE,
     PANEL,
     Form,
 )
@@ -154,8 +154,8 @@ def fill_blocks(panels: PanelWeights, start: int, header: Array, groups: Array) 
     Args:
         panels: what `empty_panels` gives.
         start: the first output, a multiple of PANEL.
-        header: (outputs, blocks, 1 or 2) of float16 or float32: scales, and summands of a form with nibbles.
-        groups: (outputs, blocks, inputs of a block) int8, or (outputs, blocks, 4) uint32, each eight nibbles.
+        header: (outputs, blocks, 1 or 2) of float16 or float32: scales, and summands of a form of int4.
+        groups: (outputs, blocks, inputs of a block) int8, or (outputs, blocks, 4) uint32, each eight int4.
     """
     blocks = panels.data.numpy().reshape(
         -1, panels.padded_inputs // panels.form.inputs, panels.form.block_bytes
@@ -213,10 +213,10 @@ def _bfloat16_rows(data: Array, panels: Array, lanes: Array) -> Array:
     return (bits.reshape(len(panels), -1).astype(np.uint32) << 16).view(np.float32)
 
 
-def _nibble_rows(form: Form) -> Any:
+def _int4_rows(form: Form) -> Any:
     def read(data: Array, panels: Array, lanes: Array) -> Array:
         blocks = data.reshape(len(data), -1, form.block_bytes)
-        header = blocks[..., : form.header].view(np.float16 if form is NIBBLES else np.float32)
+        header = blocks[..., : form.header].view(np.float16 if form is INT4 else np.float32)
         parts = header.reshape(*blocks.shape[:2], 2, PANEL)[panels, :, :, lanes].astype(np.float32)
         groups = (
             blocks[..., form.header :]
@@ -230,10 +230,10 @@ def _nibble_rows(form: Form) -> Any:
     return read
 
 
-def _octet_rows(form: Form) -> Any:
+def _int8_rows(form: Form) -> Any:
     def read(data: Array, panels: Array, lanes: Array) -> Array:
         blocks = data.reshape(len(data), -1, form.block_bytes)
-        header = blocks[..., : form.header].view(np.float16 if form is OCTETS else np.float32)
+        header = blocks[..., : form.header].view(np.float16 if form is INT8 else np.float32)
         scales = header[panels, :, lanes].astype(np.float32)
         values = blocks[..., form.header :].view(np.int8).reshape(*blocks.shape[:2], form.inputs, PANEL)
         chosen = values[panels, :, :, lanes].astype(np.float32)
@@ -246,8 +246,8 @@ _READERS: dict[str, Any] = {
     FLOAT32.name: _float32_rows,
     FLOAT16.name: _float16_rows,
     BFLOAT16.name: _bfloat16_rows,
-    NIBBLES.name: _nibble_rows(NIBBLES),
-    NIBBLES_WIDE.name: _nibble_rows(NIBBLES_WIDE),
-    OCTETS.name: _octet_rows(OCTETS),
-    OCTETS_WIDE.name: _octet_rows(OCTETS_WIDE),
+    INT4.name: _int4_rows(INT4),
+    INT4_WIDE.name: _int4_rows(INT4_WIDE),
+    INT8.name: _int8_rows(INT8),
+    INT8_WIDE.name: _int8_rows(INT8_WIDE),
 }

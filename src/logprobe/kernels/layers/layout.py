@@ -9,10 +9,10 @@ form          block  a block's header                    a group
 float32           8                                      8 x 48 float32
 bfloat16          8                                      4 x 48 lanes of two: inputs k and k + 1
 float16           8                                      8 x 48 float16
-nibbles          32  48 scales, 48 summands, float16     48 lanes of eight times 4 bits, lowest first
-nibbles_wide     32  the same, float32                   the same
-octets           32  48 scales, float16                  8 x 48 int8
-octets_wide      16  48 scales, float32                  8 x 48 int8
+int4             32  48 scales, 48 summands, float16     48 lanes of eight times 4 bits, lowest first
+int4_wide        32  the same, float32                   the same
+int8             32  48 scales, float16                  8 x 48 int8
+int8_wide        16  48 scales, float32                  8 x 48 int8
 ============  =====  ==================================  ============================================
 
 Before it: nothing. After it: what brings weights into panels, and what multiplies by them.
@@ -53,9 +53,9 @@ class Form:
 FLOAT32 = Form("float32", GROUP, 0, FLOAT * GROUP * PANEL)
 BFLOAT16 = Form("bfloat16", GROUP, 0, 2 * GROUP * PANEL)
 FLOAT16 = Form("float16", GROUP, 0, 2 * GROUP * PANEL)
-NIBBLES = Form("nibbles", 32, 2 * 2 * PANEL, GROUP * PANEL // 2)
-NIBBLES_WIDE = Form("nibbles_wide", 32, 2 * FLOAT * PANEL, GROUP * PANEL // 2)
-OCTETS = Form("octets", 32, 2 * PANEL, GROUP * PANEL)
-OCTETS_WIDE = Form("octets_wide", 16, FLOAT * PANEL, GROUP * PANEL)
-FORMS = {form.name: form for form in (FLOAT32, BFLOAT16, FLOAT16, NIBBLES, NIBBLES_WIDE, OCTETS, OCTETS_WIDE)}
+INT4 = Form("int4", 32, 2 * 2 * PANEL, GROUP * PANEL // 2)
+INT4_WIDE = Form("int4_wide", 32, 2 * FLOAT * PANEL, GROUP * PANEL // 2)
+INT8 = Form("int8", 32, 2 * PANEL, GROUP * PANEL)
+INT8_WIDE = Form("int8_wide", 16, FLOAT * PANEL, GROUP * PANEL)
+FORMS = {form.name: form for form in (FLOAT32, BFLOAT16, FLOAT16, INT4, INT4_WIDE, INT8, INT8_WIDE)}
 FORM_NUMBERS = {name: number for number, name in enumerate(FORMS)}  # of native/tiles.hpp

@@ -47,14 +47,14 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor, *, is_paired: bool) -> Ten
     """Return the twin of the rotation in `layers.rotate_and_store`, of (rows, heads, head_dim)."""
     pairs = cosines.shape[1]
     x, (cosines, sines) = x.double(), (part.double()[:, None] for part in (cosines, sines))
-    turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    rotated, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
     if is_paired:
-        first, second = turned[..., ::2], turned[..., 1::2]
+        first, second = rotated[..., ::2], rotated[..., 1::2]
     else:
-        first, second = turned[..., :pairs], turned[..., pairs:]
+        first, second = rotated[..., :pairs], rotated[..., pairs:]
     first, second = first * cosines - second * sines, second * cosines + first * sines
-    turned = torch.stack((first, second), -1).flatten(-2) if is_paired else torch.cat((first, second), -1)
-    return torch.cat((turned, rest), -1)
+    rotated = torch.stack((first, second), -1).flatten(-2) if is_paired else torch.cat((first, second), -1)
+    return torch.cat((rotated, rest), -1)
 
 
 def gate(x: Tensor, activation: str, *, has_values: bool) -> Tensor:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from logprobe.kernels.layers.forms import empty_panels, fill_blocks
-from logprobe.kernels.layers.layout import NIBBLES, NIBBLES_WIDE, OCTETS, OCTETS_WIDE, PANEL, Form
+from logprobe.kernels.layers.layout import INT4, INT4_WIDE, INT8, INT8_WIDE, PANEL, Form
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,14 +62,14 @@ def _halves(blocks: Array, start: int) -> Array:
 
 
 def _low_and_high(packed: Array) -> Array:
-    """Low nibbles of (..., n) bytes, and then the high ones: (..., 2, n)."""
+    """Return the low four bits of (..., n) bytes, then the high ones: (..., 2, n)."""
     values = np.empty((*packed.shape[:-1], 2, packed.shape[-1]), np.uint8)
     np.bitwise_and(packed, 15, out=values[..., 0, :])
     np.right_shift(packed, 4, out=values[..., 1, :])
     return values
 
 
-def _nibbles(packed: Array) -> Array:
+def _int4(packed: Array) -> Array:
     """The same, eight to a number: (..., 2, n / 8) uint32."""
     twos = np.ascontiguousarray(packed).view(np.uint16)
     values = np.empty((*twos.shape[:-1], 2, twos.shape[-1]), np.uint8)
@@ -89,7 +89,7 @@ def _q4_1(blocks: Array) -> tuple[Array, Array]:
 
 def _fours(packed: Array) -> Array:
     """Blocks of 32."""
-    return _nibbles(packed).reshape(*packed.shape[:2], 4)
+    return _int4(packed).reshape(*packed.shape[:2], 4)
 
 
 def _q5_0(blocks: Array) -> tuple[Array, Array]:
@@ -113,21 +113,21 @@ def _q4_k(blocks: Array) -> tuple[Array, Array]:
     wide_scales = _halves(blocks, 0)[..., None].astype(np.float32) * scales
     wide_summands = -(_halves(blocks, 2)[..., None].astype(np.float32) * summands)
     header = np.stack([wide_scales, wide_summands], axis=-1)
-    groups = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32))
+    groups = _int4(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32))
     return header.reshape(len(blocks), -1, 2), groups.reshape(len(blocks), -1, 4)
 
 
 def _q6_k(blocks: Array) -> tuple[Array, Array]:
     """Blocks of 256: four low bits, two high ones, and a scale of eight bits for each 16 values."""
-    values = _low_and_high(blocks[..., :128].reshape(*blocks.shape[:2], 2, 64))  # of halves of a block
-    fours = values.reshape(*blocks.shape[:2], 2, 4, 32)
+    low = _low_and_high(blocks[..., :128].reshape(*blocks.shape[:2], 2, 64))  # of halves of a block
+    fours = low.reshape(*blocks.shape[:2], 2, 4, 32)
     high = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 32)
     for place in range(4):
         fours[..., place, :] |= (high >> 2 * place & 3) << 4
     scales = blocks[..., 192:208].view(np.int8).astype(np.float32) * _halves(blocks, 208)[..., None]
-    octets = fours.view(np.int8)
-    octets -= np.int8(32)
-    return scales.reshape(len(blocks), -1, 1), octets.reshape(len(blocks), -1, 16)
+    values = fours.view(np.int8)
+    values -= np.int8(32)
+    return scales.reshape(len(blocks), -1, 1), values.reshape(len(blocks), -1, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +141,10 @@ class _Layout:
 
 
 _LAYOUTS = {
-    "Q4_0": _Layout(32, 18, NIBBLES, _q4_0),
-    "Q4_1": _Layout(32, 20, NIBBLES, _q4_1),
-    "Q5_0": _Layout(32, 22, OCTETS, _q5_0),
-    "Q8_0": _Layout(32, 34, OCTETS, _q8_0),
-    "Q4_K": _Layout(256, 144, NIBBLES_WIDE, _q4_k),
-    "Q6_K": _Layout(256, 210, OCTETS_WIDE, _q6_k),
+    "Q4_0": _Layout(32, 18, INT4, _q4_0),
+    "Q4_1": _Layout(32, 20, INT4, _q4_1),
+    "Q5_0": _Layout(32, 22, INT8, _q5_0),
+    "Q8_0": _Layout(32, 34, INT8, _q8_0),
+    "Q4_K": _Layout(256, 144, INT4_WIDE, _q4_k),
+    "Q6_K": _Layout(256, 210, INT8_WIDE, _q6_k),
 }

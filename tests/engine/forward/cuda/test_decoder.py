@@ -19,7 +19,7 @@ from logprobe.engine.forward.cuda.decoder import CudaDecoder, by_pieces
 from logprobe.engine.forward.cuda.plan import SpanPlan
 from logprobe.engine.forward.families import FAMILIES
 from logprobe.engine.forward.native import NativeForward
-from logprobe.engine.forward.own import describe, frequencies
+from logprobe.engine.forward.native_decoder import describe, frequencies
 from logprobe.engine.forward.proof import Proof
 from logprobe.errors import ParameterError, UnsupportedModelError
 from logprobe.models import ModelFiles

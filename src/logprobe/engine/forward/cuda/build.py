@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from logprobe.engine.forward.own import describe, frequencies
+from logprobe.engine.forward.native_decoder import describe, frequencies
 from logprobe.engine.forward.proof import Proof
 from logprobe.errors import UnsupportedModelError
 from logprobe.models.lazy import LazyModel

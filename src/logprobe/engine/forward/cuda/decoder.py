@@ -147,7 +147,7 @@ class CudaDecoder:
 
         Args:
             spec: how the decoder is put together.
-            tensors: parameters on the device, and rotary frequencies as `own.frequencies` names them.
+            tensors: parameters on the device, and rotary frequencies by the names of `frequencies`.
             device: where it runs.
             arithmetic: `bf16x3`, products accurate to float32, or `bf16`.
             kv_dtype: of the cached keys and values, float32 or bfloat16.

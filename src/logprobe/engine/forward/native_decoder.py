@@ -1,4 +1,4 @@
-"""A module of transformers → our own decoder, where its family, configuration and tensors are known."""
+"""Makes the native decoder of a module of transformers whose family, configuration and tensors are known."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EVERY_LAYER = "every_layer"  # the name of frequencies where layers have no othe
 
 
 def describe(module: Any, proof: Proof) -> DecoderSpec | str:
-    """How the decoder of a module is put together; or why that is not known."""
+    """Return the configuration of a module's decoder, or why it is not known."""
     config = module.config.get_text_config(decoder=True)
     family = FAMILIES.get(config.model_type)
     if family is None:
@@ -59,27 +59,27 @@ def describe(module: Any, proof: Proof) -> DecoderSpec | str:
         return f"it is put together in another way ({type(error).__name__}: {error})"
 
 
-def own_decoder(
+def native_decoder(
     spec: DecoderSpec, module: Any, proof: Proof, panels: Mapping[str, PanelWeights]
 ) -> Decoder | str:
-    """The decoder of a module, proven to give its numbers; or why there is none."""
-    own = {
+    """Return the native decoder of a module, proven to give its numbers, or why there is none."""
+    state = {
         name: tensor.detach()
         for name, tensor in module.state_dict().items()
         if name.startswith((f"{spec.path}.", f"{spec.head}."))
     }
     # Copies: the module's may be views of its whole file.
-    small = {name: tensor.clone() for name, tensor in own.items() if tensor.dim() == 1}
+    small = {name: tensor.clone() for name, tensor in state.items() if tensor.dim() == 1}
     try:
         decoder = Decoder(spec, small | frequencies(module, spec), panels)
     except (KeyError, ValueError, AttributeError, TypeError, RuntimeError) as error:
         return f"it is put together in another way ({type(error).__name__}: {error})"
-    if unplaced := sorted(own.keys() - decoder.names):
+    if unplaced := sorted(state.keys() - decoder.names):
         return f"its tensor {unplaced[0]} is not known here"
     try:
         proof.prove(decoder)
     except (UnsupportedModelError, RuntimeError, IndexError) as error:
-        return f"our own decoder gives other numbers ({error})"
+        return f"the native decoder gives other numbers ({error})"
     return decoder
 
 

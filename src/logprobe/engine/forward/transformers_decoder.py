@@ -1,7 +1,7 @@
-"""The generic way: a module of transformers, whose attention is the pool's (any device, any dtype).
+"""The transformers decoder: a module of transformers, with attention over the KV cache, on any device.
 
-Every model runs so whose family or configuration `families` does not know, and every model on a GPU; on a CPU
-its linear layers run on panels. A family may keep its decoder anywhere (`model`, `transformer`, `gpt_neox`,
+It runs the models whose family or configuration `families` does not know; on a CPU their linear layers run on
+panels. A family may keep its decoder anywhere (`model`, `transformer`, `gpt_neox`,
 a text model inside a vision one), so it is found by watching the model run once. After its last layer a model
 may scale its logits, squash them, or leave them be. None of that is written again here: the head is the model
 itself with a stand-in where the decoder was.
@@ -93,11 +93,11 @@ class WatchedRun:
         return self._last
 
 
-class GenericDecoder:
+class TransformersDecoder:
     """Callable: a step's packed tokens → last hidden states, (num_tokens, hidden size); and the head."""
 
     def __init__(self, model: Any, place: DecoderPlace, step: CurrentStep) -> None:
-        """Let a module's attention be the pool's from here on; `step` is within reach of its modules."""
+        """Make a module's attention read the KV cache from now on; its modules hold `step`."""
         self.model = model
         self.step = step
         self.loras = LoraRows()
