@@ -1,8 +1,4 @@
-"""Tools as clients of either interface give them, and which calls a request insists on.
-
-Before it: a typed body. After it: what the chat template is told, and a response format where a call is
-wanted in any case.
-"""
+"""Tools as clients of either interface give them, and which calls a request insists on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`POST /v1/chat/completions`: messages in, OpenAI's chat shapes out.
-
-Before it: HTTP. After it: a generation and its pieces.
-"""
+"""`POST /v1/chat/completions`: messages in, OpenAI's chat shapes out."""
 
 from __future__ import annotations
 
