@@ -1,7 +1,7 @@
 """What an operator reads: lines of text or of JSON, and one for each request that has ended.
 
-Before it: whatever logs. After it: standard error. A line holds nothing that a client wrote, but the id that
-it gave its request, and bodies where the operator asked for them; no client can begin a line of its own.
+A line holds nothing that a client wrote, but the id that it gave its request, and bodies where the operator
+asked for them; no client can begin a line of its own.
 """
 
 from __future__ import annotations

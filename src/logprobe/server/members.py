@@ -1,8 +1,4 @@
-"""What else might have stood in the values of a reply: next-token rows, asked once a choice has ended.
-
-Before it: a generation, of which a choice has ended and is not told yet. After it: `rows`, which writes what
-was found.
-"""
+"""What else might have stood in the values of a reply: next-token rows, asked once a choice has ended."""
 
 from __future__ import annotations
 

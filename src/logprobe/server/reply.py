@@ -1,7 +1,6 @@
 """One reply from its requests to its bytes, whole or streamed: run, cut into pieces, shaped, written.
 
-Before it: a route's checked prompts and parameters. After it: the socket. Whole and streamed replies fold the
-same pieces; a whole reply only takes each completion's at its end.
+Whole and streamed replies are made of the same pieces; a whole reply only takes each completion's at its end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What replies say of their tokens: rows of log-probabilities, further columns, and the extensions asked for.
 
-Before it: pieces of completions, with their records. After it: the shapes of the routes. Rows are written
-one by one, as raw JSON.
+Rows are written one by one, as raw JSON.
 """
 
 from __future__ import annotations

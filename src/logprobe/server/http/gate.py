@@ -1,8 +1,8 @@
 """The outermost door: who may call by which name, from which web page; a reply's id, pieces and log line.
 
-Before it: the socket. After it: CORS and the routes. A browser sends what a page tells it to, also to servers
-on its own machine: it says the page's origin in `Origin`, and in `Host` the name that the page called, which
-whoever owns the name can let point to any address.
+A browser sends what a page tells it to, also to servers on its own machine: it says the page's origin in
+`Origin`, and in `Host` the name that the page called, which whoever owns the name can let point to any
+address.
 """
 
 from __future__ import annotations

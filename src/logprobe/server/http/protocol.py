@@ -1,8 +1,7 @@
 """uvicorn's HTTP protocol, with limits on how long and how large all of a request but its body may be.
 
-Before it: the socket. After it: the application, which reads the body within a time of its own. uvicorn
-itself waits for a header as long as it takes, keeps all trailers, and for any byte a connection; and it
-waits for ever until a reply is read.
+uvicorn itself waits for a header as long as it takes, keeps all trailers, and for any byte a connection; and
+it waits for ever until a reply is read.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How the server ends: it takes no more work, lets what runs end, and cuts off the rest with an error.
 
-Before it: SIGTERM, or Ctrl-C. After it: a process that ends. A second signal ends it at once.
+SIGTERM or Ctrl-C begins it; a second signal ends the process at once.
 """
 
 from __future__ import annotations

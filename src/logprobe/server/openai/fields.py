@@ -1,7 +1,4 @@
-"""Body fields → `SamplingParams`, by name; what cannot be honoured is refused, never passed over.
-
-Before it: a typed body. After it: the engine's request.
-"""
+"""Body fields → `SamplingParams`, by name; what cannot be honoured is refused, never passed over."""
 
 from __future__ import annotations
 

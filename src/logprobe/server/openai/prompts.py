@@ -1,7 +1,7 @@
 """Prompts and conversations as clients write them → token ids, and the text that an echo repeats.
 
-Before it: a typed body. After it: engine requests. Texts are refused by their bytes before they are
-tokenised, and fields of messages that no client of OpenAI's has where the chat template is not asked of them.
+Texts are refused by their bytes before they are tokenised, and fields of messages that no client of OpenAI's
+has where the chat template is not asked of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """OpenAI's `response` object and the events that build it, item by item.
 
-Before it: pieces of one completion. After it: the events of a stream, or the response as a whole. Reasoning,
-text and calls are items of their own, in the order in which they were written.
+Reasoning, text and calls are items of their own, in the order in which they were written.
 """
 
 from __future__ import annotations

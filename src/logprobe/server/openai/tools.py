@@ -1,8 +1,4 @@
-"""Tools as clients of either interface give them, and which calls a request insists on.
-
-Before it: a typed body. After it: what the chat template is told, and a response format where a call is
-wanted in any case.
-"""
+"""Tools as clients of either interface give them, and which calls a request insists on."""
 
 from __future__ import annotations
 
@@ -50,14 +46,15 @@ class Tools:
         return call_format(self.form, self.functions, self.wanted, parallel=parallel, prefix=prefix)
 
 
+NO_TOOLS: Final = Tools()
+
+
 def tools_of(body: ChatBody | ResponsesBody, form: ResponseForm | None) -> Tools:
     """The tools of a body; with `tool_choice: none` the model is told of none.
 
     Raises:
         ApiError: 400, a tool without a name, a choice that names none of them, or that cannot be promised.
     """
-    if body.tools is None and body.tool_choice is None:
-        return Tools()
     functions = functions_of(body.tools, is_flat=isinstance(body, ResponsesBody))
     choice, is_single = _choice(body.tool_choice), body.parallel_tool_calls is False
     if not isinstance(choice, Named) and choice in {"none", "auto"}:

@@ -1,7 +1,4 @@
-"""`POST /v1/chat/completions`: messages in, OpenAI's chat shapes out.
-
-Before it: HTTP. After it: a generation and its pieces.
-"""
+"""`POST /v1/chat/completions`: messages in, OpenAI's chat shapes out."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from logprobe.server.http.decode import read
 from logprobe.server.openai.bodies import ChatBody
 from logprobe.server.openai.fields import chat_params, named_as_asked
 from logprobe.server.openai.prompts import encode_laid_out, layout_of, render_messages
-from logprobe.server.openai.tools import tools_of
+from logprobe.server.openai.tools import NO_TOOLS, tools_of
 from logprobe.server.reply import ChoicesShape, Generation, answer, usage
 from logprobe.server.reply_channels import ReplyChannels, Splitter, text_of
 from logprobe.server.rows import (
@@ -61,7 +58,8 @@ def prepare(body: ChatBody, service: Service) -> ChatRequest:
     service.log_body("chat", body)
     if body.return_tokens_as_token_ids:
         service.write_ids()
-    tools = tools_of(body, service.reply_form())
+    has_tools = body.tools is not None or body.tool_choice is not None
+    tools = tools_of(body, service.reply_form()) if has_tools else NO_TOOLS
     prompt = render_messages(body.messages, service, layout_of(body, service, tools.functions))
     ids = encode_laid_out(prompt, service, add_special_tokens=bool(body.add_special_tokens))
     generation, splitter = admit_reply(service, body, prompt, ids, tools, chat_params, "chatcmpl")

@@ -1,7 +1,4 @@
-"""What an operator alone may do: load, replace and drop LoRA weights, replace the model's own, empty a cache.
-
-Before it: whoever brings an operator's key. After it: the engine, which reads folders of this machine.
-"""
+"""Routes of an operator: load and drop LoRA weights, replace the model's own, empty the prefix cache."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from logprobe.server.openai.fields import responses_params
 from logprobe.server.openai.items import InputItems, as_items
 from logprobe.server.openai.prompts import encode_laid_out, render_messages, template_variables
 from logprobe.server.openai.response import ResponseShape, ResponsesRequest
-from logprobe.server.openai.tools import tools_of
+from logprobe.server.openai.tools import NO_TOOLS, tools_of
 from logprobe.server.reply import answer
 from logprobe.server.routes.chat import admit_reply
 from logprobe.text.chat import Layout
@@ -47,7 +47,8 @@ def prepare(body: ResponsesBody, service: Service, owner: bytes) -> ResponsesReq
     """Check and admit what an owner asks."""
     service.choose_weights(body)
     service.log_body("responses", body)
-    tools = tools_of(body, service.reply_form())
+    has_tools = body.tools is not None or body.tool_choice is not None
+    tools = tools_of(body, service.reply_form()) if has_tools else NO_TOOLS
     messages, prompt = read_conversation(body, service, owner, tools)
     ids = encode_laid_out(prompt, service)
     generation, splitter = admit_reply(service, body, prompt, ids, tools, responses_params, "resp")
