@@ -176,6 +176,25 @@ def test_a_late_callback_gets_a_buffer_at_a_time() -> None:
     assert told == ["pause a", "a"]
 
 
+def test_what_a_callback_leaves_of_a_full_buffer_pauses_the_source() -> None:
+    told, go, is_over = [], threading.Event(), threading.Event()
+    rows = collector(3, pause=lambda name: told.append(f"pause {name}"), resume=lambda _: is_over.set())
+    found: list[list[int]] = []
+
+    def lag(items: list[int]) -> None:
+        assert go.wait(LIMIT_S)
+        found.append(items)
+
+    rows.open("a")
+    rows.register_callback("a", lag)
+    rows.add_many([Parcel("a", 1, 2), Parcel("a", 2, 5)])  # the second has more rows than a buffer
+    until(lambda: told == ["pause a"])
+    assert rows.num_waiting("a") == 5
+    go.set()
+    assert is_over.wait(LIMIT_S)
+    until(lambda: found == [[1], [2]])
+
+
 @pytest.mark.parametrize("has_hook", [True, False])
 def test_a_callback_that_raises_on_a_thread_of_its_own_ends_its_request(has_hook: bool) -> None:
     failed: list[tuple[str, str]] = []

@@ -1,8 +1,8 @@
-"""Whole next-token distributions: bounded row cache, asks in flight, tokens as bytes.
+"""Whole next-token distributions: a bounded row cache, batches of concurrent calls, tokens as bytes.
 
-Its way: `lm` looks in its `rows` by `Prefix`, which holds the numbers of loads → `batcher` gathers what is
-missing → `source` asks an engine. Before it: `AsyncLM`, `AsyncVirtualLM` and `RemoteLM`, which people call.
-After it: an engine that ends a request with a row, here or behind HTTP.
+`lm` joins the methods by concern; `base` looks rows up in the cache of `rows` by `Prefix`, which holds the
+numbers of loads; `batcher` gathers what is missing, and `source` asks an engine, here or behind HTTP.
+`AsyncLM`, `AsyncVirtualLM` and `RemoteLM` are what users call.
 """
 
 from __future__ import annotations

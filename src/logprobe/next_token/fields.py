@@ -1,6 +1,6 @@
 """`FieldSums`: the rows that the fields of a reply take, and what they come to.
 
-Before it: `NextTokenLM.fields`, which has the rows. After it: `scoring.members`.
+Before it: `NextTokenLM.fields`, which has the rows. After it: `analysis.members`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ TAG: Final = "logprobe_tag"  # the name of the sample, which it keeps when it is
 WORK: Final = "logprobe_work"  # bytes of a `Work`
 BEFORE: Final = "logprobe_before"  # tokens of the sample that stand in vLLM's prompt
 SETTINGS: Final = "logprobe"  # of vLLM's `additional_config`: what a `WorkerDraw` is made of
-FORMAT: Final = "logprobe"  # vLLM's `load_format` of weights that `weights.SourceLoader` reads
+FORMAT: Final = "logprobe"  # vLLM's `load_format` of weights that `worker.SourceLoader` reads
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True, eq=False):

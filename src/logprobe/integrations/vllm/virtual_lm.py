@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from logprobe.engine.backends.start import LoadedModel
-    from logprobe.next_token.lm import TokenIds
+    from logprobe.next_token.base import TokenIds
     from logprobe.next_token.rows import Row
 
 ENGINE_DEFAULTS = {

@@ -1,29 +1,33 @@
 """What vLLM's workers load: a logits processor for both of its model runners, and a worker's one more method.
 
-With it comes the loader of weights that are no safetensors. The logits go to `WorkerDraw`. The first runner
-moves rows about and reports it (`update_state`); the second gives each request a slot and each step a map
-(`ctx`).
+Importing it registers the loader of weights that are no safetensors. The logits go to `WorkerDraw`. The first
+runner moves rows about and reports it (`update_state`); the second gives each request a slot and each step a
+map (`ctx`).
 """
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.v1.sample.logits_processor.interface import LogitsProcessor as FirstInterface
 from vllm.v1.sample.logits_processor.interface import MoveDirectionality
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as SecondInterface
 
-import logprobe.integrations.vllm.weights  # noqa: F401 - vLLM's worker knows the loader from here on
 from logprobe.config import EngineConfig
 from logprobe.engine.backends.start import text_edge
 from logprobe.integrations.vllm.drawing import WorkerDraw
-from logprobe.integrations.vllm.orders import BEFORE, SETTINGS, TAG, WORK
-from logprobe.models import resolve
+from logprobe.integrations.vllm.orders import BEFORE, FORMAT, SETTINGS, TAG, WORK
+from logprobe.models import ModelFiles, resolve
+from logprobe.models.loading import source_of
 from logprobe.processors import ModelFacts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Generator, Mapping
 
     from torch import Tensor
 
@@ -123,3 +127,19 @@ def _new_draw(settings: Mapping[str, Any], vllm_config: Any) -> WorkerDraw:
     )
     # The last token generated is never run, so it needs no place in the context.
     return WorkerDraw(config, facts, text, vllm_config.model_config.max_model_len - 1)
+
+
+@register_model_loader(FORMAT)
+class SourceLoader(DefaultModelLoader):
+    """vLLM's loader of weights that are no safetensors: they are read in place, tensor by tensor."""
+
+    def download_model(self, model_config: Any) -> None:
+        """Do nothing: the files are here."""
+
+    def get_all_weights(self, model_config: Any, _model: Any) -> Generator[tuple[str, Tensor], None, None]:
+        """Yield every tensor by its name in transformers."""
+        self.counter_before_loading_weights = time.perf_counter()
+        source = source_of(ModelFiles(model_config.model, Path(model_config.model)))
+        assert source is not None, "the folder was resolved"
+        for name in source.shapes:
+            yield name, source.read(name)

@@ -1,0 +1,234 @@
+"""`BaseLM`: an open model, its row cache and its batcher; what every method of `NextTokenLM` uses."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from logprobe.engine.backends.bridge import LoopThread
+from logprobe.engine.request import check_tokens
+from logprobe.errors import EngineClosedError, ParameterError, require
+from logprobe.next_token.batcher import Batcher, check_batching, shut_down, shut_down_elsewhere
+from logprobe.next_token.rows import Prefix, Token, row_params
+from logprobe.next_token.source import EngineRows
+from logprobe.text.edge import as_token_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from types import TracebackType
+
+    import numpy.typing as npt
+
+    from logprobe.engine.backends.start import LoadedModel
+    from logprobe.next_token.rows import Row, RowCache
+    from logprobe.next_token.source import ModelText, RowSource
+    from logprobe.records.values import IntArray
+
+    TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
+
+
+class BaseLM:
+    """Rows of one model by prefix: those in the cache, and the rest from its source by way of the batcher.
+
+    The arguments are those of `NextTokenLM`.
+    """
+
+    def __init__(
+        self,
+        source: RowSource,
+        text: ModelText,
+        *,
+        on_rows: Callable[[list[Row]], object] | None,
+        cache: RowCache,
+        batch_size: int,
+        timeout: float,
+        owns_source: bool,
+        bridge: LoopThread | None,
+    ) -> None:
+        check_batching(batch_size=batch_size, timeout=timeout)
+        self._source = source
+        self._text = text
+        self._on_rows = on_rows
+        self._cache = cache
+        self._lora: str | None = None
+        self._bridge = LoopThread() if bridge is None else bridge
+        self._batcher = Batcher(source, cache, self._bridge, batch_size=batch_size, timeout_s=timeout)
+        self._parts = (self._batcher, self._bridge, source if owns_source else None)
+        # For an object that is dropped without `cleanup`; a thread, since the collector may run on any.
+        self._finalizer = weakref.finalize(self, shut_down_elsewhere, *self._parts)
+        self._finalizer.atexit = False
+
+    def clear_cache(self) -> None:
+        """Forget the rows kept whole; what the engine knows of prefixes stays."""
+        self._cache.clear()
+
+    def clear_kv_cache(self) -> None:
+        """Let the engine forget every prefix that no request stands on.
+
+        Raises:
+            ParameterError: the model is a server's.
+        """
+        self._loaded.engine.forget_prefixes()
+
+    def reset_async_queries(self) -> None:
+        """End every ask in flight with `RequestAbortedError`."""
+        self._check_open()
+        self._batcher.reset()
+
+    def cleanup(self) -> None:
+        """End what is in flight and let go of all; a second call does nothing, asking afterwards raises."""
+        if self._finalizer.detach() is not None:
+            self._cache.clear()
+            shut_down(*self._parts)
+
+    def close(self) -> None:
+        """`cleanup`, by the name that `LLM` has for it."""
+        self.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cleanup()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.cleanup)
+
+    @property
+    def batch_size(self) -> int:
+        """Asks that start a step at once where the engine is idle; may be set."""
+        return self._batcher.batch_size
+
+    @batch_size.setter
+    def batch_size(self, batch_size: int) -> None:
+        check_batching(batch_size=batch_size)
+        self._batcher.batch_size = batch_size
+
+    @property
+    def timeout(self) -> float:
+        """Seconds after which the first of fewer asks starts a step; may be set."""
+        return self._batcher.timeout_s
+
+    @timeout.setter
+    def timeout(self, timeout: float) -> None:
+        check_batching(timeout=timeout)
+        self._batcher.timeout_s = timeout
+
+    @property
+    def underlying_model(self) -> Any:
+        """The module of transformers, or of vLLM; None where the model lives in another process.
+
+        Where an earlier load has proven the model here, the module is loaded when it is first asked for.
+        """
+        load = self._source.loaded.load_module if isinstance(self._source, EngineRows) else None
+        return None if load is None else load()
+
+    @property
+    def vocab_size(self) -> int:
+        """The width of every row: the model's, which may exceed the tokenizer's."""
+        return self._source.capabilities().vocab_size
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self._text.tokenizer
+
+    @cached_property
+    def byte_vocab(self) -> list[Token]:
+        """The exact bytes of every id, `byte_vocab[i].token_id == i`; empty for an id of the model only."""
+        return [Token(i, self._text.vocabulary.token_bytes(i)) for i in range(self.vocab_size)]
+
+    @cached_property
+    def str_vocab(self) -> list[str]:
+        r"""Every id as text: bytes that are no whole UTF-8 show as `\xNN`, others as `<id>`."""
+        return [self._text.vocabulary.token_text(i) for i in range(self.vocab_size)]
+
+    async def _rows(
+        self,
+        prefixes: Iterable[TokenIds],
+        lora: str | None,
+        *,
+        use_cache: bool = True,
+        is_urgent: bool = False,
+    ) -> list[Row]:
+        """Return the rows of prefixes in their order: those in the cache, and the rest from the batcher."""
+        self._check_open()
+        loads = self._source.loads(lora)
+        keys = [Prefix(lora, *loads, self._as_prompt(ids).tobytes()) for ids in prefixes]
+        rows = [self._cache.get(key) if use_cache else None for key in keys]
+        # The longest first: it runs as one chunk, and its own prefixes are then known.
+        missing = sorted(
+            (i for i, row in enumerate(rows) if row is None), key=lambda i: -len(keys[i].token_bytes)
+        )
+        for i in missing:
+            self._check(keys[i])
+        waiters = self._batcher.ask((keys[i] for i in missing), is_urgent=is_urgent, uses_cache=use_cache)
+        waits = map(asyncio.wrap_future, waiters)
+        # Most calls wait for one row: no `gather` for those.
+        computed = [await next(waits)] if len(waiters) == 1 else await asyncio.gather(*waits)
+        if 0 < len(missing) < len(keys) and self._has_other_weights(lora, loads):
+            # The cached rows are of weights that have been replaced meanwhile.
+            ids = [key.token_ids for key in keys]
+            return await self._rows(ids, lora, use_cache=use_cache, is_urgent=is_urgent)
+        for i, row in zip(missing, computed, strict=True):
+            rows[i] = row
+        answer = [row for row in rows if row is not None]
+        if self._on_rows is not None:
+            self._on_rows(answer)
+        return answer
+
+    def _has_other_weights(self, lora: str | None, loads: tuple[int, int]) -> bool:
+        """Return True if other weights answer now; after LoRA weights were removed, the old rows stand."""
+        is_loaded = lora is None or lora in self._source.list_loras()
+        return is_loaded and self._source.loads(lora) != loads
+
+    def _check(self, prefix: Prefix) -> None:
+        """Refuse a prefix that can never be served, before any row of the call is computed."""
+        limits = self._source.capabilities()
+        check_tokens(
+            prefix.token_ids,
+            row_params(prefix.lora),
+            max_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+        )
+
+    def _as_prompt(self, token_ids: TokenIds) -> IntArray:
+        """Return the ids as an array; BOS alone for an empty prefix."""
+        ids = as_token_ids(token_ids, "token_ids")
+        if len(ids):
+            return ids
+        bos = self._text.bos_token_id
+        require(bos is not None, "token_ids", "is empty and the model has no BOS; give at least one token")
+        return np.array([bos], dtype=np.int32)
+
+    def _chosen_lora(self, lora: str | None) -> str | None:
+        """Return the LoRA weights of a call: its own, or those of `set_lora`."""
+        chosen = self._lora if lora is None else lora
+        if chosen is not None:
+            self._source.loads(chosen)  # refuses weights that were removed, which a cached row would not
+        return chosen
+
+    @property
+    def _loaded(self) -> LoadedModel:
+        return self._here("what its engine has and knows is changed over there")
+
+    def _here(self, remedy: str) -> LoadedModel:
+        """Return the engine of this process; a model of a server has none."""
+        if not isinstance(self._source, EngineRows):
+            raise ParameterError("url", f"names a server: {remedy}")
+        return self._source.loaded
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise EngineClosedError("this model was cleaned up; make a new one")
