@@ -42,8 +42,33 @@ if TYPE_CHECKING:
 CONTEXT_LEN = 128
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `gpu`, `vllm` or `ray` where there is none, with the reason."""
+# Folders and files that `make quick` leaves out: they start processes, wait for clocks, interpret GPU kernels
+# or load very many models.
+SLOW = [
+    "analysis/auditing", "analysis/datasets/test_killed.py",
+    "benchmarks", "clients", "evaluators", "examples", "families", "gpu",
+    "integrations", "release", "sources", "torture", "trainers", "web",
+    "cli/test_audit.py", "cli/test_process.py", "cli/test_stopped_runs.py", "cli/test_terminal.py",
+    "docs/test_api_page.py", "docs/test_audit_page.py", "docs/test_coming_from.py", "docs/test_pages.py",
+    "engine/backends/process", "engine/forward/cuda", "engine/test_replaced_weights.py",
+    "kernels/draw/test_triton.py", "kernels/extraction/test_triton.py", "kernels/test_aarch64.py",
+    "kernels/test_threads.py", "kernels/triton",
+    "models/stored", "models/test_quiet.py", "next_token/test_faults.py",
+    "server/attacks", "server/test_behaviour.py", "server/test_channels.py", "server/test_clock.py",
+    "server/test_logs.py", "server/test_metrics.py", "server/test_metrics_port.py", "server/test_models.py",
+    "server/test_schemas.py", "server/test_shutdown.py", "server/test_start.py", "server/test_workers.py",
+]  # fmt: skip
+REAL = {"real_llm", "smollm2_folder", "real_files", "real_gguf"}  # fixtures that fetch a model
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests as slow or of a real model; skip those marked `gpu`, `vllm` or `ray` where there is none."""
+    slow = tuple(config.rootpath / "tests" / name for name in SLOW)
+    for item in items:
+        if not {item.path, *item.path.parents}.isdisjoint(slow):
+            item.add_marker("slow")
+        if not REAL.isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker("real_model")
     for mark, reason in MISSING.items():
         marked = [item for item in items if item.get_closest_marker(mark)]
         if marked and not HAS[mark]():
@@ -237,7 +262,7 @@ def real_llm() -> Iterator[LLM]:
     try:
         llm = LLM("smollm2", kv_bytes=1 << 29)
     except ModelError as error:
-        pytest.skip(f"smollm2 cannot be had: {error}")
+        pytest.skip(f"smollm2 cannot be loaded: {error}")
     with llm:
         yield llm
 
