@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import socket
 import threading
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from logprobe.server import ServerSettings
 
 CONTEXT_LEN = 128
+SHARED: list[LLM] = []  # the models that all files of a process use
 
 
 # Folders and files that `make quick` leaves out: they start processes, wait for clocks, interpret GPU kernels
@@ -138,6 +140,19 @@ def _collections_walk_past_what_was_there() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _draws_do_not_depend_on_the_files_before() -> None:
+    """Number the requests of shared engines anew: a draw without a seed follows from its request's number."""
+    for llm in SHARED:
+        llm.engine.core.engine._counter = itertools.count()
+
+
+def share(llm: LLM) -> LLM:
+    """Add a model to those that all files of a process use."""
+    SHARED.append(llm)
+    return llm
+
+
 MERGES = (
     "t h,th e,Ġ t,Ġ th,Ġ the,a n,an d,Ġ and,i n,in g,Ġ a,o n,e r,r e,Ġ o,Ġo f,Ġ w,Ġ s,s t,e n,"
     "Ġ Ġ,ĠĠ Ġ,a b,c a,ca t,Ġ cat,d o,do g,Ã ©,ð Ł"
@@ -200,7 +215,7 @@ def tiny_llm(tiny_model_folder: Path) -> Iterator[LLM]:
     from logprobe import LLM
 
     with LLM(str(tiny_model_folder), kv_bytes=1 << 21, max_batch_tokens=64, max_batch_rows=8) as llm:
-        yield llm
+        yield share(llm)
 
 
 @pytest.fixture(scope="session")
@@ -210,7 +225,7 @@ def long_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
     folder = save_tiny_llama(tmp_path_factory.mktemp("long-llama"), max_position_embeddings=2048)
     with LLM(str(folder), kv_bytes=1 << 22, max_batch_tokens=256, max_batch_rows=8) as llm:
-        yield llm
+        yield share(llm)
 
 
 @pytest.fixture(scope="session")
@@ -221,7 +236,7 @@ def spaced_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
     folder = save_spaced_llama(tmp_path_factory.mktemp("spaced-llama"))
     with LLM(str(folder), kv_bytes=1 << 22, max_batch_tokens=256, max_batch_rows=8) as llm:
-        yield llm
+        yield share(llm)
 
 
 @pytest.fixture(scope="session")
@@ -264,7 +279,7 @@ def real_llm() -> Iterator[LLM]:
     except ModelError as error:
         pytest.skip(f"smollm2 cannot be loaded: {error}")
     with llm:
-        yield llm
+        yield share(llm)
 
 
 @pytest.fixture(scope="session")
