@@ -29,13 +29,20 @@ demo: $(VENV)/.base  ## score the first lines of a text and generate from a prom
 SIDE_BY_SIDE := -n 3 --dist loadfile --max-worker-restart 0 --durations 40 -o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true
 
 # Some 80 processes of the suite import the same modules: each would compile them anew where a shell forbids to keep them.
-test cover: export PYTHONDONTWRITEBYTECODE :=
+quick test test-all cover: export PYTHONDONTWRITEBYTECODE :=
 
-test: $(VENV)/.test  ## the whole suite; the default model is fetched once
+.PHONY: quick test-all
+quick: $(VENV)/.test  ## what a contributor runs: under 3 minutes on two cores, no downloads, no processes
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile -m "not real_model and not slow and not exhaustive and not fuzz"
+
+test: $(VENV)/.test  ## the suite with a sample of the largest tables of cases; the default model is fetched once
+	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "not exhaustive"
+
+test-all: $(VENV)/.test  ## the suite with every case
 	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE)
 
-cover: $(VENV)/.test  ## the suite but for test-ray, with branch coverage; fails under the floor in pyproject.toml
-	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "not ray" --cov --cov-report=term:skip-covered
+cover: $(VENV)/.test  ## `make test` but for test-ray, with branch coverage; fails under the floor in pyproject.toml
+	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "not ray and not exhaustive" --cov --cov-report=term:skip-covered
 
 PYTHONS ?= 3.12 3.13
 .PHONY: test-pythons
@@ -45,7 +52,7 @@ test-pythons:  ## what needs no real weights, on other Pythons that are on the p
 	echo "Python $$version:"; \
 	test -x .venv-$$version/bin/python || python$$version -m venv .venv-$$version; \
 	.venv-$$version/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]' && \
-	.venv-$$version/bin/python -m pytest -q -m "not real_model" --ignore=tests/benchmarks || exit 1; \
+	.venv-$$version/bin/python -m pytest -q -m "not real_model and not exhaustive" --ignore=tests/benchmarks || exit 1; \
 	done
 
 .PHONY: test-lowest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import socket
 import threading
@@ -40,10 +41,36 @@ if TYPE_CHECKING:
     from logprobe.server import ServerSettings
 
 CONTEXT_LEN = 128
+SHARED: list[LLM] = []  # the models that all files of a process use
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `gpu`, `vllm` or `ray` where there is none, with the reason."""
+# Folders and files that `make quick` leaves out: they start processes, wait for clocks, interpret GPU kernels
+# or load very many models.
+SLOW = [
+    "analysis/auditing", "analysis/datasets/test_killed.py",
+    "benchmarks", "clients", "evaluators", "examples", "families", "gpu",
+    "integrations", "release", "sources", "torture", "trainers", "web",
+    "cli/test_audit.py", "cli/test_process.py", "cli/test_stopped_runs.py", "cli/test_terminal.py",
+    "docs/test_api_page.py", "docs/test_audit_page.py", "docs/test_coming_from.py", "docs/test_pages.py",
+    "engine/backends/process", "engine/forward/cuda", "engine/test_replaced_weights.py",
+    "kernels/draw/test_triton.py", "kernels/extraction/test_triton.py", "kernels/test_aarch64.py",
+    "kernels/test_threads.py", "kernels/triton",
+    "models/stored", "models/test_quiet.py", "next_token/test_faults.py",
+    "server/attacks", "server/test_behaviour.py", "server/test_channels.py", "server/test_clock.py",
+    "server/test_logs.py", "server/test_metrics.py", "server/test_metrics_port.py", "server/test_models.py",
+    "server/test_schemas.py", "server/test_shutdown.py", "server/test_start.py", "server/test_workers.py",
+]  # fmt: skip
+REAL = {"real_llm", "smollm2_folder", "real_files", "real_gguf"}  # fixtures that fetch a model
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests as slow or of a real model; skip those marked `gpu`, `vllm` or `ray` where there is none."""
+    slow = tuple(config.rootpath / "tests" / name for name in SLOW)
+    for item in items:
+        if not {item.path, *item.path.parents}.isdisjoint(slow):
+            item.add_marker("slow")
+        if not REAL.isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker("real_model")
     for mark, reason in MISSING.items():
         marked = [item for item in items if item.get_closest_marker(mark)]
         if marked and not HAS[mark]():
@@ -113,6 +140,19 @@ def _collections_walk_past_what_was_there() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _draws_do_not_depend_on_the_files_before() -> None:
+    """Number the requests of shared engines anew: a draw without a seed follows from its request's number."""
+    for llm in SHARED:
+        llm.engine.core.engine._counter = itertools.count()
+
+
+def share(llm: LLM) -> LLM:
+    """Add a model to those that all files of a process use."""
+    SHARED.append(llm)
+    return llm
+
+
 MERGES = (
     "t h,th e,Ġ t,Ġ th,Ġ the,a n,an d,Ġ and,i n,in g,Ġ a,o n,e r,r e,Ġ o,Ġo f,Ġ w,Ġ s,s t,e n,"
     "Ġ Ġ,ĠĠ Ġ,a b,c a,ca t,Ġ cat,d o,do g,Ã ©,ð Ł"
@@ -175,7 +215,7 @@ def tiny_llm(tiny_model_folder: Path) -> Iterator[LLM]:
     from logprobe import LLM
 
     with LLM(str(tiny_model_folder), kv_bytes=1 << 21, max_batch_tokens=64, max_batch_rows=8) as llm:
-        yield llm
+        yield share(llm)
 
 
 @pytest.fixture(scope="session")
@@ -185,7 +225,7 @@ def long_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
     folder = save_tiny_llama(tmp_path_factory.mktemp("long-llama"), max_position_embeddings=2048)
     with LLM(str(folder), kv_bytes=1 << 22, max_batch_tokens=256, max_batch_rows=8) as llm:
-        yield llm
+        yield share(llm)
 
 
 @pytest.fixture(scope="session")
@@ -196,7 +236,7 @@ def spaced_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
     folder = save_spaced_llama(tmp_path_factory.mktemp("spaced-llama"))
     with LLM(str(folder), kv_bytes=1 << 22, max_batch_tokens=256, max_batch_rows=8) as llm:
-        yield llm
+        yield share(llm)
 
 
 @pytest.fixture(scope="session")
@@ -237,9 +277,9 @@ def real_llm() -> Iterator[LLM]:
     try:
         llm = LLM("smollm2", kv_bytes=1 << 29)
     except ModelError as error:
-        pytest.skip(f"smollm2 cannot be had: {error}")
+        pytest.skip(f"smollm2 cannot be loaded: {error}")
     with llm:
-        yield llm
+        yield share(llm)
 
 
 @pytest.fixture(scope="session")

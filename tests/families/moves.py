@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import random
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,12 @@ class Variant:
     def name(self) -> str:
         """As in the tables of outcomes."""
         return f"{self.kind}-{self.moved}"
+
+    @property
+    def option(self) -> str:
+        """The key that is moved; of rotations and activations also the value."""
+        key, _, value = re.sub(r"\.(full|sliding)_attention", "", self.moved).partition("=")
+        return f"{key}={value}" if key == "rope_parameters" or value in ACTIVATIONS else key
 
 
 QUARTER_ROTATES = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
@@ -181,6 +188,27 @@ def variants() -> list[Variant]:
         Variant(kind, moved, BASE.get(kind, {}) | special)
         for kind in FAMILIES
         for moved, special in (*_moves(kind), *_old_spellings(kind), *_others(kind))
+    ]
+
+
+def sample(candidates: list[Variant]) -> list[Variant]:
+    """Return a fixed selection in which each option and each family of the candidates occurs.
+
+    Each option is taken of a family that was taken least often before, drawn by a fixed seed.
+    """
+    drawn = random.Random(0).sample(candidates, len(candidates))  # noqa: S311 - no secret
+    chosen: list[Variant] = []
+
+    def times(variant: Variant) -> int:
+        return sum(other.kind == variant.kind for other in chosen)
+
+    for option in sorted({variant.option for variant in candidates}):
+        having = [variant for variant in drawn if variant.option == option]
+        chosen.append(min(having, key=times))
+    missing = {variant.kind for variant in candidates} - {variant.kind for variant in chosen}
+    return [
+        *chosen,
+        *(next(variant for variant in drawn if variant.kind == kind) for kind in sorted(missing)),
     ]
 
 

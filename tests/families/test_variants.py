@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from families.moves import BASE, FAMILIES, Variant, variants
+from families.moves import BASE, FAMILIES, Variant, sample, variants
 from families.tiny import VOCAB_SIZE, model_of
 from families.trials import TOLERANCE, Truth, how_layers_run, load, prompts, quick_differences
 from logprobe.errors import UnsupportedModelError
@@ -105,6 +105,15 @@ def by_name(table: dict[str, list[str]]) -> dict[str, str]:
 
 VARIANTS = {variant.name: variant for variant in variants()}
 IMPOSSIBLE, REFUSALS = by_name(NOT_IN_TRANSFORMERS), by_name(REFUSED)
+POSSIBLE = [variant for name, variant in VARIANTS.items() if name not in IMPOSSIBLE]
+
+
+def in_sample(names: list[str], chosen: set[str]) -> list[Any]:
+    """Return parameters of which those that are not chosen are marked `exhaustive`."""
+    return [pytest.param(name, marks=() if name in chosen else pytest.mark.exhaustive) for name in names]
+
+
+SAMPLE = {variant.name for variant in sample(POSSIBLE)}
 
 
 def built(variant: Variant) -> Any:
@@ -131,7 +140,14 @@ def test_every_variant_has_one_name_and_the_tables_know_no_others() -> None:
     assert [pattern for pattern in SILENT if not any(fnmatchcase(name, pattern) for name in VARIANTS)] == []
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in IMPOSSIBLE])
+def test_the_sample_has_every_family_and_every_option() -> None:
+    chosen = [VARIANTS[name] for name in SAMPLE]
+    assert {variant.kind for variant in chosen} == set(FAMILIES)
+    assert {variant.option for variant in chosen} == {variant.option for variant in POSSIBLE}
+    assert not SAMPLE.isdisjoint(REFUSALS)
+
+
+@pytest.mark.parametrize("name", in_sample([variant.name for variant in POSSIBLE], SAMPLE))
 def test_a_variant_gives_the_numbers_of_transformers_or_is_refused(name: str, text: TextEdge) -> None:
     variant = VARIANTS[name]
     model = built(variant)
@@ -153,7 +169,9 @@ def test_a_family_that_nothing_is_moved_of_runs_by_the_native_decoder(kind: str)
     assert how_layers_run(forward) == "native"
 
 
-@pytest.mark.parametrize("name", IMPOSSIBLE)
+@pytest.mark.parametrize(
+    "name", in_sample(list(IMPOSSIBLE), {names[0] for names in NOT_IN_TRANSFORMERS.values()})
+)
 def test_transformers_itself_cannot_run(name: str) -> None:
     with pytest.raises(Exception) as error:  # noqa: PT011 - of whatever class
         Truth(built(VARIANTS[name])).rows(range(3, 30))

@@ -217,7 +217,7 @@ def test_further_columns_are_parallel_to_their_rows(talks: Any) -> None:
 
 @pytest.mark.parametrize("extras", [{}, EXTRAS], ids=["plain", "extended"])
 def test_a_stream_that_is_cut_anywhere_joins_to_the_whole_reply(talks: Any, extras: dict[str, Any]) -> None:
-    for max_tokens in range(1, 230, 7 if extras else 3):
+    for max_tokens in range(1, 230, 27 if extras else 11):
         asked = ASKED | extras | {"max_tokens": max_tokens}
         (whole,) = ok(talks.post(CHAT, **asked))["choices"]
         assert without_ids(folded(events(talks, CHAT, asked))) == without_ids(whole), max_tokens
@@ -662,7 +662,7 @@ def test_rows_and_fields_come_where_they_were_asked_for(talks: Any) -> None:
     "extras", [{}, {"logprobs_mode": "both", "field_logprobs": True}], ids=["plain", "extended"]
 )
 def test_events_build_the_same_response_cut_anywhere(talks: Any, extras: dict[str, Any]) -> None:
-    for max_tokens in range(1, 230, 11):
+    for max_tokens in range(1, 230, 31):
         asked = INPUT | extras | {"max_output_tokens": max_tokens}
         talks.service.engine.forget_prefixes()
         whole = ok(talks.post(RESPONSES, **asked))

@@ -97,7 +97,9 @@ def test_every_number_equals_the_float64_twin(
     chosen_ids[0] = logits[0].argmax()
     given_ids = [torch.randint(vocab_size, (n,), generator=generator) for n in (0, 1, 7, 60, 400)]
     given_ids[3] = torch.cat([given_ids[3], logits[3].float().topk(min(60, vocab_size)).indices])
-    for k in (0, 1, 20, 1000, vocab_size, vocab_size + 1, -1):
+    # A whole row is sorted by any k of the vocabulary's size, which the smaller ones show.
+    whole = (vocab_size, vocab_size + 1) if vocab_size < 10_000 else ()
+    for k in (0, 1, 20, 1000, *whole, -1):
         compare(logits, chosen_ids, k, given_ids)
 
 

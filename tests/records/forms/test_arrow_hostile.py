@@ -126,7 +126,7 @@ def test_a_footer_that_is_damaged_does_not_end_the_process(tmp_path: Path) -> No
     path = tmp_path / "x.parquet"
     write_parquet(path, {"a": regular(), "b": odd()})
     whole = path.read_bytes()
-    for place in range(len(whole) - int.from_bytes(whole[-8:-4], "little") - 8, len(whole) - 8):
+    for place in range(len(whole) - int.from_bytes(whole[-8:-4], "little") - 8, len(whole) - 8, 7):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
         with suppress(InputError):  # an end of the process would fail the whole run
             read_parquet(path)
