@@ -18,6 +18,7 @@ import numpy as np
 from logprobe.analysis import measures
 from logprobe.analysis.score import whole_rows
 from logprobe.analysis.scorer import prefix_of
+from logprobe.analysis.statistics import Figure, Spread, effective_share, figures
 from logprobe.analysis.texts import surprisal
 from logprobe.errors import InputError, ParameterError, require
 from logprobe.records.forms.json import finite_fields
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from logprobe.analysis.scorer import Scorer
-    from logprobe.analysis.statistics import Figure
     from logprobe.analysis.texts import ScoredText
     from logprobe.records.values import IntArray
 
@@ -37,36 +37,10 @@ if TYPE_CHECKING:
 
 POSITIONS_A_CALL = 256  # whole rows of both models: some 200 KB each at a vocabulary of 49,152
 CLIP = 0.2  # PPO's usual band
-QUANTILES = (0.5, 0.9, 0.99, 0.999)
 MAX_DRAFTED: Final = 8
 ROUNDING: Final = 2.0**-24  # of probabilities in float32
 SAME_TOKENS_PROBE: Final = "The 12 cats\n\tdidn't é 🌊 你好"
 """A text that tokenizers of the same tokens split alike."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """How some numbers lie."""
-
-    mean: float
-    max: float
-    quantiles: dict[float, float]
-
-    @classmethod
-    def of(cls, values: NDArray[np.float64]) -> Spread:
-        """The spread of at least one number."""
-        with np.errstate(invalid="ignore"):  # beside an infinite one
-            values_at = np.quantile(values, QUANTILES)
-        return cls(
-            mean=float(values.mean()),
-            max=float(values.max()),
-            quantiles=dict(zip(QUANTILES, values_at.tolist(), strict=True)),
-        )
-
-    def to_dict(self) -> dict[str, float | None]:
-        """Every figure by name, quantiles as percentiles; ±9999 where it is infinite."""
-        percentiles = {f"p{100 * share:g}": value for share, value in self.quantiles.items()}
-        return finite_fields({"mean": self.mean, "max": self.max, **percentiles})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +138,6 @@ class Comparison:
     @property
     def statistics(self) -> dict[str, Figure] | None:
         """Figures by llama.cpp's names, in its units (percent where it prints them), with standard errors."""
-        from logprobe.analysis.statistics import figures
-
         if self.kl_by_position is None or self.is_same_best is None:
             return None
         return figures(self.logprobs_a, self.logprobs_b, self.kl_by_position, self.is_same_best)
@@ -282,13 +254,6 @@ class Comparison:
         right.hist(self.logprobs_b - self.logprobs_a, bins=80, log=True)
         right.set(xlabel="logprob B - logprob A (nats)", ylabel=f"{self.unit}s")
         figure.savefig(path)
-
-
-@np.errstate(invalid="ignore")
-def effective_share(logs: Floats) -> float:
-    """Kish's effective sample size as a share, from the logarithms of ratios; NaN with an infinite one."""
-    # From the largest, as the ratio of a text may be too large for a float.
-    return measures.effective_sample_size(np.exp(logs - logs.max())) / len(logs)
 
 
 def compare(a: Scorer, b: Scorer, texts: Iterable[str], *, bos: bool | None = None) -> Comparison:
