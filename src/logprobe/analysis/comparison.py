@@ -386,27 +386,28 @@ def of_tokens(parts: Sequence[TokenPart]) -> Comparison:
         ParameterError: there is none.
     """
     require(parts, "texts", "hold no token to score; give longer ones, or bos=True")
-    ids = np.concatenate([part.token_ids for part in parts])
     text_indices, positions = _places((part.text_index, part.start, len(part.token_ids)) for part in parts)
-    kl_errors, acceptance_errors, missing_mass = (
-        None if getattr(parts[0], name) is None else np.concatenate([getattr(part, name) for part in parts])
-        for name in ("kl_error", "acceptance_error", "missing_mass")
-    )
+
+    def whole(name: str) -> Any:
+        """Join a column of all parts; None where they have none."""
+        columns = [getattr(part, name) for part in parts]
+        return None if columns[0] is None else np.concatenate(columns)
+
     return Comparison(
         unit="token",
-        num_positions=len(ids),
+        num_positions=len(positions),
         num_bytes=sum(part.num_bytes for part in parts),
-        logprobs_a=np.concatenate([part.logprobs_a for part in parts]),
-        logprobs_b=np.concatenate([part.logprobs_b for part in parts]),
-        kl_by_position=np.concatenate([part.kl for part in parts]),
-        is_same_best=np.concatenate([part.is_same_best for part in parts]),
-        acceptance_by_position=np.concatenate([part.acceptance for part in parts]),
+        logprobs_a=whole("logprobs_a"),
+        logprobs_b=whole("logprobs_b"),
+        kl_by_position=whole("kl"),
+        is_same_best=whole("is_same_best"),
+        acceptance_by_position=whole("acceptance"),
         text_indices=text_indices,
         positions=positions,
-        token_ids=ids.astype(np.int64),
-        missing_mass_by_position=missing_mass,
-        kl_error_by_position=kl_errors,
-        acceptance_error_by_position=acceptance_errors,
+        token_ids=whole("token_ids").astype(np.int64),
+        missing_mass_by_position=whole("missing_mass"),
+        kl_error_by_position=whole("kl_error"),
+        acceptance_error_by_position=whole("acceptance_error"),
     )
 
 
@@ -553,7 +554,8 @@ def _stored(path: str | Path) -> Iterator[dict[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from logprobe.records.forms.arrow_validity import UNREADABLE, python_rows
+    from logprobe.analysis.io.tables import reading
+    from logprobe.records.forms.arrow_validity import python_rows
 
     schema = pa.schema(
         {
@@ -563,16 +565,13 @@ def _stored(path: str | Path) -> Iterator[dict[str, Any]]:
             "num_bytes": pa.int64(),
         }
     )
-    try:
-        with pq.ParquetFile(path) as file:
-            if missing := [name for name in schema.names if name not in file.schema_arrow.names]:
-                raise InputError(f"{path}: has no column {', '.join(missing)}; score it with tokens")
-            for batch in file.iter_batches(columns=schema.names):
-                for row in python_rows(batch.select(schema.names).cast(schema)):
-                    _check_stored(path, row)
-                    yield row
-    except UNREADABLE as error:
-        raise InputError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
+    with reading(path), pq.ParquetFile(path) as file:
+        if missing := [name for name in schema.names if name not in file.schema_arrow.names]:
+            raise InputError(f"{path}: has no column {', '.join(missing)}; score it with tokens")
+        for batch in file.iter_batches(columns=schema.names):
+            for row in python_rows(batch.select(schema.names).cast(schema)):
+                _check_stored(path, row)
+                yield row
 
 
 def _check_stored(path: str | Path, row: Mapping[str, Any]) -> None:

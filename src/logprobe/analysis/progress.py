@@ -4,32 +4,14 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from rich.console import Console
 
     Advance: TypeAlias = Callable[[int, int], None]
-
-
-class _Counted(Protocol):
-    @property
-    def num_bytes(self) -> float: ...
-    @property
-    def num_rows(self) -> int: ...
-
-
-T = TypeVar("T", bound=_Counted)
-
-
-def advancing(batches: Iterable[T], advance: Advance | None) -> Iterator[T]:
-    """Yield batches of rows, each after `advance` was called with its (bytes, rows)."""
-    for batch in batches:
-        if advance is not None:
-            advance(int(batch.num_bytes), batch.num_rows)
-        yield batch
 
 
 def can_draw(console: Console) -> bool:

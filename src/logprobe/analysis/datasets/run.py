@@ -16,9 +16,8 @@ from logprobe.analysis import measures
 from logprobe.analysis.datasets.rows import batches, checked
 from logprobe.analysis.datasets.settings import HITS, DataSettings
 from logprobe.analysis.datasets.tasks import schema_of, task_of
-from logprobe.analysis.io.journal import AnsweredRows, Journal, source_of_numbers
+from logprobe.analysis.io.journal import AnsweredRows, Journal, advancing, source_of_numbers
 from logprobe.analysis.io.sources import BadRow, find_sources, identity_of, read_rows
-from logprobe.analysis.progress import advancing
 from logprobe.analysis.score import joined
 from logprobe.analysis.scorer import in_flight
 from logprobe.analysis.statistics import Mean, Moments

@@ -37,8 +37,10 @@ from logprobe.records.info import LogprobsInfo  # noqa: TC001 - msgspec reads th
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from logprobe.analysis.progress import Advance
     from logprobe.analysis.scorer import Scorer
 
+B = TypeVar("B", bound="AnsweredRows")
 S = TypeVar("S")
 S_co = TypeVar("S_co", covariant=True)
 ROWS_A_PART, BYTES_A_PART, SECONDS_A_PART = 1 << 10, 1 << 26, 20.0  # the first that is reached ends a part
@@ -66,6 +68,14 @@ class AnsweredRows(msgspec.Struct, frozen=True, kw_only=True):
     def table(self, schema: pa.Schema) -> pa.Table:
         """Return the rows of the output, in order."""
         raise NotImplementedError
+
+
+def advancing(batches: Iterable[B], advance: Advance | None) -> Iterator[B]:
+    """Yield batches of rows, each after `advance` was called with its (bytes, rows)."""
+    for batch in batches:
+        if advance is not None:
+            advance(int(batch.num_bytes), batch.num_rows)
+        yield batch
 
 
 class Tally(Protocol[S_co]):

@@ -35,7 +35,6 @@ SUFFIXES: dict[str, Format] = {
     ".csv": "csv",
     ".parquet": "parquet",
 }
-ROWS_A_BATCH = 64  # of Parquet in memory: a text may be large, and a file of one text in many rows small
 FIRST_ROWS = 32  # of a jsonl file, which tell its columns
 ROWS_A_CALL = 256  # that one call of a model scores, at most
 
@@ -301,17 +300,15 @@ def _read_csv(source: Source, columns: Sequence[str]) -> Iterator[Raw]:
 def _read_parquet(source: Source, columns: Sequence[str]) -> Iterator[Raw]:
     import pyarrow as pa
 
-    from logprobe.records.forms.arrow_validity import python_rows
+    from logprobe.analysis.io.tables import parquet_rows
 
     with _open_parquet(source.name) as file:
         _check_columns(source.name, columns, file.schema_arrow.names)
         size = Path(source.name).stat().st_size / max(file.metadata.num_rows, 1)
         number = 0
         try:
-            for batch in file.iter_batches(batch_size=ROWS_A_BATCH, columns=list(columns)):
-                for values in python_rows(batch):
-                    number += 1
-                    yield number, size, values
+            for number, values in enumerate(parquet_rows(file, columns), 1):
+                yield number, size, values
         except (pa.ArrowException, OSError) as error:
             message = " ".join(str(error).split())
             raise InputError(f"{source.name}: is damaged after row {number} ({message})") from error

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from logprobe.errors import InputError, OutputError
+from logprobe.errors import InputError, LogprobeError, OutputError
 from logprobe.private_files import claim
 from logprobe.records.forms.arrow import INFO_KEY
 from logprobe.records.forms.arrow_validity import UNREADABLE, python_rows
 from logprobe.records.forms.json import finite_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-ROWS_A_BATCH = 64  # in memory: a row may hold a long text
+ROWS_A_BATCH = 64  # in memory: a text may be large, and a file of one text in many rows small
 _MESSAGE_CHARS = 300  # pyarrow's own may be pages
 
 __all__ = ["INFO_KEY", "json_line", "parquet_rows", "parquet_writer", "reading", "write_durably", "writing"]
@@ -51,9 +51,9 @@ def parquet_writer(
         yield write
 
 
-def parquet_rows(file: pq.ParquetFile, columns: list[str]) -> Iterator[dict[str, Any]]:
+def parquet_rows(file: pq.ParquetFile, columns: Iterable[str]) -> Iterator[dict[str, Any]]:
     """Rows of a Parquet file as Python values, in the memory of some."""
-    for batch in file.iter_batches(batch_size=ROWS_A_BATCH, columns=columns):
+    for batch in file.iter_batches(batch_size=ROWS_A_BATCH, columns=list(columns)):
         yield from python_rows(batch)
 
 
@@ -62,7 +62,7 @@ def reading(path: str | Path, remedy: str = "name another file") -> Iterator[Non
     """Raise `InputError` for a file that is damaged or cannot be read."""
     try:
         yield
-    except InputError:
+    except LogprobeError:
         raise
     except (*UNREADABLE, ValueError, RecursionError) as error:
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())
@@ -74,7 +74,7 @@ def writing(path: str | Path, remedy: str = "make room, or choose another name")
     """Raise `OutputError` with the name of the output where the system cannot write in the block."""
     try:
         yield
-    except OutputError:
+    except LogprobeError:
         raise
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else error  # pyarrow's own text is longer
