@@ -18,7 +18,7 @@ from logprobe import LLM, SamplingParams
 from logprobe.analysis import score_dataset
 from logprobe.analysis.datasets.run import DatasetRun, OneModel
 from logprobe.analysis.datasets.settings import DataSettings
-from logprobe.analysis.datasets.sources import find_sources
+from logprobe.analysis.io.sources import find_sources
 from logprobe.analysis.score import Score
 from logprobe.analysis.windows import TextTally, WindowSettings, score_windows
 

@@ -13,12 +13,10 @@ from server_process import PATIENCE_S
 _COMMAND = """
 import os, resource, signal, sys
 from logprobe.cli import command
-from logprobe.analysis.datasets import journal, run
-from logprobe.analysis.distillation import rows
-from logprobe.analysis.distillation import run as distillation
+from logprobe.analysis.io import journal, sources
 
-run.ROWS_A_PART = distillation.BYTES_A_PART = rows.ROWS_A_CALL = 100
-run.SECONDS_A_PART = distillation.SECONDS_A_PART = float("inf")
+journal.ROWS_A_PART = sources.ROWS_A_CALL = 100
+journal.SECONDS_A_PART = float("inf")
 most_bytes, interrupted_at = map(int, sys.argv[1:3])
 if most_bytes:
     resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))

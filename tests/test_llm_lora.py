@@ -137,7 +137,7 @@ def test_a_data_set_goes_on_with_the_same_lora_alone(
     tuned, out = llm.with_lora("wide"), tmp_path / "out.jsonl"
 
     with monkeypatch.context() as patch:
-        patch.setattr("logprobe.analysis.datasets.journal.Journal.groups", interrupted)
+        patch.setattr("logprobe.analysis.io.journal.Journal.groups", interrupted)
         with pytest.raises(KeyboardInterrupt):
             score_dataset(tuned, rows, out, by_line=True)
     for other in (llm, llm.with_lora("narrow")):

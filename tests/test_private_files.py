@@ -13,7 +13,8 @@ import pyarrow as pa
 import pytest
 
 from logprobe import LLM, private_files
-from logprobe.analysis.datasets.journal import Journal
+from logprobe.analysis.datasets.run import Summary
+from logprobe.analysis.io.journal import Journal
 from logprobe.errors import DownloadError, InputError
 from logprobe.models import cache
 from logprobe.models.stored.store import LoadStore
@@ -167,8 +168,8 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def journal(output: Path, *, resume: bool = False, force: bool = False) -> Journal:
-    return Journal(output, pa.schema([]), {"a": 1}, resume=resume, force=force)
+def journal(output: Path, *, resume: bool = False, force: bool = False) -> Journal[Summary]:
+    return Journal(output, pa.schema([]), {"a": 1}, Summary, resume=resume, force=force)
 
 
 def test_the_parts_of_an_output_are_private(tmp_path: Path) -> None:

@@ -143,6 +143,7 @@ def test_questions_are_summed_up(score: Any, tmp_path: Path) -> None:
     [
         (("x.jsonl", "--answer-column", "a"), "comes with choices_column"),
         (("x.jsonl", "--truncation", "right"), "right"),
+        (("x.jsonl", "--keep-columns", "logprob"), "'logprob' is a column of the output"),
         (("--lines",), "a data set is in files"),
         (("--text", "x", "--stride", "0"), "stride"),
         (("--text", "x", "--window", "999"), "window"),

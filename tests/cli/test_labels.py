@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from logprobe.analysis.datasets.journal import Journal
+from logprobe.analysis.io.journal import Journal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -132,10 +132,10 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_labels_alone(
     flags = (str(source), "--lines", *FLAGS)
     whole = run("classify", *flags, "-o", str(tmp_path / "whole.parquet"))
     assert whole.code == 0
-    monkeypatch.setattr("logprobe.analysis.datasets.run.ROWS_A_PART", 256)
+    monkeypatch.setattr("logprobe.analysis.io.journal.ROWS_A_PART", 256)
     write, parts = Journal.write, []
 
-    def stopping(self: Journal, *args: Any) -> None:
+    def stopping(self: Journal[Any], *args: Any) -> None:
         if parts:
             raise KeyboardInterrupt
         parts.append(args)
@@ -149,8 +149,8 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_labels_alone(
     assert (other.code, "had another labels" in other.err) == (1, True)
     written: list[int] = []
 
-    def counted(self: Journal, end: int, rows: Any, *args: Any) -> None:
-        written.extend(row["row"] for row in rows)
+    def counted(self: Journal[Any], end: int, rows: Any, *args: Any) -> None:
+        written.extend(rows["row"].to_pylist())
         write(self, end, rows, *args)
 
     monkeypatch.setattr(Journal, "write", counted)
@@ -220,10 +220,10 @@ def test_grades_are_resumed_on_the_same_scale_alone(
     source, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
     source.write_text("the cat\n" * 300 + "a dog\n" * 300)
     flags = ("judge", str(source), "--lines", "-o", str(out))
-    monkeypatch.setattr("logprobe.analysis.datasets.run.ROWS_A_PART", 256)
+    monkeypatch.setattr("logprobe.analysis.io.journal.ROWS_A_PART", 256)
     write, parts = Journal.write, []
 
-    def stopping(self: Journal, *args: Any) -> None:
+    def stopping(self: Journal[Any], *args: Any) -> None:
         if parts:
             raise KeyboardInterrupt
         parts.append(args)

@@ -9,7 +9,7 @@ import pytest
 
 from doc_pages import PAGES, SHELL, examples_of, run_examples
 from logprobe.analysis import DataSettings
-from logprobe.analysis.datasets.rows import schema_of
+from logprobe.analysis.datasets.tasks import schema_of
 from logprobe.cli.app import run
 
 TESTS = Path(__file__).parents[1]

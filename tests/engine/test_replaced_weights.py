@@ -19,7 +19,7 @@ import torch
 from logprobe import LLM, AsyncLM, RemoteLM, SamplingParams
 from logprobe.analysis import DataSettings, score_dataset
 from logprobe.analysis.datasets.run import DatasetRun, OneModel
-from logprobe.analysis.datasets.sources import find_sources
+from logprobe.analysis.io.sources import find_sources
 from logprobe.analysis.windows import WindowSettings, score_windows
 from logprobe.engine.forward import process_memory
 from logprobe.errors import (
@@ -805,7 +805,7 @@ def test_a_run_goes_on_with_the_weights_that_began_it_alone(
     monkeypatch: pytest.MonkeyPatch,
     how: str,
 ) -> None:
-    monkeypatch.setattr("logprobe.analysis.datasets.run.ROWS_A_PART", 256)
+    monkeypatch.setattr("logprobe.analysis.io.journal.ROWS_A_PART", 256)
     folder, source, out = tmp_path / "model", tmp_path / "in.jsonl", tmp_path / "o.parquet"
     shutil.copytree(tiny_model_folder, folder)
     source.write_text('{"text": "the cat"}\n' * 600)

@@ -21,7 +21,7 @@ import ray_models
 from logprobe import LLM
 from logprobe.analysis import DataSettings, score_dataset
 from logprobe.analysis.datasets.run import DatasetRun, OneModel
-from logprobe.analysis.datasets.sources import find_sources
+from logprobe.analysis.io.sources import find_sources
 from logprobe.errors import InputError, ModelError, ParameterError
 
 if TYPE_CHECKING:
@@ -175,8 +175,8 @@ def stop_after(num_rows: int) -> Callable[[int, int], None]:
 def test_a_run_that_was_stopped_is_resumed_on_the_other_engine(
     tiny_llm: LLM, pool: Any, texts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
-    monkeypatch.setattr("logprobe.analysis.datasets.run.ROWS_A_PART", 512)
-    monkeypatch.setattr("logprobe.analysis.datasets.run.SECONDS_A_PART", math.inf)
+    monkeypatch.setattr("logprobe.analysis.io.journal.ROWS_A_PART", 512)
+    monkeypatch.setattr("logprobe.analysis.io.journal.SECONDS_A_PART", math.inf)
     sources, settings, out = find_sources([texts]), DataSettings(), tmp_path / "o.parquet"
     one, many = OneModel(tiny_llm, sources, settings), pool().workers(sources, settings)
     before, after = (one, many) if first == "one process" else (many, one)

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from logprobe.analysis.comparison import compare as compare
     from logprobe.analysis.comparison import compare_stored as compare_stored
     from logprobe.analysis.comparison import compare_with_stored as compare_with_stored
+    from logprobe.analysis.datasets.run import Summary as Summary
     from logprobe.analysis.datasets.run import score_dataset as score_dataset
     from logprobe.analysis.datasets.settings import DataSettings as DataSettings
-    from logprobe.analysis.datasets.summary import Summary as Summary
     from logprobe.analysis.detection import binoculars as binoculars
     from logprobe.analysis.distillation.run import DistilSummary as DistilSummary
     from logprobe.analysis.distillation.run import distil as distil
@@ -80,7 +80,7 @@ _HOMES = {
     "SampledAnswer": ".uncertainty",
     "Score": ".score",
     "ScoredText": ".texts",
-    "Summary": ".datasets.summary",
+    "Summary": ".datasets.run",
     "Uncertainty": ".uncertainty",
     "Unit": ".texts",
     "audit": ".auditing.run",

@@ -18,6 +18,7 @@ import numpy as np
 from logprobe.analysis import measures
 from logprobe.analysis.score import whole_rows
 from logprobe.analysis.scorer import prefix_of
+from logprobe.analysis.statistics import Figure, Spread, effective_share, figures
 from logprobe.analysis.texts import surprisal
 from logprobe.errors import InputError, ParameterError, require
 from logprobe.records.forms.finite import finite_fields
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from logprobe.analysis.scorer import Scorer
-    from logprobe.analysis.statistics import Figure
     from logprobe.analysis.texts import ScoredText
     from logprobe.records.values import IntArray
 
@@ -37,36 +37,10 @@ if TYPE_CHECKING:
 
 POSITIONS_A_CALL = 256  # whole rows of both models: some 200 KB each at a vocabulary of 49,152
 CLIP = 0.2  # PPO's usual band
-QUANTILES = (0.5, 0.9, 0.99, 0.999)
 MAX_DRAFTED: Final = 8
 ROUNDING: Final = 2.0**-24  # of probabilities in float32
 SAME_TOKENS_PROBE: Final = "The 12 cats\n\tdidn't é 🌊 你好"
 """A text that tokenizers of the same tokens split alike."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """How some numbers lie."""
-
-    mean: float
-    max: float
-    quantiles: dict[float, float]
-
-    @classmethod
-    def of(cls, values: NDArray[np.float64]) -> Spread:
-        """The spread of at least one number."""
-        with np.errstate(invalid="ignore"):  # beside an infinite one
-            values_at = np.quantile(values, QUANTILES)
-        return cls(
-            mean=float(values.mean()),
-            max=float(values.max()),
-            quantiles=dict(zip(QUANTILES, values_at.tolist(), strict=True)),
-        )
-
-    def to_dict(self) -> dict[str, float | None]:
-        """Every figure by name, quantiles as percentiles; ±9999 where it is infinite."""
-        percentiles = {f"p{100 * share:g}": value for share, value in self.quantiles.items()}
-        return finite_fields({"mean": self.mean, "max": self.max, **percentiles})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +138,6 @@ class Comparison:
     @property
     def statistics(self) -> dict[str, Figure] | None:
         """Figures by llama.cpp's names, in its units (percent where it prints them), with standard errors."""
-        from logprobe.analysis.statistics import figures
-
         if self.kl_by_position is None or self.is_same_best is None:
             return None
         return figures(self.logprobs_a, self.logprobs_b, self.kl_by_position, self.is_same_best)
@@ -282,13 +254,6 @@ class Comparison:
         right.hist(self.logprobs_b - self.logprobs_a, bins=80, log=True)
         right.set(xlabel="logprob B - logprob A (nats)", ylabel=f"{self.unit}s")
         figure.savefig(path)
-
-
-@np.errstate(invalid="ignore")
-def effective_share(logs: Floats) -> float:
-    """Kish's effective sample size as a share, from the logarithms of ratios; NaN with an infinite one."""
-    # From the largest, as the ratio of a text may be too large for a float.
-    return measures.effective_sample_size(np.exp(logs - logs.max())) / len(logs)
 
 
 def compare(a: Scorer, b: Scorer, texts: Iterable[str], *, bos: bool | None = None) -> Comparison:
@@ -421,27 +386,28 @@ def of_tokens(parts: Sequence[TokenPart]) -> Comparison:
         ParameterError: there is none.
     """
     require(parts, "texts", "hold no token to score; give longer ones, or bos=True")
-    ids = np.concatenate([part.token_ids for part in parts])
     text_indices, positions = _places((part.text_index, part.start, len(part.token_ids)) for part in parts)
-    kl_errors, acceptance_errors, missing_mass = (
-        None if getattr(parts[0], name) is None else np.concatenate([getattr(part, name) for part in parts])
-        for name in ("kl_error", "acceptance_error", "missing_mass")
-    )
+
+    def whole(name: str) -> Any:
+        """Join a column of all parts; None where they have none."""
+        columns = [getattr(part, name) for part in parts]
+        return None if columns[0] is None else np.concatenate(columns)
+
     return Comparison(
         unit="token",
-        num_positions=len(ids),
+        num_positions=len(positions),
         num_bytes=sum(part.num_bytes for part in parts),
-        logprobs_a=np.concatenate([part.logprobs_a for part in parts]),
-        logprobs_b=np.concatenate([part.logprobs_b for part in parts]),
-        kl_by_position=np.concatenate([part.kl for part in parts]),
-        is_same_best=np.concatenate([part.is_same_best for part in parts]),
-        acceptance_by_position=np.concatenate([part.acceptance for part in parts]),
+        logprobs_a=whole("logprobs_a"),
+        logprobs_b=whole("logprobs_b"),
+        kl_by_position=whole("kl"),
+        is_same_best=whole("is_same_best"),
+        acceptance_by_position=whole("acceptance"),
         text_indices=text_indices,
         positions=positions,
-        token_ids=ids.astype(np.int64),
-        missing_mass_by_position=missing_mass,
-        kl_error_by_position=kl_errors,
-        acceptance_error_by_position=acceptance_errors,
+        token_ids=whole("token_ids").astype(np.int64),
+        missing_mass_by_position=whole("missing_mass"),
+        kl_error_by_position=whole("kl_error"),
+        acceptance_error_by_position=whole("acceptance_error"),
     )
 
 
@@ -588,7 +554,8 @@ def _stored(path: str | Path) -> Iterator[dict[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from logprobe.records.forms.arrow_validity import UNREADABLE, python_rows
+    from logprobe.analysis.io.tables import reading
+    from logprobe.records.forms.arrow_validity import python_rows
 
     schema = pa.schema(
         {
@@ -598,16 +565,13 @@ def _stored(path: str | Path) -> Iterator[dict[str, Any]]:
             "num_bytes": pa.int64(),
         }
     )
-    try:
-        with pq.ParquetFile(path) as file:
-            if missing := [name for name in schema.names if name not in file.schema_arrow.names]:
-                raise InputError(f"{path}: has no column {', '.join(missing)}; score it with tokens")
-            for batch in file.iter_batches(columns=schema.names):
-                for row in python_rows(batch.select(schema.names).cast(schema)):
-                    _check_stored(path, row)
-                    yield row
-    except UNREADABLE as error:
-        raise InputError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
+    with reading(path), pq.ParquetFile(path) as file:
+        if missing := [name for name in schema.names if name not in file.schema_arrow.names]:
+            raise InputError(f"{path}: has no column {', '.join(missing)}; score it with tokens")
+        for batch in file.iter_batches(columns=schema.names):
+            for row in python_rows(batch.select(schema.names).cast(schema)):
+                _check_stored(path, row)
+                yield row
 
 
 def _check_stored(path: str | Path, row: Mapping[str, Any]) -> None:

@@ -13,8 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from logprobe.analysis import measures
-from logprobe.analysis.comparison import POSITIONS_A_CALL, ROUNDING, common_columns, same_vocabulary
-from logprobe.analysis.score import whole_rows
+from logprobe.analysis.comparison import (
+    POSITIONS_A_CALL,
+    ROUNDING,
+    common_columns,
+    same_vocabulary,
+    whole_parts,
+    whole_scores,
+)
 from logprobe.analysis.scorer import prefix_of
 from logprobe.errors import require
 
@@ -96,12 +102,9 @@ def _rows_of_both(observer: Scorer, performer: Scorer, ids: IntArray) -> Iterato
     The last logprob is that of a token that stands there for its row alone.
     """
     ids = np.append(ids, ids[-1:])
-    for start in range(1, len(ids), POSITIONS_A_CALL):
-        pair = (ids[:start], ids[start : start + POSITIONS_A_CALL])
-        (mine,), (theirs,) = observer.score([pair], logprobs=-1), performer.score([pair], logprobs=-1)
-        assert mine.record is not None
-        assert theirs.record is not None
-        rows, others, missing_mass = common_columns(whole_rows(mine.record), whole_rows(theirs.record))
+    for start, end, mine in whole_parts(observer, ids, POSITIONS_A_CALL):
+        theirs = whole_scores(performer, (ids[:start], ids[start:end]))
+        rows, others, missing_mass = common_columns(mine.rows, theirs.rows)
         message = "has no output for tokens that the observer finds possible; both must have one vocabulary"
         require(bool((missing_mass <= ROUNDING).all()), "performer", message)
         yield theirs.token_logprobs, measures.cross_entropy(rows, others)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from logprobe.analysis import measures
-from logprobe.analysis.datasets.summary import Mean
+from logprobe.analysis.statistics import Mean
 from logprobe.analysis.texts import surprisal
 from logprobe.errors import ParameterError, require
 
@@ -36,7 +35,7 @@ class MinimalPairs:
     def __str__(self) -> str:
         rows = {**self.by_category, "all": self.accuracy}
         width = max(map(len, rows))
-        return "\n".join(f"{name:{width}}  {_share(share)}" for name, share in rows.items())
+        return "\n".join(f"{name:{width}}  {share}" for name, share in rows.items())
 
     def to_pandas(self) -> Any:
         """A row a pair (extra `frames`).
@@ -89,8 +88,8 @@ def minimal_pairs(
     for place, name in enumerate(names):
         places.setdefault(name, []).append(place)
     return MinimalPairs(
-        accuracy=_mean(is_right),
-        by_category={name: _mean(is_right[own]) for name, own in places.items()},
+        accuracy=Mean.of(is_right),
+        by_category={name: Mean.of(is_right[own]) for name, own in places.items()},
         good_logprobs=good,
         bad_logprobs=bad,
         is_right=is_right,
@@ -116,12 +115,3 @@ def _logprobs(
             is_scored = not np.isnan(text.logprobs).all()
             require(is_scored, "pairs", f"pair {first + number // 2} {remedy}")
         yield from zip(*([text.logprob for text in scored[side::2]] for side in (0, 1)), strict=True)
-
-
-def _mean(is_right: NDArray[np.bool_]) -> Mean:
-    mean, error = measures.mean_and_error(is_right)
-    return Mean(mean=mean, error=error)
-
-
-def _share(share: Mean) -> str:
-    return f"{share.mean:.4f}" + ("" if share.error is None else f" ± {share.error:.4f}")

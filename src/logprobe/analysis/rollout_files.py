@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from logprobe.analysis.io.tables import INFO_KEY, parquet_rows, parquet_writer, reading
 from logprobe.errors import InputError, ParameterError, require
-from logprobe.records.forms.arrow import INFO_KEY
-from logprobe.records.forms.arrow_validity import UNREADABLE, as_input_error, python_rows
+from logprobe.records.forms.arrow_validity import as_input_error
 from logprobe.records.info import LogprobsInfo
 from logprobe.records.parquet import iter_parquet
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from logprobe.records import FlatLogprobs
     from logprobe.records.values import IntArray
 
-ROWS_A_BATCH: Final = 64
 MAX_ID: Final = 2**31 - 1
 BYTES_A_GROUP: Final = 1 << 22
 RECORD_COLUMNS: Final = {"request_id", "position", "token_id", "logprob"}
@@ -123,18 +122,17 @@ def write_rollouts(path: str | Path, outputs: Iterable[Any]) -> None:
     if first is None:
         raise ParameterError("outputs", "hold no completion; generate some first")
     info, _ = first
-    metadata = {} if info is None else {INFO_KEY: info.to_json().encode()}
-    with pq.ParquetWriter(path, _SCHEMA.with_metadata(metadata), compression="zstd") as writer:
+    with parquet_writer(path, _SCHEMA, None if info is None else info.to_json().encode()) as write:
         waiting, num_bytes = [], 0
         for other, row in chain([first], rows):
             require(other == info, "outputs", "are of several settings; write a file for each")
             waiting.append(row)
             num_bytes += row.nbytes
             if num_bytes >= BYTES_A_GROUP:
-                writer.write_table(pa.Table.from_batches(waiting))
+                write(pa.Table.from_batches(waiting))
                 waiting, num_bytes = [], 0
         if waiting:
-            writer.write_table(pa.Table.from_batches(waiting))
+            write(pa.Table.from_batches(waiting))
 
 
 def _rows(outputs: Iterable[Any]) -> Iterator[tuple[LogprobsInfo | None, pa.RecordBatch]]:
@@ -178,15 +176,12 @@ def read_rollouts(
     Raises:
         InputError: not such a file, or columns that do not fit each other.
     """
-    try:
-        with pq.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if set(names) >= RECORD_COLUMNS:
-                yield from _of_records(path, prompts or {})
-            else:
-                yield from _of_rows(path, file, _chosen_columns(path, names, logprobs), prompts or {})
-    except UNREADABLE as error:
-        raise InputError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
+    with reading(path), pq.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        if set(names) >= RECORD_COLUMNS:
+            yield from _of_records(path, prompts or {})
+        else:
+            yield from _of_rows(path, file, _chosen_columns(path, names, logprobs), prompts or {})
 
 
 def _of_records(path: str | Path, prompts: Mapping[str, Sequence[int]]) -> Iterator[Rollout]:
@@ -209,16 +204,13 @@ def _of_rows(
     metadata = file.schema_arrow.metadata or {}
     with as_input_error(path):
         info = LogprobsInfo.from_json(metadata[INFO_KEY]) if INFO_KEY in metadata else None
-    number = 0
-    for batch in file.iter_batches(batch_size=ROWS_A_BATCH, columns=[*columns.values()]):
-        for values in python_rows(batch):
-            row = {what: values[name] for what, name in columns.items()}
-            try:
-                rollout = _rollout(row, number, prompts, info)
-            except (TypeError, ValueError, OverflowError) as error:
-                raise InputError(f"{path}: row {number}: {error}") from error
-            yield rollout
-            number += 1
+    for number, values in enumerate(parquet_rows(file, columns.values())):
+        row = {what: values[name] for what, name in columns.items()}
+        try:
+            rollout = _rollout(row, number, prompts, info)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InputError(f"{path}: row {number}: {error}") from error
+        yield rollout
 
 
 def _rollout(

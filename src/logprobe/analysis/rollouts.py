@@ -17,8 +17,9 @@ import numpy as np
 
 from logprobe.analysis import measures
 from logprobe.analysis.auditing.distributions import Shaping, distributions, fitted_temperature, tempered
-from logprobe.analysis.comparison import CLIP, POSITIONS_A_CALL, Spread, effective_share, whole_parts
+from logprobe.analysis.comparison import CLIP, POSITIONS_A_CALL, whole_parts
 from logprobe.analysis.rollout_files import Rollout, read_rollouts
+from logprobe.analysis.statistics import Spread, effective_share
 from logprobe.errors import InputError, require
 from logprobe.records.forms.finite import finite_fields
 

@@ -1,26 +1,107 @@
-"""The figures that llama.cpp's `llama-perplexity --kl-divergence` prints, by its names, in its units.
-
-Q is the model that is judged, base the one that it stands for. A standard error is that of independent
-positions; `tools/perplexity/perplexity.cpp` has the same formulas, in sums.
-"""
+"""Means with their errors, spreads, and the figures that llama.cpp prints of two models."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from logprobe.analysis.measures import mean_and_error
+from logprobe.analysis.measures import effective_sample_size, mean_and_error
+from logprobe.records.forms.finite import finite_fields
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
 
     Floats = NDArray[np.float64]
+
+QUANTILES: Final = (0.5, 0.9, 0.99, 0.999)
 
 KLD_QUANTILES: Final = (0.999, 0.99, 0.95, 0.9, 0.5, 0.1, 0.05, 0.01, 0.001)
 CHANGE_QUANTILES: Final = (0.999, 0.99, 0.95, 0.9, 0.75, 0.5, 0.25, 0.1, 0.05, 0.01, 0.001)
 PERCENT: Final = 100.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mean:
+    """A mean and its standard error (None of fewer than two rows)."""
+
+    mean: float
+    error: float | None
+
+    @classmethod
+    def of(cls, values: ArrayLike) -> Mean:
+        """Return the mean of at least one number."""
+        mean, error = mean_and_error(values)
+        return cls(mean=mean, error=error)
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4f}" + ("" if self.error is None else f" ± {self.error:.4f}")
+
+
+class Moments:
+    """Mean and standard error of numbers that come in runs (Chan et al. 1979)."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self._squares = 0, 0.0, 0.0
+
+    def add(self, values: Floats) -> None:
+        """Add a run of numbers."""
+        if not len(values):
+            return
+        count, mean = len(values), float(values.mean())
+        apart, total = mean - self.mean, self.count + count
+        with np.errstate(invalid="ignore"):
+            self._squares += float(((values - mean) ** 2).sum()) + apart**2 * self.count * count / total
+        self.mean += apart * count / total
+        self.count = total
+
+    def result(self) -> Mean | None:
+        """Return their mean; None of no number."""
+        if not self.count:
+            return None
+        if self.count < 2:
+            return Mean(mean=self.mean, error=None)
+        return Mean(mean=self.mean, error=math.sqrt(self._squares / (self.count - 1) / self.count))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """How some numbers lie."""
+
+    mean: float
+    max: float
+    quantiles: dict[float, float]
+
+    @classmethod
+    def of(cls, values: Floats) -> Spread:
+        """The spread of at least one number."""
+        with np.errstate(invalid="ignore"):  # beside an infinite one
+            values_at = np.quantile(values, QUANTILES)
+        return cls(
+            mean=float(values.mean()),
+            max=float(values.max()),
+            quantiles=dict(zip(QUANTILES, values_at.tolist(), strict=True)),
+        )
+
+    def to_dict(self) -> dict[str, float | None]:
+        """Every figure by name, quantiles as percentiles; ±9999 where it is infinite."""
+        percentiles = {f"p{100 * share:g}": value for share, value in self.quantiles.items()}
+        return finite_fields({"mean": self.mean, "max": self.max, **percentiles})
+
+
+@np.errstate(invalid="ignore")
+def effective_share(logs: Floats) -> float:
+    """Kish's effective sample size as a share, from the logarithms of ratios; NaN with an infinite one."""
+    # From the largest, as the ratio of a text may be too large for a float.
+    return effective_sample_size(np.exp(logs - logs.max())) / len(logs)
+
+
+# -- as llama.cpp --------------------------------------------------------------------------------------------
+# The figures that `llama-perplexity --kl-divergence` prints, by its names, in its units. Q is the model that
+# is judged, base the one that it stands for. A standard error is that of independent positions;
+# `tools/perplexity/perplexity.cpp` has the same formulas, in sums.
 
 
 class Figure(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -12,8 +11,7 @@ import typer
 
 from logprobe.cli.data import ColumnOption, FormatOption, LimitOption, LinesOption, read_texts
 from logprobe.cli.options import JsonOption, flags_for, open_llm, takes_engine
-from logprobe.cli.tables import figure_lines, print_facts
-from logprobe.errors import OutputError
+from logprobe.cli.tables import print_figures
 
 if TYPE_CHECKING:
     from logprobe.analysis.comparison import Comparison
@@ -76,10 +74,7 @@ def compare(
         return
     comparison = _compared(a, b, texts, bos, engine)
     _write(comparison, output, plot)
-    if as_json:
-        typer.echo(json.dumps(comparison.to_dict()))
-    else:
-        print_facts(list(figure_lines(comparison.to_dict())))
+    print_figures(comparison.to_dict(), as_json=as_json)
 
 
 def _compared(
@@ -113,11 +108,7 @@ def _save(
 
     with ExitStack() as stack, flags_for():
         baseline = save_baseline(_open(model, stack, engine), texts, path, bos=bos)
-    facts = asdict(baseline) | {"share_of_llama_cpp": baseline.share}
-    if as_json:
-        typer.echo(json.dumps(facts))
-    else:
-        print_facts(list(figure_lines(facts)))
+    print_figures(asdict(baseline) | {"share_of_llama_cpp": baseline.share}, as_json=as_json)
 
 
 def _open(named: str, stack: ExitStack, engine: dict[str, Any]) -> LLM:
@@ -137,11 +128,9 @@ def _open(named: str, stack: ExitStack, engine: dict[str, Any]) -> LLM:
 
 
 def _write(comparison: Comparison, output: str | None, plot: str | None) -> None:
-    writers = {output: comparison.to_parquet, plot: comparison.plot}
-    for path, write in writers.items():
-        if path is None:
-            continue
-        try:
-            write(Path(path))
-        except OSError as error:
-            raise OutputError(f"{path}: cannot be written ({error.strerror or error})") from error
+    from logprobe.analysis.io.tables import writing
+
+    for path, write in ((output, comparison.to_parquet), (plot, comparison.plot)):
+        if path is not None:
+            with writing(path):
+                write(Path(path))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, get_type_hin
 
 import typer
 
-from logprobe.analysis.datasets.sources import Format, check_columns, find_sources, read_rows
+from logprobe.analysis.io.sources import Format, check_columns, find_sources, read_rows, total_bytes
 from logprobe.cli.options import (
     DEFAULT_MODEL,
     ENGINE_FLAGS,
@@ -31,10 +31,10 @@ from logprobe.errors import InputError, require
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from logprobe.analysis.datasets.rows import BadRow
     from logprobe.analysis.datasets.run import Workers
     from logprobe.analysis.datasets.settings import RaySettings, RowSettings
-    from logprobe.analysis.datasets.sources import Source
+    from logprobe.analysis.io.sources import BadRow, Source
+    from logprobe.analysis.progress import Advance
 
     Arrange: TypeAlias = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 
@@ -58,8 +58,10 @@ FormatOption = Annotated[
 ]
 ColumnOption = Annotated[str, typer.Option("--text-column", help="The column of the texts.")]
 LimitOption = Annotated[int | None, typer.Option("--limit", min=1, help="Take so many texts.")]
-_Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped, even killed.")]
-_Force = Annotated[bool, typer.Option("--force", help="Write the output anew if it exists.")]
+ResumeOption = Annotated[
+    bool, typer.Option("--resume", help="Go on with a run that was stopped, even killed.")
+]
+ForceOption = Annotated[bool, typer.Option("--force", help="Write the output anew if it exists.")]
 
 
 def read_texts(
@@ -88,8 +90,8 @@ class DataFlags:
     summary: _Summary = False
     lines: LinesOption = False
     format: FormatOption = None
-    resume: _Resume = False
-    force: _Force = False
+    resume: ResumeOption = False
+    force: ForceOption = False
     model: ModelOption = DEFAULT_MODEL
     as_json: JsonOption = False
 
@@ -114,6 +116,10 @@ class DataFlags:
         Raises:
             Exit: with 1 where a row was bad.
         """
+        from logprobe.analysis.datasets.tasks import schema_of
+
+        with flags_for():
+            schema_of(settings)  # refused before a model is loaded
         sources = self.sources(settings.rows.columns)
         with _open_workers(self.model, sources, settings, cluster, **loading) as workers:
             self._print(workers, arrange)
@@ -129,15 +135,14 @@ class DataFlags:
         return sources
 
     def _print(self, workers: Workers, arrange: Arrange | None) -> None:
-        from logprobe.analysis.datasets.journal import json_line
         from logprobe.analysis.datasets.run import DatasetRun
-        from logprobe.analysis.progress import byte_bar
+        from logprobe.analysis.io.tables import json_line
 
         named = iter(range(MAX_BAD_ROWS))
 
         def print_bad(bad: BadRow) -> None:
             if next(named, None) is not None:
-                typer.echo(f"bad row: {bad.source}, line {bad.line}: {bad.problem}", err=True)
+                typer.echo(bad, err=True)
 
         def print_row(row: dict[str, Any]) -> None:
             typer.echo(json_line(row))
@@ -145,17 +150,14 @@ class DataFlags:
         prints_rows = not (self.output or self.summary)
         waiting: list[dict[str, Any]] = []
         on_row = print_row if arrange is None else waiting.append
-        sizes = [source.num_bytes for source in workers.sources]
-        num_bytes = None if None in sizes else sum(size or 0 for size in sizes)
-        bar = byte_bar(num_bytes, shown=True, unit="rows")
-        with says_how_to_resume(self.output), bar as advance, flags_for():
+        with shown_run(workers.sources, self.output) as advance:
             run = DatasetRun(workers, advance=advance)
             if self.output:
                 summary = run.to_file(self.output, resume=self.resume, force=self.force)
-                if run.was_finished:
-                    typer.echo(f"{self.output}: the run is finished; nothing was left to do", err=True)
             else:
                 summary = run.stream(on_row if prints_rows else None, print_bad)
+        if run.was_finished:
+            say_finished(self.output)
         if arrange is not None:
             for row in arrange(waiting):
                 print_row(row)
@@ -163,30 +165,44 @@ class DataFlags:
             typer.echo(json.dumps(asdict(summary)))
         else:
             print_facts(summary_lines(summary), err=prints_rows)
-        if summary.num_bad:
-            where = f"{self.output}.errors.jsonl" if self.output else "standard error"
-            typer.echo(f"error: {summary.num_bad} bad rows; see {where}", err=True)
-            raise typer.Exit(1)
+        fail_for_bad_rows(summary.num_bad, f"{self.output}.errors.jsonl" if self.output else "standard error")
 
 
 @contextmanager
-def says_how_to_resume(output: str | None, journal: str | None = None) -> Iterator[None]:
-    """Print what an interrupted run has kept, and how to go on with it.
+def shown_run(
+    sources: Sequence[Source], output: str | None, journal: str | None = None
+) -> Iterator[Advance | None]:
+    """Show a bar over the files of a run, and say after an interrupt what was kept and how to go on.
 
     Args:
+        sources: the files.
         output: the name as it was given; None: nothing is kept.
         journal: the output whose parts are kept, where that is another.
     """
-    from logprobe.analysis.datasets.journal import parts_folder
+    from logprobe.analysis.io.journal import parts_folder
+    from logprobe.analysis.progress import byte_bar
 
     try:
-        yield
+        with byte_bar(total_bytes(sources), shown=True, unit="rows") as advance, flags_for():
+            yield advance
     except KeyboardInterrupt:
         if output:
             has_rows = parts_folder(Path(journal or output)).exists()
             what = "give --resume to go on after the rows that were kept" if has_rows else "no row was kept"
             typer.echo(f"{output}: interrupted; {what}", err=True)
         raise
+
+
+def say_finished(output: str | None) -> None:
+    """Print that the run to resume had ended."""
+    typer.echo(f"{output}: the run is finished; nothing was left to do", err=True)
+
+
+def fail_for_bad_rows(num_bad: int, where: str) -> None:
+    """End the command with 1 where a row was bad; `where` has all of them."""
+    if num_bad:
+        typer.echo(f"error: {num_bad} bad rows; see {where}", err=True)
+        raise typer.Exit(1)
 
 
 def takes_data(command: Callable[..., None]) -> Callable[..., None]:

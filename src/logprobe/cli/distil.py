@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from logprobe.analysis.datasets.sources import Format, check_columns, find_sources
 from logprobe.analysis.distillation.settings import DistilSettings, TrainingFormat
-from logprobe.cli.data import says_how_to_resume
+from logprobe.analysis.io.sources import Format, check_columns, find_sources
+from logprobe.cli.data import (
+    ForceOption,
+    LinesOption,
+    ResumeOption,
+    fail_for_bad_rows,
+    say_finished,
+    shown_run,
+)
 from logprobe.cli.options import (
     DEFAULT_MODEL,
     ENGINE_FLAGS,
@@ -22,10 +28,7 @@ from logprobe.cli.options import (
     takes_engine,
     takes_settings,
 )
-from logprobe.cli.tables import print_facts
-
-if TYPE_CHECKING:
-    from logprobe.analysis.distillation.run import DistilSummary
+from logprobe.cli.tables import print_figures
 
 _Files = Annotated[
     list[str],
@@ -36,9 +39,6 @@ _Format = Annotated[TrainingFormat, typer.Option("--format", help="Whose files a
 _Input = Annotated[
     Format | None, typer.Option("--input-format", help="What the files are, whatever their names.")
 ]
-_Lines = Annotated[bool, typer.Option("--lines", help="Each line of a text file is a row.")]
-_Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped, even killed.")]
-_Force = Annotated[bool, typer.Option("--force", help="Write the output anew if it exists.")]
 
 
 @takes_engine
@@ -49,9 +49,9 @@ def distil(
     output: _Output,
     format: _Format = "parquet",  # noqa: A002 - the flag's name
     input_format: _Input = None,
-    lines: _Lines = False,
-    resume: _Resume = False,
-    force: _Force = False,
+    lines: LinesOption = False,
+    resume: ResumeOption = False,
+    force: ForceOption = False,
     model: ModelOption = DEFAULT_MODEL,
     as_json: JsonOption = False,
     **flags: Any,
@@ -66,33 +66,13 @@ def distil(
         settings = settings_from(DistilSettings, flags)
     sources = find_sources(files, kind=input_format, by_line=lines)
     check_columns(sources, [settings.column])
-    sizes = [source.num_bytes for source in sources]
-    num_bytes = None if None in sizes else sum(size or 0 for size in sizes)
     with open_llm(model, **engine) as llm:
         from logprobe.analysis.distillation.run import JOURNAL, DistilRun
-        from logprobe.analysis.progress import byte_bar
 
-        bar = byte_bar(num_bytes, shown=True, unit="rows")
-        with says_how_to_resume(output, f"{output}/{JOURNAL}"), bar as advance, flags_for():
+        with shown_run(sources, output, f"{output}/{JOURNAL}") as advance:
             run = DistilRun(llm, sources, settings, format, advance=advance)
             summary = run.to_folder(output, resume=resume, force=force)
     if run.was_finished:
-        typer.echo(f"{output}: the run is finished; nothing was left to do", err=True)
-    _print(summary, output, as_json=as_json)
-
-
-def _print(summary: DistilSummary, output: str, *, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(asdict(summary)))
-    else:
-        facts = {name: value for name, value in asdict(summary).items() if value is not None}
-        print_facts(
-            [
-                (name, f"{value:.6g}" if isinstance(value, float) else str(value))
-                for name, value in facts.items()
-            ]
-        )
-    if summary.num_bad:
-        where = f"{output}/data.parquet.errors.jsonl"
-        typer.echo(f"error: {summary.num_bad} bad rows; see {where}", err=True)
-        raise typer.Exit(1)
+        say_finished(output)
+    print_figures(asdict(summary), as_json=as_json)
+    fail_for_bad_rows(summary.num_bad, f"{output}/{JOURNAL}.errors.jsonl")

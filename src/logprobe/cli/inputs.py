@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from logprobe.analysis.datasets.sources import STDIN
+from logprobe.analysis.io.sources import STDIN
 from logprobe.errors import InputError
 
 if TYPE_CHECKING:

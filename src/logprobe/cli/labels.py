@@ -63,7 +63,7 @@ def _check_source(data: DataFlags, text: str | None) -> None:
 
 
 def _print_labels(found: Classification, *, as_json: bool) -> None:
-    from logprobe.analysis.datasets.label_rows import label_values
+    from logprobe.analysis.datasets.tasks import label_values
 
     if as_json:
         _print_json({"labels": list(found.labels), **label_values(found)})
@@ -73,7 +73,7 @@ def _print_labels(found: Classification, *, as_json: bool) -> None:
 
 
 def _print_json(values: dict[str, Any]) -> None:
-    from logprobe.analysis.datasets.journal import json_line
+    from logprobe.analysis.io.tables import json_line
 
     typer.echo(json_line(values))
 
@@ -131,7 +131,7 @@ def _scale(text: str) -> list[float]:
 
 
 def _print_grade(found: Judgement, *, as_json: bool) -> None:
-    from logprobe.analysis.datasets.label_rows import grade_values
+    from logprobe.analysis.datasets.tasks import grade_values
 
     if as_json:
         _print_json({"scale": list(found.scale), **grade_values(found)})

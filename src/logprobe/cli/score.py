@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 import typer
 
 from logprobe.analysis.datasets.settings import DataSettings, RaySettings
-from logprobe.analysis.datasets.sources import SUFFIXES
+from logprobe.analysis.io.sources import SUFFIXES
 from logprobe.cli.data import DataFlags, takes_data
 from logprobe.cli.inputs import STDIN, TextSource
 from logprobe.cli.options import flags_for, open_llm, settings_from, takes_engine, takes_settings

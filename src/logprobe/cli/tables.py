@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
-from logprobe.analysis.datasets.summary import Mean
+from logprobe.analysis.statistics import Mean
 from logprobe.cli.rows import visible
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from rich.console import ConsoleOptions, RenderResult
 
-    from logprobe.analysis.datasets.summary import Summary
+    from logprobe.analysis.datasets.run import Summary
     from logprobe.cli.rows import TokenRow, Totals
 
 MISSING = "-"
@@ -200,13 +201,20 @@ def summary_lines(summary: Summary) -> list[list[str]]:
         if value is None:
             continue
         if isinstance(value, Mean):
-            error = "" if value.error is None else f" ± {value.error:.4f}"
-            lines.append([field.name, f"{value.mean:.4f}{error}"])
+            lines.append([field.name, str(value)])
         elif isinstance(value, dict):
             lines += [[f"{field.name} {name}", _number(number)] for name, number in value.items()]
         else:
             lines.append([field.name, _number(value)])
     return lines
+
+
+def print_figures(figures: Mapping[str, Any], *, as_json: bool) -> None:
+    """Print figures by name, as one JSON object or as `figure_lines`."""
+    if as_json:
+        typer.echo(json.dumps(figures))
+    else:
+        print_facts(list(figure_lines(figures)))
 
 
 def figure_lines(figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from logprobe.analysis.datasets.settings import DataSettings
-from logprobe.analysis.datasets.sources import Format, Row, check_columns, find_sources, read_rows
+from logprobe.analysis.io.sources import BadRow, Format, Row, check_columns, find_sources, read_rows
+from logprobe.cli.data import fail_for_bad_rows
 from logprobe.cli.options import DEFAULT_MODEL, JsonOption, ModelOption, flags_for, open_llm, takes_engine
 from logprobe.cli.tables import MISSING, table
 from logprobe.errors import require
@@ -19,7 +20,7 @@ from logprobe.errors import require
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from logprobe.analysis.datasets.rows import BadRow, CheckedRow
+    from logprobe.analysis.datasets.rows import CheckedRow
     from logprobe.cli.data import DataFlags
     from logprobe.cli.inputs import TextSource
     from logprobe.llm import LLM
@@ -61,7 +62,8 @@ def print_units(
         BadParameter: settings that ask for something else.
         Exit: with 1 where a row was bad.
     """
-    from logprobe.analysis.datasets.rows import check_kept
+    from logprobe.analysis.datasets.rows import batches
+    from logprobe.analysis.datasets.tasks import check_kept
     from logprobe.analysis.texts import ROW_COLUMNS
 
     if as_csv and data.as_json:
@@ -80,11 +82,9 @@ def print_units(
     write = _csv_writer() if as_csv else _write_json if data.as_json else _write_table
     num_bad = 0
     with open_llm(data.model, **loading) as llm, flags_for(texts="FILE"):
-        for batch in _batches(rows):
+        for batch in batches(rows):
             num_bad += _print_batch(llm, batch, settings, asked, write)
-    if num_bad:
-        typer.echo(f"error: {num_bad} bad rows; see standard error", err=True)
-        raise typer.Exit(1)
+    fail_for_bad_rows(num_bad, "standard error")
 
 
 def _rows_of(data: DataFlags, settings: DataSettings, source: TextSource | None) -> Iterator[CheckedRow]:
@@ -99,12 +99,6 @@ def _rows_of(data: DataFlags, settings: DataSettings, source: TextSource | None)
     return (checked(row, settings) for row in found)
 
 
-def _batches(rows: Iterator[CheckedRow]) -> Iterator[list[CheckedRow]]:
-    from logprobe.analysis.datasets.rows import batches
-
-    return batches(rows)
-
-
 def _print_batch(
     llm: LLM,
     batch: list[CheckedRow],
@@ -113,7 +107,6 @@ def _print_batch(
     write: Callable[..., None],
 ) -> int:
     """Print the rows of some texts; how many of them were bad."""
-    from logprobe.analysis.datasets.rows import BadRow
     from logprobe.analysis.texts import surprisal
 
     good = [row for row in batch if not isinstance(row, BadRow)]
@@ -124,12 +117,8 @@ def _print_batch(
         write([{"row": question.index, **question.kept, **row} for row in scored.rows(by)])
     for bad in batch:
         if isinstance(bad, BadRow):
-            _tell(bad)
+            typer.echo(bad, err=True)
     return len(batch) - len(good)
-
-
-def _tell(bad: BadRow) -> None:
-    typer.echo(f"bad row: {bad.source}, line {bad.line}: {bad.problem}", err=True)
 
 
 def _csv_writer() -> Callable[[list[dict[str, Any]]], None]:
@@ -192,21 +181,21 @@ def pairs(
     Accuracies have their standard errors. The columns are named as BLiMP's by default. A pair that cannot be
     read is told on standard error and left out; exit code 1 then.
     """
-    from logprobe.analysis.datasets.rows import BadRow, checked
+    from logprobe.analysis.datasets.rows import checked
 
     named = [good_column, bad_column, *([category_column] if category_column else [])]
     sources = find_sources(files, kind=kind)
     check_columns(sources, named)
     good: list[Row] = []
-    bad: list[BadRow] = []
+    num_bad = 0
     for row in read_rows(sources, named):
         texts = [checked(row, DataSettings(text_column=name)) for name in (good_column, bad_column)]
         wrong = next((text for text in texts if isinstance(text, BadRow)), None)
         if wrong is None:
             good.append(row)
         else:
-            bad.append(wrong)
-            _tell(wrong)
+            num_bad += 1
+            typer.echo(wrong, err=True)
     with open_llm(model, **loading) as llm, flags_for(pairs="FILE"):
         from logprobe.analysis.pairs import minimal_pairs
 
@@ -218,6 +207,4 @@ def pairs(
         )
     accuracies = {"accuracy": found.accuracy, "by_category": found.by_category}
     typer.echo(json.dumps(accuracies, default=asdict) if as_json else str(found))
-    if bad:
-        typer.echo(f"error: {len(bad)} bad rows; see standard error", err=True)
-        raise typer.Exit(1)
+    fail_for_bad_rows(num_bad, "standard error")

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import msgspec
 import pyarrow as pa
 
-from logprobe.analysis.datasets.rows import BadRow, Question, RowScorer, ScoredBatch
-from logprobe.analysis.datasets.run import question_batches
+from logprobe.analysis.datasets.rows import Question  # noqa: TC001 - msgspec reads the field
+from logprobe.analysis.datasets.run import RowScorer, ScoredBatch, question_batches
 from logprobe.analysis.datasets.settings import RaySettings
-from logprobe.analysis.datasets.sources import STDIN
+from logprobe.analysis.io.sources import STDIN, BadRow
 from logprobe.errors import EngineError, InputError, LogprobeError, ParameterError, require
 from logprobe.transport.codec import Codec
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from logprobe.analysis.datasets.settings import RowSettings
-    from logprobe.analysis.datasets.sources import Source
+    from logprobe.analysis.io.sources import Source
     from logprobe.analysis.scorer import Scorer
 
     OpenScorer: TypeAlias = Callable[[], Scorer]

@@ -18,7 +18,7 @@ import pytest
 from logprobe import LLM
 from logprobe.analysis import DataSettings, score_dataset
 from logprobe.analysis.datasets.run import DatasetRun, OneModel
-from logprobe.analysis.datasets.sources import find_sources
+from logprobe.analysis.io.sources import find_sources
 from logprobe.errors import InputError
 from server_process import eventually
 
@@ -82,7 +82,7 @@ DYING = """
 import os, signal, sys
 from logprobe import LLM
 from logprobe.analysis import score_dataset
-from logprobe.analysis.datasets import journal, run
+from logprobe.analysis.io import journal
 
 plain, writes = journal.pq.write_table, 0
 
@@ -94,7 +94,7 @@ def dying(table, path, **options):
         os.truncate(path, 100)
         os.kill(os.getpid(), signal.SIGKILL)
 
-journal.pq.write_table, run.ROWS_A_PART, run.SECONDS_A_PART = dying, 256, float("inf")
+journal.pq.write_table, journal.ROWS_A_PART, journal.SECONDS_A_PART = dying, 256, float("inf")
 with LLM(sys.argv[1], kv_bytes=1 << 20) as llm:
     score_dataset(llm, sys.argv[2], sys.argv[3])
 """
@@ -126,7 +126,7 @@ def test_a_run_that_dies_at_any_write_is_ended_by_its_next_resumption(
     tiny_llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
     """What is written is whole then, but for its name; after the last of them the run is finished."""
-    monkeypatch.setattr("logprobe.analysis.datasets.run.ROWS_A_PART", 256)
+    monkeypatch.setattr("logprobe.analysis.io.journal.ROWS_A_PART", 256)
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps({"text": f"the cat {i}"}) + "\n" for i in range(400)) + "{broken\n")
     want = score_dataset(tiny_llm, str(source), tmp_path / f"whole.{suffix}")

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from logprobe.analysis import DataSettings
-from logprobe.analysis.datasets.rows import CHARS_A_CALL, BadRow, CheckedRow, Question, batches, checked
-from logprobe.analysis.datasets.sources import Row
+from logprobe.analysis.datasets.rows import CHARS_A_CALL, CheckedRow, Question, batches, checked
+from logprobe.analysis.io.sources import BadRow, Row
 
 TEXT = DataSettings(keep_columns=("id",))
 

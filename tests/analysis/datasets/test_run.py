@@ -316,8 +316,8 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
     tiny_llm: LLM, write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write([{"text": f"the cat {i}"} for i in range(600)], "jsonl")
-    monkeypatch.setattr("logprobe.analysis.datasets.run.ROWS_A_PART", 256)
-    monkeypatch.setattr("logprobe.analysis.datasets.run.SECONDS_A_PART", math.inf)
+    monkeypatch.setattr("logprobe.analysis.io.journal.ROWS_A_PART", 256)
+    monkeypatch.setattr("logprobe.analysis.io.journal.SECONDS_A_PART", math.inf)
     plain, count = os.fsync, iter(range(100))
 
     def full(descriptor: int) -> None:
@@ -361,10 +361,10 @@ def test_neither_files_nor_sums_depend_on_how_the_rows_came_in_parts(
 ) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps({"text": f"the cat {i} and a dog"}) + "\n" for i in range(1500)))
-    monkeypatch.setattr("logprobe.analysis.datasets.journal.ROWS_A_GROUP", 700)
+    monkeypatch.setattr("logprobe.analysis.io.journal.ROWS_A_GROUP", 700)
     found = []
     for number, seconds in enumerate((float("inf"), 0.0)):  # parts of a thousand rows, and of each batch
-        monkeypatch.setattr("logprobe.analysis.datasets.run.SECONDS_A_PART", seconds)
+        monkeypatch.setattr("logprobe.analysis.io.journal.SECONDS_A_PART", seconds)
         path = tmp_path / f"{number}.parquet"
         found.append((score_dataset(tiny_llm, str(source), path), path.read_bytes()))
     assert found[0] == found[1]

@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from logprobe.analysis import DistilSettings, distil
-from logprobe.analysis.datasets.journal import Journal
-from logprobe.analysis.datasets.sources import find_sources
 from logprobe.analysis.distillation import run as runs
 from logprobe.analysis.distillation.run import DistilRun
+from logprobe.analysis.io.journal import Journal
+from logprobe.analysis.io.sources import find_sources
 from logprobe.errors import InputError, LogprobeError, OutputError, ParameterError
 
 if TYPE_CHECKING:
@@ -166,14 +166,14 @@ def test_bad_rows_alone_are_written_in_parts_too(
 ) -> None:
     sizes = []
 
-    def counted(journal: Journal, end: int, table: Any, bad: list[Any], info: Any) -> None:
+    def counted(journal: Journal[Any], end: int, table: Any, bad: list[Any], info: Any) -> None:
         sizes.append(len(bad))
-        write_table(journal, end, table, bad, info)
+        write(journal, end, table, bad, info)
 
-    write_table = Journal.write_table
-    monkeypatch.setattr(Journal, "write_table", counted)
-    monkeypatch.setattr("logprobe.analysis.distillation.rows.ROWS_A_CALL", 1)
-    monkeypatch.setattr(runs, "BAD_A_PART", 2)
+    write = Journal.write
+    monkeypatch.setattr(Journal, "write", counted)
+    monkeypatch.setattr("logprobe.analysis.io.sources.ROWS_A_CALL", 1)
+    monkeypatch.setattr("logprobe.analysis.io.journal.ROWS_A_PART", 2)
     source = written(tmp_path / "in.jsonl", [{"text": number} for number in range(5)])
     summary = distil(tiny_llm, source, tmp_path / "out")
     assert (summary.num_rows, summary.num_bad, sizes) == (0, 5, [2, 2, 1])
@@ -200,8 +200,8 @@ def test_a_run_that_was_stopped_is_resumed_without_a_row_lost_or_doubled(
     monkeypatch.setattr(runs, "ENTRIES_A_GROUP", 1 << 10)
     monkeypatch.setattr(runs, "GROUPS_A_SHARD", 2)
     expected = distil(tiny_llm, texts, tmp_path / "whole", settings=settings, format=kind)
-    monkeypatch.setattr("logprobe.analysis.distillation.rows.ROWS_A_CALL", 1)
-    monkeypatch.setattr(runs, "BYTES_A_PART", 1)
+    monkeypatch.setattr("logprobe.analysis.io.sources.ROWS_A_CALL", 1)
+    monkeypatch.setattr("logprobe.analysis.io.journal.BYTES_A_PART", 1)
     sources = find_sources([str(texts)])
     for after in (1, 2):
         run = DistilRun(tiny_llm, sources, settings, kind, advance=stopping(after))
@@ -232,7 +232,7 @@ def test_groups_and_sums_are_those_of_all_rows_at_once(
     monkeypatch.setattr(runs, "GROUPS_A_SHARD", groups_a_shard)
     rng = np.random.default_rng(0)
     counts, means, largest = rng.integers(0, 3000, 100), rng.random(100), rng.random(100)  # some fill a group
-    outline = runs._Outline(top)
+    outline = runs.DistilTally(top)
     for start in range(0, 100, rows_a_table):
         part = slice(start, start + rows_a_table)
         outline.add(pa.table(dict(zip(runs.MASSES, (counts[part], means[part], largest[part]), strict=True))))
@@ -250,7 +250,7 @@ def test_groups_and_sums_are_those_of_all_rows_at_once(
 
 
 def test_of_no_rows_there_is_one_file_and_no_mass() -> None:
-    outline = runs._Outline(4)
+    outline = runs.DistilTally(4)
     assert outline.shards() == [[]]
     summary = outline.summary(0)
     assert (summary.num_rows, summary.lost_mass, summary.max_lost_mass) == (0, None, None)
@@ -327,7 +327,7 @@ def test_what_was_shared_before_a_kill_is_shared_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "_write_text", killed)
+        patch.setattr(Journal, "share", killed)
         with pytest.raises(KeyboardInterrupt):
             distil(tiny_llm, texts, tmp_path / "out")
     summary = distil(tiny_llm, texts, tmp_path / "out", resume=True)

@@ -7,7 +7,6 @@ Whoever made a file: nothing is made of it that its heads do not bound, and what
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,8 +15,17 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import numpy as np
 
-from logprobe.analysis.baseline.rows import IMPOSSIBLE, MAX_SCALE, KeptRows, Packed, kept_within, unpack
-from logprobe.errors import InputError, OutputError
+from logprobe.analysis.baseline.rows import (
+    IMPOSSIBLE,
+    MAX_SCALE,
+    ROW_FACTS,
+    KeptRows,
+    Packed,
+    kept_within,
+    unpack,
+)
+from logprobe.analysis.io.tables import reading, writing
+from logprobe.errors import InputError
 from logprobe.private_files import claim
 
 if TYPE_CHECKING:
@@ -121,7 +129,7 @@ class BaselineWriter:
         self._unfinished = self.path.with_name(f"{self.path.name}.tmp")
         self._header = header
         self.num_rows = self.num_texts = 0
-        with _naming(self.path):
+        with writing(self.path):
             claim(self._unfinished)
             self._file = self._unfinished.open("wb")
             self._file.write(MAGIC)
@@ -153,7 +161,7 @@ class BaselineWriter:
             "logprobs": logprobs,
         }
         columns |= {name: getattr(kept, name) for name in COLUMNS if name not in columns}
-        with _naming(self.path):
+        with writing(self.path):
             self._put(
                 Block(
                     num_rows=len(rows),
@@ -172,7 +180,7 @@ class BaselineWriter:
 
     def finish(self) -> None:
         """Make the file whole, and give it its name."""
-        with _naming(self.path):
+        with writing(self.path):
             self._put(End(num_rows=self.num_rows, num_texts=self.num_texts))
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -183,14 +191,6 @@ class BaselineWriter:
         """Give it up; nothing stays."""
         self._file.close()
         self._unfinished.unlink(missing_ok=True)
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written ({error.strerror or error})") from error
 
 
 # -- reading -------------------------------------------------------------------------------------------------
@@ -205,10 +205,8 @@ class BaselineReader:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        try:
+        with reading(path):
             self._file: BinaryIO = self.path.open("rb")
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
         try:
             self.header = self._read_header()
         except BaseException:
@@ -249,7 +247,15 @@ class BaselineReader:
                 if first is not None:
                     self._require(first[1] > text, "its texts do not follow each other")
                     before, text = np.array(first[:1], np.int32), first[1]
-                yield _run(columns, kept, slice(start, stop), before, text, is_first=first is not None)
+                yield Run(
+                    text_index=text,
+                    is_first=first is not None,
+                    context=before,
+                    token_ids=columns["token_ids"][start:stop],
+                    logprobs=columns["logprobs"][start:stop],
+                    best_ids=columns["best_ids"][start:stop],
+                    kept=kept[start:stop],
+                )
                 before = np.concatenate([before, columns["token_ids"][start:stop]])
             num_rows, num_texts = num_rows + head.num_rows, num_texts + len(starts)
         self._require((head.num_rows, head.num_texts) == (num_rows, num_texts), "its end counts other rows")
@@ -272,7 +278,7 @@ class BaselineReader:
         except InputError as error:
             raise InputError(f"{self.path}: {error}; write it anew") from error
         self._require((codes[codes != IMPOSSIBLE] <= head.scale + 1).all(), "a code is above its scale")
-        facts = {name: columns[name] for name in list(COLUMNS)[3:]}
+        facts = {name: columns[name] for name in ROW_FACTS}
         return columns, starts, KeptRows(scale=head.scale, codes=codes, **facts)
 
     def _check(self, columns: dict[str, Any], starts: IntArray, num_rows: int) -> None:
@@ -283,7 +289,7 @@ class BaselineReader:
         is_rising = (places[1:] > places[:-1]).all() and ((places >= 0) & (places < num_rows)).all()
         self._require(is_rising, "its texts do not follow each other")
         self._require((columns["logprobs"] <= 1e-3).all(), "a logprob is no number below 0")
-        for name in ("cross", "low_logprob", "blur", "low_mass", "distance"):
+        for name in ROW_FACTS:
             self._require(np.isfinite(columns[name]).all(), f"{name} holds what is no number")
         for name in ("blur", "low_mass", "distance"):
             self._require((columns[name] >= 0).all(), f"{name} holds a negative number")
@@ -317,18 +323,3 @@ class _Version(msgspec.Struct, frozen=True):
     """What stands in the header of every version."""
 
     version: int
-
-
-def _run(
-    columns: dict[str, Any], kept: KeptRows, rows: slice, before: IntArray, text: int, *, is_first: bool
-) -> Run:
-    facts = {name: getattr(kept, name)[rows] for name in list(COLUMNS)[3:]}
-    return Run(
-        text_index=text,
-        is_first=is_first,
-        context=before,
-        token_ids=columns["token_ids"][rows],
-        logprobs=columns["logprobs"][rows],
-        best_ids=columns["best_ids"][rows],
-        kept=KeptRows(scale=kept.scale, codes=kept.codes[rows], **facts),
-    )

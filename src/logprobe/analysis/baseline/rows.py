@@ -32,6 +32,7 @@ IMPOSSIBLE: Final = 0xFFFF  # the code of a token of probability 0
 IMPOSSIBLE_LENGTH: Final = 15
 MAX_SCALE: Final = 16_000  # so that a code's bits are counted by 4 bits, with IMPOSSIBLE_LENGTH
 SCALES: Final = tuple(round(MAX_SCALE * 2 ** (-step / 4)) for step in range(53))  # down to 2
+ROW_FACTS: Final = ("cross", "low_logprob", "blur", "low_mass", "distance")
 SAMPLED_ROWS: Final = 8  # by which a scale is guessed
 SEED: Final = 0x6C706B6C
 _UP: Final = 1 + 2.0**-22  # what is stored in float32 is never below what it bounds
@@ -79,6 +80,10 @@ class KeptRows:
 
     def __len__(self) -> int:
         return len(self.codes)
+
+    def __getitem__(self, rows: slice) -> KeptRows:
+        facts = {name: getattr(self, name)[rows] for name in ROW_FACTS}
+        return KeptRows(scale=self.scale, codes=self.codes[rows], **facts)
 
     def against(self, row: int, logprobs: npt.ArrayLike) -> Divergence:
         """How far another row of log-probabilities, (V,) nats, is from a kept one."""

@@ -1,37 +1,109 @@
 """A data set scored from files to a file, in bounded memory, and resumed where it was stopped.
 
-Its way: `sources` → `rows` → `journal` → `summary`.
+Its way: `io.sources` → `rows` → `tasks` → `io.journal`.
 """
 
 from __future__ import annotations
 
-import os
-import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import numpy as np
 import pyarrow as pa
 
-from logprobe.analysis.datasets.journal import Journal
-from logprobe.analysis.datasets.rows import RowScorer, batches, checked, schema_of
-from logprobe.analysis.datasets.settings import DataSettings
-from logprobe.analysis.datasets.sources import STDIN, find_sources, read_rows
-from logprobe.analysis.datasets.summary import Summary, Tally
+from logprobe.analysis import measures
+from logprobe.analysis.datasets.rows import batches, checked
+from logprobe.analysis.datasets.settings import HITS, DataSettings
+from logprobe.analysis.datasets.tasks import schema_of, task_of
+from logprobe.analysis.io.journal import AnsweredRows, Journal, advancing, source_of_numbers
+from logprobe.analysis.io.sources import BadRow, find_sources, identity_of, read_rows
+from logprobe.analysis.score import joined
 from logprobe.analysis.scorer import in_flight
-from logprobe.errors import InputError
+from logprobe.analysis.statistics import Mean, Moments
+from logprobe.errors import LogprobeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from logprobe.analysis.datasets.rows import BadRow, CheckedRow, ScoredBatch
+    from numpy.typing import NDArray
+
+    from logprobe.analysis.datasets.rows import CheckedRow, Question
     from logprobe.analysis.datasets.settings import RowSettings
-    from logprobe.analysis.datasets.sources import Format, Source
+    from logprobe.analysis.datasets.tasks import Asked
+    from logprobe.analysis.io.sources import Format, Source
+    from logprobe.analysis.progress import Advance
+    from logprobe.analysis.score import Score
     from logprobe.analysis.scorer import Scorer
 
-ROWS_A_PART = 1024
-SECONDS_A_PART = 20.0
+NUM_BINS = 10  # of the calibration error
+LABELLED = ("label", "logprob_per_token", *measures.DETECTIONS)
+_WANTED = {"logprob", "num_tokens", "num_bytes", "confidence", *HITS}
+
+
+class ScoredBatch(AnsweredRows, frozen=True, kw_only=True, tag=True):
+    """What a batch of rows came to."""
+
+    rows: list[dict[str, Any]]  # by column, in order
+
+    def table(self, schema: pa.Schema) -> pa.Table:
+        """Return the rows as a table."""
+        return pa.Table.from_pylist(self.rows, schema)
+
+
+class RowScorer:
+    """Scores rows in batches, each on its own.
+
+    Raises:
+        ParameterError: settings that this model cannot follow.
+    """
+
+    def __init__(self, llm: Scorer, settings: RowSettings) -> None:
+        self._llm = llm
+        self._task = task_of(llm, settings)
+
+    def source_of_numbers(self) -> dict[str, str | None]:
+        """Return the model and its weights, as they are now."""
+        return source_of_numbers(self._llm)
+
+    def score(self, batch: Sequence[CheckedRow]) -> ScoredBatch:
+        """Score each row, or say what is wrong with it.
+
+        Raises:
+            LogprobeError: the engine failed; what is wrong with a row is no reason to stop.
+        """
+        asked = [self._asked(row) for row in batch]
+        good = [row for row in asked if not isinstance(row, BadRow)]
+        scores = self._task.score([pair for _, (parts, _) in good for part in parts for pair in part])
+        info = next((score.record.info for score in scores if score.record is not None), None)
+        remaining = iter(scores)
+        return ScoredBatch(
+            end=batch[-1].index + 1,
+            num_rows=len(batch),
+            num_bytes=sum(row.num_bytes for row in batch),
+            rows=[
+                {"row": question.index, "source": question.source, **question.kept}
+                | values([_as_one([next(remaining) for _ in part]) for part in parts])
+                for question, (parts, values) in good
+            ],
+            bad=[row for row in asked if isinstance(row, BadRow)],
+            source=source_of_numbers(self._llm, info),
+            info=info,
+        )
+
+    def _asked(self, row: CheckedRow) -> tuple[Question, Asked] | BadRow:
+        if isinstance(row, BadRow):
+            return row
+        try:
+            return row, self._task.asked(row)
+        except LogprobeError as error:
+            return BadRow.of(row, error)
+
+
+def _as_one(scores: Sequence[Score]) -> Score:
+    """Join the scores of the windows of a text; the task counts its bytes (`Score.counted_by`)."""
+    return scores[0] if len(scores) == 1 else joined(scores, b"")
 
 
 class Workers(Protocol):
@@ -81,20 +153,13 @@ def question_batches(
 
 
 class OneModel:
-    """Scores rows with a model of this process.
-
-    Raises:
-        ParameterError: settings that this model cannot follow.
-    """
+    """Scores rows with a model of this process; errors as `RowScorer`."""
 
     def __init__(self, llm: Scorer, sources: Sequence[Source], settings: RowSettings) -> None:
         self.sources = sources
         self.settings = settings
         self._scorer = RowScorer(llm, settings)
-
-    def source_of_numbers(self) -> dict[str, str | None]:
-        """The model and its weights."""
-        return self._scorer.source_of_numbers()
+        self.source_of_numbers = self._scorer.source_of_numbers
 
     def scored(self, *, skip: int) -> Iterator[ScoredBatch]:
         """As `Workers.scored`; the next batch is made ready while the engine works on one."""
@@ -104,7 +169,7 @@ class OneModel:
 class DatasetRun:
     """Scores the rows of some files; every batch that ends is told to `advance` as (bytes, rows)."""
 
-    def __init__(self, workers: Workers, *, advance: Callable[[int, int], None] | None = None) -> None:
+    def __init__(self, workers: Workers, *, advance: Advance | None = None) -> None:
         self._workers = workers
         self._advance = advance
         self.was_finished = False  # the run that was to be resumed: nothing was left to do
@@ -122,36 +187,13 @@ class DatasetRun:
             LogprobeError: the engine failed; likewise.
         """
         workers = self._workers
-        if resume and any(source.name == STDIN for source in workers.sources):
-            raise InputError("standard input: cannot be read again; save it to a file to resume from it")
+        # What a resumed run must share: everything that changes a row or its place.
+        settings = identity_of(workers.sources, resume=resume)
+        settings |= workers.source_of_numbers() | asdict(workers.settings)
         schema = schema_of(workers.settings)
-        with Journal(path, schema, self._identity(), resume=resume, force=force) as journal:
-            if journal.summary is not None:
-                self.was_finished = True
-                return journal.summary
-            self._write(journal)
-            tally = Tally()
-            for table in journal.groups():  # by parts, last bits would depend on how long each took
-                tally.add(table)
-            summary = tally.summary(journal.num_bad())
-            journal.finish(summary)
-        return summary
-
-    def _write(self, journal: Journal) -> None:
-        rows: list[dict[str, Any]] = []
-        bad: list[BadRow] = []
-        since = time.monotonic()
-        batch, info = None, None
-        for batch in self._scored(skip=journal.num_done):
-            journal.agree(batch.source)
-            rows += batch.rows
-            bad += batch.bad
-            info = batch.info or info  # a batch may hold bad rows alone
-            if len(rows) + len(bad) >= ROWS_A_PART or time.monotonic() - since >= SECONDS_A_PART:
-                journal.write(batch.end, rows, bad, info)
-                rows, bad, since = [], [], time.monotonic()
-        if batch is not None and (rows or bad):
-            journal.write(batch.end, rows, bad, info)
+        with Journal(path, schema, settings, Summary, resume=resume, force=force) as journal:
+            self.was_finished = journal.summary is not None
+            return journal.summary or journal.complete(self._scored(skip=journal.num_done), DataTally())
 
     def stream(
         self, on_row: Callable[[dict[str, Any]], None] | None, on_bad: Callable[[BadRow], None]
@@ -161,7 +203,7 @@ class DatasetRun:
         Raises:
             LogprobeError: the engine failed.
         """
-        tally, schema, num_bad = Tally(), schema_of(self._workers.settings), 0
+        tally, schema, num_bad = DataTally(), schema_of(self._workers.settings), 0
         for batch in self._scored(skip=0):
             for bad in batch.bad:
                 on_bad(bad)
@@ -169,22 +211,11 @@ class DatasetRun:
                 for row in batch.rows:
                     on_row(row)
             num_bad += len(batch.bad)
-            tally.add(pa.Table.from_pylist(batch.rows, schema))
+            tally.add(batch.table(schema))
         return tally.summary(num_bad)
 
     def _scored(self, *, skip: int) -> Iterator[ScoredBatch]:
-        for batch in self._workers.scored(skip=skip):
-            if self._advance is not None:
-                self._advance(int(batch.num_bytes), batch.num_rows)
-            yield batch
-
-    def _identity(self) -> dict[str, Any]:
-        """What a resumed run must share: everything that changes a row or its place."""
-        workers = self._workers
-        inputs = [
-            [source.name, source.format, source.by_line, source.num_bytes] for source in workers.sources
-        ]
-        return {"inputs": inputs} | workers.source_of_numbers() | asdict(workers.settings)
+        return advancing(self._workers.scored(skip=skip), self._advance)
 
 
 def score_dataset(
@@ -218,8 +249,87 @@ def score_dataset(
         ParameterError: settings that cannot be used.
         OutputError: the output cannot be written.
     """
-    names = [inputs] if isinstance(inputs, str | os.PathLike) else inputs
-    sources = find_sources([os.fspath(name) for name in names], kind=kind, by_line=by_line)
+    sources = find_sources(inputs, kind=kind, by_line=by_line)
     asked = settings or DataSettings()
     workers = llm.workers(sources, asked) if isinstance(llm, Pool) else OneModel(llm, sources, asked)
     return DatasetRun(workers).to_file(output, resume=resume, force=force)
+
+
+# -- the figures of all rows ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What a data set came to; None where it has no such figure."""
+
+    num_rows: int  # scored
+    num_bad: int  # in the side file, or told on standard error
+    num_tokens: int | None = None
+    num_bytes: int | None = None
+    logprob: float | None = None  # sum of all rows, nats
+    logprob_a_row: Mean | None = None
+    perplexity: float | None = None  # by token, over all rows
+    bits_per_byte: float | None = None
+    acc: Mean | None = None  # by the sum
+    acc_norm: Mean | None = None  # by the mean over characters, as lm-evaluation-harness
+    acc_bytes: Mean | None = None  # by the mean over bytes
+    calibration_error: float | None = None  # of the softmax over the sums, in 10 bins
+    auc: dict[str, float | None] | None = None  # of each measure; None: all labels are equal
+
+
+class DataTally:
+    """Adds up tables of rows; of labelled texts it keeps each measure, for their order."""
+
+    def __init__(self) -> None:
+        self._num_rows = 0
+        self._sums = dict.fromkeys(("logprob", "num_tokens", "num_bytes"), 0.0)
+        self._moments = {name: Moments() for name in ("logprob", *HITS)}
+        self._bins = np.zeros((3, NUM_BINS))  # how many, their confidence, their hits
+        self._names: set[str] = set()
+        self._labelled: dict[str, list[NDArray[np.float64]]] = {name: [] for name in LABELLED}
+
+    def add(self, table: pa.Table) -> None:
+        """Take in some rows."""
+        self._num_rows += len(table)
+        self._names |= set(table.column_names)
+        columns = {name: _numbers(table, name) for name in table.column_names if name in _WANTED}
+        for name in self._sums.keys() & columns.keys():
+            self._sums[name] += float(columns[name].sum())
+        for name in self._moments.keys() & columns.keys():
+            self._moments[name].add(columns[name])
+        if "label" in self._names and len(table):
+            for name, values in self._labelled.items():
+                values.append(_numbers(table, name))
+        if {"confidence", "acc"} <= columns.keys() and len(table):
+            bins = measures.calibration(columns["confidence"], columns["acc"], num_bins=NUM_BINS)
+            weights = np.stack([bins.counts, bins.confidence * bins.counts, bins.accuracy * bins.counts])
+            self._bins += np.nan_to_num(weights)
+
+    def summary(self, num_bad: int) -> Summary:
+        """What all of it came to."""
+        figures: dict[str, Any] = {name: self._moments[name].result() for name in HITS}
+        if "logprob" in self._names:
+            tokens, num_bytes = int(self._sums["num_tokens"]), int(self._sums["num_bytes"])
+            figures |= {
+                "num_tokens": tokens,
+                "num_bytes": num_bytes,
+                "logprob": self._sums["logprob"],
+                "logprob_a_row": self._moments["logprob"].result(),
+                "perplexity": measures.perplexity(self._sums["logprob"], tokens),
+                "bits_per_byte": measures.bits_per_byte(self._sums["logprob"], num_bytes),
+            }
+        if self._bins[0].sum():
+            gaps = np.abs(self._bins[1] - self._bins[2]).sum()
+            figures["calibration_error"] = float(gaps / self._bins[0].sum())
+        if self._labelled["label"]:
+            columns = {name: np.concatenate(values) for name, values in self._labelled.items()}
+            labels = columns.pop("label")
+            figures["auc"] = {
+                name: measures.roc_auc(values[~np.isnan(values)], labels[~np.isnan(values)] == 1)
+                for name, values in columns.items()
+            }
+        return Summary(num_rows=self._num_rows, num_bad=num_bad, **figures)
+
+
+def _numbers(table: pa.Table, name: str) -> NDArray[np.float64]:
+    return np.asarray(table.column(name).to_numpy(), np.float64)

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from logprobe.analysis.labels import Asked
 
 HITS = ("acc", "acc_norm", "acc_bytes")
-LABEL_COLUMNS = ("predicted", "probs", "logprobs", "corrected", "mass", "margin", "boundary")
-GRADE_COLUMNS = ("expectation", "spread", "off_scale", "probs", "logprobs", "boundary")
-RERANK_COLUMNS = ("relevance_score",)
 
 
 @strict_keywords
@@ -95,10 +92,11 @@ class DataSettings:
     @property
     def columns(self) -> list[str]:
         """The columns to read, the main one first, none twice."""
-        has_choices = self.choices_column is not None
-        main = [self.choices_column, self.context_column, self.answer_column]
-        named = main if has_choices else [self.text_column, self.context_column, self.label_column]
-        return list(dict.fromkeys([*(name for name in named if name is not None), *self.keep_columns]))
+        text = [self.text_column] if self.choices_column is None else [self.choices_column]
+        others = [self.context_column, self.answer_column, self.label_column]
+        return list(
+            dict.fromkeys([*text, *(name for name in others if name is not None), *self.keep_columns])
+        )
 
     @property
     def rows(self) -> DataSettings:
@@ -106,9 +104,32 @@ class DataSettings:
         return self
 
 
+class _Prompted:
+    """Settings that put each text of a data set in a prompt."""
+
+    prompt: str
+    chat: bool
+    text_column: str
+    keep_columns: tuple[str, ...]
+
+    @property
+    def rows(self) -> DataSettings:
+        """How rows are read."""
+        return DataSettings(text_column=self.text_column, keep_columns=self.keep_columns)
+
+    def asked(self, text: str) -> Asked:
+        """Return what the model is asked of a text."""
+        filled = self.prompt.replace("{text}", text)
+        return [{"role": "user", "content": filled}] if self.chat else filled
+
+    def _check_prompt(self) -> None:
+        is_place = self.prompt.count("{text}") == 1
+        require(is_place, "prompt", "must hold {text} once, where each text is to stand")
+
+
 @strict_keywords
 @dataclass(frozen=True, kw_only=True)
-class LabelSettings:
+class LabelSettings(_Prompted):
     """Which labels each text of a data set is given, and how it is asked for them.
 
     Args:
@@ -138,17 +159,7 @@ class LabelSettings:
         require(
             is_calibrated or self.content_free is None, "content_free", "comes with correction='calibrated'"
         )
-        _check_prompt(self.prompt)
-        _check_kept(self.keep_columns, LABEL_COLUMNS)
-
-    @property
-    def rows(self) -> DataSettings:
-        """How rows are read."""
-        return DataSettings(text_column=self.text_column, keep_columns=self.keep_columns)
-
-    def asked(self, text: str) -> Asked:
-        """What the model is asked of a text."""
-        return _asked(self.prompt, text, is_chat=self.chat)
+        self._check_prompt()
 
     @property
     def empty(self) -> Asked | None:
@@ -160,7 +171,7 @@ class LabelSettings:
 
 @strict_keywords
 @dataclass(frozen=True, kw_only=True)
-class JudgeSettings:
+class JudgeSettings(_Prompted):
     """On which scale a model grades each text of a data set, and how it is asked for the grade.
 
     Args:
@@ -180,17 +191,7 @@ class JudgeSettings:
     def __post_init__(self) -> None:
         # Plain numbers, whatever they were: a run is resumed where they are the same.
         object.__setattr__(self, "scale", tuple(grades_of(self.scale).values()))
-        _check_prompt(self.prompt)
-        _check_kept(self.keep_columns, GRADE_COLUMNS)
-
-    @property
-    def rows(self) -> DataSettings:
-        """How rows are read."""
-        return DataSettings(text_column=self.text_column, keep_columns=self.keep_columns)
-
-    def asked(self, text: str) -> Asked:
-        """What the model is asked of a text."""
-        return _asked(self.prompt, text, is_chat=self.chat)
+        self._check_prompt()
 
 
 @strict_keywords
@@ -221,7 +222,6 @@ class RerankSettings:
         is_one = (self.query is None) != (self.query_column is None)
         require(is_one, "query", "give either a query or a query_column")
         check_layout(self.query or "", self.task, self.template or RERANK_TEMPLATE, self.labels)
-        _check_kept(self.keep_columns, RERANK_COLUMNS)
 
     @property
     def rows(self) -> DataSettings:
@@ -231,24 +231,8 @@ class RerankSettings:
         )
 
 
-def _check_prompt(prompt: str) -> None:
-    is_place = prompt.count("{text}") == 1
-    require(is_place, "prompt", "must hold {text} once, where each text is to stand")
-
-
-def _asked(prompt: str, text: str, *, is_chat: bool) -> Asked:
-    filled = prompt.replace("{text}", text)
-    return [{"role": "user", "content": filled}] if is_chat else filled
-
-
-def _check_kept(columns: Sequence[str], computed: Sequence[str]) -> None:
-    taken = [name for name in columns if name in computed]
-    require(
-        not taken, "keep_columns", f"the output has a column {', '.join(taken)} of its own; rename the file's"
-    )
-
-
-RowSettings: TypeAlias = DataSettings | LabelSettings | JudgeSettings | RerankSettings
+AnswerSettings: TypeAlias = LabelSettings | JudgeSettings | RerankSettings
+RowSettings: TypeAlias = DataSettings | AnswerSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

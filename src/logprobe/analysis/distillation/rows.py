@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from logprobe.analysis.datasets.rows import bad_row
+from logprobe.analysis.datasets.rows import list_in
+from logprobe.analysis.io.sources import BadRow, in_batches
 from logprobe.analysis.scorer import prefix_of
-from logprobe.errors import LogprobeError, ParameterError, require
+from logprobe.errors import LogprobeError, require
 from logprobe.text.chat import Layout, lay_out
 
 if TYPE_CHECKING:
@@ -18,15 +18,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from logprobe.analysis.datasets.rows import BadRow
-    from logprobe.analysis.datasets.sources import Row
     from logprobe.analysis.distillation.settings import DistilSettings
+    from logprobe.analysis.io.sources import Row
     from logprobe.analysis.score import Score
     from logprobe.analysis.scorer import Scorer
     from logprobe.records import FlatLogprobs
     from logprobe.records.values import IntArray
 
-ROWS_A_CALL = 256
 ENTRIES_A_CALL = 1 << 22  # of the rows that one call is written as, about
 
 
@@ -79,13 +77,13 @@ class SequenceReader:
     def read(self, row: Row) -> TokenSequence | BadRow:
         """What a row says, or what is wrong with it."""
         if row.problem is not None:
-            return bad_row(row, row.problem)
+            return BadRow.of(row, row.problem)
         try:
             is_text = self._settings.messages_column is None
             sequence = self._text_of(row) if is_text else self._conversation_of(row)
             self._check_fits(sequence)
         except LogprobeError as error:
-            return bad_row(row, str(error))
+            return BadRow.of(row, error)
         return sequence
 
     def _text_of(self, row: Row) -> TokenSequence:
@@ -125,32 +123,21 @@ class SequenceReader:
 
 
 def _messages_of(value: Any, column: str) -> list[dict[str, Any]]:
-    """A conversation as a list of messages, which csv and some Parquet files have as JSON."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise ParameterError(
-                column, f"must be a list of messages, as JSON where it is text: {error}"
-            ) from error
+    """A conversation as a list of messages."""
+    value = list_in(value, column, "messages")
     are_messages = isinstance(value, list) and value and all(isinstance(message, dict) for message in value)
     require(are_messages, column, "must be a list of messages", got=value)
     # A Parquet file has every field in every message.
     return [{name: part for name, part in message.items() if part is not None} for message in value]
 
 
-def batches(sequences: Iterable[TokenSequence | BadRow], top: int) -> Iterator[list[TokenSequence | BadRow]]:
-    """What one call scores: some hundred rows, fewer where they are long or many tokens are kept of each."""
-    batch: list[TokenSequence | BadRow] = []
-    num_tokens = 0
-    for sequence in sequences:
-        batch.append(sequence)
-        num_tokens += sum(turn.end for turn in sequence.turns) if isinstance(sequence, TokenSequence) else 0
-        if len(batch) >= ROWS_A_CALL or num_tokens * top >= ENTRIES_A_CALL:
-            yield batch
-            batch, num_tokens = [], 0
-    if batch:
-        yield batch
+def in_calls(sequences: Iterable[TokenSequence | BadRow], top: int) -> Iterator[list[TokenSequence | BadRow]]:
+    """Cut rows into what one call scores: fewer where they are long or many tokens are kept of each."""
+
+    def num_tokens(sequence: TokenSequence | BadRow) -> int:
+        return sum(turn.end for turn in sequence.turns) if isinstance(sequence, TokenSequence) else 0
+
+    return in_batches(sequences, num_tokens, ENTRIES_A_CALL / top)
 
 
 def scored(llm: Scorer, sequences: Sequence[TokenSequence], top: int) -> list[Score]:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from logprobe.analysis.datasets.sources import check_columns, find_sources, read_rows
+from logprobe.analysis.io.sources import check_columns, find_sources, read_rows
 from logprobe.errors import InputError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def test_whatever_byte_is_altered_the_file_is_read_or_refused(tmp_path: Path, co
 
 READ = """
 import resource, sys
-from logprobe.analysis.datasets.sources import find_sources, read_rows
+from logprobe.analysis.io.sources import find_sources, read_rows
 import pyarrow.parquet
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 assert sum(1 for _ in read_rows(find_sources([sys.argv[1]]), ["text"])) == 4096

@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from logprobe.analysis import DataSettings
-from logprobe.analysis.datasets.journal import Journal
-from logprobe.analysis.datasets.rows import schema_of
+from logprobe.analysis.datasets.run import Summary
+from logprobe.analysis.datasets.tasks import schema_of
+from logprobe.analysis.io.journal import Journal
 from logprobe.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,9 +27,9 @@ OURS = {"model": "m", "weights": "float32 published"}
 THEIRS = {"model": "m", "weights": "bfloat16 plain"}
 
 
-def journal(folder: Path, *, resume: bool = True, **known: str) -> Journal:
+def journal(folder: Path, *, resume: bool = True, **known: str) -> Journal[Summary]:
     schema = schema_of(DataSettings())
-    return Journal(folder / "o.parquet", schema, ASKED | known, resume=resume, force=False)
+    return Journal(folder / "o.parquet", schema, ASKED | known, Summary, resume=resume, force=False)
 
 
 @pytest.fixture
@@ -36,7 +37,8 @@ def begun(tmp_path: Path) -> Path:
     """The folder of a run that learnt with its first row which model gives them."""
     with journal(tmp_path, resume=False) as run:
         run.agree(OURS)
-        run.write(1, [{"row": 0, "logprob": -1.0}], [], None)
+        rows = [{"row": 0, "logprob": -1.0}]
+        run.write(1, pa.Table.from_pylist(rows, schema_of(DataSettings())), [], None)
         run.agree(OURS)
         with pytest.raises(
             InputError, match="rows of weights 'bfloat16 plain' after rows of 'float32 published'"
@@ -71,12 +73,15 @@ HOLD = """
 import sys
 from pathlib import Path
 from logprobe.analysis import DataSettings
-from logprobe.analysis.datasets.journal import Journal
-from logprobe.analysis.datasets.rows import schema_of
+import pyarrow as pa
+from logprobe.analysis.datasets.run import Summary
+from logprobe.analysis.datasets.tasks import schema_of
+from logprobe.analysis.io.journal import Journal
 
 asked = {"inputs": ["in.jsonl"], "text_column": "text"}
-with Journal(Path(sys.argv[1]), schema_of(DataSettings()), asked, resume=True, force=False) as run:
-    run.write(2, [{"row": 1, "logprob": -2.0}], [], None)
+schema = schema_of(DataSettings())
+with Journal(Path(sys.argv[1]), schema, asked, Summary, resume=True, force=False) as run:
+    run.write(2, pa.Table.from_pylist([{"row": 1, "logprob": -2.0}], schema), [], None)
     print("has it", flush=True)
     sys.stdin.read()
 """
@@ -96,7 +101,7 @@ def test_two_processes_never_write_one_output(begun: Path) -> None:
         assert other.stdout.readline() == b"has it\n"
         for resume, force in ((True, False), (False, False), (False, True)):
             with pytest.raises(InputError, match="another process writes it"):
-                Journal(output, schema_of(DataSettings()), ASKED, resume=resume, force=force)
+                Journal(output, schema_of(DataSettings()), ASKED, Summary, resume=resume, force=force)
     finally:
         other.communicate()
     assert other.returncode == 0

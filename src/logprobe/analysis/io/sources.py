@@ -8,13 +8,16 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from glob import glob, has_magic
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+
+import msgspec
 
 from logprobe.errors import InputError, require
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
+T = TypeVar("T")
 Format: TypeAlias = Literal["txt", "jsonl", "csv", "parquet"]
 STDIN = "-"
 SUFFIXES: dict[str, Format] = {
@@ -31,8 +35,8 @@ SUFFIXES: dict[str, Format] = {
     ".csv": "csv",
     ".parquet": "parquet",
 }
-ROWS_A_BATCH = 64  # of Parquet in memory: a text may be large, and a file of one text in many rows small
 FIRST_ROWS = 32  # of a jsonl file, which tell its columns
+ROWS_A_CALL = 256  # that one call of a model scores, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +49,34 @@ class Row:
     num_bytes: float  # its share of the file, for progress
     values: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
+
+
+class BadRow(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A row that could not be used, and why."""
+
+    index: int  # in the whole data set
+    source: str  # the file
+    line: int  # of the file, from 1
+    num_bytes: float  # its share of the file, for progress
+    problem: str
+
+    @classmethod
+    def of(cls, row: Any, problem: object) -> BadRow:
+        """Mark a row, which has the same four facts, as bad; the reason becomes one line."""
+        return cls(
+            index=row.index,
+            source=row.source,
+            line=row.line,
+            num_bytes=row.num_bytes,
+            problem=" ".join(str(problem).split()),
+        )
+
+    def __str__(self) -> str:
+        return f"bad row: {self.source}, line {self.line}: {self.problem}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the line of the side file."""
+        return {"row": self.index, "source": self.source, "line": self.line, "error": self.problem}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,20 +93,54 @@ class Source:
         return None if self.name == STDIN else Path(self.name).stat().st_size
 
 
-def find_sources(names: Sequence[str], *, kind: Format | None = None, by_line: bool = False) -> list[Source]:
-    """The files that names, folders and patterns stand for, each folder's in the order of their names.
+def find_sources(
+    inputs: str | Path | Sequence[str | Path], *, kind: Format | None = None, by_line: bool = False
+) -> list[Source]:
+    """Find the files that names, folders and patterns stand for; those of a folder are sorted by name.
 
     Raises:
-        InputError: no such file, a folder or pattern that holds none, a suffix that says nothing.
+        InputError: no such file, a folder or pattern without files, an unknown suffix.
     """
     sources: list[Source] = []
-    for name in names:
+    many = [inputs] if isinstance(inputs, str | os.PathLike) else inputs
+    for name in [os.fspath(one) for one in many]:
         paths = [name] if name == STDIN or Path(name).is_file() else _below(name)
         sources += [Source(name=path, format=kind or _format_of(path), by_line=by_line) for path in paths]
     require(sources, "inputs", "name at least one file")
     for source in sources:
         _check_opens(source)
     return sources
+
+
+def total_bytes(sources: Sequence[Source]) -> int | None:
+    """Size of all files; None where standard input is one."""
+    sizes = [source.num_bytes for source in sources]
+    return None if None in sizes else sum(size or 0 for size in sizes)
+
+
+def identity_of(sources: Sequence[Source], *, resume: bool) -> dict[str, Any]:
+    """What a resumed run must share of its inputs, as a setting of the run.
+
+    Raises:
+        InputError: standard input, to be read again.
+    """
+    if resume and any(source.name == STDIN for source in sources):
+        raise InputError("standard input: cannot be read again; save it to a file to resume from it")
+    return {"inputs": [[one.name, one.format, one.by_line, one.num_bytes] for one in sources]}
+
+
+def in_batches(rows: Iterable[T], size_of: Callable[[T], int], max_size: float) -> Iterator[list[T]]:
+    """Cut rows into batches of `ROWS_A_CALL`, or fewer where their sizes sum up to `max_size` before."""
+    batch: list[T] = []
+    size = 0
+    for row in rows:
+        batch.append(row)
+        size += size_of(row)
+        if len(batch) >= ROWS_A_CALL or size >= max_size:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _below(name: str) -> list[str]:
@@ -234,17 +300,15 @@ def _read_csv(source: Source, columns: Sequence[str]) -> Iterator[Raw]:
 def _read_parquet(source: Source, columns: Sequence[str]) -> Iterator[Raw]:
     import pyarrow as pa
 
-    from logprobe.records.forms.arrow_validity import python_rows
+    from logprobe.analysis.io.tables import parquet_rows
 
     with _open_parquet(source.name) as file:
         _check_columns(source.name, columns, file.schema_arrow.names)
         size = Path(source.name).stat().st_size / max(file.metadata.num_rows, 1)
         number = 0
         try:
-            for batch in file.iter_batches(batch_size=ROWS_A_BATCH, columns=list(columns)):
-                for values in python_rows(batch):
-                    number += 1
-                    yield number, size, values
+            for number, values in enumerate(parquet_rows(file, columns), 1):
+                yield number, size, values
         except (pa.ArrowException, OSError) as error:
             message = " ".join(str(error).split())
             raise InputError(f"{source.name}: is damaged after row {number} ({message})") from error

@@ -1,0 +1,385 @@
+"""What each row of a data set is asked: the pairs that are scored, and the columns that their scores fill.
+
+A row's texts or choices are scored (`TextTask`), or it is a text to label or to grade, or a document for a
+query (`AnswerTask`), whose pairs `analysis.labels` lays out.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+
+from logprobe.analysis import measures
+from logprobe.analysis.datasets.settings import HITS, DataSettings, JudgeSettings, RerankSettings
+from logprobe.analysis.labels import (
+    RERANK_TEMPLATE,
+    Classification,
+    calibrated,
+    classify,
+    classify_plan,
+    judge_plan,
+    rerank_plan,
+)
+from logprobe.analysis.scorer import prefix_of
+from logprobe.analysis.windows import WindowSettings, last_of_split, window_pairs, window_splits
+from logprobe.errors import require
+from logprobe.text.boundary import Split, given_bytes, split_texts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from logprobe.analysis.datasets.rows import Question
+    from logprobe.analysis.datasets.settings import AnswerSettings, RowSettings
+    from logprobe.analysis.labels import Judgement, Plan
+    from logprobe.analysis.score import Score
+    from logprobe.analysis.scorer import Scorer
+    from logprobe.records.values import IntArray
+    from logprobe.text.boundary import Pair
+    from logprobe.text.spans import Spans
+
+    LayOut: TypeAlias = Callable[[Question], Plan[list[Any]]]
+
+Values: TypeAlias = "Callable[[list[Score]], dict[str, Any]]"
+"""What a row's scores, one a continuation, come to, by column."""
+Asked: TypeAlias = "tuple[list[list[Pair]], Values]"
+"""The pairs that a row asks for, a list for each continuation; one in windows is several pairs."""
+
+_TEXT, _NUMBER, _REAL, _FLAG = pa.string(), pa.int64(), pa.float64(), pa.bool_()
+_REALS: Final = pa.list_(_REAL)
+# Columns by what gives them: attributes of a `Score`, a `Classification` and a `Judgement`.
+_SCORE: Final[dict[str, pa.DataType]] = {
+    "logprob": _REAL,
+    "num_tokens": _NUMBER,
+    "num_bytes": _NUMBER,
+    "num_chars": _NUMBER,
+    "logprob_per_token": _REAL,
+    "logprob_per_byte": _REAL,
+    "logprob_per_char": _REAL,
+    "perplexity": _REAL,
+    "bits_per_byte": _REAL,
+    "is_greedy": _FLAG,
+}
+_UNCONDITIONAL: Final = {"unconditional_logprob": _REAL, "pmi": _REAL}
+_TOKENS: Final = {  # column → its type, and the attribute
+    "token_ids": (pa.list_(pa.int32()), "token_ids"),
+    "token_logprobs": (pa.list_(pa.float32()), "token_logprobs"),
+    "token_ranks": (pa.list_(pa.int64()), "ranks"),
+    "token_entropy": (pa.list_(pa.float32()), "entropy"),
+}
+_CHOICES: Final[dict[str, pa.DataType]] = {
+    "predicted": _NUMBER,
+    "predicted_by_char": _NUMBER,
+    "predicted_by_byte": _NUMBER,
+    "confidence": _REAL,
+    "choice_logprobs": _REALS,
+    "choice_num_tokens": pa.list_(_NUMBER),
+    "choice_is_greedy": pa.list_(_FLAG),
+    "boundary": _TEXT,
+}
+_ANSWER: Final[dict[str, pa.DataType]] = {
+    "answer": _NUMBER,
+    "answer_logprob": _REAL,
+    **dict.fromkeys(HITS, _FLAG),
+}
+_GRADE: Final = {
+    "expectation": _REAL,
+    "spread": _REAL,
+    "off_scale": _REAL,
+    "probs": _REALS,
+    "logprobs": _REALS,
+    "boundary": _TEXT,
+}
+_LABEL: Final = {
+    "predicted": _TEXT,
+    "probs": _REALS,
+    "logprobs": _REALS,
+    "corrected": _REALS,
+    "mass": _REAL,
+    "margin": _REAL,
+    "boundary": _TEXT,
+}
+
+
+class RowTask(Protocol):
+    """What is asked of each row."""
+
+    def asked(self, question: Question) -> Asked:
+        """Return its pairs; `LogprobeError` where it cannot be scored."""
+
+    def score(self, pairs: list[Pair]) -> list[Score]:
+        """Score the pairs of some rows."""
+        ...
+
+
+def task_of(llm: Scorer, settings: RowSettings) -> RowTask:
+    """Return what is asked of each row; `ParameterError` where this model cannot follow the settings."""
+    return TextTask(llm, settings) if isinstance(settings, DataSettings) else _answer_task(llm, settings)
+
+
+def schema_of(settings: RowSettings) -> pa.Schema:
+    """Return the columns of the output.
+
+    Raises:
+        ParameterError: a column to keep is named as one of them.
+    """
+    first = {"row": pa.int64(), "source": pa.string()}
+    own = _columns_of(settings)
+    check_kept(settings, first | own)
+    columns = first | dict.fromkeys(settings.keep_columns, pa.string()) | own
+    return pa.schema([pa.field(name, kind) for name, kind in columns.items()])
+
+
+def check_kept(settings: RowSettings, own: Collection[str]) -> None:
+    """Refuse to copy a column under the name of one of the output's own.
+
+    Raises:
+        ParameterError: there is one.
+    """
+    for name in settings.keep_columns:
+        require(name not in own, "keep_columns", f"{name!r} is a column of the output; rename the file's")
+
+
+def _columns_of(settings: RowSettings) -> dict[str, pa.DataType]:
+    """The columns that are computed; lists are in the order of choices, of the labels or of the scale."""
+    if isinstance(settings, RerankSettings):
+        return {"relevance_score": _REAL}
+    if not isinstance(settings, DataSettings):
+        return _GRADE if isinstance(settings, JudgeSettings) else _LABEL
+    if settings.choices_column:
+        return _CHOICES | (_ANSWER if settings.answer_column else {})
+    columns = _SCORE | ({"boundary": _TEXT} if settings.context_column else {})
+    if settings.unconditional:
+        columns |= _UNCONDITIONAL
+    if settings.detect:
+        columns |= dict.fromkeys(measures.DETECTIONS, _REAL) | (
+            {"label": _FLAG} if settings.label_column else {}
+        )
+    if settings.tokens:
+        columns |= {name: kind for name, (kind, _) in _TOKENS.items()}
+    return columns
+
+
+# -- texts and choices ---------------------------------------------------------------------------------------
+
+
+class TextTask:
+    """Rows whose texts or choices are scored."""
+
+    def __init__(self, llm: Scorer, settings: DataSettings) -> None:
+        self._llm = llm
+        self._settings = settings
+        self._prefix = prefix_of(llm.text, settings.bos)
+        self._max_tokens = settings.window or _most_tokens(llm)
+        self._windows = WindowSettings.of(llm, window=settings.window, stride=settings.stride)
+
+    def score(self, pairs: list[Pair]) -> list[Score]:
+        """Score the pairs of some rows."""
+        settings = self._settings
+        return self._llm.score(
+            pairs,
+            entropy=settings.tokens or settings.detect,
+            varentropy=settings.detect,
+            unconditional=settings.unconditional,
+        )
+
+    def asked(self, question: Question) -> Asked:
+        """Return the pairs of its texts, and what their scores come to; errors as `RowTask`."""
+        parts = self._parts(question)
+        values = partial(self._values, question, [data for _, data in parts])
+        return [pairs for pairs, _ in parts], values
+
+    def _parts(self, question: Question) -> list[tuple[list[Pair], bytes]]:
+        """The pairs of each text, and the bytes of it that they score."""
+        settings, context = self._settings, question.context
+        if settings.choices_column is None and context is None:
+            return [self._text_pairs(text) for text in question.texts]
+        delimiter = "" if settings.choices_column is None else settings.delimiter
+        texts = [delimiter + text for text in question.texts]
+        # The choices of a question are all measured in the same way.
+        splits = split_texts(self._llm.text, context or "", texts, rule=settings.boundary)
+        return [(self._continuation_pairs(split), given_bytes(split)) for split in splits]
+
+    def _text_pairs(self, text: str) -> tuple[list[Pair], bytes]:
+        own, spans = self._llm.text.encode_with_spans(text)
+        ids = np.concatenate([self._prefix, own])
+        require(len(ids) > 1, "text", "is one token that nothing predicts; put BOS before it (--bos)")
+        # Of places in `ids`, so that it is known which tokens of the text have a number.
+        cuts = self._text_cuts(np.arange(len(ids), dtype=np.int32))
+        pairs: list[Pair] = [(ids[before], ids[scored]) for before, scored in cuts]
+        scored = np.concatenate([places for _, places in cuts])
+        return pairs, _bytes_at(text, spans, scored - len(self._prefix))
+
+    def _text_cuts(self, ids: IntArray) -> list[tuple[IntArray, IntArray]]:
+        limit = self._max_tokens
+        if len(ids) <= limit:
+            return [(ids[:1], ids[1:])]
+        self._check_cuts(ids)
+        if self._settings.truncation == "window":
+            return [*window_pairs(ids, 1, self._windows.window, self._windows.stride)]
+        return [(ids[-limit:][:1], ids[-limit:][1:])]
+
+    def _continuation_pairs(self, split: Split) -> list[Pair]:
+        if len(split.token_ids) <= self._max_tokens:
+            return [split.pair]
+        self._check_cuts(split.token_ids)
+        if self._settings.truncation != "window":
+            return [last_of_split(split, self._max_tokens).pair]
+        parts = window_splits(split, self._windows.window, self._windows.stride)
+        # A text may lose the first token of each disjoint window; a continuation is compared with others.
+        is_whole = sum(len(part.continuation) for part in parts) == len(split.continuation)
+        require(is_whole, "stride", "leaves tokens of it without a number; give less than a window")
+        return [part.pair for part in parts]
+
+    def _check_cuts(self, ids: IntArray) -> None:
+        is_cut = self._settings.truncation != "error"
+        remedy = f"has {len(ids)} tokens, but {self._max_tokens} fit; set truncation to 'window' or 'left'"
+        require(is_cut, "text", remedy)
+
+    def _values(self, question: Question, texts: list[bytes], scores: list[Score]) -> dict[str, Any]:
+        scores = [score.counted_by(data) for score, data in zip(scores, texts, strict=True)]
+        if self._settings.choices_column:
+            return _choice_values(question, scores)
+        return _text_values(question, scores[0], self._settings)
+
+
+def _most_tokens(llm: Scorer) -> int:
+    """Tokens that a row may have; the last one is never run."""
+    limit: int = llm.engine.capabilities().max_model_len + 1
+    return limit
+
+
+def _bytes_at(text: str, spans: Spans, tokens: IntArray) -> bytes:
+    """The UTF-8 of the parts of a text that some tokens come from; a shared span is the first one's."""
+    data, bounds = text.encode(), np.append(0, spans[:, 1])
+    return b"".join(data[bounds[token] : bounds[token + 1]] for token in tokens)
+
+
+def _text_values(question: Question, score: Score, settings: DataSettings) -> dict[str, Any]:
+    names = [*_SCORE, *(["boundary"] if settings.context_column else [])]
+    names += [*_UNCONDITIONAL] if settings.unconditional else []
+    values = {name: getattr(score, name) for name in names}
+    if settings.detect:
+        from logprobe.analysis.detection import Detector
+
+        detector = Detector()
+        detector.add_tokens(score.token_logprobs, score.entropy or (), score.varentropy or ())
+        detector.add_text(question.texts[0])
+        values |= detector.result() | ({"label": question.label} if settings.label_column else {})
+    if settings.tokens:
+        values |= {name: getattr(score, attribute) for name, (_, attribute) in _TOKENS.items()}
+    return values
+
+
+def _choice_values(question: Question, scores: Sequence[Score]) -> dict[str, Any]:
+    """The most likely choice by sum, and by mean over its characters and bytes (without the delimiter)."""
+    logprobs = np.array([score.logprob for score in scores])
+    by_char = logprobs / [len(choice) for choice in question.texts]
+    by_byte = logprobs / [len(choice.encode()) for choice in question.texts]
+    best = [int(np.argmax(values)) for values in (logprobs, by_char, by_byte)]
+    values = {
+        "predicted": best[0],
+        "predicted_by_char": best[1],
+        "predicted_by_byte": best[2],
+        "confidence": float(measures.choice_probabilities(logprobs).max()),
+        "choice_logprobs": logprobs.tolist(),
+        "choice_num_tokens": [score.num_tokens for score in scores],
+        "choice_is_greedy": [score.is_greedy for score in scores],
+        "boundary": scores[0].boundary,
+    }
+    if question.answer is not None:
+        hits = {name: choice == question.answer for name, choice in zip(HITS, best, strict=True)}
+        values |= {"answer": question.answer, "answer_logprob": float(logprobs[question.answer])} | hits
+    return values
+
+
+# -- answers to a text ---------------------------------------------------------------------------------------
+
+
+class AnswerTask:
+    """Rows of which each asks how likely some answers to it are.
+
+    `lay_out` makes the plan of a row, and `values` columns of what it finds.
+    """
+
+    def __init__(self, llm: Scorer, lay_out: LayOut, values: Callable[[Any], dict[str, Any]]) -> None:
+        self._llm, self._lay_out, self._values = llm, lay_out, values
+
+    def score(self, pairs: list[Pair]) -> list[Score]:
+        """Score the pairs of some rows."""
+        return self._llm.score(pairs)
+
+    def asked(self, question: Question) -> Asked:
+        """Return the answers after its text; errors as `RowTask`."""
+        plan = self._lay_out(question)
+        sizes = [
+            len(pair.token_ids) if isinstance(pair, Split) else sum(map(len, pair)) for pair in plan.pairs
+        ]
+        limit = _most_tokens(self._llm)
+        # A row that is too long by itself would end the run among others.
+        remedy = f"has {max(sizes)} tokens as laid out, but {limit} fit; shorten it"
+        require(max(sizes) <= limit, "text", remedy)
+        return [[pair] for pair in plan.pairs], lambda scores: self._values(plan.sum_up(scores)[0])
+
+
+def label_values(found: Classification) -> dict[str, Any]:
+    """Return the columns of one classification."""
+    return {
+        "predicted": found.label,
+        "probs": list(found.probabilities.values()),
+        "logprobs": found.logprobs.tolist(),
+        "corrected": found.corrected.tolist(),
+        "mass": found.mass,
+        "margin": found.margin,
+        "boundary": found.boundary,
+    }
+
+
+def grade_values(found: Judgement) -> dict[str, Any]:
+    """Return the columns of one grade."""
+    return {
+        "expectation": found.expectation,
+        "spread": found.spread,
+        "off_scale": found.off_scale,
+        "probs": list(found.grades.probabilities.values()),
+        "logprobs": found.grades.logprobs.tolist(),
+        "boundary": found.grades.boundary,
+    }
+
+
+def _answer_task(llm: Scorer, settings: AnswerSettings) -> AnswerTask:
+    if isinstance(settings, RerankSettings):
+        return AnswerTask(llm, partial(_documents, llm, settings), lambda score: {"relevance_score": score})
+    if isinstance(settings, JudgeSettings):
+        return AnswerTask(llm, partial(_grades, llm, settings), grade_values)
+    # With `calibrated`, a text without content is asked once for all rows.
+    base = None if settings.empty is None else classify(llm, settings.empty, settings.labels)
+    assert not isinstance(base, list), "one prompt was asked"
+
+    def lay_out(question: Question) -> Plan[list[Any]]:
+        correction = "none" if base is not None else settings.correction
+        return classify_plan(
+            llm.text, [settings.asked(question.texts[0])], settings.labels, correction=correction
+        )
+
+    def values(found: Classification) -> dict[str, Any]:
+        return label_values(found if base is None else calibrated(found, base))
+
+    return AnswerTask(llm, lay_out, values)
+
+
+def _grades(llm: Scorer, settings: JudgeSettings, question: Question) -> Plan[list[Any]]:
+    return judge_plan(llm.text, [settings.asked(question.texts[0])], settings.scale)
+
+
+def _documents(llm: Scorer, settings: RerankSettings, question: Question) -> Plan[list[Any]]:
+    return rerank_plan(
+        llm.text,
+        (settings.query or "") if question.context is None else question.context,
+        question.texts,
+        task=settings.task,
+        template=settings.template or RERANK_TEMPLATE,
+        labels=settings.labels,
+    )

@@ -1,0 +1,467 @@
+"""Resumable output: parts that are whole or not there, and the files that are made of them at the end.
+
+Each part is written beside the output under another name, flushed to the disk, and renamed, so that a kill
+leaves the parts before it. Its name says which rows of the data set it answers: a resumed run continues after
+the last one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, Self, TypeVar
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+from filelock import FileLock, Timeout
+
+from logprobe.analysis.io.sources import BadRow  # noqa: TC001 - msgspec reads the field
+from logprobe.analysis.io.tables import (
+    INFO_KEY,
+    json_line,
+    parquet_writer,
+    reading,
+    write_durably,
+    writing,
+)
+from logprobe.errors import InputError
+from logprobe.private_files import FOLDER_MODE, is_private
+from logprobe.records.forms.finite import IMPOSSIBLE
+from logprobe.records.info import LogprobsInfo  # noqa: TC001 - msgspec reads the field
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from logprobe.analysis.progress import Advance
+    from logprobe.analysis.scorer import Scorer
+
+B = TypeVar("B", bound="AnsweredRows")
+S = TypeVar("S")
+S_co = TypeVar("S_co", covariant=True)
+ROWS_A_PART, BYTES_A_PART, SECONDS_A_PART = 1 << 10, 1 << 26, 20.0  # the first that is reached ends a part
+ROWS_A_GROUP, ROWS_A_PIECE = 1 << 14, 1 << 10
+SUFFIXES = (".parquet", ".jsonl")
+# The parameters of Python and the options of the command, as errors name them.
+RESUME: Final = "resume=True (--resume)"
+FORCE: Final = "force=True (--force)"
+BEGIN_ANEW: Final = f"give {FORCE} to begin anew"
+LOCK_FILE = "lock"  # in the folder of the parts, held by the process that writes them
+# Settings that are known with the first rows where not before.
+SOURCES_OF_NUMBERS = ("model", "weights", "weight_version", "lora", "lora_version")
+
+
+class AnsweredRows(msgspec.Struct, frozen=True, kw_only=True):
+    """What a batch of rows of a data set came to, and what its numbers are."""
+
+    end: int  # one past the index of its last row
+    num_rows: int  # of the data set, the bad ones too
+    num_bytes: float  # of the files, for progress
+    bad: list[BadRow]  # in order
+    source: dict[str, str | None]  # the model and its weights, as `source_of_numbers`
+    info: LogprobsInfo | None  # None where there are no numbers
+
+    def table(self, schema: pa.Schema) -> pa.Table:
+        """Return the rows of the output, in order."""
+        raise NotImplementedError
+
+
+def advancing(batches: Iterable[B], advance: Advance | None) -> Iterator[B]:
+    """Yield batches of rows, each after `advance` was called with its (bytes, rows)."""
+    for batch in batches:
+        if advance is not None:
+            advance(int(batch.num_bytes), batch.num_rows)
+        yield batch
+
+
+class Tally(Protocol[S_co]):
+    """Sums up the rows of an output."""
+
+    def add(self, table: pa.Table) -> None:
+        """Add the rows that come next."""
+
+    def summary(self, num_bad: int) -> S_co:
+        """Return the figures of all rows."""
+        ...
+
+
+def source_of_numbers(llm: Scorer, info: LogprobsInfo | None = None) -> dict[str, str | None]:
+    """Return a model and its weights: those that `info` names, as others may have taken over since."""
+    facts = llm.engine.capabilities()
+    source = {
+        "model": facts.model,
+        "weights": f"{facts.dtype} {facts.weights}",
+        "weight_version": facts.weight_version,
+        "lora": llm.lora,
+    }
+    if info is not None:
+        source |= {"weight_version": info.weight_version, "lora_version": info.lora_version}
+    return source
+
+
+class FinishedRun(msgspec.Struct, Generic[S], frozen=True, omit_defaults=True):
+    """A run whose output is whole."""
+
+    settings: dict[str, Any]
+    summary: S
+    num_bytes: int | None = None  # of the output; None: it is a folder
+
+
+class Journal(Generic[S]):
+    """The parts of one output, for one process at a time; `num_done` rows of the data set have been answered.
+
+    Use it in a `with` block, at whose end the lock on the parts is released.
+
+    Args:
+        path: the output.
+        schema: its columns.
+        settings: what a resumed run must share.
+        summary_type: class of the run's summary.
+        folder: files are made of the parts in this folder (`share`), which then has `run.json`; None: they
+            are joined in one file at `path`, beside which stands `<path>.run.json`.
+        resume: continue an earlier run. `summary` is that of a finished one, and None while rows are missing.
+        force: replace an output that exists.
+
+    Raises:
+        InputError: the output's suffix is unknown, it exists, another process writes it, or the run to resume
+            had other settings.
+        OutputError: it cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        schema: pa.Schema,
+        settings: dict[str, Any],
+        summary_type: type[S],
+        *,
+        folder: Path | None = None,
+        resume: bool,
+        force: bool,
+    ) -> None:
+        self.path = Path(path)
+        if self.path.suffix not in SUFFIXES:
+            raise InputError(f"{path}: must end in {' or '.join(SUFFIXES)}")
+        self._schema = schema
+        self._settings: dict[str, Any] = json.loads(json.dumps(settings))
+        self._summary_type = summary_type
+        self._is_file = folder is None
+        self._run_file = folder / "run.json" if folder else self._beside("run.json")
+        self._output = self._run_file if folder else self.path  # is there once the run has finished
+        self._parts = parts_folder(self.path)
+        self._done = self._beside("parts.done")
+        self._settings_file = self._parts / "settings.json"
+        self._lock = FileLock(self._parts / LOCK_FILE)
+        self.summary: S | None = None
+        self.num_done = 0
+        try:
+            with writing(self.path, _MAKE_ROOM):
+                self._open(resume=resume, force=force)
+                self.num_done = _end_of(self._all_parts())
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _beside(self, suffix: str) -> Path:
+        return self.path.with_name(f"{self.path.name}.{suffix}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not any(self._parts.glob("*.parquet")):  # nothing is kept for `resume`
+            shutil.rmtree(self._parts, ignore_errors=True)
+        self._lock.release()
+
+    def _open(self, *, resume: bool, force: bool) -> None:
+        is_new = not self._parts.exists()
+        if is_new and not force and self._output.exists():
+            self.summary = self._finished_summary(resume=resume)
+            return
+        if is_new:
+            self._parts.parent.mkdir(parents=True, exist_ok=True)
+            self._parts.mkdir(FOLDER_MODE, exist_ok=True)
+        elif not is_private(self._parts):
+            raise InputError(
+                f"{self._parts}: other users own it or may write to it; remove it, or run chmod -R go-w"
+            )
+        self._acquire()
+        if is_new and not force and self._output.exists():  # since it was looked for
+            shutil.rmtree(self._parts)
+        self._check_lock()
+        if not is_new and not force:
+            self._check_resumes(resume=resume)
+            for unfinished in self._parts.glob("*.tmp"):  # of a killed run
+                unfinished.unlink()
+            return
+        for file in self._parts.iterdir():
+            if file.name != LOCK_FILE:
+                file.unlink()
+        shutil.rmtree(self._done, ignore_errors=True)
+        self._note()
+
+    def _acquire(self) -> None:
+        """Lock the parts until the `with` block ends."""
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout as error:
+            raise InputError(
+                f"{self.path}: another process writes it; let that run end, or choose another name"
+            ) from error
+
+    def _check_lock(self) -> None:
+        if not (self._parts / LOCK_FILE).exists():  # removed by a run that finished meanwhile
+            raise InputError(f"{self.path}: another run has just written it; give {FORCE} to write it anew")
+
+    def _note(self) -> None:
+        write_durably(self._settings_file, lambda path: path.write_text(json.dumps(self._settings)))
+
+    def _finished_summary(self, *, resume: bool) -> S:
+        """Return the summary of the run that wrote the output, if this one would be the same."""
+        kind: Any = FinishedRun[self._summary_type]  # type: ignore[name-defined]
+        try:
+            run = msgspec.convert(json.loads(self._run_file.read_bytes()), kind) if resume else None
+        except (OSError, ValueError, RecursionError):
+            run = None
+        if run is None or (self._is_file and run.num_bytes != self.path.stat().st_size):
+            raise InputError(f"{self._output}: exists; give {FORCE} to write it anew, or another name")
+        self._check_same(run.settings)
+        summary: S = run.summary
+        return summary
+
+    def _check_resumes(self, *, resume: bool) -> None:
+        if not resume:
+            raise InputError(f"{self.path}: an earlier run stopped half way; give {RESUME} or {FORCE}")
+        if not self._settings_file.exists():
+            self._note()
+        with reading(self._settings_file, BEGIN_ANEW):
+            before = msgspec.json.decode(self._settings_file.read_bytes(), type=dict[str, Any])
+        self._check_same(before)
+        now, self._settings = self._settings, before
+        self.agree({name: now[name] for name in SOURCES_OF_NUMBERS if name in now})
+
+    def _check_same(self, before: dict[str, Any]) -> None:
+        now = self._settings
+        names = before.keys() | now.keys()
+        names -= {name for name in SOURCES_OF_NUMBERS if name not in before or name not in now}
+        other = sorted(name for name in names if before.get(name) != now.get(name))
+        if other:
+            raise InputError(
+                f"{self.path}: the run to resume had another {', '.join(other)}; "
+                f"repeat its settings, or give {FORCE}"
+            )
+
+    def agree(self, source: dict[str, str | None]) -> None:
+        """Note what gave the rows that come next (`SOURCES_OF_NUMBERS`); it must be what gave all others.
+
+        Raises:
+            InputError: it is not.
+        """
+        for name, value in source.items():
+            before = self._settings.get(name, value)
+            if before != value:
+                raise InputError(
+                    f"{self.path}: rows of {name} {value!r} after rows of {before!r}; let every part of the "
+                    f"run load the same weights in the same dtype, or give {FORCE}"
+                )
+        if not source.keys() <= self._settings.keys():
+            self._settings |= source
+            with writing(self.path, _MAKE_ROOM):
+                self._note()
+
+    # -- parts -----------------------------------------------------------------------------------------------
+
+    def complete(
+        self,
+        answered: Iterable[AnsweredRows],
+        tally: Tally[S],
+        write: Callable[[], None] | None = None,
+        *,
+        columns: list[str] | None = None,
+    ) -> S:
+        """Write the rows that are missing in parts, sum up all rows, and make the output of the parts.
+
+        Args:
+            answered: the rows from `num_done` on.
+            tally: sums up all rows.
+            write: writes the files of a folder; None: the output is one file.
+            columns: that `tally` reads; None: all.
+        """
+        tables: list[pa.Table] = []
+        batches: list[AnsweredRows] = []
+        since = time.monotonic()
+        for batch in answered:
+            self.agree(batch.source)
+            batches.append(batch)
+            tables.append(batch.table(self._schema))
+            is_full = (
+                sum(one.num_rows for one in batches) >= ROWS_A_PART
+                or sum(table.nbytes for table in tables) >= BYTES_A_PART
+                or time.monotonic() - since >= SECONDS_A_PART
+            )
+            if is_full:
+                self._write_part(batches, tables)
+                batches, tables, since = [], [], time.monotonic()
+        if batches:
+            self._write_part(batches, tables)
+        for table in self.groups(columns):  # by parts, last bits would depend on how long each took
+            tally.add(table)
+        summary = tally.summary(self._num_bad())
+        self._finish(summary, write or self._write_file)
+        return summary
+
+    def _write_part(self, batches: Sequence[AnsweredRows], tables: Sequence[pa.Table]) -> None:
+        info = next((batch.info for batch in batches if batch.info is not None), None)
+        bad = [row for batch in batches for row in batch.bad]
+        self.write(batches[-1].end, pa.concat_tables(tables), bad, info)
+
+    def write(self, end: int, rows: pa.Table, bad: Sequence[BadRow], info: LogprobsInfo | None) -> None:
+        """Answer the rows from `num_done` up to `end`, all or nothing."""
+        name = f"{self.num_done:012d}-{end:012d}"
+        table = rows.replace_schema_metadata({INFO_KEY: info.to_json().encode()} if info else None)
+        with writing(self.path, _MAKE_ROOM):
+            if bad:
+                lines = "".join(json.dumps(row.to_dict()) + "\n" for row in bad)
+                write_durably(self._parts / f"{name}.errors", lambda path: path.write_text(lines))
+            # Last: this one says that all of it is there.
+            write_durably(
+                self._parts / f"{name}.parquet",
+                lambda path: pq.write_table(table, path, compression="zstd"),
+            )
+        self.num_done = end
+
+    def _all_parts(self) -> list[Path]:
+        """The parts in order, which follow one another."""
+        parts = sorted(self._parts.glob("*.parquet"))
+        _end_of(parts)
+        return parts
+
+    def groups(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
+        """All rows in order, or some columns, ROWS_A_GROUP at a time, whatever the parts are."""
+        num_rows = 0
+        for part in self._all_parts():
+            with reading(part, BEGIN_ANEW):
+                num_rows += pq.read_metadata(part).num_rows
+        ends = [*range(ROWS_A_GROUP, num_rows, ROWS_A_GROUP), *([num_rows] if num_rows else [])]
+        return _cut(self._pieces(columns), ends)
+
+    def _pieces(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
+        """The rows of all parts, some at a time."""
+        for part in self._all_parts():
+            with reading(part, BEGIN_ANEW), pq.ParquetFile(part) as file:
+                if not file.schema_arrow.equals(self._schema):
+                    raise InputError(f"{part}: has other columns than this run; {BEGIN_ANEW}")
+                for batch in file.iter_batches(batch_size=ROWS_A_PIECE, columns=columns):
+                    yield pa.Table.from_batches([batch])
+
+    def _num_bad(self) -> int:
+        return sum(errors.read_bytes().count(b"\n") for errors in self._error_parts())
+
+    def _error_parts(self) -> list[Path]:
+        """Side files of whole parts, in order; one without its part is a killed run's."""
+        parts = sorted(self._parts.glob("*.errors"))
+        return [errors for errors in parts if errors.with_suffix(".parquet").exists()]
+
+    # -- the files that are made of them ---------------------------------------------------------------------
+
+    def _finish(self, summary: S, write: Callable[[], None]) -> None:
+        """Make the output and the file of bad rows, note the run beside it, and remove the parts."""
+        errors_path, errors = self._beside("errors.jsonl"), self._error_parts()
+        with writing(self.path, _MAKE_ROOM):
+            if errors:
+                write_durably(errors_path, partial(_concatenate, errors))
+            else:
+                errors_path.unlink(missing_ok=True)
+            write()
+            num_bytes = self.path.stat().st_size if self._is_file else None
+            run = msgspec.to_builtins(FinishedRun(self._settings, summary, num_bytes))
+            write_durably(self._run_file, lambda path: path.write_text(json.dumps(run, indent=2) + "\n"))
+            self._parts.rename(self._done)  # at once: half of the parts would look like a damaged run
+            shutil.rmtree(self._done, ignore_errors=True)
+
+    def share(self, folder: Path, shards: Sequence[Sequence[int]]) -> None:
+        """Write the rows to files of a folder, named as those of a split of Hugging Face's `datasets` are.
+
+        Args:
+            folder: it need not exist.
+            shards: of each file one past the last row of each group, counted from the run's first row. How
+                long a part took and where a run was killed have no part in them.
+        """
+        folder.mkdir(exist_ok=True)
+        groups = _cut(self._pieces(), [end for ends in shards for end in ends])
+        for number, ends in enumerate(shards):
+            shard = folder / f"train-{number:05d}-of-{len(shards):05d}.parquet"
+            write_durably(shard, partial(self._write_groups, islice(groups, len(ends))))
+
+    def _write_file(self) -> None:
+        is_parquet = self.path.suffix == ".parquet"
+        write_durably(
+            self.path, partial(self._write_groups, self.groups()) if is_parquet else self._write_jsonl
+        )
+
+    def _info(self) -> bytes | None:
+        for part in self._all_parts():
+            with reading(part, BEGIN_ANEW):
+                metadata = pq.read_schema(part).metadata or {}
+            if INFO_KEY in metadata:
+                info: bytes = metadata[INFO_KEY]
+                return info
+        return None
+
+    def _write_groups(self, groups: Iterable[pa.Table], path: Path) -> None:
+        with parquet_writer(path, self._schema, self._info()) as write:
+            for group in groups:
+                write(group)
+
+    def _write_jsonl(self, path: Path) -> None:
+        info = self._info()
+        if info is not None:
+            about = json.dumps(json.loads(info) | {"floor": IMPOSSIBLE})
+            write_durably(self._beside("info.json"), lambda side: side.write_text(f"{about}\n"))
+        with path.open("w", encoding="utf-8") as file:
+            for table in self.groups():
+                file.writelines(json_line(row) + "\n" for row in table.to_pylist())
+
+
+_MAKE_ROOM: Final = f"make room and give {RESUME}"
+
+
+def parts_folder(output: Path) -> Path:
+    """Return the folder of the parts of an unfinished output."""
+    return output.with_name(f"{output.name}.parts")
+
+
+def _end_of(parts: Iterable[Path]) -> int:
+    """One past the last row of some parts, which must follow one another from row 0 on."""
+    end = 0
+    for part in parts:
+        with reading(part, BEGIN_ANEW):
+            first, stop = map(int, part.stem.split("-"))
+        if first != end:
+            what = "a part before it is missing" if first > end else "its rows are those of a part before it"
+            raise InputError(f"{part}: {what}; {BEGIN_ANEW}")
+        end = stop
+    return end
+
+
+def _cut(tables: Iterator[pa.Table], ends: Iterable[int]) -> Iterator[pa.Table]:
+    """Rows [0, ends[0]), [ends[0], ends[1]) and so on of tables that follow one another."""
+    waiting: list[pa.Table] = []
+    start = num_waiting = 0
+    for end in ends:
+        while num_waiting < end - start:
+            waiting.append(next(tables))
+            num_waiting += len(waiting[-1])
+        whole = pa.concat_tables(waiting)
+        yield whole.slice(0, end - start)
+        waiting, num_waiting, start = [whole.slice(end - start)], num_waiting - (end - start), end
+
+
+def _concatenate(parts: Sequence[Path], path: Path) -> None:
+    with path.open("wb") as file:
+        for part in parts:
+            file.write(part.read_bytes())

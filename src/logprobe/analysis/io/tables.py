@@ -1,0 +1,101 @@
+"""Tables as Parquet and JSON lines, files that are whole or not there, and errors that name the file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from logprobe.errors import InputError, LogprobeError, OutputError
+from logprobe.private_files import claim
+from logprobe.records.forms.arrow import INFO_KEY
+from logprobe.records.forms.arrow_validity import UNREADABLE, python_rows
+from logprobe.records.forms.finite import finite_fields
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
+
+ROWS_A_BATCH = 64  # in memory: a text may be large, and a file of one text in many rows small
+_MESSAGE_CHARS = 300  # pyarrow's own may be pages
+
+__all__ = ["INFO_KEY", "json_line", "parquet_rows", "parquet_writer", "reading", "write_durably", "writing"]
+
+
+def json_line(row: dict[str, Any]) -> str:
+    """Return a row as JSON; -inf becomes -9999, and +inf (a perplexity that follows from it) null."""
+    bounded = {name: None if value == math.inf else value for name, value in row.items()}
+    return json.dumps(finite_fields(bounded), ensure_ascii=False)
+
+
+@contextmanager
+def parquet_writer(
+    path: str | Path, schema: pa.Schema, info: bytes | None = None
+) -> Iterator[Callable[[pa.Table], None]]:
+    """Open a zstd-compressed Parquet file; each table that is written becomes a group of rows.
+
+    `info` is `LogprobsInfo` as JSON, for the metadata.
+    """
+    whole = schema.with_metadata(None if info is None else {INFO_KEY: info})
+    with pq.ParquetWriter(path, whole, compression="zstd") as writer:
+
+        def write(table: pa.Table) -> None:
+            writer.write_table(table.replace_schema_metadata(whole.metadata))
+            pa.default_memory_pool().release_unused()  # or each group's memory stays
+
+        yield write
+
+
+def parquet_rows(file: pq.ParquetFile, columns: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Rows of a Parquet file as Python values, in the memory of some."""
+    for batch in file.iter_batches(batch_size=ROWS_A_BATCH, columns=list(columns)):
+        yield from python_rows(batch)
+
+
+@contextmanager
+def reading(path: str | Path, remedy: str = "name another file") -> Iterator[None]:
+    """Raise `InputError` for a file that is damaged or cannot be read."""
+    try:
+        yield
+    except LogprobeError:
+        raise
+    except (*UNREADABLE, ValueError, RecursionError) as error:
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+        raise InputError(f"{path}: cannot be read ({reason:.{_MESSAGE_CHARS}}); {remedy}") from error
+
+
+@contextmanager
+def writing(path: str | Path, remedy: str = "make room, or choose another name") -> Iterator[None]:
+    """Raise `OutputError` with the name of the output where the system cannot write in the block."""
+    try:
+        yield
+    except LogprobeError:
+        raise
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else error  # pyarrow's own text is longer
+        raise OutputError(f"{path}: cannot be written ({reason}); {remedy}") from error
+
+
+def write_durably(path: Path, write: Callable[[Path], object]) -> None:
+    """Write under another name, flush to the disk, and rename; what fails leaves nothing that takes space."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    try:
+        claim(unfinished)
+        write(unfinished)
+        with unfinished.open("rb") as file:
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
