@@ -6,9 +6,9 @@ import math
 from dataclasses import replace
 
 import pytest
-from logprobe.analysis.auditing import words
 
 from audit_samples import FAILING, FAULT, NONCONFORMING, PASSING
+from logprobe.analysis.auditing import words
 from logprobe.analysis.auditing.report import DISTRIBUTIONS, Steadiness
 
 
