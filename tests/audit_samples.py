@@ -6,7 +6,6 @@ from typing import Final
 
 from logprobe.analysis.auditing.report import (
     AuditReport,
-    Distance,
     Errors,
     Evidence,
     FieldAnswer,
@@ -78,10 +77,6 @@ PASSING: Final = AuditReport(
         ),
     ),
     worst_nats=3e-6,
-    precision=(
-        Distance(precision="float32", mean=1e-6, worst=3e-6),
-        Distance(precision="bfloat16", mean=0.02, worst=0.3),
-    ),
 )
 
 FAULT: Final = Finding(

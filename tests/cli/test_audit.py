@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -58,16 +59,16 @@ def test_our_own_server_passes_and_its_report_goes_into_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TINY_KEY", KEY)
-    report, page = tmp_path / "report.json", tmp_path / "page.html"
+    report, picture = tmp_path / "report.json", tmp_path / "numbers.png"
     flags = ("--model", str(tiny_model_folder), "--api-key-env", "TINY_KEY", "--quick")
-    done = cli("audit", url, *flags, "-o", str(report), "--html", str(page))
+    done = cli("audit", url, *flags, "-o", str(report), "--plot", str(picture))
     first, second, *_ = done.out.splitlines()
     assert first.startswith("numbers: PASS  worst "), done
     assert second.startswith("API conformance: no fault")
     assert done.code == 0
     assert json.loads(report.read_text())["numbers"] == "PASS"
-    assert page.read_text().startswith("<!doctype html>")
-    assert all(KEY not in text for text in (done.out, done.err, report.read_text(), page.read_text()))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert all(KEY not in text for text in (done.out, done.err, report.read_text()))
     # The same numbers once more: nothing changed.
     again = cli("audit", f"{url}/v1", *flags, "--before", str(report), "--json")
     assert json.loads(again.out)["findings"] == json.loads(report.read_text())["findings"]
@@ -106,14 +107,14 @@ def test_what_is_asked_arrives(
         *("audit", "http://127.0.0.1:1", "--model", str(tiny_model_folder)),
         *("--endpoint-model", "m", "--lora", f"mine={adapter_folders['wide']}"),
         *("--data", str(tmp_path / "in.txt"), "--lines", "--limit", "2"),
-        *("--before", str(tmp_path / "before.json"), "--max-nats", "0.5", "--timeout-s", "7", "--precision"),
+        *("--before", str(tmp_path / "before.json"), "--max-nats", "0.5", "--timeout-s", "7"),
     )
     assert done.code == 0, done
-    assert asked["endpoint"].settings.timeout_s == 7
+    assert asked["endpoint"].timeout_s == 7
     assert asked["llm"].lora == asked["lora"] == "mine"
     assert asked["before"] == PASSING
-    names = ("model", "texts", "max_nats", "precision", "quick", "progress")
-    assert [asked[name] for name in names] == ["m", ["the cat", "the dog"], 0.5, True, False, None]
+    names = ("model", "texts", "max_nats", "quick", "progress")
+    assert [asked[name] for name in names] == ["m", ["the cat", "the dog"], 0.5, False, None]
 
 
 @pytest.mark.parametrize(
@@ -189,10 +190,20 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_request(
 ) -> None:
     done = cli(
         *("audit", "http://127.0.0.1:1", "--model", str(tiny_model_folder)),
-        *("--html", str(tmp_path / "none" / "page.html")),
+        *("--plot", str(tmp_path / "none" / "numbers.png")),
     )
     assert done.code == 1
     assert "there is no such folder" in done.error_line
+
+
+def test_a_picture_without_matplotlib_is_refused_before_any_request(
+    cli: Callable[..., Any], tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    flags = ("--model", str(tiny_model_folder), "--plot", str(tmp_path / "numbers.png"))
+    done = cli("audit", "http://127.0.0.1:1", *flags)
+    assert done.code == 2
+    assert "--plot" in done.error_line
 
 
 def test_the_first_lines_are_the_verdicts_and_steer_no_terminal(
@@ -210,11 +221,10 @@ def test_the_first_lines_are_the_verdicts_and_steer_no_terminal(
     assert "\x1b" not in "".join([first, second, third, finding, evidence, correction, *rest])
     facts = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in rest if "  " in line}
     assert facts["refused"] == "chat.min_p"
-    assert facts["precision"].startswith("nearest to float32 1.0e-06")
 
 
 def test_a_report_without_anything_still_has_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    bare = replace(PASSING, distributions={}, errors=(), steadiness=(), fields=(), precision=(), findings=())
+    bare = replace(PASSING, distributions={}, errors=(), steadiness=(), fields=(), findings=())
     print_report(bare)
     assert capsys.readouterr().out.startswith("numbers: FAIL  no number could be compared\n")
 
@@ -278,7 +288,7 @@ def test_two_files_are_compared_without_a_model(cli: Callable[..., Any], rollout
     ("words", "named"),
     [
         (("whole",), "--model"),
-        (("whole", "--html", "page.html"), "--html"),
+        (("whole", "--plot", "numbers.png"), "--plot"),
         (("whole", "--before", "report.json"), "--before"),
         (("whole", "--quick"), "--quick"),
         (("whole", "--conformance"), "--conformance"),

@@ -21,7 +21,7 @@ from safetensors.numpy import save
 from fuzzing import fuzz
 from logprobe import RemoteLM
 from logprobe.errors import LogprobeError, ParameterError, ServerError
-from logprobe.integrations.remote.link import FULL
+from logprobe.transport.http_client import FULL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

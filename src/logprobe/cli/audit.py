@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -44,7 +45,7 @@ STORED: Final = ".parquet"
 # Parameters of the command that only one of the two kinds takes.
 OF_ENDPOINTS: Final = (
     *("endpoint_model", "data", "text_column", "lines", "format", "limit", "api_key_env", "timeout_s"),
-    *("before", "precision", "quick", "conformance", "html"),
+    *("before", "quick", "conformance", "plot"),
 )
 OF_ROLLOUTS: Final = ("trainer", "temperature", "top_k", "top_p", "min_p")
 
@@ -85,15 +86,12 @@ _Before = Annotated[
     Path | None, typer.Option(help="A report of before a change: what should have changed, and what not.")
 ]
 _MaxNats = Annotated[float, typer.Option(help="How far a number may be from the exact one.")]
-_Precision = Annotated[
-    bool, typer.Option("--precision", help="Tell the precision that it seems to compute in, too; loads more.")
-]
 _Timeout = Annotated[float, typer.Option(help="Seconds of one request, waits for a full server included.")]
 _Conformance = Annotated[
     bool, typer.Option("--conformance", help="Exit with 1 for a fault in API conformance, too.")
 ]
 _Quick = Annotated[bool, typer.Option("--quick", help="Fewer prompts and circumstances.")]
-_Html = Annotated[Path | None, typer.Option(help="Write a page with plots.")]
+_Plot = Annotated[Path | None, typer.Option(help="Draw the numbers to a PNG (extra plot).")]
 _Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the report, for --before.")]
 _Temperature = Annotated[
     float | None, typer.Option(help="That rollouts were drawn with; by default as they say themselves.")
@@ -121,14 +119,13 @@ def audit(
     timeout_s: _Timeout = TIMEOUT_S,
     before: _Before = None,
     max_nats: _MaxNats = MAX_NATS,
-    precision: _Precision = False,
     quick: _Quick = False,
     conformance: _Conformance = False,
     temperature: _Temperature = None,
     top_k: _TopK = None,
     top_p: _TopP = None,
     min_p: _MinP = None,
-    html: _Html = None,
+    plot: _Plot = None,
     output: _Output = None,
     as_json: JsonOption = False,
     **engine: Any,
@@ -141,8 +138,10 @@ def audit(
     the same tokens are from them, and what to apply.
     Exit code 1 if the numbers fail: a fault in them, or a number further off than --max-nats.
     """
-    for path in (output, html):
+    for path in (output, plot):
         _check_writable(path)
+    if plot is not None and find_spec("matplotlib") is None:  # before minutes of requests
+        raise typer.BadParameter("needs matplotlib; pip install 'logprobe[plot]'", param_hint="--plot")
     if endpoint.endswith(STORED):
         _refuse(context, OF_ENDPOINTS, "is of endpoints alone")
         if trainer is not None:
@@ -161,11 +160,10 @@ def audit(
             "texts": texts,
             "before": None if before is None else _read_report(before),
             "max_nats": max_nats,
-            "precision": precision,
             "quick": quick,
         }
         report = _audited(endpoint, _key(api_key_env), timeout_s, _given(model), lora, asked, engine)
-        _show(report, output, html, as_json=as_json)
+        _show(report, output, plot, as_json=as_json)
         is_right = report.numbers == "PASS" and not (conformance and report.faults("conformance"))
     if not is_right:
         raise typer.Exit(1)
@@ -276,23 +274,21 @@ def _bar() -> Iterator[Callable[[int, int, str], None] | None]:
         yield advance
 
 
-def _show(report: AuditReport, output: Path | None, html: Path | None, *, as_json: bool) -> None:
-    from logprobe.analysis.auditing.html import page
-
+def _show(report: AuditReport, output: Path | None, plot: Path | None, *, as_json: bool) -> None:
     values = json.dumps(report.to_dict())
-    _write(output, lambda: values)
-    _write(html, lambda: page(report))
+    _write(output, lambda path: path.write_text(values, encoding="utf-8"))
+    _write(plot, report.plot)
     if as_json:
         typer.echo(values)
     else:
         print_report(report)
 
 
-def _write(path: Path | None, make: Callable[[], str]) -> None:
+def _write(path: Path | None, write: Callable[[Path], object]) -> None:
     if path is None:
         return
     try:
-        path.write_text(make(), encoding="utf-8")
+        write(path)
     except OSError as error:
         raise OutputError(f"{path}: cannot be written ({error.strerror or error})") from error
 
@@ -314,7 +310,7 @@ def _audit_rollouts(
 
     report = compare_rollouts(path, trainer, **drawn)
     values = json.dumps(report.to_dict())
-    _write(output, lambda: values)
+    _write(output, lambda path: path.write_text(values, encoding="utf-8"))
     if as_json:
         typer.echo(values)
     else:

@@ -63,8 +63,6 @@ def _facts(report: AuditReport) -> Iterator[tuple[str, str]]:
     for answer, fields in _grouped((row.answer, row.field) for row in report.fields):
         if answer != "answered":
             yield answer, ", ".join(dict.fromkeys(fields))
-    if report.precision:
-        yield "precision", f"nearest to {words.precision_words(report.precision)} (mean nats)"
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> Iterable[tuple[str, list[str]]]:

@@ -250,16 +250,6 @@ def test_a_reply_of_a_thousand_prompt_rows_is_no_such() -> None:
         assert ask_once(url) == value
 
 
-def test_parsing_counts_as_a_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = threading.Event()
-    monkeypatch.setattr(json, "loads", lambda _: held.wait(60))
-    try:
-        with answering(always(reply(b"{}"))) as url, pytest.raises(ServerError):
-            ask_once(url, timeout_s=0.5)
-    finally:
-        held.set()
-
-
 def test_a_reply_that_is_compressed_unasked(tiny_llm: LLM) -> None:
     with answering(always(reply(b"xx", content_encoding="gzip"))) as url:
         assert "compressed" in str(failure(url, tiny_llm))

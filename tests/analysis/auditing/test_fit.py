@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from logprobe.analysis.auditing.dialects import Ask
 from logprobe.analysis.auditing.distributions import tempered
 from logprobe.analysis.auditing.findings import Findings
 from logprobe.analysis.auditing.fit import (
@@ -22,6 +21,7 @@ from logprobe.analysis.auditing.fit import (
     judge,
     rounding_of,
 )
+from logprobe.analysis.auditing.forms import Ask
 
 if TYPE_CHECKING:
     from collections.abc import Callable

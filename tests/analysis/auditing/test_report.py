@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 
 from logprobe.analysis.auditing.report import (
     AuditReport,
-    Distance,
     Errors,
     Evidence,
     FieldAnswer,
@@ -18,7 +19,11 @@ from logprobe.analysis.auditing.report import (
     StoredPrompt,
     StoredRow,
 )
-from logprobe.errors import InputError
+from logprobe.errors import InputError, ParameterError
+from refusals import raises
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 EVIDENCE = Evidence(ask="echo", prompt="The sky", position=1, where="prompt", theirs=-1.0, ours=-2.0)
 FINDING = Finding(kind="shifted", severity="fault", title="…", count=1, of=2, evidence=(EVIDENCE,))
@@ -48,7 +53,6 @@ REPORT = AuditReport(
         ),
     ),
     worst_nats=1.0,
-    precision=(Distance(precision="float32", mean=0.0, worst=0.0),),
 )
 
 
@@ -72,6 +76,12 @@ def test_a_fault_of_conformance_is_listed_and_leaves_the_numbers_alone() -> None
     assert (report.faults("numbers"), report.faults("conformance")) == ((), (ignored,))
     values = report.to_dict()
     assert (values["numbers"], values["conformance"]) == ("PASS", ["ignored"])
+
+
+def test_a_plot_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with raises(ParameterError, parameter="plot"):
+        REPORT.plot(tmp_path / "numbers.png")
 
 
 @pytest.mark.parametrize(

@@ -10,24 +10,21 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import numpy as np
 import pytest
 
-from logprobe import LLM
 from logprobe.analysis import AuditReport, audit
-from logprobe.analysis.auditing.precision import distances, own_runs, rounded
-from logprobe.errors import ParameterError, UnsupportedModelError
+from logprobe.errors import ParameterError
 from logprobe.server import ServerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
+
+    from logprobe import LLM
 
 
 @pytest.fixture(scope="module")
 def url(tiny_llm: LLM, new_serving: Any) -> Iterator[str]:
-    # An invented field is among the trials: ignored, it would be noted.
-    with new_serving(tiny_llm, ServerSettings(strict_fields=True)) as (address, _):
+    with new_serving(tiny_llm, ServerSettings()) as (address, _):
         yield address
 
 
@@ -47,7 +44,7 @@ def test_every_form_of_ours_is_looked_at(report: AuditReport) -> None:
     assert forms == {"echo", "prompt_logprobs", "completions", "chat", "chat prompt_logprobs"}
     assert {*report.distributions.values()} == {"raw"}
     assert all(one.is_equal or (one.worst or 0) < 1e-4 for one in report.steadiness)
-    assert {one.answer for one in report.fields} == {"answered", "refused"}
+    assert {one.answer for one in report.fields} <= {"answered", "refused"}
     told = {one.circumstance for one in report.steadiness}
     assert {"three times alone", "after a generation", "streamed (chat)", "prompt of 64 tokens"} <= told
 
@@ -171,48 +168,6 @@ def test_progress_is_told(tiny_llm: LLM, url: str) -> None:
     audit(url, tiny_llm, quick=True, progress=lambda *one: told.append(one))
     assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
     assert all(done <= planned for done, planned, _ in told)
-
-
-def test_a_low_precision_is_known_by_its_distance(tiny_model_folder: Path, new_serving: Any) -> None:
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 22, max_batch_tokens=64) as llm:
-        with own_runs(llm)("bfloat16") as other, new_serving(other, ServerSettings()) as (address, _):
-            found = audit(address, llm, precision=True, max_nats=2.0, quick=True)
-        assert found.numbers == "PASS", found.findings
-        assert found.precision[0].precision == "bfloat16"
-        assert found.precision[0].mean < found.precision[1].mean / 5
-        assert {one.precision for one in found.precision} == {
-            "float32",
-            "bfloat16",
-            "float16",
-            "q8_0",
-            "q4_0",
-        }
-        assert found.worst_nats > 1e-3
-        with pytest.raises(ParameterError) as caught:
-            own_runs(object())
-        assert caught.value.parameter == "precision"
-
-
-def test_a_precision_that_a_model_does_not_run_in_is_left_out(tiny_llm: LLM) -> None:
-    @contextmanager
-    def runs(precision: str) -> Iterator[LLM]:
-        if precision != "float32":
-            raise UnsupportedModelError(f"not in {precision}")
-        yield tiny_llm
-
-    found, refused = distances(runs, [((1,), (2, 3), np.zeros(2))])
-    assert [one.precision for one in found] == ["float32"]
-    assert refused["q4_0"] == "not in q4_0"
-
-
-def test_weights_are_rounded_as_blocks_are() -> None:
-    import torch
-
-    matrix = torch.linspace(-1, 1, 64).reshape(2, 32)
-    for form, step in (("q8_0", 1 / 127), ("q4_0", 1 / 8)):
-        assert float((rounded(matrix, form) - matrix).abs().max()) <= step
-        assert not torch.equal(rounded(matrix, form), matrix)
-    assert torch.equal(rounded(matrix[0], "q4_0"), matrix[0])
 
 
 def test_the_real_model_served(real_llm: LLM, new_serving: Any) -> None:

@@ -30,8 +30,10 @@ from logprobe.errors import (
     UnreachableError,
 )
 from logprobe.integrations.remote import link
-from logprobe.integrations.remote.link import as_error, retry_after_s
+from logprobe.integrations.remote.link import as_error
 from logprobe.server import ServerSettings
+from logprobe.transport import http_client
+from logprobe.transport.http_client import retry_after_s
 from refusals import raises
 
 if TYPE_CHECKING:
@@ -88,7 +90,7 @@ class Slow(BaseHTTPRequestHandler):
 
 def test_an_exchange_that_is_given_up_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it is: it may be the one that closes those which have waited for too long."""
-    monkeypatch.setattr(link, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(http_client, "KEEP_ALIVE_S", 0.01)
 
     async def give_up(url: str, num_turns: int) -> None:
         one = link.Link(url, None, LIMIT_S)

@@ -1,6 +1,7 @@
 """Audit of an endpoint: its log-probabilities beside the same rows computed exactly.
 
-The order of `run`: `session` asks, by the forms of `dialects` → `rows` finds the token of each number →
-`reference` computes the rows, and `distributions` what they may be after → `fit` says of which they are and
-which faults they have → `steady` asks again, `fields` tries each parameter → `findings` → `report`.
+The order of `run`: `session` sends the requests of `forms` by `endpoint` → `rows` matches rows with tokens →
+`reference` computes the exact rows, and `distributions` what they may be reported as → `fit` finds which they
+are, and their faults → `steady` repeats requests under other circumstances, `fields` tries each field, and
+`changes` compares with an earlier audit → `findings` → `report`.
 """

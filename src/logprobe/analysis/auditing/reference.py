@@ -58,11 +58,10 @@ class Reference:
         while self._kept_bytes > MAX_KEPT_BYTES and len(self._rows) > 1:
             self._kept_bytes -= self._rows.popitem(last=False)[1].nbytes
 
-    def chosen(self, many: Sequence[Sequence[int]], start: int = 1) -> list[Floats]:
-        """What the tokens ids[start:] of each sequence have, (T - start,) nats; one call for all."""
-        pairs = [(list(ids[:start]), list(ids[start:])) for ids in many]
-        scores = self._llm.score(pairs) if pairs else []
-        return [np.array(score.token_logprobs, np.float64) for score in scores]
+    def chosen(self, ids: Sequence[int]) -> Floats:
+        """Return the logprobs of ids[1:], (T - 1,) nats."""
+        (score,) = self._llm.score([(list(ids[:1]), list(ids[1:]))])
+        return np.array(score.token_logprobs, np.float64)
 
 
 def shaping_of(params: Mapping[str, Any]) -> Shaping:

@@ -6,14 +6,19 @@ Plain data that JSON holds; nothing here asks a server or computes a row.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import msgspec
+import numpy as np
 
-from logprobe.errors import InputError
+from logprobe.errors import InputError, ParameterError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 VERSION: Final = 2
 MAX_EVIDENCE: Final = 5
+PLOT_FLOOR_NATS: Final = 1e-8  # where equal numbers are drawn on the logarithmic axis
 MAX_TEXT: Final = 80  # characters of a prompt, a token or a server's words
 
 Severity: TypeAlias = Literal["fault", "note"]
@@ -150,15 +155,6 @@ class FieldAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Distance:
-    """How far their numbers are from our own run in one precision; nats."""
-
-    precision: str
-    mean: float
-    worst: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRow:
     """One number that a later audit compares; None is impossible."""
 
@@ -200,7 +196,6 @@ class AuditReport:
     findings: tuple[Finding, ...]
     stored: tuple[StoredPrompt, ...]
     worst_nats: float
-    precision: tuple[Distance, ...] = ()
     version: int = VERSION
 
     @property
@@ -212,6 +207,39 @@ class AuditReport:
     def faults(self, area: Area) -> tuple[Finding, ...]:
         """Findings of one verdict, without notes; those of conformance are its list."""
         return tuple(one for one in self.findings if one.severity == "fault" and one.area == area)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the endpoint's numbers of stored prompts against the exact ones (extra `plot`).
+
+        Raises:
+            ParameterError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ParameterError("plot", "needs matplotlib; pip install 'logprobe[plot]'") from error
+
+        figure = Figure(figsize=(9, 4), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        for where in ("prompt", "completion"):
+            numbers = np.array(
+                [
+                    (row.position, row.theirs, row.ours)
+                    for prompt in self.stored
+                    if prompt.where == where
+                    for row in prompt.rows
+                    if row.theirs is not None and row.ours is not None
+                ]
+            ).reshape(-1, 3)
+            positions, theirs, ours = numbers.T
+            left.plot(ours, theirs, ".", markersize=2, label=where)
+            right.plot(positions, np.maximum(np.abs(theirs - ours), PLOT_FLOOR_NATS), ".", markersize=2)
+        left.axline((0, 0), slope=1, linewidth=0.8)
+        left.set(xlabel="exact logprob (nats)", ylabel="endpoint's logprob (nats)")
+        left.legend()
+        right.axhline(self.max_nats, linewidth=0.8)
+        right.set(xlabel="position", ylabel="difference (nats)", yscale="log")
+        figure.savefig(path)
 
     def to_dict(self) -> dict[str, Any]:
         """Every field as JSON has it, and both verdicts."""

@@ -1,6 +1,7 @@
-"""Whether numbers stay where only the circumstance changes: asked again, beside others, cached, streamed.
+"""Numbers under other circumstances: repeated, cached, beside other requests, streamed, at other lengths.
 
-Each check asks one prompt as it was asked before, and once more under the circumstance that it is about.
+`circumstances` lists those in which a reply is compared with an earlier one to the same ask; prompts of other
+lengths, with cached prefixes and of generated tokens are compared with the exact numbers.
 """
 
 from __future__ import annotations
@@ -8,23 +9,24 @@ from __future__ import annotations
 import asyncio
 import secrets
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from logprobe.analysis.auditing.dialects import Ask, Refusal, Reply
 from logprobe.analysis.auditing.fit import CAP, IMPOSSIBLE, allowance_of, distance, finite
+from logprobe.analysis.auditing.forms import Ask, Refusal, Reply
 from logprobe.analysis.auditing.report import Evidence, Steadiness
 from logprobe.analysis.auditing.rows import align_completion, align_prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator
 
-    from logprobe.analysis.auditing.dialects import Entry, Row
     from logprobe.analysis.auditing.findings import Findings
+    from logprobe.analysis.auditing.forms import Row
+    from logprobe.analysis.auditing.report import Where
     from logprobe.analysis.auditing.rows import Reader
     from logprobe.analysis.auditing.session import Session
-    from logprobe.analysis.measures import Floats
 
 NEIGHBOURS: Final = (1, 8, 32, 45)
 QUICK_NEIGHBOURS: Final = (1, 8)
@@ -32,7 +34,9 @@ LENGTHS: Final = (64, 128, 256, 512, 1024)
 QUICK_LENGTHS: Final = (64, 512)
 NEIGHBOUR_TOKENS: Final = 24
 PROBE_TOKENS: Final = 12
+SCORED: Final = (64, 72)  # tokens of a prompt, and generated after it, that are then scored as a prompt
 UNSTEADY: Final = ("unsteady-repeated", "unsteady-cached", "unsteady-after-generation", "unsteady-order")
+CACHED: Final = "a prompt has other numbers once it is cached, up to {worst} nats"
 PROBE: Final = (
     "In the morning the harbour lay still, and the boats that had come in by night were tied up in rows. "
     "Nobody spoke of the storm."
@@ -45,82 +49,82 @@ CONTINUED: Final = "A list of the months of the year, one after the other: Janua
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far two replies to one ask are apart."""
+    """The distance between the numbers of a reply and those that they should equal."""
 
     is_equal: bool
     worst: float | None  # nats; None where nothing could be compared
-    begins_at: int | None  # the first row that differs
+    begins_at: int | None = None  # the first row that differs
     theirs: float | None = None  # the two numbers at the worst
-    before: float | None = None
-    where: str = "completion"
+    ours: float | None = None
+    where: Where = "completion"
 
     def is_beyond(self, max_nats: float) -> bool:
-        """Whether it is more than may be."""
+        """Return whether it exceeds the limit."""
         return not self.is_equal and (self.worst is None or self.worst > max_nats)
 
 
 def difference(before: Reply, reply: Reply) -> Difference:
-    """Row by row, each token by its own words."""
-    worst, begins_at, is_equal = None, None, True
-    at: tuple[float | None, float | None, str] = (None, None, "completion")
-    for where, rows, others in (
-        ("prompt", before.prompt, reply.prompt),
-        ("completion", before.completion, reply.completion),
-    ):
+    """Compare two replies row by row, each token by what the server says of it."""
+    found = Difference(before.prompt == reply.prompt and before.completion == reply.completion, None)
+    wheres: tuple[Where, ...] = ("prompt", "completion")
+    for where in wheres:
+        rows, others = getattr(before, where), getattr(reply, where)
         if rows is None or others is None:
-            if (rows is None) != (others is None):
-                is_equal = False
             continue
-        for index, (row, other) in enumerate(zip(rows, others, strict=False)):
+        found = replace(found, worst=found.worst or 0.0)
+        for index, (row, other) in enumerate(zip_longest(rows, others)):
             if row == other:
-                worst = worst or 0.0
                 continue
-            is_equal = False
-            begins_at = index if begins_at is None else begins_at
+            if found.begins_at is None:
+                found = replace(found, begins_at=index)
             size, first, second = _row_difference(row, other)
-            if size is not None and (worst is None or size > worst):
-                worst, at = size, (first, second, where)
+            if size > (found.worst or 0.0):
+                found = replace(found, worst=size, theirs=second, ours=first, where=where)
             if where == "completion" and not _is_same_token(row, other):
                 break  # what follows follows other tokens
-        else:
-            if len(rows) != len(others):
-                is_equal = False
-                begins_at = min(len(rows), len(others)) if begins_at is None else begins_at
-                worst = max(worst or 0.0, CAP)
-    return Difference(is_equal, worst, begins_at, at[1], at[0], at[2])
+    return found
 
 
 def _is_same_token(row: Row | None, other: Row | None) -> bool:
     if row is None or other is None or row.chosen is None or other.chosen is None:
         return row is other
-    return _key(row.chosen) == _key(other.chosen)
+    return row.chosen.key == other.chosen.key
 
 
-def _key(entry: Entry) -> tuple[int | None, str | None, bytes | None]:
-    return entry.token_id, entry.text, entry.data
-
-
-def _row_difference(row: Row | None, other: Row | None) -> tuple[float | None, float | None, float | None]:
-    """The largest difference of two rows' numbers of the same tokens, and the two."""
+def _row_difference(row: Row | None, other: Row | None) -> tuple[float, float | None, float | None]:
+    """Return the largest difference of two rows' numbers of the same tokens, and the two numbers."""
     if row is None or other is None:
         return CAP, None, None
-    first = {_key(one): one.logprob for one in row.alternatives or ()}
-    second = {_key(one): one.logprob for one in other.alternatives or ()}
+    first = {entry.key: entry.logprob for entry in row.alternatives or ()}
+    second = {entry.key: entry.logprob for entry in other.alternatives or ()}
     if row.chosen is not None and other.chosen is not None:
-        first[_key(row.chosen)] = row.chosen.logprob
-        second[_key(other.chosen)] = other.chosen.logprob
-    worst: tuple[float | None, float | None, float | None] = (None, None, None)
-    for key in first.keys() & second.keys():
-        a, b = first[key], second[key]
-        size = 0.0 if a == b else CAP if a is None or b is None else abs(a - b)
-        if worst[0] is None or size > worst[0]:
-            worst = (size, a, b)
-    return worst if worst[0] is not None else (CAP, None, None)
+        first[row.chosen.key] = row.chosen.logprob
+        second[other.chosen.key] = other.chosen.logprob
+    sizes = [
+        (0.0 if a == b else CAP if a is None or b is None else abs(a - b), a, b)
+        for a, b in ((first[key], second[key]) for key in first.keys() & second.keys())
+    ]
+    return max(sizes, key=lambda one: one[0]) if sizes else (CAP, None, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Circumstance:
+    """An ask once more under another circumstance, and the fault if its numbers change."""
+
+    kind: str
+    title: str
+    name: str
+    ask: Ask
+    num_before: int = 2  # times that it is asked first; the last of these replies is compared
+    after: tuple[Ask, ...] = ()  # asked in between
+    beside: tuple[Ask, ...] = ()  # in flight meanwhile
+    stream: bool = False
+    times: int = 1
 
 
 @dataclass(slots=True)
 class Steady:
-    """The checks of one server, and what they found."""
+    """The checks of one server, and what they observed."""
 
     session: Session
     reader: Reader
@@ -133,387 +137,283 @@ class Steady:
     rows: list[Steadiness] = field(default_factory=list)
     wrong_from: int | None = None  # the row from which on scored prompts are known to be wrong
 
+    @property
+    def form(self) -> str:
+        """The form of repeated requests."""
+        return self.session.prompt_form or self.session.completion_form or ""
+
     async def run(self) -> None:
-        """All checks that the server's forms allow."""
-        session = self.session
-        form = session.prompt_form or session.completion_form
-        if form is None:
+        """Observe all circumstances that the server's forms allow."""
+        if not self.form:
             return
-        await session.settle()
-        session.tell("the same request again")
-        if not await self._repeated(form):
-            return
-        if session.prompt_form is not None:
-            session.tell("before and after a generation")
-            await self._after_generation(session.prompt_form)
-        session.tell("beside other requests")
-        await self._beside(form)
-        session.tell("in another order")
-        await self._order(form)
-        session.tell("streamed and whole")
-        await self._streamed()
-        if session.prompt_form is None:
-            title = "lengths and scored generations were not looked at: the server gives no rows of prompts"
+        for circumstance in self.circumstances():
+            self.session.tell(circumstance.name)
+            await self.session.settle()
+            await self._observe(circumstance)
+        if self.session.prompt_form is not None and self.prompt_fits:
+            self.session.tell("generated and scored")
+            await self.session.settle()
+            await self._scored()
+            self.session.tell("prompts of many lengths")
+            await self._extended()
+            await self._lengths()
+        else:
+            why = "rows of short prompts are wrong" if self.session.prompt_form else "it gives no prompt rows"
+            title = f"lengths, prefixes and scored generations were not looked at: {why}"
             self.findings.add("left-out", title, severity="note")
-            return
-        await session.settle()
-        if not self.prompt_fits:
-            title = "lengths and prefixes were not looked at: rows of short prompts are wrong"
-            self.findings.add("left-out", title, severity="note")
-            return
-        session.tell("generated and scored")
-        await self._prefill(session.prompt_form)
-        await self._extended(session.prompt_form)
-        session.tell("prompts of many lengths")
-        await self._lengths(session.prompt_form)
 
-    # -- alone ---------------------------------------------------------------------------------------------
+    # -- beside an earlier reply ---------------------------------------------------------------------------
 
-    def _probe(self, form: str, text: str = PROBE) -> Ask:
-        generated = 0 if form == self.session.prompt_form else PROBE_TOKENS
-        return Ask(form=form, prompt=self._cut(text, 2), max_tokens=generated, params={"temperature": 0})
-
-    def _cut(self, text: str, share: int) -> str:
-        """The beginning of a text, at most a share of the context."""
-        return self.reader.tokens.cut(text, self.max_len // share)
-
-    async def _repeated(self, form: str) -> bool:
-        """A prompt that was never asked, four times: the later ones beside each other, then the first."""
-        text = self._cut(f"Note {secrets.token_hex(3)}. {PROBE}", 2)
-        replies = [await self.session.ask(self._probe(form, text)) for _ in range(4)]
-        heard = [reply for reply in replies if isinstance(reply, Reply)]
-        if len(heard) < len(replies):
-            self.findings.add(
-                "left-out", "steadiness was not looked at: the probe was refused", severity="note"
+    def circumstances(self) -> Iterator[Circumstance]:
+        """Yield the circumstances in which a reply is compared with an earlier one."""
+        form, writer = self.form, self.session.completion_form
+        yield Circumstance(
+            kind="unsteady-repeated",
+            title="the same request, alone, has other numbers the next time, up to {worst} nats",
+            name="three times alone",
+            ask=self.probe(form, f"Note {secrets.token_hex(3)}. {PROBE}"),
+            times=2,
+        )
+        yield Circumstance(
+            kind="unsteady-cached",
+            title=CACHED,
+            name="with its prefix cached",
+            ask=self.probe(form, f"Note {secrets.token_hex(3)}. {PROBE}"),
+            num_before=1,
+        )
+        if self.session.prompt_form is not None:
+            params = {"temperature": 1.0, "seed": 3}
+            yield Circumstance(
+                kind="unsteady-after-generation",
+                title="a prompt scored right after a generation has other numbers, up to {worst} nats",
+                name="after a generation",
+                ask=self.probe(form, OTHER),
+                after=(Ask(form=writer or form, prompt=CONTINUED, max_tokens=8, params=params),),
             )
-            return False
-        probe = self._probe(form, text)
-        again = _widest([difference(heard[1], one) for one in heard[2:]])
-        self._note("three times alone", 3, again)
-        cold = difference(heard[0], heard[1])
-        self._note("with its prefix cached", 1, cold)
-        if again.is_beyond(self.max_nats):
-            title = "the same request, alone, has other numbers the next time, up to {worst} nats"
-            self._wrong("unsteady-repeated", title, probe, again)
-        elif cold.is_beyond(self.max_nats):
-            title = "a prompt has other numbers once it is cached, up to {worst} nats"
-            self._wrong("unsteady-cached", title, probe, cold)
-        return True
-
-    async def _extended(self, form: str) -> None:
-        """A longer prompt whose beginning is cached, beside the exact rows; and one as long that is new."""
-        text = f"{self._cut(OTHER, 2)} {self._cut(PROBE, 4)}"
-        ask = replace(self._probe(form), prompt=text)
-        cold = await self._beside_reference(replace(ask, prompt=f"Note {secrets.token_hex(3)}. {text}"))
-        found = await self._beside_reference(ask)
-        if cold is None or found is None:
-            return
-        self._note("after a cached prefix", 1, found)
-        # What is wrong without a cache, too, is wrong by its place or its length.
-        if found.is_beyond(self.max_nats) and not cold.is_beyond(self.max_nats):
-            title = (
-                "a prompt whose beginning is cached has other numbers than the model's, up to {worst} nats"
-            )
-            self._wrong("unsteady-cached", title, ask, found)
-
-    async def _beside_reference(self, ask: Ask) -> Difference | None:
-        """A text's prompt rows beside ours; None where they cannot be had."""
-        ids = self.reader.tokens.encode(str(ask.prompt))
-        reply = await self.session.ask(ask) if len(ids) <= self.max_len else None
-        if not isinstance(reply, Reply) or not reply.prompt:
-            return None
-        worst, first, pair = self._errors(reply, ids)
-        return Difference(worst <= self.max_nats, worst, first, pair[0], pair[1], "prompt")
-
-    # -- beside others -------------------------------------------------------------------------------------
-
-    async def _beside(self, form: str) -> None:
-        forms = dict.fromkeys([form, self.session.completion_form or form])
-        baselines = {}
-        for name in forms:
-            ask = self._probe(name, OTHER)
-            await self.session.ask(ask)
-            baselines[name] = (ask, await self.session.ask(ask))
         for count in QUICK_NEIGHBOURS if self.is_quick else NEIGHBOURS:
-            for name, (ask, before) in baselines.items():
-                if not isinstance(before, Reply):
-                    continue
-                reply = await self._with_neighbours(ask, count)
-                if not isinstance(reply, Reply):
-                    continue
-                found = difference(before, reply)
-                others = "1 other" if count == 1 else f"{count} others"
-                self._note(f"beside {others} ({name})", 1, found)
-                is_after = name != self.session.completion_form and self.findings.has(
-                    "unsteady-after-generation"
+            for name in dict.fromkeys([form, writer or form]):
+                yield Circumstance(
+                    kind="unsteady-beside-others",
+                    title="numbers change where other requests run, up to {worst} nats",
+                    name=f"beside {count} other{'s' if count > 1 else ''} ({name})",
+                    ask=self.probe(name, OTHER),
+                    beside=tuple(self._neighbour(writer or form, index) for index in range(count)),
                 )
-                if found.is_beyond(self.max_nats) and not is_after:
-                    title = "numbers change where other requests run, up to {worst} nats"
-                    self._wrong("unsteady-beside-others", title, ask, found, f"beside {others}")
-
-    async def _with_neighbours(self, ask: Ask, count: int) -> Reply | Refusal:
-        session = self.session
-        form = session.completion_form or session.prompt_form
-        assert form is not None
-        neighbours = [
-            Ask(
-                form=form,
-                prompt=self._cut(f"Letter number {index}: dear friend, " + "how are you? " * (index % 7), 2),
-                max_tokens=min(NEIGHBOUR_TOKENS, self.max_len // 4),
-                params={"temperature": 1.0, "seed": index},
+        for first, second in ((CONTINUED, OTHER), (OTHER, CONTINUED)):
+            yield Circumstance(
+                kind="unsteady-order",
+                title="numbers depend on which prompt was asked before, up to {worst} nats",
+                name="after another prompt",
+                ask=self.probe(form, first),
+                after=(self.probe(form, second),),
             )
-            for index in range(count)
-        ]
-        running = [asyncio.ensure_future(session.ask(one)) for one in neighbours]
+        for name in self.session.stream_forms:
+            ask = Ask(form=name, prompt=CONTINUED, max_tokens=PROBE_TOKENS, params={"temperature": 0})
+            yield Circumstance(
+                kind="stream-differs",
+                title="a stream has other numbers than a whole reply, up to {worst} nats",
+                name=f"streamed ({name})",
+                ask=replace(ask, prompt=({"role": "user", "content": CONTINUED},)) if ask.is_chat else ask,
+                stream=True,
+            )
+
+    def _neighbour(self, form: str, index: int) -> Ask:
+        text = f"Letter number {index}: dear friend, " + "how are you? " * (index % 7)
+        max_tokens = min(NEIGHBOUR_TOKENS, self.max_len // 4)
+        params = {"temperature": 1.0, "seed": index}
+        return Ask(form=form, prompt=self.cut(text), max_tokens=max_tokens, params=params)
+
+    async def _observe(self, circumstance: Circumstance) -> None:
+        """Ask without the circumstance and under it, and compare."""
+        ask, session = circumstance.ask, self.session
+        before = [await session.ask(ask) for _ in range(circumstance.num_before)][-1]
+        for other in circumstance.after:
+            await session.ask(other)
+        running = [asyncio.ensure_future(session.ask(other)) for other in circumstance.beside]
         try:
-            await asyncio.sleep(0.02)  # they are on their way
-            return await session.ask(ask)
+            if running:
+                await asyncio.sleep(0.02)  # they are on their way
+            compared = replace(ask, stream=circumstance.stream)
+            replies = [await session.ask(compared) for _ in range(circumstance.times)]
         finally:
-            await asyncio.gather(*running, return_exceptions=False)
-
-    # -- after others --------------------------------------------------------------------------------------
-
-    async def _after_generation(self, form: str) -> None:
-        await self.session.settle()
-        ask = self._probe(form, OTHER)
-        await self.session.ask(ask)
-        before = await self.session.ask(ask)
-        writer = self.session.completion_form or form
-        await self.session.ask(
-            Ask(form=writer, prompt=CONTINUED, max_tokens=8, params={"temperature": 1.0, "seed": 3})
+            await asyncio.gather(*running)
+        given = [reply for reply in replies if isinstance(reply, Reply)]
+        if not isinstance(before, Reply) or len(given) < len(replies):
+            if not circumstance.stream:  # trials of fields report a stream that is refused
+                title = f"not looked at, as a request was refused: {circumstance.name}"
+                self.findings.add("left-out", title, severity="note")
+            return
+        if circumstance.stream and not given[0].completion:  # a field that is ignored
+            return
+        if circumstance.stream:
+            before, given = replace(before, prompt=None), [replace(given[0], prompt=None)]
+        found = max(
+            (difference(before, reply) for reply in given), key=lambda one: (not one.is_equal, one.worst or 0)
         )
-        after = await self.session.ask(ask)
-        await self.session.settle()
-        if not (isinstance(before, Reply) and isinstance(after, Reply)):
-            return
-        found = difference(before, after)
-        self._note("after a generation", 1, found)
-        if found.is_beyond(self.max_nats):
-            title = "a prompt scored right after a generation has other numbers, up to {worst} nats"
-            self._wrong("unsteady-after-generation", title, ask, found)
-
-    async def _order(self, form: str) -> None:
-        """A and B each after itself, then each after the other."""
-        asks = {"A": self._probe(form, CONTINUED), "B": self._probe(form, OTHER)}
-        replies = [(name, await self.session.ask(asks[name])) for name in "AABBABBA"]
-        own = {"A": replies[1][1], "B": replies[3][1]}
-        found = [
-            (name, difference(own[name], reply))  # type: ignore[arg-type]
-            for (name, reply) in replies[4:]
-            if isinstance(reply, Reply) and isinstance(own[name], Reply)
-        ]
-        if not found:
-            return
-        name, widest = max(found, key=lambda one: one[1].worst or 0.0)
-        self._note("in another order", len(found), _widest([one for _, one in found]))
-        if widest.is_beyond(self.max_nats):
-            title = "numbers depend on which prompt was asked before, up to {worst} nats"
-            self._wrong("unsteady-order", title, asks[name], widest)
-
-    # -- streamed ------------------------------------------------------------------------------------------
-
-    async def _streamed(self) -> None:
-        for form in self.session.stream_forms:
-            prompt = CONTINUED if form == "completions" else ({"role": "user", "content": CONTINUED},)
-            ask = Ask(form=form, prompt=prompt, max_tokens=12, params={"temperature": 0})
-            await self.session.ask(ask)
-            whole = await self.session.ask(ask)
-            stream = await self.session.ask(replace(ask, stream=True))
-            if not (isinstance(whole, Reply) and isinstance(stream, Reply) and stream.completion):
-                continue  # the fields tell it
-            found = difference(replace(whole, prompt=None), replace(stream, prompt=None))
-            self._note(f"streamed ({form})", 1, found)
-            if found.is_beyond(self.max_nats) or whole.text != stream.text:
-                title = "a stream has other numbers than a whole reply, up to {worst} nats"
-                self._wrong("stream-differs", title, ask, found)
-
-    # -- lengths -------------------------------------------------------------------------------------------
-
-    async def _lengths(self, form: str) -> None:
-        room = self.max_len - max(self.session.least.get(form, 0), 0)
-        sizes = [
-            size + by
-            for size in (QUICK_LENGTHS if self.is_quick else LENGTHS)
-            for by in (-1, 0, 1)
-            if size + by <= room
-        ]
-        if not sizes:
-            return
-        prompts = [ids for size in sizes if (ids := self._of_length(size)) is not None]
-        references = self.reader.reference.chosen(prompts)
-        wrong: list[tuple[int, float, int | None, Ask, tuple[float | None, float | None]]] = []
-        unanswered: list[tuple[int, str]] = []
-        for ids, exact in zip(prompts, references, strict=True):
-            ask = self._prompt_ask(form, ids)
-            reply = await self.session.ask(ask)
-            if not isinstance(reply, Reply) or not reply.prompt:
-                unanswered.append((len(ids), _words(reply)))
-                continue
-            worst, first, pair = self._errors(reply, ids, exact)
-            found = Difference(worst <= self.max_nats, worst, first)
-            self._note(f"prompt of {len(ids)} tokens", 1, found)
-            if worst > self.max_nats:
-                wrong.append((len(ids), worst, first, ask, pair))
-        if unanswered:
-            lengths = ", ".join(str(size) for size, _ in unanswered)
-            title = f"prompts of {lengths} tokens are not answered: {unanswered[0][1]}"
-            self.findings.add("error", title, severity="note", count=len(unanswered), of=len(prompts))
-        if wrong:
-            lengths = ", ".join(str(size) for size, *_ in wrong)
-            self.findings.add(
-                "wrong-at-length",
-                f"prompts of {lengths} tokens have wrong numbers, up to {{worst}} nats; "
-                f"{len(prompts) - len(wrong)} other lengths are right",
-                evidence=[
-                    Evidence(
-                        ask=ask.form,
-                        prompt=ask.shown,
-                        position=first,
-                        where="prompt",
-                        theirs=pair[0],
-                        ours=pair[1],
-                        note=f"{size} tokens, from row {first} on",
-                    )
-                    for size, _, first, ask, pair in wrong
-                ],
-                worst=max(worst for _, worst, *_ in wrong),
-                count=len(wrong),
-                of=len(prompts),
-            )
-
-    def _prompt_ask(self, form: str, ids: tuple[int, ...]) -> Ask:
-        """A prompt by its ids, or by its text where the server takes no ids."""
-        tokens = self.reader.tokens
-        prompt = ids if self.session.takes_ids else tokens.vocabulary.bytes_of(ids).decode()
-        return Ask(form=form, prompt=prompt, num_top=1)
-
-    def _of_length(self, size: int) -> tuple[int, ...] | None:
-        """A prompt of so many tokens, each of its own beginning; None where its text is cut otherwise."""
-        tokens = self.reader.tokens
-        text = f"Chapter {size}. " + " ".join([PROBE, OTHER, CONTINUED] * (size // 24 + 1))
-        ids = tokens.encode(text)[:size]
-        if len(ids) < size:
-            return None
-        if not self.session.takes_ids:
-            again = tokens.encode(tokens.vocabulary.bytes_of(ids).decode("utf-8", "replace"))
-            return ids if again == ids else None
-        return ids
-
-    def _errors(
-        self, reply: Reply, ids: tuple[int, ...], exact: Floats | None = None
-    ) -> tuple[float, int | None, tuple[float | None, float | None]]:
-        """The worst chosen number of a prompt, the first that is off, and the two numbers there."""
-        if exact is None:
-            (exact,) = self.reader.reference.chosen([ids])
-        aligned = align_prompt(reply.prompt or (), ids, self.reader.tokens)
-        worst, first = 0.0, None
-        pair: tuple[float | None, float | None] = (None, None)
-        for position, row in aligned.pairs:
-            if position < 1 or row.chosen is None:
-                continue
-            theirs = np.array([-np.inf if row.chosen.logprob is None else row.chosen.logprob])
-            error = float(distance(theirs, exact[position - 1 : position])[0])
-            is_filled = theirs[0] == 0 or theirs[0] <= IMPOSSIBLE or not np.isfinite(theirs[0])
-            if is_filled and self.findings.has("filled-in"):
-                continue
-            if self.wrong_from is not None and position >= self.wrong_from:
-                continue
-            error = max(error - self._allowance(float(theirs[0])), 0.0)
-            if error > self.max_nats and first is None:
-                first = position
-            if error > worst:
-                worst, pair = error, (row.chosen.logprob, finite(exact[position - 1]))
-        self.reader.num_rows += len(aligned.pairs)
-        return worst, first, pair
-
-    def _allowance(self, number: float) -> float:
-        """How far the rounding that was found may move a number, nats."""
-        rounding = self.roundings.get(self.session.prompt_form or "")
-        return 0.0 if rounding is None else float(allowance_of(rounding, np.array([number]))[0])
-
-    # -- generated, then scored ----------------------------------------------------------------------------
-
-    async def _prefill(self, form: str) -> None:
-        """Score what the server generated as a prompt: the same tokens, the same numbers."""
-        writer = self.session.completion_form
-        if writer is None or not self.session.takes_ids or self.findings.has(*UNSTEADY):
-            return
-        size = min(64, self.max_len // 2)
-        ids = self._of_length(size)
-        if ids is None:
-            return
-        ask = Ask(
-            form=writer,
-            prompt=ids,
-            max_tokens=min(72, self.max_len - size - 2),
-            num_top=1,
-            params={"temperature": 1.0, "seed": 11, "ignore_eos": True},
+        if circumstance.stream and before.text != given[0].text:
+            found = replace(found, is_equal=False, worst=max(found.worst or 0.0, CAP))
+        # What changes after a generation changes beside one.
+        is_excused = ask.form != session.completion_form and self.findings.has("unsteady-after-generation")
+        self._note(
+            circumstance.kind,
+            circumstance.title,
+            circumstance.name,
+            ask,
+            found,
+            is_excused=bool(circumstance.beside) and is_excused,
+            requests=circumstance.times,
         )
-        reply = await self.session.ask(ask)
-        if isinstance(reply, Refusal):
-            ask = replace(ask, params={"temperature": 1.0, "seed": 11})
-            reply = await self.session.ask(ask)
-        await self.session.settle()
-        if not isinstance(reply, Reply) or not reply.completion:
-            return
-        aligned = align_completion(reply, self.reader.tokens)
-        whole = ids + aligned.ids
-        if not aligned.ids or aligned.is_cut or len(whole) > self.max_len:
-            return
-        (exact,) = self.reader.reference.chosen([whole])
-        generated = [
-            abs(row.chosen.logprob - exact[len(ids) - 1 + at])
-            for at, row in aligned.pairs
-            if row.chosen is not None and row.chosen.logprob is not None
-        ]
-        scored = await self.session.ask(self._prompt_ask(form, whole))
-        if not isinstance(scored, Reply) or not scored.prompt or not generated:
-            return
-        worst, first, pair = self._errors(scored, whole, exact)
-        found = Difference(worst <= self.max_nats, worst, first, *pair, "prompt")
-        self._note("generated, then scored as a prompt", 1, found)
-        is_generated_right = float(np.quantile(generated, 0.9)) <= self.max_nats
-        if found.is_beyond(self.max_nats) and is_generated_right:
-            title = (
-                "generated rows are right, and the same tokens scored as a prompt are wrong "
-                f"from row {first} on, up to {{worst}} nats"
-            )
-            self._wrong("prefill-decode", title, ask, found)
-            self.wrong_from = first
 
-    # -- noting --------------------------------------------------------------------------------------------
-
-    def _note(self, circumstance: str, requests: int, found: Difference) -> None:
+    def _note(
+        self,
+        kind: str,
+        title: str,
+        name: str,
+        ask: Ask,
+        found: Difference,
+        *,
+        is_excused: bool = False,
+        requests: int = 1,
+    ) -> None:
+        """Keep what was observed; it is a fault, unless the same request alone changes anyway."""
         self.rows.append(
             Steadiness(
-                circumstance=circumstance,
+                circumstance=name,
                 requests=requests,
                 is_equal=found.is_equal,
                 worst=found.worst,
                 begins_at=found.begins_at,
             )
         )
-
-    def _wrong(self, kind: str, title: str, ask: Ask, found: Difference, note: str = "") -> None:
-        """A finding, unless what the same request gives alone changes anyway."""
-        if kind != "unsteady-repeated" and self.findings.has("unsteady-repeated"):
+        if not found.is_beyond(self.max_nats) or is_excused or self.findings.has("unsteady-repeated"):
             return
         evidence = Evidence(
             ask=ask.label,
             prompt=ask.shown,
             position=found.begins_at,
-            where="prompt" if found.where == "prompt" else "completion",
+            where=found.where,
             theirs=found.theirs,
-            ours=found.before,
-            note=note or "ours: the number without the circumstance",
+            ours=found.ours,
+            note=name,
         )
         self.findings.add(kind, title, evidence=[evidence], worst=found.worst or CAP)
 
+    # -- beside the exact numbers --------------------------------------------------------------------------
 
-def _widest(found: Sequence[Difference]) -> Difference:
-    """The one with the largest difference."""
-    return max(found, key=lambda one: (not one.is_equal, one.worst or 0.0))
+    async def _scored(self) -> None:
+        """Score what the server generated as a prompt: the same tokens, the same numbers."""
+        session, writer = self.session, self.session.completion_form
+        ids = self._of_length(min(SCORED[0], self.max_len // 2))
+        if writer is None or ids is None or not session.takes_ids or self.findings.has(*UNSTEADY):
+            return
+        params = {"temperature": 1.0, "seed": 11, "ignore_eos": True}
+        max_tokens = min(SCORED[1], self.max_len - len(ids) - 2)
+        ask = Ask(form=writer, prompt=ids, max_tokens=max_tokens, num_top=1, params=params)
+        reply = await session.ask(ask)
+        if isinstance(reply, Refusal):
+            ask = replace(ask, params={"temperature": 1.0, "seed": 11})
+            reply = await session.ask(ask)
+        await session.settle()
+        if not isinstance(reply, Reply) or not reply.completion:
+            return
+        aligned = align_completion(reply, self.reader.tokens)
+        whole = ids + aligned.ids
+        if not aligned.pairs or aligned.num_unknown or len(whole) > self.max_len:
+            return
+        exact = self.reader.reference.chosen(whole)
+        errors = [
+            abs(row.chosen.logprob - exact[len(ids) - 1 + at])
+            for at, row in aligned.pairs
+            if row.chosen is not None and row.chosen.logprob is not None
+        ]
+        found = await self._beside_exact(self._prompt_ask(whole), whole)
+        if found is None or not errors:
+            return
+        is_right = float(np.quantile(errors, 0.9)) <= self.max_nats
+        title = (
+            "generated rows are right, and the same tokens scored as a prompt are wrong, up to {worst} nats"
+        )
+        name = "generated, then scored as a prompt"
+        self._note("prefill-decode", title, name, ask, found, is_excused=not is_right)
+        if is_right and found.is_beyond(self.max_nats):
+            self.wrong_from = found.begins_at
 
+    async def _extended(self) -> None:
+        """Score a longer prompt whose beginning is cached, and one as long that is new."""
+        text = f"{self.cut(OTHER)} {self.cut(PROBE, 4)}"
+        ask = replace(self.probe(self.form), prompt=text)
+        new = replace(ask, prompt=f"Note {secrets.token_hex(3)}. {text}")
+        cold = await self._beside_exact(new, self.reader.tokens.encode(str(new.prompt)))
+        found = await self._beside_exact(ask, self.reader.tokens.encode(text))
+        if cold is not None and found is not None:
+            # A prompt that is wrong without a cache is wrong for another reason.
+            is_excused = cold.is_beyond(self.max_nats)
+            self._note("unsteady-cached", CACHED, "after a cached prefix", ask, found, is_excused=is_excused)
 
-def _words(reply: Reply | Refusal) -> str:
-    return str(reply) if isinstance(reply, Refusal) else "no row"
+    async def _lengths(self) -> None:
+        """Score prompts around the sizes at which servers split them."""
+        room = self.max_len - self.session.min_tokens.get(self.form, 0)
+        title = "prompts of {count} lengths have wrong numbers, up to {worst} nats"
+        for length in QUICK_LENGTHS if self.is_quick else LENGTHS:
+            for size in (length - 1, length, length + 1):
+                ids = self._of_length(size) if size <= room else None
+                if ids is None:
+                    continue
+                ask = self._prompt_ask(ids)
+                if found := await self._beside_exact(ask, ids):
+                    self._note("wrong-at-length", title, f"prompt of {size} tokens", ask, found)
+                else:
+                    unanswered = f"a prompt of {size} tokens is not answered with rows"
+                    self.findings.add("error", unanswered, severity="note")
+
+    async def _beside_exact(self, ask: Ask, ids: tuple[int, ...]) -> Difference | None:
+        """Compare the chosen numbers of a prompt with the exact ones; None where there are none."""
+        reply = await self.session.ask(ask) if len(ids) <= self.max_len else None
+        if not isinstance(reply, Reply) or not reply.prompt:
+            return None
+        exact = self.reader.reference.chosen(ids)
+        found = Difference(is_equal=True, worst=0.0, where="prompt")
+        rounding = self.roundings.get(self.form)
+        aligned = align_prompt(reply.prompt, ids, self.reader.tokens)
+        self.reader.num_rows += len(aligned.pairs)
+        for position, row in aligned.pairs:
+            if row.chosen is None or (self.wrong_from is not None and position >= self.wrong_from):
+                continue
+            theirs = np.array([-np.inf if row.chosen.logprob is None else row.chosen.logprob])
+            if (theirs[0] == 0 or theirs[0] <= IMPOSSIBLE) and self.findings.has("filled-in"):
+                continue
+            error = float(distance(theirs, exact[position - 1 : position])[0])
+            if rounding is not None:
+                error = max(error - float(allowance_of(rounding, theirs)[0]), 0.0)
+            if error > self.max_nats and found.begins_at is None:
+                found = replace(found, is_equal=False, begins_at=position)
+            if error > (found.worst or 0.0):
+                ours = finite(exact[position - 1])
+                found = replace(found, worst=error, theirs=row.chosen.logprob, ours=ours)
+        return found
+
+    # -- prompts -------------------------------------------------------------------------------------------
+
+    def probe(self, form: str, text: str = PROBE) -> Ask:
+        """Return a short request whose numbers are compared."""
+        generated = 0 if form == self.session.prompt_form else PROBE_TOKENS
+        return Ask(form=form, prompt=self.cut(text), max_tokens=generated, params={"temperature": 0})
+
+    def cut(self, text: str, share: int = 2) -> str:
+        """Return the beginning of a text, at most a share of the context."""
+        return self.reader.tokens.cut(text, self.max_len // share)
+
+    def _prompt_ask(self, ids: tuple[int, ...]) -> Ask:
+        """Return a prompt by its ids, or by its text where the server takes no ids."""
+        prompt = ids if self.session.takes_ids else self.reader.tokens.vocabulary.bytes_of(ids).decode()
+        return Ask(form=self.form, prompt=prompt, num_top=1)
+
+    def _of_length(self, size: int) -> tuple[int, ...] | None:
+        """Return a prompt of so many tokens, each with a beginning of its own; None where there is none."""
+        tokens = self.reader.tokens
+        text = f"Chapter {size}. " + " ".join([PROBE, OTHER, CONTINUED] * (size // 24 + 1))
+        ids = tokens.encode(text)[:size]
+        if not self.session.takes_ids:  # a text that is cut is often split otherwise
+            again = tokens.encode(tokens.vocabulary.bytes_of(ids).decode("utf-8", "replace"))
+            return ids if len(ids) == size and again == ids else None
+        return ids if len(ids) == size else None

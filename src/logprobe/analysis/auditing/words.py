@@ -1,4 +1,4 @@
-"""An audit in words: the lines that its table on a terminal and its page share."""
+"""Lines of an audit report for the terminal and the documentation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from logprobe.analysis.auditing.report import Area, AuditReport, Distance, Evidence, Finding, Steadiness
+    from logprobe.analysis.auditing.report import Area, AuditReport, Evidence, Finding, Steadiness
 
 Numbers: TypeAlias = Literal["chosen", "alternatives"]
 
@@ -131,11 +131,6 @@ def steady_words(row: Steadiness) -> str:
 def some_of(asks: Sequence[str]) -> str:
     """The first of some asks, and how many more there are."""
     return asks[0] if len(asks) == 1 else f"{asks[0]} and {len(asks) - 1} more"
-
-
-def precision_words(distances: tuple[Distance, ...]) -> str:
-    """The precisions, nearest first."""
-    return ", ".join(f"{one.precision} {nats(one.mean)}" for one in distances)
 
 
 def _count(number: int, what: str) -> str:

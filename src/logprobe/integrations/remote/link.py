@@ -6,30 +6,24 @@ A link belongs to one event loop.
 from __future__ import annotations
 
 import asyncio
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, final
 
-import anyio
 import msgspec
 import numpy as np
 
 from logprobe.engine.protocol import Capabilities
 from logprobe.errors import (
     EngineClosedError,
-    ModelError,
     ParameterError,
     PromptTooLongError,
     ServerError,
-    UnreachableError,
-    require,
 )
 from logprobe.next_token.rows import SampledIds
+from logprobe.transport.http_client import HttpClient, printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import httpx
 
     from logprobe.errors import LogprobeError
     from logprobe.next_token.rows import Prefix, Row
@@ -38,17 +32,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FULL: Final = 429
-RETRY_AFTER_S: Final = 1.0
-MIN_WAIT_S: Final = 0.05
-ERROR_BYTES: Final = 1 << 16  # of a reply that reports a failure
 FACTS_BYTES: Final = 1 << 20  # of a reply about the server; of what stands around others
 TOKENIZER_BYTES: Final = 1 << 28
 TOKEN_BYTES: Final = 256  # of one token of a sample: its id and its text as JSON
 MAX_OF_ANY: Final = 1 << 48  # no size is as large
 MASS_TOLERANCE: Final = 1e-3
-MESSAGE_CHARS: Final = 2000
-KEEP_ALIVE_S: Final = 2.0  # less than servers keep a link open, so that none is used as it closes
 
 
 class Told(msgspec.Struct):
@@ -66,7 +54,7 @@ class Failure(msgspec.Struct):
 
 
 @final
-class Link:
+class Link(HttpClient):
     """Exchanges with the server at `url`, each within `timeout_s`, waits for a full server included.
 
     Raises:
@@ -75,119 +63,27 @@ class Link:
     """
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
-        is_url = isinstance(url, str) and url.startswith(("http://", "https://"))
-        require(is_url, "url", f"must begin with http:// or https://, got {url!r}")
-        is_time = isinstance(timeout_s, int | float) and timeout_s > 0
-        require(is_time, "request_timeout", f"must be a positive number of seconds, got {timeout_s!r}")
-        try:
-            import httpx
-        except ImportError as error:
-            raise ModelError("RemoteLM needs httpx; pip install 'logprobe[remote]'") from error
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self._timeout_s = timeout_s
-        self._failure = httpx.HTTPError
-        # What is sent compressed may grow to any size.
-        self._headers = {b"Content-Type": b"application/json", b"Accept-Encoding": b"identity"}
-        if api_key is not None:
-            self._headers[b"Authorization"] = f"Bearer {api_key}".encode()
-        limits = httpx.Limits(keepalive_expiry=KEEP_ALIVE_S)
-        no_limit = httpx.Timeout(None)  # each exchange has its own
-        try:
-            self._client = httpx.AsyncClient(base_url=self.url, limits=limits, timeout=no_limit)
-        except httpx.InvalidURL as error:
-            raise ParameterError("url", f"{url!r} is no address: {error}") from error
+        super().__init__(url, api_key, timeout_s, timeout_name="request_timeout")
 
     async def get(self, path: str, max_bytes: int) -> bytes:
-        """The body of a reply.
+        """Return the body of a reply.
 
         Raises:
             ParameterError: the server refuses a value, or the key.
             ServerError: the server failed, stayed full, cannot be reached or took too long, or its reply is
                 longer than `max_bytes`.
         """
-        return await self._exchange("GET", path, None, max_bytes)
+        return await self._body("GET", path, None, max_bytes)
 
     async def post(self, path: str, body: Any, max_bytes: int) -> bytes:
-        """The body of the reply to a JSON body; errors as `get`."""
-        return await self._exchange("POST", path, msgspec.json.encode(body), max_bytes)
+        """Return the body of the reply to a JSON body; errors as `get`."""
+        return await self._body("POST", path, msgspec.json.encode(body), max_bytes)
 
-    async def close(self) -> None:
-        """Let the connections go."""
-        await self._client.aclose()
-
-    async def _exchange(self, method: str, path: str, content: bytes | None, max_bytes: int) -> bytes:
-        # httpx ends what it has begun where anyio gives it up, and not where asyncio cancels it: connections
-        # that it was closing would stay open.
-        scope = anyio.CancelScope()
-        task = asyncio.ensure_future(self._within(scope, method, path, content, max_bytes))
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            scope.cancel()
-            await asyncio.wait({task})
-            raise
-
-    async def _within(
-        self, scope: anyio.CancelScope, method: str, path: str, content: bytes | None, max_bytes: int
-    ) -> bytes:
-        with scope:
-            return await self._reply(method, path, content, max_bytes)
-        raise asyncio.CancelledError
-
-    async def _reply(self, method: str, path: str, content: bytes | None, max_bytes: int) -> bytes:
-        what = f"{method} {self.url}{path}"
-        try:
-            with anyio.fail_after(self._timeout_s):
-                status, data = await self._once_not_full(method, path, content, max_bytes)
-        except TimeoutError as error:
-            raise ServerError(
-                f"{what}: no reply within {self._timeout_s} s; is the server full? raise request_timeout"
-            ) from error
-        except self._failure as error:
-            raise UnreachableError(f"{what}: {error or type(error).__name__}; is the server up?") from error
-        if not 200 <= status < 300:
-            raise as_error(status, data, what)
-        return data
-
-    async def _once_not_full(
-        self, method: str, path: str, content: bytes | None, max_bytes: int
-    ) -> tuple[int, bytes]:
-        while True:
-            asked = self._client.stream(method, path, content=content, headers=self._headers)
-            async with asked as reply:
-                most = max_bytes if reply.is_success else ERROR_BYTES
-                data = await _read(reply, most, f"{method} {self.url}{path}")
-            if reply.status_code != FULL:
-                return reply.status_code, data
-            await asyncio.sleep(retry_after_s(reply.headers.get("retry-after")))
-
-
-async def _read(reply: httpx.Response, max_bytes: int, what: str) -> bytes:
-    """A reply's bytes as they come over the wire, no more than `max_bytes`.
-
-    Raises:
-        ServerError: there are more, or they are compressed, which was not asked for.
-    """
-    coding = reply.headers.get("content-encoding", "identity")
-    if coding != "identity":
-        raise ServerError(f"{what}: the reply is compressed ({printable(coding)}), unasked")
-    data = bytearray()
-    async for part in reply.aiter_raw():
-        data += part
-        if len(data) > max_bytes:
-            raise ServerError(
-                f"{what}: the reply is longer than {max_bytes} bytes, which is all that was asked"
-            )
-    return bytes(data)
-
-
-def retry_after_s(header: str | None) -> float:
-    """Seconds that a full server asks a client to wait; a date, or nothing, counts as one second."""
-    try:
-        asked_s = float(header or RETRY_AFTER_S)
-    except ValueError:
-        return RETRY_AFTER_S
-    return max(asked_s, MIN_WAIT_S) if math.isfinite(asked_s) else RETRY_AFTER_S
+    async def _body(self, method: str, path: str, content: bytes | None, max_bytes: int) -> bytes:
+        reply = await self.exchange(method, path, content, max_bytes)
+        if not reply.is_success:
+            raise as_error(reply.status, reply.data, f"{method} {self.url}{path}")
+        return reply.data
 
 
 def as_error(status: int, content: bytes, what: str) -> LogprobeError:
@@ -205,12 +101,6 @@ def as_error(status: int, content: bytes, what: str) -> LogprobeError:
         return ServerError(f"{what}: status {status}: {message}")
     kind = PromptTooLongError if failure.code == "context_length_exceeded" else ParameterError
     return kind(param, message.removeprefix(f"{param}: "))
-
-
-def printable(text: str) -> str:
-    """A server's words as a terminal may show them: one line, no control characters, cut where long."""
-    shown = "".join(character if character.isprintable() else " " for character in text[:MESSAGE_CHARS])
-    return " ".join(shown.split())
 
 
 def decoded(data: bytes, kind: type[T], what: str) -> T:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, cast, final
 import msgspec
 
 from logprobe.errors import ServerError
-from logprobe.integrations.remote.link import decoded, printable
+from logprobe.integrations.remote.link import decoded
+from logprobe.transport.http_client import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

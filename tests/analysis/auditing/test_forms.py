@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from logprobe.analysis.auditing.dialects import FORMS, Ask, Entry, Refusal, Reply, Row, read
-from logprobe.analysis.auditing.endpoint import Answered
+from logprobe.analysis.auditing.endpoint import Answer
+from logprobe.analysis.auditing.forms import Ask, Entry, Refusal, Reply, Row, read
 
 
 def reply_of(form: str, value: Any, **asked: Any) -> Reply:
-    found = read(Answered(200, value), Ask(form=form, prompt="a b", **asked), "POST /")
+    found = read(Answer(200, value), Ask(form=form, prompt="a b", **asked), "POST /")
     assert isinstance(found, Reply)
     return found
 
@@ -75,26 +75,10 @@ def test_where_rows_are_missing_the_first_of_a_row_is_its_token() -> None:
     assert found.prompt[1].chosen == Entry(-4.0, 5)
 
 
-def test_sglang() -> None:
-    meta = {
-        "input_token_logprobs": [[None, 3, "a"], [-4.0, 9, " b"]],
-        "input_top_logprobs": [None, [[-0.5, 5, " x"]]],
-        "output_token_logprobs": [[-0.25, 6, " c"]],
-        "output_top_logprobs": [[[-0.25, 6, " c"]]],
-        "prompt_tokens": 2,
-    }
-    found = reply_of("generate", {"text": " c", "meta_info": meta})
-    assert found.prompt == (None, Row(Entry(-4.0, 9, " b"), (Entry(-0.5, 5, " x"),)))
-    assert found.completion == (Row(Entry(-0.25, 6, " c"), (Entry(-0.25, 6, " c"),)),)
-    assert (found.prompt_ids, found.completion_ids) == ((3, 9), (6,))
-
-
-def test_llama_cpp_and_its_completions_in_the_shape_of_chats() -> None:
+def test_completions_of_llama_cpp_have_the_shape_of_chats() -> None:
     top = {"id": 5, "token": " x", "bytes": [32, 120], "logprob": -2.0}
     row = {"id": 6, "token": " c", "bytes": [32, 99], "logprob": -0.25, "top_logprobs": [top]}
     want = (Row(Entry(-0.25, 6, " c", b" c"), (Entry(-2.0, 5, " x", b" x"),)),)
-    own = {"content": " c", "tokens": [6], "completion_probabilities": [row], "tokens_evaluated": 2}
-    assert reply_of("completion", own).completion == want
     assert (
         reply_of("completions", {"choices": [{"text": " c", "logprobs": {"content": [row]}}]}).completion
         == want
@@ -120,7 +104,7 @@ def test_a_stream_comes_to_the_whole() -> None:
         {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}},
     ]
     ask = Ask(form="chat", prompt=({"role": "user", "content": "?"},), stream=True)
-    found = read(Answered(200, events), ask, "POST /")
+    found = read(Answer(200, events), ask, "POST /")
     assert isinstance(found, Reply)
     assert (found.text, found.num_prompt_tokens) == ("aa", 3)
     assert found.completion == (Row(Entry(-1.0, None, "a", b"a"), ()),) * 2
@@ -128,26 +112,23 @@ def test_a_stream_comes_to_the_whole() -> None:
 
 def test_a_whole_reply_to_a_stream_is_a_refusal() -> None:
     ask = Ask(form="completions", prompt="a", stream=True)
-    assert isinstance(read(Answered(200, {"choices": []}), ask, "POST /"), Refusal)
+    assert isinstance(read(Answer(200, {"choices": []}), ask, "POST /"), Refusal)
 
 
 def test_what_is_no_number_of_json_is_none_and_never_a_crash() -> None:
-    for number in (float("-inf"), float("nan"), 10**400):
+    for number in (float("-inf"), float("nan"), 1e305):
         logprobs = {"tokens": ["a"], "token_logprobs": [number]}
         found = reply_of("completions", {"choices": [{"text": "a", "logprobs": logprobs}]})
         assert found.completion is not None
         assert found.completion[0].chosen == Entry(None, None, "a")
 
 
-def test_bodies_have_the_words_of_their_servers() -> None:
-    params = {"temperature": 0.5, "logit_bias": {"7": 2.0}}
-    ask = Ask(form="completion", prompt=(1, 2), max_tokens=3, num_top=4, params=params)
-    body = FORMS["completion"].body(ask, {})
-    assert body["n_predict"] == 3
-    assert body["n_probs"] == 4
-    assert body["logit_bias"] == [[7, 2.0]]
-    body = FORMS["generate"].body(ask, {})
-    assert body["input_ids"] == [1, 2]
-    assert body["sampling_params"] == {"temperature": 0.5, "max_new_tokens": 3}
-    assert body["return_logprob"] is True
-    assert FORMS["echo"].body(Ask(form="echo", prompt="a"), {})["echo"] is True
+def test_a_body_has_the_words_of_its_form() -> None:
+    ask = Ask(form="completions", prompt=(1, 2), max_tokens=3, num_top=4, params={"temperature": 0.5})
+    body = ask.body({"return_token_ids": True})
+    expected = {"prompt": [1, 2], "max_tokens": 3, "logprobs": 4, "temperature": 0.5}
+    assert body == expected | {"return_token_ids": True}
+    assert Ask(form="echo", prompt="a").body({})["echo"] is True
+    assert Ask(form="prompt_logprobs", prompt="a", num_top=2).body({})["prompt_logprobs"] == 2
+    chat = Ask(form="chat", prompt=({"role": "user", "content": "?"},), stream=True).body({})
+    assert (chat["logprobs"], chat["top_logprobs"], chat["stream"]) == (True, 5, True)

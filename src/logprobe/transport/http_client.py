@@ -1,0 +1,166 @@
+"""HTTP client for one server: bounded replies, one time limit an exchange, waits while the server is full.
+
+Needs httpx (extra `remote`). A client belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from logprobe.errors import ModelError, ParameterError, ServerError, UnreachableError, require
+
+if TYPE_CHECKING:
+    import anyio
+    import httpx
+
+FULL: Final = 429
+RETRY_AFTER_S: Final = 1.0
+MIN_WAIT_S: Final = 0.05
+ERROR_BYTES: Final = 1 << 16  # read of a reply that reports a failure
+MESSAGE_CHARS: Final = 2000
+KEEP_ALIVE_S: Final = 2.0  # less than servers keep a connection open, so that none is used as it closes
+
+
+@dataclass(frozen=True, slots=True)
+class HttpReply:
+    """Status, content type and body of a reply; the body of a failure is cut at `ERROR_BYTES`."""
+
+    status: int
+    content_type: str
+    data: bytes
+
+    @property
+    def is_success(self) -> bool:
+        """True for 2xx."""
+        return 200 <= self.status < 300
+
+
+class HttpClient:
+    """Exchanges with the server at `url`, each within `timeout_s`, waits for a full server included.
+
+    Args:
+        url: http:// or https://, with or without `/v1`.
+        api_key: sent as a bearer token.
+        timeout_s: seconds of one exchange.
+        timeout_name: parameter that sets `timeout_s`, for messages.
+
+    Raises:
+        ModelError: httpx is not installed.
+        ParameterError: a value that cannot be used.
+    """
+
+    def __init__(
+        self, url: str, api_key: str | None, timeout_s: float, *, timeout_name: str = "timeout_s"
+    ) -> None:
+        is_url = isinstance(url, str) and url.startswith(("http://", "https://"))
+        require(is_url, "url", "must begin with http:// or https://", got=url)
+        is_time = isinstance(timeout_s, int | float) and timeout_s > 0
+        require(is_time, timeout_name, "must be a positive number of seconds", got=timeout_s)
+        try:
+            import httpx
+        except ImportError as error:
+            raise ModelError("httpx is not installed; pip install 'logprobe[remote]'") from error
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._timeout_s = timeout_s
+        self._timeout_name = timeout_name
+        self._failure = httpx.HTTPError
+        # A compressed reply may expand to any size.
+        self._headers = {b"Content-Type": b"application/json", b"Accept-Encoding": b"identity"}
+        if api_key is not None:
+            self._headers[b"Authorization"] = f"Bearer {api_key}".encode()
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=KEEP_ALIVE_S)
+        no_limit = httpx.Timeout(None)  # each exchange has its own
+        try:
+            self._client = httpx.AsyncClient(base_url=self.url, limits=limits, timeout=no_limit)
+        except httpx.InvalidURL as error:
+            raise ParameterError("url", f"{url!r} is not a valid address: {error}") from error
+
+    async def exchange(self, method: str, path: str, content: bytes | None, max_bytes: int) -> HttpReply:
+        """Send one request and read the whole reply, whatever its status.
+
+        Raises:
+            ServerError: no whole reply in time, a compressed one, or one longer than `max_bytes`.
+            UnreachableError: no connection, or one that broke.
+        """
+        import anyio
+
+        # httpx closes what it has opened where anyio cancels it, and not where asyncio does: connections
+        # that it was closing would stay open.
+        scope = anyio.CancelScope()
+        task = asyncio.ensure_future(self._within(scope, method, path, content, max_bytes))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            scope.cancel()
+            await asyncio.wait({task})
+            raise
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def _within(
+        self, scope: anyio.CancelScope, method: str, path: str, content: bytes | None, max_bytes: int
+    ) -> HttpReply:
+        import anyio
+
+        what = f"{method} {self.url}{path}"
+        with scope:
+            try:
+                with anyio.fail_after(self._timeout_s):
+                    return await self._retried(method, path, content, max_bytes)
+            except TimeoutError as error:
+                raise ServerError(
+                    f"{what}: no whole reply within {self._timeout_s:g} s; is the server full? "
+                    f"raise {self._timeout_name}"
+                ) from error
+            except self._failure as error:
+                words = printable(str(error)) or type(error).__name__
+                raise UnreachableError(f"{what}: {words}; is the server up?") from error
+        raise asyncio.CancelledError
+
+    async def _retried(self, method: str, path: str, content: bytes | None, max_bytes: int) -> HttpReply:
+        """Repeat the request until the server is not full."""
+        while True:
+            stream = self._client.stream(method, path, content=content, headers=self._headers)
+            async with stream as reply:
+                data = await _read(reply, max_bytes, f"{method} {self.url}{path}")
+            if reply.status_code != FULL:
+                return HttpReply(reply.status_code, reply.headers.get("content-type", ""), data)
+            await asyncio.sleep(retry_after_s(reply.headers.get("retry-after")))
+
+
+async def _read(reply: httpx.Response, max_bytes: int, what: str) -> bytes:
+    """Return the bytes of a reply as they come over the wire, at most `max_bytes`."""
+    coding = reply.headers.get("content-encoding", "identity")
+    if coding != "identity":
+        raise ServerError(f"{what}: the reply is compressed ({printable(coding, 40)}), unasked")
+    data = bytearray()
+    async for part in reply.aiter_raw():
+        data += part
+        if not reply.is_success and len(data) >= ERROR_BYTES:
+            return bytes(data[:ERROR_BYTES])
+        if len(data) > max_bytes:
+            raise ServerError(
+                f"{what}: the reply is longer than {max_bytes} bytes, the limit of this request"
+            )
+    return bytes(data)
+
+
+def retry_after_s(header: str | None) -> float:
+    """Seconds to wait for a full server; a date, or no header, counts as one second."""
+    try:
+        wait_s = float(header or RETRY_AFTER_S)
+    except ValueError:
+        return RETRY_AFTER_S
+    return max(wait_s, MIN_WAIT_S) if math.isfinite(wait_s) else RETRY_AFTER_S
+
+
+def printable(text: str, max_chars: int = MESSAGE_CHARS) -> str:
+    """Put a server's words on one line without control characters, cut where they are long."""
+    shown = "".join(character if character.isprintable() else " " for character in text[: 4 * max_chars])
+    shown = " ".join(shown.split())
+    return shown if len(shown) <= max_chars else f"{shown[: max_chars - 1]}…"
