@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from logprobe.analysis.fields import Field, Spelt
 from logprobe.analysis.schemas import json_text
 from logprobe.errors import ParameterError
+from logprobe.records.fields import Field, Spelt
 from logprobe.records.forms.json import (
     IMPOSSIBLE,
     entry_rows,
