@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Self, TypeVar
 
 import numpy as np
 
+from logprobe.analysis.client import ScoringClient
 from logprobe.analysis.labels import SCALE, as_asked, classify_plan, judge_plan, rerank_plan
 from logprobe.analysis.spellings import MAX_ROWS
 from logprobe.analysis.uncertainty import draw_plan
 from logprobe.engine.backends.bridge import LoopThread
-from logprobe.engine.client import Client
 from logprobe.engine.request import check_tokens
 from logprobe.errors import EngineClosedError, ParameterError, require
 from logprobe.models.lora import resolved_folder
@@ -380,7 +380,7 @@ class NextTokenLM(Generic[ArrayT]):
         self._check_open()
         loaded, chosen = self._here("ask where the model runs"), self._chosen_lora(lora)
         plan = draw_plan(n, params, stop_when=stop_when, window=window, k=k, self_certainty=self_certainty)
-        answers = await Client(loaded.engine, loaded.text, lora=chosen).draw(prompt, plan)
+        answers = await ScoringClient(loaded.engine, loaded.text, lora=chosen).draw(prompt, plan)
         return await asyncio.to_thread(plan.sum_up, answers, same)
 
     async def _summed_up(self, lay_out: Callable[[TextEdge], Plan[T]], lora: str | None) -> T:
@@ -388,7 +388,7 @@ class NextTokenLM(Generic[ArrayT]):
         loaded = self._here("ask it by POST /v1/classify, /v1/rerank and /v1/judge")
         chosen = self._chosen_lora(lora)
         plan = await asyncio.to_thread(lay_out, loaded.text)  # many texts take a while to tokenise
-        scores = await Client(loaded.engine, loaded.text, lora=chosen).score(plan.pairs, SCORED)
+        scores = await ScoringClient(loaded.engine, loaded.text, lora=chosen).score(plan.pairs, SCORED)
         return plan.sum_up(scores)
 
     def set_lora(

@@ -20,10 +20,11 @@ from logprobe.analysis.datasets.label_rows import label_columns, task_of
 from logprobe.analysis.datasets.settings import HITS, DataSettings
 from logprobe.analysis.score import joined
 from logprobe.analysis.scorer import prefix_of
-from logprobe.analysis.windows import WindowSettings, last_of_split, window_pairs, window_splits
+from logprobe.analysis.windows import WindowSettings
 from logprobe.errors import LogprobeError, ParameterError, require
 from logprobe.records.info import LogprobsInfo  # noqa: TC001 - msgspec reads the fields
 from logprobe.text.boundary import given_bytes, split_texts
+from logprobe.text.windows import last_of_split, window_pairs, window_splits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

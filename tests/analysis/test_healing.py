@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from logprobe import LLM, SamplingParams
-from logprobe.analysis import covers
+from logprobe.analysis import covers, healing
 from logprobe.analysis.score import whole_rows
-from logprobe.engine import healing
 from logprobe.errors import ParameterError, WeightsReplacedError
+from logprobe.text.boundary import split_texts
 from refusals import raises
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def test_aligned_pairs_have_the_sum_of_their_tokens(tiny_llm: LLM) -> None:
 
 def test_the_harness_rule_stays_by_name(tiny_llm: LLM) -> None:
     (score,) = tiny_llm.score([("the ca", "t and")], boundary="token")
-    ids, start = tiny_llm.text.encode_pair("the ca", "t and")
+    ids, start, *_ = split_texts(tiny_llm.text, "the ca", ["t and"], rule="token")[0]
     (by_ids,) = tiny_llm.score([(ids[:start], ids[start:])])  # type: ignore[list-item]
     assert (score.boundary, score.token_ids) == ("token", ids[start:].tolist())
     assert score.logprob == pytest.approx(by_ids.logprob, abs=1e-5)
@@ -175,7 +175,7 @@ def test_a_long_text_is_followed_by_its_tokens_after_the_spanning_one(
     monkeypatch.setattr(covers, "ENDS_TOLERANCE", 1e-300)
     context, continuation, before = LONG
     given, pieces = tiny_llm.text.encode(before).tolist(), pieces_of(tiny_llm)
-    ids, _ = tiny_llm.text.encode_pair(context, continuation)
+    ids = split_texts(tiny_llm.text, context, [continuation], rule="token")[0].token_ids
     rest = ids[len(given) + 1 :].tolist()
     spellings = [
         [pieces.index(piece.encode()) for piece in spelling.split("|")]
@@ -236,7 +236,7 @@ def test_a_pair_that_is_too_long_is_cut(tiny_llm: LLM, truncation: Any) -> None:
     with raises(ParameterError, parameter="prompt"):
         tiny_llm.score([(context, continuation)])
     (score,) = tiny_llm.score([(context, continuation)], truncation=truncation)
-    ids, _ = tiny_llm.text.encode_pair(context, continuation)
+    ids = split_texts(tiny_llm.text, context, [continuation], rule="token")[0].token_ids
     rows, pieces = rows_of(tiny_llm), pieces_of(tiny_llm)
     # As many tokens before it as leave room for one token a byte.
     room = tiny_llm.engine.capabilities().max_model_len + 1 - len(b" cat and")
