@@ -22,6 +22,7 @@ from logprobe.analysis.labels import (
     texts_of,
 )
 from logprobe.errors import ParameterError
+from logprobe.text.boundary import split_texts
 from refusals import raises
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def whole(rows: Any, before: list[int], after: list[int]) -> float:
 
 
 def truth(tiny_llm: LLM, rows: Any, prompt: str, label: str) -> tuple[float, int]:
-    ids, start = tiny_llm.text.encode_pair(prompt, label)
+    ids, start, *_ = split_texts(tiny_llm.text, prompt, [label], rule="token")[0]
     listed = ids.tolist()
     return whole(rows, listed[:start], listed[start:]), len(listed) - start
 

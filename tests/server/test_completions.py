@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from logprobe import LLM
+from logprobe.text.boundary import split_texts
 from rewriting import save_rewriting_llama, save_sentencepiece_llama
 
 if TYPE_CHECKING:
@@ -135,9 +136,9 @@ def test_a_prompt_is_scored_without_generating(client: Any, server: Any) -> None
 def test_the_harness_finds_the_scores_of_the_offline_front_door(server: Any) -> None:
     pairs = [("the cat", " and the dog"), ("a", " cat"), ("on the dog", "s of"), ("the", " the the")]
     expected = server.llm.score(pairs)
-    encoded = [server.llm.text.encode_pair(*pair) for pair in pairs]
-    reply = as_harness(server, [ids.tolist() for ids, _ in encoded])
-    for choice, (ids, start), score in zip(reply["choices"], encoded, expected, strict=True):
+    splits = [split_texts(server.llm.text, before, [text], rule="token")[0] for before, text in pairs]
+    reply = as_harness(server, [split.token_ids.tolist() for split in splits])
+    for choice, (ids, start, *_), score in zip(reply["choices"], splits, expected, strict=True):
         assert len(choice["logprobs"]["token_logprobs"]) == len(ids) + 1
         total, is_greedy = harness_scores(choice, start)
         assert total == pytest.approx(score.logprob, abs=1e-4)

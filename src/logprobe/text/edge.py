@@ -16,7 +16,6 @@ import numpy as np
 from logprobe.errors import ParameterError, require
 from logprobe.models import Vocabulary
 from logprobe.models.stored.tokenizer import TokenizerFacts
-from logprobe.text.boundary import split_texts
 from logprobe.text.spans import byte_spans
 
 if TYPE_CHECKING:
@@ -135,19 +134,6 @@ class TextEdge:
     def plain_ids(self, text: str) -> list[int]:
         """Token ids of a text, special tokens within it included, none added; it may drop some of it."""
         return self._encoding(text, add_special_tokens=False).ids
-
-    def encode_pair(self, context: str, continuation: str) -> tuple[IntArray, int]:
-        """Encode context and continuation together; return the ids, and how many of them are the context's.
-
-        This is lm-evaluation-harness's rule: they are the tokens of the joined text, of which the
-        continuation has what the number of the context's own tokens leaves. White space that ends the context
-        counts to the continuation, and an empty context becomes the model's BOS, or its EOS if it has none.
-
-        Raises:
-            ParameterError: an empty continuation, or both are one token, which nothing predicts.
-        """
-        (split,) = split_texts(self, context, [continuation], rule="token")
-        return split.token_ids, split.start
 
     @property
     def bos_token_id(self) -> int | None:

@@ -17,6 +17,7 @@ import pytest
 from logprobe.analysis import DataSettings, score_dataset
 from logprobe.errors import InputError, OutputError, ParameterError
 from logprobe.records import LogprobsInfo
+from logprobe.text.boundary import split_texts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -212,7 +213,7 @@ def test_a_long_continuation_is_scored_in_windows_with_its_context(
     source = write([{"c": "the cat", "text": text}], "jsonl")
     settings = DataSettings(context_column="c", truncation="window", stride=50)
     score_dataset(tiny_llm, source, tmp_path / "w.parquet", settings=settings)
-    ids, start = tiny_llm.text.encode_pair("the cat", text)
+    ids, start, *_ = split_texts(tiny_llm.text, "the cat", [text], rule="token")[0]
     assert rows_of(tmp_path / "w.parquet")[0]["num_tokens"] == len(ids) - start
     left = replace(settings, truncation="left", stride=None)
     assert score_dataset(tiny_llm, source, tmp_path / "l.parquet", settings=left).num_bad == 1
