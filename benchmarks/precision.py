@@ -26,16 +26,16 @@ from machine import machine_facts
 from transformers import AutoModelForCausalLM
 
 from logprobe import LLM
-from logprobe.analysis.windows import windows
 from logprobe.kernels import extract
 from logprobe.models import resolve
 from logprobe.models.export import export_model
 from logprobe.models.known import DEFAULT_MODEL
+from logprobe.text.windows import windows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from logprobe.analysis.windows import Window
+    from logprobe.text.windows import Window
 
     Array = np.ndarray[Any, np.dtype[np.float64]]
     Normalise = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

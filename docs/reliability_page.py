@@ -12,9 +12,9 @@ from harness import number
 from report import machine, newest_results
 
 from logprobe.analysis.covers import MAX_STEPS, MIN_STEPS
+from logprobe.analysis.healing import ROWS_AT_ONCE as HEALING_ROWS
 from logprobe.analysis.schemas import MAX_WAYS, MAX_WAYS_IN_ALL
 from logprobe.config import EngineConfig
-from logprobe.engine.healing import ROWS_AT_ONCE as HEALING_ROWS
 from logprobe.engine.plan.shares import LARGE_PART, PLACES_PART
 from logprobe.next_token.fields import MEMBERS_A_ROW
 from logprobe.processors.builtin.grammar import MAX_STEP_ITEMS

@@ -9,9 +9,7 @@ import logprobe
 
 ROOT = Path(logprobe.__file__).parent
 KNOWN: set[frozenset[str]] = {
-    frozenset({"engine.client", "engine.healing"}),
     frozenset({"engine.forward.cuda.decoder", "engine.forward.cuda.graphs"}),
-    frozenset({"analysis.datasets.label_rows", "analysis.datasets.rows"}),
 }
 """Cycles that are left: this list shrinks, and nothing is added to it."""
 

@@ -30,10 +30,11 @@ if TYPE_CHECKING:
     from logprobe.analysis.members import FieldDistribution
     from logprobe.analysis.score import Score
     from logprobe.analysis.uncertainty import LowConfidence, Same, Uncertainty
-    from logprobe.analysis.windows import Perplexity, Truncation
+    from logprobe.analysis.windows import Perplexity
     from logprobe.engine.client import OnError, Prompt
     from logprobe.engine.front import OnRunning
     from logprobe.engine.request import RequestOutput
+    from logprobe.engine.truncation import Truncation
     from logprobe.next_token.lm import NextTokenLM
     from logprobe.next_token.rows import Row
     from logprobe.text.boundary import BoundaryRule, Split
@@ -138,9 +139,9 @@ class LLM:
         max_logprobs: int = -1,
         **settings: Any,
     ) -> None:
+        from logprobe.analysis.client import ScoringClient
         from logprobe.engine.backends.bridge import LoopThread
         from logprobe.engine.backends.start import start_engine
-        from logprobe.engine.client import Client
         from logprobe.models.given import as_name, drop_copied_weights
 
         is_cap = isinstance(max_logprobs, int) and max_logprobs >= -1
@@ -157,7 +158,7 @@ class LLM:
         self.engine = loaded.engine
         self.text = loaded.text
         self.processors = loaded.processors  # the instances by name, and what each has cost, if run here
-        self.client = Client(loaded.engine, loaded.text, max_logprobs=max_logprobs)
+        self.client = ScoringClient(loaded.engine, loaded.text, max_logprobs=max_logprobs)
         self._bridge = LoopThread()
         self._owned.callback(self._bridge.close)
         self._owned.callback(self.engine.close)  # the first to close
@@ -339,14 +340,14 @@ class LLM:
         Raises:
             ParameterError: no such weights.
         """
-        from logprobe.engine.client import Client
+        from logprobe.analysis.client import ScoringClient
 
         is_name = name is None or isinstance(name, str)
         require(is_name, "lora", f"must be the name of LoRA weights or None, got {name!r}")
         if name is not None:
             self.engine.lora_number(name)
         view = copy(self)
-        view.client = Client(self.engine, self.text, lora=name, max_logprobs=self.client.max_logprobs)
+        view.client = ScoringClient(self.engine, self.text, lora=name, max_logprobs=self.client.max_logprobs)
         view._owned = ExitStack()  # noqa: SLF001 - of the same class
         return view
 
@@ -409,7 +410,7 @@ class LLM:
         columns: dict[str, Any] = {"entropy": entropy, "varentropy": varentropy, "margin": margin}
         params = SamplingParams(max_tokens=0, prompt_logprobs=logprobs, **columns)
         if temperature is not None:
-            from logprobe.engine.truncation import at_temperature
+            from logprobe.analysis.score_requests import at_temperature
 
             require(sampling is None, "temperature", "is also a field of sampling; give it there alone")
             sampling = at_temperature(temperature)

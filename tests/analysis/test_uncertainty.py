@@ -15,9 +15,8 @@ import torch
 
 from logprobe import LLM, AsyncLM, SamplingParams
 from logprobe.analysis import LowConfidence, SampledAnswer, measures
+from logprobe.analysis.client import ScoringClient
 from logprobe.analysis.uncertainty import Growing, draw_plan
-from logprobe.engine import client as client_module
-from logprobe.engine.client import Client
 from logprobe.errors import EngineClosedError, ParameterError, WeightsReplacedError
 from logprobe.testing import check_integrity, open_requests, watching_steps
 from refusals import raises
@@ -144,7 +143,7 @@ def test_few_whole_rows_at_a_time_give_the_same_self_certainty(
     params = SamplingParams(max_tokens=11, seed=8)
     at_once = llm.uncertainty(PROMPT, 2, params, self_certainty=True)
     assert llm.uncertainty(PROMPT, 2, params).answers[0].self_certainty is None
-    monkeypatch.setattr(client_module, "ROWS_BYTES", 3 * 8 * llm.engine.capabilities().vocab_size)
+    monkeypatch.setattr("logprobe.analysis.client.ROWS_BYTES", 3 * 8 * llm.engine.capabilities().vocab_size)
     in_parts = llm.uncertainty(PROMPT, 2, params, self_certainty=True)
     for one, other in zip(at_once.answers, in_parts.answers, strict=True):
         assert one.self_certainty == pytest.approx(other.self_certainty, rel=1e-12)
@@ -516,7 +515,7 @@ def test_a_rule_that_ends_nothing_is_named(parameter: str, asked: dict[str, Any]
 
 
 def test_more_alternatives_than_a_model_allows_are_refused(llm: LLM) -> None:
-    capped = Client(llm.engine, llm.text, max_logprobs=6)
+    capped = ScoringClient(llm.engine, llm.text, max_logprobs=6)
     plan = draw_plan(2, SamplingParams(max_tokens=3), k=6)
     assert len(asyncio.run(capped.draw(PROMPT, plan))) == 2
     with raises(ParameterError, parameter="k"):

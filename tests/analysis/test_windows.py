@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from logprobe.analysis import perplexity, surprisal
-from logprobe.analysis.windows import WindowSettings, score_windows, windows
+from logprobe.analysis.windows import WindowSettings, score_windows
 from logprobe.errors import ParameterError
+from logprobe.text.windows import windows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from logprobe.analysis.distillation.run import DistilSummary as DistilSummary
     from logprobe.analysis.distillation.run import distil as distil
     from logprobe.analysis.distillation.settings import DistilSettings as DistilSettings
-    from logprobe.analysis.fields import Field as Field
-    from logprobe.analysis.fields import fields_of as fields_of
     from logprobe.analysis.labels import Classification as Classification
     from logprobe.analysis.labels import Judgement as Judgement
     from logprobe.analysis.labels import classify as classify
@@ -53,6 +51,8 @@ if TYPE_CHECKING:
     from logprobe.analysis.uncertainty import Uncertainty as Uncertainty
     from logprobe.analysis.windows import Perplexity as Perplexity
     from logprobe.analysis.windows import perplexity as perplexity
+    from logprobe.records.fields import Field as Field
+    from logprobe.records.fields import fields_of as fields_of
 
 # Public name -> the module that holds it.
 _HOMES = {
@@ -65,7 +65,7 @@ _HOMES = {
     "DistilSettings": ".distillation.settings",
     "DistilSummary": ".distillation.run",
     "Endpoint": ".auditing.endpoint",
-    "Field": ".fields",
+    "Field": "logprobe.records.fields",
     "FieldDistribution": ".members",
     "Judgement": ".labels",
     "LowConfidence": ".uncertainty",
@@ -92,7 +92,7 @@ _HOMES = {
     "compare_with_baseline": ".baseline.models",
     "compare_with_stored": ".comparison",
     "distil": ".distillation.run",
-    "fields_of": ".fields",
+    "fields_of": "logprobe.records.fields",
     "judge": ".labels",
     "minimal_pairs": ".pairs",
     "perplexity": ".windows",

@@ -10,7 +10,6 @@ texts of which none begins another sum to at most 1.
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -239,5 +238,5 @@ def group_splits(splits: Sequence[Split]) -> list[list[int]]:
 
 
 def _log_sum(values: Iterable[float]) -> float:
-    logs = np.array([*chain(values)])
+    logs = np.array([*values])
     return float(logsumexp(logs)) if len(logs) else -np.inf

@@ -373,7 +373,7 @@ def binoculars(logprobs: npt.ArrayLike, cross_entropies: npt.ArrayLike) -> float
     model) and q of the performer (its instruct form). The lower, the likelier is the text a machine's (Hans
     et al. 2024, https://arxiv.org/abs/2401.12070). The paper's formula has the observer's perplexity above
     the line; the authors' code, which their thresholds are of, has the performer's (their issue 27), and
-    this follows the code. `scoring.binoculars` has the two models score a text.
+    this follows the code. `analysis.binoculars` has the two models score a text.
     """
     values, crossed = np.asarray(logprobs, np.float64), np.asarray(cross_entropies, np.float64)
     if not (len(values) and len(crossed)):

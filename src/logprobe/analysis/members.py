@@ -1,7 +1,4 @@
-"""How likely each value is that a schema lets stand at a place of a JSON reply.
-
-Before it: `llm.fields`, which asks for the rows. After it: user code that asks what else the answer might be.
-"""
+"""Log-probability of each value that a JSON schema allows in a field of a reply."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ from logprobe.analysis.spellings import PathSum, Texts
 from logprobe.errors import ParameterError, require
 
 if TYPE_CHECKING:
-    from logprobe.analysis.fields import Field, Node, Spelt
     from logprobe.analysis.spellings import Floats, TokenIndex
+    from logprobe.records.fields import Field, Node, Spelt
 
 SHOWN_MEMBERS: Final = 6  # in a `repr`, the likeliest first
 SPACES: Final = b" \t\n\r"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from logprobe.analysis.score import Score
+    from logprobe.engine.front import Front
     from logprobe.records.values import IntArray
     from logprobe.text.boundary import Split
     from logprobe.text.edge import TextEdge
@@ -22,13 +23,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 IN_FLIGHT = 2  # calls at once: the engine works on one while the next is made ready
-
-
-class HasCapabilities(Protocol):
-    """An engine that says what it can do."""
-
-    def capabilities(self) -> Any:
-        """Its limits; `max_model_len` is the longest sequence."""
 
 
 class Scorer(Protocol):
@@ -39,7 +33,7 @@ class Scorer(Protocol):
         """Where its text meets ids."""
 
     @property
-    def engine(self) -> HasCapabilities:
+    def engine(self) -> Front:
         """What runs it."""
 
     @property

@@ -21,8 +21,9 @@ import regex
 from logprobe.analysis import measures
 from logprobe.analysis.score import whole_rows
 from logprobe.analysis.scorer import prefix_of
-from logprobe.analysis.windows import Window, WindowSettings, windows
+from logprobe.analysis.windows import WindowSettings
 from logprobe.errors import ParameterError, require
+from logprobe.text.windows import Window, windows
 
 if TYPE_CHECKING:
     import re

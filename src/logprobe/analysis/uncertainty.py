@@ -1,8 +1,7 @@
-"""How sure a model is of its answer: some are drawn, and all of them together say it.
+"""Uncertainty of a model's answer to a prompt, from several answers that are drawn.
 
-Before it: a prompt. After it: user code. A plan says what to draw, a client draws it, blocking or not, and
-the plan sums the answers up. An answer's probability is that of all its tokens, the one that ended it too;
-one that is drawn twice is known no better, so sums of probabilities count it once.
+A `DrawPlan` says what to draw, a client draws it, and the plan sums the answers up. An answer's probability
+is that of all its tokens, the one that ended it too; sums of probabilities count equal answers once.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ import math
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
 from logprobe.analysis import measures
-from logprobe.errors import require
+from logprobe.errors import WeightsReplacedError, require
 from logprobe.records.forms.finite import finite_fields
 from logprobe.records.rows import KERNEL_EXTRAS
 from logprobe.sampling.params import COUNTS, SamplingParams, nth_seed
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from logprobe.engine.request import CompletionOutput, RequestOutput
     from logprobe.records import FlatLogprobs
     from logprobe.text.edge import TextEdge
 
@@ -297,30 +297,6 @@ class Uncertainty:
         )
 
 
-class Completion(Protocol):
-    """What is read of a completion that has ended."""
-
-    @property
-    def token_ids(self) -> list[int]:
-        """What was drawn."""
-
-    @property
-    def text(self) -> str:
-        """Their text, cut where a stop string says so."""
-
-    @property
-    def logprobs(self) -> FlatLogprobs | None:
-        """Raw rows."""
-
-    @property
-    def processed_logprobs(self) -> FlatLogprobs | None:
-        """Rows that the tokens were drawn from."""
-
-    @property
-    def finish_reason(self) -> str | None:
-        """How it ended."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawPlan:
     """What to ask of a model, and what becomes of its completions."""
@@ -335,7 +311,16 @@ class DrawPlan:
         """What follows one answer; None where nothing ends one early."""
         return None if self.stop_when is None else Growing(self.stop_when)
 
-    def answer(self, completion: Completion, text: TextEdge) -> SampledAnswer:
+    def answers(self, outputs: Sequence[RequestOutput], text: TextEdge) -> list[SampledAnswer]:
+        """The answers that were drawn, one an output.
+
+        Raises:
+            WeightsReplacedError: not all of them were drawn by the same weights.
+        """
+        check_loads({output.weights_number for output in outputs})
+        return [self._answer(output.outputs[0], text) for output in outputs]
+
+    def _answer(self, completion: CompletionOutput, text: TextEdge) -> SampledAnswer:
         """A completion as an answer; what came after it was to be stopped is left out."""
         record, drawn = completion.logprobs, completion.processed_logprobs
         assert record is not None, "both distributions were asked for"
@@ -426,6 +411,12 @@ def self_certainty(record: FlatLogprobs) -> Floats:
     Kang et al. 2025, https://arxiv.org/abs/2502.18581; minus its mean is lm-polygraph's `SelfCertainty`.
     """
     return measures.self_certainty(record.top_entries().logprobs.reshape(len(record), -1))
+
+
+def check_loads(loads: set[int]) -> None:
+    """Raise `WeightsReplacedError` where answers came from more than one load of the weights."""
+    if len(loads) > 1:
+        raise WeightsReplacedError("the model's weights were replaced amid the answers; ask again")
 
 
 def _check_count(name: str, value: Any) -> None:

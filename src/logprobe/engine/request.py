@@ -1,8 +1,4 @@
-"""`Requests`, the one maker of requests; what one comes to, and what it must satisfy to be admitted.
-
-Before it: the front doors, and the messages of an engine, which `OutputBuilder` gathers. After it: the front
-doors.
-"""
+"""Requests and their outputs: `Requests` makes and admits them, `check_request` validates them."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from logprobe.errors import ParameterError, PromptTooLongError, require
+from logprobe.records.fields import Field, fields_of
 from logprobe.records.forms.html import shaded
 from logprobe.records.values import IdLists
 from logprobe.sampling.params import SamplingParams, extras_of
@@ -24,7 +21,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from logprobe.analysis.fields import Field
     from logprobe.errors import LogprobeError
     from logprobe.processors import ProcessorEffect
     from logprobe.records import FlatLogprobs, LogprobsInfo
@@ -67,8 +63,6 @@ class CompletionOutput:
         Raises:
             ParameterError: no log-probabilities were asked, or the text is no JSON.
         """
-        from logprobe.analysis.fields import fields_of
-
         record = self.processed_logprobs if processed else self.logprobs
         require(record is not None, "logprobs", "were not asked; give logprobs=0, and logprobs_mode for both")
         assert record is not None

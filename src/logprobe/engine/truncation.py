@@ -3,61 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
-from logprobe.analysis.windows import TRUNCATIONS, Truncation, last_of_split, window_pairs, window_splits
 from logprobe.errors import ParameterError, require
 from logprobe.records import FlatLogprobs
-from logprobe.records.values import IdLists
-from logprobe.sampling.params import SamplingParams, extras_of
+from logprobe.sampling.params import extras_of
+from logprobe.text.windows import last_of_split, window_pairs, window_splits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from logprobe.engine.request import RequestOutput
     from logprobe.records.values import IntArray
+    from logprobe.sampling.params import SamplingParams
     from logprobe.text.boundary import Split
 
-
-def forced_params(params: SamplingParams, num_tokens: int, reports: SamplingParams) -> SamplingParams:
-    """What gives the numbers of `num_tokens` given tokens under the distribution that `params` draw from.
-
-    How many numbers, of which ids, and which further columns, is what `reports` ask of a prompt; ids position
-    by position are those of the given tokens.
-    """
-    return replace(
-        params,
-        logprob_token_ids=reports.logprob_token_ids or params.logprob_token_ids,
-        n=1,
-        best_of=None,
-        max_tokens=num_tokens,
-        min_tokens=min(params.min_tokens, num_tokens),
-        logprobs=reports.prompt_logprobs or 0,
-        prompt_logprobs=None,
-        logprobs_mode="processed_logprobs",
-        explain=False,
-        **extras_of(reports),
-    )
-
-
-def at_temperature(temperature: float) -> SamplingParams:
-    """What draws from a model's own distribution at a temperature.
-
-    Raises:
-        ParameterError: it is not positive.
-    """
-    params = SamplingParams(temperature=temperature)
-    remedy = "must be positive: at 0 every token but the likeliest is impossible"
-    require(not params.is_greedy, "temperature", remedy, got=temperature)
-    return params
-
-
-def named_after(params: SamplingParams, start: int) -> SamplingParams:
-    """The same of a prompt whose positions from `start` on are those that the ids are named of."""
-    ids = params.logprob_token_ids
-    return replace(params, logprob_token_ids=ids.after(start)) if isinstance(ids, IdLists) else params
+Truncation: TypeAlias = Literal["error", "left", "window"]
+"""What becomes of a text longer than the context: refused, its end alone, or sliding windows."""
+TRUNCATIONS = ("error", "left", "window")
 
 
 def check_truncation(truncation: Truncation) -> None:

@@ -6,10 +6,10 @@ import asyncio
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from logprobe.analysis.client import ScoringClient
 from logprobe.analysis.labels import SCALE, as_asked, classify_plan, judge_plan, rerank_plan
 from logprobe.analysis.spellings import MAX_ROWS
 from logprobe.analysis.uncertainty import draw_plan
-from logprobe.engine.client import Client
 from logprobe.next_token.base import BaseLM
 from logprobe.next_token.fields import FieldSums, SpellingTools
 from logprobe.sampling import SamplingParams
@@ -116,7 +116,7 @@ class Answers(BaseLM):
         self._check_open()
         loaded, chosen = self._here("ask where the model runs"), self._chosen_lora(lora)
         plan = draw_plan(n, params, stop_when=stop_when, window=window, k=k, self_certainty=self_certainty)
-        answers = await Client(loaded.engine, loaded.text, lora=chosen).draw(prompt, plan)
+        answers = await ScoringClient(loaded.engine, loaded.text, lora=chosen).draw(prompt, plan)
         return await asyncio.to_thread(plan.sum_up, answers, same)
 
     async def _summed_up(self, lay_out: Callable[[TextEdge], Plan[T]], lora: str | None) -> T:
@@ -124,7 +124,7 @@ class Answers(BaseLM):
         loaded = self._here("ask it by POST /v1/classify, /v1/rerank and /v1/judge")
         chosen = self._chosen_lora(lora)
         plan = await asyncio.to_thread(lay_out, loaded.text)  # many texts take a while to tokenise
-        scores = await Client(loaded.engine, loaded.text, lora=chosen).score(plan.pairs, SCORED)
+        scores = await ScoringClient(loaded.engine, loaded.text, lora=chosen).score(plan.pairs, SCORED)
         return plan.sum_up(scores)
 
     @cached_property

@@ -1,7 +1,4 @@
-"""`FieldSums`: the rows that the fields of a reply take, and what they come to.
-
-Before it: `NextTokenLM.fields`, which has the rows. After it: `analysis.members`.
-"""
+"""`FieldSums`: the rows that the fields of a reply take, summed up by `analysis.members`."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from logprobe.analysis.fields import Spelt
 from logprobe.analysis.measures import logsumexp
 from logprobe.analysis.members import FieldDistribution, MemberSum
 from logprobe.analysis.schemas import Schema
@@ -21,13 +17,13 @@ from logprobe.analysis.spellings import token_index
 from logprobe.config import EngineConfig
 from logprobe.errors import ParameterError, WeightsReplacedError, require
 from logprobe.processors.arguments import format_args
+from logprobe.records.fields import Spelt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
-    from logprobe.analysis.fields import Field, Split
     from logprobe.analysis.spellings import Path
     from logprobe.engine.backends.start import LoadedModel
     from logprobe.engine.request import CompletionOutput, RequestOutput
@@ -35,6 +31,7 @@ if TYPE_CHECKING:
     from logprobe.processors.arguments import GrammarArgs
     from logprobe.processors.builtin.matchers import LlguidanceMatcher
     from logprobe.records import FlatLogprobs
+    from logprobe.records.fields import Field, Split
     from logprobe.records.values import IntArray
     from logprobe.sampling import SamplingParams
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from logprobe.analysis.fields import Field, Spelt
 from logprobe.analysis.schemas import json_text
 from logprobe.errors import ParameterError
+from logprobe.records.fields import Field, Spelt
 from logprobe.records.forms.finite import IMPOSSIBLE, finite, finite_fields, finite_value
 from logprobe.records.forms.json import entry_rows, id_rows, legacy_rows, position_rows, runs
 from logprobe.server.reply_channels import text_of

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import msgspec
 
-from logprobe.engine.client import Client
+from logprobe.analysis.client import ScoringClient
 from logprobe.errors import LogprobeError, require, shortened
 from logprobe.next_token.fields import SpellingTools
 from logprobe.next_token.rows import row_params
@@ -157,7 +157,7 @@ class Service:
         self.loaded = model
         self.engine = model.engine
         self.text = model.text
-        self.client = Client(model.engine, model.text)
+        self.client = ScoringClient(model.engine, model.text)
         self.settings = settings
         self.documents = Documents(self.workers)
         self.max_token_bytes = _max_token_bytes(model.text)

@@ -7,7 +7,7 @@ bytes of both. The tokens that both share are then given, and the bytes after th
 
 `tail` is what the context holds after the given tokens, and P(bytes) is the sum over all token sequences
 that cover these bytes, of which the last token may reach beyond them (Phan et al. 2024,
-https://arxiv.org/abs/2410.09303; Vieira et al. 2024, https://arxiv.org/abs/2412.03719). `scoring.covers` has
+https://arxiv.org/abs/2410.09303; Vieira et al. 2024, https://arxiv.org/abs/2412.03719). `analysis.covers` has
 the sums.
 """
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from logprobe.analysis.client import ScoringClient
 from logprobe.async_lm import AsyncLM
-from logprobe.engine.client import Client
 from logprobe.sampling import SamplingParams
 from logprobe.server import ServerSettings
 
@@ -24,7 +24,7 @@ def test_pairs_and_conversations_are_those_of_the_native_engine(
     on_vllm: LoadedModel, native: LoadedModel
 ) -> None:
     async def ask(loaded: LoadedModel) -> tuple[Any, Any]:
-        client = Client(loaded.engine, loaded.text)
+        client = ScoringClient(loaded.engine, loaded.text)
         pairs, asked = (
             [("the cat", " and the dog"), ("in", " the")],
             SamplingParams(max_tokens=0, prompt_logprobs=0),
@@ -59,7 +59,7 @@ def test_next_token_rows_come_through_the_same_interface(on_vllm: LoadedModel, n
 
 def test_a_grammar_and_masks_hold_inside_vllm(on_vllm: LoadedModel) -> None:
     async def ask() -> Any:
-        client = Client(on_vllm.engine, on_vllm.text)
+        client = ScoringClient(on_vllm.engine, on_vllm.text)
         shaped = SamplingParams(
             max_tokens=12, seed=1, response_format={"type": "regex", "regex": "(cat|dog)+"}
         )

@@ -18,8 +18,8 @@ from logprobe.analysis.labels import (
     grades_of,
     texts_of,
 )
-from logprobe.analysis.windows import TRUNCATIONS, Truncation
 from logprobe.config import strict_keywords
+from logprobe.engine.truncation import Truncation, check_truncation
 from logprobe.errors import require
 from logprobe.text.boundary import BoundaryRule, check_rule
 
@@ -77,8 +77,7 @@ class DataSettings:
         splits = self.boundary == "auto" or self.context_column or self.choices_column
         remedy = "splits a context from what follows; give context_column or choices_column, or leave it out"
         require(splits, "boundary", remedy)
-        known = f"must be one of {', '.join(TRUNCATIONS)}, got {self.truncation!r}"
-        require(self.truncation in TRUNCATIONS, "truncation", known)
+        check_truncation(self.truncation)
         has_choices = self.choices_column is not None
         require(has_choices or self.answer_column is None, "answer_column", "comes with choices_column")
         is_plain = not (has_choices and (self.tokens or self.unconditional or self.detect))

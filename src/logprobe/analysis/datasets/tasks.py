@@ -24,9 +24,10 @@ from logprobe.analysis.labels import (
     rerank_plan,
 )
 from logprobe.analysis.scorer import prefix_of
-from logprobe.analysis.windows import WindowSettings, last_of_split, window_pairs, window_splits
+from logprobe.analysis.windows import WindowSettings
 from logprobe.errors import require
 from logprobe.text.boundary import Split, given_bytes, split_texts
+from logprobe.text.windows import last_of_split, window_pairs, window_splits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

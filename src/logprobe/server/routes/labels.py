@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from starlette.responses import Response
 
 from logprobe.analysis import labels
+from logprobe.analysis.score_requests import admit_splits
 from logprobe.errors import ParameterError
 from logprobe.records.forms.finite import finite_fields
 from logprobe.server.http.decode import read
@@ -99,7 +100,7 @@ def _admit(
     params = service.params_for(body, max_tokens=0, prompt_logprobs=0)
     names = [f"{base}-{number}" for number in range(len(splits))]
     requests = service.of_one_call()
-    admitted = service.client.admit_splits(splits, params, requests, names)
+    admitted = admit_splits(splits, params, requests, names)
     service.admit([request.request for request in admitted])
     return AnswerRequest(splits, admitted, requests, lambda scores, usage: fields(plan.sum_up(scores), usage))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from starlette.responses import Response
 
-from logprobe.engine.healing import scored_total
+from logprobe.analysis.score_requests import admit_splits, scored_total
 from logprobe.errors import ParameterError
 from logprobe.records.forms.finite import finite_fields
 from logprobe.server.http.decode import read
@@ -124,9 +124,7 @@ def prepare(body: ScoreBody, service: Service) -> ScoreRequest:
     admitted = [
         one
         for number, (split, own) in enumerate(zip(splits, asked, strict=True))
-        for one in service.client.admit_splits(
-            [split], own, requests, [f"{base}-{number}"], sampling=sampling
-        )
+        for one in admit_splits([split], own, requests, [f"{base}-{number}"], sampling=sampling)
     ]
     service.admit([request.request for request in admitted])
     return ScoreRequest(base, service.name_of(body), pairs, splits, admitted, requests, sampling)

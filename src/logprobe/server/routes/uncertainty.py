@@ -1,6 +1,6 @@
 """`POST /v1/uncertainty`: answers that are drawn, and how far they agree.
 
-What `scoring.uncertainty` plans and sums up; between the two, one engine request an answer.
+What `analysis.uncertainty` plans and sums up; between the two, one engine request an answer.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _prompt(body: UncertaintyBody, service: Service) -> IntArray:
 
 
 def _reply(service: Service, asked: DrawRequest, outputs: Sequence[RequestOutput]) -> Response:
-    found = asked.plan.sum_up(service.client.as_answers(asked.plan, outputs)).to_dict()
+    found = asked.plan.sum_up(asked.plan.answers(outputs, service.text)).to_dict()
     for answer in found["answers"]:
         del answer["self_certainty"]  # which takes whole rows
     num_drawn = sum(len(output.outputs[0].token_ids) for output in outputs)

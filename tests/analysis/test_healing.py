@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from logprobe import LLM, SamplingParams
-from logprobe.analysis import covers
+from logprobe.analysis import covers, healing
 from logprobe.analysis.score import whole_rows
-from logprobe.engine import healing
 from logprobe.errors import ParameterError, WeightsReplacedError
 from pairs import encode_pair
 from refusals import raises

@@ -1,7 +1,4 @@
-"""What a model gave to each value of the JSON text that it wrote.
-
-Before it: a completion, its text and its record. After it: user code that asks how sure a value is.
-"""
+"""Log-probabilities of each value of a JSON text that a model wrote."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logprobe import FlatLogprobs, SamplingParams
-from logprobe.analysis.fields import MAX_DEPTH, fields_of
 from logprobe.errors import ParameterError
+from logprobe.records.fields import MAX_DEPTH, fields_of
 
 if TYPE_CHECKING:
     from logprobe import LLM

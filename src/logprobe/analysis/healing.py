@@ -1,4 +1,4 @@
-"""Run the sums over bytes of continuations that no token begins with: `scoring.covers` by engine requests.
+"""Sum over the bytes of continuations that no token begins with: run the rows of `analysis.covers`.
 
 Each row that a sum asks for is a request with named ids after the given tokens and some that spell the bytes;
 the engine keeps the given tokens, so that it runs one token a row.
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
-from logprobe.analysis import measures
 from logprobe.analysis.covers import SpanSum, group_splits
+from logprobe.analysis.score_requests import admit_splits, scored, scored_total
 from logprobe.analysis.spellings import token_index
 from logprobe.errors import LogprobeError, WeightsReplacedError
 from logprobe.records.values import IdLists
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from logprobe.analysis.spellings import Floats, Ids
     from logprobe.engine.client import Client
     from logprobe.engine.request import RequestOutput, Requests
-    from logprobe.records import FlatLogprobs
     from logprobe.records.values import IntArray
 
 T = TypeVar("T")
@@ -115,9 +114,7 @@ class Healer:
         admitted = [
             one
             for split, ids in fitting
-            for one in self._client.admit_splits(
-                [split], self._naming(ids), self._requests, sampling=self._sampling
-            )
+            for one in admit_splits([split], self._naming(ids), self._requests, sampling=self._sampling)
         ]
         outputs = await self._client.run(admitted)
         for output in outputs:
@@ -155,21 +152,3 @@ def _named(output: RequestOutput) -> Floats:
     assert given is not None, "ids were named"
     entries = given[len(given) - 1 :].entries()
     return entries.logprobs[np.argsort(entries.token_ids)].astype(np.float64)
-
-
-def scored(output: RequestOutput) -> FlatLogprobs:
-    """The record of what was scored: of a prompt, or of tokens taken in place of draws."""
-    record = output.prompt_logprobs
-    record = output.outputs[0].logprobs if record is None else record
-    assert record is not None, "numbers were asked for"
-    return record
-
-
-def scored_total(output: RequestOutput, healed: float | None = None) -> float:
-    """The log-probability of what was scored, nats: over its bytes, or the sum over its tokens.
-
-    A prompt's first position, which nothing predicts, is left out.
-    """
-    if healed is not None:
-        return healed
-    return measures.total(np.ma.compressed(scored(output).chosen_entries().logprobs))

@@ -1,0 +1,240 @@
+"""`ScoringClient`: scores of continuations and answers that are drawn, by requests of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from logprobe.analysis import measures
+from logprobe.analysis.healing import Healer
+from logprobe.analysis.score import Score, joined
+from logprobe.analysis.score_requests import admit_splits, scored, scored_total
+from logprobe.analysis.uncertainty import check_loads, self_certainty
+from logprobe.engine.client import Client, admit_each, check_on_error, checked
+from logprobe.engine.request import check_vocabulary
+from logprobe.engine.truncation import check_truncation, cut_pair
+from logprobe.errors import LogprobeError, ParameterError, require
+from logprobe.records.values import IdLists
+from logprobe.sampling import SamplingParams
+from logprobe.sampling.params import named_ids
+from logprobe.text.boundary import Split, check_rule, split_texts
+from logprobe.text.edge import as_token_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from logprobe.analysis.uncertainty import DrawPlan, SampledAnswer
+    from logprobe.engine.client import OnError, Prompt, Watch
+    from logprobe.engine.request import RequestOutput, Requests
+    from logprobe.engine.truncation import Truncation
+    from logprobe.records.values import IntArray
+    from logprobe.text.boundary import BoundaryRule
+    from logprobe.text.chat import Conversation
+    from logprobe.transport.messages import Admitted
+
+    PairPart: TypeAlias = Prompt | IntArray
+
+ROWS_BYTES = 1 << 26  # of whole rows that are held at once
+
+
+class PairRequests(NamedTuple):
+    """The requests of a pair, as many as its truncation takes."""
+
+    whole: Split
+    splits: list[Split]  # its parts, then those of the continuation after nothing
+    num_parts: int
+    admitted: list[Admitted]  # of the splits
+
+
+class ScoringClient(Client):
+    """A `Client` that also scores continuations and draws answers."""
+
+    async def score(
+        self,
+        pairs: Sequence[tuple[PairPart, PairPart] | Split],
+        params: SamplingParams,
+        *,
+        watch: Watch | None = None,
+        sampling: SamplingParams | None = None,
+        unconditional: bool = False,
+        on_error: OnError = "raise",
+        truncation: Truncation = "error",
+        token_ids: Sequence[Any] | None = None,
+        boundary: BoundaryRule = "auto",
+    ) -> list[Score]:
+        """Score continuations after their contexts; see `LLM.score`."""
+        check_on_error(on_error)
+        check_truncation(truncation)
+        check_rule(boundary)
+        if token_ids is not None:
+            remedy = "stand in the records of scores, which those of windows have not; cut the left end"
+            require(truncation != "window", "token_ids", remedy)
+            is_each = len(token_ids) == len(pairs)
+            require(
+                is_each, "token_ids", f"are given for {len(token_ids)} pairs, of which there are {len(pairs)}"
+            )
+        params = self.allowed_params(params)
+        sampling = None if sampling is None else self.allowed_params(sampling)
+        limit, requests = self.engine.capabilities().max_model_len, self.requests.of_one_call()
+
+        def admit(row: int) -> PairRequests:
+            split = self.split(pairs[row], boundary)
+            asked = params if token_ids is None else self.with_named_ids(params, token_ids[row], split)
+            parts = cut_pair(split, truncation, limit)
+            alone = cut_pair(self.alone(split), truncation, limit) if unconditional else []
+            admitted = admit_splits(parts, asked, requests, sampling=sampling)
+            admitted += admit_splits(alone, params, requests, sampling=sampling)
+            return PairRequests(split, [*parts, *alone], len(parts), admitted)
+
+        admitted = admit_each(admit, len(pairs), on_error)
+        good = [pair for pair in admitted if not isinstance(pair, LogprobeError)]
+        outputs = await self.run([one for pair in good for one in pair.admitted], watch)
+        splits = [split for pair in good for split in pair.splits]
+        healed = await self.heal(splits, outputs, params.lora, requests, sampling)
+        results = zip(outputs, healed, strict=True)
+        scores = [
+            Score.failed(pair)
+            if isinstance(pair, LogprobeError)
+            else self._score_of(pair, [*islice(results, len(pair.splits))])
+            for pair in admitted
+        ]
+        return checked(scores, on_error)
+
+    def _score_of(
+        self, pair: PairRequests, results: Sequence[tuple[RequestOutput, float | LogprobeError | None]]
+    ) -> Score:
+        """Return the score of a pair, by the outputs of its splits and the sums over their bytes."""
+        numbers = [(output, healed) for output, healed in results if not isinstance(healed, LogprobeError)]
+        errors = [output.error for output, _ in results]
+        errors += [healed for _, healed in results if isinstance(healed, LogprobeError)]
+        error = next((error for error in errors if error is not None), None)
+        if error is not None:
+            return Score.failed(error)
+        parts = zip(pair.splits[: pair.num_parts], numbers, strict=False)
+        scores = [self.as_score(split, *number) for split, number in parts]
+        alone = [scored_total(*number) for number in numbers[pair.num_parts :]]
+        unconditional = measures.total(alone) if alone else None
+        if len(scores) == 1:
+            return replace(scores[0], unconditional_logprob=unconditional)
+        return joined(scores, self._scored_bytes(pair.whole), unconditional_logprob=unconditional)
+
+    def _scored_bytes(self, split: Split) -> bytes:
+        """Return the bytes of a continuation: of the given text, or of its tokens where it is ids."""
+        if split.data is not None:
+            return split.data
+        data = self.text.vocabulary.bytes_of(split.continuation.tolist())
+        return data if split.healing is None else data[len(data) - split.healing.num_bytes :]
+
+    async def heal(
+        self,
+        splits: Sequence[Split],
+        outputs: Sequence[RequestOutput],
+        lora: str | None,
+        requests: Requests,
+        sampling: SamplingParams | None = None,
+    ) -> list[float | LogprobeError | None]:
+        """Sum the bytes of splits with healing, which came to `outputs`; see `Healer.logprobs`."""
+        if all(split.healing is None for split in splits):
+            return [None] * len(splits)
+        return await Healer(self, lora, requests, sampling).logprobs(splits, outputs)
+
+    async def draw(
+        self, prompt: Prompt | Conversation, plan: DrawPlan, *, watch: Watch | None = None
+    ) -> list[SampledAnswer]:
+        """Answers to one prompt, each by a request of its own; see `LLM.uncertainty`."""
+        has_cap = self.max_logprobs != -1
+        allowed = f"must be {self.max_logprobs} or less (max_logprobs)"
+        require(not has_cap or plan.k <= self.max_logprobs, "k", allowed, got=plan.k)
+        remedy = "reads whole rows, which max_logprobs does not allow"
+        require(not (has_cap and plan.reads_rows), "self_certainty", remedy)
+        ids, requests = self.ids_of(prompt), self.requests.of_one_call()
+        admitted = [requests.admit(ids, self.allowed_params(params)) for params in plan.params]
+        outputs = checked(await self.run(admitted, watch, plan.growing), "raise")
+        answers = plan.answers(outputs, self.text)
+        if plan.reads_rows:
+            lora = plan.params[0].lora
+            answers = [await self._with_self_certainty(ids, answer, lora) for answer in answers]
+            check_loads({outputs[0].weights_number, self.engine.weights_number})
+        return answers
+
+    async def _with_self_certainty(
+        self, prompt: IntArray, answer: SampledAnswer, lora: str | None
+    ) -> SampledAnswer:
+        """An answer scored once more, with few whole rows at a time."""
+        params = self.allowed_params(SamplingParams(max_tokens=0, prompt_logprobs=-1, lora=lora))
+        size = max(ROWS_BYTES // (8 * self.engine.capabilities().vocab_size), 1)
+        ids = np.concatenate([prompt, np.array(answer.token_ids, np.int32)])
+        total = 0.0
+        for start in range(len(prompt), len(ids), size):
+            [score] = await self.score([(ids[:start], ids[start : start + size])], params)
+            assert score.record is not None, "a pair that fits has one"
+            total += float((await asyncio.to_thread(self_certainty, score.record)).sum())
+        return replace(answer, self_certainty=total / answer.num_tokens)
+
+    def split(self, pair: tuple[PairPart, PairPart] | Split, boundary: BoundaryRule = "auto") -> Split:
+        """A (context, continuation) pair as one sequence; see `split_texts` for texts.
+
+        Raises:
+            ParameterError: no such pair, a text with ids, or nothing to score.
+        """
+        if isinstance(pair, Split):
+            return pair
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+        require(is_pair, "pairs", "must hold (context, continuation) pairs", got=pair)
+        context, continuation = pair
+        if isinstance(context, str) and isinstance(continuation, str):
+            return split_texts(self.text, context, [continuation], rule=boundary)[0]
+        if isinstance(context, str) or isinstance(continuation, str):
+            raise ParameterError("pairs", "context and continuation must both be texts or both be ids")
+        before = as_token_ids(context, "context") if len(context) else self.text.prefix()
+        after = as_token_ids(continuation, "continuation")
+        require(len(after) > 0, "continuation", "is empty; there is nothing to score")
+        return Split(np.concatenate([before, after]), len(before))
+
+    def alone(self, split: Split) -> Split:
+        """The same continuation after nothing: the model's BOS, or its EOS."""
+        prefix, healing = self.text.prefix(), split.healing
+        ids = np.concatenate([prefix, split.continuation])
+        if healing is None:
+            return Split(ids, len(prefix))
+        moved = healing.moved(split.start - len(prefix))
+        bare = replace(moved, first=len(prefix), tail=b"", text=healing.text[len(healing.tail) :])
+        return Split(ids, len(prefix), bare)
+
+    def with_named_ids(self, params: SamplingParams, token_ids: Any, split: Split) -> SamplingParams:
+        """The same, asking for ids at all positions of a continuation, or position by position.
+
+        Raises:
+            ParameterError: no such ids, or another number of lists than of tokens, as `token_ids`.
+        """
+        name, count = "token_ids", len(split.continuation)
+        ids = named_ids(name, token_ids)
+        if ids is None and token_ids is not None:  # asked, if for none
+            ids = IdLists.of([np.empty(0, np.int64)] * count)
+        if isinstance(ids, IdLists):
+            fits = len(ids) == count
+            require(fits, name, f"has {len(ids)} lists for the {count} tokens of a continuation")
+        check_vocabulary(name, ids, self.engine.capabilities().vocab_size)
+        return replace(params, logprob_token_ids=ids)
+
+    def as_score(
+        self, split: Split, output: RequestOutput, healed: float | None = None, alone: float | None = None
+    ) -> Score:
+        """The score of what ended.
+
+        Args:
+            split: what was scored.
+            output: of the request.
+            healed: the log-probability of its bytes, where it has healing.
+            alone: that of the same continuation after nothing, which gives the PMI.
+        """
+        ids = split.continuation.tolist()
+        score = Score.of(ids, scored(output), self._scored_bytes(split), unconditional_logprob=alone)
+        if split.healing is None:
+            return score
+        assert healed is not None, "its bytes were summed"
+        return replace(score, logprob=healed, boundary="bytes")
