@@ -33,7 +33,7 @@ quick test test-all cover: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: quick test-all
 quick: $(VENV)/.test  ## what a contributor runs: under 3 minutes on two cores, no downloads, no processes
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile -m "not real_model and not slow and not exhaustive and not fuzz"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not real_model and not slow and not exhaustive and not fuzz"
 
 test: $(VENV)/.test  ## the suite with a sample of the largest tables of cases; the default model is fetched once
 	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "not exhaustive"

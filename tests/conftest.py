@@ -47,18 +47,20 @@ SHARED: list[LLM] = []  # the models that all files of a process use
 # Folders and files that `make quick` leaves out: they start processes, wait for clocks, interpret GPU kernels
 # or load very many models.
 SLOW = [
-    "analysis/auditing", "analysis/datasets/test_killed.py",
-    "benchmarks", "clients", "evaluators", "examples", "families", "gpu",
+    "analysis/auditing", "analysis/baseline", "analysis/datasets", "analysis/distillation",
+    "benchmarks", "cli", "clients", "evaluators", "examples", "families", "gpu",
     "integrations", "release", "sources", "torture", "trainers", "web",
-    "cli/test_audit.py", "cli/test_process.py", "cli/test_stopped_runs.py", "cli/test_terminal.py",
     "docs/test_api_page.py", "docs/test_audit_page.py", "docs/test_coming_from.py", "docs/test_pages.py",
-    "engine/backends/process", "engine/forward/cuda", "engine/test_replaced_weights.py",
+    "engine/backends", "engine/forward/cuda", "engine/test_failures.py", "engine/test_healing.py",
+    "engine/test_lora_kinds.py", "engine/test_overlap.py", "engine/test_replaced_weights.py",
+    "engine/test_speculate.py", "engine/test_speculate_models.py",
     "kernels/draw/test_triton.py", "kernels/extraction/test_triton.py", "kernels/test_aarch64.py",
-    "kernels/test_threads.py", "kernels/triton",
-    "models/stored", "models/test_quiet.py", "next_token/test_faults.py",
+    "kernels/test_properties.py", "kernels/test_threads.py", "kernels/triton",
+    "models/stored", "models/test_quiet.py", "next_token",
     "server/attacks", "server/test_behaviour.py", "server/test_channels.py", "server/test_clock.py",
     "server/test_logs.py", "server/test_metrics.py", "server/test_metrics_port.py", "server/test_models.py",
     "server/test_schemas.py", "server/test_shutdown.py", "server/test_start.py", "server/test_workers.py",
+    "transport/test_collector_model.py",
 ]  # fmt: skip
 REAL = {"real_llm", "smollm2_folder", "real_files", "real_gguf"}  # fixtures that fetch a model
 

@@ -2,42 +2,34 @@
 
 from __future__ import annotations
 
+import io
+import multiprocessing
 import os
-import subprocess
+import signal
 import sys
+from subprocess import CompletedProcess
+from typing import TYPE_CHECKING, Any
 
 from server_process import PATIENCE_S
 
-# Parts of few rows, so that runs of a second have some. Python ignores the signal of the size limit, and a
-# write past it fails as one on a full disk does.
-_COMMAND = """
-import os, resource, signal, sys
-from logprobe.cli import command
-from logprobe.analysis.io import journal, sources
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from multiprocessing.connection import Connection
 
-journal.ROWS_A_PART = sources.ROWS_A_CALL = 100
-journal.SECONDS_A_PART = float("inf")
-most_bytes, interrupted_at = map(int, sys.argv[1:3])
-if most_bytes:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
-plain, writes = journal.pq.write_table, 0
-
-def write_table(*args, **options):
-    global writes
-    writes += 1
-    plain(*args, **options)
-    if writes == interrupted_at:
-        os.kill(os.getpid(), signal.SIGINT)
-
-journal.pq.write_table = write_table
-sys.argv[1:3] = []
-command()
-"""
+# One process imports the libraries, which takes seconds, and each command runs in a fork of it.
+_FORKS = multiprocessing.get_context("forkserver") if hasattr(os, "fork") else multiprocessing.get_context()
+_IMPORTS = [
+    "logprobe.analysis.distillation.run",
+    "logprobe.cli.app",
+    "logprobe.engine.backends.start",
+    "logprobe.engine.forward.native",
+    "transformers",
+]
 
 
 def limited_command(
     *arguments: object, most_bytes: int = 0, interrupted_at: int = 0, **environment: str
-) -> subprocess.CompletedProcess[str]:
+) -> CompletedProcess[str]:
     """Run `logprobe` to its end.
 
     Args:
@@ -46,6 +38,46 @@ def limited_command(
         interrupted_at: gets SIGINT while it writes this part of an output, counted from 1; 0: none.
         environment: more variables.
     """
-    command = [sys.executable, "-c", _COMMAND, str(most_bytes), str(interrupted_at), *map(str, arguments)]
-    own = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | environment
-    return subprocess.run(command, env=own, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    _FORKS.set_forkserver_preload(_IMPORTS)
+    words = [str(argument) for argument in arguments]
+    received, sent = _FORKS.Pipe(duplex=False)
+    process = _FORKS.Process(target=_run, args=(words, most_bytes, interrupted_at, environment, sent))
+    process.start()
+    sent.close()
+    out, err = received.recv() if received.poll(PATIENCE_S) else ("", "")
+    process.join(PATIENCE_S)
+    assert process.exitcode is not None, "the command did not end"
+    return CompletedProcess(words, process.exitcode, out, err)
+
+
+def _run(
+    words: Sequence[str], most_bytes: int, interrupted_at: int, environment: dict[str, str], sent: Connection
+) -> None:
+    import resource
+
+    from logprobe.analysis.io import journal, sources
+    from logprobe.cli import main
+
+    os.environ.update(environment)
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)]
+    sys.stdout, sys.stderr = streams
+    # Parts of few rows, so that runs of a second have some. Python ignores the signal of the size limit, and
+    # a write past it fails as one on a full disk does.
+    journal.ROWS_A_PART = sources.ROWS_A_CALL = 100  # type: ignore[misc]
+    journal.SECONDS_A_PART = float("inf")  # type: ignore[misc]
+    if most_bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+    plain, writes = journal.pq.write_table, 0
+
+    def write_table(*args: Any, **options: Any) -> None:
+        nonlocal writes
+        writes += 1
+        plain(*args, **options)
+        if writes == interrupted_at:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    journal.pq.write_table = write_table
+    try:
+        main(words)
+    finally:
+        sent.send([stream.buffer.getvalue().decode() for stream in streams])  # type: ignore[attr-defined]

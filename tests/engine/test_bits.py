@@ -45,7 +45,7 @@ def digests() -> tuple[str, str, str]:
 
 def test_the_bits_are_those_that_are_stored_on_any_number_of_threads() -> None:
     found = []
-    for number in (1, 2, 3, 7, 16, 64):  # also more than there are cores
+    for number in (1, 3, 64):  # also more than there are cores
         torch.set_num_threads(number)
         found.append(digests())
     assert set(found) == {KNOWN}

@@ -64,14 +64,14 @@ compared = {}
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
     is_whole = dtype == torch.float32
     compared[str(dtype)] = 0
-    for vocab_size in (1, 31, 32, 33, 129, 300) if is_whole else (129,):
+    for vocab_size in (1, 32, 33, 129) if is_whole else (129,):
         logits = 3 * torch.randn(6, vocab_size, generator=generator)
         logits[1] = logits[1].round()
         logits[2, 1:] = -torch.inf
         logits[3, 0] = torch.nan
         logits[4] = -torch.inf
         given_ids = [[0, 0], None, [vocab_size - 1], [0], [0], list(range(min(20, vocab_size)))]
-        for k in (0, 1, [0, 3, 14, 1, 2, 5], 20, -1) if is_whole else (7,):
+        for k in (0, [0, 3, 14, 1, 2, 5], 20, -1) if is_whole else (7,):
             compare(logits.to(dtype), k, given_ids)
             compared[str(dtype)] += 1
     compare((3 * torch.randn(4, 150, generator=generator)).to(dtype)[::2, 7:], 20)
@@ -99,7 +99,7 @@ def test_the_gpu_kernel_gives_the_numbers_of_the_twin_in_every_type() -> None:
     command = [sys.executable, "-c", COMPARE]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout) == {"torch.float32": 30, "torch.float16": 1, "torch.bfloat16": 1}
+    assert json.loads(done.stdout) == {"torch.float32": 16, "torch.float16": 1, "torch.bfloat16": 1}
 
 
 COMPILE = """

@@ -137,8 +137,10 @@ def tiles(
 RULES = (ScoreRule(0.22), ScoreRule(0.3, 100), ScoreRule(0.3, None, 5.0), ScoreRule(0.3, 300, 5.0))
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 20), (4, 4, 16), (4, 1, 64)])
+@pytest.mark.parametrize(
+    ("rule", "heads", "kv_heads", "dim"),
+    [*((rule, 6, 2, 20) for rule in RULES), (RULES[0], 4, 4, 16), (RULES[-1], 4, 1, 64)],
+)
 def test_attention_over_pages(rule: ScoreRule, heads: int, kv_heads: int, dim: int) -> None:
     lengths = (1, 300, 64, 700)
     pool = random(2000, kv_heads, dim), random(2000, kv_heads, dim, seed=1)

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from limited_command import limited_command
+from logprobe import LLM
+from logprobe.cli.app import run
 from logprobe.kernels.layers.forms import PanelWeights, pack_floats
 from logprobe.models.stored.panels import PANELS
 from logprobe.models.stored.store import MAX_RECORDS, LoadStore
@@ -110,7 +112,7 @@ def test_as_many_records_are_kept_as_there_may_be(
 ) -> None:
     """Locks, and what another process is writing, are no records."""
     monkeypatch.setenv("LOGPROBE_HOME", str(tmp_path))
-    load(tiny_model_folder, tmp_path, 1)
+    LLM(str(tiny_model_folder), kv_bytes=1 << 21).close()
     [record, *others] = (tmp_path / "loads").glob("[!.]*")
     for number in range(MAX_RECORDS):
         older = record.with_name(f"{record.name[:-4]}{number:04d}")
@@ -120,7 +122,7 @@ def test_as_many_records_are_kept_as_there_may_be(
     partial = record.with_name(f".{record.name[:-4]}9999.partial")
     partial.mkdir()
     shutil.rmtree(record)
-    load(tiny_model_folder, tmp_path, 1)
+    LLM(str(tiny_model_folder), kv_bytes=1 << 21).close()
     kept = {one.name for one in (tmp_path / "loads").glob("[!.]*")}
     assert len(kept) == MAX_RECORDS
     assert {record.name, *(one.name for one in others)} <= kept
@@ -130,10 +132,14 @@ def test_as_many_records_are_kept_as_there_may_be(
 # Of the tiny model the tokenizer takes 4 kB, the record 8, the panels 460.
 @pytest.mark.parametrize("most_bytes", [2_000, 6_000, 100_000])
 def test_a_cache_without_room_costs_a_load_nothing_but_time(
-    tiny_model_folder: Path, tmp_path: Path, most_bytes: int
+    tiny_model_folder: Path,
+    tmp_path: Path,
+    most_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("resource", reason="Windows limits no file sizes")
-    asked = ("score", "--text", "the cat and the dog", "--json", "--model", tiny_model_folder)
+    asked = ("score", "--text", "the cat and the dog", "--json", "--model", str(tiny_model_folder))
     home = tmp_path / "home"
     full = limited_command(*asked, most_bytes=most_bytes, LOGPROBE_HOME=str(home))
     assert full.returncode == 0, full.stderr
@@ -142,9 +148,11 @@ def test_a_cache_without_room_costs_a_load_nothing_but_time(
     assert "LOGPROBE_HOME" in warning
     assert list(home.glob("panels/[!.]*")) == []
     assert list(home.rglob("*.partial")) == []
-    roomy = limited_command(*asked, LOGPROBE_HOME=str(home))
-    assert roomy.returncode == 0
-    assert json.loads(roomy.stdout) == json.loads(full.stdout)
+    monkeypatch.setenv("LOGPROBE_HOME", str(home))
+    assert run(asked) == 0
+    roomy = capsys.readouterr().out
+    assert json.loads(roomy) == json.loads(full.stdout)
     assert len(list(home.glob("panels/[!.]*"))) == 1
-    again = limited_command(*asked, LOGPROBE_HOME=str(home))
-    assert (again.stdout, len(again.stderr.splitlines())) == (roomy.stdout, 1)
+    assert run(asked) == 0
+    again = capsys.readouterr()
+    assert (again.out, len(again.err.splitlines())) == (roomy, 1)

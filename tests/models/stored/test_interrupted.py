@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 PARTS = [("embedding", "head"), ("first",), ("second",), ("third",)]
-NUM_KILLS = 8  # twenty were tried
+NUM_KILLS = 4
 
 
 def weights() -> list[PanelWeights]:

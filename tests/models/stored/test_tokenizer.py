@@ -194,7 +194,7 @@ def test_a_kept_tokenizer_of_a_gguf_file_is_transformers_own(
 
 
 @pytest.mark.real_model
-@pytest.mark.parametrize("real_files", ["smollm2", "gemma3-270m"], indirect=True)
+@pytest.mark.parametrize("real_files", ["smollm2"], indirect=True)
 def test_a_kept_tokenizer_of_a_real_model_is_transformers_own(real_files: ModelFiles) -> None:
     text_edge(real_files)
     assert kept(real_files)

@@ -113,20 +113,20 @@ def test_json_of_the_tiny_model_is_valid_whatever_it_says(tiny_llm: LLM) -> None
 
 
 @pytest.mark.real_model
-def test_fifty_of_fifty_texts_of_a_real_model_fit_the_schema_and_their_numbers_are_right(
+def test_each_text_of_a_real_model_fits_the_schema_and_its_numbers_are_right(
     real_llm: LLM,
 ) -> None:
     prompt = "Describe a pet as JSON.\n"
-    counts = [-1 if seed < 2 else 0 for seed in range(50)]
+    counts = [-1 if seed < 2 else 0 for seed in range(12)]
     asked = [
         wanting_person(max_tokens=48, seed=seed, logprobs=count, logprobs_mode="both")
         for seed, count in enumerate(counts)
     ]
-    outs = [out.outputs[0] for out in real_llm.generate([prompt] * 50, asked)]
+    outs = [out.outputs[0] for out in real_llm.generate([prompt] * len(asked), asked)]
     for out in outs:
         jsonschema.validate(json.loads(out.text), PERSON)
         assert out.finish_reason == "stop"
-    assert len({out.text for out in outs}) > 25, "the texts differ"
+    assert len({out.text for out in outs}) > 6, "the texts differ"
     head = real_llm.text.encode(prompt).tolist()
     scoring = SamplingParams(max_tokens=0, prompt_logprobs=0)
     scores = real_llm.generate([head + out.token_ids for out in outs], scoring)
