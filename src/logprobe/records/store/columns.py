@@ -1,4 +1,4 @@
-"""Growing typed columns, and the list-like view through which they are read.
+"""Growing typed columns.
 
 Before it: rows that a step found. After it: the stores of `FlatLogprobs`.
 """
@@ -6,13 +6,15 @@ Before it: rows that a step found. After it: the stores of `FlatLogprobs`.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from logprobe.errors import ParameterError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 Array = npt.NDArray[Any]
 
@@ -126,62 +128,6 @@ class Column:
     def row_nbytes(self) -> int:
         """Bytes of one row."""
         return self.dtype.itemsize * (1 if self.width is None else self.width)
-
-
-class ColumnView(Sequence[Any]):
-    """A column that compares, prints and slices as a plain list, read from the typed store on access."""
-
-    __slots__ = ("_length", "_read")
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, length: int, read: Callable[[int, int], list[Any]]) -> None:
-        self._length, self._read = length, read
-
-    def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Any]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        if not isinstance(index, slice):
-            place = range(self._length)[index]
-            return self._read(place, place + 1)[0]
-        places = range(self._length)[index]
-        if not places:
-            return []
-        first, last = min(places[0], places[-1]), max(places[0], places[-1])
-        values = self._read(first, last + 1)[:: abs(places.step)]
-        return values if places.step > 0 else values[::-1]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.tolist())
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, list | ColumnView):
-            return NotImplemented
-        return len(self) == len(other) and self.tolist() == list(other)
-
-    def __add__(self, other: Iterable[Any]) -> list[Any]:
-        return [*self, *other]
-
-    def __radd__(self, other: Iterable[Any]) -> list[Any]:
-        return [*other, *self]
-
-    def tolist(self) -> list[Any]:
-        """All values as Python numbers and texts."""
-        return self._read(0, self._length)
-
-    def __repr__(self) -> str:
-        return repr(self.tolist())
-
-    def __deepcopy__(self, memo: object) -> list[Any]:
-        """A list: what `dataclasses.asdict` holds may be written as JSON."""
-        return self.tolist()
-
-    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
-        return np.array(self.tolist(), dtype=dtype)
 
 
 def narrowed(values: Array) -> Array:

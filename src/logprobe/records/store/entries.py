@@ -20,7 +20,7 @@ NO_RANK = -1  # in the typed rank columns only; readers see None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entries:
-    """The public columns of a run of n positions holding N entries."""
+    """Entries of n positions, N in all, as arrays; a position's chosen token comes first."""
 
     offsets: Array  # (n + 1,) int64: position i owns entries [offsets[i], offsets[i + 1])
     token_ids: Array  # (N,) unsigned or signed integers

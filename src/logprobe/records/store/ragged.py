@@ -5,7 +5,6 @@ For what is no row of a step: dicts and columns that a caller appends by hand, i
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Final
 
@@ -105,10 +104,6 @@ class Ragged:
     def first_entry(self, row: int) -> int:
         """Number of entries before a row."""
         return int(self._ends.row(row - 1)) if row else 0
-
-    def row_of(self, entry: int) -> int:
-        """The row that holds entry `entry`."""
-        return bisect_right(range(self.num_rows), entry, key=self._ends.row)
 
     def row(self, row: int) -> RowLists | None:
         """One row as Python values; None for a None row."""

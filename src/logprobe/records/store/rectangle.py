@@ -332,16 +332,6 @@ class Rectangle:
         number = bisect_right(self._starts, row) - 1
         return self._entries_before(number)[number] + int(self.widths(self._starts[number], row).sum())
 
-    def row_of(self, entry: int) -> int:
-        """The row that holds entry `entry`."""
-        if self.repeats_chosen:
-            return entry // self.width
-        before = self._entries_before(len(self._starts) - 1)
-        number = bisect_right(before, entry) - 1
-        start, stop = [*self._starts, self.num_rows][number : number + 2]
-        ends = before[number] + np.cumsum(self.widths(start, stop))
-        return start + int(np.searchsorted(ends, entry, side="right"))
-
     def _entries_before(self, number: int) -> list[int]:
         """Entries before each of the first blocks, up to block `number` at least.
 

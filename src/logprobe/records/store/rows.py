@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
-from logprobe.records.store.columns import ColumnView, chunks, narrowed
+from logprobe.records.store.columns import chunks, narrowed
 from logprobe.records.store.entries import Entries, RowLists
 from logprobe.records.store.inputs import as_step_rows, row_from_columns
 from logprobe.records.store.ragged import NOTHING, Ragged
@@ -310,18 +310,6 @@ class Rows:
             return entries
         return replace(entries, texts=texts.read(self.first_entry(start), entries.token_ids.tolist()))
 
-    def column(self, pick: Callable[[Entries], list[Any]]) -> ColumnView:
-        """What `pick` takes of the entries of all positions, read when asked for."""
-
-        def read(start: int, stop: int) -> list[Any]:
-            if start == stop:
-                return []
-            first = self.row_of(start)
-            base = self.first_entry(first)
-            return pick(self.entries(first, self.row_of(stop - 1) + 1))[start - base : stop - base]
-
-        return ColumnView(self.first_entry(self.num_rows), read)
-
     def _texts_of(self, part: Part, first: int, last: int) -> list[str | None] | None:
         if self.texts is None:
             return None
@@ -351,13 +339,6 @@ class Rows:
         runs = [read(part, first, last) for part, first, last in self._parts(start, stop)]
         return np.concatenate([np.full(num_none, np.nan, np.float32), *runs])
 
-    def offsets(self, start: int, stop: int) -> Array:
-        """Entry offsets of rows [start, stop), (stop - start + 1,) int64, from the record's first entry."""
-        num_none = min(max(self.num_none - start, 0), stop - start)
-        widths = [part.widths(first, last) for part, first, last in self._parts(start, stop)]
-        ends = np.cumsum(np.concatenate([np.zeros(num_none + 1, np.int64), *widths]))
-        return ends + self.first_entry(start)
-
     def first_entry(self, row: int) -> int:
         """Number of entries before a row."""
         self._pack()
@@ -365,15 +346,6 @@ class Rows:
         if at <= num_rows:
             return self.rectangle.first_entry(at)
         return self.rectangle.num_entries + self.ragged.first_entry(at - num_rows)
-
-    def row_of(self, entry: int) -> int:
-        """The row that holds entry `entry`."""
-        self._pack()
-        rectangle = self.rectangle
-        before = rectangle.num_entries if self.ragged.num_rows else inf
-        if entry < before:
-            return self.num_none + rectangle.row_of(entry)
-        return self.num_none + rectangle.num_rows + self.ragged.row_of(entry - rectangle.num_entries)
 
     # -- cutting and carrying ----------------------------------------------------------------------------
 
