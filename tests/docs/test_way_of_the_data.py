@@ -28,7 +28,6 @@ NOT_ASKED = (
     "processors/arguments.py",
     "processors/pipeline.py",
     "records/store/inputs.py",
-    "records/store/ragged.py",
     "records/store/side.py",
     "records/store/texts.py",
     "sampling/kept.py",

@@ -21,9 +21,9 @@ from logprobe.records.store.inputs import (
     row_from_position,
     spans_of,
 )
-from logprobe.records.store.rectangle import StepRows
 from logprobe.records.store.rows import Rows
 from logprobe.records.store.side import NOTHING, IdRuns, Parts, Side
+from logprobe.records.store.steps import Steps
 from logprobe.records.values import Logprob, LogprobsOnePosition
 
 if TYPE_CHECKING:
@@ -225,11 +225,11 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         is_bare = self._side.is_empty and not extras and given is None and kept is None
         if is_bare and self.rows.append_one(token_ids, logprobs, ranks):  # no more of it: once a token
             return
-        rows = StepRows.of(token_ids, logprobs, ranks)
+        steps = Steps.of(token_ids, logprobs, ranks)
         if not is_bare:
             named = None if given is None else given_columns(given)
-            self._add_beside(len(rows.ranks), extras, named, kept)
-        self.rows.append_step(rows)
+            self._add_beside(steps.num_rows, extras, named, kept)
+        self.rows.append_step(steps)
 
     def _add_beside(
         self,
@@ -462,4 +462,4 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
     @property
     def num_entries(self) -> int:
         """Number of entries of all positions."""
-        return self.rows.first_entry(len(self))
+        return self.rows.num_entries

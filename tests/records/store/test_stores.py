@@ -9,11 +9,11 @@ from logprobe.records import FlatLogprobs, Logprob
 
 
 def both_layouts(arrays: Any) -> list[FlatLogprobs]:
-    packed, ragged = FlatLogprobs([None]), FlatLogprobs([{}, None])
+    packed, ragged = FlatLogprobs([None]), FlatLogprobs()
     packed.append_rows(*arrays)
-    ragged.append_rows(*arrays)
-    assert ragged[1:].nbytes > packed.nbytes
-    return [packed, ragged[1:]]
+    ragged.append_entries(packed.arrays)
+    assert ragged.nbytes > packed.nbytes
+    return [packed, ragged]
 
 
 def test_the_chosen_tokens_and_the_k_best_are_read_as_arrays(step: Any) -> None:
