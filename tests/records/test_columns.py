@@ -11,6 +11,14 @@ from logprobe.errors import ParameterError
 from logprobe.records import FlatLogprobs, Logprob
 
 
+class Table:
+    def token_text(self, token_id: int) -> str:
+        return f"t{token_id}"
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"t%d" % token_id
+
+
 def test_columns_add_and_dump_like_lists() -> None:
     flat = FlatLogprobs()
     flat.append_fast([7, 8], [-0.5, -1.0], [1, 1], ["a", None])
@@ -18,11 +26,36 @@ def test_columns_add_and_dump_like_lists() -> None:
     assert flat.token_ids + later == [7, 8, 9]
     assert earlier + flat.token_ids == [6, 7, 8]
     assert flat.token_ids + flat.token_ids == [7, 8, 7, 8]
-    assert flat.logprobs.tolist() == [-0.5, -1.0]
-    columns = (flat.token_ids, flat.logprobs, flat.ranks, flat.decoded_tokens, flat.end_indices)
-    assert json.dumps([list(column) for column in columns]) == (
-        '[[7, 8], [-0.5, -1.0], [1, 1], ["a", null], [2]]'
-    )
+    columns = [flat.token_ids, flat.logprobs, flat.ranks, flat.decoded_tokens, flat.end_indices]
+    assert all(isinstance(column, list) for column in [*columns, flat.start_indices])
+    assert json.dumps(columns) == '[[7, 8], [-0.5, -1.0], [1, 1], ["a", null], [2]]'
+
+
+def test_a_list_that_was_read_stays_as_it_is_and_the_next_one_has_what_came() -> None:
+    flat = FlatLogprobs()
+    flat.append_fast([7, 8], [-0.5, -1.0], [1, 1], [None, None])
+    before = flat.token_ids
+    assert flat.token_ids is before
+    assert flat.decoded_tokens == [None, None]
+    flat.append({9: Logprob(-2.0, 1)})
+    assert before == [7, 8]
+    assert flat.token_ids == [7, 8, 9]
+    flat.table = Table()
+    assert flat.decoded_tokens == ["t7", "t8", "t9"]
+    with pytest.raises(AttributeError):
+        flat.token_ids = [1]
+
+
+def test_arrays_are_the_lists_in_numpy() -> None:
+    flat = FlatLogprobs([None, {70_000: Logprob(-0.5, None, "a"), 8: Logprob(-1.0, 3)}])
+    arrays = flat.arrays
+    assert arrays.offsets.tolist() == [*flat.start_indices, flat.end_indices[-1]] == [0, 0, 2]
+    assert arrays.token_ids.tolist() == flat.token_ids
+    assert arrays.logprobs.tolist() == flat.logprobs
+    assert arrays.rank_list() == flat.ranks == [None, 3]
+    assert arrays.texts == flat.decoded_tokens == ["a", None]
+    assert arrays.is_none is not None
+    assert arrays.is_none.tolist() == [True, False]
 
 
 def test_a_record_is_made_of_its_six_columns(step: Any) -> None:

@@ -215,7 +215,7 @@ def test_own_ids_at_each_position_come_as_offline(server: Any, temperature: floa
     arrow = httpx.post(f"{server.url}/v1/score", json=asked, headers=headers, timeout=PATIENCE_S)
     table = pa.ipc.open_stream(arrow.content).read_all()
     for row, told, score in zip(reply["data"], table.to_pylist(), expected, strict=True):
-        entries = score.record.given.entries()
+        entries = score.record.given.arrays
         bounds = entries.offsets.tolist()
         spans = [*pairwise(bounds)]
         for one in (row, told):

@@ -50,7 +50,7 @@ def test_a_record_is_a_dataclass() -> None:
     assert [field.name for field in dataclasses.fields(flat)] == list(COLUMNS)
     assert dataclasses.asdict(flat) == COLUMNS
     assert json.loads(json.dumps(dataclasses.asdict(flat))) == COLUMNS
-    assert json.loads(json.dumps(flat.token_ids.tolist())) == COLUMNS["token_ids"]
+    assert json.loads(json.dumps(flat.token_ids)) == COLUMNS["token_ids"]
     changed = dataclasses.replace(flat, token_ids=[7, 8, 9, 10, 11, 12])
     assert type(changed) is FlatLogprobs
     assert changed.token_ids == [7, 8, 9, 10, 11, 12]

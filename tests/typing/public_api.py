@@ -119,7 +119,7 @@ def read_outputs(llm: LLM) -> tuple[list[Score], list[CompletionOutput]]:
 
 def columns_of(record: FlatLogprobs) -> FlatLogprobs:
     ids: list[int] = record.token_ids + record.token_ids
-    return FlatLogprobs.from_columns([0], [1], ids, record.logprobs.tolist(), record.ranks)
+    return FlatLogprobs.from_columns([0], [1], ids, record.logprobs, record.ranks)
 
 
 def with_errors() -> str:

@@ -150,5 +150,5 @@ def _named(output: RequestOutput) -> Floats:
     """The log-probabilities of the ids that were named at the last position, by ascending id."""
     given = scored(output).given
     assert given is not None, "ids were named"
-    entries = given[len(given) - 1 :].entries()
+    entries = given[len(given) - 1 :].arrays
     return entries.logprobs[np.argsort(entries.token_ids)].astype(np.float64)

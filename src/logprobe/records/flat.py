@@ -10,10 +10,9 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
 
 from logprobe.records.forms import frames, html, picture, wire
-from logprobe.records.store.columns import Array, ColumnView
 from logprobe.records.store.entries import Entries, texts_of, with_holes
 from logprobe.records.store.inputs import (
     given_columns,
@@ -22,9 +21,9 @@ from logprobe.records.store.inputs import (
     row_from_position,
     spans_of,
 )
-from logprobe.records.store.rectangle import StepRows
 from logprobe.records.store.rows import Rows
 from logprobe.records.store.side import NOTHING, IdRuns, Parts, Side
+from logprobe.records.store.steps import Steps
 from logprobe.records.values import Logprob, LogprobsOnePosition
 
 if TYPE_CHECKING:
@@ -34,17 +33,68 @@ if TYPE_CHECKING:
     from logprobe.records.forms.picture import Picture
     from logprobe.records.forms.wire import Precision
     from logprobe.records.info import LogprobsInfo
+    from logprobe.records.store.columns import Array
     from logprobe.records.values import TokenTable
 
+T = TypeVar("T")
 
+
+class ListColumn(Generic[T]):
+    """A column of `FlatLogprobs` as a Python list: made when it is read, and kept until the record grows."""
+
+    def __init__(self, read: Callable[[Entries, TokenTable | None], list[T]], doc: str) -> None:
+        self._read = read
+        self._name = ""
+        self.__doc__ = doc
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, record: None, owner: type) -> ListColumn[T]: ...
+    @overload
+    def __get__(self, record: FlatLogprobs, owner: type) -> list[T]: ...
+    def __get__(self, record: FlatLogprobs | None, owner: type) -> ListColumn[T] | list[T]:
+        if record is None:
+            return self
+        length, table, values = record._lists.get(self._name, (-1, None, []))  # noqa: SLF001 - a part of it
+        if length != len(record) or table is not record.table:
+            arrays = record.arrays
+            values = self._read(arrays, record.table)
+            record._lists[self._name] = (len(arrays.offsets) - 1, record.table, values)  # noqa: SLF001
+        return values
+
+
+@dataclass(init=False, repr=False, eq=False)
 class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
     """A list of `dict[int, Logprob]` held in typed columns; it only grows.
 
     One writer may append while others read: a reader sees the rows published so far, each whole. Texts come
     from `table` on access, or are those given with the entries. A slice is a container of its own.
+
+    The dataclass fields are Python lists of the whole record, as in vLLM; `arrays` is quicker.
     """
 
-    __slots__ = ("_side", "info", "rows", "table")
+    start_indices: ListColumn[int] = ListColumn(
+        lambda arrays, _: arrays.offsets[:-1].tolist(), "First entry of each position."
+    )
+    end_indices: ListColumn[int] = ListColumn(
+        lambda arrays, _: arrays.offsets[1:].tolist(), "One past the last entry of each position."
+    )
+    token_ids: ListColumn[int] = ListColumn(
+        lambda arrays, _: arrays.token_ids.tolist(), "Token id of each entry."
+    )
+    logprobs: ListColumn[float] = ListColumn(
+        lambda arrays, _: arrays.logprobs.tolist(), "Log-probability of each entry, nats."
+    )
+    ranks: ListColumn[int | None] = ListColumn(
+        lambda arrays, _: arrays.rank_list(), "1-based rank of each entry; None where none was given."
+    )
+    decoded_tokens: ListColumn[str | None] = ListColumn(
+        Entries.text_list, "Text of each entry: the one given with it, else the table's, else None."
+    )
+
+    __slots__ = ("_lists", "_side", "info", "rows", "table")
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(
@@ -69,6 +119,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         self._side = NOTHING
         self.table = table
         self.info = info
+        self._lists: dict[str, tuple[int, TokenTable | None, list[Any]]] = {}  # of `ListColumn`
         columns = (end_indices, token_ids, logprobs, ranks, decoded_tokens)
         if start_indices is None and all(column is None for column in columns):
             self.extend(positions)
@@ -174,11 +225,11 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         is_bare = self._side.is_empty and not extras and given is None and kept is None
         if is_bare and self.rows.append_one(token_ids, logprobs, ranks):  # no more of it: once a token
             return
-        rows = StepRows.of(token_ids, logprobs, ranks)
+        steps = Steps.of(token_ids, logprobs, ranks)
         if not is_bare:
             named = None if given is None else given_columns(given)
-            self._add_beside(len(rows.ranks), extras, named, kept)
-        self.rows.append_step(rows)
+            self._add_beside(steps.num_rows, extras, named, kept)
+        self.rows.append_step(steps)
 
     def _add_beside(
         self,
@@ -333,36 +384,6 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         return FlatLogprobs.from_bytes, (self.to_bytes(),)
 
     @property
-    def start_indices(self) -> ColumnView:
-        """First entry of each position."""
-        return ColumnView(len(self), lambda start, stop: self.rows.offsets(start, stop)[:-1].tolist())
-
-    @property
-    def end_indices(self) -> ColumnView:
-        """One past the last entry of each position."""
-        return ColumnView(len(self), lambda start, stop: self.rows.offsets(start, stop)[1:].tolist())
-
-    @property
-    def token_ids(self) -> ColumnView:
-        """Token id of each entry."""
-        return self.rows.column(lambda entries: entries.token_ids.tolist())
-
-    @property
-    def logprobs(self) -> ColumnView:
-        """Log-probability of each entry, nats."""
-        return self.rows.column(lambda entries: entries.logprobs.tolist())
-
-    @property
-    def ranks(self) -> ColumnView:
-        """1-based rank of each entry; None where none was given."""
-        return self.rows.column(Entries.rank_list)
-
-    @property
-    def decoded_tokens(self) -> ColumnView:
-        """Text of each entry: the one given with it, else the table's, else None."""
-        return self.rows.column(lambda entries: entries.text_list(self.table))
-
-    @property
     def extras(self) -> dict[str, Array]:
         """The further columns that were given, by name: (T,) each, NaN where a position has none."""
         return {} if self._side is NOTHING else self._side.extras(len(self))
@@ -398,10 +419,11 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
     @property
     def is_valid(self) -> Array:
         """False where a position holds NaN, (T,) bool."""
-        return self.entries().is_valid()
+        return self.arrays.is_valid()
 
-    def entries(self) -> Entries:
-        """All public columns at once, as arrays."""
+    @property
+    def arrays(self) -> Entries:
+        """All entries as NumPy arrays: T positions with N entries, the chosen token of each first."""
         return self.rows.entries(0, self.rows.num_rows)
 
     def chosen_entries(self) -> Entries:
@@ -440,20 +462,4 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
     @property
     def num_entries(self) -> int:
         """Number of entries of all positions."""
-        return self.rows.first_entry(len(self))
-
-
-@dataclass(init=False, repr=False, eq=False)
-class _Columns:
-    """The fields of a record, by which `dataclasses` knows it; `asdict` makes lists of them."""
-
-    start_indices: list[int]
-    end_indices: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
-    ranks: list[int | None]
-    decoded_tokens: list[str | None]
-
-
-for _name in ("__dataclass_fields__", "__dataclass_params__"):
-    setattr(FlatLogprobs, _name, getattr(_Columns, _name))
+        return self.rows.num_entries

@@ -76,7 +76,7 @@ def to_padded(
 
     require(side in ("right", "left"), "side", f"must be right or left, got {side!r}")
     for number, record in enumerate(records):
-        is_whole = bool((np.diff(record.entries().offsets) > 0).all())
+        is_whole = bool((np.diff(record.arrays.offsets) > 0).all())
         require(is_whole, "records", f"number {number} has a position without numbers; slice it off")
     longest = max(map(len, records), default=0)
     width = longest if length is None else length

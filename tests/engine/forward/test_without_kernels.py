@@ -41,7 +41,7 @@ from logprobe.kernels import kernel_info
 
 def numbers(scores):
     records = [score.record for score in scores]
-    return [one.chosen_entries().logprobs.tolist() + one.entries().logprobs.tolist() for one in records]
+    return [one.chosen_entries().logprobs.tolist() + one.arrays.logprobs.tolist() for one in records]
 
 def run(folder, pairs, sampling):
     with LLM(folder, kv_bytes=1 << 24) as llm:
@@ -82,7 +82,7 @@ def without_kernels(folder: Path, models: list[Path | str], pairs: list[Any] = P
 def numbers(llm: LLM, pairs: list[Any]) -> list[Any]:
     """Log-probabilities of each pair: its chosen tokens, then all entries."""
     records = [score.record for score in llm.score(pairs, logprobs=5)]
-    return [one.chosen_entries().logprobs.tolist() + one.entries().logprobs.tolist() for one in records]
+    return [one.chosen_entries().logprobs.tolist() + one.arrays.logprobs.tolist() for one in records]
 
 
 def assert_near(ours: list[Any], expected: list[Any]) -> None:

@@ -106,12 +106,12 @@ def test_smaller_bytes_keep_their_stated_error(step: Any, precision: Any, limit:
     data = flat.to_bytes(precision)
     stated = read_header(data)[0].max_abs_error
     back = FlatLogprobs.from_bytes(data)
-    exact = flat.entries().logprobs
+    exact = flat.arrays.logprobs
     finite = np.isfinite(exact)
-    wrong = np.abs(exact[finite] - back.entries().logprobs[finite])
+    wrong = np.abs(exact[finite] - back.arrays.logprobs[finite])
     assert 0 < wrong.max() == pytest.approx(stated, rel=1e-3)
     assert stated <= limit
-    assert np.isneginf(back.entries().logprobs[~finite]).all()
+    assert np.isneginf(back.arrays.logprobs[~finite]).all()
     assert back.token_ids == flat.token_ids
     assert back.ranks == flat.ranks
     assert len(data) <= size * flat.num_entries + 1000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import resource
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
@@ -57,17 +58,11 @@ DATA = {kind: record.to_bytes() for kind, record in HONEST.items()}
 def use(record: FlatLogprobs) -> None:
     """Read all of a record, in every way."""
     assert len(list(record)) == len(record)
-    for view in (
-        record.token_ids,
-        record.logprobs,
-        record.ranks,
-        record.decoded_tokens,
-        record.start_indices,
-    ):
-        view.tolist()
-    for read in (record.entries, record.chosen_entries, record.top_entries):
+    for read in (record.chosen_entries, record.top_entries):
         read()
     for name in (
+        *(field.name for field in dataclasses.fields(record)),
+        "arrays",
         "other_logprob",
         "outside_top_logprob",
         "entropy",

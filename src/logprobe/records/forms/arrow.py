@@ -23,9 +23,9 @@ from logprobe.records.info import LogprobsInfo
 from logprobe.records.rows import EXTRAS
 from logprobe.records.store.columns import narrowed
 from logprobe.records.store.entries import NO_RANK, Entries
-from logprobe.records.store.rectangle import StepRows
 from logprobe.records.store.rows import Rows
 from logprobe.records.store.side import Parts
+from logprobe.records.store.steps import Steps
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -89,7 +89,8 @@ def batch_of(
     entries, chosen = rows.entries(0, length), rows.chosen_entries(0, length)
     has_chosen = np.diff(chosen.offsets) > 0
     has_wide_ids = entries.token_ids.max(initial=0) > np.iinfo(np.int32).max
-    is_regular = rows.is_regular and entries.texts is None and not has_wide_ids
+    _, steps, others = rows.layout()
+    is_regular = others is None and not (steps.repeats_chosen or entries.texts or has_wide_ids)
     given = None if parts.given is None else parts.given.entries(0, parts.given.num_rows)
     columns = {
         "request_id": pa.repeat(pa.scalar(request_id, pa.string()), length),
@@ -251,7 +252,7 @@ def _append_regular(rows: Rows, columns: dict[str, pa.Array], is_none: Array) ->
 
     ids = matrix("token_id", "top_ids").astype(np.int64)
     logprobs = matrix("logprob", "top_logprobs").astype(np.float32)
-    rows.append_step(StepRows(ids, logprobs, np.asarray(columns["rank"])[num_none:].astype(np.int64)))
+    rows.append_step(Steps(ids, logprobs, np.asarray(columns["rank"])[num_none:].astype(np.int64)))
 
 
 def _entries_of(columns: dict[str, pa.Array], prefix: str, is_none: Array) -> Entries:

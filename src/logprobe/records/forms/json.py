@@ -234,7 +234,7 @@ def token_item(token_id: int, table: TokenTable) -> dict[str, Any]:
 
 def entry_rows(record: FlatLogprobs, table: TokenTable) -> list[list[dict[str, Any]] | None]:
     """Every entry of every position with id, logprob and rank, the chosen token first; None for None."""
-    entries = record.entries()
+    entries = record.arrays
     rows = _items(entries, table)
     if entries.is_none is None:
         return [*rows]

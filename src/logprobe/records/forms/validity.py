@@ -15,7 +15,7 @@ import numpy as np
 from logprobe.errors import InputError
 from logprobe.records.rows import EXTRAS
 from logprobe.records.store.entries import NO_RANK
-from logprobe.records.store.rectangle import StepRows
+from logprobe.records.store.steps import Steps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -135,30 +135,28 @@ def check_rows(header: RowsHeader, columns: Mapping[str, Array]) -> None:
         require(name in STEPS or name in RAGGED or name in TEXTS, f"rows have no column {name}")
     num_none = header.num_none
     require(0 <= num_none <= MAX_COUNTED, f"it counts {num_none} rows that take no bytes")
-    num_steps, num_entries = _check_steps(header, columns)
-    num_ragged = 0
+    widths = [np.zeros(num_none, np.int64), _check_steps(header, columns)]
     if has_ragged:
-        num_ragged = len(columns["ends"])
-        num_entries += _check_ragged(columns)
-    num_rows = num_none + num_steps + num_ragged
+        widths.append(_check_ragged(columns))
+    num_rows = sum(map(len, widths))
     require(header.num_rows == num_rows, f"{num_rows} rows, and {header.num_rows} are said to be")
-    _check_texts(header, columns, num_entries)
+    _check_texts(header, columns, np.concatenate(widths))
 
 
-def _check_steps(header: RowsHeader, columns: Mapping[str, Array]) -> tuple[int, int]:
-    """The steps' rows; how many they are, and how many entries they show."""
-    ids, logprobs, ranks = rows = StepRows(*(columns[name] for name in STEPS))
+def _check_steps(header: RowsHeader, columns: Mapping[str, Array]) -> Array:
+    """The steps' rows; how many entries are read of each."""
+    ids, logprobs, ranks = (columns[name] for name in STEPS)
     require(ids.ndim == 2 and ids.shape[1] == header.k + 1 > 0, f"rows of {header.k}, but ids {ids.shape}")
     require(logprobs.shape == ids.shape, f"logprobs of shape {logprobs.shape} for ids {ids.shape}")
     require(logprobs.dtype == np.float32, f"logprobs of type {logprobs.dtype}")
     require(ranks.shape == ids.shape[:1], f"{len(ids)} rows, but ranks of shape {ranks.shape}")
     for name in ("token_ids", "ranks"):
         require(columns[name].min(initial=0) >= 0, f"{name} holds a negative number")
-    return len(ids), ids.size - (0 if header.repeats_chosen else int(np.count_nonzero(rows.repeats())))
+    return Steps(ids, logprobs, ranks, header.repeats_chosen).widths()
 
 
-def _check_ragged(columns: Mapping[str, Array]) -> int:
-    """Rows of any width; how many entries they have."""
+def _check_ragged(columns: Mapping[str, Array]) -> Array:
+    """Rows of any width; how many entries each has."""
     ids, ends, is_none = columns["entry_ids"], columns["ends"], columns["is_none"]
     require(ids.ndim == ends.ndim == 1, "the entries are no run")
     for name in ("entry_logprobs", "entry_ranks"):
@@ -172,21 +170,24 @@ def _check_ragged(columns: Mapping[str, Array]) -> int:
     require(not widths[is_none].any(), "a row is None and has entries")
     for name, least in (("entry_ids", 0), ("entry_ranks", NO_RANK)):
         require(columns[name].min(initial=0) >= least, f"{name} holds a negative number")
-    return len(ids)
+    return widths
 
 
-def _check_texts(header: RowsHeader, columns: Mapping[str, Array], num_entries: int) -> None:
+def _check_texts(header: RowsHeader, columns: Mapping[str, Array], widths: Array) -> None:
     names = TEXTS.keys() & columns.keys()
     require(len(names) in {0, len(TEXTS)}, "a column of texts is missing")
     if not names:
         require(not header.texts, "it has texts of no entries")
         return
     ids, since, apart = (columns[name] for name in TEXTS)
-    require(ids.ndim == since.ndim == apart.ndim == 1, "the columns of texts are no runs")
+    is_fitting = ids.ndim == since.ndim == 1 and apart.ndim == 2 and apart.shape[1] == 2
+    require(is_fitting, "the columns of texts are no runs")
     require(len(ids) == len(since) and len(np.unique(ids)) == len(ids), "the texts' ids are not different")
     require(len(header.texts) == len(ids) + len(apart), f"{len(header.texts)} texts for other entries")
     require(all(text is not None for text in header.texts[: len(ids)]), "a token's text is missing")
     farthest = max(-int(since.min(initial=0)), int(since.max(initial=0)))
-    require(farthest <= np.iinfo(np.int32).max, "a text counts from an entry beyond all")
-    is_rising = (apart[1:] > apart[:-1]).all() and apart.min(initial=0) >= 0
-    require(is_rising and apart.max(initial=-1) < num_entries, "a text belongs to an entry that is not there")
+    require(farthest <= np.iinfo(np.int32).max, "a text counts from a row beyond all")
+    rows, places = apart.T
+    is_rising = (rows[1:] >= rows[:-1]).all() and apart.min(initial=0) >= 0
+    is_within = is_rising and rows.max(initial=-1) < len(widths) and (places < widths[rows]).all()
+    require(is_within, "a text belongs to an entry that is not there")

@@ -60,13 +60,13 @@ def encode(parts: Parts, precision: Precision = "float32") -> bytes:
     Raises:
         ParameterError: an unknown precision; one below float32 for NaN or positive values.
     """
-    scalars, columns = _carried(parts.rows).state()
+    scalars, columns = parts.rows.state(MAX_COUNTED)
     given_header = None
     columns |= parts.extras
     if parts.kept is not None:
         columns |= dict(zip(KEPT, parts.kept, strict=True))
     if parts.given is not None:
-        given_scalars, given = _carried(parts.given).state()
+        given_scalars, given = parts.given.state(MAX_COUNTED)
         given_header = RowsHeader(**given_scalars)
         columns |= {f"given.{name}": column for name, column in given.items()}
     columns, max_abs_error = _quantise(columns, precision)
@@ -83,11 +83,6 @@ def encode(parts: Parts, precision: Precision = "float32") -> bytes:
     head = msgspec.json.encode(header)
     head += b" " * (-(len(MAGIC) + 4 + len(head)) % ALIGNMENT)
     return b"".join([MAGIC, len(head).to_bytes(4, "little"), head, *body])
-
-
-def _carried(rows: Rows) -> Rows:
-    """The rows, or the same ones in a form in which each None takes a byte, where there are many."""
-    return rows.without_none_first() if rows.num_none > MAX_COUNTED else rows
 
 
 def decode(data: bytes | memoryview) -> Parts:

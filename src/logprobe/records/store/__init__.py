@@ -1,1 +1,1 @@
-"""Where the entries of a record lie: regular rows packed, ragged ones as they come."""
+"""Memory of a record: blocks of rows, texts, and what stands beside the rows."""

@@ -1,13 +1,8 @@
-"""Growing typed columns, and the list-like view through which they are read.
-
-Before it: rows that a step found. After it: the stores of `FlatLogprobs`.
-"""
+"""Growing columns of numbers, and the types and checks that all of them share."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,172 +11,36 @@ from logprobe.errors import ParameterError
 
 Array = npt.NDArray[Any]
 
-MIN_BLOCK_BYTES, MAX_BLOCK_BYTES = 1 << 10, 1 << 16
-CHUNK_ROWS = 1024
-
 
 class Column:
-    """Rows of one type in blocks that never move; the owner publishes how many rows count.
+    """Numbers in arrays end to end that are never written to again, so that readers need no lock.
 
-    Blocks double from 1 KiB to 64 KiB, so a long column wastes at most one block, nothing is copied to grow,
-    and a view that a reader holds stays valid while the writer goes on.
+    New values are joined with the array before them as long as that is not longer: the arrays are few, and
+    how often a value is copied grows with the logarithm of the length.
     """
 
-    __slots__ = ("_blocks", "_starts", "dtype", "width")
+    __slots__ = ("_parts",)
 
-    def __init__(self, dtype: npt.DTypeLike, width: int | None = None) -> None:
-        self.dtype = np.dtype(dtype)
-        self.width = width  # None: rows are scalars
-        self._blocks: list[Array] = []
-        self._starts: list[int] = []
+    def __init__(self, values: Array) -> None:
+        self._parts: tuple[Array, ...] = (values,)
 
-    @classmethod
-    def of(cls, values: Array) -> Column:
-        """Wrap an array (n,) or (n, width) without a copy."""
-        column = cls(values.dtype, None if values.ndim == 1 else values.shape[1])
-        if len(values):
-            column._blocks, column._starts = [values], [0]
-        return column
-
-    @property
-    def starts(self) -> list[int]:
-        """First row of each block."""
-        return self._starts
-
-    def write(self, at: int, values: Array) -> None:
-        """Put values (n, ...) at rows [at, at + n); rows before `at` are never touched."""
-        done = 0
-        while done < len(values):
-            block, start = self._block_for(at + done, len(values) - done)
-            first = at + done - start
-            count = min(len(values) - done, len(block) - first)
-            block[first : first + count] = values[done : done + count]
-            done += count
-
-    def write_one(self, at: int, value: Any) -> None:
-        """Put one row at row `at`."""
-        block, start = self._block_for(at, 1)
-        block[at - start] = value
-
-    def _block_for(self, at: int, count: int) -> tuple[Array, int]:
-        if self._blocks:
-            block, start = self._blocks[-1], self._starts[-1]
-            if at < start + len(block):
-                return block, start
-        row_bytes = max(self.dtype.itemsize * (1 if self.width is None else self.width), 1)
-        least, most = max(MIN_BLOCK_BYTES // row_bytes, 1), max(MAX_BLOCK_BYTES // row_bytes, 1)
-        capacity = min(max(at, count, least), most)
-        block = np.empty(capacity if self.width is None else (capacity, self.width), self.dtype)
-        # The block before its start: a reader that finds the start also finds the block.
-        self._blocks.append(block)
-        self._starts.append(at)
-        return block, at
-
-    def row(self, index: int) -> Any:
-        """Row `index`, without a copy."""
-        number = bisect_right(self._starts, index) - 1
-        return self._blocks[number][index - self._starts[number]]
-
-    def parts(self, start: int, stop: int) -> Iterator[Array]:
-        """Rows [start, stop) as views, one a block."""
-        number = max(bisect_right(self._starts, start) - 1, 0)
-        while start < stop:
-            block, first = self._blocks[number], self._starts[number]
-            part = block[start - first : stop - first]
-            yield part
-            start += len(part)
-            number += 1
+    def append(self, values: Array) -> None:
+        """Add values (n,), which nobody else may write to; the wider of the two types holds all."""
+        parts = list(self._parts)
+        while parts and len(parts[-1]) <= len(values):
+            values = np.concatenate([parts.pop(), values])
+        self._parts = (*parts, values)
 
     def read(self, start: int, stop: int) -> Array:
-        """Rows [start, stop) as one array: a view where they lie in one block, else a copy."""
-        parts = list(self.parts(start, stop))
-        if len(parts) == 1:
-            return parts[0]
-        if not parts:
-            return np.empty(0 if self.width is None else (0, self.width), self.dtype)
-        return np.concatenate(parts)
-
-    def view(self, start: int, stop: int) -> Column:
-        """Rows [start, stop) as a column of its own that shares the memory and can grow apart."""
-        column = Column(self.dtype, self.width)
-        at = 0
-        for part in self.parts(start, stop):
-            column._blocks.append(part)
-            column._starts.append(at)
-            at += len(part)
-        return column
-
-    def widen(self, dtype: npt.DTypeLike, count: int) -> None:
-        """Change the type of the `count` rows that stand; readers go on with the old blocks until then.
-
-        What lies beyond them was never written: as a float it may be a signaling NaN, whose cast warns.
-        """
-        blocks: list[Array] = []
-        for block, start in zip(self._blocks, self._starts, strict=True):
-            wide = np.empty(block.shape, dtype)
-            wide[: max(count - start, 0)] = block[: max(count - start, 0)]
-            blocks.append(wide)
-        self._blocks, self.dtype = blocks, np.dtype(dtype)
-
-    def row_nbytes(self) -> int:
-        """Bytes of one row."""
-        return self.dtype.itemsize * (1 if self.width is None else self.width)
-
-
-class ColumnView(Sequence[Any]):
-    """A column that compares, prints and slices as a plain list, read from the typed store on access."""
-
-    __slots__ = ("_length", "_read")
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, length: int, read: Callable[[int, int], list[Any]]) -> None:
-        self._length, self._read = length, read
-
-    def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Any]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        if not isinstance(index, slice):
-            place = range(self._length)[index]
-            return self._read(place, place + 1)[0]
-        places = range(self._length)[index]
-        if not places:
-            return []
-        first, last = min(places[0], places[-1]), max(places[0], places[-1])
-        values = self._read(first, last + 1)[:: abs(places.step)]
-        return values if places.step > 0 else values[::-1]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.tolist())
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, list | ColumnView):
-            return NotImplemented
-        return len(self) == len(other) and self.tolist() == list(other)
-
-    def __add__(self, other: Iterable[Any]) -> list[Any]:
-        return [*self, *other]
-
-    def __radd__(self, other: Iterable[Any]) -> list[Any]:
-        return [*other, *self]
-
-    def tolist(self) -> list[Any]:
-        """All values as Python numbers and texts."""
-        return self._read(0, self._length)
-
-    def __repr__(self) -> str:
-        return repr(self.tolist())
-
-    def __deepcopy__(self, memo: object) -> list[Any]:
-        """A list: what `dataclasses.asdict` holds may be written as JSON."""
-        return self.tolist()
-
-    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
-        return np.array(self.tolist(), dtype=dtype)
+        """Values [start, stop): a view where one array has them all."""
+        found = []
+        for part in self._parts:
+            if start < len(part) and stop > 0:
+                found.append(part[max(start, 0) : stop])
+            start, stop = start - len(part), stop - len(part)
+        if not found:
+            return self._parts[0][:0]
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
 
 def narrowed(values: Array) -> Array:
@@ -220,9 +79,9 @@ def narrowest_id_dtype(largest: int) -> np.dtype[Any]:
     return np.dtype(np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
 
 
-def chunks(num_rows: int) -> Iterator[tuple[int, int]]:
-    """Ranges [start, stop) of at most CHUNK_ROWS rows that cover `num_rows`."""
-    return ((start, min(start + CHUNK_ROWS, num_rows)) for start in range(0, num_rows, CHUNK_ROWS))
+def narrow_copy(numbers: Array) -> Array:
+    """A copy of ids or ranks >= 0 in the narrowest type that holds them."""
+    return numbers.astype(narrowest_id_dtype(int(numbers.max(initial=0))), order="C")
 
 
 def logs_of_rest(listed: Array) -> Array:

@@ -1,16 +1,18 @@
-"""The shapes in which rows enter a store and leave it: as arrays of many, as Python values of one."""
+"""Positions of any width as arrays of entries, and one position as Python values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import compress, repeat
+from itertools import chain, compress, pairwise, repeat
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from logprobe.records.store.columns import logs_of_rest, narrowed, narrowest_id_dtype
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from logprobe.records.store.columns import Array
     from logprobe.records.values import TokenTable
@@ -20,7 +22,7 @@ NO_RANK = -1  # in the typed rank columns only; readers see None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entries:
-    """The public columns of a run of n positions holding N entries."""
+    """Entries of n positions, N in all, as arrays; a position's chosen token comes first."""
 
     offsets: Array  # (n + 1,) int64: position i owns entries [offsets[i], offsets[i + 1])
     token_ids: Array  # (N,) unsigned or signed integers
@@ -31,55 +33,88 @@ class Entries:
 
     @classmethod
     def none(cls, count: int) -> Entries:
-        """Positions that read as None."""
+        """Positions that read as None; they take no memory."""
         return cls(
-            offsets=np.zeros(count + 1, np.int64),
+            offsets=np.broadcast_to(np.int64(0), count + 1),
             token_ids=np.empty(0, np.uint16),
             logprobs=np.empty(0, np.float32),
             ranks=np.empty(0, np.int32),
-            is_none=np.ones(count, np.bool_),
+            is_none=np.broadcast_to(np.True_, count),
         )
 
     @classmethod
     def joined(cls, runs: Sequence[Entries]) -> Entries:
-        """Runs of positions, none with texts, one after another; what one of them alone has is not copied."""
+        """Runs of positions, none with texts, one after another; a single one is not copied."""
         if len(runs) == 1:
             return runs[0]
         if not runs:
             return cls.none(0)
-        widths = np.concatenate([np.diff(run.offsets) for run in runs])
         filled = [run for run in runs if len(run.token_ids)] or runs[:1]
-
-        def column(name: str) -> Array:
-            parts = [getattr(run, name) for run in filled]
-            return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
+        widths = np.concatenate([np.diff(run.offsets) for run in runs])
         return cls(
             offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(widths)]),
-            token_ids=column("token_ids"),
-            logprobs=column("logprobs"),
-            ranks=column("ranks"),
-            is_none=np.concatenate(
-                [
-                    np.zeros(len(run.offsets) - 1, np.bool_) if run.is_none is None else run.is_none
-                    for run in runs
-                ]
-            ),
+            token_ids=np.concatenate([run.token_ids for run in filled]),
+            logprobs=np.concatenate([run.logprobs for run in filled]),
+            ranks=np.concatenate([run.ranks for run in filled]),
+            is_none=np.concatenate([run.none_flags() for run in runs]),
         )
 
-    def take(self, rows: Array) -> Entries:
-        """The rows named, in that order."""
-        widths = np.diff(self.offsets)[rows]
-        offsets = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum(widths, out=offsets[1:])
-        picked = np.arange(offsets[-1]) + np.repeat(self.offsets[rows] - offsets[:-1], widths)
+    @property
+    def kind(self) -> None:
+        """What two runs have in common that can be one: nothing."""
+        return
+
+    @property
+    def num_rows(self) -> int:
+        """Number of positions."""
+        return len(self.offsets) - 1
+
+    @property
+    def num_entries(self) -> int:
+        """Number of entries."""
+        return len(self.token_ids)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays, `texts` not counted."""
+        columns = (self.offsets[1:], self.token_ids, self.logprobs, self.ranks, self.none_flags())
+        return sum(int(column.nbytes) for column in columns)
+
+    def none_flags(self) -> Array:
+        """Whether each position was appended as None, (n,) bool."""
+        return np.zeros(self.num_rows, np.bool_) if self.is_none is None else self.is_none
+
+    def packed(self) -> Entries:
+        """A copy in the narrowest types that hold the numbers, without texts."""
+        largest_id, largest_rank = (int(column.max(initial=0)) for column in (self.token_ids, self.ranks))
+        rank_type = np.int32 if largest_rank <= np.iinfo(np.int32).max else np.int64
+        return Entries(
+            offsets=self.offsets - self.offsets[0],
+            token_ids=self.token_ids.astype(narrowest_id_dtype(largest_id)),
+            logprobs=np.array(narrowed(self.logprobs)),
+            ranks=self.ranks.astype(rank_type),
+            is_none=None if self.is_none is None else self.is_none.copy(),
+        )
+
+    def cut(self, rows: slice | Array) -> Entries:
+        """These positions; a slice, which has no step, shares memory."""
+        is_none, texts = None if self.is_none is None else self.is_none[rows], self.texts
+        if isinstance(rows, slice):
+            start, stop, _ = rows.indices(self.num_rows)
+            offsets = self.offsets[start : max(stop, start) + 1]
+            picked: slice | Array = slice(int(offsets[0]), int(offsets[-1]))
+            texts = texts and texts[int(offsets[0]) : int(offsets[-1])]
+            offsets = offsets - offsets[0]
+        else:
+            offsets, picked = spans(self.offsets[rows], np.diff(self.offsets)[rows])
+            texts = texts and [texts[entry] for entry in picked.tolist()]
         return Entries(
             offsets=offsets,
             token_ids=self.token_ids[picked],
             logprobs=self.logprobs[picked],
             ranks=self.ranks[picked],
-            is_none=None if self.is_none is None else self.is_none[rows],
-            texts=None if self.texts is None else [self.texts[entry] for entry in picked.tolist()],
+            is_none=is_none,
+            texts=texts,
         )
 
     def possible(self) -> Entries:
@@ -97,7 +132,7 @@ class Entries:
 
     def is_valid(self) -> Array:
         """False where a position holds NaN, (n,) bool."""
-        is_valid = np.ones(len(self.offsets) - 1, np.bool_)
+        is_valid = np.ones(self.num_rows, np.bool_)
         wrong = np.flatnonzero(np.isnan(self.logprobs))
         is_valid[np.searchsorted(self.offsets, wrong, side="right") - 1] = False
         return is_valid
@@ -110,6 +145,90 @@ class Entries:
     def text_list(self, table: TokenTable | None) -> list[str | None]:
         """Texts as Python values, None where none is known."""
         return texts_of(self.token_ids.tolist(), self.texts, table)
+
+    # -- what the rows of a step have too ---------------------------------------------------------------
+
+    def entries(self) -> Entries:
+        """These."""
+        return self
+
+    def row(self, row: int) -> RowLists | None:
+        """One position as Python values; None for a None position."""
+        if self.is_none is not None and self.is_none[row]:
+            return None
+        entries = self.cut(slice(row, row + 1))
+        return RowLists(entries.token_ids.tolist(), entries.logprobs.tolist(), entries.rank_list())
+
+    def top_lists(self, row: int) -> TopLists | None:
+        """The chosen token and the k best of one position as Python values; None where it has no entries."""
+        entries = self.cut(slice(row, row + 1))
+        ids, logprobs = entries.token_ids.tolist(), entries.logprobs.tolist()
+        if not ids:
+            return None
+        best = _top_of_row(ids, entries.ranks.tolist())
+        return TopLists(
+            ids[0], logprobs[0], [ids[entry] for entry in best], [logprobs[entry] for entry in best]
+        )
+
+    def chosen_entries(self) -> Entries:
+        """The chosen token of each position that has entries."""
+        return self._picked(lambda ids, _: [0] if ids else [])
+
+    def top_entries(self) -> Entries:
+        """The k best of each position by rank, the chosen token only where it is one of them."""
+        return self._picked(_top_of_row)
+
+    def _picked(self, pick: Callable[[list[int], list[int]], list[int]]) -> Entries:
+        ids, ranks, bounds = self.token_ids.tolist(), self.ranks.tolist(), self.offsets.tolist()
+        kept = [
+            [first + entry for entry in pick(ids[first:last], ranks[first:last])]
+            for first, last in pairwise(bounds)
+        ]
+        picked = np.array(list(chain.from_iterable(kept)), np.intp)
+        return Entries(
+            offsets=np.concatenate([[0], np.cumsum([len(row) for row in kept], dtype=np.int64)]),
+            token_ids=self.token_ids[picked],
+            logprobs=self.logprobs[picked],
+            ranks=self.ranks[picked],
+            is_none=self.is_none,
+        )
+
+    def other_logprobs(self) -> Array:
+        """Log of the mass outside the tokens that each position lists, (n,) float32, nats; NaN for None."""
+        rest = np.full(self.num_rows, np.nan, np.float32)
+        for row in np.flatnonzero(~self.none_flags()).tolist():
+            first, last = self.offsets[row : row + 2]
+            _, kept = np.unique(self.token_ids[first:last], return_index=True)
+            rest[row] = logs_of_rest(self.logprobs[first:last][kept][None])[0]
+        return rest
+
+    def outside_top_logprobs(self) -> Array:
+        """Log of the mass outside the k best of each position, (n,) float32, nats; NaN for None."""
+        top, rest = self.top_entries(), np.full(self.num_rows, np.nan, np.float32)
+        for row in np.flatnonzero(~self.none_flags()).tolist():
+            (first, last), (best, end) = self.offsets[row : row + 2], top.offsets[row : row + 2]
+            rest[row] = logs_of_rest(top.logprobs[best:end][None])[0]
+            if first < last and self.token_ids[first] not in top.token_ids[best:end]:
+                rest[row] = max(rest[row], self.logprobs[first])  # as for the rows of a step
+        return rest
+
+
+def spans(starts: Array, widths: Array) -> tuple[Array, Array]:
+    """Offsets (n + 1,) of n runs of these widths, and the numbers from each run's start on."""
+    offsets = np.zeros(len(widths) + 1, np.int64)
+    np.cumsum(widths, out=offsets[1:])
+    return offsets, np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], widths)
+
+
+def _top_of_row(ids: list[int], ranks: list[int]) -> list[int]:
+    """Entries of one row that are its k best: all but the first, and the first where its place is empty."""
+    rest = list(range(1, len(ids)))
+    if not ids or ids[0] in ids[1:]:
+        return rest
+    gap = next((place for place, entry in enumerate(rest) if ranks[entry] != place + 1), len(rest))
+    if gap == len(rest) and ranks[0] != gap + 1:
+        return rest
+    return [*rest[:gap], 0, *rest[gap:]]
 
 
 def texts_of(

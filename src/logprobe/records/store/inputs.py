@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from logprobe.errors import ParameterError
-from logprobe.records.store.columns import check_not_negative, float_column
-from logprobe.records.store.entries import NO_RANK, Entries, RowLists
-from logprobe.records.store.rectangle import StepRows
+from logprobe.records.store.columns import check_not_negative, float_column, narrowed
+from logprobe.records.store.entries import NO_RANK, Entries, RowLists, spans
+from logprobe.records.store.steps import Steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -98,10 +98,7 @@ def spans_of(entries: Entries, starts: npt.ArrayLike, ends: npt.ArrayLike) -> En
         raise ParameterError("end_indices", f"{last.shape} ends for {first.shape} starts; give one each")
     if ((first < 0) | (last < first) | (last > total)).any():
         raise ParameterError("end_indices", f"a position lies outside the {total} entries")
-    widths = last - first
-    offsets = np.zeros(len(first) + 1, np.int64)
-    np.cumsum(widths, out=offsets[1:])
-    picked = np.arange(offsets[-1]) + np.repeat(first - offsets[:-1], widths)
+    offsets, picked = spans(first, last - first)
     texts = entries.texts
     return Entries(
         offsets=offsets,
@@ -112,7 +109,7 @@ def spans_of(entries: Entries, starts: npt.ArrayLike, ends: npt.ArrayLike) -> En
     )
 
 
-def as_step_rows(row: RowLists, entries: Entries, k: int | None) -> StepRows | None:
+def as_step_rows(row: RowLists, entries: Entries, k: int | None) -> Steps | None:
     """A position of different tokens as chosen + k best, if its ranks say that it is one; None otherwise.
 
     `k` settles the one case in which ranks leave open whether the chosen token is the k-th best or the next.
@@ -123,12 +120,25 @@ def as_step_rows(row: RowLists, entries: Entries, k: int | None) -> StepRows | N
     width = len(ranks)
     gap = next((place for place, rank in enumerate(ranks[1:], 1) if rank != place), width)
     if gap == width and k != width:
-        return StepRows(ids[None], logprobs[None], entries.ranks[:1])
+        return Steps(ids[None], logprobs[None], entries.ranks[:1])
     if ranks[gap:] != list(range(gap + 1, width + 1)):
         return None
-    return StepRows(
+    return Steps(
         np.insert(ids, gap, ids[0])[None], np.insert(logprobs, gap, logprobs[0])[None], entries.ranks[:1]
     )
+
+
+def as_given_steps(entries: Entries) -> Steps | None:
+    """Positions that are chosen + k best as they were given; None otherwise."""
+    widths = np.diff(entries.offsets)
+    width = int(widths[0]) if len(widths) else 0
+    if not width or (widths != width).any():
+        return None
+    ranks = entries.ranks.reshape(-1, width)
+    if ranks[:, 0].min() < 0 or (ranks[:, 1:] != np.arange(1, width)).any():
+        return None
+    logprobs = narrowed(entries.logprobs).reshape(-1, width)
+    return Steps(entries.token_ids.reshape(-1, width), logprobs, ranks[:, 0], repeats_chosen=True)
 
 
 def given_columns(given: Sequence[npt.ArrayLike]) -> Entries:

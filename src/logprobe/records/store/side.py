@@ -1,7 +1,4 @@
-"""What stands beside a record's positions: further columns, ids that the caller named, ids that were kept.
-
-Before it: a step's arrays. After it: `FlatLogprobs`; none of it costs anything until it is given.
-"""
+"""What stands beside a record's positions: further columns, ids that the caller named, ids that were kept."""
 
 from __future__ import annotations
 
@@ -27,11 +24,11 @@ if TYPE_CHECKING:
 class IdRuns:
     """Ascending token ids position by position, packed: one array of ids, and where each run ends."""
 
-    __slots__ = ("_ends", "_token_ids", "length")
+    __slots__ = ("_offsets", "_token_ids", "length")
 
     def __init__(self, offsets: Array | None = None, token_ids: Array | None = None) -> None:
-        self._ends = Column(np.int64)
-        self._token_ids: Column | None = None
+        self._offsets = Column(np.zeros(1, np.int64))
+        self._token_ids = Column(np.empty(0, np.uint16))
         self.length = 0
         if offsets is not None and token_ids is not None:
             self.append(offsets, token_ids)
@@ -43,18 +40,12 @@ class IdRuns:
             ParameterError: offsets that do not end where the ids do.
         """
         bounds, ids = _checked_runs(offsets, token_ids)
-        if self._token_ids is None:
-            self._token_ids = Column(ids.dtype)
-        start = self.end(self.length)
-        if ids.dtype.itemsize > self._token_ids.dtype.itemsize:
-            self._token_ids.widen(ids.dtype, start)
-        self._token_ids.write(start, ids)
-        self._ends.write(self.length, bounds[1:] - bounds[0] + start)
+        self._token_ids.append(ids)
+        self._offsets.append(bounds[1:] - bounds[0] + self._end(self.length))
         self.length += len(bounds) - 1
 
-    def end(self, num_positions: int) -> int:
-        """Where the ids of the first positions end."""
-        return int(self._ends.row(num_positions - 1)) if num_positions else 0
+    def _end(self, num_positions: int) -> int:
+        return int(self._offsets.read(num_positions, num_positions + 1)[0])
 
     def __len__(self) -> int:
         return self.length
@@ -62,27 +53,23 @@ class IdRuns:
     def __getitem__(self, position: int) -> Array:
         """The ids of one position, ascending."""
         place = range(self.length)[position]
-        assert self._token_ids is not None
-        return self._token_ids.read(self.end(place), self.end(place + 1))
+        return self._token_ids.read(self._end(place), self._end(place + 1))
 
     def arrays(self, num_positions: int | None = None) -> tuple[Array, Array]:
         """Offsets (T + 1,) int64 of the first positions, or of all, and their ids."""
         length = self.length if num_positions is None else num_positions
-        offsets = np.concatenate([np.zeros(1, np.int64), self._ends.read(0, length)])
-        if self._token_ids is None:
-            return offsets, np.empty(0, np.int32)
+        offsets = self._offsets.read(0, length + 1)
         return offsets, self._token_ids.read(0, int(offsets[-1]))
 
     def cut(self, places: range) -> IdRuns:
         """The ids of these positions."""
         runs = [self[place] for place in places]
-        offsets = np.cumsum([0, *map(len, runs)])
-        return IdRuns(offsets, np.concatenate(runs) if runs else np.empty(0, np.int32))
+        return IdRuns(np.cumsum([0, *map(len, runs)]), np.concatenate([np.empty(0, np.uint16), *runs]))
 
 
 def _checked_runs(offsets: npt.ArrayLike, token_ids: npt.ArrayLike) -> tuple[Array, Array]:
-    """Both as arrays; a ParameterError where the offsets do not end where the ids do."""
-    bounds, ids = np.asarray(offsets, np.int64), np.asarray(token_ids)
+    """Both as arrays of their own; a ParameterError where the offsets do not end where the ids do."""
+    bounds, ids = np.array(offsets, np.int64), np.array(token_ids)
     if bounds.ndim != 1 or ids.shape != (int(bounds[-1] - bounds[0]),):
         raise ParameterError("kept", f"offsets end at {bounds[-1:]}, but {ids.shape} ids came with them")
     return bounds, ids
@@ -109,7 +96,7 @@ class Side:
         given: Rows | None = None,
         kept: IdRuns | None = None,
     ) -> None:
-        self._extras = {name: Column.of(values) for name, values in (extras or {}).items()}
+        self._extras = {name: Column(values) for name, values in (extras or {}).items()}
         self.given = given  # the named ids, position by position; None: none so far
         self.kept = kept  # the ids that truncation and masks kept; None: none so far
         self.is_empty = not self._extras and given is None and kept is None
@@ -151,7 +138,7 @@ class Side:
         for name in extras.keys() - EXTRAS.keys():
             raise ParameterError(name, f"is no further column; there are {', '.join(EXTRAS)}")
         values = {
-            name: np.asarray(column, EXTRAS[name]) for name, column in extras.items() if column is not None
+            name: np.array(column, EXTRAS[name]) for name, column in extras.items() if column is not None
         }
         for name, column in values.items():
             if column.shape != (num_new,):
@@ -182,8 +169,8 @@ class Side:
 
     def _append_extras(self, at: int, num_new: int, values: Mapping[str, Array]) -> None:
         for name in self._extras.keys() | values.keys():
-            column = self._extras.get(name) or Column.of(np.full(at, np.nan, EXTRAS[name]))
-            column.write(at, values.get(name, np.full(num_new, np.nan, EXTRAS[name])))
+            column = self._extras.get(name) or Column(np.full(at, np.nan, EXTRAS[name]))
+            column.append(values.get(name, np.full(num_new, np.nan, EXTRAS[name])))
             self._extras[name] = column
 
     def cut(self, places: range, length: int) -> Side:

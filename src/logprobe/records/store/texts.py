@@ -1,14 +1,13 @@
 """Texts that were given with entries: one a token id, and those that differ apart.
 
 A token's text hardly ever changes within a record, so a text costs once for each id, not once for each entry.
-
-Before it: `Rows`. After it: `FlatLogprobs`, which falls back on its token table where no text was given.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,54 +19,62 @@ if TYPE_CHECKING:
 
 
 class Texts:
-    """The text of each entry of a record, or None; entries are numbered from the record's first."""
+    """The text of each entry of a record, or None."""
 
-    __slots__ = ("_apart", "_apart_texts", "_base", "_since", "_text_of")
+    __slots__ = ("_apart_places", "_apart_rows", "_apart_texts", "_base", "_since", "_text_of")
 
     def __init__(self, base: int = 0) -> None:
-        self._base = base  # number of the first entry, in a slice of a record; the numbers below count on
+        self._base = base  # number of the first row, in a slice of a record; the numbers below count on
         self._text_of: dict[int, str] = {}  # token id → its first text
-        self._since: dict[int, int] = {}  # token id → the entry with which that text came
-        self._apart = array("q")  # entries whose text is another one or none, ascending
+        self._since: dict[int, int] = {}  # token id → the row with which that text came
+        self._apart_rows = array("q")  # of each entry whose text is another one or none, ascending
+        self._apart_places = array("q")  # and its place in the row
         self._apart_texts: list[str | None] = []
 
-    def write(self, at: int, token_ids: list[int], texts: Sequence[str | None] | None) -> None:
-        """Note the texts of entries from `at` on; None: they have none."""
+    def write(self, row: int, token_ids: list[int], texts: Sequence[str | None] | None) -> None:
+        """Note the texts of a row's entries; None: they have none."""
         given = [None] * len(token_ids) if texts is None else list(texts)
         if list(map(self._text_of.get, token_ids)) == given:
             return
-        for entry, (token_id, text) in enumerate(zip(token_ids, given, strict=True), self._base + at):
-            if text is not None and token_id not in self._text_of:
-                # The entry before its text: a reader that finds the text knows from where on it counts.
-                self._since[token_id] = entry
+        row += self._base
+        for place, (token_id, text) in enumerate(zip(token_ids, given, strict=True)):
+            known = self._text_of.get(token_id)
+            if known is None and text is not None and token_id not in token_ids[:place]:
+                # The row before its text: a reader that finds the text knows from where on it counts.
+                self._since[token_id] = row
                 self._text_of[token_id] = text
-            elif self._text_of.get(token_id) != text:
+            elif known != text:
                 self._apart_texts.append(text)
-                self._apart.append(entry)
+                self._apart_places.append(place)
+                self._apart_rows.append(row)
 
-    def read(self, at: int, token_ids: list[int]) -> list[str | None]:
-        """The texts of entries from `at` on."""
-        first = self._base + at
-        read, since = self._text_of.get, self._since
-        texts = [
-            read(token_id) if since.get(token_id, entry + 1) <= entry else None
-            for entry, token_id in enumerate(token_ids, first)
-        ]
-        low = bisect_left(self._apart, first)
-        high = bisect_left(self._apart, first + len(token_ids), lo=low)
-        for entry, text in zip(self._apart[low:high], self._apart_texts[low:high], strict=True):
-            texts[entry - first] = text
+    def read(self, row: int, token_ids: list[int]) -> list[str | None]:
+        """The texts of a row's entries."""
+        row += self._base
+        text_of, since = self._text_of.get, self._since.get
+        texts = [text_of(token_id) if since(token_id, row + 1) <= row else None for token_id in token_ids]
+        apart = bisect_left(self._apart_rows, row)
+        while apart < len(self._apart_rows) and self._apart_rows[apart] == row:
+            texts[self._apart_places[apart]] = self._apart_texts[apart]
+            apart += 1
+        return texts
+
+    def read_rows(self, row: int, offsets: Array, token_ids: Array) -> list[str | None]:
+        """The texts of the entries of all rows from `row` on."""
+        ids, texts = token_ids.tolist(), []
+        for number, (first, last) in enumerate(pairwise(offsets.tolist()), row):
+            texts += self.read(number, ids[first:last])
         return texts
 
     def view(self, start: int, stop: int) -> Texts:
-        """The texts of entries [start, stop), to grow on their own."""
+        """The texts of rows [start, stop), to grow on their own."""
         first, last = self._base + start, self._base + stop
         part = Texts(first)
-        known = [token_id for token_id, entry in self._since.copy().items() if entry < last]
-        part._since = {token_id: self._since[token_id] for token_id in known}
-        part._text_of = {token_id: self._text_of[token_id] for token_id in known}
-        low, high = bisect_left(self._apart, first), bisect_left(self._apart, last)
-        part._apart, part._apart_texts = self._apart[low:high], self._apart_texts[low:high]
+        part._since = {token_id: row for token_id, row in self._since.copy().items() if row < last}
+        part._text_of = {token_id: self._text_of[token_id] for token_id in part._since}
+        place = slice(bisect_left(self._apart_rows, first), bisect_left(self._apart_rows, last))
+        part._apart_rows, part._apart_places = self._apart_rows[place], self._apart_places[place]
+        part._apart_texts = self._apart_texts[place]
         return part
 
     def state(self) -> tuple[list[str | None], dict[str, Array]]:
@@ -75,7 +82,9 @@ class Texts:
         return [*self._text_of.values(), *self._apart_texts], {
             "text_ids": np.array(list(self._text_of), np.int64),
             "text_since": np.array(list(self._since.values()), np.int64) - self._base,
-            "text_apart": np.array(self._apart, np.int64) - self._base,
+            "text_apart": np.column_stack(
+                [np.array(self._apart_rows, np.int64) - self._base, np.array(self._apart_places, np.int64)]
+            ),
         }
 
     @classmethod
@@ -86,6 +95,8 @@ class Texts:
             token_id: text for token_id, text in zip(ids, texts, strict=False) if text is not None
         }
         part._since = dict(zip(ids, columns["text_since"].tolist(), strict=True))
-        part._apart = array("q", columns["text_apart"].tolist())
+        part._apart_rows, part._apart_places = (
+            array("q", column.tolist()) for column in columns["text_apart"].T
+        )
         part._apart_texts = list(texts[len(ids) :])
         return part

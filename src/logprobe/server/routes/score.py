@@ -207,7 +207,7 @@ def fields_of(score: Score, table: TokenTable) -> dict[str, Any]:
         fields |= {"unconditional_logprob": score.unconditional_logprob, "pmi": score.pmi}
     given = None if score.record is None else score.record.given
     if given is not None:
-        entries = given.entries()
+        entries = given.arrays
         columns = {"ids": entries.token_ids, "logprobs": entries.logprobs, "ranks": entries.ranks}
         bounds = [*pairwise(entries.offsets.tolist())]
         for name, column in columns.items():

@@ -1,0 +1,183 @@
+"""Rows of one width as a step gives them: the chosen token, the k best, and the chosen token's rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from logprobe.errors import ParameterError
+from logprobe.records.store.columns import check_not_negative, float_column, logs_of_rest, narrow_copy
+from logprobe.records.store.entries import Entries, RowLists, TopLists
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from logprobe.records.store.columns import Array
+
+
+class Steps(NamedTuple):
+    """Rows without offsets: k + 1 entries and one rank each.
+
+    A chosen token that is among the k best is there twice. It is read once, unless `repeats_chosen` says that
+    the caller's own columns have it twice.
+    """
+
+    token_ids: Array  # (n, k + 1) integers >= 0, column 0 the chosen token
+    logprobs: Array  # (n, k + 1) float32, nats; float64 only until the rows are added
+    ranks: Array  # (n,) integers >= 0, of the chosen token
+    repeats_chosen: bool = False
+
+    @classmethod
+    def of(cls, token_ids: npt.ArrayLike, logprobs: npt.ArrayLike, ranks: npt.ArrayLike) -> Steps:
+        """Check a step's arrays; logprobs become float32 where that is exact.
+
+        Raises:
+            ParameterError: shapes that do not agree, ids or ranks that are no integers or negative, +inf.
+        """
+        rows = cls(np.asarray(token_ids), np.asarray(logprobs), np.asarray(ranks))
+        shape = rows.token_ids.shape
+        if len(shape) != 2 or shape[1] == 0 or rows.logprobs.shape != shape or rows.ranks.shape != shape[:1]:
+            raise ParameterError(
+                "token_ids",
+                f"token_ids {shape}, logprobs {rows.logprobs.shape} and ranks {rows.ranks.shape} "
+                "must be (n, k + 1), (n, k + 1) and (n,)",
+            )
+        for name, values in (("token_ids", rows.token_ids), ("ranks", rows.ranks)):
+            if values.dtype.kind not in "iu" and values.size:
+                raise ParameterError(name, f"{values.dtype} values where integers belong")
+        check_not_negative(token_ids=rows.token_ids, ranks=rows.ranks)
+        return rows._replace(logprobs=float_column(rows.logprobs))
+
+    @classmethod
+    def joined(cls, runs: Sequence[Steps]) -> Steps:
+        """Runs of one kind, one after another."""
+        return cls(
+            np.concatenate([run.token_ids for run in runs]),
+            np.concatenate([run.logprobs for run in runs]),
+            np.concatenate([run.ranks for run in runs]),
+            runs[0].repeats_chosen,
+        )
+
+    @property
+    def kind(self) -> tuple[int, bool]:
+        """What two runs have in common that can be one."""
+        return self.width, self.repeats_chosen
+
+    @property
+    def width(self) -> int:
+        """Entries of a row: k + 1."""
+        return int(self.token_ids.shape[1])
+
+    @property
+    def num_rows(self) -> int:
+        """Number of positions."""
+        return len(self.ranks)
+
+    @property
+    def num_entries(self) -> int:
+        """Number of entries that are read."""
+        return int(self.widths().sum())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return int(self.token_ids.nbytes + self.logprobs.nbytes + self.ranks.nbytes)
+
+    def packed(self) -> Steps:
+        """A copy in the narrowest types that hold the numbers; -0.0 becomes 0.0."""
+        logprobs = np.ascontiguousarray(self.logprobs + np.float32(0))
+        return self._replace(
+            token_ids=narrow_copy(self.token_ids), logprobs=logprobs, ranks=narrow_copy(self.ranks)
+        )
+
+    def cut(self, rows: slice | Array) -> Steps:
+        """These rows; a slice shares memory."""
+        return Steps(self.token_ids[rows], self.logprobs[rows], self.ranks[rows], self.repeats_chosen)
+
+    def repeats(self) -> Array:
+        """Where the k best hold the chosen token, (n, k) bool."""
+        is_repeat: Array = self.token_ids[:, 1:] == self.token_ids[:, :1]
+        return is_repeat
+
+    def widths(self) -> Array:
+        """Number of entries that are read of each row, (n,) int64."""
+        widths = np.full(self.num_rows, self.width)
+        return widths if self.repeats_chosen else widths - np.count_nonzero(self.repeats(), axis=1)
+
+    def row(self, row: int) -> RowLists:
+        """One row as Python values."""
+        lists = self.token_ids[row].tolist(), self.logprobs[row].tolist()
+        return row_lists(*lists, int(self.ranks[row]), repeats_chosen=self.repeats_chosen)
+
+    def top_lists(self, row: int) -> TopLists:
+        """The chosen token and the k best of one row as Python values."""
+        return top_lists(self.token_ids[row].tolist(), self.logprobs[row].tolist())
+
+    def entries(self) -> Entries:
+        """The entries that are read."""
+        n, width = self.token_ids.shape
+        is_shown = np.ones((n, width), np.bool_)
+        if not self.repeats_chosen:
+            np.logical_not(self.repeats(), out=is_shown[:, 1:])
+        offsets = np.zeros(n + 1, np.int64)
+        np.cumsum(np.count_nonzero(is_shown, axis=1), out=offsets[1:])
+        ranks = np.broadcast_to(np.arange(width, dtype=np.int64), (n, width)).copy()
+        ranks[:, 0] = self.ranks
+        return Entries(
+            offsets=offsets,
+            token_ids=self.token_ids[is_shown],
+            logprobs=self.logprobs[is_shown],
+            ranks=ranks[is_shown],
+        )
+
+    def chosen_entries(self) -> Entries:
+        """The chosen token of each row."""
+        return Entries(  # copies: what a caller writes there does not change the record
+            offsets=np.arange(self.num_rows + 1),
+            token_ids=self.token_ids[:, 0].copy(),
+            logprobs=self.logprobs[:, 0].copy(),
+            ranks=self.ranks.copy(),
+        )
+
+    def top_entries(self) -> Entries:
+        """The k best of each row, by rank."""
+        k = self.width - 1
+        return Entries(
+            offsets=np.arange(self.num_rows + 1) * k,
+            token_ids=self.token_ids[:, 1:].flatten(),
+            logprobs=self.logprobs[:, 1:].flatten(),
+            ranks=np.tile(np.arange(1, k + 1), self.num_rows),
+        )
+
+    def other_logprobs(self) -> Array:
+        """Log of the mass outside the tokens that each row lists, (n,) float32, nats."""
+        return logs_of_rest(np.column_stack([self.logprobs[:, 1:], self._alone()]))
+
+    def outside_top_logprobs(self) -> Array:
+        """Log of the mass outside the k best of each row, (n,) float32, nats."""
+        # Where rounding leaves the k best all of the mass, there is still that of a chosen token outside.
+        return np.maximum(logs_of_rest(self.logprobs[:, 1:]), self._alone())
+
+    def _alone(self) -> Array:
+        """Log-probability of each chosen token that is none of the k best, (n,) float32, nats; else -inf."""
+        alone: Array = np.where(self.repeats().any(axis=1), np.float32(-np.inf), self.logprobs[:, 0])
+        return alone
+
+
+def row_lists(ids: list[int], logprobs: list[float], rank: int, *, repeats_chosen: bool) -> RowLists:
+    """One row of a step as it is read."""
+    ranks = [rank, *range(1, len(ids))]
+    if not repeats_chosen:
+        chosen_id = ids[0]
+        while ids.count(chosen_id) > 1:
+            place = ids.index(chosen_id, 1)
+            del ids[place], logprobs[place], ranks[place]
+    return RowLists(ids, logprobs, ranks)
+
+
+def top_lists(ids: list[int], logprobs: list[float]) -> TopLists:
+    """The chosen token and the k best of one row of a step."""
+    return TopLists(ids[0], logprobs[0], ids[1:], logprobs[1:])
