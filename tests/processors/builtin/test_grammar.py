@@ -257,7 +257,7 @@ def test_a_model_with_a_prepended_space_writes_what_is_forced_and_its_fields_are
     assert one.text == "the model of the row"
     assert one.finish_reason == "stop"
     assert one.processed_logprobs is not None
-    assert one.processed_logprobs.logprobs.tolist() == [0] * len(one.token_ids), "nothing else was allowed"
+    assert one.processed_logprobs.logprobs == [0] * len(one.token_ids), "nothing else was allowed"
     scoring = SamplingParams(max_tokens=0, prompt_logprobs=0)
     [score] = spaced_llm.generate([output.prompt_token_ids + one.token_ids], scoring)
     assert one.logprobs is not None
