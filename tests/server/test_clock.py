@@ -34,7 +34,6 @@ command()
 # What a reply or report is dated with, and what is compared with the times of files.
 WALL_CLOCK = {
     "models/cache.py": 1,
-    "models/stored/panels.py": 1,
     "analysis/auditing/run.py": 1,
     "server/service.py": 2,
 }
