@@ -59,6 +59,24 @@ def test_columns_show_the_chosen_token_first_and_the_best_by_rank() -> None:
     assert flat.chosen(1) == (99, Logprob(-9.0, 41))
 
 
+def test_a_token_beyond_the_best_is_not_one_of_them_after_wider_rows() -> None:
+    flat = FlatLogprobs()
+    flat.append_rows([[99, 10, 20, 30]], [[-9.0, -0.5, -1.5, -2.0]], [41])
+    position = {7: Logprob(-8.0, 40), 10: Logprob(-0.5, 1), 20: Logprob(-1.5, 2)}
+    flat.append(position)
+    assert flat[1] == position
+    assert flat.top_entries().token_ids.tolist() == [10, 20, 30, 10, 20]
+
+
+def test_positions_of_alternating_widths_are_read_as_they_were_given() -> None:
+    flat = FlatLogprobs()
+    kinds = ({5: Logprob(-1.0, 1)}, {6: Logprob(-1.0, 3), 5: Logprob(-0.5, 1)})
+    rows = [kinds[place % 2] for place in range(600)]
+    for row in rows:
+        flat.append(row)
+    assert list(flat) == rows
+
+
 def test_a_none_position_comes_back_as_none_and_holds_no_entries(step: Any, as_dicts: Any) -> None:
     arrays = step(30, 20, 100)
     flat = FlatLogprobs([None])

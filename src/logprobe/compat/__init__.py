@@ -5,6 +5,6 @@
 - `fastdeploy`: FastDeploy's `LLM`, `SamplingParams` and logits processors.
 - `genlm`: genlm-backend's asynchronous next-token language models.
 
-LightLLM is asked over HTTP and has no module; docs/coming-from.md lists its parameters. Nothing else of this
-library imports this package.
+LightLLM is asked over HTTP and has no module; docs/coming-from.md lists its parameters. Only lazy names of
+`logprobe`, `logprobe.records` and `logprobe.transport` load this package.
 """

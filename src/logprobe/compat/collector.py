@@ -288,9 +288,10 @@ class StreamingLogprobsCollector(RequestStreams[T]):
             with self._lock:
                 inbox.is_delivering = False
                 batch = self._claim(inbox)
+                is_over = inbox.is_done and not inbox.is_delivering
                 self._room.notify_all()
-        if inbox.is_done:
-            self._forget(inbox)
+            if is_over:
+                self._forget(inbox)
 
 
 def _ignore(*_: Any) -> None:

@@ -132,19 +132,6 @@ class Client:
             output.prompt = prompt
         return outputs
 
-    async def stream_chat(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams
-    ) -> AsyncGenerator[RequestOutput]:
-        """The one output of a conversation's next message, each time it has grown.
-
-        Raises:
-            LogprobeError: what `text.chat.lay_out` and the engine refuse, or how the request failed.
-        """
-        ids = self._laid_out_ids(lay_out(messages, self.text))
-        async with aclosing(self._grow(ids, params)) as outputs:
-            async for output in outputs:
-                yield output
-
     async def stream(
         self,
         prompt: Prompt,

@@ -59,6 +59,8 @@ class HttpClient:
         require(is_url, "url", "must begin with http:// or https://", got=url)
         is_time = isinstance(timeout_s, int | float) and timeout_s > 0
         require(is_time, timeout_name, "must be a positive number of seconds", got=timeout_s)
+        has_space = api_key is not None and api_key != api_key.strip()
+        require(not has_space, "api_key", "begins or ends with a space; remove it")
         try:
             import httpx
         except ImportError as error:

@@ -284,6 +284,7 @@ def test_a_full_server_is_asked_again() -> None:
         ("http://x", {"max_in_flight": 0}, "max_in_flight"),
         ("http://x", {"max_bytes": 0}, "max_bytes"),
         ("http://x", {"api_key": "a\nb"}, "api_key"),
+        ("http://x", {"api_key": "secret "}, "api_key"),
     ],
 )
 def test_values_that_cannot_be_used(url: Any, settings: dict[str, Any], parameter: str) -> None:

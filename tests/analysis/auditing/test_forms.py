@@ -110,6 +110,18 @@ def test_a_stream_comes_to_the_whole() -> None:
     assert found.completion == (Row(Entry(-1.0, None, "a", b"a"), ()),) * 2
 
 
+def test_events_of_a_stream_may_have_no_choices_and_no_index() -> None:
+    events: list[Any] = [
+        {"id": "ping"},
+        {"choices": [{"index": None, "text": " c", "token_ids": [4]}]},
+        {"choices": None},
+        {"choices": [{"text": " d", "token_ids": [5]}]},
+        {"usage": {"completion_tokens": 2}},
+    ]
+    found = reply_of("completions", events, stream=True)
+    assert (found.text, found.completion_ids, found.num_completion_tokens) == (" c d", (4, 5), 2)
+
+
 def test_a_whole_reply_to_a_stream_is_a_refusal() -> None:
     ask = Ask(form="completions", prompt="a", stream=True)
     assert isinstance(read(Answer(200, {"choices": []}), ask, "POST /"), Refusal)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self, final
 
@@ -27,6 +28,7 @@ MIN_VALUES: Final = 1 << 16
 # One of them stands before, after or between values, or ends an event of a stream.
 SEPARATORS: Final = (b"[", b"{", b",", b"\n", b"\r")
 MESSAGE_CHARS: Final = 300
+MIN_PARSE_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,8 @@ class Endpoint:
         require(self.max_in_flight >= 1, "max_in_flight", "must be at least 1", got=self.max_in_flight)
         require(self.max_bytes >= 1, "max_bytes", "must be at least 1", got=self.max_bytes)
         key = self.api_key
-        is_key = key is None or (isinstance(key, str) and key.isascii() and key.isprintable())
-        require(is_key, "api_key", "must be of printable ASCII characters")
+        is_text = isinstance(key, str) and key.isascii() and key.isprintable() and key == key.strip()
+        require(key is None or is_text, "api_key", "must be printable ASCII without spaces around it")
         object.__setattr__(self, "url", self.url.rstrip("/").removesuffix("/v1"))
 
 
@@ -121,8 +123,16 @@ class Connection:
     async def _exchange(self, method: str, path: str, content: bytes | None) -> Answer:
         async with self._slots:
             self.num_requests += 1
+            what, timeout_s = f"{method} {self.url}{path}", self._endpoint.timeout_s
+            since = time.monotonic()
             reply = await self._client.exchange(method, path, content, self._endpoint.max_bytes)
-            return self._answer(reply, f"{method} {self.url}{path}")
+            left_s = max(timeout_s - (time.monotonic() - since), MIN_PARSE_S)
+            try:  # in a thread: a large reply takes seconds, and other exchanges have time limits, too
+                return await asyncio.wait_for(asyncio.to_thread(self._answer, reply, what), left_s)
+            except TimeoutError as error:
+                raise ServerError(
+                    f"{what}: the reply is not parsed within {timeout_s:g} s; raise timeout_s"
+                ) from error
 
     def _answer(self, reply: HttpReply, what: str) -> Answer:
         if reply.status in {401, 403}:

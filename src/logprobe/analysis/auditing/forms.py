@@ -236,7 +236,11 @@ class _Logprobs(msgspec.Struct):
     def extend(self, other: _Logprobs) -> None:
         for name in self.__struct_fields__:
             if (values := getattr(other, name)) is not None:
-                setattr(self, name, [*(getattr(self, name) or []), *values])
+                mine = getattr(self, name)
+                if mine is None:
+                    setattr(self, name, [*values])
+                else:
+                    mine += values
 
 
 class _Message(msgspec.Struct):
@@ -244,7 +248,7 @@ class _Message(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    index: int = 0
+    index: int | None = None
     text: str | None = None
     message: _Message | None = None
     delta: _Message | None = None
@@ -260,7 +264,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    choices: list[_Choice]
+    choices: list[_Choice] | None = None  # an event of a stream may have none
     usage: _Usage | None = None
     prompt_token_ids: list[_Id] | None = None
     prompt_logprobs: _PromptRows | None = None
@@ -328,16 +332,17 @@ def _prompt_rows(listed: _PromptRows, ids: list[int] | None) -> tuple[Row | None
 
 def _merged(events: list[_Body]) -> _Body:
     """Return the whole reply that the events of a stream amount to, with its first choice alone."""
-    whole = _Body(choices=[])
+    choices: list[_Choice] = []
+    whole = _Body(choices=choices)
     for event in events:
         for name in ("usage", "prompt_token_ids", "prompt_logprobs"):
             if (value := getattr(event, name)) is not None:
                 setattr(whole, name, value)
-        for part in event.choices:
-            if part.index == 0:
-                if not whole.choices:
-                    whole.choices.append(_Choice(text="", message=_Message("")))
-                _extend(whole.choices[0], part)
+        for part in event.choices or []:
+            if not part.index:
+                if not choices:
+                    choices.append(_Choice(text="", message=_Message("")))
+                _extend(choices[0], part)
     return whole
 
 
@@ -350,7 +355,8 @@ def _extend(choice: _Choice, part: _Choice) -> None:
     choice.text += part.text or ""
     choice.message.content = (choice.message.content or "") + ((part.delta and part.delta.content) or "")
     if part.token_ids is not None:
-        choice.token_ids = [*(choice.token_ids or []), *part.token_ids]
+        choice.token_ids = choice.token_ids or []
+        choice.token_ids += part.token_ids
     if part.logprobs is not None:
         choice.logprobs = choice.logprobs or _Logprobs()
         choice.logprobs.extend(part.logprobs)

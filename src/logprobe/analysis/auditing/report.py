@@ -71,18 +71,6 @@ CONFORMANCE_KINDS: Final[dict[str, str]] = {
 
 KINDS: Final[dict[str, str]] = NUMBER_KINDS | CONFORMANCE_KINDS
 
-DISTRIBUTIONS: Final = (
-    "raw",
-    "temperature",
-    "kept",
-    "renormalised",
-    "penalised",
-    "masked",
-    "scaled",
-    "none",
-)
-"""Of what numbers are: words that `+` joins; `scaled` is a temperature that nobody asked."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
@@ -239,7 +227,7 @@ class AuditReport:
         left.legend()
         right.axhline(self.max_nats, linewidth=0.8)
         right.set(xlabel="position", ylabel="difference (nats)", yscale="log")
-        figure.savefig(path)
+        figure.savefig(path, format="png")
 
     def to_dict(self) -> dict[str, Any]:
         """Every field as JSON has it, and both verdicts."""

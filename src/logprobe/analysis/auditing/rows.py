@@ -125,7 +125,7 @@ def _earliest(rows: Sequence[Row | None], ids: Sequence[int], tokens: Tokens) ->
 
 def _by_text(rows: Sequence[Row], text: str, tokens: Tokens) -> Alignment:
     """Match rows whose bytes together are the text; what follows one that does not fit is unidentified."""
-    data, ids, cursor = text.encode(), list[int](), 0
+    data, ids, cursor = text.encode("utf-8", "replace"), list[int](), 0
     is_whole = not tokens.is_partial(text)
     for row in rows:
         options = [] if row.chosen is None else tokens.options(row.chosen)

@@ -17,6 +17,7 @@ TRIAL_TEXT: Final = "The sky above the port was"
 TRIAL_CHAT: Final = ({"role": "user", "content": "Name a colour."},)
 EXTRAS: Final[tuple[dict[str, Any], ...]] = ({"return_token_ids": True}, {})
 """Fields that have a server return ids, where it takes them."""
+EXTRA_IDS: Final = 2048  # of a reply beyond its request: a chat template has tokens of its own
 WITHOUT_ROWS: Final = "200, and no row of log-probabilities"
 
 
@@ -55,7 +56,7 @@ class Session:
         """Return the reply to one ask.
 
         Raises:
-            ServerError: as `exchange`, or a reply with ids that our model does not have.
+            ServerError: as `exchange`, or a reply with too many ids, or ids that our model does not have.
             ParameterError: the server refuses the key.
         """
         ask = replace(ask, max_tokens=max(ask.max_tokens, self.min_tokens.get(ask.form, 0)))
@@ -63,6 +64,7 @@ class Session:
         reply = await exchange(self.connection, ask, extras, self.model)
         self.done += 1
         if isinstance(reply, Reply):
+            self._check_lengths(reply, ask)
             highest = max((*(reply.prompt_ids or ()), *(reply.completion_ids or ())), default=0)
             if highest >= self.num_ids:
                 raise ServerError(
@@ -70,6 +72,19 @@ class Session:
                     "that computes the exact rows; name the model that the server runs"
                 )
         return reply
+
+    def _check_lengths(self, reply: Reply, ask: Ask) -> None:
+        """Refuse far more token ids than the request can have: each takes a row of the vocabulary."""
+        prompt = str(ask.prompt) if ask.ids is None else ask.ids
+        for name, ids, expected in (
+            ("prompt", reply.prompt_ids, len(prompt)),
+            ("completion", reply.completion_ids, ask.max_tokens),
+        ):
+            if ids is not None and len(ids) > expected + EXTRA_IDS:
+                raise ServerError(
+                    f"{self.connection.url}: {len(ids)} {name} token ids for a request of at most "
+                    f"{expected}; is it a server with OpenAI's interface?"
+                )
 
     async def settle(self) -> None:
         """Score one short prompt, so that what follows is not the first request after a generation."""

@@ -8,8 +8,10 @@ the last one.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -173,7 +175,8 @@ class Journal(Generic[S]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and not any(self._parts.glob("*.parquet")):  # nothing is kept for `resume`
+        if kind is not None and self._lock.is_locked and not any(self._parts.glob("*.parquet")):
+            # nothing is kept for `resume`
             shutil.rmtree(self._parts, ignore_errors=True)
         self._lock.release()
 
@@ -184,8 +187,11 @@ class Journal(Generic[S]):
             return
         if is_new:
             self._parts.parent.mkdir(parents=True, exist_ok=True)
-            self._parts.mkdir(FOLDER_MODE, exist_ok=True)
-        elif not is_private(self._parts):
+            try:
+                self._parts.mkdir(FOLDER_MODE)
+            except FileExistsError:  # another run has just begun
+                is_new = False
+        if not is_new and not is_private(self._parts):
             raise InputError(
                 f"{self._parts}: other users own it or may write to it; remove it, or run chmod -R go-w"
             )
@@ -238,7 +244,7 @@ class Journal(Generic[S]):
             raise InputError(f"{self.path}: an earlier run stopped half way; give {RESUME} or {FORCE}")
         if not self._settings_file.exists():
             self._note()
-        with reading(self._settings_file, BEGIN_ANEW):
+        with _reading(self._settings_file):
             before = msgspec.json.decode(self._settings_file.read_bytes(), type=dict[str, Any])
         self._check_same(before)
         now, self._settings = self._settings, before
@@ -344,7 +350,7 @@ class Journal(Generic[S]):
         """All rows in order, or some columns, ROWS_A_GROUP at a time, whatever the parts are."""
         num_rows = 0
         for part in self._all_parts():
-            with reading(part, BEGIN_ANEW):
+            with _reading(part):
                 num_rows += pq.read_metadata(part).num_rows
         ends = [*range(ROWS_A_GROUP, num_rows, ROWS_A_GROUP), *([num_rows] if num_rows else [])]
         return _cut(self._pieces(columns), ends)
@@ -352,7 +358,7 @@ class Journal(Generic[S]):
     def _pieces(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
         """The rows of all parts, some at a time."""
         for part in self._all_parts():
-            with reading(part, BEGIN_ANEW), pq.ParquetFile(part) as file:
+            with _reading(part), pq.ParquetFile(part) as file:
                 if not file.schema_arrow.equals(self._schema):
                     raise InputError(f"{part}: has other columns than this run; {BEGIN_ANEW}")
                 for batch in file.iter_batches(batch_size=ROWS_A_PIECE, columns=columns):
@@ -405,7 +411,7 @@ class Journal(Generic[S]):
 
     def _info(self) -> bytes | None:
         for part in self._all_parts():
-            with reading(part, BEGIN_ANEW):
+            with _reading(part):
                 metadata = pq.read_schema(part).metadata or {}
             if INFO_KEY in metadata:
                 info: bytes = metadata[INFO_KEY]
@@ -430,6 +436,20 @@ class Journal(Generic[S]):
 _MAKE_ROOM: Final = f"make room and give {RESUME}"
 
 
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Read a file of an earlier run; advise a new run, which removes finished rows, only if it is damaged."""
+    try:
+        with reading(path, BEGIN_ANEW):
+            yield
+    except InputError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno is not None:
+            message = f"{path}: cannot be read ({os.strerror(cause.errno)}); once it can, give {RESUME}"
+            raise InputError(message) from cause
+        raise
+
+
 def parts_folder(output: Path) -> Path:
     """Return the folder of the parts of an unfinished output."""
     return output.with_name(f"{output.name}.parts")
@@ -439,7 +459,7 @@ def _end_of(parts: Iterable[Path]) -> int:
     """One past the last row of some parts, which must follow one another from row 0 on."""
     end = 0
     for part in parts:
-        with reading(part, BEGIN_ANEW):
+        with _reading(part):
             first, stop = map(int, part.stem.split("-"))
         if first != end:
             what = "a part before it is missing" if first > end else "its rows are those of a part before it"

@@ -180,24 +180,11 @@ def _fill_lanes(target: Array, values: Array) -> None:
         lanes[num_whole, ..., :num_left] = values[num_whole * PANEL :].transpose(1, 2, 0)
 
 
-def as_bytes(values: Array) -> torch.Tensor:
-    """An array's bytes, in its order, on a line of the cache."""
-    data = _on_lines(values.nbytes)
-    data.numpy().view(values.dtype).reshape(values.shape)[...] = values
-    return data
-
-
 def _on_lines(size: int) -> torch.Tensor:
     """Bytes of zeros that begin with a line of the cache; none is written."""
     memory = np.zeros(size + LINE, np.uint8)
     start = -memory.ctypes.data % LINE
     return torch.from_numpy(memory[start : start + size])
-
-
-def _filled_up(rows: Array) -> Array:
-    """Rows of zeros up to a whole number of panels."""
-    missing = -len(rows) % PANEL
-    return np.concatenate([rows, np.zeros((missing, *rows.shape[1:]), rows.dtype)]) if missing else rows
 
 
 def _float32_rows(data: Array, panels: Array, lanes: Array) -> Array:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from logprobe.errors import UnsupportedModelError
-from logprobe.models.gguf.blocks import form_of_blocks, panels_of_blocks
+from logprobe.models.gguf.blocks import panels_of_blocks
 from logprobe.models.gguf.file import ROPE_FACTORS, GgufFile, dequantised
 from logprobe.models.sources import EVERY
 
@@ -49,19 +49,6 @@ _GEMMA3_BLOCK: Final = _BLOCK | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-
-
-def forms_of_panels(path: Path) -> set[str]:
-    """The forms in which the blocks of a file's tensors are kept as panels.
-
-    Raises:
-        InputError: it is no GGUF file, or is cut off.
-        UnsupportedModelError: it does not name its architecture.
-        OSError: it cannot be read.
-    """
-    gguf = GgufFile(path)
-    forms = {form_of_blocks(gguf.type_name(name)) for name, shape in gguf.shapes.items() if len(shape) > 1}
-    return {form for form in forms if form is not None}
 
 
 class GgufSource:

@@ -119,9 +119,9 @@ def as_step_rows(row: RowLists, entries: Entries, k: int | None) -> Steps | None
         return None
     width = len(ranks)
     gap = next((place for place, rank in enumerate(ranks[1:], 1) if rank != place), width)
-    if gap == width and k != width:
+    if gap == width and (k != width or ranks[0] != width):
         return Steps(ids[None], logprobs[None], entries.ranks[:1])
-    if ranks[gap:] != list(range(gap + 1, width + 1)):
+    if ranks[0] != gap or ranks[gap:] != list(range(gap + 1, width + 1)):
         return None
     return Steps(
         np.insert(ids, gap, ids[0])[None], np.insert(logprobs, gap, logprobs[0])[None], entries.ranks[:1]

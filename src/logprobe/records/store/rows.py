@@ -1,6 +1,6 @@
 """The rows of one record: blocks of a step's rows, blocks of entries with offsets, and the last rows to come.
 
-A block is never changed once it is there; a small one is joined with the next one of its kind.
+A block never changes; a small one is joined with the next one of its kind.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ Held: TypeAlias = "tuple[tuple[Block, ...], tuple[int, ...], Waiting | None]"
 MAX_WAITING: Final = 4096  # entries that wait
 MAX_WAITING_WIDTH: Final = 65  # of a row; wider ones are quicker as arrays
 MIN_ROWS: Final = 16  # a block of fewer is joined with any next one of its kind
+MAX_BLOCKS: Final = 64  # of any kind; beyond them, small blocks of different kinds are joined as entries
 MAX_BLOCK_BYTES: Final = 1 << 16  # a larger block is not joined any more
 FLOAT32: Final = np.dtype(np.float32)
 INTEGERS: Final = {np.dtype(np.int32), np.dtype(np.int64)}
@@ -183,7 +184,7 @@ class Rows:
             block = added
             while (
                 blocks
-                and blocks[-1].kind == block.kind
+                and (blocks[-1].kind == block.kind or len(blocks) >= MAX_BLOCKS)
                 and blocks[-1].num_rows <= max(block.num_rows, MIN_ROWS)
                 and blocks[-1].nbytes <= MAX_BLOCK_BYTES
             ):
@@ -368,11 +369,13 @@ class Rows:
 
 
 def _joined(blocks: list[Block]) -> Block:
-    """Blocks of one kind as one; a single one is not copied."""
+    """Join blocks: steps of one kind into steps, others into entries. A single block is not copied."""
     if len(blocks) == 1:
         return blocks[0]
     steps = [block for block in blocks if isinstance(block, Steps)]
-    return Steps.joined(steps) if steps else Entries.joined([block.entries() for block in blocks])
+    if len(steps) == len(blocks) and len({block.kind for block in blocks}) == 1:
+        return Steps.joined(steps)
+    return Entries.joined([block.entries() for block in blocks])
 
 
 class Waiting:
