@@ -1,6 +1,6 @@
 """Test utilities for programs that use this library: a real engine without a model, and fault injection.
 
-`fake_model()` is a complete engine (scheduler, prefix cache, processors, sampler, records) on `FakeForward`, a
+`fake_model()` is a whole engine (scheduler, prefix cache, processors, sampler, records) on `FakeForward`, a
 forward pass whose logits are pseudo-random numbers seeded by the whole prefix. A test can therefore compute
 the exact log-probabilities (`FakeForward.logits_after`), and errors in caching, batching or chunking show.
 

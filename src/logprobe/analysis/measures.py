@@ -183,7 +183,7 @@ def lumped(logprobs: npt.ArrayLike) -> Floats:
 
 
 def acceptance(rows: npt.ArrayLike, others: npt.ArrayLike) -> Floats:
-    """Return Σ min(p, q) of each pair of rows, the acceptance rate of speculative sampling (Leviathan)."""
+    """Return Σ min(p, q) per row: the acceptance rate of speculative sampling (Leviathan et al. 2023)."""
     smaller = np.minimum(np.asarray(rows, np.float64), np.asarray(others, np.float64))
     return np.asarray(np.exp(smaller).sum(axis=-1))
 
@@ -268,7 +268,7 @@ def calibration(confidences: npt.ArrayLike, is_correct: npt.ArrayLike, *, num_bi
 
 
 def group_means(values: npt.ArrayLike, window: int) -> Floats:
-    """Return the mean of each `window` consecutive values, (max(T - window, 0) + 1,), or of all T."""
+    """Return the moving average over `window` values, (max(T - window, 0) + 1,); over all T if T < window."""
     numbers = np.asarray(values, np.float64)
     size = min(window, len(numbers))
     sums = np.concatenate([np.zeros(1), np.cumsum(numbers)])

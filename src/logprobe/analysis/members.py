@@ -26,8 +26,8 @@ class Members:
 
     A member is its complete JSON text as `json.dumps(ensure_ascii=False)` writes it, with numbers as in
     grammars (`1` for 1.0). A string ends with its quote; after a number or a word (`12`, `true`), a character
-    that JSON allows there must follow. The context is the reply's own tokens before the value, and the sum
-    includes token sequences whose last token reaches beyond the member.
+    that JSON allows there must follow. The context is the reply's own tokens before the value, and the bytes
+    between these and the value. The sum includes token sequences whose last token reaches beyond the member.
     """
 
     values: tuple[Any, ...]  # M members, in the schema's order

@@ -57,7 +57,7 @@ class Mismatch:
     sequence_ratio: Spread  # product of the token ratios of a completion
     clipped_share: float  # share of token ratios outside [0.8, 1.2]
     sequence_clipped_share: float
-    effective_share: float  # Kish's effective sample size of the token ratios per token
+    effective_share: float  # Kish's effective sample size of the token ratios / num_tokens
     sequence_effective_share: float
 
     def to_dict(self) -> dict[str, Any]:
