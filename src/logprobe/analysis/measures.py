@@ -344,7 +344,8 @@ def fast_detect_gpt(
     """Fast-DetectGPT: the conditional probability curvature, analytically; None without tokens.
 
     Σ (log p(x_t | x_<t) - m_t) / √ Σ s_t², with m_t and s_t as in `min_k_plus`; the same model samples and
-    scores. A higher value suggests machine-generated text (Bao et al. 2024, https://arxiv.org/abs/2310.05130).
+    scores. A higher value suggests machine-generated text (Bao et al. 2024,
+    https://arxiv.org/abs/2310.05130).
     """
     apart = np.asarray(logprobs, np.float64) + np.asarray(entropies, np.float64)
     if not len(apart):

@@ -70,7 +70,7 @@ class Mismatch:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutReport:
-    """Which distribution stored logprobs are of, and how they differ from a trainer's."""
+    """The distribution that stored logprobs are of, and their mismatch with a trainer's."""
 
     num_sequences: int
     num_tokens: int

@@ -231,7 +231,7 @@ def _children(way: Way, key: str) -> Iterator[Any]:
 
 
 def _keys(ways: list[Way]) -> set[str]:
-    """Return the keys of all children that the ways name, and one that stands for all other keys."""
+    """Return the keys of all children that the ways name, and one key that represents all others."""
     schemas = list({id(schema): schema for way in ways for schema in way}.values())
     named = {
         key

@@ -263,7 +263,7 @@ class Uncertainty:
 
     @property
     def monte_carlo_normalized_sequence_entropy(self) -> float:
-        """The same with surprisals per token (Malinin & Gales 2021, https://arxiv.org/abs/2002.07650)."""
+        """Mean surprisal per token, nats (Malinin & Gales 2021, https://arxiv.org/abs/2002.07650)."""
         return -_mean([one.drawn_logprob / one.num_tokens for one in self._ended])
 
     @property
