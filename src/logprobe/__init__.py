@@ -1,7 +1,7 @@
 """Exact token log-probabilities from open-weights language models.
 
-The way of the data is the order of the folders: `cli` → `llm`, `async_lm` → `engine` → `models`, `sampling` →
-`kernels` → `records`. The names below load when first used, so that `import logprobe` stays quick.
+Data flows through the folders in this order: `cli` → `llm`, `async_lm` → `engine` → `models`, `sampling` →
+`kernels` → `records`. The names below are imported on first use, so that `import logprobe` is fast.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ if TYPE_CHECKING:
         SamplingParams as SamplingParams,
     )
 
-# Public name -> the module that holds it.
+# Public name -> module that defines it.
 _HOMES = {
     "LLM": "logprobe.llm",
     "AsyncLM": "logprobe.async_lm",

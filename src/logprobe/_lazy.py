@@ -1,4 +1,4 @@
-"""Names that load their modules when first used, so that a package itself loads nothing heavy."""
+"""Lazy attributes of packages: names whose modules are imported on first use."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ if TYPE_CHECKING:
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The module-level `__getattr__` (PEP 562) of a package: public name → the module that holds it.
+    """Return a module-level `__getattr__` (PEP 562) that imports names on first use.
 
-    A module's name may begin with a dot: it then lies in the package.
+    Args:
+        package: the package's name.
+        homes: public name → module that defines it; a leading dot makes it relative to `package`.
     """
 
     def load(name: str) -> Any:

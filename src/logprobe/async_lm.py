@@ -1,8 +1,7 @@
-"""`AsyncLM`: the async front door, one whole next-token distribution a prefix.
+"""`AsyncLM`: async access to whole next-token distributions, one per prefix.
 
-For inference algorithms that hold many prefixes at once: concurrent asks share engine steps, equal ones share
-one computation, and a prefix one token longer than a known one costs one token. After it: `next_token`, which
-holds rows and asks, and the engine.
+For inference algorithms that track many prefixes at once: concurrent requests share engine steps, equal
+requests share one computation, and a prefix that extends a cached one by one token costs one token.
 """
 
 from __future__ import annotations
@@ -25,29 +24,28 @@ if TYPE_CHECKING:
 
 
 class OpenModel(Protocol):
-    """A front door that holds a model open, such as `LLM`."""
+    """An object with a loaded model, such as `LLM`."""
 
     @property
     def loaded(self) -> LoadedModel:
-        """The engine, with its text edge."""
+        """The engine and the tokenizer."""
 
 
 class AsyncLM(NextTokenLM[Row], ABC):
-    """A model of this process asked for next-token distributions; see `NextTokenLM` for all that it answers.
+    """A model in this process that returns next-token distributions; see `NextTokenLM` for its methods.
 
     Args:
-        model: a name, as `EngineConfig.model`; or an open `LLM`, whose engine it then shares, and whose
-            processors, LoRA weights and known prefixes too; of a view (`LLM.with_lora`), asks that name no
-            LoRA weights have its.
-        cache_bytes: bytes of rows that are kept whole, least recently used out first; 0 keeps none.
-        batch_size: asks that start a step at once where the engine is idle.
-        timeout: seconds after which the first of fewer asks starts a step; a busy engine takes asks at once.
-        owns_engine: whether `cleanup` closes the engine too; by default where it was started here.
-        settings: of a model by name, the other fields of `EngineConfig`.
+        model: a name, as `EngineConfig.model`, or an open `LLM` whose engine, processors, LoRA adapters and
+            prefix cache are shared. With a view (`LLM.with_lora`), its adapter is the default.
+        cache_bytes: size of the LRU cache of whole rows, bytes; 0 disables it.
+        batch_size: number of pending requests that starts a step immediately if the engine is idle.
+        timeout: seconds after which fewer requests start a step; a busy engine takes requests immediately.
+        owns_engine: whether `cleanup` also closes the engine; the default is True if `model` is a name.
+        settings: other fields of `EngineConfig`, if `model` is a name.
 
     Raises:
-        ModelError: the model cannot be had or used.
-        ParameterError: a setting that cannot be used.
+        ModelError: the model cannot be loaded.
+        ParameterError: an invalid setting.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class AsyncLM(NextTokenLM[Row], ABC):
         owns_engine: bool | None = None,
         **settings: Any,
     ) -> None:
-        cache = RowCache(cache_bytes)  # refused before the model is loaded
+        cache = RowCache(cache_bytes)  # validates before the model is loaded
         check_batching(batch_size=batch_size, timeout=timeout)
         loaded = _loaded(model, settings)
         super().__init__(
@@ -87,11 +85,11 @@ class AsyncLM(NextTokenLM[Row], ABC):
         timeout: float = 0.001,
         **settings: Any,
     ) -> Self:
-        """Load a model and start its engine; `settings` are those of `EngineConfig`.
+        """Load a model by name and start its engine; `settings` are those of `EngineConfig`.
 
         Raises:
-            ModelError: the model cannot be had or used.
-            ParameterError: a setting that cannot be used.
+            ModelError: the model cannot be loaded.
+            ParameterError: an invalid setting.
         """
         require(isinstance(model, str | os.PathLike), "model", "must be a name or a path", got=model)
         return cls(
@@ -100,7 +98,7 @@ class AsyncLM(NextTokenLM[Row], ABC):
 
 
 def _loaded(model: str | Path | LoadedModel | OpenModel, settings: dict[str, Any]) -> LoadedModel:
-    """An engine of its own for a name; what is open stays as it is."""
+    """Start an engine for a name, or return the model that is already loaded."""
     if isinstance(model, str | os.PathLike):
         from logprobe.engine.backends.start import start_engine
 

@@ -1,7 +1,4 @@
-"""Frozen settings of an engine, and the decorator that refuses a misspelt one.
-
-Every part of the engine reads `EngineConfig`; nothing changes it after it was made.
-"""
+"""`EngineConfig`: the frozen settings of an engine, and a decorator that rejects unknown keywords."""
 
 from __future__ import annotations
 
@@ -25,9 +22,9 @@ logger = logging.getLogger("logprobe")
 
 
 def strict_keywords(cls: type[T]) -> type[T]:
-    """Make a keyword-only dataclass refuse an unknown keyword by naming the nearest known one.
+    """Make a keyword-only dataclass reject unknown keywords with an error that names the nearest known one.
 
-    It accepts keywords of other programs that change nothing (`ignored_kwargs`).
+    Keywords of other programs that have no effect here are accepted (`ignored_kwargs`).
     """
     init = cls.__init__
     known = {field.name for field in fields(cls)}  # type: ignore[arg-type]  # always a dataclass
@@ -43,10 +40,10 @@ def strict_keywords(cls: type[T]) -> type[T]:
 
 
 def _without_ignored(kwargs: Mapping[str, Any], known: Collection[str], *, of: str) -> dict[str, Any]:
-    """Return the keywords that a class has; one that is ignored is logged once.
+    """Return the keywords that the class has; drop ignored ones, with a warning the first time.
 
     Raises:
-        ParameterError: a keyword of another program would change something with this value.
+        ParameterError: a keyword of another program has a value that is not supported here.
         UnknownParameterError: an unknown keyword.
     """
     engine = kwargs.get("engine", "native")
@@ -72,7 +69,7 @@ def _warn_ignored(name: str, reason: str) -> None:
 
 
 ENGINES: Final = {"vllm": "logprobe.integrations.vllm.start:start_vllm_engine"}
-"""Engines beside the native one: name → what starts it, imported when it is asked for."""
+"""Additional engines: name → `module:function` that starts it, imported on use."""
 Weights = Literal["auto", "plain", "published"]
 Arithmetic = Literal["auto", "fma", "bf16x3", "bf16"]
 KVDtype = Literal["float32", "bfloat16"]
@@ -83,7 +80,7 @@ OTHER_DTYPES: Final = {"half": "float16", "float": "float32"}
 @strict_keywords
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """What an engine is made of; every limit is stated in the unit of its name.
+    """Settings of an engine; limits are in the unit that their name states.
 
     Args:
         model: a known name (`smollm2`), a Hugging Face id, a local folder, or a `.gguf` file.
@@ -149,7 +146,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         is_list = isinstance(self.logits_processors, tuple | list)
         require(is_list, "logits_processors", f"must be a list, got {self.logits_processors!r}")
-        # A name holds no comma, so that one flag or variable can hold several.
+        # Names contain no commas, so a flag or environment variable can list several.
         parts = [_names_in(one) if isinstance(one, str) else [one] for one in self.logits_processors]
         processors = tuple(one for part in parts for one in part)
         object.__setattr__(self, "logits_processors", processors)
@@ -186,7 +183,7 @@ class EngineConfig:
 
 
 def _options(given: Mapping[str, Any] | str | None) -> dict[str, Any] | None:
-    """Options by name, of JSON or as they are."""
+    """Parse engine options from a mapping or a JSON text."""
     name = "engine_options"
     try:
         options = json.loads(given) if isinstance(given, str) else given
@@ -200,7 +197,7 @@ def _options(given: Mapping[str, Any] | str | None) -> dict[str, Any] | None:
 
 
 def _names_in(text: str) -> list[str]:
-    """The names between commas; a comma at an end is left of a list that was cut at its spaces."""
+    """Split a text at commas; drop empty names at the ends, left over from lists split at spaces."""
     names = [name.strip() for name in text.split(",")]
     return names if len(names) == 1 else [name for name in names if name]
 

@@ -1,34 +1,34 @@
-"""Every error this library raises on purpose, in one tree.
+"""Exceptions raised by this library, in one tree.
 
 ::
 
     LogprobeError
-    ├── ParameterError (ValueError)        a value the caller passed; `.parameter` names it
-    │   ├── UnknownParameterError (TypeError)  a name that does not exist; says the nearest one
-    │   ├── ConflictingParametersError         leave no token to draw; `.parameters` names them
-    │   └── PromptTooLongError                 more tokens than the model or the cache can ever hold
-    ├── InputError (ValueError)            a file or text that cannot be read as asked
+    ├── ParameterError (ValueError)        an invalid parameter; `.parameter` names it
+    │   ├── UnknownParameterError (TypeError)  an unknown name; the message suggests the nearest one
+    │   ├── ConflictingParametersError         no token can be sampled; `.parameters` names the causes
+    │   └── PromptTooLongError                 more tokens than the model or the cache can hold
+    ├── InputError (ValueError)            a file or text that cannot be read as requested
     ├── OutputError (OSError)              a file that cannot be written
-    ├── BusyError (RuntimeError)           a buffer is full, and its consumer takes nothing
-    ├── ModelError                         a model that cannot be had or used
+    ├── BusyError (RuntimeError)           a buffer is full and its consumer does not read
+    ├── ModelError                         the model cannot be loaded
     │   ├── ModelNotFoundError (LookupError)   no such name, folder or file
-    │   ├── DownloadError (OSError)            the weights could not be fetched or stored
-    │   ├── ChecksumError                      what was fetched is not what was published
-    │   ├── MissingPackageError (ImportError)  a package that this needs is not installed
-    │   └── UnsupportedModelError              the model needs what this engine does not do
-    └── EngineError (RuntimeError)         the engine could not finish what it accepted
-        ├── EngineClosedError                  asked after `close()`
+    │   ├── DownloadError (OSError)            the weights could not be downloaded or stored
+    │   ├── ChecksumError                      downloaded files differ from the published ones
+    │   ├── MissingPackageError (ImportError)  a required package is not installed
+    │   └── UnsupportedModelError              the model needs a feature that this engine lacks
+    └── EngineError (RuntimeError)         the engine could not finish an accepted request
+        ├── EngineClosedError                  used after `close()`
         ├── EngineUnavailableError             its process cannot be started at the moment
         ├── ForwardError                       the model's forward pass raised
         ├── NonFiniteLogitsError               a row of logits held NaN, +inf, or only -inf
         ├── ProcessorError                     a logits processor failed a request; `.processor` names it
-        ├── RequestAbortedError                the caller gave the request up
-        ├── WeightsReplacedError               the model got other weights while the request ran
-        ├── ServerError                        a server answered with a failure of its own, or too late
-        │   └── UnreachableError (ConnectionError) no connection to it, or one that broke
-        └── BatchError                         some requests of one call failed; holds all outputs
+        ├── RequestAbortedError                the caller aborted the request
+        ├── WeightsReplacedError               the model's weights were replaced while the request ran
+        ├── ServerError                        a server failed, sent an invalid reply, or timed out
+        │   └── UnreachableError (ConnectionError) no connection to the server, or it broke
+        └── BatchError                         some requests of a call failed; holds all outputs
 
-Each message names the thing at fault and the remedy, in one line.
+Each message is one line that names the cause and the remedy.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ if TYPE_CHECKING:
 
 
 class LogprobeError(Exception):
-    """Root of all errors that this library raises on purpose.
+    """Base class of all errors raised by this library.
 
-    Remedy: catch it where one answer fits all of them; below it stands what may be told apart.
+    Remedy: catch it to handle all of them alike, or catch one of its subclasses.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By what it holds, not by the arguments it was made from: those differ from class to class.
+        # Pickle the attributes, because constructor arguments differ from class to class.
         return remade, (type(self), self.args, self.__dict__)
 
 
 def remade(kind: type[LogprobeError], args: tuple[Any, ...], fields: Mapping[str, Any]) -> LogprobeError:
-    """An error that has crossed from another process."""
-    # An `OSError` has more to it than other errors, and is made by its own kind wherever that stands.
+    """Rebuild a pickled error."""
+    # `OSError` has a larger object layout and needs its own `__new__`, wherever it is in the MRO.
     error: LogprobeError = (OSError if issubclass(kind, OSError) else kind).__new__(kind, *args)
     error.args = args
     vars(error).update(fields)
@@ -63,9 +63,9 @@ def remade(kind: type[LogprobeError], args: tuple[Any, ...], fields: Mapping[str
 
 
 class ParameterError(LogprobeError, ValueError):
-    """A parameter has a value that cannot be used; `.parameter` is its name.
+    """A parameter has an invalid value; `.parameter` is its name.
 
-    Remedy: the message says which values can be; nothing has run, so call again with one of them.
+    Remedy: call again with one of the values that the message names; nothing has run.
     """
 
     def __init__(self, parameter: str, message: str) -> None:
@@ -77,17 +77,17 @@ MAX_NAME_CHARS: Final = 64
 
 
 def shortened(text: str, max_chars: int = MAX_NAME_CHARS) -> str:
-    """A name, or another text that a caller or a client gave, as a message repeats it."""
+    """Truncate a name or other text from a caller for use in a message."""
     return text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"
 
 
 def in_one_line(error: BaseException, max_chars: int = 300) -> str:
-    """The class and message of another library's error, as a message repeats them."""
+    """Format the class and message of another library's error as one line for a message."""
     return shortened(" ".join(f"{type(error).__name__}: {error}".split()), max_chars)
 
 
 def closest(name: str, known: Iterable[str], cutoff: float) -> str | None:
-    """The known name most like one that does not exist; None where none is, or the name is no name."""
+    """Return the known name closest to an unknown one; None if none is close, or the name is too long."""
     if len(name) > MAX_NAME_CHARS:
         return None
     near = get_close_matches(name, known, n=1, cutoff=cutoff)
@@ -95,15 +95,15 @@ def closest(name: str, known: Iterable[str], cutoff: float) -> str | None:
 
 
 def nearest_name(name: str, known: Collection[str], cutoff: float) -> str | None:
-    """Return the parameter that was meant by a name that does not exist, if it can be told."""
+    """Return the parameter that an unknown name most likely means, or None."""
     own = next((own for own in names_here(name) if own in known), None)
     return own or closest(name, known, cutoff)
 
 
 class UnknownParameterError(ParameterError, TypeError):
-    """A parameter of that name does not exist; the message names the nearest that does.
+    """A parameter of that name does not exist; the message suggests the nearest one.
 
-    Remedy: take the name from the message; a keyword of another library's may be called otherwise here
+    Remedy: use the name in the message; keywords of other libraries may have other names here
     (docs/coming-from.md).
     """
 
@@ -115,10 +115,10 @@ class UnknownParameterError(ParameterError, TypeError):
 
 
 class ConflictingParametersError(ParameterError):
-    """Parameters of one request leave no token to draw; `.parameters` and `.processors` name all involved.
+    """Parameters of one request leave no token to sample; `.parameters` and `.processors` name all involved.
 
-    Raised before anything runs where that can be told from the request alone. Otherwise the request ends with
-    it while it generates, and its output keeps the tokens drawn until then.
+    Raised before anything runs if the request alone shows the conflict. Otherwise the request ends with it
+    during generation, and its output keeps the tokens sampled so far.
 
     Remedy: change or leave out one of the parameters that the message names.
     """
@@ -132,127 +132,126 @@ class ConflictingParametersError(ParameterError):
         super().__init__(first, f"{together}{fault} ({', '.join(self.processors)}); {remedy}")
 
     def renamed(self, names: Mapping[str, str]) -> ConflictingParametersError:
-        """Return the same error with the parameters called by other names, such as fields of an HTTP body."""
+        """Return the same error with other parameter names, such as the fields of an HTTP body."""
         parameters = [names.get(name, name) for name in self.parameters]
         return ConflictingParametersError(parameters, self.processors, self.fault)
 
 
 class PromptTooLongError(ParameterError):
-    """A prompt needs more tokens than the model's context or the cache can ever hold.
+    """A prompt has more tokens than the model's context or the cache can hold.
 
-    Remedy: shorten it; or give `truncation="left"` or `"window"`; or raise `max_model_len` or `kv_bytes`
-    where the model's context is longer.
+    Remedy: shorten it; or set `truncation="left"` or `"window"`; or raise `max_model_len` or `kv_bytes` if
+    the model's context is longer.
     """
 
 
 class InputError(LogprobeError, ValueError):
-    """A file or a text cannot be read as asked.
+    """A file or a text cannot be read as requested.
 
-    Remedy: the message names the file, the place and what was expected there; mend the file, or say its
-    format.
+    Remedy: the message names the file, the position and what was expected there; fix the file, or specify
+    its format.
     """
 
 
 class OutputError(LogprobeError, OSError):
-    """A file cannot be written; what is there already is kept.
+    """A file cannot be written; existing content is kept.
 
-    Remedy: make room, or name another path; a run over a data set goes on with `resume`.
+    Remedy: free disk space, or choose another path; a run over a data set continues with `resume`.
     """
 
 
 class BusyError(LogprobeError, RuntimeError):
-    """A buffer is full, and its consumer takes nothing; what was to be added was not.
+    """A buffer is full and its consumer does not read; nothing was added.
 
-    Remedy: read what waits, then add again.
+    Remedy: read the pending items, then add again.
     """
 
 
 class ModelError(LogprobeError):
-    """A model cannot be had or used.
+    """A model cannot be loaded.
 
-    Remedy: each class below it says what is wrong, and what to do.
+    Remedy: see the subclasses for causes and remedies.
     """
 
 
 class ModelNotFoundError(ModelError, LookupError):
-    """No model of that name, folder or file.
+    """No model with that name, folder or file exists.
 
-    Remedy: `logprobe models list` prints the names known here; `logprobe models pull NAME` fetches one.
+    Remedy: `logprobe models list` prints the names known here; `logprobe models pull NAME` downloads one.
     """
 
 
 class DownloadError(ModelError, OSError):
-    """The weights could not be fetched or stored.
+    """The weights could not be downloaded or stored.
 
-    Remedy: check the network, the settings of pip or of the hub, and the free disk space; or name a local
+    Remedy: check the network, the settings of pip or of the hub, and the free disk space; or use a local
     folder.
     """
 
 
 class ChecksumError(ModelError):
-    """What was fetched is not what was published.
+    """Downloaded files differ from the published ones.
 
-    Remedy: run `pip cache purge` and pull again; if it comes back, use a folder whose origin you know.
+    Remedy: run `pip cache purge` and pull again; if the error persists, use a folder that you trust.
     """
 
 
 class MissingPackageError(ModelError, ImportError):
-    """A package that this needs is not installed; the message is the line that installs it.
+    """A required package is not installed; the message is the command that installs it.
 
     Remedy: install the extra that the message names.
     """
 
 
 class UnsupportedModelError(ModelError):
-    """The model needs something that this engine does not do.
+    """The model needs a feature that this engine does not support.
 
-    Remedy: docs/models.md lists what runs and what is refused, and why; the message names the part at
-    fault.
+    Remedy: the message names the feature; docs/models.md lists supported and unsupported models and the
+    reasons.
     """
 
 
 class EngineError(LogprobeError, RuntimeError):
-    """The engine could not finish something that it had accepted.
+    """The engine could not finish an accepted request.
 
-    Remedy: one of those below it says why; what came until then is in the output that holds the error.
+    Remedy: see the subclass for the cause; the output that holds the error has the results so far.
     """
 
 
 class EngineClosedError(EngineError):
-    """The engine was asked something after `close()`.
+    """The engine was used after `close()`.
 
-    Remedy: ask inside the `with` block, or make a new `LLM`.
+    Remedy: use it inside the `with` block, or create a new `LLM`.
     """
 
 
 class EngineUnavailableError(EngineError):
-    """The engine's process died and cannot be started again at the moment.
+    """The engine's process died and cannot be restarted at the moment.
 
-    Remedy: the message says why (no folder for temporary files, model files that changed); once that is
-    mended, the engine takes requests again by itself.
+    Remedy: fix the cause that the message names (no folder for temporary files, changed model files); the
+    engine then accepts requests again without a restart.
     """
 
 
 class ForwardError(EngineError):
-    """The model's forward pass raised; its own error is the cause.
+    """The model's forward pass raised; the original error is the cause.
 
-    Remedy: read `error.__cause__`; where memory ran out, lower `max_batch_tokens` or `kv_bytes`, then ask
-    again.
+    Remedy: read `error.__cause__`; if memory ran out, lower `max_batch_tokens` or `kv_bytes`, then retry.
     """
 
 
 class NonFiniteLogitsError(EngineError):
-    """A row of logits held NaN or +inf, or nothing but -inf.
+    """A row of logits held NaN or +inf, or only -inf.
 
-    Remedy: look at the weights and the `dtype`: float16 overflows where float32 and bfloat16 do not.
+    Remedy: check the weights and the `dtype`: float16 overflows where float32 and bfloat16 do not.
     """
 
 
 class ProcessorError(EngineError):
-    """A logits processor failed one request; `.processor` is its name, its own error the cause.
+    """A logits processor failed one request; `.processor` is its name, the original error is the cause.
 
-    Remedy: mend the processor by `error.__cause__`, whose traceback is in the log; other requests went
-    on.
+    Remedy: fix the processor; the traceback of `error.__cause__` is in the log. Other requests are not
+    affected.
     """
 
     def __init__(self, processor: str, message: str) -> None:
@@ -261,29 +260,28 @@ class ProcessorError(EngineError):
 
 
 class RequestAbortedError(EngineError):
-    """The caller gave the request up before it ended.
+    """The request was aborted before it ended.
 
-    Remedy: none is needed, unless you gave up nothing: a reset or a closed loop ends what waits, so ask
-    again.
+    Remedy: none if you aborted it; otherwise retry: a reset or a closed event loop aborts pending requests.
     """
 
 
 class WeightsReplacedError(EngineError):
-    """The model got other weights while the request ran.
+    """The model's weights were replaced while the request ran.
 
-    Remedy: ask again, on the new weights; or load them with `on_running="finish"`.
+    Remedy: retry with the new weights; or load weights with `on_running="finish"`.
     """
 
 
 class ServerError(EngineError):
-    """A server answered with a failure of its own, with what cannot be read, or not in time.
+    """A server returned an internal error or an invalid reply, or timed out.
 
-    Remedy: read the message, then the server's log; ask again later.
+    Remedy: read the message, then the server's log; retry later.
     """
 
 
 class UnreachableError(ServerError, ConnectionError):
-    """No connection to a server, or one that broke before the reply.
+    """The server cannot be reached, or the connection broke before the reply.
 
     Remedy: check the address, and that `logprobe serve` runs there (`GET /health`).
     """
@@ -292,8 +290,8 @@ class UnreachableError(ServerError, ConnectionError):
 class BatchError(EngineError):
     """Some requests of one call failed; `.outputs` holds every output, `.errors` the failures by index.
 
-    Remedy: use the outputs that are whole and ask the others again; or call with `on_error="return"`,
-    which gives each failure as its output's `.error`.
+    Remedy: use the complete outputs and retry the others; or call with `on_error="return"`, which returns
+    each failure as its output's `.error`.
     """
 
     def __init__(self, outputs: Sequence[Any], errors: dict[int, LogprobeError]) -> None:
@@ -308,9 +306,9 @@ _UNSAID: Final = object()
 
 
 def require(condition: object, parameter: str, message: str, *, got: object = _UNSAID) -> None:
-    """Raise `ParameterError` naming `parameter` unless `condition` holds.
+    """Raise `ParameterError` for `parameter` unless `condition` is true.
 
-    `got`, which callers size, ends the message, shortened; it is put into words for an error alone.
+    `got` is appended to the message, shortened; it is only formatted on an error.
     """
     if not condition:
         raise ParameterError(parameter, message if got is _UNSAID else f"{message}, got {got!r:.60}")

@@ -1,6 +1,6 @@
-"""Keywords of other programs: those that are accepted without effect, and our names for the others.
+"""Keywords of other programs: those accepted without effect, and our names for the others.
 
-One table for Python (`config.strict_keywords`), the command line (`cli.options`) and the bodies of requests
+One table for Python (`config.strict_keywords`), the command line (`cli.options`) and HTTP request bodies
 (`server.openai.ignored_fields`).
 """
 
@@ -10,19 +10,19 @@ from typing import Any, Final, NamedTuple
 
 
 class Keyword(NamedTuple):
-    """A keyword of another program: accepted with the values that change nothing, refused with any other."""
+    """A keyword of another program: accepted with values that have no effect, rejected with any other."""
 
-    use: tuple[str, ...] = ()  # our names for it; the first one that a class or body has is suggested
-    accepted: tuple[Any, ...] | None = ()  # None: any value
-    reason: str = "leave it out"  # why it has no effect, or what to do where no name of ours fits
+    use: tuple[str, ...] = ()  # our names for it; suggests the first one that the class or body has
+    accepted: tuple[Any, ...] | None = ()  # values without effect; None: any value
+    reason: str = "leave it out"  # why it has no effect, or what to do if we have no such parameter
 
     def accepts(self, value: Any) -> bool:
-        """Return whether the keyword changes nothing with this value."""
+        """Return whether the keyword has no effect with this value."""
         return self.accepted is None or value in self.accepted
 
 
 def ignored(reason: str, accepted: tuple[Any, ...] | None = None) -> Keyword:
-    """Return a keyword that means nothing here."""
+    """Return a keyword that has no effect."""
     return Keyword((), accepted, reason)
 
 
@@ -73,7 +73,7 @@ ENGINE: Final[dict[str, Keyword]] = {
     "served_model_name": ignored("clients' names for a model are the server's"),
     "disable_log_stats": ignored("figures are told when they are asked for (stats(), /metrics)", SWITCH),
 }
-"""Keywords of `EngineConfig`, also flags of `logprobe serve`."""
+"""Keywords of `EngineConfig`; also flags of `logprobe serve`."""
 
 SAMPLING: Final[dict[str, Keyword]] = {
     **dict.fromkeys(
@@ -89,7 +89,7 @@ SAMPLING: Final[dict[str, Keyword]] = {
     "spaces_between_special_tokens": ignored("a text leaves special tokens out", SWITCH),
     "skip_reading_prefix_cache": ignored("numbers are the same with cached prefixes", SWITCH),
 }
-"""Keywords of `SamplingParams`, and of calls that take a text."""
+"""Keywords of `SamplingParams`, and of calls that take text."""
 
 CLASSES: Final = {"EngineConfig": ENGINE, "SamplingParams": SAMPLING}
 
@@ -101,7 +101,7 @@ LEFT_OUT: Final = "the chat template leaves it out, of earlier turns or always"
 NOT_BOUND: Final = "calls are held to their schemas where tool_choice asks for one"
 
 FIELDS_WITHOUT_EFFECT: Final[dict[str, Keyword]] = {
-    # OpenAI's.
+    # OpenAI.
     "user": ignored(BY_KEY),
     "safety_identifier": ignored(BY_KEY),
     "metadata": ignored("replies of this route are not kept"),
@@ -113,18 +113,18 @@ FIELDS_WITHOUT_EFFECT: Final[dict[str, Keyword]] = {
     "reasoning.summary": ignored(NO_SUMMARY),
     "reasoning.generate_summary": ignored(NO_SUMMARY),
     "include.reasoning.encrypted_content": ignored("reasoning comes as text, and is read back as such"),
-    # Other servers'.
+    # Other servers.
     "cache_prompt": ignored(KEPT_PREFIXES),
     "guided_decoding_backend": ignored("one compiler serves all grammars"),
     "spaces_between_special_tokens": ignored("a text leaves special tokens out"),
-    # What says nothing to some models.
+    # Fields without effect for some models.
     "reasoning_effort": ignored(NOT_READ),
     "reasoning.effort": ignored(NOT_READ),
     "enable_thinking": ignored(NOT_READ),
     "chat_template_kwargs.enable_thinking": ignored(NOT_READ),
     "messages.reasoning_content": ignored(LEFT_OUT),
     "input.reasoning": ignored(LEFT_OUT),
-    # What says nothing beside another field, or without one.
+    # Fields that repeat another field, or have no effect without one.
     "parallel_tool_calls": ignored("there are no tools"),
     "tools.strict": ignored(NOT_BOUND),
     "tools.function.strict": ignored(NOT_BOUND),
@@ -134,9 +134,9 @@ FIELDS_WITHOUT_EFFECT: Final[dict[str, Keyword]] = {
         for form in ("json", "regex", "choice", "grammar")
     },
 }
-"""Paths in bodies that are accepted and change no number; the reply names them in `Warning`.
+"""Fields of request bodies that are accepted without effect; the reply lists them in a `Warning` header.
 
-The reasons go into a header: ASCII without quotation marks.
+The reasons are sent in that header: ASCII without quotation marks.
 """
 
 NEUTRAL_FIELDS: Final[dict[str, Keyword]] = {
@@ -156,9 +156,9 @@ NEUTRAL_FIELDS: Final[dict[str, Keyword]] = {
     "service_tier": Keyword(accepted=("auto", "default")),
     "skip_special_tokens": Keyword(accepted=(True,)),
 }
-"""Fields of bodies that ask for what the server does not do, with the values that ask for nothing."""
+"""Fields of request bodies for unsupported features, with the values that do not use the feature."""
 
-OFF: Final[tuple[Any, ...]] = (False, "", [], {})  # and 0, which equals False
+OFF: Final[tuple[Any, ...]] = (False, "", [], {})  # also matches 0, which equals False
 MAX_TOKENS: Final = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 LOGPROBS: Final = ("top_logprobs", "logprobs")
 FORM: Final = ("structured_outputs", "text")
@@ -170,7 +170,7 @@ TOP_LEVEL: Final = "send its members as fields of the body"
 CONTEXT: Final = "the operator sets the context, by --max-model-len"
 
 FOREIGN_FIELDS: Final[dict[str, Keyword]] = {
-    # Sampling, under other names.
+    # Sampling parameters under other names.
     "beam_width": Keyword(accepted=(1,)),
     "ban_eos_token": Keyword(("ignore_eos",), OFF),
     "bad_words_ids": Keyword(("bad_words",), OFF),
@@ -203,7 +203,7 @@ FOREIGN_FIELDS: Final[dict[str, Keyword]] = {
     "stop_words": Keyword(("stop",), OFF),
     "suppress_tokens": Keyword(("logit_bias",), OFF),
     "temp": Keyword(("temperature",)),
-    # Sampling that this server does not do.
+    # Unsupported sampling parameters.
     "diversity_penalty": Keyword(accepted=OFF),
     "dry_multiplier": Keyword(accepted=OFF),
     "dynamic_temperature": Keyword(accepted=OFF),
@@ -244,7 +244,7 @@ FOREIGN_FIELDS: Final[dict[str, Keyword]] = {
     "token_ids_logprob": Keyword(("logprob_token_ids",), OFF),
     "top_logprobs_num": Keyword(LOGPROBS, OFF),
     "top_n_tokens": Keyword(LOGPROBS, OFF),
-    # The form of the text, processors, weights.
+    # Output format, processors, weights.
     "adapter_id": Keyword(("lora",), OFF),
     "custom_logit_processor": Keyword(PROCESSORS, OFF),
     "custom_params": Keyword(PROCESSORS, OFF),
@@ -299,7 +299,7 @@ FOREIGN_FIELDS: Final[dict[str, Keyword]] = {
     "thinking": Keyword(THINKING),
     "thinking_budget": Keyword(PROCESSORS),
     "thinking_token_budget": Keyword(PROCESSORS),
-    # Fields in an object of their own.
+    # Objects that contain fields.
     "extra_body": Keyword(accepted=OFF, reason=TOP_LEVEL),
     "generation_config": Keyword(accepted=OFF, reason=TOP_LEVEL),
     "options": Keyword(accepted=OFF, reason=TOP_LEVEL),
@@ -308,7 +308,7 @@ FOREIGN_FIELDS: Final[dict[str, Keyword]] = {
 }
 """Fields of vLLM, SGLang, llama.cpp, Ollama, TGI, transformers and hosted services, by their paths.
 
-A body that has no such field ignores it with the accepted values, and refuses it otherwise.
+A route without such a field ignores it if it has an accepted value, and rejects the request otherwise.
 """
 
 

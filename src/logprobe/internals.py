@@ -1,8 +1,7 @@
-"""The list of other packages' private names that this package uses: their purpose, and what depends on them.
+"""Private names of other packages that this package uses: why, and what breaks without them.
 
-Private names may leave with any release. They are used in place: attributes of objects, and methods that a
-subclass calls or overrides. A test compares this list with the names in the source that have a leading
-underscore, and looks up every name, so that a release which drops one fails a test and not a request.
+Any release of those packages may remove them. A test compares this list with the names in the source that
+have a leading underscore and looks up every name, so that a removed name fails a test instead of a request.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Internals:
-    """Names of one class or module of another package that a file here uses in place."""
+    """Private names of one class or module of another package."""
 
     owner: str  # an importable module, or module:Class
-    names: tuple[str, ...]  # with a leading underscore, or in no documentation of the package
+    names: tuple[str, ...]  # names with a leading underscore, or undocumented
     used_in: tuple[str, ...]  # files below `logprobe`
     purpose: str
     without: str

@@ -1,6 +1,6 @@
-"""`LLM`: the offline front door, many prompts at once.
+"""`LLM`: offline generation and scoring of many prompts with blocking calls.
 
-The client with a bridge to callers without an event loop, and a progress bar.
+Wraps the async client for callers without an event loop, and adds a progress bar.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from logprobe.text.chat import Conversation, Conversations
     from logprobe.transport.messages import Request
 
-ROW_CACHE_BYTES: Final = 1 << 26  # of the rows that fields take
+ROW_CACHE_BYTES: Final = 1 << 26  # cache of next-token rows for `LLM.fields`
 AskedParams: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"
 
 
@@ -49,9 +49,9 @@ AskedParams: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"
 def progress_bar(
     requests: Sequence[Request], *, shown: bool
 ) -> Iterator[Callable[[RequestOutput], None] | None]:
-    """A bar over the tokens of all requests; call what it yields with each output that has grown.
+    """Show a bar over the tokens of all requests; yields a function to call with each updated output.
 
-    None is yielded where there is nobody to show it to.
+    Yields None if the bar is not shown or not visible.
     """
     if not shown:
         yield None
@@ -80,7 +80,7 @@ def progress_bar(
 
 
 class Tally:
-    """How far requests are, in tokens of prompts and completions."""
+    """Counts processed prompt and completion tokens of requests."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._most = {
@@ -89,12 +89,12 @@ class Tally:
             for request in requests
         }
         self._done = dict.fromkeys(self._most, 0)
-        self.total = sum(self._most.values())  # falls where a request ends before its limit
+        self.total = sum(self._most.values())  # decreases when a request ends before its limit
         self.done = 0
         self.num_ended = 0
 
     def add(self, output: RequestOutput) -> None:
-        """Take in how far a request has come."""
+        """Update the progress of one request."""
         name, done = output.request_id, _num_done(output)
         self.done += done - self._done[name]
         self._done[name] = done
@@ -117,18 +117,18 @@ def _one_of(params: AskedParams, sampling_params: AskedParams) -> AskedParams:
 
 
 class LLM:
-    """A model that generates and scores; see `EngineConfig` for the settings it takes as keywords.
+    """A model that generates and scores.
 
     Args:
-        model: what `EngineConfig.model` may be, or a causal language model that transformers has loaded,
-            which is copied in the `dtype` asked for and stays as it is.
-        tokenizer: the fast tokenizer of a loaded model; a model by name brings its own.
-        max_logprobs: most alternatives a token that a call may ask; -1 sets no cap.
+        model: a value of `EngineConfig.model`, or a loaded transformers causal LM. A loaded model is copied
+            in the requested `dtype` and not modified.
+        tokenizer: the fast tokenizer of a loaded model; leave it out for a model given by name.
+        max_logprobs: maximum number of alternatives per token that a call may request; -1: no limit.
         settings: the other fields of `EngineConfig`.
 
     Raises:
-        ModelError: the model cannot be had or used.
-        UnknownParameterError: a setting of that name does not exist.
+        ModelError: the model cannot be loaded.
+        UnknownParameterError: a setting does not exist.
     """
 
     def __init__(
@@ -150,18 +150,18 @@ class LLM:
             name = copied.enter_context(as_name(model, tokenizer))
             self.config = EngineConfig(model=name, **settings)
             loaded = start_engine(self.config)
-            # An engine process that is started again reads a given model's copy again.
+            # Engine processes read the copy again if they are restarted.
             if loaded.engine.capabilities().num_processes == 0:
                 drop_copied_weights(name)
             self._owned = copied.pop_all()
         self.loaded = loaded
         self.engine = loaded.engine
         self.text = loaded.text
-        self.processors = loaded.processors  # the instances by name, and what each has cost, if run here
+        self.processors = loaded.processors  # instances by name, with their cost, if they run in this process
         self.client = ScoringClient(loaded.engine, loaded.text, max_logprobs=max_logprobs)
         self._bridge = LoopThread()
         self._owned.callback(self._bridge.close)
-        self._owned.callback(self.engine.close)  # the first to close
+        self._owned.callback(self.engine.close)  # closed first
 
     def generate(
         self,
@@ -174,23 +174,23 @@ class LLM:
         truncation: Truncation = "error",
         add_special_tokens: bool = True,
     ) -> list[RequestOutput]:
-        """Generate from one prompt or many; outputs come in the order of the prompts.
+        """Generate completions of one or many prompts; outputs are in the order of the prompts.
 
         Args:
             prompts: texts or lists of token ids.
-            params: one for all, or one a prompt; the default is `SamplingParams()`.
-            sampling_params: `params` by its longer name; give one of them.
+            params: for all prompts, or a list with one per prompt; the default is `SamplingParams()`.
+            sampling_params: alias of `params`; give only one of them.
             progress: show a progress bar on stderr.
-            on_error: `raise` a `BatchError` once all have ended if any failed, or `return` each failure,
-                also of a prompt that can never be served, as its output's `.error`.
-            truncation: a prompt longer than what fits is an `error`, or loses its `left` end, or is read in
-                sliding `window`s: its numbers are those of every token, and the text goes on from its end.
-            add_special_tokens: whether the tokenizer adds its special tokens (BOS) to texts; False for a text
-                that holds them, such as one that a chat template made.
+            on_error: if any request failed, `raise` a `BatchError` after all have ended, or `return` each
+                failure as its output's `.error`, including invalid prompts.
+            truncation: what to do with a prompt that is too long: raise an `error`, drop tokens from its
+                `left` end, or process it in sliding `window`s, with logprobs of all prompt tokens and a
+                completion that continues its end.
+            add_special_tokens: whether the tokenizer adds its special tokens (BOS) to texts; False for texts
+                that already contain them, such as rendered chat templates.
 
         Raises:
-            ParameterError: a prompt or parameter that can never be served, by its number; nothing was
-                started then.
+            ParameterError: an invalid prompt or parameter, named by its index; no request was started.
             BatchError: some requests failed; holds all outputs.
         """
         watch = partial(progress_bar, shown=progress)
@@ -218,25 +218,27 @@ class LLM:
         progress: bool = False,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
-        """Generate the next message of each conversation, laid out by the model's own chat template.
+        """Generate the next message of each conversation, using the model's chat template.
 
-        Each output's `prompt` is the text that the template made.
+        Each output's `prompt` is the rendered template.
 
         Args:
-            messages: one conversation (a list of messages with role and content), many, or what one user
-                says: a text, or a list of content parts.
-            params: one for all, or one a conversation; the default is `SamplingParams()`.
-            sampling_params: `params` by its longer name; give one of them.
-            tools: what the model may call, as OpenAI describes it; where the template takes none, a text says
-                them (docs/channels.md). Calls come as text, as the model writes them.
-            add_generation_prompt: end where the assistant's turn begins; the default, unless:
-            continue_final_message: go on with the last message, whose text the output does not repeat.
-            chat_template_kwargs: variables of the model's own template, such as `enable_thinking`.
+            messages: a conversation (a list of messages with role and content), a list of conversations, or
+                the content of a single user message (a text or a list of content parts).
+            params: for all, or a list with one per conversation; the default is `SamplingParams()`.
+            sampling_params: alias of `params`; give only one of them.
+            tools: functions that the model may call, in OpenAI's format. If the template does not support
+                tools, they are described in text (docs/channels.md). Calls are returned as the model writes
+                them, in the text.
+            add_generation_prompt: append the start of the assistant's turn; the default is True unless
+                `continue_final_message` is set.
+            continue_final_message: continue the last message; its text is not repeated in the output.
+            chat_template_kwargs: variables of the model's template, such as `enable_thinking`.
             progress: show a progress bar on stderr.
             on_error: as in `generate`.
 
         Raises:
-            ParameterError: what `text.chat.lay_out` refuses, or as `generate` does.
+            ParameterError: invalid messages (see `text.chat.lay_out`), or as in `generate`.
             BatchError: some requests failed; holds all outputs.
         """
         watch, asked = partial(progress_bar, shown=progress), _one_of(params, sampling_params)
@@ -252,21 +254,21 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, add_special_tokens: bool = True
     ) -> Generator[RequestOutput]:
-        """Generate from one prompt and give its one output each time it has grown.
+        """Generate from one prompt and yield its output each time it has grown.
 
-        The text holds whole characters alone, and nothing that may still become a stop string. Leaving the
-        loop early gives the request up. `add_special_tokens` is as in `generate`.
+        The text contains only whole characters, and no text that may still become a stop string. Leaving the
+        loop early aborts the request. `add_special_tokens` is as in `generate`.
 
         Raises:
-            ParameterError: a prompt or parameter that can never be served.
-            EngineError: how the request failed.
+            ParameterError: an invalid prompt or parameter.
+            EngineError: the request failed.
         """
         return self._bridge.iterate(self.client.stream(prompt, params, add_special_tokens=add_special_tokens))
 
     def stream_async(
         self, prompt: Prompt, params: SamplingParams | None = None, *, add_special_tokens: bool = True
     ) -> AsyncGenerator[RequestOutput]:
-        """`stream` for callers in an event loop: `async for output in llm.stream_async(prompt)`."""
+        """Async version of `stream`: `async for output in llm.stream_async(prompt)`."""
         return self.client.stream(prompt, params, add_special_tokens=add_special_tokens)
 
     def load_weights(
@@ -276,35 +278,33 @@ class LLM:
         version: str | None = None,
         on_running: OnRunning = "finish",
     ) -> str:
-        """Go on with other weights of the same model, as a trainer makes them; returns once they answer.
+        """Replace the model's weights, for example after a training step, and return their version.
 
-        What is returned is their version, as records of theirs have it in `info.weight_version`.
-
-        Every cache is dropped, LoRA weights are kept, and no request sees numbers of both. Until the old
-        weights go, both are in memory. Loads take turns.
+        Returns once the new weights are in use; `info.weight_version` of their records is the version. Drops
+        all caches and keeps LoRA adapters. No request mixes old and new weights. Both are in memory until the
+        old ones are freed. Concurrent loads run one after another.
 
         Args:
-            weights: a `state_dict()`, of tensors or NumPy's arrays, which is copied, or a folder of
-                safetensors files. What DDP, FSDP, torch.compile and a merged PEFT model put before names
-                is left out.
-            version: what records call these weights, such as `step-1200`; None: a digest of them
-                (`models.loading.digest_of`), for which every byte is read once more.
-            on_running: requests that run `finish` on the old weights while new ones wait, or `end` with
-                `WeightsReplacedError`, as does one whose reader lags in either case.
+            weights: a `state_dict()` of tensors or NumPy arrays, which is copied, or a folder of safetensors
+                files. Name prefixes of DDP, FSDP, torch.compile and merged PEFT models are removed.
+            version: name of these weights in records, such as `step-1200`; None: a digest of them
+                (`models.loading.digest_of`), which reads every byte once more.
+            on_running: running requests `finish` on the old weights while new ones wait, or `end` with
+                `WeightsReplacedError`. Either way, a request whose reader lags behind ends with that error.
 
         Raises:
-            ModelError: the weights cannot be read, or do not fit the model; the old ones go on.
-            ParameterError: the engine is not the native one, a version that no record can hold, weights of
-                another type, or LoRA weights beside those that they change.
+            ModelError: the weights cannot be read or do not fit the model; the old ones stay in use.
+            ParameterError: the engine is not the native one, an invalid version, weights of another type, or
+                a LoRA adapter is loaded for weights that change.
         """
         from logprobe.engine.front import check_on_running
 
         return self.engine.load_weights(weights, version=version, finishes=check_on_running(on_running))
 
     def add_lora(self, name: str, path: str | Path) -> None:
-        """Load LoRA weights from a folder; `with_lora(name)` and `SamplingParams(lora=name)` run on them.
+        """Load a LoRA adapter from a folder, for `with_lora(name)` and `SamplingParams(lora=name)`.
 
-        A name that is loaded again stands for the new weights; what was asked before keeps its own.
+        Loading a name again replaces the adapter for new requests; earlier ones keep the old adapter.
 
         Raises:
             ModelError: the folder cannot be read, or does not fit the model.
@@ -312,33 +312,33 @@ class LLM:
         self.engine.add_lora(name, path)
 
     def add_new_lora(self, path: str | Path, name: str = "lora_1") -> None:
-        """`add_lora` in genlm-backend's order of words."""
+        """Alias of `add_lora` with genlm-backend's order of arguments."""
         self.add_lora(name, path)
 
     def remove_lora(self, name: str) -> None:
-        """Refuse new requests for LoRA weights; what runs on them ends as it would have.
+        """Unregister a LoRA adapter: new requests for it are rejected, running ones finish.
 
         Raises:
-            ParameterError: no such weights.
+            ParameterError: no such adapter.
         """
         self.engine.remove_lora(name)
 
     def list_loras(self) -> dict[str, str]:
-        """The loaded LoRA weights: name → path."""
+        """Return the loaded LoRA adapters: name → path."""
         return self.engine.list_loras()
 
     def with_lora(self, name: str | None) -> Self:
-        """The same model, on which every call runs on these LoRA weights.
+        """Return a view of the model on which every call uses this LoRA adapter.
 
-        It shares the engine and owns nothing: its `close` does nothing, and it ends with the model that was
-        loaded. Weights loaded again under the name answer its later calls.
+        The view shares the engine and owns nothing: its `close` does nothing, and it is unusable once the
+        original model is closed. If the adapter is loaded again, later calls use the new one.
 
         Args:
-            name: of loaded weights, which the parameters of its calls need not name, and no others may be
-                named; None: the model as it was loaded, whose calls run on what their parameters name.
+            name: of a loaded adapter. Parameters of calls need not name it and must not name another one.
+                None: no default, so each call uses the adapter that its parameters name.
 
         Raises:
-            ParameterError: no such weights.
+            ParameterError: no such adapter.
         """
         from logprobe.analysis.client import ScoringClient
 
@@ -348,12 +348,12 @@ class LLM:
             self.engine.lora_number(name)
         view = copy(self)
         view.client = ScoringClient(self.engine, self.text, lora=name, max_logprobs=self.client.max_logprobs)
-        view._owned = ExitStack()  # noqa: SLF001 - of the same class
+        view._owned = ExitStack()  # noqa: SLF001 - same class
         return view
 
     @property
     def lora(self) -> str | None:
-        """The LoRA weights of `with_lora`; None: those that a call's parameters name."""
+        """LoRA adapter of a `with_lora` view; None: the one that a call's parameters name."""
         return self.client.lora
 
     def score(
@@ -373,38 +373,38 @@ class LLM:
         truncation: Truncation = "error",
         boundary: BoundaryRule = "auto",
     ) -> list[Score]:
-        """Score continuations after their contexts; a context that several share is computed once.
+        """Score continuations given their contexts; a context shared by several pairs is computed once.
 
-        Two texts are the tokens of the joined text; white space that ends the context counts to the
-        continuation, and an empty context becomes the model's BOS (or EOS). Where a token spans the end of
-        the context, the continuation's bytes are summed over their tokenizations (docs/scoring.md); the
-        score's `boundary` is then `bytes`, else `token`.
+        For texts, the joined text is tokenized. White space at the end of the context is scored with the
+        continuation, and an empty context is replaced by BOS (or EOS). If a token spans the end of the
+        context, the probability of the continuation's bytes is summed over their tokenizations
+        (docs/scoring.md), and the score's `boundary` is `bytes` instead of `token`.
 
         Args:
             pairs: (context, continuation), both texts or both lists of token ids.
             progress: show a progress bar on stderr.
-            entropy: give the entropy at each token, too.
-            varentropy: give the variance of the surprisal at each token, too.
-            margin: give the nats between the two likeliest tokens at each, too.
-            unconditional: score each continuation after nothing (BOS or EOS), too, which gives `pmi`.
-            logprobs: alternatives at each token, in the score's `record`; -1: the whole vocabulary.
-            token_ids: for each pair the ids whose numbers are wanted beside: at every token of the
-                continuation, or a list of lists, those of each token, any number each. `record.given` has
-                their logprobs and true ranks. None: none.
-            temperature: score the model's own distribution at this temperature; `record.info` tells it.
-            sampling: score under the distribution that these would draw from (temperature, truncation,
-                processors), token by token: *processed* numbers, -inf for a token that could not be drawn.
-                The record holds `log_kept_mass`. None: the model's own distribution.
-            on_error: `raise` a `BatchError` once all have ended if any failed, or `return` each failure, also
-                of a pair that can never be scored, as its score's `.error`.
-            truncation: a pair longer than what fits is an `error`, or its context loses its `left` end, or it
-                is scored in sliding `window`s (without a `record`).
-            boundary: `auto`, or `token` to split texts as lm-evaluation-harness does where a token spans the
-                end of the context: the continuation has what the number of the context's tokens leaves.
+            entropy: also report the entropy at each token, nats.
+            varentropy: also report the variance of the surprisal at each token, nats squared.
+            margin: also report the difference of the two highest logprobs at each token, nats.
+            unconditional: also score each continuation without its context (after BOS or EOS), for `pmi`.
+            logprobs: number of alternatives per token in the score's `record`; -1: the whole vocabulary.
+            token_ids: for each pair the ids to report in addition, at every token of the continuation, or a
+                list of lists with the ids of each token, of any length. `record.given` has their logprobs and
+                exact ranks. None: none.
+            temperature: score the model's distribution at this temperature, recorded in `record.info`.
+            sampling: score under the distribution that these parameters would sample from (temperature,
+                truncation, processors): *processed* logprobs, -inf for a token that cannot be sampled. The
+                record has `log_kept_mass`. None: the model's own distribution.
+            on_error: if any pair failed, `raise` a `BatchError` after all have ended, or `return` each
+                failure as its score's `.error`, including invalid pairs.
+            truncation: what to do with a pair that is too long: raise an `error`, drop tokens from the
+                `left` end of its context, or score it in sliding `window`s (without a `record`).
+            boundary: `auto`, or `token` to split like lm-evaluation-harness even if a token spans the end of
+                the context: the tokens of the joined text after the number of tokens of the context.
 
         Raises:
             ParameterError: an empty continuation, a context whose first token spans its end, or a pair that
-                is too long, by its number; nothing was started then.
+                is too long, named by its index; no request was started.
             BatchError: some pairs failed; holds all scores.
         """
         columns: dict[str, Any] = {"entropy": entropy, "varentropy": varentropy, "margin": margin}
@@ -437,25 +437,26 @@ class LLM:
         content_free: Asked | None = None,
         progress: bool = False,
     ) -> Classification | list[Classification]:
-        """How likely each label is as the answer, whole: one classification a prompt.
+        """Return the probability of each label as the complete answer: one classification per prompt.
 
-        What a prompt's labels share is computed once. Probabilities come as they are (`logprobs`, `mass`),
-        and as shares of all labels (`probabilities`).
+        A prompt is computed once for all of its labels. Results have the probabilities (`logprobs`, `mass`)
+        and the probabilities normalized over the labels (`probabilities`).
 
         Args:
-            prompts: a text that the label goes on with (give it its space), a conversation that it answers
-                by the model's chat template, or a list of these.
-            labels: texts, or name → text or texts that mean it, whose probabilities are added up; of any
-                number of tokens, each in its usual spelling.
-            correction: what shares are made of: `none`, the probabilities themselves; `length`, their
-                geometric mean a token (Brown et al. 2020); `calibrated`, their ratio to those after a prompt
-                without content (Zhao et al. 2021).
-            content_free: that prompt; the default is the text `N/A`. Lay it out as the others are.
+            prompts: a text that the label continues (include the space), a conversation that it answers
+                using the model's chat template, or a list of these.
+            labels: texts, or a mapping of name → text or list of texts with the same meaning, whose
+                probabilities are summed. Texts may have any number of tokens; each is scored in its usual
+                tokenization.
+            correction: how to normalize: `none`: the probabilities themselves; `length`: their geometric
+                mean per token (Brown et al. 2020); `calibrated`: divided by those after a content-free prompt
+                (Zhao et al. 2021).
+            content_free: the content-free prompt, in the same format as the prompts; the default is `N/A`.
             progress: show a progress bar on stderr.
 
         Raises:
-            ParameterError: labels that are equal, empty, or begin another; a prompt that is too long; a
-                `content_free` that no correction asks for.
+            ParameterError: labels that are equal, empty, or a prefix of another; a prompt that is too long;
+                `content_free` without `correction="calibrated"`.
             BatchError: some requests failed.
         """
         from logprobe.analysis.labels import classify
@@ -467,14 +468,14 @@ class LLM:
     def rerank(
         self, query: str, documents: Sequence[str], *, progress: bool = False, **layout: Any
     ) -> list[float]:
-        """How relevant each document is to a query, in [0, 1], by a model that answers yes or no.
+        """Return the relevance of each document to a query, in [0, 1], from a model that answers yes or no.
 
-        P(yes) / (P(yes) + P(no)) after the layout of Qwen3-Reranker; `analysis.labels.rerank` has its parts
-        (`task`, `template`, `labels`) for other models.
+        P(yes) / (P(yes) + P(no)) with the prompt format of Qwen3-Reranker. For other models pass `task`,
+        `template` or `labels`; see `analysis.labels.rerank`.
 
         Raises:
-            ParameterError: no list of texts, a part of the layout that cannot be used, or a document that
-                is too long, by its number.
+            ParameterError: not a list of texts, an invalid `task`, `template` or `labels`, or a document that
+                is too long, named by its index.
             BatchError: some requests failed.
         """
         from logprobe.analysis.labels import rerank
@@ -488,18 +489,19 @@ class LLM:
         *,
         progress: bool = False,
     ) -> Judgement | list[Judgement]:
-        """The distribution of the grade that a prompt or a conversation asks for: mean, spread, rest.
+        """Return the distribution over the grades that a prompt or a conversation asks for.
 
-        An answer is the longest grade that it spells: of 1 to 10, what begins with 1 and goes on to 10 is a
-        10, whether the tokenizer has a token of its own for 10 or writes it as those of 1 and 0.
+        An answer counts as the longest grade that it spells: with grades 1 to 10, "10" counts as 10 and not
+        as 1, whether the tokenizer has a token for 10 or splits it into 1 and 0.
 
         Args:
             prompts: as in `classify`.
-            scale: the grades, two numbers or more; each is looked for as it is usually written (7, 2.5).
+            scale: two or more numbers, scored in their usual spelling (7, 2.5).
             progress: show a progress bar on stderr.
 
         Raises:
-            ParameterError: a scale of one grade, of equal ones, or of what is no number of up to six digits.
+            ParameterError: fewer than two grades, equal grades, or one that is not a number of up to six
+                digits.
             BatchError: some requests failed.
         """
         from logprobe.analysis.labels import judge
@@ -514,30 +516,30 @@ class LLM:
         index: int = 0,
         max_rows: int = MAX_ROWS,
     ) -> list[FieldDistribution]:
-        """How sure each value of a JSON reply is, and how likely each other value that its schema names.
+        """Return the log-probability of each value in a JSON reply, and of the alternatives in its schema.
 
-        Where the schema names what may stand at a place (an enum, a const, a boolean, integers between two
-        bounds, a union of such), `members` has the probability of each, summed over all its spellings, and
-        `grammar_members` the same under the request's grammar. That takes forward passes, each a token
-        longer than what is known.
+        If the schema lists the values of a position (enum, const, boolean, integers between two bounds, or a
+        union of these), `members` has the probability of each, summed over all tokenizations, and
+        `grammar_members` the same under the request's grammar. This runs additional forward passes, most of
+        one token each.
 
         Args:
-            output: what a call gave that asked for `logprobs`.
+            output: an output of a call that requested `logprobs`.
             schema: the JSON schema of the reply; None: that of the request's `response_format`.
-            index: which of its completions.
-            max_rows: next-token rows that the members of one value may take; where they are too few,
-                `unresolved` says how much probability was not followed.
+            index: index of the completion.
+            max_rows: maximum number of next-token rows for the members of one value; if it is too small,
+                `unresolved` is the probability that was not followed.
 
         Raises:
-            ParameterError: no log-probabilities of the model's own distribution; a text that is no JSON; no
-                schema, one that names no values, or one that cannot be followed; replaced weights.
-            EngineError: the engine failed, was closed, or got other weights meanwhile.
+            ParameterError: no logprobs under the model's own distribution; invalid JSON; no schema, one that
+                lists no values, or an invalid one; the weights were replaced.
+            EngineError: the engine failed or was closed, or its weights were replaced meanwhile.
         """
         return self._bridge.run(self._rows.fields(output, schema, index=index, max_rows=max_rows))
 
     @cached_property
     def _rows(self) -> NextTokenLM[Row]:
-        """Next-token rows of the same engine, where something asks for them."""
+        """Next-token rows from the same engine, created on first use."""
         from logprobe.next_token.lm import NextTokenLM
         from logprobe.next_token.rows import RowCache
         from logprobe.next_token.source import EngineRows
@@ -551,7 +553,7 @@ class LLM:
             timeout=0,
             owns_source=False,
         )
-        self._owned.callback(rows.cleanup)  # before the engine
+        self._owned.callback(rows.cleanup)  # runs before the engine is closed
         return rows
 
     def uncertainty(
@@ -567,27 +569,29 @@ class LLM:
         self_certainty: bool = False,
         progress: bool = False,
     ) -> Uncertainty:
-        """Draw answers, and say by them and their exact probabilities how sure the model is.
+        """Sample answers and compute the model's uncertainty from their exact probabilities.
 
         Args:
-            prompt: a text that answers go on with, token ids, or a conversation that they answer by the
+            prompt: a text that answers continue, token ids, or a conversation that they answer using the
                 model's chat template.
-            n: answers to draw; what they share is computed once.
-            params: how each is drawn, and how long it may be; the default is `SamplingParams()`. With a
-                `seed` they are the same each time, and the first is the one of `generate`. What is reported
-                is set here.
-            same: whether two texts mean the same; the default: they are equal but for white space around.
-            stop_when: ends an answer that the model is not sure of; it counts in no figure then.
-            window: tokens of a group whose confidence is averaged; the default is `stop_when`'s, or 2,048.
-            k: the likeliest tokens that make the confidence of one; the default is `stop_when`'s, or 20.
-            self_certainty: give each answer's, too, for which it is scored once more with whole rows.
+            n: number of answers; the prompt is computed once.
+            params: sampling parameters; the default is `SamplingParams()`. With a `seed` the answers are
+                reproducible, and the first one is that of `generate`. Parameters that select logprobs must be
+                left at their defaults.
+            same: function that returns whether two texts mean the same; the default compares them without
+                surrounding white space.
+            stop_when: stops an answer when its confidence is low; stopped answers count in no metric.
+            window: tokens per group for the group confidence; the default is that of `stop_when`, or 2,048.
+            k: number of likeliest tokens that define a token's confidence; the default is that of
+                `stop_when`, or 20.
+            self_certainty: also report it for each answer; scores each answer again with whole rows.
             progress: show a progress bar on stderr.
 
         Raises:
-            ParameterError: no answers, or several at temperature 0; a prompt, a parameter or a `same` that
-                cannot be used.
+            ParameterError: `n` below 1, several answers at temperature 0, or an invalid prompt, parameter or
+                `same`.
             BatchError: some answers failed.
-            WeightsReplacedError: other weights took over amid the answers.
+            WeightsReplacedError: the weights were replaced between answers.
         """
         from logprobe.analysis.uncertainty import draw_plan
 
@@ -604,34 +608,36 @@ class LLM:
         bos: bool | None = None,
         progress: bool = False,
     ) -> Perplexity:
-        """What the model gives a text of any length, each token scored once; see `analysis.perplexity`.
+        """Compute the perplexity of a text of any length, each token scored once; see `analysis.perplexity`.
 
         Args:
-            text: a text, or its parts one after the other (an open file), which are never held together.
-            stride: tokens from one window to the next; the default is half a window, and a whole one makes
-                them disjoint, the first token of each without a number.
-            window: tokens a window; the default is the model's context.
-            bos: put BOS (EOS where there is none) before the text, or do not; None: as the tokenizer does.
+            text: a text, or an iterable of its parts (such as an open file), which is streamed.
+            stride: tokens from one window to the next; the default is half a window. With a stride of a
+                whole window the windows are disjoint, and the first token of each is not scored.
+            window: tokens per window; the default is the model's context.
+            bos: True: put BOS (EOS if the model has no BOS) before the text; False: do not; None: as the
+                tokenizer does.
             progress: show a progress bar on stderr.
 
         Raises:
-            ParameterError: a window or stride that cannot be used; a text that cannot be encoded.
+            ParameterError: invalid window or stride, or a text that cannot be encoded.
             BatchError: a window failed.
+            WeightsReplacedError: the weights were replaced between two windows.
         """
         num_bytes = len(text.encode("utf-8", "surrogatepass")) if isinstance(text, str) else None
         with byte_bar(num_bytes, shown=progress) as advance:
             return perplexity(self, text, stride=stride, window=window, bos=bos, advance=advance)
 
     def get_tokenizer(self) -> Any:
-        """The model's own tokenizer, as transformers has it; loaded when first asked for."""
+        """Return the model's transformers tokenizer, loaded on first use."""
         return self.text.tokenizer
 
     def close(self) -> None:
-        """Let the model go; a second call does nothing, nor does a view's (`with_lora`)."""
+        """Release the model; does nothing on a second call or on a view (`with_lora`)."""
         self._owned.close()
 
     def cleanup(self) -> None:
-        """`close`, by the name that `AsyncLM` has for it."""
+        """Alias of `close`, as in `AsyncLM`."""
         self.close()
 
     def __repr__(self) -> str:

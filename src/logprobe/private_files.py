@@ -1,6 +1,6 @@
-"""Files and folders that this process keeps for later ones, which no other user may write or replace.
+"""Files and folders that persist between processes and that other users must not write to or replace.
 
-What others could have written is ignored by its readers, with one line in the log for each path.
+Readers ignore files that others could have written, with one log line per path.
 """
 
 from __future__ import annotations
@@ -25,31 +25,30 @@ _told: set[str] = set()
 
 
 def is_private(*paths: Path) -> bool:
-    """Return True if each path that exists is owned by this user or root, and no other user may write to it.
+    """Return True if each path that exists belongs to this user or root and no other user may write to it.
 
-    The files of a folder are looked at, too, where others may enter it; the log has one line for each path
-    that is not private.
+    Also checks the entries of a folder that others may enter. Logs one line per path that is not private.
     """
     return all(map(_is_private, paths))
 
 
 def make_folder(path: Path, mode: int = FOLDER_MODE) -> None:
-    """Make a folder and its missing parents, by default for this user alone; one that exists stays as it is.
+    """Create a folder and its missing parents, by default for this user only; an existing one is not changed.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be created.
     """
     if not path.is_dir():
         make_folder(path.parent, mode)
         try:
             path.mkdir(mode)
-        except FileExistsError:  # made by another process meanwhile, unless it is a file
+        except FileExistsError:  # created by another process meanwhile, or a file
             if not path.is_dir():
                 raise
 
 
 def make_private(folder: Path) -> None:
-    """Take away from other users what a folder holds; links are left as they are.
+    """Remove the permissions of other users on a folder and its contents; skip links.
 
     Raises:
         OSError: a mode cannot be set.
@@ -60,10 +59,10 @@ def make_private(folder: Path) -> None:
 
 
 def write_private(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
-    """Write a file, by default for this user alone, whole or not at all; a link of its name is replaced.
+    """Write a file atomically, by default for this user only; replaces a link of the same name.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -77,10 +76,10 @@ def write_private(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file is on the disk, or the names in a folder are; Windows syncs no folders.
+    """Flush a file, or the entries of a folder, to disk; does nothing for folders on Windows.
 
     Raises:
-        OSError: it cannot be opened, or the disk reports an error.
+        OSError: the path cannot be opened, or the disk reports an error.
     """
     if os.name == "posix" or path.is_file():
         descriptor = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
@@ -91,14 +90,14 @@ def sync(path: Path) -> None:
 
 
 def claim(path: Path) -> None:
-    """Make an empty file in place of whatever has its name, so that a link there is not followed.
+    """Replace whatever is at a path with an empty file, so that a link there is not followed.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the file cannot be created.
     """
     with suppress(FileNotFoundError):
         path.unlink()
-    os.close(_new_file(path, 0o666))  # less the umask, as the output files of users
+    os.close(_new_file(path, 0o666))  # minus the umask, like other output files
 
 
 def _new_file(path: Path, mode: int) -> int:
@@ -106,13 +105,13 @@ def _new_file(path: Path, mode: int) -> int:
 
 
 def _is_private(path: Path) -> bool:
-    if not hasattr(os, "geteuid"):  # Windows has no such modes
+    if not hasattr(os, "geteuid"):  # Windows has no such permission bits
         return True
     try:
         facts = path.stat()
         open_to_others = stat.S_ISDIR(facts.st_mode) and facts.st_mode & _OTHERS_MAY_ENTER
         inner = [one.lstat() for one in path.iterdir()] if open_to_others else []
-    except OSError:  # there is nothing, or nothing that can be read
+    except OSError:  # missing or unreadable
         return True
     if _is_own(facts) and all(map(_is_own, inner)):
         return True
@@ -128,6 +127,6 @@ def _is_private(path: Path) -> bool:
 def _is_own(facts: os.stat_result) -> bool:
     if facts.st_uid not in {0, os.geteuid()}:
         return False
-    # A group of the user's own number has no other members: what a umask of 002 relies on.
+    # The user's private group (same number) has no other members; a umask of 002 relies on that.
     others = stat.S_IWOTH if facts.st_gid == os.geteuid() else stat.S_IWOTH | stat.S_IWGRP
     return stat.S_ISLNK(facts.st_mode) or not facts.st_mode & others

@@ -1,10 +1,10 @@
-"""Fakes for the tests of programs on this library: an honest engine without a model.
+"""Test utilities for programs that use this library: a real engine without a model, and fault injection.
 
-`fake_model()` is a whole engine (scheduler, prefix cache, processors, sampler, records) over `FakeForward`, a
-forward pass whose distributions are numbers drawn anew for each prefix. So a test can say what every
-log-probability must be (`FakeForward.logits_after`), and a cache, batch or chunk that goes wrong shows.
+`fake_model()` is a whole engine (scheduler, prefix cache, processors, sampler, records) on `FakeForward`, a
+forward pass whose logits are pseudo-random numbers seeded by the whole prefix. A test can therefore compute
+the exact log-probabilities (`FakeForward.logits_after`), and errors in caching, batching or chunking show.
 
-The functions below it provoke faults in an engine, fake or real, and look at what it holds.
+The other functions inject faults into an engine, fake or real, and inspect its state.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ __all__ = [
     "watching_steps",
 ]
 
-NUM_STATES = 1 << 20  # that a prefix can be in; a float32 holds each exactly
+NUM_STATES = 1 << 20  # number of prefix states; float32 represents each exactly
 BOS, EOS = "<|bos|>", "<|eos|>"
-HELD_S: Final = 0.005  # between two looks at what an engine does
-LIMIT_S: Final = 120.0  # nothing takes as long, also on a busy machine
+HELD_S: Final = 0.005  # polling interval
+LIMIT_S: Final = 120.0  # timeout, long enough for a busy machine
 
 
 class FakeForward:
-    """Implements `ForwardBackend`: logits that depend on every token of the prefix, and on nothing else.
+    """A `ForwardBackend` whose logits depend on every token of the prefix, and on nothing else.
 
-    What it keeps by slot is the token alone, so a wrong slot gives another prefix and other numbers.
+    Each cache slot stores only its token, so that a wrong slot gives another prefix and other logits.
 
     Args:
         vocab_size: width of the logits.
-        num_slots: tokens that it can keep.
+        num_slots: capacity of the cache, tokens.
         context_len: longest sequence, tokens.
-        seed: another seed is another model.
+        seed: selects the pseudo-random model.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class FakeForward:
         self._states = torch.zeros((num_slots, 1))
 
     def run(self, batch: StepBatch) -> None:
-        """Keep the tokens of a step, and the state of the prefix that ends with each."""
+        """Store the tokens of a step, and the state of the prefix that ends at each of them."""
         self._token_ids[batch.slots] = batch.token_ids
         for index, context in enumerate(batch.context_slots):
             span = batch.span(index)
@@ -92,7 +92,7 @@ class FakeForward:
                 self._states[slot] = self._state_of(prefix[:place])
 
     def hidden_rows(self, slots: IntArray) -> torch.Tensor:
-        """The states of the prefixes that end in these slots, (len(slots), 1) float32."""
+        """Return the states of the prefixes that end in these slots, (len(slots), 1) float32."""
         return self._states[torch.from_numpy(slots.astype(np.int64))]
 
     def head(
@@ -100,26 +100,26 @@ class FakeForward:
         hidden: torch.Tensor,
         lora: LoraWeights | None = None,  # noqa: ARG002 - the interface
     ) -> torch.Tensor:
-        """(rows, 1) → (rows, vocabulary) float32 logits."""
+        """Return logits (rows, vocab_size) float32 for hidden states (rows, 1)."""
         rows = [self._logits_of(int(state)) for state in hidden[:, 0].tolist()]
         return torch.from_numpy(np.stack(rows)) if rows else torch.empty((0, self.vocab_size))
 
     def load_lora(self, name: str, path: str, number: int) -> LoraWeights:  # noqa: ARG002 - the interface
-        """Refuse them."""
+        """Raise `ParameterError`: not supported."""
         raise ParameterError("name", f"{name!r} from {path}: a fake model takes no LoRA weights")
 
     def make_room(self, lora: LoraWeights) -> None:
-        """Nothing is changed: there are none."""
+        """Do nothing, because there are no LoRA weights."""
 
     def with_weights(self, config: EngineConfig, state: State) -> ForwardBackend:  # noqa: ARG002 - as above
-        """Refuse them."""
+        """Raise `ParameterError`: not supported."""
         raise ParameterError("weights", "a fake model takes no other weights; another seed is another model")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
     def logits_after(self, token_ids: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """What the model says after a prefix, (vocabulary,) float32."""
+        """Return the logits after a prefix, (vocab_size,) float32."""
         return self._logits_of(self._state_of(token_ids))
 
     def _state_of(self, token_ids: Sequence[int]) -> int:
@@ -135,14 +135,18 @@ class FakeForward:
 def fake_model(
     forward: FakeForward | None = None, *, tokens: Sequence[bytes] = (), **settings: Any
 ) -> LoadedModel:
-    """A running engine over a fake forward pass, with a tokenizer of single bytes, as front doors take it.
+    """Start an engine on a fake forward pass, with a byte tokenizer; close its `engine` when done.
 
-    `settings` are those of `EngineConfig`. Ids [0, 256) are bytes, 256 is BOS and 257 EOS, and what follows
-    are `tokens` of several bytes, which may be drawn, and which no text is cut into; no BOS is put before a
-    text. Close its `engine` at the end.
+    Ids [0, 256) are bytes, 256 is BOS and 257 is EOS; no BOS is put before texts. The ids after them are
+    `tokens` of several bytes: the model can generate them, but the tokenizer never produces them.
+
+    Args:
+        forward: the forward pass; None: a new one of the tokenizer's vocabulary size.
+        tokens: additional tokens.
+        settings: fields of `EngineConfig`.
 
     Raises:
-        ParameterError: a setting that cannot be used, or a vocabulary too small for the tokenizer.
+        ParameterError: an invalid setting, or a vocabulary too small for the tokenizer.
     """
     tokenizer = _byte_tokenizer(tokens)
     forward = forward or FakeForward(len(tokenizer))
@@ -174,7 +178,7 @@ def _byte_tokenizer(tokens: Sequence[bytes]) -> Any:
 
     from logprobe.models.tokenizer import ExactTokenizer
 
-    # The byte-level alphabet in the order of the bytes that its characters stand for.
+    # The byte-level alphabet of GPT-2, in the order of the bytes that its characters represent.
     order = [*range(33, 127), *range(161, 173), *range(174, 256)]
     characters = {byte: chr(byte) for byte in order}
     others = (byte for byte in range(256) if byte not in characters)
@@ -190,12 +194,12 @@ def _byte_tokenizer(tokens: Sequence[bytes]) -> Any:
 
 @contextmanager
 def watching_steps(model: AnyModel, watch: Callable[[StepBatch], None]) -> Iterator[None]:
-    """Call `watch` on the engine's thread with each step's batch, before the forward pass runs it.
+    """Call `watch` with each step's batch on the engine's thread, before the forward pass.
 
-    What it raises fails the step, as what the model raises does.
+    An exception of `watch` fails the step like one of the model.
 
     Raises:
-        ParameterError: the engine does not run in this process, or has no steps of ours.
+        ParameterError: the engine does not run on a thread of this process.
     """
     forward = _engine_of(model).forward
     run = forward.run
@@ -210,10 +214,10 @@ def watching_steps(model: AnyModel, watch: Callable[[StepBatch], None]) -> Itera
 
 @contextmanager
 def failing_steps(model: AnyModel, error: Exception) -> Iterator[None]:
-    """Let each step fail with this error of the forward pass, until the block ends.
+    """Let the forward pass of each step raise this error within the block.
 
     Raises:
-        ParameterError: the engine does not run in this process, or has no steps of ours.
+        ParameterError: the engine does not run on a thread of this process.
     """
 
     def fail(_: StepBatch) -> None:
@@ -224,31 +228,31 @@ def failing_steps(model: AnyModel, error: Exception) -> Iterator[None]:
 
 
 class StepHold:
-    """The steps that `holding_steps` holds."""
+    """Controls the steps blocked by `holding_steps`."""
 
     def __init__(self) -> None:
         self._has_begun, self._is_released = threading.Event(), threading.Event()
 
     def wait(self, timeout_s: float = LIMIT_S) -> None:
-        """Wait until a step has begun; what is asked from then on joins a later one.
+        """Wait until a step has begun; later requests then join a later step.
 
         Raises:
-            TimeoutError: none has in this time.
+            TimeoutError: no step has begun within `timeout_s`.
         """
         if not self._has_begun.wait(timeout_s):
             raise TimeoutError(f"no step has begun in {timeout_s} s")
 
     def release(self) -> None:
-        """Let this step, and all later ones, go on."""
+        """Release this step and all later ones."""
         self._is_released.set()
 
 
 @contextmanager
 def holding_steps(model: AnyModel) -> Iterator[StepHold]:
-    """Let no step go on until it is released, the block ends or the engine is being closed.
+    """Block each step until it is released, the block ends or the engine is being closed.
 
     Raises:
-        ParameterError: the engine does not run in this process, or has no steps of ours.
+        ParameterError: the engine does not run on a thread of this process.
     """
     core, hold = _thread_of(model), StepHold()
 
@@ -265,20 +269,20 @@ def holding_steps(model: AnyModel) -> Iterator[StepHold]:
 
 
 def open_requests(model: AnyModel) -> list[str]:
-    """The ids of the requests that were accepted and whose output nobody has taken to its end.
+    """Return the ids of accepted requests whose output was not read to its end.
 
     Raises:
-        ParameterError: `model` is none of this program's.
+        ParameterError: not an `LLM`, an `AsyncLM`, a loaded model or its engine.
     """
     front = _front_of(model)
     return sorted({*front._builders, *front._streams._inboxes})
 
 
 def check_integrity(model: AnyModel) -> None:
-    """Wait until the engine is at rest, and assert that each slot has one owner, and each lock its request.
+    """Wait until the engine is idle, and assert that each slot has one owner and each lock its request.
 
     Raises:
-        ParameterError: the engine does not run in this process, or has no slots of ours.
+        ParameterError: the engine does not run on a thread of this process.
         TimeoutError: the engine is still busy after two minutes.
     """
     core, until = _thread_of(model), time.monotonic() + LIMIT_S
@@ -289,10 +293,10 @@ def check_integrity(model: AnyModel) -> None:
 
 
 def process_ids(model: AnyModel) -> list[int]:
-    """The processes that the engine runs in, by replica; of one that is being started again, the last.
+    """Return the process ids of the engine by replica; for one that is being restarted, the previous id.
 
     Raises:
-        ParameterError: the engine has no processes of ours.
+        ParameterError: the engine has no processes.
     """
     core = _front_of(model).core
     if not isinstance(core, ProcessEngine):

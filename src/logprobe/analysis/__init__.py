@@ -1,4 +1,4 @@
-"""From log-probabilities to answers: measures, scores, texts of any length, data sets, comparisons."""
+"""Analyses of log-probabilities: metrics, scores, texts of any length, data sets, comparisons."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from logprobe.records.fields import Field as Field
     from logprobe.records.fields import fields_of as fields_of
 
-# Public name -> the module that holds it.
+# Public name -> module that defines it.
 _HOMES = {
     "Acceptance": ".comparison",
     "AuditReport": ".auditing.report",

@@ -1,4 +1,4 @@
-"""`ScoringClient`: scores of continuations and answers that are drawn, by requests of an engine."""
+"""`ScoringClient`: score continuations and sample answers with engine requests."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ if TYPE_CHECKING:
 
     PairPart: TypeAlias = Prompt | IntArray
 
-ROWS_BYTES = 1 << 26  # of whole rows that are held at once
+ROWS_BYTES = 1 << 26  # bytes of whole-vocabulary rows held at once
 
 
 class PairRequests(NamedTuple):
-    """The requests of a pair, as many as its truncation takes."""
+    """The requests that score one pair; truncation may cut the pair into several splits."""
 
     whole: Split
-    splits: list[Split]  # its parts, then those of the continuation after nothing
+    splits: list[Split]  # the pair's splits, then those of the unconditional continuation
     num_parts: int
-    admitted: list[Admitted]  # of the splits
+    admitted: list[Admitted]  # one request per split
 
 
 class ScoringClient(Client):
-    """A `Client` that also scores continuations and draws answers."""
+    """A `Client` that also scores continuations and samples answers."""
 
     async def score(
         self,
@@ -66,7 +66,7 @@ class ScoringClient(Client):
         token_ids: Sequence[Any] | None = None,
         boundary: BoundaryRule = "auto",
     ) -> list[Score]:
-        """Score continuations after their contexts; see `LLM.score`."""
+        """Score each continuation given its context; see `LLM.score`."""
         check_on_error(on_error)
         check_truncation(truncation)
         check_rule(boundary)
@@ -107,7 +107,7 @@ class ScoringClient(Client):
     def _score_of(
         self, pair: PairRequests, results: Sequence[tuple[RequestOutput, float | LogprobeError | None]]
     ) -> Score:
-        """Return the score of a pair, by the outputs of its splits and the sums over their bytes."""
+        """Build the score of a pair from the outputs of its splits and their healed log-probabilities."""
         numbers = [(output, healed) for output, healed in results if not isinstance(healed, LogprobeError)]
         errors = [output.error for output, _ in results]
         errors += [healed for _, healed in results if isinstance(healed, LogprobeError)]
@@ -123,7 +123,7 @@ class ScoringClient(Client):
         return joined(scores, self._scored_bytes(pair.whole), unconditional_logprob=unconditional)
 
     def _scored_bytes(self, split: Split) -> bytes:
-        """Return the bytes of a continuation: of the given text, or of its tokens where it is ids."""
+        """Return the bytes of a continuation: those of its text, or of its tokens if it was given as ids."""
         if split.data is not None:
             return split.data
         data = self.text.vocabulary.bytes_of(split.continuation.tolist())
@@ -137,7 +137,7 @@ class ScoringClient(Client):
         requests: Requests,
         sampling: SamplingParams | None = None,
     ) -> list[float | LogprobeError | None]:
-        """Sum the bytes of splits with healing, which came to `outputs`; see `Healer.logprobs`."""
+        """Compute the byte-level log-probabilities of splits with healing; see `Healer.logprobs`."""
         if all(split.healing is None for split in splits):
             return [None] * len(splits)
         return await Healer(self, lora, requests, sampling).logprobs(splits, outputs)
@@ -145,7 +145,7 @@ class ScoringClient(Client):
     async def draw(
         self, prompt: Prompt | Conversation, plan: DrawPlan, *, watch: Watch | None = None
     ) -> list[SampledAnswer]:
-        """Answers to one prompt, each by a request of its own; see `LLM.uncertainty`."""
+        """Sample answers to one prompt, one request per answer; see `LLM.uncertainty`."""
         has_cap = self.max_logprobs != -1
         allowed = f"must be {self.max_logprobs} or less (max_logprobs)"
         require(not has_cap or plan.k <= self.max_logprobs, "k", allowed, got=plan.k)
@@ -164,7 +164,7 @@ class ScoringClient(Client):
     async def _with_self_certainty(
         self, prompt: IntArray, answer: SampledAnswer, lora: str | None
     ) -> SampledAnswer:
-        """An answer scored once more, with few whole rows at a time."""
+        """Add the self-certainty to an answer by scoring it again, a few whole-vocabulary rows at a time."""
         params = self.allowed_params(SamplingParams(max_tokens=0, prompt_logprobs=-1, lora=lora))
         size = max(ROWS_BYTES // (8 * self.engine.capabilities().vocab_size), 1)
         ids = np.concatenate([prompt, np.array(answer.token_ids, np.int32)])
@@ -176,10 +176,10 @@ class ScoringClient(Client):
         return replace(answer, self_certainty=total / answer.num_tokens)
 
     def split(self, pair: tuple[PairPart, PairPart] | Split, boundary: BoundaryRule = "auto") -> Split:
-        """A (context, continuation) pair as one sequence; see `split_texts` for texts.
+        """Convert a (context, continuation) pair to one sequence; texts are split by `split_texts`.
 
         Raises:
-            ParameterError: no such pair, a text with ids, or nothing to score.
+            ParameterError: not a pair, a text paired with ids, or an empty continuation.
         """
         if isinstance(pair, Split):
             return pair
@@ -196,7 +196,7 @@ class ScoringClient(Client):
         return Split(np.concatenate([before, after]), len(before))
 
     def alone(self, split: Split) -> Split:
-        """The same continuation after nothing: the model's BOS, or its EOS."""
+        """Return the continuation with only BOS (or EOS if the model has no BOS) as its context."""
         prefix, healing = self.text.prefix(), split.healing
         ids = np.concatenate([prefix, split.continuation])
         if healing is None:
@@ -206,14 +206,14 @@ class ScoringClient(Client):
         return Split(ids, len(prefix), bare)
 
     def with_named_ids(self, params: SamplingParams, token_ids: Any, split: Split) -> SamplingParams:
-        """The same, asking for ids at all positions of a continuation, or position by position.
+        """Return `params` that also report `token_ids`, the same at every token or one list per token.
 
         Raises:
-            ParameterError: no such ids, or another number of lists than of tokens, as `token_ids`.
+            ParameterError: `token_ids`: invalid ids, or a number of lists that is not the number of tokens.
         """
         name, count = "token_ids", len(split.continuation)
         ids = named_ids(name, token_ids)
-        if ids is None and token_ids is not None:  # asked, if for none
+        if ids is None and token_ids is not None:  # an empty list: report no ids
             ids = IdLists.of([np.empty(0, np.int64)] * count)
         if isinstance(ids, IdLists):
             fits = len(ids) == count
@@ -224,13 +224,13 @@ class ScoringClient(Client):
     def as_score(
         self, split: Split, output: RequestOutput, healed: float | None = None, alone: float | None = None
     ) -> Score:
-        """The score of what ended.
+        """Build the score of a split from the output of its request.
 
         Args:
-            split: what was scored.
-            output: of the request.
-            healed: the log-probability of its bytes, where it has healing.
-            alone: that of the same continuation after nothing, which gives the PMI.
+            split: the context and continuation.
+            output: the request's output.
+            healed: log-probability of the continuation's bytes, nats; None without healing.
+            alone: log-probability of the continuation without its context, nats, for the PMI.
         """
         ids = split.continuation.tolist()
         score = Score.of(ids, scored(output), self._scored_bytes(split), unconditional_logprob=alone)

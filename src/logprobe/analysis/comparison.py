@@ -1,9 +1,9 @@
-"""The same tokens through two models: how far apart their distributions and their logprobs are.
+"""Compare two models on the same tokens: KL divergence, differences of logprobs, importance ratios.
 
-A is what should be (the reference, a trainer, a model before a change), B what is used in its place (fewer
-bits, a sampler, a model after it). With the same vocabulary every position is compared; models of different
-tokenizers are compared by what they give whole words and bytes. A run of `score_dataset` that kept its tokens
-is compared by logprobs alone: its file holds no whole distributions; that of `analysis.baseline` does.
+A is the reference (or the trainer, or the model before a change), B is what replaces it (a quantized model,
+the sampler, the model after the change). With the same vocabulary, every position is compared; models with
+different tokenizers are compared on whole words and bytes. Runs of `score_dataset` that kept their tokens are
+compared by logprobs only, because their files hold no whole distributions; `analysis.baseline` stores those.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-POSITIONS_A_CALL = 256  # whole rows of both models: some 200 KB each at a vocabulary of 49,152
-CLIP = 0.2  # PPO's usual band
+POSITIONS_A_CALL = 256  # whole-vocabulary rows of both models: about 200 KB each at a vocabulary of 49,152
+CLIP = 0.2  # the usual clip range of PPO
 MAX_DRAFTED: Final = 8
-ROUNDING: Final = 2.0**-24  # of probabilities in float32
+ROUNDING: Final = 2.0**-24  # rounding error of float32 probabilities
 SAME_TOKENS_PROBE: Final = "The 12 cats\n\tdidn't é 🌊 你好"
-"""A text that tokenizers of the same tokens split alike."""
+"""A text that shows whether tokenizers with the same tokens also split text by the same rules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acceptance:
-    """How often A would accept what B drafts, or B what A drafts: Σ min(p, q) (Leviathan et al. 2023)."""
+    """Speculative acceptance rate Σ min(p, q), with either model as the draft (Leviathan et al. 2023)."""
 
-    mean: float  # the expected share a of drafted tokens that are accepted
-    error: float | None  # its standard error; None of one position
-    uncertainty: float  # what a baseline's file leaves open of it at most; 0 of two models
+    mean: float  # expected share of drafted tokens that are accepted
+    error: float | None  # standard error of `mean`; None with one position
+    uncertainty: float  # upper bound on the error of `mean` from a baseline's file; 0 if both models ran
     by_position: Floats = field(repr=False)  # (num_positions,)
 
     def tokens_a_cycle(self, num_drafted: int) -> float:
-        """Expected tokens of one run of the large model after g drafted ones: (1 - a^(g + 1)) / (1 - a).
+        """Expected tokens per run of the target model after g drafted tokens: (1 - a^(g + 1)) / (1 - a).
 
-        As if each were accepted with the mean probability a, whatever came before it.
+        Assumes that each token is accepted independently with probability a, the mean.
         """
         return math.fsum(self.mean**power for power in range(num_drafted + 1))
 
     def to_dict(self) -> dict[str, Any]:
-        """Every figure by name."""
+        """Return all metrics by name."""
         cycles = {str(count): self.tokens_a_cycle(count) for count in range(1, MAX_DRAFTED + 1)}
         return {
             "mean": self.mean,
@@ -72,28 +72,28 @@ class Acceptance:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What two models gave the same tokens; nats.
+    """Comparison of the logprobs that two models give the same tokens; nats.
 
-    Where their vocabularies differ, positions are words, and `kl`, `agreement` and the ratios are None.
+    If the vocabularies differ, positions are words, and `kl`, `agreement` and the ratios are None.
     """
 
-    unit: str  # what a position is: "token" or "word"
+    unit: str  # unit of a position: "token" or "word"
     num_positions: int
     num_bytes: int
     logprobs_a: NDArray[np.float64] = field(repr=False)  # (num_positions,)
     logprobs_b: NDArray[np.float64] = field(repr=False)
-    text_indices: NDArray[np.int64] = field(repr=False)  # which text each position is of, from 0
-    positions: NDArray[np.int64] = field(repr=False)  # in its text's tokens, the first being 0; or its words
-    token_ids: NDArray[np.int64] | None = field(default=None, repr=False)  # None where positions are words
-    words: Sequence[str] | None = field(default=None, repr=False)  # None where they are tokens
+    text_indices: NDArray[np.int64] = field(repr=False)  # (num_positions,), index of the text, from 0
+    positions: NDArray[np.int64] = field(repr=False)  # (num_positions,), token or word index in its text
+    token_ids: NDArray[np.int64] | None = field(default=None, repr=False)  # None if positions are words
+    words: Sequence[str] | None = field(default=None, repr=False)  # None if positions are tokens
     kl_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
     is_same_best: NDArray[np.bool_] | None = field(default=None, repr=False)
     acceptance_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
-    # Probability that A gives to token ids for which B has no output. Where it is more than the rounding of
-    # float32, the KL of the position is infinite. None where no whole rows were compared, or of a baseline.
+    # Probability that A gives to token ids that B's head does not have. If it exceeds float32 rounding, the
+    # KL of the position is infinite. None if no whole rows were compared, or A is a baseline's file.
     missing_mass_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
-    # Of a baseline's file: the most that the standard error of each KL can be, nats, and that an acceptance
-    # can be off. None where both models ran.
+    # For a baseline's file: upper bounds on the standard error of each KL (nats) and on the error of each
+    # acceptance. None if both models ran.
     kl_error_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
     acceptance_error_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
 
@@ -104,30 +104,30 @@ class Comparison:
 
     @property
     def bias(self) -> float:
-        """Mean of logprob B - logprob A: below zero where B finds the texts less likely."""
+        """Mean of logprob B - logprob A, nats; negative if B finds the texts less likely."""
         return float(np.mean(self.logprobs_b - self.logprobs_a))
 
     @property
     def kl(self) -> Spread | None:
-        """KL divergence from B to A over positions, whole distributions."""
+        """KL(A ‖ B) over positions, from whole distributions, nats."""
         return None if self.kl_by_position is None else Spread.of(self.kl_by_position)
 
     @property
     def kl_error(self) -> float | None:
-        """The standard error of the mean KL that comes from a baseline's file, at most; nats."""
+        """Upper bound on the standard error of the mean KL due to a baseline's file, nats."""
         if self.kl_error_by_position is None:
             return None
         return float(np.sqrt(np.sum(self.kl_error_by_position**2))) / self.num_positions
 
     @property
     def missing_mass(self) -> float | None:
-        """Mean probability that A gives to token ids for which B has no output (a narrower head)."""
+        """Mean probability that A gives to token ids that B's head does not have."""
         missing = self.missing_mass_by_position
         return None if missing is None else float(missing.mean())
 
     @property
     def acceptance(self) -> Acceptance | None:
-        """How often one of the two would accept what the other drafts, at temperature 1."""
+        """Acceptance rate of speculative decoding between the two models at temperature 1."""
         shares, errors = self.acceptance_by_position, self.acceptance_error_by_position
         if shares is None:
             return None
@@ -137,57 +137,57 @@ class Comparison:
 
     @property
     def statistics(self) -> dict[str, Figure] | None:
-        """Figures by llama.cpp's names, in its units (percent where it prints them), with standard errors."""
+        """Metrics of llama.cpp by its names and in its units (some are percent), with standard errors."""
         if self.kl_by_position is None or self.is_same_best is None:
             return None
         return figures(self.logprobs_a, self.logprobs_b, self.kl_by_position, self.is_same_best)
 
     @property
     def agreement(self) -> float | None:
-        """Share of positions where both find the same token most likely."""
+        """Share of positions where both models have the same most likely token."""
         return None if self.is_same_best is None else float(np.mean(self.is_same_best))
 
     @property
     def ratios(self) -> NDArray[np.float64] | None:
-        """Importance ratios p_A / p_B of each token: trainer A, sampler B."""
+        """Importance ratios p_A / p_B per token (A: trainer, B: sampler)."""
         if self.unit != "token":
             return None
         return measures.importance_ratios(self.logprobs_a, self.logprobs_b)
 
     @property
     def text_ratios(self) -> NDArray[np.float64] | None:
-        """Importance ratios of whole texts: the product of their tokens'."""
+        """Importance ratios per text: the product over its tokens."""
         return None if self.unit != "token" else measures.importance_ratios(*self._text_logprobs())
 
     def _text_logprobs(self) -> tuple[Floats, Floats]:
-        """Of A and of B, (num_texts,) nats."""
+        """Return the logprob of each text under A and under B, (num_texts,) nats each."""
         starts = np.flatnonzero(np.diff(self.text_indices, prepend=-1))
         return np.add.reduceat(self.logprobs_a, starts), np.add.reduceat(self.logprobs_b, starts)
 
     @property
     def effective_sample_share(self) -> float | None:
-        """Kish's effective sample size of the token ratios, as a share of the positions."""
+        """Kish's effective sample size of the token ratios, divided by the number of tokens."""
         return None if self.unit != "token" else effective_share(self.logprobs_a - self.logprobs_b)
 
     @property
     def effective_text_share(self) -> float | None:
-        """The same of the texts' ratios, as a share of the texts."""
+        """Kish's effective sample size of the text ratios, divided by the number of texts."""
         return None if self.unit != "token" else effective_share(np.subtract(*self._text_logprobs()))
 
     @property
     def clipped_share(self) -> float | None:
-        """Share of ratios outside [0.8, 1.2], the usual clip band of PPO."""
+        """Share of token ratios outside [0.8, 1.2], the usual clip range of PPO."""
         ratios = self.ratios
         return None if ratios is None else float(np.mean(np.abs(ratios - 1) > CLIP))
 
     def bits_per_byte(self) -> tuple[float | None, float | None]:
-        """Of A and of B over the scored bytes."""
+        """Return the bits per byte of A and of B over the scored bytes."""
         sums = (float(self.logprobs_a.sum()), float(self.logprobs_b.sum()))
         a, b = (measures.bits_per_byte(logprob, self.num_bytes) for logprob in sums)
         return a, b
 
     def to_dict(self) -> dict[str, Any]:
-        """Every figure by name, as JSON has it; None where it has no meaning, ±9999 where it is infinite."""
+        """Return all metrics by name for JSON: None if not defined, ±9999 if infinite."""
         kl, ratios, text_ratios = self.kl, self.ratios, self.text_ratios
         acceptance, statistics = self.acceptance, self.statistics
         bits_a, bits_b = self.bits_per_byte()
@@ -216,11 +216,11 @@ class Comparison:
         return finite_fields(figures)
 
     def to_parquet(self, path: str | Path) -> None:
-        """Write one row a position: its place, both logprobs, for tokens the KL and whether the best agree.
+        """Write one row per position: index, both logprobs, and for tokens the KL and top-token agreement.
 
-        `text_index` counts the texts (of stored runs it is their `row`), `position` the words of a text, or
-        its tokens: 0 is BOS or, where none stands before it, the text's first token, and has no row; those
-        after a stored context begin with 1.
+        `text_index` is the index of the text (for stored runs the `row` column). `position` is the index of
+        the word or token in its text. Token 0 has no row: it is BOS or, without BOS, the first token of the
+        text. Tokens after a stored context start at 1.
         """
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -233,7 +233,7 @@ class Comparison:
         pq.write_table(pa.table(columns), path, compression="zstd")
 
     def plot(self, path: str | Path) -> None:
-        """Draw both models' logprobs against each other, and how their differences lie (extra `plot`).
+        """Plot both models' logprobs against each other, and a histogram of differences (extra `plot`).
 
         Raises:
             ParameterError: matplotlib is not installed.
@@ -257,16 +257,17 @@ class Comparison:
 
 
 def compare(a: Scorer, b: Scorer, texts: Iterable[str], *, bos: bool | None = None) -> Comparison:
-    """Score the same texts with two models and compare what they give.
+    """Score the same texts with two models and compare the results.
 
     Args:
         a: the reference.
-        b: what is used in its place; may be `a` itself, or `a.with_lora(name)`.
-        texts: each no longer than both contexts.
-        bos: put BOS (EOS where there is none) before each text, or do not; None: as the tokenizer does.
+        b: the model to compare; may be `a` itself, or `a.with_lora(name)`.
+        texts: each must fit the contexts of both models.
+        bos: True: put BOS (EOS if the model has no BOS) before each text; False: do not; None: as the
+            tokenizer does.
 
     Raises:
-        ParameterError: no text that has a token to score, or one that is longer than a context.
+        ParameterError: no text has a token to score, or a text is longer than a context.
         BatchError: a request failed.
     """
     if same_vocabulary(a, b):
@@ -275,7 +276,7 @@ def compare(a: Scorer, b: Scorer, texts: Iterable[str], *, bos: bool | None = No
 
 
 def same_vocabulary(a: Scorer, b: Scorer) -> bool:
-    """Whether ids mean the same tokens to both, and texts become the same ids."""
+    """Return whether both models have the same tokens and tokenize a probe text to the same ids."""
     if a.text is b.text:
         return True
     mine, theirs = a.text, b.text
@@ -288,15 +289,15 @@ def same_vocabulary(a: Scorer, b: Scorer) -> bool:
 
 
 class TextTokens(NamedTuple):
-    """The tokens of one text after its prefix (BOS)."""
+    """Tokens of one text, including BOS if there is one."""
 
     text_index: int
     token_ids: IntArray  # (T,)
-    sizes: NDArray[np.int64]  # (T,): bytes of the text that each token comes from; 0 for the prefix
+    sizes: NDArray[np.int64]  # (T,): bytes of the text that each token comes from; 0 for BOS
 
 
 def sequences(a: Scorer, texts: Iterable[str], bos: bool | None) -> Iterator[TextTokens]:
-    """Yield the tokens of each text that has something to score."""
+    """Yield the tokens of each text that has a token to score."""
     prefix = prefix_of(a.text, bos)
     for index, text in enumerate(texts):
         own, spans = a.text.encode_with_spans(text)
@@ -307,31 +308,31 @@ def sequences(a: Scorer, texts: Iterable[str], bos: bool | None) -> Iterator[Tex
 
 
 class WholeRows(NamedTuple):
-    """Whole rows at some positions, and what they give the tokens there."""
+    """Whole-vocabulary rows at some positions, and the logprobs of the tokens there."""
 
     rows: NDArray[np.float32]  # (M, V) nats
     token_logprobs: Floats  # (M,) nats
 
 
 class TokenPart(NamedTuple):
-    """Some positions of one text through two models, (M,) each."""
+    """Comparison of a range of positions of one text; arrays are (M,)."""
 
     text_index: int
-    start: int  # position of the first of them
+    start: int  # first position
     token_ids: IntArray
     logprobs_a: Floats
     logprobs_b: Floats
     kl: Floats
     is_same_best: NDArray[np.bool_]
     acceptance: Floats
-    num_bytes: int  # of the text
+    num_bytes: int  # bytes of text in this range
     missing_mass: Floats | None = None
     kl_error: Floats | None = None
     acceptance_error: Floats | None = None
 
 
 def whole_scores(llm: Scorer, pair: tuple[IntArray, IntArray]) -> WholeRows:
-    """A model's whole rows at the tokens of a continuation."""
+    """Return a model's whole-vocabulary rows at the tokens of a continuation."""
     (score,) = llm.score([pair], logprobs=-1)
     assert score.record is not None
     return WholeRows(whole_rows(score.record), np.array(score.token_logprobs))
@@ -340,14 +341,14 @@ def whole_scores(llm: Scorer, pair: tuple[IntArray, IntArray]) -> WholeRows:
 def whole_parts(
     llm: Scorer, ids: IntArray, size: int, first: int = 1
 ) -> Iterator[tuple[int, int, WholeRows]]:
-    """Ranges of positions of a text from `first` on, each with its whole rows: only those of one are held."""
+    """Yield (start, end, whole rows) for ranges of up to `size` positions from `first` on."""
     for start in range(first, len(ids), size):
         end = min(start + size, len(ids))
         yield start, end, whole_scores(llm, (ids[:start], ids[start:end]))
 
 
 def _token_parts(a: Scorer, b: Scorer, text: TextTokens) -> Iterator[TokenPart]:
-    """Compare some hundred positions at a time, to hold the whole rows of no more than these."""
+    """Compare two models in ranges of positions, to bound the memory for whole-vocabulary rows."""
     for start, end, mine in whole_parts(a, text.token_ids, POSITIONS_A_CALL):
         theirs = whole_scores(b, (text.token_ids[:start], text.token_ids[start:end]))
         rows, others, missing_mass = common_columns(mine.rows, theirs.rows)
@@ -372,24 +373,24 @@ def common_columns(
     """Cut rows of log-probabilities, (M, V) and (M, W), to the ids that both have.
 
     Returns:
-        Both, (M, min(V, W)), and the probability that each of `rows` gives to the ids that only it has, (M,).
+        Both, (M, min(V, W)), and the probability that each of `rows` gives to the ids cut from it, (M,).
     """
-    width = min(rows.shape[1], others.shape[1])  # a head may be padded
+    width = min(rows.shape[1], others.shape[1])  # one head may be padded
     missing_mass = np.exp(rows[:, width:].astype(np.float64)).sum(axis=1)
     return rows[:, :width], others[:, :width], missing_mass
 
 
 def of_tokens(parts: Sequence[TokenPart]) -> Comparison:
-    """Join the positions of all texts.
+    """Join the ranges of all texts into a comparison.
 
     Raises:
-        ParameterError: there is none.
+        ParameterError: there are none.
     """
     require(parts, "texts", "hold no token to score; give longer ones, or bos=True")
     text_indices, positions = _places((part.text_index, part.start, len(part.token_ids)) for part in parts)
 
     def whole(name: str) -> Any:
-        """Join a column of all parts; None where they have none."""
+        """Concatenate a column of all parts; None if they do not have it."""
         columns = [getattr(part, name) for part in parts]
         return None if columns[0] is None else np.concatenate(columns)
 
@@ -412,7 +413,7 @@ def of_tokens(parts: Sequence[TokenPart]) -> Comparison:
 
 
 def _places(runs: Iterable[tuple[int, int, int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Text and position of each of some runs of positions, which come as (text, first position, length)."""
+    """Expand runs of positions (text, first position, length) to the text and position of each."""
     indices, starts, lengths = np.array(list(runs), np.int64).T
     firsts = np.repeat(np.cumsum(lengths) - lengths, lengths)
     return np.repeat(indices, lengths), np.repeat(starts, lengths) + np.arange(lengths.sum()) - firsts
@@ -445,7 +446,10 @@ def _of_words(pairs: Sequence[tuple[ScoredText, ScoredText]]) -> Comparison:
 
 
 def common_units(a: ScoredText, b: ScoredText) -> Iterator[tuple[str, float, float]]:
-    """The smallest runs of words that are whole in both texts' tokens, where both score all of them."""
+    """Yield (text, logprob A, logprob B) of the smallest runs of words that both tokenizations share.
+
+    Runs with an unscored token are skipped.
+    """
     ends_b = {unit.end for unit in b.words}
     bounds = [0] + [unit.end for unit in a.words if unit.end in ends_b]
     sums_a, sums_b = _sums(a, bounds), _sums(b, bounds)
@@ -455,7 +459,7 @@ def common_units(a: ScoredText, b: ScoredText) -> Iterator[tuple[str, float, flo
 
 
 def _sums(text: ScoredText, bounds: Sequence[int]) -> list[float]:
-    """The logprob between neighbouring bounds, NaN where a token is not scored."""
+    """Return the logprob between neighbouring bounds, NaN if a token is not scored."""
     words = text.words
     last_words = np.searchsorted([unit.end for unit in words], bounds[1:]).tolist()
     sums, first = [], 0
@@ -469,14 +473,14 @@ def _sums(text: ScoredText, bounds: Sequence[int]) -> list[float]:
 # -- stored runs ---------------------------------------------------------------------------------------------
 
 ROWS_A_CALL = 64
-MAX_LOGPROB = 1e-3  # nats: float32 may round a probability of 1 above 0
+MAX_LOGPROB = 1e-3  # nats: in float32, the log of a probability of 1 may round to above 0
 
 
 def compare_stored(path_a: str | Path, path_b: str | Path) -> Comparison:
-    """Compare two runs of `score_dataset` that kept their tokens: logprobs alone, row by row.
+    """Compare two runs of `score_dataset` that kept their tokens, by logprobs only, row by row.
 
     Raises:
-        InputError: a file that holds no tokens, or rows or tokens that differ.
+        InputError: a file without tokens, or different rows or tokens.
     """
     parts, num_bytes = [], 0
     for mine, theirs in zip_longest(_stored(path_a), _stored(path_b)):
@@ -493,16 +497,16 @@ def compare_stored(path_a: str | Path, path_b: str | Path) -> Comparison:
 def compare_with_stored(
     path: str | Path, llm: Scorer, texts: Sequence[str], *, bos: bool | None = None
 ) -> Comparison:
-    """Compare a run of `score_dataset` that kept its tokens (A) with what a model gives the same texts (B).
+    """Compare a run of `score_dataset` that kept its tokens (A) with a model on the same texts (B).
 
     Args:
         path: the run's Parquet file.
         llm: the model.
-        texts: the data of the run, from its first row on.
-        bos: as the run had it.
+        texts: the data of the run, starting at its first row.
+        bos: as in the run.
 
     Raises:
-        InputError: a file that holds no tokens, or tokens that are not those of the texts.
+        InputError: a file without tokens, or tokens that differ from those of the texts.
         BatchError: a request failed.
     """
     prefix = prefix_of(llm.text, bos)
@@ -527,8 +531,8 @@ def compare_with_stored(
 
 
 def _of_rows(parts: Sequence[tuple[dict[str, Any], Sequence[float]]], num_bytes: int) -> Comparison:
-    """Of stored rows, each with what the other model gives its tokens."""
-    parts = [(row, logprobs) for row, logprobs in parts if row["token_ids"]]  # of one token without BOS
+    """Build a comparison from stored rows and the other model's logprobs of their tokens."""
+    parts = [(row, logprobs) for row, logprobs in parts if row["token_ids"]]  # skip rows without tokens
     require(parts, "files", "hold no row")
     logprobs_a = np.concatenate([row["token_logprobs"] for row, _ in parts]).astype(np.float64)
     logprobs_b = np.concatenate([logprobs for _, logprobs in parts]).astype(np.float64)
@@ -546,10 +550,10 @@ def _of_rows(parts: Sequence[tuple[dict[str, Any], Sequence[float]]], num_bytes:
 
 
 def _stored(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The rows of a run that kept its tokens, checked.
+    """Yield the validated rows of a run that kept its tokens.
 
     Raises:
-        InputError: no such file, no tokens, or columns that are not of such a run.
+        InputError: the file does not exist, or lacks the tokens or other columns.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -1,11 +1,12 @@
-"""How likely bytes are after some tokens: sums over the token sequences that cover them.
+"""Probability of bytes after some tokens, summed over the token sequences that cover the bytes.
 
-A sequence covers bytes if its tokens spell them and only its last token reaches beyond their end. The number
-of such sequences grows exponentially with the bytes, but nearly all of the mass is on few: `Covers` goes on
-from the likeliest beginnings until what is left cannot change the sum (`TOLERANCE`), or for `MAX_STEPS`.
-`SpanSum` asks for the rows of several sums that share their given tokens, each row once. Numerators are lower
-bounds and the denominator is an upper bound, so that no conditional probability is too large, and those of
-texts of which none begins another sum to at most 1.
+A sequence covers bytes if its tokens spell them and only its last token may reach beyond their end. The
+number of covers grows exponentially with the bytes, but nearly all mass is on a few of them. `Covers`
+therefore extends the likeliest prefixes first, until the rest cannot change the sum (`TOLERANCE`) or the row
+limit is reached. `SpanSum` requests the rows of several sums with the same given tokens, each row once.
+
+Numerators are lower bounds and the denominator is an upper bound, so no conditional probability is too large,
+and those of texts that are not prefixes of each other sum to at most 1.
 """
 
 from __future__ import annotations
@@ -23,44 +24,44 @@ if TYPE_CHECKING:
     from logprobe.records.values import IntArray
     from logprobe.text.boundary import Split
 
-TOLERANCE: Final = 1e-7  # of a sum: the mass that is not followed any further
-MAX_STEPS: Final = 1024  # rows that the sums after the same tokens may read, shared out evenly,
-MIN_STEPS: Final = 128  # but so many for each
+TOLERANCE: Final = 1e-7  # share of a sum that need not be followed
+MAX_STEPS: Final = 1024  # rows for all sums after the same tokens, divided evenly,
+MIN_STEPS: Final = 128  # but at least this many for each sum
 STEPS_AT_ONCE: Final = 16
-MAX_ENDS: Final = 4  # covers that are followed into the tokens after the bytes
-ENDS_TOLERANCE: Final = 1e-5  # of all covers' mass: one that is not followed there
+MAX_ENDS: Final = 4  # covers that are continued with the tokens after the bytes
+ENDS_TOLERANCE: Final = 1e-5  # share of the mass of all covers below which a cover is not continued
 
 TokenIds: TypeAlias = "tuple[int, ...]"
 
 
 class Cover(NamedTuple):
-    """Tokens that spell the beginning of the bytes, or all of them."""
+    """Tokens that spell a prefix of the bytes, or all of them."""
 
     token_ids: TokenIds
     num_bytes: int
-    logprob: float  # of these tokens one after the other, nats
+    logprob: float  # nats, sum over these tokens
 
 
 class Row(NamedTuple):
-    """Some tokens' log-probabilities at one position."""
+    """Log-probabilities of some tokens at one position."""
 
     token_ids: Ids  # (n,) ascending
     logprobs: Floats  # (n,) nats
 
     def of(self, token_ids: Ids) -> Floats:
-        """Those of some of the tokens, (m,) nats."""
+        """Return the log-probabilities of these tokens, (m,) nats."""
         found: Floats = self.logprobs[np.searchsorted(self.token_ids, token_ids)]
         return found
 
 
 class Covers:
-    """The sum over all token sequences that cover some bytes, the likeliest followed first.
+    """The sum over all token sequences that cover some bytes, the likeliest first.
 
     Args:
         text: the bytes.
-        index: of the model's tokens.
-        is_open: whether the last token may reach beyond the bytes; else it must end where they end.
-        max_steps: rows that may be read.
+        index: the model's tokens.
+        is_open: whether the last token may reach beyond the bytes; otherwise it must end with them.
+        max_steps: maximum number of rows.
     """
 
     def __init__(self, text: bytes, index: TokenIndex, *, is_open: bool, max_steps: int) -> None:
@@ -69,31 +70,31 @@ class Covers:
         self._found = [] if text else [0.0]
         self._given_up: list[float] = []
         self._steps_left = max_steps
-        self.ends: list[Cover] = []  # covers that end where the bytes end, where that is asked
+        self.ends: list[Cover] = []  # complete covers; only filled if `is_open` is False
 
     @property
     def logprob(self) -> float:
-        """The sum over the covers that were found, nats: a lower bound."""
+        """Log of the sum over the covers found so far, nats: a lower bound."""
         return _log_sum(self._found)
 
     @property
     def upper_bound(self) -> float:
-        """The same with all that was not followed to its end, nats."""
+        """Log of the sum including everything that was not followed to its end, nats."""
         return _log_sum([*self._found, *self._given_up, *(cover.logprob for cover in self._open)])
 
     def wanted(self, num_bytes: int) -> Ids:
-        """The tokens whose log-probabilities are read after the first `num_bytes` bytes."""
+        """Return the tokens whose log-probabilities are needed after the first `num_bytes` bytes."""
         rest = self.text[num_bytes:]
         last = self._index.beginning_with(rest) if self._is_open else self._index.exactly(rest)
         return np.concatenate([last, *(ids for _, ids in self._index.within(rest))])
 
     def next_covers(self) -> list[Cover]:
-        """Take the beginnings to go on from; none where what is left does not count, or no step is left."""
+        """Return the prefixes to extend; none if the rest is negligible or no rows are left."""
         self._open.sort(key=lambda cover: (-cover.logprob, cover.token_ids))
         logprobs = np.array([cover.logprob for cover in self._open])
-        # What all from each on could add to the sum.
+        # Log mass of each prefix and all after it: the most that these could add to the sum.
         left = np.array([logsumexp(logprobs[place:]) for place in range(min(len(logprobs), STEPS_AT_ONCE))])
-        with np.errstate(invalid="ignore"):  # nothing was found, and nothing is left
+        with np.errstate(invalid="ignore"):  # -inf - -inf
             counts = int(np.sum(left - self.logprob > np.log(TOLERANCE)))
         count = min(counts, self._steps_left)
         taken, self._open = self._open[:count], self._open[count:]
@@ -101,7 +102,7 @@ class Covers:
         return taken
 
     def take(self, cover: Cover, row: Row) -> None:
-        """Go on from a beginning by the row after it."""
+        """Extend a prefix by the row after it."""
         rest = self.text[cover.num_bytes :]
         last = self._index.beginning_with(rest) if self._is_open else self._index.exactly(rest)
         if len(last):
@@ -121,31 +122,31 @@ class Covers:
         ]
 
     def give_up(self, cover: Cover) -> None:
-        """Leave a beginning that was taken, such as one that is too long for the model."""
+        """Drop a prefix, for example if it is too long for the model."""
         self._given_up.append(cover.logprob)
 
     def likely_ends(self) -> list[Cover]:
-        """The covers to follow into the tokens after the bytes, the likeliest first."""
+        """Return the covers to continue with the tokens after the bytes, the likeliest first."""
         least = self.logprob + float(np.log(ENDS_TOLERANCE))
         ends = sorted(self.ends, key=lambda cover: (-cover.logprob, cover.token_ids))
         return [cover for cover in ends[:MAX_ENDS] if cover.logprob >= least]
 
 
 class Ask(NamedTuple):
-    """A row to read: after the given tokens and these, of some tokens."""
+    """A request for a row: the log-probabilities of `wanted` after the given tokens and `token_ids`."""
 
     token_ids: TokenIds
     wanted: Ids  # ascending
 
 
 class SpanSum:
-    """The conditional log-probabilities of continuations after the same tokens and tail of a context.
+    """Conditional log-probabilities of continuations after the same tokens and the same tail of a context.
 
-    Give the rows of `next_asks` to `take` until none is asked for; then those of the `rests`, and `logprobs`.
+    Pass the rows of `next_asks` to `take` until there are no more, then score `rests` and call `logprobs`.
 
     Args:
-        splits: with healing, whose given tokens and tails are the same.
-        index: of the model's tokens.
+        splits: with healing; all have the same given tokens and tail.
+        index: the model's tokens.
     """
 
     def __init__(self, splits: Sequence[Split], index: TokenIndex) -> None:
@@ -156,12 +157,12 @@ class SpanSum:
         max_steps = max(MAX_STEPS // len(splits), MIN_STEPS)
         self._tail = Covers(healings[0].tail, index, is_open=True, max_steps=max_steps)
         self._texts = [Covers(one.text, index, is_open=one.is_open, max_steps=max_steps) for one in healings]
-        self._by_beginning: dict[int, dict[bytes, list[Covers]]] = {}  # the sums by their first bytes
+        self._by_beginning: dict[int, dict[bytes, list[Covers]]] = {}  # prefix length → prefix → sums
         self._rows: dict[TokenIds, Row] = {}
         self._waiting: list[tuple[Covers, Cover]] = []
 
     def next_asks(self) -> list[Ask]:
-        """The rows to read now; none where all sums are done."""
+        """Return the rows to read next; none if all sums are done."""
         sums = [self._tail, *self._texts]
         while not self._waiting:
             taken = [(one, cover) for one in sums for cover in one.next_covers()]
@@ -173,7 +174,7 @@ class SpanSum:
                 else:
                     self._waiting.append((one, cover))
         beginnings = {cover.token_ids: (one, cover.num_bytes) for one, cover in self._waiting}
-        # Of all sums that pass there, at once.
+        # Read the tokens of all sums that share this prefix at once.
         return [
             Ask(
                 token_ids,
@@ -192,7 +193,7 @@ class SpanSum:
         return self._by_beginning[size][one.text[:size]]
 
     def take(self, rows: Iterable[tuple[Ask, Floats | None]]) -> None:
-        """The rows that were asked for; None: one that is too long for the model."""
+        """Process the requested rows; None for one that is too long for the model."""
         known = {ask.token_ids: None if row is None else Row(ask.wanted, row) for ask, row in rows}
         self._rows |= {token_ids: row for token_ids, row in known.items() if row is not None}
         for one, cover in self._waiting:
@@ -204,7 +205,7 @@ class SpanSum:
         self._waiting = []
 
     def rests(self) -> list[list[tuple[Cover, IntArray]]]:
-        """For each split the covers to follow, and the tokens after them; none where all is summed up."""
+        """Return for each split the covers to continue and the tokens after them; none if nothing follows."""
         return [
             []
             if split.healing is None or split.healing.stop == len(split.token_ids)
@@ -213,7 +214,7 @@ class SpanSum:
         ]
 
     def logprobs(self, rests: Sequence[Sequence[float]]) -> list[float]:
-        """Of each continuation after its context, nats, by the log-probabilities of its `rests`."""
+        """Return log P(continuation given context) of each split, nats, from the logprobs of its `rests`."""
         bound = self._tail.upper_bound
         found = []
         for split, covers, totals in zip(self._splits, self._texts, rests, strict=True):
@@ -228,7 +229,7 @@ class SpanSum:
 
 
 def group_splits(splits: Sequence[Split]) -> list[list[int]]:
-    """Places of the splits whose given tokens and tails are the same, group by group."""
+    """Group the indices of splits with the same given tokens and tail."""
     groups: dict[tuple[bytes, bytes], list[int]] = {}
     for place, split in enumerate(splits):
         if split.healing is not None:

@@ -1,7 +1,7 @@
-"""Was a text learnt by heart, or written by a machine? Measures of it as numbers, and no verdict.
+"""Metrics that indicate whether a text was memorized or machine-generated; no verdict.
 
-What a number says depends on the model, the language, the length and the kind of text: hold it against texts
-of which the answer is known (`measures.roc_auc`). The formulas are those of `measures`.
+The values depend on the model, the language, the length and the kind of text: compare them with values of
+texts whose origin is known (`measures.roc_auc`). `measures` has the formulas.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Detector:
-    """The measures of a text whose tokens and parts come one after the other; 24 bytes a token are kept."""
+    """Computes the metrics of a text from a stream of tokens and text parts; keeps 24 bytes per token."""
 
     def __init__(self) -> None:
         self._logprobs, self._entropies, self._varentropies = array("d"), array("d"), array("d")
@@ -42,17 +42,17 @@ class Detector:
     def add_tokens(
         self, logprobs: Iterable[float], entropies: Iterable[float], varentropies: Iterable[float]
     ) -> None:
-        """Take in tokens that something predicts."""
+        """Add tokens that were scored."""
         self._logprobs.extend(logprobs)
         self._entropies.extend(entropies)
         self._varentropies.extend(varentropies)
 
     def add_text(self, text: str) -> None:
-        """Take in the next part of the text."""
+        """Add the next part of the text."""
         self._num_compressed += len(self._zlib.compress(text.encode()))
 
     def result(self) -> dict[str, float | None]:
-        """`measures.DETECTIONS` by name, once all is in; None where no token was scored."""
+        """Return `measures.DETECTIONS` by name, after all input was added; None if no token was scored."""
         columns = (self._logprobs, self._entropies, self._varentropies)
         self._num_compressed += len(self._zlib.flush())
         return {
@@ -66,20 +66,20 @@ class Detector:
 def binoculars(
     observer: Scorer, performer: Scorer, texts: Sequence[str], *, bos: bool | None = None
 ) -> list[float | None]:
-    """The Binoculars score of each text, from whole rows of both models; None where no token is scored.
+    """Return the Binoculars score of each text from whole rows of both models; None if no token is scored.
 
-    As in the authors' code, the cross-perplexity is a mean over one row more than the perplexity: the one
-    after the last token. Their code leaves out rows after a padding token, where EOS stands in for it; this
-    leaves out none.
+    As in the authors' code, the mean of the cross-perplexity includes the row after the last token. Their
+    code skips rows after a padding token (EOS is their padding token); this function skips none.
 
     Args:
         observer: a base model.
-        performer: its instruct form, of the same vocabulary.
-        texts: each no longer than both contexts.
-        bos: put BOS (EOS where there is none) before each text, or do not; None: as the tokenizer does.
+        performer: its instruct version, with the same vocabulary.
+        texts: each must fit the contexts of both models.
+        bos: True: put BOS (EOS if the model has no BOS) before each text; False: do not; None: as the
+            tokenizer does.
 
     Raises:
-        ParameterError: models of different vocabularies, a text that is longer than a context.
+        ParameterError: different vocabularies, or a text longer than a context.
         BatchError: a request failed.
     """
     is_same = same_vocabulary(observer, performer)
@@ -97,9 +97,9 @@ def _binoculars(observer: Scorer, performer: Scorer, ids: IntArray) -> float | N
 
 
 def _rows_of_both(observer: Scorer, performer: Scorer, ids: IntArray) -> Iterator[tuple[Any, Any]]:
-    """The performer's logprobs and the cross-entropies, by the hundreds: no more whole rows are held.
+    """Yield the performer's logprobs and the cross-entropies of ranges of positions, to bound memory.
 
-    The last logprob is that of a token that stands there for its row alone.
+    The last logprob is that of a dummy token, appended to get the row after the text.
     """
     ids = np.append(ids, ids[-1:])
     for start, end, mine in whole_parts(observer, ids, POSITIONS_A_CALL):

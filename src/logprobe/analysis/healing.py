@@ -1,7 +1,7 @@
-"""Sum over the bytes of continuations that no token begins with: run the rows of `analysis.covers`.
+"""Byte-level scores of continuations that start inside a token: runs the requests of `analysis.covers`.
 
-Each row that a sum asks for is a request with named ids after the given tokens and some that spell the bytes;
-the engine keeps the given tokens, so that it runs one token a row.
+Each row is one request for the logprobs of named ids. The engine caches the given tokens, so that a row costs
+about one token.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 GROUPS_AT_ONCE: Final = 8
-ROWS_AT_ONCE: Final = 32  # requests that a group admits before others get their turn
+ROWS_AT_ONCE: Final = 32  # requests that a group admits at a time, so that others are not starved
 
 
 class Healer:
-    """Sums the bytes of splits with healing, by requests of one call.
+    """Computes byte-level log-probabilities of splits with healing, using the requests of one call.
 
     Args:
         client: sends the requests.
-        lora: LoRA weights that answer; None: the model's own.
-        requests: makes the requests.
-        sampling: sum under the distribution that these would draw from; None: the model's own.
+        lora: name of the LoRA adapter; None: none.
+        requests: admits the requests.
+        sampling: use the distribution that these parameters would sample from; None: the model's own.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class Healer:
     async def logprobs(
         self, splits: Sequence[Split], outputs: Sequence[RequestOutput]
     ) -> list[float | LogprobeError | None]:
-        """Log-probabilities of continuations, nats, or why there is none; None for a split without healing.
+        """Return log-probabilities of continuations, nats, or errors; None for splits without healing.
 
-        Splits after the same tokens and bytes of a context share their rows.
+        Splits with the same given tokens and tail share rows.
 
         Args:
-            splits: the continuations after their contexts.
-            outputs: what each came to; the sums must be of the same weights.
+            splits: contexts with their continuations.
+            outputs: the output of each split's own request; all sums must use the same weights.
         """
         numbers: list[float | LogprobeError | None] = [None] * len(splits)
         groups = group_splits(splits)
@@ -105,10 +105,10 @@ class Healer:
     async def _run(
         self, parts: Sequence[tuple[Split, Ids | None]], loads: set[int]
     ) -> list[RequestOutput | None]:
-        """The outputs of some splits, with the numbers of named ids; None for one that is too long.
+        """Run splits and report the logprobs of ids at their last position; None if a split is too long.
 
         Raises:
-            LogprobeError: one failed, or other weights took over.
+            LogprobeError: a request failed, or the weights were replaced.
         """
         fitting = [(split, ids) for split, ids in parts if len(split.token_ids) <= self._limit]
         admitted = [
@@ -136,7 +136,7 @@ def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
 
 
 def _before_row(given: IntArray, ask: Ask) -> Split:
-    """A sequence whose last position has the row; the token there is not run, and may be any."""
+    """Return a split whose last position has the row; the last token is arbitrary because it is not run."""
     ids = np.concatenate([given, np.array(ask.token_ids, np.int32), ask.wanted[:1].astype(np.int32)])
     return Split(ids, len(ids) - 1)
 
@@ -147,7 +147,7 @@ def _after_cover(given: IntArray, cover: Cover, rest: IntArray) -> Split:
 
 
 def _named(output: RequestOutput) -> Floats:
-    """The log-probabilities of the ids that were named at the last position, by ascending id."""
+    """Return the log-probabilities of the named ids at the last position, ordered by id."""
     given = scored(output).given
     assert given is not None, "ids were named"
     entries = given[len(given) - 1 :].arrays

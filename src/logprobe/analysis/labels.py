@@ -1,8 +1,7 @@
-"""How likely each of some answers is: labels of a text, documents for a query, grades of a judge.
+"""Probabilities of candidate answers: classification labels, relevance of documents, grades of a judge.
 
-Before it: prompts. After it: user code, and the routes and commands that ask the same. A plan lays out pairs,
-a model scores them, blocking or not, and the plan sums the scores up. An answer's probability is that of all
-its tokens, one after the other, each after what stands before it; no number comes from the first token alone.
+A `Plan` lists the pairs to score and computes the result from their scores; blocking and async callers share
+it. The probability of an answer is the product over all of its tokens, never that of the first token alone.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ T = TypeVar("T")
 Floats: TypeAlias = npt.NDArray[np.float64]
 Labels: TypeAlias = "Sequence[str] | Mapping[str, str | Sequence[str]]"
 Asked: TypeAlias = "str | Conversation"
-"""A text that the label goes on with, or a conversation that it answers."""
+"""A text that the label continues, or a conversation that the label answers."""
 Correction: TypeAlias = Literal["none", "length", "calibrated"]
 CORRECTIONS: Final = ("none", "length", "calibrated")
 CONTENT_FREE: Final = "N/A"
 SCALE: Final = range(1, 6)
-LARGEST_GRADE: Final = 999_999  # what is larger would be written with an exponent
+LARGEST_GRADE: Final = 999_999  # "%g" writes larger numbers with an exponent
 
-# https://huggingface.co/Qwen/Qwen3-Reranker-0.6B, as its page lays a pair out.
+# Prompt format of the model card https://huggingface.co/Qwen/Qwen3-Reranker-0.6B.
 RERANK_TASK: Final = "Given a web search query, retrieve relevant passages that answer the query"
 RERANK_BEFORE: Final = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
@@ -61,33 +60,33 @@ YES_NO: Final = ("yes", "no")
 
 @dataclass(frozen=True, slots=True)
 class Classification:
-    """What a model gives each label of one prompt; nats."""
+    """Probabilities of the labels after one prompt; nats."""
 
     labels: tuple[str, ...]
-    logprobs: Floats  # (L,) of each label as it is, its texts together: log P(one of its texts | prompt)
-    corrected: Floats  # (L,) what the correction makes of them; `logprobs` themselves without one
-    boundary: Boundary = "token"  # `bytes` if a token spans the end of the prompt and one of its labels
+    logprobs: Floats  # (L,) log P(any of the label's texts | prompt), without correction
+    corrected: Floats  # (L,) the same after correction; equal to `logprobs` without one
+    boundary: Boundary = "token"  # `bytes` if a token spans the end of the prompt and a label
 
     @property
     def probabilities(self) -> dict[str, float]:
-        """Label → its share of all labels, by `corrected`; they sum to one. NaN where none is possible."""
+        """Label → normalized probability from `corrected`; sums to one, NaN if no label is possible."""
         with np.errstate(invalid="ignore"):
             shares = np.exp(self.corrected - np.logaddexp.reduce(self.corrected))
         return dict(zip(self.labels, shares.tolist(), strict=True))
 
     @property
     def label(self) -> str:
-        """The most probable one; of equal ones the first."""
+        """The most probable label; the first one of a tie."""
         return self.labels[int(self.corrected.argmax())]
 
     @property
     def mass(self) -> float:
-        """The probability that the model says any of the labels; the rest is anything else."""
+        """Total probability of all labels; 1 - `mass` is the probability of any other answer."""
         return float(np.exp(np.logaddexp.reduce(self.logprobs)))
 
     @property
     def margin(self) -> float:
-        """How far the best stands above the second, nats; infinite where it is alone, NaN as the shares."""
+        """Gap between the best and the second label, nats; inf with one label, NaN if both are -inf."""
         ordered = np.sort(self.corrected)
         with np.errstate(invalid="ignore"):
             return float(ordered[-1] - ordered[-2]) if len(ordered) > 1 else float("inf")
@@ -99,24 +98,24 @@ class Classification:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a model that gives a grade thinks: its whole distribution over the grades."""
+    """The distribution of a judge model over the grades of a scale."""
 
     grades: Classification
     scale: tuple[float, ...]
 
     @property
     def expectation(self) -> float:
-        """The mean grade, by each one's share."""
+        """Mean of the grade."""
         return float(np.dot(self._shares(), self.scale))
 
     @property
     def spread(self) -> float:
-        """The standard deviation of the grade."""
+        """Standard deviation of the grade."""
         return float(np.sqrt(np.dot(self._shares(), (np.array(self.scale) - self.expectation) ** 2)))
 
     @property
     def off_scale(self) -> float:
-        """The probability that the answer is no grade."""
+        """Probability of an answer that is not a grade."""
         return max(1.0 - self.grades.mass, 0.0)
 
     def _shares(self) -> Floats:
@@ -125,7 +124,7 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class Plan(Generic[T]):
-    """Pairs to score, and what becomes of their scores, which come in the same order."""
+    """Pairs to score, and the function that computes the result from their scores, in the same order."""
 
     pairs: list[Pair]
     sum_up: Callable[[Sequence[Score]], T]
@@ -140,7 +139,7 @@ def classify(
     content_free: Asked | None = None,
     progress: bool = False,
 ) -> Classification | list[Classification]:
-    """How likely each label is after a prompt, or after each of many; see `LLM.classify`."""
+    """Return the probability of each label after one prompt or each of many; see `LLM.classify`."""
     plan = classify_plan(llm.text, prompts, labels, correction=correction, content_free=content_free)
     return as_asked(prompts, plan.sum_up(llm.score(plan.pairs, progress=progress)))
 
@@ -155,16 +154,16 @@ def rerank(
     labels: Sequence[str] = YES_NO,
     progress: bool = False,
 ) -> list[float]:
-    """How relevant each document is to a query, in [0, 1]: P(yes) / (P(yes) + P(no)); see `LLM.rerank`.
+    """Return the relevance of each document to a query, P(yes) / (P(yes) + P(no)); see `LLM.rerank`.
 
     Args:
         llm: the model.
-        query: what is sought.
+        query: the search query.
         documents: texts.
-        task: what makes a document relevant, in words.
-        template: what stands before, around and after a pair; the middle one names `{query}` and `{document}`
-            once each, and may name `{task}`.
-        labels: what the model says of a relevant document, and of another one.
+        task: instruction that describes what makes a document relevant.
+        template: three texts: before the pair, the pair, after the pair. The second must contain `{query}`
+            and `{document}` once each, and may contain `{task}` once.
+        labels: the answers for a relevant and for an irrelevant document.
         progress: show a progress bar on stderr.
     """
     plan = rerank_plan(llm.text, query, documents, task=task, template=template, labels=labels)
@@ -178,13 +177,13 @@ def judge(
     *,
     progress: bool = False,
 ) -> Judgement | list[Judgement]:
-    """The whole distribution of a grade; see `LLM.judge`."""
+    """Return the distribution over the grades of a scale; see `LLM.judge`."""
     plan = judge_plan(llm.text, prompts, scale)
     return as_asked(prompts, plan.sum_up(llm.score(plan.pairs, progress=progress)))
 
 
 def as_asked(prompts: Asked | Sequence[Asked], answers: list[T]) -> T | list[T]:
-    """The one answer to one prompt, and all of them to a list."""
+    """Return the single answer if `prompts` is one prompt, else the list."""
     return answers[0] if _is_one(prompts) else answers
 
 
@@ -200,9 +199,9 @@ def classify_plan(
     content_free: Asked | None = None,
     read: ReadMessages | None = None,
 ) -> Plan[list[Classification]]:
-    """What `LLM.classify` scores: each text of a label after each prompt, then after the one without content.
+    """Plan `LLM.classify`: each text of each label after each prompt, then after the content-free prompt.
 
-    Conversations become ids by `read`; None: as the model's chat template lays them out.
+    `read` converts conversations to ids; None: with the model's chat template.
     """
     known = f"must be one of {', '.join(CORRECTIONS)}, got {correction!r}"
     require(correction in CORRECTIONS, "correction", known)
@@ -226,10 +225,11 @@ def classify_plan(
 
 
 def texts_of(labels: Labels) -> dict[str, list[str]]:
-    """Label → its texts, none of which begins another label's.
+    """Validate labels and return label → its texts.
 
     Raises:
-        ParameterError: no labels, no text, an empty one, equal ones, or one that begins another.
+        ParameterError: no labels, a label without text, an empty text, equal texts, or a text that is a
+            prefix of another.
     """
     is_list = isinstance(labels, Sequence | Mapping) and not isinstance(labels, str)
     require(is_list and len(labels) > 0, "labels", "must be a list of texts, or texts by name", got=labels)
@@ -247,7 +247,7 @@ def texts_of(labels: Labels) -> dict[str, list[str]]:
 
 
 def _check_apart(owners: list[tuple[str, str]]) -> None:
-    """Refuse a text that begins another one; in order, one that begins any begins the next."""
+    """Reject texts that are prefixes of others; in sorted order, comparing neighbours finds one."""
     for (text, name), (other, other_name) in pairwise(sorted(owners, key=itemgetter(0))):
         if other.startswith(text):
             how = "equals" if text == other else "begins"
@@ -256,7 +256,7 @@ def _check_apart(owners: list[tuple[str, str]]) -> None:
 
 
 def calibrated(found: Classification, base: Classification) -> Classification:
-    """The same with its shares divided by those after a prompt without content (Zhao et al. 2021)."""
+    """Divide the probabilities by those after a content-free prompt (Zhao et al. 2021)."""
     return replace(found, corrected=found.logprobs - base.logprobs)
 
 
@@ -276,7 +276,7 @@ def _classified(
 
 
 def _sums(scores: Sequence[Score], named: Mapping[str, list[str]], *, per_token: bool = False) -> Floats:
-    """Log of the probability of any of a label's texts, (L,); or of their geometric means a token."""
+    """Return log-probabilities (L,) of any text of each label, nats; `per_token`: mean per token instead."""
     numbers = iter([score.logprob_per_token if per_token else score.logprob for score in scores])
     return np.array([np.logaddexp.reduce([next(numbers) for _ in texts]) for texts in named.values()])
 
@@ -293,10 +293,10 @@ def rerank_plan(
     template: Sequence[str] = RERANK_TEMPLATE,
     labels: Sequence[str] = YES_NO,
 ) -> Plan[list[float]]:
-    """What `rerank` scores: both labels after each document.
+    """Plan `rerank`: both labels after each document.
 
     Raises:
-        ParameterError: no texts, two labels that overlap, or a template that has no place for a pair.
+        ParameterError: not texts, labels of which one is a prefix of the other, or an invalid template.
     """
     is_list = isinstance(documents, Sequence) and not isinstance(documents, str)
     require(is_list, "documents", "must be a list of texts", got=documents)
@@ -321,7 +321,7 @@ def rerank_plan(
 
 
 def check_layout(query: str, task: str, template: Sequence[str], labels: Sequence[str]) -> None:
-    """Refuse what no pair can be laid out by; errors as `rerank_plan`."""
+    """Validate query, task, template and labels; errors as `rerank_plan`."""
     _checked_texts([query], "query")
     _checked_texts([task], "task")
     is_list = isinstance(labels, Sequence) and not isinstance(labels, str)
@@ -338,7 +338,7 @@ def check_layout(query: str, task: str, template: Sequence[str], labels: Sequenc
 
 
 def _filled(pair: str, values: Mapping[str, str]) -> str:
-    """A template with its places filled; braces in what fills them stay as they are."""
+    """Fill in the template's placeholders; braces in the values are left as they are."""
     return re.sub("{(task|query|document)}", lambda place: values[place[1]], pair)
 
 
@@ -346,19 +346,19 @@ def _filled(pair: str, values: Mapping[str, str]) -> str:
 
 
 Key: TypeAlias = tuple[int, bytes]
-"""Where an answer begins, and all ids up to its end."""
+"""Number of prompt tokens, and all token ids (int32) of prompt and answer as bytes."""
 
 
 TokenPair: TypeAlias = "tuple[IntArray, IntArray]"
-"""Ids of a prompt, and those of an answer to it."""
+"""Token ids of a prompt and of an answer."""
 
 
 class Spelling(NamedTuple):
-    """A way to write a grade after a prompt."""
+    """A tokenization of a grade after a prompt."""
 
-    grade: int  # its place on the scale
+    grade: int  # index of the grade on the scale
     pair: Pair
-    begun_by: int | None  # the place of the longest other spelling that it goes on from
+    begun_by: int | None  # index of the longest other spelling that is a proper prefix of this one
 
 
 def judge_plan(
@@ -368,9 +368,9 @@ def judge_plan(
     *,
     read: ReadMessages | None = None,
 ) -> Plan[list[Judgement]]:
-    """What `LLM.judge` scores: each spelling of a grade after each prompt.
+    """Plan `LLM.judge`: each spelling of each grade after each prompt.
 
-    An answer is the longest grade that it spells: what goes on to a longer one is that one's alone.
+    An answer counts as the longest grade that it spells: "10" is never counted as "1".
     """
     grades = grades_of(scale)
     texts = list(grades)
@@ -389,10 +389,10 @@ def judge_plan(
 
 
 def grades_of(scale: Sequence[float]) -> dict[str, float]:
-    """Each grade as a model writes it → its number, in the order of the scale.
+    """Validate a scale and return the text of each grade → its number, in the order of the scale.
 
     Raises:
-        ParameterError: fewer than two grades, equal ones, or what is no number of six digits at most.
+        ParameterError: fewer than two grades, equal ones, or a value that is not a number of up to 999,999.
     """
     is_list = isinstance(scale, Sequence | np.ndarray) and not isinstance(scale, str | bytes)
     require(is_list and len(scale) > 1, "scale", "must have two grades or more, such as [1, 2, 3]", got=scale)
@@ -400,7 +400,7 @@ def grades_of(scale: Sequence[float]) -> dict[str, float]:
         is_number = isinstance(grade, Real) and not isinstance(grade, bool)
         is_written = is_number and abs(grade) <= LARGEST_GRADE
         require(is_written, "scale", f"must hold numbers of up to {LARGEST_GRADE:,}", got=grade)
-    numbers = [float(grade) + 0.0 for grade in scale]  # zero has one sign
+    numbers = [float(grade) + 0.0 for grade in scale]  # turns -0.0 into 0.0
     texts = [f"{number:g}" for number in numbers]
     twice = dict.fromkeys(text for place, text in enumerate(texts) if text in texts[:place])
     remedy = "name each grade once, with at most six digits"
@@ -409,10 +409,10 @@ def grades_of(scale: Sequence[float]) -> dict[str, float]:
 
 
 def _spellings(edge: TextEdge, pairs: Sequence[Pair], texts: Sequence[str]) -> list[Spelling]:
-    """Each grade in its usual spelling, then those that go on from a shorter grade's where that one does not.
+    """Return the spellings to score: each grade's usual one, and those that continue a shorter grade's ids.
 
-    Of 10 after 1: the tokenizer's own ids, and the ids of 1 with those of 0, where they are others. A grade
-    whose bytes are summed has all its spellings at once.
+    For 10 next to 1: the tokenizer's own ids of 10, and the ids of 1 followed by those of 0 if they differ.
+    With byte-level scores, one spelling per grade covers all tokenizations.
     """
     by_tokens = [pair for pair in pairs if not isinstance(pair, Split)]
     if len(by_tokens) < len(pairs):
@@ -425,7 +425,7 @@ def _spellings(edge: TextEdge, pairs: Sequence[Pair], texts: Sequence[str]) -> l
 
 
 def _begun_by_text(place: int, texts: Sequence[str]) -> int | None:
-    """The place of the longest other text that begins one."""
+    """Return the index of the longest other text that is a prefix of this one."""
     begun = [other for other, text in enumerate(texts) if other != place and texts[place].startswith(text)]
     return max(begun, key=lambda other: len(texts[other]), default=None)
 
@@ -441,7 +441,7 @@ def _further_ways(
             if shorter is None or _goes_on(pairs[longer], pairs[shorter]):
                 continue
             rest = edge.encode(text[size:], add_special_tokens=False)
-            # Some tokenizers put a space before whatever they are given.
+            # Some tokenizers put a space before any text.
             if edge.vocabulary.bytes_of(rest.tolist()) == text[size:].encode():
                 before, after = pairs[shorter]
                 ways.append((longer, (before, np.concatenate([after, rest]))))
@@ -449,7 +449,7 @@ def _further_ways(
 
 
 def _goes_on(longer: TokenPair, shorter: TokenPair) -> bool:
-    """Whether the ids of an answer begin with those of another one, after the same prompt."""
+    """Return whether the ids of one answer start with those of another one after the same prompt."""
     size = len(shorter[1])
     return np.array_equal(longer[0], shorter[0]) and np.array_equal(longer[1][:size], shorter[1])
 
@@ -465,10 +465,10 @@ def _key(pair: TokenPair) -> Key:
 
 
 def _grade_logprobs(spellings: Sequence[Spelling], scores: Sequence[Score], num_grades: int) -> Floats:
-    """Log-probabilities (num_grades,) of an answer that is the grade and no longer one.
+    """Return log-probabilities (num_grades,), nats, of answers that are this grade and no longer one.
 
-    Where the ids of 10 begin with those of 1, P(1 alone) is P(1) times 1 less P(0 after 1). What follows is
-    read off the score of 10 itself: a difference of two scores might fall below zero in its last bits.
+    If the ids of 10 start with those of 1, then P(1 alone) = P(1) · (1 - P(0 | 1)). P(0 | 1) is read from the
+    score of 10, because the difference of two scores may round to below zero.
     """
     goes_on = np.zeros(len(spellings))
     for spelling, score in zip(spellings, scores, strict=True):
@@ -483,7 +483,7 @@ def _grade_logprobs(spellings: Sequence[Spelling], scores: Sequence[Score], num_
 
 
 def _further_logprob(longer: Score, shorter: Score, shorter_pair: Pair) -> float:
-    """Log P(the rest of the longer answer | the shorter one), nats."""
+    """Return log P(rest of the longer answer | shorter answer), nats."""
     if not isinstance(shorter_pair, Split):
         return measures.total(longer.token_logprobs[len(shorter_pair[1]) :])
     return -np.inf if shorter.logprob == -np.inf else longer.logprob - shorter.logprob
@@ -509,10 +509,10 @@ def _as_many(prompts: Asked | Sequence[Asked]) -> list[Asked]:
 
 
 def _pairs(edge: TextEdge, prompt: Asked, texts: Sequence[str], read: ReadMessages | None) -> list[Pair]:
-    """A prompt with each of the texts, all measured in the same way; its ids are run once for all of them.
+    """Pair a prompt with each text, all with the same boundary, so that the prompt's ids are computed once.
 
     Raises:
-        ParameterError: a text that they cannot be measured after, or no text or conversation.
+        ParameterError: a prompt that is neither a text nor a conversation, or that cannot be split.
     """
     if isinstance(prompt, str):
         try:
@@ -529,18 +529,18 @@ def _pairs(edge: TextEdge, prompt: Asked, texts: Sequence[str], read: ReadMessag
 
 
 def _boundary(pairs: Sequence[Pair]) -> Boundary:
-    """How all of them are measured."""
+    """Return `bytes` if any pair is scored by its bytes, else `token`."""
     return "bytes" if any(isinstance(pair, Split) for pair in pairs) else "token"
 
 
 def _in_parts(scores: Sequence[Score], parts: Sequence[Sequence[Any]]) -> list[list[Score]]:
-    """The scores of each prompt, as many as were laid out for it."""
+    """Split a flat list of scores into one list per prompt."""
     remaining = iter(scores)
     return [[next(remaining) for _ in part] for part in parts]
 
 
 def _checked_texts(texts: Sequence[Any], name: str) -> Sequence[str]:
-    """The same, which are texts that can be encoded."""
+    """Validate that all are texts that can be encoded as UTF-8, and return them."""
     for text in texts:
         require(isinstance(text, str), name, "must be a text, or texts", got=text)
         try:

@@ -1,7 +1,7 @@
-"""Masked models: texts → pseudo-log-likelihoods, each token from what stands on both of its sides.
+"""Pseudo-log-likelihoods of texts under masked models: each token given its context on both sides.
 
-These are no probabilities of texts and do not sum to 1; they rank texts of one model. Models run through
-transformers, without code of their own.
+They are not log-probabilities of texts and do not sum to 1 when exponentiated; use them to rank texts under
+one model. Models run through transformers, without remote code.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 Metric: TypeAlias = Literal["within_word_l2r", "original"]
 METRICS: Final = ("within_word_l2r", "original")
 ROWS_A_BATCH = 64
-TEXTS_AT_ONCE = 256  # whose rows are held
-LOGITS_A_BATCH = 1 << 26  # floats, 256 MB: long rows of wide vocabularies come in fewer at a time
+TEXTS_AT_ONCE = 256  # texts whose masked copies are held in memory
+LOGITS_A_BATCH = 1 << 26  # float32 values (256 MB); limits batches with long texts or large vocabularies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedWord:
-    """A word as the tokenizer cuts them, and the sum over its tokens."""
+    """A word as split by the tokenizer, with the sum over its tokens."""
 
     text: str
     start: int  # characters [start, end) of the text
@@ -38,28 +38,28 @@ class MaskedWord:
 
     @property
     def surprisal(self) -> float:
-        """Minus the logprob, nats."""
+        """Negative log-probability, nats."""
         return -self.logprob
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedScore:
-    """What a masked model gives each token of a text, CLS and SEP left out; nats."""
+    """Log-probabilities of a text's tokens under a masked model, without CLS and SEP; nats."""
 
     text: str
     token_ids: NDArray[np.int64] = field(repr=False)  # (T,)
-    logprobs: NDArray[np.float64] = field(repr=False)  # (T,) of each token where it is masked
-    spans: NDArray[np.int64] = field(repr=False)  # (T, 2) characters [start, end) of the text
-    word_ids: NDArray[np.int64] = field(repr=False)  # (T,) which word each token is of
+    logprobs: NDArray[np.float64] = field(repr=False)  # (T,), each with that token masked
+    spans: NDArray[np.int64] = field(repr=False)  # (T, 2), characters [start, end) of the text
+    word_ids: NDArray[np.int64] = field(repr=False)  # (T,), index of the word that the token belongs to
 
     @property
     def logprob(self) -> float:
-        """The pseudo-log-likelihood of the text."""
+        """Pseudo-log-likelihood of the text, nats."""
         return float(self.logprobs.sum())
 
     @cached_property
     def words(self) -> list[MaskedWord]:
-        """The words in order."""
+        """Words of the text, in order."""
         words = []
         for _, group in groupby(range(len(self.token_ids)), key=lambda token: self.word_ids[token]):
             tokens = list(group)
@@ -73,19 +73,19 @@ class MaskedScore:
 class _Row:
     """One masked copy of a text."""
 
-    token_ids: NDArray[np.int64]  # of the text: one array for all of its rows
-    positions: list[int]  # what is masked; the first is scored
+    token_ids: NDArray[np.int64]  # of the unmasked text; shared by all of its rows
+    positions: list[int]  # masked positions; the first one is scored
 
 
 class MaskedLM:
-    """A masked model (BERT, RoBERTa and their kin) that scores texts.
+    """A masked model (BERT, RoBERTa and similar) that scores texts.
 
     Args:
         model: a folder or a Hugging Face id, with safetensors and a `tokenizer.json`.
 
     Raises:
-        ModelNotFoundError: there is no such model, or a file is missing.
-        UnsupportedModelError: it has no masked head or no mask token, or needs code of its own.
+        ModelNotFoundError: the model does not exist, or a file is missing.
+        UnsupportedModelError: the model has no masked-LM head or mask token, or needs remote code.
     """
 
     def __init__(self, model: str) -> None:
@@ -110,7 +110,7 @@ class MaskedLM:
         self._limit = int(min(self._tokenizer.model_max_length, _num_positions(loaded)))
 
     @overload
-    def score(  # type: ignore[overload-overlap]  # one text comes first, though a str is a sequence of them
+    def score(  # type: ignore[overload-overlap]  # `str` is first because it is also a sequence of `str`
         self, texts: str, *, metric: Metric = ...
     ) -> MaskedScore: ...
     @overload
@@ -118,17 +118,17 @@ class MaskedLM:
     def score(
         self, texts: str | Sequence[str], *, metric: Metric = "within_word_l2r"
     ) -> MaskedScore | list[MaskedScore]:
-        """Give each token of a text, or of many, its logprob where it is masked; copies run in batches.
+        """Score each token of one text or many, given the rest of the text, in batches of masked copies.
 
         Args:
             texts: one or many.
-            metric: "original" masks the token alone (Salazar et al. 2020, https://arxiv.org/abs/1910.14659);
-                "within_word_l2r" the tokens after it in the same word, too, so that the rest of a long word
-                does not give its beginning away (Kauf & Ivanova 2023, https://arxiv.org/abs/2305.10588).
-                The names are minicons'.
+            metric: "original" masks only the scored token (Salazar et al. 2020,
+                https://arxiv.org/abs/1910.14659). "within_word_l2r" also masks the tokens after it in the
+                same word, so that the rest of a long word does not reveal its beginning (Kauf & Ivanova
+                2023, https://arxiv.org/abs/2305.10588). The names are those of minicons.
 
         Raises:
-            ParameterError: another metric, a text without a token, or one that is longer than what fits.
+            ParameterError: unknown metric, or a text without tokens or with more than the model accepts.
         """
         require(metric in METRICS, "metric", f"must be one of {', '.join(METRICS)}, got {metric!r}")
         many = [texts] if isinstance(texts, str) else list(texts)
@@ -173,7 +173,7 @@ class MaskedLM:
                 yield _Row(token_ids=ids, positions=masked)
 
     def _logprobs(self, rows: Sequence[_Row]) -> NDArray[np.float64]:
-        """The logprob of each row's token; rows of like length run together."""
+        """Return the logprob of each row's token; batches hold rows of similar length."""
         found = np.empty(len(rows))
         order = sorted(range(len(rows)), key=lambda number: len(rows[number].token_ids))
         start = 0
@@ -208,7 +208,7 @@ class MaskedLM:
 
 
 def _num_positions(model: Any) -> float:
-    """How many tokens a model's positions hold; RoBERTa and its kin count them from behind padding's."""
+    """Return the maximum number of tokens; RoBERTa-like models number positions from padding_idx + 1."""
     embeddings = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
     padding = getattr(embeddings, "padding_idx", None)
     num = getattr(model.config, "max_position_embeddings", None) or np.inf
@@ -216,5 +216,5 @@ def _num_positions(model: Any) -> float:
 
 
 def _own_tokens(coded: Any) -> list[int]:
-    """The places of a text's own tokens: those that belong to a word."""
+    """Return the positions of the tokens that belong to a word, without special tokens."""
     return [place for place, word in enumerate(coded.word_ids()) if word is not None]

@@ -1,6 +1,6 @@
-"""From log-probabilities to the numbers that people quote: pure functions of arrays.
+"""Metrics computed from log-probabilities: pure functions of arrays.
 
-Everything is in nats unless a name says bits. An impossible token is -inf, and so is every sum that holds it.
+Values are in nats unless a name says bits. An impossible token is -inf, and so is every sum that includes it.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ if TYPE_CHECKING:
     from logprobe.records.forms.picture import Picture
 
 Floats: TypeAlias = "npt.NDArray[np.float64]"
-LARGEST_EXPONENT = 700.0  # beyond it no float holds the exponential
-MIN_REST = 1e-12  # of a mass of one, far below what float32 numbers leave by their rounding
+LARGEST_EXPONENT = 700.0  # exp of a larger number overflows float64
+MIN_REST = 1e-12  # of a total of one; far below the rounding error of float32 logprobs
 
-# -- of the chosen tokens ------------------------------------------------------------------------------------
+# -- metrics of the chosen tokens ----------------------------------------------------------------------------
 
 
 def total(logprobs: npt.ArrayLike) -> float:
-    """Sum in float64; -inf where a token is impossible."""
+    """Return the sum in float64; -inf if a token is impossible."""
     return float(np.sum(np.asarray(logprobs, np.float64)))
 
 
 def per_unit(logprob: float, num_units: int) -> float | None:
-    """A sum by tokens, bytes, characters or words; None where there is none."""
+    """Return the mean per token, byte, character or word; None if there are none."""
     return logprob / num_units if num_units else None
 
 
 def pmi(logprob: float, unconditional_logprob: float) -> float:
-    """Pointwise mutual information of a continuation and its context, nats; NaN where both are -inf."""
+    """Return the pointwise mutual information of continuation and context, nats; NaN if both are -inf."""
     with np.errstate(invalid="ignore"):
         return float(np.float64(logprob) - np.float64(unconditional_logprob))
 
 
 def is_greedy(ranks: npt.ArrayLike) -> bool:
-    """Whether every token was the most likely one; ties count."""
+    """Return whether every token was the most likely one; ties count."""
     return bool(np.all(np.asarray(ranks) == 1))
 
 
 def perplexity(logprob: float, num_units: int) -> float | None:
-    """The exponential of the mean surprisal of a token (or word, or byte); None without any."""
+    """Return the exponential of the mean surprisal per token (or word, or byte); None if there are none."""
     mean = per_unit(logprob, num_units)
     if mean is None:
         return None
@@ -55,30 +55,30 @@ def perplexity(logprob: float, num_units: int) -> float | None:
 
 
 def bits_per_byte(logprob: float, num_bytes: int) -> float | None:
-    """Mean surprisal of a byte in bits; None without any byte."""
+    """Return the mean surprisal per byte, bits; None without bytes."""
     mean = per_unit(logprob, num_bytes)
     return None if mean is None else in_bits(-mean)
 
 
 def in_bits(nats: float) -> float:
-    """The same amount in bits."""
+    """Convert nats to bits."""
     return nats / math.log(2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStats:
-    """How high the chosen tokens stood among all."""
+    """Statistics of the chosen tokens' ranks."""
 
     mean: float
     median: float
-    mean_reciprocal: float  # of 1 / rank
-    top_1: float  # share of tokens of rank 1
+    mean_reciprocal: float  # mean of 1 / rank
+    top_1: float  # share of tokens with rank 1
     top_5: float
     top_10: float
 
 
 def rank_stats(ranks: npt.ArrayLike) -> RankStats | None:
-    """Statistics of 1-based ranks; None without any."""
+    """Compute statistics of 1-based ranks; None if there are none."""
     values = np.asarray(ranks, np.float64)
     if not len(values):
         return None
@@ -93,17 +93,17 @@ def rank_stats(ranks: npt.ArrayLike) -> RankStats | None:
     )
 
 
-# -- of whole distributions: rows are log-probabilities (..., V), each answer is (...) -----------------------
+# -- metrics of whole distributions: rows are log-probabilities (..., V), results are (...) ------------------
 
 
 def entropy(rows: npt.ArrayLike) -> Floats:
-    """Shannon entropy of each row, nats."""
+    """Return the Shannon entropy of each row, nats."""
     logprobs = np.asarray(rows, np.float64)
     return -_mean_under(np.exp(logprobs), logprobs)
 
 
 def varentropy(rows: npt.ArrayLike) -> Floats:
-    """Variance of the surprisal under each row's own distribution, nats squared."""
+    """Return the variance of the surprisal under each row's own distribution, nats squared."""
     logprobs = np.asarray(rows, np.float64)
     weights = np.exp(logprobs)
     mean = _mean_under(weights, logprobs)
@@ -112,10 +112,12 @@ def varentropy(rows: npt.ArrayLike) -> Floats:
 
 
 def renyi_entropy(rows: npt.ArrayLike, order: float) -> Floats:
-    """Rényi entropy of an order, nats: 0 counts the possible tokens, 1 is Shannon's, inf the best alone.
+    """Return the Rényi entropy of each row, nats.
+
+    Order 0 is the log of the number of possible tokens, 1 the Shannon entropy, inf the min-entropy.
 
     Raises:
-        ParameterError: a negative order.
+        ParameterError: `order` is negative.
     """
     require(order >= 0, "order", f"must be 0 or more (inf is allowed), got {order}")
     logprobs = np.asarray(rows, np.float64)
@@ -129,16 +131,16 @@ def renyi_entropy(rows: npt.ArrayLike, order: float) -> Floats:
 
 
 def self_certainty(rows: npt.ArrayLike) -> Floats:
-    """KL divergence from the uniform distribution to each row, nats (Kang et al. 2025)."""
+    """Return the KL divergence from the uniform distribution to each row, nats (Kang et al. 2025)."""
     logprobs = np.asarray(rows, np.float64)
     return np.asarray(-np.mean(logprobs, axis=-1) - np.log(logprobs.shape[-1]))
 
 
 def top_p_size(rows: npt.ArrayLike, mass: float) -> npt.NDArray[np.int64]:
-    """How many of the most likely tokens it takes to hold a mass.
+    """Return how many of the most likely tokens are needed to reach a total probability of `mass`.
 
     Raises:
-        ParameterError: a mass outside (0, 1].
+        ParameterError: `mass` is outside (0, 1].
     """
     require(0 < mass <= 1, "mass", f"must lie in (0, 1], got {mass}")
     logprobs = np.asarray(rows, np.float64)
@@ -148,14 +150,14 @@ def top_p_size(rows: npt.ArrayLike, mass: float) -> npt.NDArray[np.int64]:
 
 
 def ranks(rows: npt.ArrayLike, token_ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """1 + the number of strictly more likely tokens, of one token a row."""
+    """Return 1 + the number of strictly more likely tokens, for one token per row."""
     logprobs = np.asarray(rows, np.float64)
     chosen = np.take_along_axis(logprobs, np.asarray(token_ids)[..., None], axis=-1)
     return np.asarray(1 + np.sum(logprobs > chosen, axis=-1), np.int64)
 
 
 def kl_divergence(rows: npt.ArrayLike, others: npt.ArrayLike) -> Floats:
-    """KL divergence from each of `others` to its row, nats: the loss of using the other in its place."""
+    """Return KL(rows ‖ others) of each row, nats: the cost of using `others` instead of `rows`."""
     logprobs, other = np.asarray(rows, np.float64), np.asarray(others, np.float64)
     weights = np.exp(logprobs)
     with np.errstate(invalid="ignore"):
@@ -163,17 +165,17 @@ def kl_divergence(rows: npt.ArrayLike, others: npt.ArrayLike) -> Floats:
 
 
 def total_variation(rows: npt.ArrayLike, others: npt.ArrayLike) -> Floats:
-    """Half the sum of the differences in probability of each row and its other, in [0, 1]."""
+    """Return the total variation distance of each row and its other, in [0, 1]."""
     probabilities = np.exp(np.asarray(rows, np.float64)), np.exp(np.asarray(others, np.float64))
     return np.asarray(np.sum(np.abs(probabilities[0] - probabilities[1]), axis=-1) / 2)
 
 
 def lumped(logprobs: npt.ArrayLike) -> Floats:
-    """Some tokens of each row, (..., K), and in one place more the log of the mass of all the others; nats.
+    """Append to some tokens of each row, (..., K), the log of the total mass of all other tokens; nats.
 
-    A KL divergence or total variation of two rows lumped alike is at most that of the whole rows. Numbers
-    that sum to one, but for their rounding, leave `MIN_REST`: with nothing, a rest on the other side would
-    be infinitely far.
+    The KL divergence or total variation of two rows lumped this way is a lower bound on that of the whole
+    rows. The mass of the rest is at least `MIN_REST`: with zero, the KL divergence to a row with a rest would
+    be infinite because of rounding alone.
     """
     given = np.asarray(logprobs, np.float64)
     rest = np.log(np.maximum(1 - np.exp(given).sum(axis=-1, keepdims=True), MIN_REST))
@@ -181,27 +183,27 @@ def lumped(logprobs: npt.ArrayLike) -> Floats:
 
 
 def acceptance(rows: npt.ArrayLike, others: npt.ArrayLike) -> Floats:
-    """Σ min(p, q) of each row and another: how often speculative sampling accepts (Leviathan et al. 2023)."""
+    """Return Σ min(p, q) per row: the acceptance rate of speculative sampling (Leviathan et al. 2023)."""
     smaller = np.minimum(np.asarray(rows, np.float64), np.asarray(others, np.float64))
     return np.asarray(np.exp(smaller).sum(axis=-1))
 
 
 def log_mass(rows: npt.ArrayLike, is_member: npt.ArrayLike) -> Floats:
-    """Log of the mass that each row gives to the members, (V,) bool; nats."""
+    """Return the log of the mass that each row gives to the tokens in `is_member`, (V,) bool; nats."""
     return logsumexp(np.asarray(rows, np.float64)[..., np.asarray(is_member, np.bool_)])
 
 
-# -- of answers ----------------------------------------------------------------------------------------------
+# -- metrics of answers --------------------------------------------------------------------------------------
 
 
 def choice_probabilities(logprobs: npt.ArrayLike) -> Floats:
-    """Softmax over the scores of some choices, (C,)."""
+    """Return the softmax over the scores of some choices, (C,)."""
     values = np.asarray(logprobs, np.float64)
     return np.asarray(np.exp(values - logsumexp(values)))
 
 
 def mean_and_error(values: npt.ArrayLike) -> tuple[float, float | None]:
-    """Mean and its standard error (sample deviation by root n); no error of fewer than two values."""
+    """Return the mean and its standard error (sample deviation / √n); no error with fewer than two values."""
     numbers = np.asarray(values, np.float64)
     if len(numbers) < 2:
         return float(numbers.mean()), None
@@ -210,14 +212,14 @@ def mean_and_error(values: npt.ArrayLike) -> tuple[float, float | None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Confidence against accuracy in bins of equal width; a bin without answers holds NaN."""
+    """Confidence against accuracy in bins of equal width; NaN in bins without answers."""
 
     error: float  # expected calibration error: mean |confidence - accuracy|, weighted by count
-    brier: float  # mean of (confidence - correct) squared: 0 is best, and 0.25 what "one half" always has
+    brier: float  # mean of (confidence - correct)²: 0 is best; a constant confidence of 0.5 gives 0.25
     edges: Floats  # (num_bins + 1,)
     counts: npt.NDArray[np.int64]  # (num_bins,)
-    confidence: Floats  # (num_bins,), mean within
-    accuracy: Floats  # (num_bins,), mean within
+    confidence: Floats  # (num_bins,), mean within the bin
+    accuracy: Floats  # (num_bins,), mean within the bin
 
     def __str__(self) -> str:
         lines = [
@@ -231,7 +233,7 @@ class Calibration:
         return "\n".join([f"{'bin':11}  {'sure':>6}  {'right':>6}  answers", *lines, figures])
 
     def plot(self) -> Picture:
-        """How often answers were right, by how sure they were, drawn (extra `plot`).
+        """Plot accuracy against confidence (extra `plot`).
 
         Raises:
             ParameterError: matplotlib is not installed.
@@ -242,10 +244,10 @@ class Calibration:
 
 
 def calibration(confidences: npt.ArrayLike, is_correct: npt.ArrayLike, *, num_bins: int = 10) -> Calibration:
-    """Expected calibration error and its bins (Naeini et al. 2015; Guo et al. 2017), and the Brier score.
+    """Compute the expected calibration error (Naeini et al. 2015; Guo et al. 2017) and the Brier score.
 
     Raises:
-        ParameterError: no answers, confidences outside [0, 1], lengths that differ, no bin.
+        ParameterError: no answers, confidences outside [0, 1], different lengths, or no bins.
     """
     require(num_bins >= 1, "num_bins", f"must be at least 1, got {num_bins}")
     values, hits = _answers(confidences, is_correct)
@@ -266,7 +268,7 @@ def calibration(confidences: npt.ArrayLike, is_correct: npt.ArrayLike, *, num_bi
 
 
 def group_means(values: npt.ArrayLike, window: int) -> Floats:
-    """Means of each `window` values in a row, (max(T - window, 0) + 1,); of all T where they are fewer."""
+    """Return the moving average over `window` values, (max(T - window, 0) + 1,); over all T if T < window."""
     numbers = np.asarray(values, np.float64)
     size = min(window, len(numbers))
     sums = np.concatenate([np.zeros(1), np.cumsum(numbers)])
@@ -274,12 +276,12 @@ def group_means(values: npt.ArrayLike, window: int) -> Floats:
 
 
 def threshold(confidences: npt.ArrayLike, is_correct: npt.ArrayLike, *, accuracy: float) -> float | None:
-    """The lowest confidence from which on answers were right at a rate of `accuracy`; None where none is.
+    """Return the lowest confidence c such that answers with confidence >= c reach `accuracy`, or None.
 
-    Answers of equal confidence are taken together. What held for few answers may not hold for others.
+    Answers with equal confidence are taken together. With few answers the result may not generalize.
 
     Raises:
-        ParameterError: no answers, confidences outside [0, 1], lengths that differ, no rate.
+        ParameterError: no answers, confidences outside [0, 1], different lengths, or an invalid `accuracy`.
     """
     require(0 < accuracy <= 1, "accuracy", f"must lie in (0, 1], got {accuracy}")
     values, hits = _answers(confidences, is_correct)
@@ -292,7 +294,7 @@ def threshold(confidences: npt.ArrayLike, is_correct: npt.ArrayLike, *, accuracy
 
 
 def _answers(confidences: npt.ArrayLike, is_correct: npt.ArrayLike) -> tuple[Floats, Floats]:
-    """How sure each answer was, and 1 where it was right, 0 where not; errors as those of who asks."""
+    """Validate confidences and correctness; return both as float64, correctness as 0 or 1."""
     values, hits = np.asarray(confidences, np.float64), np.asarray(is_correct, np.float64)
     require(values.ndim == 1 and len(values) > 0, "confidences", "give at least one")
     require(values.shape == hits.shape, "is_correct", f"{hits.shape} for confidences {values.shape}")
@@ -300,21 +302,21 @@ def _answers(confidences: npt.ArrayLike, is_correct: npt.ArrayLike) -> tuple[Flo
     return values, hits
 
 
-# -- of a text: was it learnt by heart, or written by a machine? ---------------------------------------------
+# -- metrics of texts: memorized by the model? written by a machine? -----------------------------------------
 
 
 DETECTIONS: Final = ("min_k", "min_k_plus", "fast_detect_gpt", "zlib_ratio")
-"""Those of one model, by the names of the functions."""
+"""Names of the functions that need only one model."""
 
 
 def min_k(logprobs: npt.ArrayLike, *, share: float = 0.2) -> float | None:
-    """Min-K% Prob: mean logprob of the least likely share of the tokens, nats; None without any.
+    """Min-K% Prob: mean logprob of the least likely tokens, nats; None without tokens.
 
-    1/|E| · Σ log p(x_t | x_<t) over t in E, the max(⌊share · T⌋, 1) tokens of lowest logprob. The higher,
-    the likelier has the model seen the text (Shi et al. 2024, https://arxiv.org/abs/2310.16789).
+    1/|E| · Σ log p(x_t | x_<t) over t in E, the max(⌊share · T⌋, 1) tokens of lowest logprob. A higher value
+    suggests that the model was trained on the text (Shi et al. 2024, https://arxiv.org/abs/2310.16789).
 
     Raises:
-        ParameterError: a share outside (0, 1].
+        ParameterError: `share` is outside (0, 1].
     """
     return _mean_of_least(np.asarray(logprobs, np.float64), share)
 
@@ -322,14 +324,15 @@ def min_k(logprobs: npt.ArrayLike, *, share: float = 0.2) -> float | None:
 def min_k_plus(
     logprobs: npt.ArrayLike, entropies: npt.ArrayLike, varentropies: npt.ArrayLike, *, share: float = 0.2
 ) -> float | None:
-    """Min-K%++: the same mean of (log p(x_t | x_<t) - m_t) / s_t; None without any token.
+    """Min-K%++: mean of (log p(x_t | x_<t) - m_t) / s_t over the lowest share; None without tokens.
 
     m_t and s_t are mean and standard deviation of log p(z | x_<t) for z drawn from the same distribution:
-    minus its entropy, and the root of its varentropy. The higher, the likelier has the model seen the text
-    (Zhang et al. 2024, https://arxiv.org/abs/2404.02936). Where s_t is 0, a token at the mean counts 0.
+    minus its entropy, and the square root of its varentropy. A higher value suggests that the model was
+    trained on the text (Zhang et al. 2024, https://arxiv.org/abs/2404.02936). If s_t is 0, a token at the
+    mean counts as 0.
 
     Raises:
-        ParameterError: a share outside (0, 1].
+        ParameterError: `share` is outside (0, 1].
     """
     apart = np.asarray(logprobs, np.float64) + np.asarray(entropies, np.float64)
     return _mean_of_least(_standardised(apart, np.asarray(varentropies, np.float64)), share)
@@ -338,10 +341,10 @@ def min_k_plus(
 def fast_detect_gpt(
     logprobs: npt.ArrayLike, entropies: npt.ArrayLike, varentropies: npt.ArrayLike
 ) -> float | None:
-    """Fast-DetectGPT: the conditional probability curvature, analytically; None without any token.
+    """Fast-DetectGPT: the conditional probability curvature, analytically; None without tokens.
 
-    Σ (log p(x_t | x_<t) - m_t) / √ Σ s_t², with m_t and s_t as in `min_k_plus`, where one model samples
-    and scores. The higher, the likelier is the text a machine's (Bao et al. 2024,
+    Σ (log p(x_t | x_<t) - m_t) / √ Σ s_t², with m_t and s_t as in `min_k_plus`; the same model samples and
+    scores. A higher value suggests machine-generated text (Bao et al. 2024,
     https://arxiv.org/abs/2310.05130).
     """
     apart = np.asarray(logprobs, np.float64) + np.asarray(entropies, np.float64)
@@ -351,29 +354,29 @@ def fast_detect_gpt(
 
 
 def zlib_ratio(logprobs: npt.ArrayLike, num_compressed: int) -> float | None:
-    """Mean logprob of a token by the bytes that zlib makes of the text; None without any token.
+    """Mean logprob per token, divided by the zlib-compressed size of the text in bytes; None without tokens.
 
-    -(log perplexity) / zlib entropy. The higher (the nearer to 0), the likelier has the model seen the text
-    (Carlini et al. 2021, https://arxiv.org/abs/2012.07805, whose code has the inverse; this way round as
-    Zhang et al. have it).
+    -(log perplexity) / zlib entropy. A higher value (nearer to 0) suggests that the model was trained on the
+    text (Carlini et al. 2021, https://arxiv.org/abs/2012.07805, whose code has the inverse; this form is that
+    of Zhang et al.).
     """
     values = np.asarray(logprobs, np.float64)
     return float(values.mean() / num_compressed) if len(values) else None
 
 
 def cross_entropy(rows: npt.ArrayLike, others: npt.ArrayLike) -> Floats:
-    """Mean surprisal of what is drawn from each row under the row of `others`: -Σ p log q, nats."""
+    """Return the cross-entropy -Σ p log q of each row p with the row q of `others`, nats."""
     return -_mean_under(np.exp(np.asarray(rows, np.float64)), np.asarray(others, np.float64))
 
 
 def binoculars(logprobs: npt.ArrayLike, cross_entropies: npt.ArrayLike) -> float | None:
-    """Binoculars: a text's log perplexity by the log cross-perplexity of two models; None without any token.
+    """Binoculars: log perplexity divided by the log cross-perplexity of two models; None without tokens.
 
     Mean of -log q(x_t | x_<t) / mean of -Σ_v p(v | x_<t) log q(v | x_<t), with p of the observer (a base
-    model) and q of the performer (its instruct form). The lower, the likelier is the text a machine's (Hans
-    et al. 2024, https://arxiv.org/abs/2401.12070). The paper's formula has the observer's perplexity above
-    the line; the authors' code, which their thresholds are of, has the performer's (their issue 27), and
-    this follows the code. `analysis.binoculars` has the two models score a text.
+    model) and q of the performer (its instruct version). A lower value suggests machine-generated text (Hans
+    et al. 2024, https://arxiv.org/abs/2401.12070). The paper's formula has the observer's perplexity in the
+    numerator. The authors' code, for which their thresholds hold, has the performer's (their issue 27), as
+    does this function. `analysis.binoculars` scores texts with both models.
     """
     values, crossed = np.asarray(logprobs, np.float64), np.asarray(cross_entropies, np.float64)
     if not (len(values) and len(crossed)):
@@ -383,13 +386,12 @@ def binoculars(logprobs: npt.ArrayLike, cross_entropies: npt.ArrayLike) -> float
 
 
 def roc_auc(values: npt.ArrayLike, labels: npt.ArrayLike) -> float | None:
-    """Area under the ROC curve: how often a value with the label lies above one without it, equal ones half.
+    """Area under the ROC curve: probability that a labelled value exceeds an unlabelled one, ties as half.
 
-    By the sum of ranks (Mann & Whitney 1947), as scikit-learn's `roc_auc_score`; None where all labels are
-    the same.
+    Uses rank sums (Mann & Whitney 1947), like scikit-learn's `roc_auc_score`. None if all labels are equal.
 
     Raises:
-        ParameterError: lengths that differ, or a value that is no number.
+        ParameterError: different lengths, or a value is NaN.
     """
     numbers, hits = np.asarray(values, np.float64), np.asarray(labels, np.bool_)
     require(numbers.shape == hits.shape, "labels", f"{hits.shape} for values {numbers.shape}")
@@ -399,7 +401,7 @@ def roc_auc(values: npt.ArrayLike, labels: npt.ArrayLike) -> float | None:
     if not (num_hits and num_others):
         return None
     _, place, counts = np.unique(numbers, return_inverse=True, return_counts=True)
-    middle = np.cumsum(counts) - (counts - 1) / 2  # the mean rank of equal values, from 1
+    middle = np.cumsum(counts) - (counts - 1) / 2  # mean rank of equal values, 1-based
     above = float(middle[place][hits].sum()) - num_hits * (num_hits + 1) / 2
     return above / (num_hits * num_others)
 
@@ -413,36 +415,36 @@ def _mean_of_least(values: Floats, share: float) -> float | None:
 
 
 def _standardised(apart: npt.ArrayLike, variances: npt.ArrayLike) -> Floats:
-    """Apart / √variance, where 0 / 0 is 0."""
+    """Return apart / √variances, with 0 / 0 = 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(np.equal(apart, 0), 0.0, np.asarray(apart) / np.sqrt(np.asarray(variances)))
 
 
-# -- of two models' logprobs of the same tokens --------------------------------------------------------------
+# -- metrics of two models' logprobs of the same tokens ------------------------------------------------------
 
 
 def importance_ratios(logprobs: npt.ArrayLike, others: npt.ArrayLike) -> Floats:
-    """Ratios p / q of tokens, from what a target (p) and a sampler (q) gave them; NaN where both are 0."""
+    """Return the ratios p / q of tokens from logprobs of target (p) and sampler (q); NaN if both are -inf."""
     with np.errstate(invalid="ignore", over="ignore"):
         return np.asarray(np.exp(np.asarray(logprobs, np.float64) - np.asarray(others, np.float64)))
 
 
 def effective_sample_size(ratios: npt.ArrayLike) -> float:
-    """Kish's (Σ w)² / Σ w² of importance weights: as many equal ones would tell as much."""
+    """Return Kish's effective sample size (Σ w)² / Σ w² of importance weights; 0 if all are 0."""
     weights = np.asarray(ratios, np.float64)
     squares = float(np.sum(weights**2))
     return float(np.sum(weights)) ** 2 / squares if squares else 0.0
 
 
 def _mean_under(weights: Floats, values: Floats) -> Floats:
-    """Σ w v, where 0 · -inf is 0."""
+    """Return Σ w v over the last axis, with 0 · -inf = 0."""
     return np.asarray(
         np.sum(np.where(weights > 0, weights * np.where(weights > 0, values, 0.0), 0.0), axis=-1)
     )
 
 
 def logsumexp(values: npt.ArrayLike) -> Floats:
-    """Log of the sum of what these are the logs of, over the last axis, in float64; -inf of none."""
+    """Return log Σ exp over the last axis, in float64; -inf if the axis is empty."""
     logs = np.asarray(values, np.float64)
     if not logs.shape[-1]:
         return np.full(logs.shape[:-1], -np.inf)

@@ -1,4 +1,4 @@
-"""Log-probability of each value that a JSON schema allows in a field of a reply."""
+"""Log-probability of each value that a JSON schema allows for a field of a reply."""
 
 from __future__ import annotations
 
@@ -16,46 +16,45 @@ if TYPE_CHECKING:
     from logprobe.analysis.spellings import Floats, TokenIndex
     from logprobe.records.fields import Field, Node, Spelt
 
-SHOWN_MEMBERS: Final = 6  # in a `repr`, the likeliest first
+SHOWN_MEMBERS: Final = 6  # in `repr`, the likeliest first
 SPACES: Final = b" \t\n\r"
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """What one distribution gives each member of an enum at a place of a reply, in every spelling; nats.
+    """Probability of each member of an enum at a position of a reply, summed over all tokenizations; nats.
 
-    A member is its JSON text, from the first byte to the last, as `json.dumps(ensure_ascii=False)` writes it,
-    with numbers as grammars do (`1` of 1.0): a string ends with its quote; after a number or a word (`12`,
-    `true`) there must come what JSON lets follow. All token paths that spell it are summed, after the reply's
-    own tokens before the place and the bytes between these and the place, and also where their last token
-    goes on behind the member.
+    A member is its complete JSON text as `json.dumps(ensure_ascii=False)` writes it, with numbers as in
+    grammars (`1` for 1.0). A string ends with its quote; after a number or a word (`12`, `true`), a character
+    that JSON allows there must follow. The context is the reply's own tokens before the value, and the bytes
+    between these and the value. The sum includes token sequences whose last token reaches beyond the member.
     """
 
-    values: tuple[Any, ...]  # M, in the schema's order
+    values: tuple[Any, ...]  # M members, in the schema's order
     logprobs: Floats  # (M,)
-    unresolved: float  # probability of the paths that were not followed; by so much any member may be off
+    unresolved: float  # probability of the paths not followed: upper bound on the error of any member
 
     @property
     def shares(self) -> Floats:
-        """Of each member in all of them, (M,); they sum to one. NaN where none is possible."""
+        """Probability of each member, normalized to sum to one, (M,); NaN if no member is possible."""
         with np.errstate(invalid="ignore"):
             return np.asarray(np.exp(self.logprobs - logsumexp(self.logprobs)))
 
     @property
     def mass(self) -> float:
-        """The probability of any of them."""
+        """Total probability of all members."""
         return min(float(np.exp(logsumexp(self.logprobs))), 1.0)
 
     @property
     def rest(self) -> float:
-        """The probability of anything else at this place, `unresolved` included."""
+        """Probability of anything else at this position, including `unresolved`."""
         return 1.0 - self.mass
 
     def logprob_of(self, value: Any) -> float:
-        """Of one member.
+        """Return the log-probability of a member, nats.
 
         Raises:
-            ParameterError: it is none.
+            ParameterError: `value` is not a member.
         """
         text, texts = json_text(value), self.texts
         require(text in texts, "value", f"{text:.60} is no member; there are {', '.join(texts):.200}")
@@ -63,7 +62,7 @@ class Members:
 
     @property
     def texts(self) -> list[str]:
-        """The members as JSON, which tells 1 from true."""
+        """The members as JSON texts, which distinguish 1 from true."""
         return list(map(json_text, self.values))
 
     def __repr__(self) -> str:
@@ -76,24 +75,24 @@ class Members:
 
 @dataclass(frozen=True, slots=True)
 class FieldDistribution:
-    """One value of a JSON reply: what it was given, and what else might stand in its place.
+    """A value of a JSON reply with its log-probability and the alternatives at its position.
 
-    The two bounds of `Field` are one here, unless rows were too few for that: of a token that a value shares
-    with the text around it, `logprob` counts what all tokens that begin as it does up to there leave to the
-    value.
+    The two bounds of `Field` coincide: if the value shares a token with the text around it, the token's
+    log-probability is split at the boundary, by the mass of all tokens that agree up to there. Exceptions:
+    the row limit was too small for that, or something other than a grammar shaped `processed`.
     """
 
     pointer: str  # RFC 6901
     value: Any
     raw: Field  # under the model's own distribution
-    processed: Field | None  # under the one that was drawn from; None: its numbers were not asked for
-    log_kept_mass: float | None  # of masks and truncation over all of `tokens`, nats; None as `processed`
-    members: Members | None  # raw; None: the schema does not name what may stand there
-    grammar_members: Members | None  # under the request's grammar alone; None: it had none, or as above
+    processed: Field | None  # under the distribution sampled from; None: not requested
+    log_kept_mass: float | None  # nats, of masks and truncation, summed over `tokens`; None like `processed`
+    members: Members | None  # under the model's own distribution; None: the schema does not enumerate values
+    grammar_members: Members | None  # under the grammar alone; None: no grammar, or `members` is None
 
     @property
     def runner_up(self) -> tuple[Any, float] | None:
-        """The likeliest member but the value, with its share; under the grammar where there is one."""
+        """The likeliest member other than the value, with its share; under the grammar if there is one."""
         members = self.members if self.grammar_members is None else self.grammar_members
         if members is None:
             return None
@@ -104,7 +103,7 @@ class FieldDistribution:
 
 
 class MemberSum:
-    """The sum over all spellings of the members of one value."""
+    """Sums the probability of each member of one value over all tokenizations."""
 
     def __init__(
         self,
@@ -117,7 +116,7 @@ class MemberSum:
         has_grammar: bool,
     ) -> None:
         self._members = tuple(members)
-        self.token, begin = spelt.token_at(node.begin)  # the tokens before this one come first
+        self.token, begin = spelt.token_at(node.begin)  # the tokens before this one are the context
         self._has_grammar = has_grammar
         texts = Texts(
             spelt.data[begin : node.begin],
@@ -129,7 +128,7 @@ class MemberSum:
         self.paths = PathSum(texts, max_rows, has_grammar=has_grammar)
 
     def members(self) -> tuple[Members, Members | None]:
-        """Raw and under the grammar, as far as the paths were followed."""
+        """Return the members under the model's distribution and under the grammar, from paths so far."""
         return self._at(0), self._at(1) if self._has_grammar else None
 
     def _at(self, stage: int) -> Members:
@@ -137,7 +136,7 @@ class MemberSum:
 
 
 def _followers(spelt: Spelt, node: Node) -> bytes:
-    """What may follow a number or a word at this place: white space, and the marks of what holds it."""
+    """Return the bytes that may follow a number or a word here: white space and delimiters."""
     if not node.pointer:
         return SPACES
     holder = node.pointer.rpartition("/")[0]

@@ -1,4 +1,4 @@
-"""Minimal pairs: does a model find the good text of each pair likelier than the bad one?"""
+"""Minimal pairs: how often a model gives the good text of a pair the higher log-probability."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
     from logprobe.analysis.scorer import Scorer
 
-PAIRS_A_CALL = 512  # whose tokens are held at once
+PAIRS_A_CALL = 512  # pairs whose tokens are held at once
 
 
 @dataclass(frozen=True, kw_only=True)
 class MinimalPairs:
-    """What a model made of some pairs: one is right where its good text has the greater logprob."""
+    """Results for minimal pairs; a pair is right if its good text has the higher logprob."""
 
     accuracy: Mean  # share of pairs that are right, with its standard error
-    by_category: dict[str, Mean]  # the same of each category, in the order in which they come
-    good_logprobs: NDArray[np.float64] = field(repr=False)  # (N,) sums over the tokens, nats
-    bad_logprobs: NDArray[np.float64] = field(repr=False)  # (N,)
+    by_category: dict[str, Mean]  # accuracy per category, in order of first appearance
+    good_logprobs: NDArray[np.float64] = field(repr=False)  # (N,) nats, sums over the tokens
+    bad_logprobs: NDArray[np.float64] = field(repr=False)  # (N,) nats
     is_right: NDArray[np.bool_] = field(repr=False)  # (N,); equal logprobs are wrong
-    categories: list[str] = field(repr=False)  # (N,), or none
+    categories: list[str] = field(repr=False)  # (N,), or empty
 
     def __str__(self) -> str:
         rows = {**self.by_category, "all": self.accuracy}
@@ -38,7 +38,7 @@ class MinimalPairs:
         return "\n".join(f"{name:{width}}  {share}" for name, share in rows.items())
 
     def to_pandas(self) -> Any:
-        """A row a pair (extra `frames`).
+        """Return a data frame with one row per pair (extra `frames`).
 
         Raises:
             ParameterError: pandas is not installed.
@@ -62,20 +62,20 @@ def minimal_pairs(
     *,
     bos: bool | None = True,
 ) -> MinimalPairs:
-    """Score pairs of a good and a bad text; accuracy over all and by category, each with its standard error.
+    """Score pairs of a good and a bad text and compute the accuracy, overall and by category.
 
-    What is compared is the logprob of the whole text, as BLiMP does (Warstadt et al. 2020,
+    Compares the logprobs of whole texts, as BLiMP does (Warstadt et al. 2020,
     https://arxiv.org/abs/1912.00582).
 
     Args:
         llm: the model.
         pairs: (good, bad).
-        categories: what each pair is about.
-        bos: put BOS (EOS where there is none) before each text, so that its first token counts, or do not;
-            None: as the tokenizer does.
+        categories: one name per pair; None: no categories.
+        bos: True: put BOS (EOS if the model has no BOS) before each text, so that its first token counts;
+            False: do not; None: as the tokenizer does.
 
     Raises:
-        ParameterError: no pair, a text of which no token is scored, or other than one category a pair.
+        ParameterError: no pairs, a text without scored tokens, or not one category per pair.
         BatchError: some texts failed.
     """
     require(pairs, "pairs", "give at least one")
@@ -100,7 +100,7 @@ def minimal_pairs(
 def _logprobs(
     llm: Scorer, pairs: Sequence[tuple[str, str]], bos: bool | None
 ) -> Iterator[tuple[float, float]]:
-    """What both texts of each pair are given, in calls of some pairs."""
+    """Yield the logprobs of both texts of each pair, `PAIRS_A_CALL` pairs per call."""
     for first in range(0, len(pairs), PAIRS_A_CALL):
         texts = [text for pair in pairs[first : first + PAIRS_A_CALL] for text in pair]
         try:

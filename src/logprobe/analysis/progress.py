@@ -1,4 +1,4 @@
-"""A progress bar over bytes of text or rows of data, with the rate and the time left."""
+"""A progress bar over bytes of text or rows of data, with throughput and remaining time."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 def can_draw(console: Console) -> bool:
-    """Whether a bar can be seen: on a terminal, or in a notebook that has widgets."""
+    """Return whether a bar is visible: on a terminal, or in a notebook with ipywidgets."""
     if console.is_jupyter:
-        return find_spec("ipywidgets") is not None  # rich warns of each bar without them
+        return find_spec("ipywidgets") is not None  # without it, rich warns at each bar
     return console.is_terminal
 
 
 @contextmanager
 def byte_bar(num_bytes: int | None, *, shown: bool, unit: str = "tokens") -> Iterator[Advance | None]:
-    """A bar over `num_bytes` (None: not known); call what it yields with the (bytes, units) just done.
+    """Show a bar over `num_bytes` (None: unknown); yields a function to call with new (bytes, units).
 
-    None is yielded where there is nobody to show it to.
+    Yields None if the bar is not shown or not visible.
     """
     if not shown:
         yield None

@@ -1,4 +1,4 @@
-"""`RayPool` of `logprobe.integrations.ray`, by the path that it had."""
+"""Backward-compatible import path of `logprobe.integrations.ray.RayPool`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Stored samples, and their Parquet: our own files, and those with the columns of trainers.
+"""Stored samples (rollouts) and their Parquet files: our own format, and the columns of TRL and verl.
 
-One row a completion: ids of its prompt and of its tokens, and the logprobs that its sampler gave them. The
-Parquet of records (one row a token) is read as well; its prompts come from elsewhere.
+One row per completion: prompt ids, token ids, and the sampler's logprobs. Parquet files of records (one row
+per token) can be read too; they hold no prompts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ COLUMNS: Final[dict[str, tuple[str, ...]]] = {
     "top_ids": ("top_ids",),
     "top_logprobs": ("top_logprobs",),
 }
-"""What a column holds → its names here, in TRL and in verl; the first that a file has is read."""
+"""Content → its column names here, in TRL and in verl; the first one present in a file is used."""
 
 _SCHEMA = pa.schema(
     [
@@ -58,8 +58,8 @@ _SCHEMA = pa.schema(
         pa.field("prompt_token_ids", pa.list_(pa.int32())),
         pa.field("token_ids", pa.list_(pa.int32())),
         pa.field("logprobs", pa.list_(pa.float32())),  # nats
-        pa.field("log_kept_mass", pa.list_(pa.float32())),  # null where the numbers are raw
-        pa.field("top_ids", pa.list_(pa.list_(pa.int32()))),  # the k best of each position
+        pa.field("log_kept_mass", pa.list_(pa.float32())),  # null if the logprobs are raw
+        pa.field("top_ids", pa.list_(pa.list_(pa.int32()))),  # the k likeliest tokens per position
         pa.field("top_logprobs", pa.list_(pa.list_(pa.float32()))),
     ]
 )
@@ -67,7 +67,7 @@ _SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternatives:
-    """Further tokens with their numbers, any number a position."""
+    """Additional tokens with their logprobs, any number per position."""
 
     offsets: IntArray  # (T + 1,): position t owns entries [offsets[t], offsets[t + 1])
     token_ids: IntArray  # (N,)
@@ -76,14 +76,14 @@ class Alternatives:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """One stored completion: its tokens, and what its sampler reported of them; nats."""
+    """A stored completion: its tokens and what the sampler reported about them; nats."""
 
     name: str
-    prompt_ids: IntArray | None = field(repr=False)  # None: the file holds none
+    prompt_ids: IntArray | None = field(repr=False)  # None: not stored
     token_ids: IntArray = field(repr=False)  # (T,)
-    logprobs: Floats = field(repr=False)  # (T,), NaN where there is none
-    is_counted: NDArray[np.bool_] | None = field(default=None, repr=False)  # (T,); None: all are
-    log_kept_mass: Floats | None = field(default=None, repr=False)  # (T,)
+    logprobs: Floats = field(repr=False)  # (T,), NaN if missing
+    is_counted: NDArray[np.bool_] | None = field(default=None, repr=False)  # (T,), loss mask; None: all True
+    log_kept_mass: Floats | None = field(default=None, repr=False)  # (T,) nats
     alternatives: Alternatives | None = field(default=None, repr=False)
     info: LogprobsInfo | None = None
 
@@ -92,7 +92,7 @@ class Rollout:
 
     @classmethod
     def of_record(cls, name: str, prompt_ids: Sequence[int] | None, record: FlatLogprobs) -> Rollout:
-        """The record of a completion's tokens."""
+        """Build a rollout from the record of a completion's tokens."""
         chosen, top = record.chosen_entries(), record.top_entries()
         mass = record.log_kept_mass
         return cls(
@@ -109,13 +109,13 @@ class Rollout:
 
 
 def write_rollouts(path: str | Path, outputs: Iterable[Any]) -> None:
-    """Write the completions of `LLM.generate`'s outputs, one row each, zstd-compressed.
+    """Write the completions of `LLM.generate` outputs to a Parquet file, one row each, zstd-compressed.
 
-    The numbers are those of the distribution that tokens were drawn from where the outputs have them, else
-    the raw ones; `LogprobsInfo`, in the file's metadata, says which.
+    Writes processed logprobs (of the sampling distribution) if the outputs have them, else raw ones;
+    `LogprobsInfo` in the file's metadata says which.
 
     Raises:
-        ParameterError: no completion, one without logprobs, or of other settings than the first.
+        ParameterError: no completions, a completion without logprobs, or completions with different settings.
     """
     rows = _rows(outputs)
     first = next(rows, None)
@@ -136,7 +136,7 @@ def write_rollouts(path: str | Path, outputs: Iterable[Any]) -> None:
 
 
 def _rows(outputs: Iterable[Any]) -> Iterator[tuple[LogprobsInfo | None, pa.RecordBatch]]:
-    """Each completion's info, and its row."""
+    """Yield the info and the row of each completion."""
     for output in outputs:
         for number, completion in enumerate(output.outputs):
             record = completion.processed_logprobs or completion.logprobs
@@ -164,17 +164,17 @@ def _row(name: str, prompt_ids: Sequence[int], record: FlatLogprobs) -> dict[str
 def read_rollouts(
     path: str | Path, prompts: Mapping[str, Sequence[int]] | None = None, *, logprobs: str | None = None
 ) -> Iterator[Rollout]:
-    """Stored completions one by one, in the memory of some.
+    """Yield stored completions one at a time, in bounded memory.
 
     Args:
-        path: what `write_rollouts` wrote, a trainer's Parquet file with columns such as `prompt_ids`,
+        path: a file of `write_rollouts`, a trainer's Parquet file with columns such as `prompt_ids`,
             `completion_ids` and `logprobs` (TRL) or `prompts`, `responses` and `rollout_log_probs` (verl), or
-            one of `records.write_parquet`.
-        prompts: ids of prompts by the names of completions, for a file that holds none.
-        logprobs: the column of the numbers, where a file has several.
+            a file of `records.write_parquet`.
+        prompts: completion name → prompt ids, for files without prompts.
+        logprobs: name of the logprobs column, if there are several.
 
     Raises:
-        InputError: not such a file, or columns that do not fit each other.
+        InputError: not such a file, or inconsistent columns.
     """
     with reading(path), pq.ParquetFile(path) as file:
         names = file.schema_arrow.names
@@ -220,7 +220,7 @@ def _rollout(
     ids = _column(row, "token_ids", np.int64)
     assert ids is not None, "a file without them is refused"
     mask = _column(row, "mask", np.bool_, len(ids))
-    # What is not counted at the end is filling, whose ids may be none of the model's.
+    # Masked tokens at the end are padding, whose ids may be outside the model's vocabulary.
     end = len(ids) if mask is None else int(np.flatnonzero(mask).max(initial=-1)) + 1
     logprobs = _column(row, "logprobs", np.float64, len(ids))
     mass = _column(row, "log_kept_mass", np.float64, len(ids))
@@ -277,5 +277,4 @@ def _alternatives(row: Mapping[str, Any], num_tokens: int, end: int) -> Alternat
 
 
 def _are_ids(numbers: Floats) -> bool:
-    """Return whether all are token ids."""
     return bool(((numbers >= 0) & (numbers <= MAX_ID) & (numbers == np.floor(numbers))).all())

@@ -1,9 +1,9 @@
-"""Stored samples against what a trainer gives their tokens: how far, of which distribution, what to apply.
+"""Compare the logprobs of stored samples with a trainer's: size, cause and correction of the mismatch.
 
-The rollouts are the sampler's (q), the other side is the trainer's (p): a model in process, or a second file.
-The trainer's target is its whole softmax at the sampler's temperature. What samplers report may be of that,
-of the raw distribution, or renormalised over what truncation kept, and a file of numbers need not say so:
-each is tried, and the one that fits names the correction.
+The rollouts are the sampler's (q); the other side is the trainer's (p), a model in process or a second file.
+The trainer's target is the full softmax at the sampler's temperature. A sampler's logprobs may be of that
+distribution, of the raw one, or renormalised after truncation, and a file often does not say which. All are
+tried, and the best match determines the correction.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ if TYPE_CHECKING:
     from logprobe.records.info import LogprobsInfo
     from logprobe.records.values import IntArray
 
-FITS_NATS: Final = 0.1  # numbers further off in the mean are of none of the distributions tried
-FIT_POSITIONS: Final = 32  # by which a temperature that nobody told is looked for
-FIT_GAIN: Final = 4.0  # it must be so many times nearer than what was told
-FAR_NATS: Final = 10.0  # what a token counts at most, such as one that can be drawn on one side alone
-HAIR_NATS: Final = 1e-9  # between means that are equal
-ROUNDING: Final = 1e-5  # of a mass of one: so much is missing of whole rows that are summed in float32
+FITS_NATS: Final = 0.1  # maximum mean distance at which a distribution matches
+FIT_POSITIONS: Final = 32  # positions used to fit an unknown temperature
+FIT_GAIN: Final = 4.0  # the fit must be this many times closer than the known distributions
+FAR_NATS: Final = 10.0  # distances are capped at this, e.g. for tokens that are possible on one side only
+HAIR_NATS: Final = 1e-9  # tolerance between equal means
+ROUNDING: Final = 1e-5  # whole rows summed in float32 may miss this much of a mass of one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """How far a trainer's numbers are from a sampler's, nats; ratios are p / q of trainer and sampler."""
+    """Mismatch between the logprobs of trainer (p) and sampler (q), nats; ratios are p / q."""
 
-    worst_nats: float  # largest |logprob p - logprob q| of a sampled token
+    worst_nats: float  # maximum |logprob p - logprob q| over sampled tokens
     mean_nats: float
     bias: float  # mean of logprob p - logprob q
-    k3: float  # mean of r - 1 - log r: an estimate of KL(q, p) by the sampled tokens alone (Schulman 2020)
-    kl: Spread  # KL(q, p) of each position's distribution
+    k3: float  # mean of r - 1 - log r: estimate of KL(q ‖ p) from the sampled tokens only (Schulman 2020)
+    kl: Spread  # KL(q ‖ p) per position
     total_variation: Spread
-    is_whole: bool  # False: of the tokens reported with all others lumped, so that both are lower bounds
+    is_whole: bool  # False: computed from the reported tokens and one rest, so both are lower bounds
     token_ratio: Spread
-    sequence_ratio: Spread  # products over the tokens of a completion
-    clipped_share: float  # of token ratios outside [0.8, 1.2]
+    sequence_ratio: Spread  # product of the token ratios of a completion
+    clipped_share: float  # share of token ratios outside [0.8, 1.2]
     sequence_clipped_share: float
-    effective_share: float  # Kish's effective sample size of the token ratios, as a share of the tokens
+    effective_share: float  # Kish's effective sample size of the token ratios / num_tokens
     sequence_effective_share: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Every figure by name, nested as JSON is; ±9999 where it is infinite."""
+        """Return all fields by name, for JSON; ±9999 if infinite."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return finite_fields(
             {name: value.to_dict() if isinstance(value, Spread) else value for name, value in values.items()}
@@ -70,25 +70,25 @@ class Mismatch:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutReport:
-    """What stored samples are, beside a trainer's numbers of the same tokens."""
+    """The distribution that stored logprobs are of, and their mismatch with a trainer's."""
 
     num_sequences: int
     num_tokens: int
-    shaping: Shaping  # what the samples were drawn with
-    target: str  # the trainer's distribution that ratios are taken with: "raw", or after "temperature"
-    distribution: str  # of what the stored numbers are; "none": nothing that was tried fits
-    scale: float | None  # the temperature that nobody told, where `distribution` is "scaled"
-    errors: dict[str, float]  # each distribution tried → mean distance of the stored numbers, nats
-    correction: str | None  # what to apply; None where nothing is to be corrected, or no cause is known
+    shaping: Shaping  # sampling parameters of the samples
+    target: str  # the trainer's distribution in the ratios: "raw" or "temperature"
+    distribution: str  # the best match of the stored logprobs; "none": none matches
+    scale: float | None  # the fitted temperature if `distribution` is "scaled"
+    errors: dict[str, float]  # distribution → mean distance of the stored logprobs, nats
+    correction: str | None  # what to do; None if nothing needs correction or the cause is unknown
     as_stored: Mismatch
-    corrected: Mismatch | None  # like with like: what is left is arithmetic; None where nothing fits
+    corrected: Mismatch | None  # with the matching distribution: numerical noise only; None if none matches
 
     def is_right(self, max_nats: float) -> bool:
-        """Whether every stored number is the target's, to this many nats."""
+        """Return whether every stored logprob is within `max_nats` of the target's."""
         return self.as_stored.worst_nats <= max_nats
 
     def to_dict(self) -> dict[str, Any]:
-        """Every figure by name, nested as JSON is."""
+        """Return all fields by name, for JSON."""
         return {
             "num_sequences": self.num_sequences,
             "num_tokens": self.num_tokens,
@@ -116,21 +116,21 @@ def compare_rollouts(
     min_p: float | None = None,
     prompts: Mapping[str, Sequence[int]] | None = None,
 ) -> RolloutReport:
-    """Compare the numbers that a sampler stored with those that a trainer gives the same tokens.
+    """Compare the logprobs that a sampler stored with a trainer's logprobs of the same tokens.
 
     Args:
-        rollouts: the sampler's, as a Parquet file that `read_rollouts` reads, or as it yields them.
-        other: the trainer: an `LLM`, a model of transformers in process (it runs in the mode that it is in),
-            or the same completions as it stored them.
-        temperature: that the samples were drawn with; None: as the rollouts say, 1 where they do not.
-        top_k: likewise; 0 keeps all.
-        top_p: likewise.
-        min_p: likewise.
-        prompts: ids of prompts by the names of rollouts whose file holds none.
+        rollouts: the sampler's completions: a Parquet file for `read_rollouts`, or `Rollout`s.
+        other: the trainer: an `LLM`, a transformers model in process (used in its current train or eval
+            mode), or the same completions as stored by the trainer.
+        temperature: of the samples; None: from the rollouts, else 1.
+        top_k: of the samples; 0: all tokens; None: from the rollouts, else 0.
+        top_p: of the samples; None: from the rollouts, else 1.
+        min_p: of the samples; None: from the rollouts, else 0.
+        prompts: completion name → prompt ids, for files without prompts.
 
     Raises:
-        InputError: no such file or columns, tokens that differ, or no prompt where a model needs one.
-        ParameterError: no completion with a number.
+        InputError: missing file or columns, different tokens, or no prompt although a model needs it.
+        ParameterError: no completion has logprobs.
         BatchError: a request failed.
     """
     asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -158,7 +158,7 @@ def _is_stored(other: Rollouts | Scorer | nn.Module) -> TypeGuard[Rollouts]:
 
 
 def _rows_of(model: Any, rollout: Rollout) -> Iterator[tuple[int, Floats]]:
-    """Whole raw rows of a completion, (start, (n, V) nats), by the hundreds of positions."""
+    """Yield (start, raw whole-vocabulary rows (n, V) in nats) for ranges of a completion's positions."""
     prompt = rollout.prompt_ids
     if prompt is None or not len(prompt):
         raise InputError(
@@ -189,7 +189,7 @@ def _module_rows(model: Any, ids: IntArray, start: int) -> Iterator[tuple[int, F
             yield begin, tempered(rows, 1.0)
 
 
-# -- stored against stored -----------------------------------------------------------------------------------
+# -- compare two files ---------------------------------------------------------------------------------------
 
 
 def _add_stored(table: _Table, rollouts: Iterable[Rollout], others: Iterable[Rollout]) -> None:
@@ -205,15 +205,15 @@ def _add_stored(table: _Table, rollouts: Iterable[Rollout], others: Iterable[Rol
 
 @dataclass(frozen=True, slots=True)
 class _Entries:
-    """Tokens with a number at some positions, the chosen one in column 0; others are filled up."""
+    """Tokens with logprobs at some positions, padded to the same number; the sampled token is in column 0."""
 
     token_ids: IntArray  # (n, K)
-    logprobs: Floats  # (n, K), -inf where there is none
-    is_there: NDArray[np.bool_]  # (n, K)
+    logprobs: Floats  # (n, K) nats, -inf in the padding
+    is_there: NDArray[np.bool_]  # (n, K), False in the padding
 
     @classmethod
     def of(cls, rollout: Rollout, start: int, stop: int) -> _Entries:
-        """Positions [start, stop) of a rollout."""
+        """Return positions [start, stop) of a rollout."""
         ids, logprobs = rollout.token_ids[start:stop, None], rollout.logprobs[start:stop, None]
         is_there = np.ones(ids.shape, np.bool_)
         top = rollout.alternatives
@@ -234,11 +234,11 @@ class _Entries:
         )
 
     def only(self, keep: NDArray[np.bool_]) -> _Entries:
-        """Those of some positions."""
+        """Return the positions in `keep`."""
         return _Entries(self.token_ids[keep], self.logprobs[keep], self.is_there[keep])
 
     def at(self, wanted: _Entries) -> Floats:
-        """Numbers of the tokens that others name, (n, K); NaN where there is none."""
+        """Return the logprobs of the tokens in `wanted`, (n, K) nats; NaN if not known."""
         numbers = np.full(wanted.token_ids.shape, np.nan)
         for row, ids in enumerate(wanted.token_ids):
             order = np.argsort(self.token_ids[row], kind="stable")
@@ -250,22 +250,22 @@ class _Entries:
         return numbers
 
 
-# -- what is gathered of all positions -----------------------------------------------------------------------
+# -- accumulate over all positions ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some positions under one distribution of the trainer's."""
+    """Comparison of some positions with one of the trainer's distributions; nats."""
 
-    chosen: Floats  # (n,) the trainer's logprobs of the sampled tokens
-    distance: Floats  # (n,) mean |logprob q - logprob p| of the tokens reported
+    chosen: Floats  # (n,), the trainer's logprobs of the sampled tokens
+    distance: Floats  # (n,), mean |logprob q - logprob p| of the reported tokens
     kl: Floats  # (n,)
     total_variation: Floats  # (n,)
-    is_whole: NDArray[np.bool_]  # (n,) whether the tokens reported hold all of the sampler's mass
+    is_whole: NDArray[np.bool_]  # (n,), whether the reported tokens hold all of the sampler's mass
 
 
 class _Table:
-    """Gathers positions: the sampler's numbers, and the trainer's under each name that there may be."""
+    """Collects the sampler's logprobs and the trainer's under each candidate distribution."""
 
     def __init__(self, asked: Mapping[str, Any]) -> None:
         self._asked = asked
@@ -273,12 +273,12 @@ class _Table:
         self._scale: float | None = None
         self._parts: dict[str, list[_Part]] = {}
         self._sampled: list[Floats] = []
-        self._sequences: list[IntArray] = []  # the number of the completion of each position
+        self._sequences: list[IntArray] = []  # index of the completion, per position
         self._num_sequences = 0
         self._has_mass = False
 
     def add(self, rollout: Rollout, start: int, count: int, trainer: Floats | _Entries) -> None:
-        """Some positions of a rollout from `start` on, with whole raw rows or stored numbers of a trainer."""
+        """Add positions of a rollout from `start` on; `trainer` is raw whole rows or stored logprobs."""
         shaping = self._shaping_of(rollout)
         self._num_sequences += start == 0
         stop = start + count
@@ -331,7 +331,7 @@ class _Table:
             "other",
             "has not all tokens; give the model that drew",
         )
-        # Where the sampler says what mass it kept, that holds: at its edge another arithmetic cuts otherwise.
+        # Use the sampler's kept mass if known: different rounding may truncate differently at the edge.
         known = shaping if mass is None else Shaping(temperature=shaping.temperature)
         named = distributions(rows, known)
         numbers = {name: np.take_along_axis(row, sampler.token_ids, 1) for name, row in named.items()}
@@ -346,7 +346,7 @@ class _Table:
         return numbers
 
     def report(self) -> RolloutReport:
-        """What all of it comes to.
+        """Compute the report.
 
         Raises:
             ParameterError: nothing was added.
@@ -383,7 +383,7 @@ class _Table:
 
 
 def _told(info: LogprobsInfo | None) -> dict[str, Any]:
-    """What a record says that its tokens were drawn with."""
+    """Return the sampling parameters stored in a record."""
     if info is None:
         return {}
     values = {name: getattr(info, name) for name in ("temperature", "top_k", "top_p", "min_p")}
@@ -393,7 +393,7 @@ def _told(info: LogprobsInfo | None) -> dict[str, Any]:
 def _stored_numbers(
     trainer: _Entries, sampler: _Entries, shaping: Shaping, mass: Floats | None
 ) -> dict[str, Floats]:
-    """A trainer's stored numbers, which are its target's; and what they are renormalised as the sampler's."""
+    """Return the trainer's stored logprobs by distribution: its target, and renormalised if possible."""
     numbers = trainer.at(sampler)
     target = "temperature" if shaping.divisor != 1 else "raw"
     if mass is None:
@@ -402,14 +402,14 @@ def _stored_numbers(
 
 
 def _renormalised(numbers: Floats, sampler: _Entries, mass: Floats) -> Floats:
-    """Numbers over what the sampler kept; a token that it reports cannot be drawn was not."""
+    """Renormalise logprobs over what the sampler kept; tokens that the sampler gives -inf were not kept."""
     return np.where(np.isneginf(sampler.logprobs), -np.inf, numbers - mass[:, None])
 
 
 def _scale(
     rows: Floats, sampler: _Entries, numbers: Mapping[str, Floats], few: NDArray[np.intp]
 ) -> float | None:
-    """The temperature that nobody told, where it explains far more of a few positions than what was told."""
+    """Return a fitted temperature if it matches a few positions far better than the known distributions."""
     reported = np.where(sampler.is_there, sampler.logprobs, -np.inf)[few]
     given = np.isfinite(reported)
     if not given.any():
@@ -437,7 +437,7 @@ def _part(sampler: _Entries, numbers: Floats) -> _Part:
 
 
 def _best(errors: Mapping[str, float]) -> str:
-    """The distribution that fits; of equal ones the first, and a fitted one only where it is far nearer."""
+    """Return the distribution that matches best; "scaled" only if far closer, "none" if nothing matches."""
     told = {name: error for name, error in errors.items() if name != "scaled"}
     least = min(told.values())
     best = next(name for name, error in told.items() if error <= least + HAIR_NATS)
@@ -464,7 +464,7 @@ def _correction(
     return None
 
 
-@np.errstate(invalid="ignore")  # an infinite ratio has quantiles, and a share, that are no numbers
+@np.errstate(invalid="ignore")  # quantiles and shares of infinite ratios are NaN
 def _mismatch(column: _Part, sampled: Floats, sequences: NDArray[np.integer[Any]]) -> Mismatch:
     logs = np.where(column.chosen == sampled, 0.0, column.chosen - sampled)
     by_sequence = np.asarray(np.bincount(sequences, weights=logs), np.float64)

@@ -1,4 +1,4 @@
-"""Which values a JSON schema lets stand at a place, where it names them one by one."""
+"""Enumerates the values that a JSON schema allows at a position of a document, if it lists them."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from logprobe.errors import ParameterError, require, shortened
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-MAX_WAYS: Final = 2_000  # to read a place of a schema: its alternatives, each with each
-MAX_WAYS_IN_ALL: Final = 10_000  # to read all places of one that is checked
-MAX_PARTS: Final = 100_000  # schemas of ways, as often as one is laid out
-MAX_DEPTH: Final = 100  # of references and alternatives within each other
-MAX_INTEGERS: Final = 1_000  # between two bounds
+MAX_WAYS: Final = 2_000  # combinations of alternatives at one position
+MAX_WAYS_IN_ALL: Final = 10_000  # at all positions, in `Schema.check`
+MAX_PARTS: Final = 100_000  # subschemas visited per layout, with repetitions
+MAX_DEPTH: Final = 100  # nested references and alternatives
+MAX_INTEGERS: Final = 1_000  # in a bounded range
 _TOO_MANY: Final = f"has more than {MAX_WAYS_IN_ALL:,} alternatives in all; name fewer, or nest them less"
 _TELLING: Final = frozenset(
     {"const", "enum", "type", "properties", "additionalProperties", "items", "prefixItems"}
 )
-"""Words of a schema that say something of its values, or of those within them."""
+"""Keywords that constrain a value or the values inside it."""
 _TYPES: Final[dict[str, list[Any]]] = {"boolean": [True, False], "null": [None]}
 
 Way: TypeAlias = "tuple[Mapping[str, Any], ...]"
-"""Schemas that all hold at a place, and say something of it themselves."""
+"""One choice among all alternatives of a position: the subschemas that apply there together."""
 
 
 def json_text(value: Any) -> str:
-    """A value as JSON in its usual spelling, which is a grammar's.
+    """Serialize a value in the spelling that grammars use.
 
-    `", "` and `": "` between parts, no escape that need not be, no exponent, no fraction of a whole number.
+    Separators are `", "` and `": "`; no unnecessary escapes, no exponents, whole floats without a fraction.
     """
     if isinstance(value, float):
         return format(Decimal(repr(value)), "f").removesuffix(".0")
@@ -38,23 +38,23 @@ def json_text(value: Any) -> str:
 
 
 class Schema:
-    """A JSON schema, asked for the members of a place: of an enum, a const, a boolean, a union of such.
+    """A JSON schema that lists the allowed values of a position: enum, const, boolean or a union of these.
 
-    It knows `properties`, `additionalProperties`, `items`, `prefixItems`, `$ref` into the schema itself,
-    `anyOf`, `oneOf` and `allOf`, and integers between two bounds. Of what else it says, members may break it:
-    a grammar then gives them nothing.
+    Supports `properties`, `additionalProperties`, `items`, `prefixItems`, `$ref` within the schema, `anyOf`,
+    `oneOf`, `allOf`, and integers between two bounds. Other keywords are ignored, so a listed value may
+    violate them; a grammar gives such a value no probability.
 
     Raises:
-        ParameterError: it is no object.
+        ParameterError: the schema is not an object.
     """
 
     def __init__(self, root: Any) -> None:
         require(isinstance(root, dict), "schema", "must be a JSON schema, an object", got=root)
         self._root: Mapping[str, Any] = root
-        self._known: dict[str, list[Way]] = {}  # by pointer
+        self._known: dict[str, list[Way]] = {}  # JSON pointer → ways
 
     def has_members(self) -> bool:
-        """Whether any part of it names values one by one."""
+        """Return whether any part of the schema lists its values."""
         level: list[Any] = [self._root]
         while level:
             if any(isinstance(part, dict) and _own_members(part) is not None for part in level):
@@ -63,12 +63,12 @@ class Schema:
         return False
 
     def check(self) -> None:
-        """Follow the schema to all of its places, so that `members` can go to each.
+        """Visit all positions of the schema, so that `members` cannot fail later.
 
-        A place is laid out only after what it takes has been counted.
+        The size of each position is checked before it is expanded.
 
         Raises:
-            ParameterError: as `members`, or too many alternatives in all.
+            ParameterError: as `members`, or too many alternatives in total.
         """
         layout = _Layout(self._root)
         pending, count, seen = [iter([layout.ways(self._root)])], 0, set[frozenset[tuple[int, ...]]]()
@@ -78,7 +78,7 @@ class Schema:
                 pending.pop()
                 continue
             own_parts = frozenset(map(_ids, ways))
-            if own_parts in seen:  # a reference led there before
+            if own_parts in seen:  # reached before through a reference
                 continue
             seen.add(own_parts)
             count += len(ways)
@@ -86,12 +86,12 @@ class Schema:
             pending.append(layout.all_further(ways))
 
     def members(self, pointer: str) -> list[Any] | None:
-        """The values that may stand at a place (RFC 6901), in the schema's order; None: it names none.
+        """Return the values allowed at a JSON pointer (RFC 6901), in the schema's order; None: not listed.
 
         Raises:
-            ParameterError: a reference that leads nowhere or in a circle, or too many alternatives.
+            ParameterError: an unresolvable or circular `$ref`, or too many alternatives.
         """
-        own: dict[int, list[Any] | None] = {}  # what each schema names itself
+        own: dict[int, list[Any] | None] = {}  # id of a subschema → values that it lists itself
         found: dict[str, Any] = {}
         seen = set[tuple[int, ...]]()
         for way in self._ways_at(pointer):
@@ -99,14 +99,14 @@ class Schema:
             named = {key: members for key in _ids(way) if (members := own[key]) is not None}
             if not named:
                 return None
-            if tuple(named) not in seen:  # else its values are those of another one
+            if tuple(named) not in seen:  # otherwise the values are known
                 seen.add(tuple(named))
                 for member in _in_all([*named.values()]):
                     found.setdefault(json_text(member), member)
         return list(found.values()) or None
 
     def _ways_at(self, pointer: str) -> list[Way]:
-        """The ways to read a place, laid out once."""
+        """Return the ways of a position, cached."""
         if pointer not in self._known:
             parent, is_below, part = pointer.rpartition("/")
             layout = _Layout(self._root)
@@ -119,21 +119,21 @@ class Schema:
 
 
 class _Layout:
-    """The ways to read places of a schema; beyond `MAX_PARTS` it refuses before it begins."""
+    """Computes the ways of positions; raises before it visits more than `MAX_PARTS` subschemas."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._left = MAX_PARTS
 
     def all_further(self, ways: list[Way]) -> Iterator[list[Way]]:
-        """The ways to read each value within one that may be read in these, value by value."""
+        """Yield the ways of each child of a position."""
         keys = _keys(ways)
         require(len(keys) * _num_parts(ways) <= self._left, "schema", _TOO_MANY)
         for key in keys:
             yield self.further(ways, key)
 
     def further(self, ways: list[Way], key: str) -> list[Way]:
-        """The ways to read a value within one that may be read in these, each of them once."""
+        """Return the distinct ways of one child of a position."""
         self._spend(_num_parts(ways))
         found: dict[tuple[int, ...], Way] = {}
         seen = set[tuple[int, ...]]()
@@ -147,12 +147,12 @@ class _Layout:
         return list(found.values())
 
     def ways(self, schema: Any, depth: int = 0) -> list[Way]:
-        """The ways to satisfy a schema."""
+        """Return the ways to satisfy a schema."""
         require(depth <= MAX_DEPTH, "schema", "refers to itself before any value; end the circle of $ref")
         self._spend(1)
         if schema is False:
             return []
-        if not isinstance(schema, dict):  # it lets any value through
+        if not isinstance(schema, dict):  # True allows any value
             return [()]
         ways: list[Way] = [(schema,) if _TELLING & schema.keys() else ()]
         for choices in self._choices(schema):
@@ -171,7 +171,7 @@ class _Layout:
         require(self._left >= 0, "schema", _TOO_MANY)
 
     def _choices(self, schema: Mapping[str, Any]) -> Iterator[list[Any]]:
-        """What must hold beside a schema's own words: of each list one."""
+        """Yield lists of subschemas; one of each list must hold in addition to the schema's own keywords."""
         if "$ref" in schema:
             yield [self._referred(schema["$ref"])]
         yield from ([part] for part in _list(schema.get("allOf")))
@@ -198,12 +198,12 @@ def _check_ways(count: int) -> None:
 
 
 def _ids(parts: Iterable[Any]) -> tuple[int, ...]:
-    """Parts of a schema by which they are told apart; they live as long as it does."""
+    """Return the identities of subschemas; they live as long as the root schema."""
     return tuple(map(id, parts))
 
 
 def _num_parts(ways: list[Way]) -> int:
-    """What ways take to go through: their schemas, and themselves."""
+    """Return the cost of visiting ways: their number and that of their subschemas."""
     return len(ways) + sum(map(len, ways))
 
 
@@ -216,10 +216,10 @@ def _parts(part: Any) -> list[Any]:
 
 
 def _children(way: Way, key: str) -> Iterator[Any]:
-    """What the schemas of a way say of a value within theirs."""
+    """Yield the subschemas that a way applies to one child."""
     for schema in way:
         properties, items = schema.get("properties"), schema.get("items")
-        first = _list(schema.get("prefixItems")) or _list(items)  # the latter as older drafts have it
+        first = _list(schema.get("prefixItems")) or _list(items)  # a list of `items`: drafts before 2020-12
         if isinstance(properties, dict) and key in properties:
             yield properties[key]
         elif key.isdigit() and int(key) < len(first):
@@ -231,7 +231,7 @@ def _children(way: Way, key: str) -> Iterator[Any]:
 
 
 def _keys(ways: list[Way]) -> set[str]:
-    """Names of values within one that may be read in these ways, and one of those that it does not name."""
+    """Return the keys of all children that the ways name, and one key that represents all others."""
     schemas = list({id(schema): schema for way in ways for schema in way}.values())
     named = {
         key
@@ -250,7 +250,7 @@ def _keys(ways: list[Way]) -> set[str]:
 
 
 def _in_all(named: list[list[Any]]) -> list[Any]:
-    """The values of the first list that all others have, too."""
+    """Return the values of the first list that all other lists contain."""
     texts = [set(map(json_text, members)) for members in named[1:]]
     return [member for member in named[0] if all(json_text(member) in others for others in texts)]
 
@@ -271,7 +271,7 @@ def _own_members(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _integers(schema: Mapping[str, Any]) -> list[int] | None:
-    """All integers between two bounds; None: it has not both, or more lie there than anybody names."""
+    """Return the integers between two bounds; None without both bounds, or if there are too many."""
     lows = [schema.get("minimum"), _next_to(schema.get("exclusiveMinimum"), 1)]
     highs = [schema.get("maximum"), _next_to(schema.get("exclusiveMaximum"), -1)]
     low = max((bound for bound in lows if _is_integer(bound)), default=None)

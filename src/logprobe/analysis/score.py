@@ -1,4 +1,4 @@
-"""`Score`: what a model gives one continuation, in every usual form."""
+"""`Score`: the log-probability of one continuation and the metrics derived from it."""
 
 from __future__ import annotations
 
@@ -22,38 +22,39 @@ if TYPE_CHECKING:
     from logprobe.records import FlatLogprobs
     from logprobe.text.boundary import Boundary
 
-COLUMNS = ("entropy", "varentropy", "margin")  # fields that a record has where they were asked for
+COLUMNS = ("entropy", "varentropy", "margin")  # optional columns of a record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What a model gives a continuation after its context; nats, -inf where a token is impossible.
+    """Log-probabilities of a continuation given its context; nats, -inf for an impossible token.
 
-    Where a token spans the end of the context, `boundary` is `bytes`: `logprob`, and what is computed from
-    it, is that of the continuation's bytes after the context's. The tokens are then those of the joined text
-    that reach into the continuation, the first of which may hold bytes of the context, too; `token_logprobs`,
-    `ranks`, `is_greedy`, `entropy` and `record` are theirs, and do not sum to `logprob`.
+    If a token spans the end of the context, `boundary` is `bytes`: `logprob` and everything derived from it
+    are the log-probability of the continuation's bytes given the context's bytes. The per-token fields
+    (`token_logprobs`, `ranks`, `is_greedy`, `entropy`, `record`) are then those of the tokens of the joined
+    text that reach into the continuation. The first of these may also hold bytes of the context, and the
+    `token_logprobs` do not sum to `logprob`.
     """
 
-    logprob: float  # sum over the continuation's tokens, or over all that spell its bytes (`boundary`)
-    token_logprobs: list[float]  # (num_tokens,)
+    logprob: float  # nats; of the continuation's tokens, or of its bytes if `boundary` is "bytes"
+    token_logprobs: list[float]  # (num_tokens,), nats
     token_ids: list[int]  # (num_tokens,)
     ranks: list[int]  # (num_tokens,), 1 + number of strictly more likely tokens
-    is_greedy: bool  # every token was the most likely one (ties count)
+    is_greedy: bool  # True if every token was the most likely one (ties count)
     num_tokens: int
     num_bytes: int  # UTF-8 bytes of the continuation
     num_chars: int  # Unicode code points of the continuation
-    entropy: list[float] | None = None  # (num_tokens,), nats; None where it was not asked for
-    varentropy: list[float] | None = None  # (num_tokens,), nats squared; likewise
-    margin: list[float] | None = None  # (num_tokens,), nats between the two likeliest; likewise
-    unconditional_logprob: float | None = None  # the same tokens after nothing; None where not asked for
-    record: FlatLogprobs | None = field(default=None, repr=False, compare=False)  # with the alternatives
-    boundary: Boundary = "token"  # whether `logprob` is a sum over these tokens, or over bytes
-    error: LogprobeError | None = None  # why there are no numbers; every sum is NaN then
+    entropy: list[float] | None = None  # (num_tokens,), nats; None if not requested
+    varentropy: list[float] | None = None  # (num_tokens,), nats squared; None if not requested
+    margin: list[float] | None = None  # (num_tokens,), nats between the two likeliest; None if not requested
+    unconditional_logprob: float | None = None  # nats, without the context; None if not requested
+    record: FlatLogprobs | None = field(default=None, repr=False, compare=False)  # includes alternatives
+    boundary: Boundary = "token"  # whether `logprob` is that of these tokens or of the continuation's bytes
+    error: LogprobeError | None = None  # why scoring failed; all sums are NaN then
 
     @classmethod
     def failed(cls, error: LogprobeError) -> Score:
-        """The score of a pair that could not be scored."""
+        """Return the score of a pair that could not be scored: no tokens, `logprob` NaN."""
         return cls(
             logprob=math.nan,
             token_logprobs=[],
@@ -75,7 +76,7 @@ class Score:
         *,
         unconditional_logprob: float | None = None,
     ) -> Score:
-        """Read a continuation's record, which ends with one position a token; their bytes are `data`."""
+        """Build a score from a record whose last positions are the continuation's; `data` is its bytes."""
         record = record[len(record) - len(token_ids) :]
         chosen = record.chosen_entries()
         ranks, extras = chosen.ranks.tolist(), record.extras
@@ -94,7 +95,7 @@ class Score:
         )
 
     def counted_by(self, data: bytes) -> Score:
-        """The same of a continuation that comes from these bytes of a text."""
+        """Return a copy whose `num_bytes` and `num_chars` are those of `data`, UTF-8 text."""
         return replace(self, num_bytes=len(data), num_chars=len(data.decode("utf-8", "replace")))
 
     def __repr__(self) -> str:
@@ -106,39 +107,39 @@ class Score:
 
     @property
     def logprob_per_token(self) -> float:
-        """Mean over tokens, nats."""
+        """Mean log-probability per token, nats."""
         return self.logprob / max(self.num_tokens, 1)
 
     @property
     def logprob_per_byte(self) -> float:
-        """Mean over UTF-8 bytes, nats; the sum where there is none."""
+        """Mean log-probability per UTF-8 byte, nats; `logprob` if there are no bytes."""
         return self.logprob / max(self.num_bytes, 1)
 
     @property
     def logprob_per_char(self) -> float:
-        """Mean over characters, nats; the sum where there is none."""
+        """Mean log-probability per character, nats; `logprob` if there are no characters."""
         return self.logprob / max(self.num_chars, 1)
 
     @property
     def perplexity(self) -> float | None:
-        """The exponential of the mean surprisal of a token."""
+        """The exponential of the mean surprisal per token; None without tokens."""
         return measures.perplexity(self.logprob, self.num_tokens)
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Mean surprisal of a byte in bits; None without any byte."""
+        """Mean surprisal per byte, bits; None without bytes."""
         return measures.bits_per_byte(self.logprob, self.num_bytes)
 
     @property
     def pmi(self) -> float | None:
-        """What the context adds, nats; None where the score after nothing was not asked for."""
+        """Pointwise mutual information with the context, nats; None without `unconditional_logprob`."""
         if self.unconditional_logprob is None:
             return None
         return measures.pmi(self.logprob, self.unconditional_logprob)
 
 
 def joined(scores: Sequence[Score], data: bytes, *, unconditional_logprob: float | None = None) -> Score:
-    """Join the scores of the windows of a continuation whose bytes are `data`, without their records."""
+    """Join the scores of a continuation's windows into one without a record; `data` is its bytes."""
     parts = {name: [getattr(score, name) for score in scores] for name in COLUMNS}
     columns: dict[str, Any] = {
         name: list(chain.from_iterable(lists)) for name, lists in parts.items() if None not in lists
@@ -159,10 +160,10 @@ def joined(scores: Sequence[Score], data: bytes, *, unconditional_logprob: float
 
 
 def whole_rows(record: FlatLogprobs) -> NDArray[np.float32]:
-    """The log-probabilities of the whole vocabulary by id, (T, V) nats, of a record that holds all of them.
+    """Return log-probabilities of the whole vocabulary, (T, V) float32, nats, column = token id.
 
     Raises:
-        ParameterError: it holds less (score with `logprobs=-1`).
+        ParameterError: the record does not hold the whole vocabulary (score with `logprobs=-1`).
     """
     entries = record.top_entries()
     widths = np.diff(entries.offsets)

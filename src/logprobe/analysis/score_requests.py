@@ -1,4 +1,4 @@
-"""Engine requests that score continuations, and the numbers of their outputs."""
+"""Engine requests that score continuations, and how to read their outputs."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def admit_splits(
     *,
     sampling: SamplingParams | None = None,
 ) -> list[Admitted]:
-    """Admit a request for each split that scores its continuation; errors as `Requests.admit`.
+    """Admit one request per split that scores its continuation; raises the errors of `Requests.admit`.
 
     Args:
-        splits: the continuations after their contexts.
-        params: the numbers to report.
-        requests: makes the requests.
-        request_ids: of the requests; None: new ones.
-        sampling: score under the distribution that these would draw from; None: the model's own.
+        splits: contexts with their continuations.
+        params: which numbers to report.
+        requests: admits the requests.
+        request_ids: one per split; None: new ids.
+        sampling: score under the distribution that these parameters would sample from; None: the model's own.
     """
     names: Sequence[str | None] = request_ids or [None] * len(splits)
     named = zip(splits, names, strict=True)
@@ -57,7 +57,7 @@ def _admit_forced(
     reports: SamplingParams,
     request_id: str | None,
 ) -> Admitted:
-    """All positions at once; one after another where processors look at what came before."""
+    """Score all tokens in one pass, or step by step if logits processors are in use."""
     forced = split.continuation
     asked = _forced_params(sampling, len(forced), reports)
     admitted = requests.admit(split.context, asked, forced_token_ids=forced, request_id=request_id)
@@ -72,10 +72,10 @@ def _admit_forced(
 
 
 def _forced_params(params: SamplingParams, num_tokens: int, reports: SamplingParams) -> SamplingParams:
-    """What gives the numbers of `num_tokens` given tokens under the distribution that `params` draw from.
+    """Return parameters that score `num_tokens` forced tokens under the sampling distribution of `params`.
 
-    How many numbers, of which ids, and which further columns, is what `reports` ask of a prompt; ids position
-    by position are those of the given tokens.
+    `reports` sets the number of logprobs, the token ids and the extra columns, as for a prompt. Per-position
+    ids refer to the forced tokens.
     """
     return replace(
         params,
@@ -93,10 +93,10 @@ def _forced_params(params: SamplingParams, num_tokens: int, reports: SamplingPar
 
 
 def at_temperature(temperature: float) -> SamplingParams:
-    """What draws from a model's own distribution at a temperature.
+    """Return parameters that sample from the model's own distribution at a temperature.
 
     Raises:
-        ParameterError: it is not positive.
+        ParameterError: the temperature is not positive.
     """
     params = SamplingParams(temperature=temperature)
     remedy = "must be positive: at 0 every token but the likeliest is impossible"
@@ -105,13 +105,13 @@ def at_temperature(temperature: float) -> SamplingParams:
 
 
 def _named_after(params: SamplingParams, start: int) -> SamplingParams:
-    """The same of a prompt whose positions from `start` on are those that the ids are named of."""
+    """Shift per-position token ids, given for the positions from `start` on, to prompt positions."""
     ids = params.logprob_token_ids
     return replace(params, logprob_token_ids=ids.after(start)) if isinstance(ids, IdLists) else params
 
 
 def scored(output: RequestOutput) -> FlatLogprobs:
-    """The record of what was scored: of a prompt, or of tokens taken in place of draws."""
+    """Return the record of the scored tokens, whether they were part of the prompt or forced."""
     record = output.prompt_logprobs
     record = output.outputs[0].logprobs if record is None else record
     assert record is not None, "numbers were asked for"
@@ -119,9 +119,9 @@ def scored(output: RequestOutput) -> FlatLogprobs:
 
 
 def scored_total(output: RequestOutput, healed: float | None = None) -> float:
-    """The log-probability of what was scored, nats: over its bytes, or the sum over its tokens.
+    """Return the log-probability of the continuation, nats: `healed` if given, else the sum over its tokens.
 
-    A prompt's first position, which nothing predicts, is left out.
+    The first position of a prompt has no log-probability and is skipped.
     """
     if healed is not None:
         return healed

@@ -1,6 +1,6 @@
-"""What scoring asks of a model: pairs of ids with their context, and how long a sequence may be.
+"""The protocol of models that score continuations, and helpers for its users.
 
-`LLM` is one; windows, surprisals, data sets and comparisons call nothing else of a model.
+`LLM` implements it. Windows, surprisals, data sets and comparisons use no other members of a model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R")
-IN_FLIGHT = 2  # calls at once: the engine works on one while the next is made ready
+IN_FLIGHT = 2  # concurrent calls: the next call is prepared while the engine works on one
 
 
 class Scorer(Protocol):
@@ -30,15 +30,15 @@ class Scorer(Protocol):
 
     @property
     def text(self) -> TextEdge:
-        """Where its text meets ids."""
+        """Converts text to token ids and back."""
 
     @property
     def engine(self) -> Front:
-        """What runs it."""
+        """The engine that runs the model."""
 
     @property
     def lora(self) -> str | None:
-        """The LoRA weights that it runs on."""
+        """Name of the LoRA adapter in use; None: none."""
 
     def score(
         self,
@@ -50,15 +50,19 @@ class Scorer(Protocol):
         unconditional: bool = False,
         logprobs: int = 0,
     ) -> list[Score]:
-        """As `LLM.score`."""
+        """Score continuations; see `LLM.score`."""
         ...
 
 
 def prefix_of(text: TextEdge, bos: bool | None) -> IntArray:
-    """What stands before a text: by the tokenizer's own rule (None), always BOS or EOS, or never anything.
+    """Return the ids to put before a text: BOS (EOS if the model has no BOS) or nothing.
+
+    Args:
+        text: encodes text.
+        bos: True: BOS; False: nothing; None: as the tokenizer does.
 
     Raises:
-        ParameterError: BOS is asked for, and the model has neither BOS nor EOS.
+        ParameterError: `bos` is True and the model has neither BOS nor EOS.
     """
     if bos:
         return text.prefix()
@@ -68,7 +72,7 @@ def prefix_of(text: TextEdge, bos: bool | None) -> IntArray:
 
 
 def in_flight(call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """`map` in order with the next item's call begun before this one's has ended, each on a thread."""
+    """Like `map`, in order, but run calls in threads and start the next one before this one has ended."""
     pool = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="logprobe-scoring")
     running: deque[Any] = deque()
     try:

@@ -1,6 +1,6 @@
-"""How likely texts are, summed over every way that tokens spell them, from whole next-token rows.
+"""Sums the probability of texts over all of their tokenizations, using next-token distributions.
 
-Before it: who asks for rows, a front door. After it: `Members`, what fields are asked for.
+A front end provides the rows that a `PathSum` requests; `Members` presents the results.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ids: TypeAlias = npt.NDArray[np.int64]
-TOLERANCE: Final = 1e-7  # of all texts' mass: what is not followed any further
-MAX_ROWS: Final = 1024  # that the texts of one place may take, where nobody says otherwise
-NEGLIGIBLE: Final = 1e-13  # of the same mass: a path that is given up
-MAX_OPEN: Final = 50_000  # paths that are kept to go on with
-STAGES: Final = 2  # the model's own distribution, and the same under a grammar
+TOLERANCE: Final = 1e-7  # share of the total mass that need not be followed
+MAX_ROWS: Final = 1024  # default limit of rows per position
+NEGLIGIBLE: Final = 1e-13  # share of the total mass below which a path is dropped
+MAX_OPEN: Final = 50_000  # open paths kept
+STAGES: Final = 2  # the model's own distribution, and the same masked by a grammar
 NO_IDS: Final[Ids] = np.empty(0, np.int64)
 
 
 class TokenIndex:
-    """Tokens by their bytes; those without any, and special ones, spell nothing and are left out."""
+    """Tokens sorted by their bytes, without special tokens and tokens without bytes."""
 
     def __init__(self, pieces: Iterable[bytes], special_ids: Iterable[int]) -> None:
         specials = frozenset(special_ids)
@@ -44,19 +44,19 @@ class TokenIndex:
         self.special_ids = np.array(sorted(specials), np.int64)
 
     def beginning_with(self, data: bytes) -> Ids:
-        """The tokens whose bytes begin with these."""
+        """Return the ids of the tokens whose bytes start with `data`."""
         size = len(data)
         start = bisect_left(self._pieces, data)
         stop = bisect_right(self._pieces, data, lo=start, key=lambda piece: piece[:size])
         return self._ids[start:stop]
 
     def exactly(self, data: bytes) -> Ids:
-        """The tokens whose bytes are these."""
+        """Return the ids of the tokens whose bytes equal `data`."""
         start = bisect_left(self._pieces, data)
         return self._ids[start : bisect_right(self._pieces, data, lo=start)]
 
     def within(self, data: bytes) -> Iterator[tuple[bytes, Ids]]:
-        """The beginnings of these bytes, without the whole, that are tokens."""
+        """Yield the proper prefixes of `data` that are tokens, with their ids."""
         for size in range(1, min(len(data), self._longest + 1)):
             piece = data[:size]
             ids = self.exactly(piece)
@@ -68,7 +68,7 @@ _INDEXES: WeakKeyDictionary[Vocabulary, dict[int, TokenIndex]] = WeakKeyDictiona
 
 
 def token_index(edge: TextEdge, vocab_size: int) -> TokenIndex:
-    """The tokens of a tokenizer that a model of `vocab_size` has, by their bytes; made once."""
+    """Return the index of a tokenizer's tokens with ids below `vocab_size`, cached."""
     known = _INDEXES.setdefault(edge.vocabulary, {})
     if vocab_size not in known:
         count = min(vocab_size, len(edge.vocabulary))
@@ -78,31 +78,31 @@ def token_index(edge: TextEdge, vocab_size: int) -> TokenIndex:
 
 
 class Ends(NamedTuple):
-    """The tokens by which a text is spelt to its end."""
+    """Tokens that complete a text."""
 
-    text: int  # its place among the texts
+    text: int  # index of the text
     token_ids: Ids
 
 
 class Steps(NamedTuple):
-    """What the tokens after some bytes lead to; all others lead to none of the texts."""
+    """Tokens that may come next; all other tokens lead to none of the texts."""
 
-    further: list[tuple[bytes, Ids]]  # bytes by then, and the tokens that lead there
+    further: list[tuple[bytes, Ids]]  # bytes so far including the tokens, and the tokens
     ends: list[Ends]
-    begins: Ids  # by which all is spelt that stands before the texts
+    begins: Ids  # tokens that complete the bytes before the texts
 
 
 class Texts:
-    """Texts that may stand at one place, as bytes.
+    """Alternative texts at one position, as bytes.
 
-    A text ends by itself (with its quote or bracket) or where one of `followers` comes after it.
+    A text is complete by itself (if it ends with a quote or bracket) or when one of `followers` comes next.
 
     Args:
-        before: what stands before each of them, where a token may hold bytes of both.
-        texts: none of which begins another, together with what follows it.
-        followers: bytes of which one must follow a text that does not end by itself.
-        may_end: whether the end of all, which special tokens are, may follow such a text too.
-        index: of the tokens.
+        before: bytes before every text that may share a token with it.
+        texts: none may be a prefix of another, including its follower.
+        followers: bytes, one of which must follow a text that is not complete by itself.
+        may_end: whether a special token may follow such a text, too.
+        index: the model's tokens.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Texts:
         self._known: dict[bytes, Steps] = {}
 
     def steps(self, spelt: bytes) -> Steps:
-        """What comes after these bytes, of `before` and of a text."""
+        """Return the next steps after these bytes of `before` and a text, cached."""
         if spelt not in self._known:
             self._known[spelt] = self._steps(spelt)
         return self._known[spelt]
@@ -149,22 +149,23 @@ def _ends_itself(text: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Path:
-    """Tokens that spell the beginning of a text."""
+    """Tokens that spell a prefix of a text."""
 
     token_ids: tuple[int, ...]
     spelt: bytes
-    logprobs: Floats  # (STAGES,) of these tokens one after the other, nats
+    logprobs: Floats  # (STAGES,) nats, sum over the tokens
 
 
 class PathSum:
-    """Sums the paths of tokens that spell some texts, the likeliest first.
+    """Sums the probability of texts over token paths, the likeliest first.
 
-    Ask `next_paths` for those whose next-token rows are wanted, give each to `take`, until there are none.
+    Call `next_paths` for the paths whose next-token rows are needed and pass each row to `take`, until there
+    are no more paths.
 
     Args:
-        texts: what is to be spelt.
-        max_rows: rows to ask for, at most.
-        has_grammar: whether `take` is given what a grammar allows; if not, the second stage stays empty.
+        texts: the texts.
+        max_rows: maximum number of rows to request.
+        has_grammar: whether `take` gets the tokens that a grammar allows; otherwise the second stage is -inf.
     """
 
     def __init__(self, texts: Texts, max_rows: int, *, has_grammar: bool) -> None:
@@ -173,18 +174,18 @@ class PathSum:
         self._open = [Path((), b"", np.array([0.0, 0.0 if has_grammar else -np.inf]))]
         self._given_up = np.full(STAGES, -np.inf)
         self._found = np.full((STAGES, texts.num_texts), -np.inf)
-        # Of all that spells what stands before the texts; nothing may.
+        # Log mass of all paths that spell `before`; an empty `before` has probability 1.
         self._begun = np.full(STAGES, -np.inf if texts.before else 0.0)
 
     def next_paths(self, most: int) -> list[Path]:
-        """The paths to go on with, at once; none where what is left is too little, or no row is left."""
+        """Return up to `most` paths to extend; none if the rest is negligible or no rows are left."""
         shares = self._shares()
         order = sorted(range(len(shares)), key=lambda i: (-shares[i], self._open[i].token_ids))
         kept = order[: min(int(np.sum(shares >= NEGLIGIBLE)), MAX_OPEN)]
         if len(kept) < len(order):
             lost = logsumexp(np.array([self._open[i].logprobs for i in order[len(kept) :]]).T)
             self._given_up = np.logaddexp(self._given_up, lost)
-        # The tail that together is within the tolerance waits, in case it is never needed.
+        # Paths whose total is within the tolerance stay open: they count as unresolved.
         left = np.cumsum(shares[kept][::-1])[::-1]
         count = min(int(np.sum(left > TOLERANCE)), self._rows_left, most)
         chosen = [self._open[i] for i in kept[:count]]
@@ -193,9 +194,9 @@ class PathSum:
         return chosen
 
     def take(self, path: Path, row: npt.NDArray[np.float32], allowed: npt.NDArray[np.bool_] | None) -> None:
-        """Go on from a path by its row (V,), nats, and by what the grammar allows after it, (V,) bool.
+        """Extend a path by its next-token row (V,), nats, and the tokens that the grammar allows, (V,) bool.
 
-        None: there is no grammar, or it does not allow the path.
+        `allowed` is None without a grammar, or if the grammar does not allow the path.
         """
         steps, before = self._texts.steps(path.spelt), path.logprobs
         stages = _stages(row.astype(np.float64), allowed)
@@ -209,35 +210,35 @@ class PathSum:
                 self._open.append(Path((*path.token_ids, token_id), spelt, before + stages[:, token_id]))
 
     def give_up(self, path: Path) -> None:
-        """Count a path that was to be gone on with, and whose row cannot be had, as not followed."""
+        """Drop a path whose row is not available; its mass counts as unresolved."""
         self._given_up = np.logaddexp(self._given_up, path.logprobs)
 
     def logprobs(self, stage: int) -> Floats:
-        """Of each text after what stands before it, (T,) nats; off by `unresolved` at most."""
+        """Return log P(text given `before`) of each text, (T,) nats; the error is at most `unresolved`."""
         begun = self._begun[stage]
         found: Floats = self._found[stage] - (begun if np.isfinite(begun) else 0.0)
         return np.minimum(found, 0.0)
 
     def unresolved(self, stage: int) -> float:
-        """The probability of what was not followed, after what stands before the texts."""
+        """Return the probability of the paths not followed, given `before`."""
         return float(min(np.exp(self._left(stage) - self._begun[stage]), 1.0))
 
     def _left(self, stage: int) -> Floats:
         return logsumexp([self._given_up[stage], *(path.logprobs[stage] for path in self._open)])
 
     def _shares(self) -> Floats:
-        """Of each open path in all that is found or open, at that of the stages where it is the larger."""
+        """Return the share of each open path in the total mass, in the stage where it is larger."""
         if not self._open:
             return np.empty(0)
         logs = np.array([path.logprobs for path in self._open]).T
         whole = np.logaddexp(logsumexp(self._found), logsumexp(logs))
-        with np.errstate(invalid="ignore"):  # of a stage where nothing is possible
+        with np.errstate(invalid="ignore"):  # a stage without any mass
             shares: Floats = np.nan_to_num(np.exp(logs - whole[:, None])).max(axis=0)
         return shares
 
 
 def _stages(row: Floats, allowed: npt.NDArray[np.bool_] | None) -> Floats:
-    """A row, and what a grammar leaves of it, renormalised: (STAGES, V)."""
+    """Return a row and the row masked by the grammar, renormalised, (STAGES, V)."""
     stages = np.stack([row, np.full_like(row, -np.inf)])
     if allowed is not None:
         stages[1, allowed] = row[allowed] - logsumexp(row[allowed])

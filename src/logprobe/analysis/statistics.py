@@ -1,4 +1,4 @@
-"""Means with their errors, spreads, and the figures that llama.cpp prints of two models."""
+"""Means with standard errors, summary statistics, and llama.cpp's metrics for comparing two models."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ PERCENT: Final = 100.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mean:
-    """A mean and its standard error (None of fewer than two rows)."""
+    """A mean and its standard error (None with fewer than two values)."""
 
     mean: float
     error: float | None
 
     @classmethod
     def of(cls, values: ArrayLike) -> Mean:
-        """Return the mean of at least one number."""
+        """Return the mean of at least one value."""
         mean, error = mean_and_error(values)
         return cls(mean=mean, error=error)
 
@@ -41,13 +41,13 @@ class Mean:
 
 
 class Moments:
-    """Mean and standard error of numbers that come in runs (Chan et al. 1979)."""
+    """Streaming mean and standard error of values that come in batches (Chan et al. 1979)."""
 
     def __init__(self) -> None:
         self.count, self.mean, self._squares = 0, 0.0, 0.0
 
     def add(self, values: Floats) -> None:
-        """Add a run of numbers."""
+        """Add a batch of values."""
         if not len(values):
             return
         count, mean = len(values), float(values.mean())
@@ -58,7 +58,7 @@ class Moments:
         self.count = total
 
     def result(self) -> Mean | None:
-        """Return their mean; None of no number."""
+        """Return the mean; None if there are no values."""
         if not self.count:
             return None
         if self.count < 2:
@@ -68,7 +68,7 @@ class Moments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """How some numbers lie."""
+    """Mean, maximum and quantiles of some values."""
 
     mean: float
     max: float
@@ -76,8 +76,8 @@ class Spread:
 
     @classmethod
     def of(cls, values: Floats) -> Spread:
-        """The spread of at least one number."""
-        with np.errstate(invalid="ignore"):  # beside an infinite one
+        """Compute the summary of at least one value."""
+        with np.errstate(invalid="ignore"):  # infinite values
             values_at = np.quantile(values, QUANTILES)
         return cls(
             mean=float(values.mean()),
@@ -86,26 +86,26 @@ class Spread:
         )
 
     def to_dict(self) -> dict[str, float | None]:
-        """Every figure by name, quantiles as percentiles; ±9999 where it is infinite."""
+        """Return all fields by name, quantiles as percentiles; ±9999 if infinite."""
         percentiles = {f"p{100 * share:g}": value for share, value in self.quantiles.items()}
         return finite_fields({"mean": self.mean, "max": self.max, **percentiles})
 
 
 @np.errstate(invalid="ignore")
 def effective_share(logs: Floats) -> float:
-    """Kish's effective sample size as a share, from the logarithms of ratios; NaN with an infinite one."""
-    # From the largest, as the ratio of a text may be too large for a float.
+    """Return Kish's effective sample size as a share, from log ratios; NaN if a ratio is infinite."""
+    # Subtract the maximum, because the ratio of a text may overflow.
     return effective_sample_size(np.exp(logs - logs.max())) / len(logs)
 
 
-# -- as llama.cpp --------------------------------------------------------------------------------------------
-# The figures that `llama-perplexity --kl-divergence` prints, by its names, in its units. Q is the model that
-# is judged, base the one that it stands for. A standard error is that of independent positions;
-# `tools/perplexity/perplexity.cpp` has the same formulas, in sums.
+# -- llama.cpp's metrics -------------------------------------------------------------------------------------
+# The metrics of `llama-perplexity --kl-divergence`, with its names and units. Q is the model under test, base
+# is the reference. Standard errors assume independent positions. `tools/perplexity/perplexity.cpp` has the
+# same formulas, written as sums.
 
 
 class Figure(NamedTuple):
-    """A number, its standard error where it has one, and what it is counted in where that is percent."""
+    """A metric with its standard error, if it has one, and its unit if that is percent."""
 
     value: float
     error: float | None = None
@@ -113,7 +113,7 @@ class Figure(NamedTuple):
 
 
 def figures(base: Floats, other: Floats, kl: Floats, is_same_best: NDArray[np.bool_]) -> dict[str, Figure]:
-    """All figures of at least one position, (T,) each: logprobs of base and Q, KL, same best token; nats."""
+    """Return all metrics from arrays (T,), T >= 1: logprobs and KL in nats, same most likely token."""
     with np.errstate(invalid="ignore", over="ignore"):
         return (
             _of_perplexities(-base, -other)
@@ -124,7 +124,7 @@ def figures(base: Floats, other: Floats, kl: Floats, is_same_best: NDArray[np.bo
 
 
 def _of_perplexities(base: Floats, other: Floats) -> dict[str, Figure]:
-    """Of surprisals; errors go through exp by its derivative."""
+    """Metrics of perplexity from surprisals; errors of exponentials use the delta method."""
     q, p, ratio = _mean(other), _mean(base), _mean(other - base)
     figures = {"Mean PPL(Q)": _exponential(q), "Mean PPL(base)": _exponential(p)}
     if len(base) > 1:
@@ -132,7 +132,7 @@ def _of_perplexities(base: Floats, other: Floats) -> dict[str, Figure]:
         figures["Cor(ln(PPL(Q)), ln(PPL(base)))"] = Figure(PERCENT * correlation, None, "%")
     figures["Mean ln(PPL(Q)/PPL(base))"] = ratio
     figures["Mean PPL(Q)/PPL(base)"] = _exponential(ratio)
-    # The deviation of a difference of exponentials is that of this sum.
+    # By the delta method, the error of a difference of exponentials is that of this linear combination.
     apart = _mean(np.exp(q.value) * other - np.exp(p.value) * base)
     figures["Mean PPL(Q)-PPL(base)"] = Figure(float(np.exp(q.value) - np.exp(p.value)), apart.error)
     return figures
@@ -148,7 +148,7 @@ def _of_divergences(kl: Floats) -> dict[str, Figure]:
 
 
 def _of_changes(changes: Floats) -> dict[str, Figure]:
-    """Of changes of the given tokens' probabilities."""
+    """Metrics of the change in probability of the given tokens."""
     percent = PERCENT * changes
     quantiles = np.quantile(percent, CHANGE_QUANTILES).tolist()
     named = {

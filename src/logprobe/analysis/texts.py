@@ -1,11 +1,11 @@
-"""Texts → surprisals of their tokens, summed over words, sentences, characters or what a pattern finds.
+"""Surprisals of the tokens of texts, summed over words, sentences, characters or regex matches.
 
-The units tile the tokens: each token counts in exactly one word, so that the sums over words and over tokens
-are the same. Spaces before a word are the word's, as in the tokens; a token that reaches into two words makes
-them one unit.
+Words and sentences tile the tokens: each token belongs to exactly one word, so the sums over words and over
+tokens are equal. Spaces before a word belong to that word, as in the tokens; a token that spans two words
+merges them into one unit.
 
-Where the vocabulary marks the beginning of a word (" cat"), the tokens of a word do not say that it ends with
-them: "mat" is the beginning of "matron", too. `boundary="end"` counts the end to the word.
+If the vocabulary marks the beginning of a word (" cat"), the tokens of a word do not say that the word ends
+after them: "mat" also begins "matron". `boundary="end"` includes the end of a word in its probability.
 """
 
 from __future__ import annotations
@@ -44,71 +44,71 @@ Span: TypeAlias = tuple[int, int]
 """Characters [start, end) of a text."""
 
 _OPEN, _SCRIPT = r"[\p{Ps}\p{Pi}]", r"[\p{Han}\p{Hiragana}\p{Katakana}]"
-# A run without spaces with its punctuation; of scripts that write none between words, one character.
+# A run of non-space characters with its punctuation; in scripts without spaces, a single character.
 WORD = regex.compile(
     rf"{_OPEN}*+{_SCRIPT}\p{{M}}*+[^\P{{P}}\p{{Ps}}\p{{Pi}}]*+|(?:(?!{_SCRIPT})\S)+", regex.VERSION1
 )
-# Up to the marks that end it with what closes quotes, to a blank line, or to the end.
+# Ends at terminal punctuation with any closing quotes, before a blank line, or at the end of the text.
 SENTENCE = regex.compile(
     r"\S.*?(?:[.!?…]++[\p{Pe}\p{Pf}\"']*+(?=\s|\Z)|[。！？]++[\p{Pe}\p{Pf}]*+|(?=\s*\n\s*\n)|(?=\s*\Z))",
     regex.VERSION1 | regex.DOTALL,
 )
 _PATTERNS = {"word": WORD, "sentence": SENTENCE}
 NATS: Final = {"nats": 1.0, "bits": float(np.log(2))}
-ROWS_A_CALL = 64  # whole rows that are held at once: some 400 KB each at a vocabulary of 49,152
+ROWS_A_CALL = 64  # whole-vocabulary rows held at once: about 400 KB each (ids and logprobs) at 49,152 tokens
 ROW_COLUMNS: Final = ("surprisal", "entropy", "unit", "tokens", "start", "end", "note")
-"""Of `ScoredText.rows`, after the unit's text."""
+"""Columns of `ScoredText.rows` after the unit's text."""
 NOT_SCORED = "nothing predicts its first token"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Some tokens that stand together, and what the model gives them."""
+    """A run of tokens (a token, word, sentence or span) with its log-probability."""
 
     text: str
-    start: int  # characters [start, end) of the whole text
+    start: int  # characters [start, end) of the text
     end: int
     first_token: int  # tokens [first_token, end_token)
     end_token: int
-    num_scored: int  # tokens that something predicts: all but the first of a text without BOS
-    logprob: float | None  # sum over them, nats; None where there is none
-    entropy: float | None = None  # nats, of the distribution of its first token
-    unit: NatsOrBits = "nats"  # of `surprisal`
+    num_scored: int  # tokens with a log-probability: all but the first token of a text without BOS
+    logprob: float | None  # nats, sum over the scored tokens; None if there are none
+    entropy: float | None = None  # nats, of the distribution of the first token
+    unit: NatsOrBits = "nats"  # unit of `surprisal`
 
     @property
     def surprisal(self) -> float | None:
-        """Minus the logprob, in the unit."""
+        """Negative log-probability, in `unit`."""
         return None if self.logprob is None else -self.logprob / NATS[self.unit]
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of its tokens are scored, and there are any."""
+        """True if the unit has tokens and all of them are scored."""
         return 0 < self.num_scored == self.end_token - self.first_token
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredText:
-    """A text whose tokens have been scored; a slice by characters, words, sentences or tokens is a `Unit`.
+    """A text with its scored tokens; indexing by characters, words, sentences or tokens gives a `Unit`.
 
-    All places are of the text that was given, also where the tokenizer rewrites it (NFC, lower case, spaces
-    that an added token swallows). Tokens of a character that was rewritten cover the whole of it.
+    All positions refer to the text as given, even if the tokenizer rewrites it (NFC, lower case, spaces
+    absorbed by an added token). Tokens of a rewritten character cover the whole character.
 
-    `scored[3:6, "word"]` sums words 3 to 5; `scored[10:20]` the tokens that reach into these characters.
+    `scored[3:6, "word"]` sums words 3 to 5; `scored[10:20]` sums the tokens that overlap these characters.
     """
 
     text: str
     token_ids: NDArray[np.int32]  # (T,)
-    # (T, 2): bytes [start, end) of the text's UTF-8 that each token comes from; both columns ascend. Tokens
-    # of a piece of text that the tokenizer rewrote share one span.
+    # (T, 2): bytes [start, end) of the UTF-8 text that each token comes from; both columns ascend. Tokens of
+    # a stretch of text that the tokenizer rewrote share one span.
     byte_spans: Spans
-    logprobs: NDArray[np.float64]  # (T,) nats; NaN where nothing predicts the token
-    ranks: NDArray[np.int64]  # (T,); 0 where nothing predicts the token
-    entropy: NDArray[np.float64]  # (T,) nats; NaN where nothing predicts the token
-    bos_token_id: int | None = None  # what stood before the text; None: nothing
-    unit: NatsOrBits = "nats"  # of surprisals, and of tables
-    # Of `boundary="end"`; None: words are their tokens alone.
-    begins_word: NDArray[np.bool_] | None = None  # (T,) tokens marked as a beginning
-    log_begin_mass: NDArray[np.float64] | None = None  # (T + 1,) nats: of all such tokens before token t
+    logprobs: NDArray[np.float64]  # (T,) nats; NaN for a token that is not scored
+    ranks: NDArray[np.int64]  # (T,); 0 for a token that is not scored
+    entropy: NDArray[np.float64]  # (T,) nats; NaN for a token that is not scored
+    bos_token_id: int | None = None  # token put before the text; None: none
+    unit: NatsOrBits = "nats"  # unit of surprisals and tables
+    # For `boundary="end"`; None: the end of a word is not included in its probability.
+    begins_word: NDArray[np.bool_] | None = None  # (T,) whether the token begins a word
+    log_begin_mass: NDArray[np.float64] | None = None  # (T + 1,) nats: log P(token t begins a word)
 
     @property
     def logprob(self) -> float:
@@ -117,24 +117,24 @@ class ScoredText:
 
     @property
     def tokens(self) -> list[Unit]:
-        """Each token as a unit; one that holds part of a character covers the whole of it."""
+        """Each token as a unit; a token that holds part of a character covers the whole character."""
         return [self._unit(token, token + 1) for token in range(len(self.token_ids))]
 
     @property
     def words(self) -> list[Unit]:
-        """Runs between spaces with their punctuation; Han and kana character by character."""
+        """Words with their punctuation, split at white space; each Han or kana character is a word."""
         return self._tiled(_PATTERNS["word"].finditer(self.text))
 
     @property
     def sentences(self) -> list[Unit]:
-        """Sentences with the marks that end them; a blank line ends one too."""
+        """Sentences with their closing punctuation; a blank line also ends a sentence."""
         return self._tiled(_PATTERNS["sentence"].finditer(self.text))
 
     def units(self, by: By) -> list[Unit]:
-        """The tokens, words, sentences or characters of the text.
+        """Return the tokens, words, sentences or characters of the text.
 
         Raises:
-            ParameterError: another unit.
+            ParameterError: `by` is none of these.
         """
         if by == "char":
             return self.spans((start, start + 1) for start in range(len(self.text)))
@@ -144,22 +144,22 @@ class ScoredText:
         return units
 
     def rows(self, by: By = "word") -> list[dict[str, Any]]:
-        """A row a unit: its text without the spaces around it, `surprisal`, `entropy`, `tokens`, its place.
+        """Return one row per unit: its stripped text and the columns `ROW_COLUMNS`.
 
-        Both numbers are in `unit`. The entropy is that of the distribution of the unit's first token;
-        `tokens` is how many it has, [start, end) its characters with the spaces. A unit whose first token
-        nothing predicts has None for numbers, and a `note` that says so.
+        `surprisal` and `entropy` are in `unit`; the entropy is that of the distribution of the first token.
+        `tokens` is the number of tokens, [start, end) the characters including spaces. Both numbers are None
+        for a unit with an unscored token, and `note` says why.
 
         Raises:
-            ParameterError: another unit.
+            ParameterError: `by` is not a known unit.
         """
         return [self._row(by, unit) for unit in self.units(by)]
 
     def to_pandas(self, by: By = "word") -> Any:
-        """`rows` as a pandas data frame (extra `frames`), NaN where there is no number.
+        """Return `rows` as a pandas data frame (extra `frames`), NaN for missing numbers.
 
         Raises:
-            ParameterError: another unit, or pandas is not installed.
+            ParameterError: `by` is not a known unit, or pandas is not installed.
         """
         from logprobe.records.forms.frames import frame_of
 
@@ -181,7 +181,7 @@ class ScoredText:
         }
 
     def spans(self, spans: Iterable[Span]) -> list[Unit]:
-        """What the model gives some spans of characters; each covers every token that reaches into it.
+        """Return a unit for each span of characters; it includes every token that overlaps the span.
 
         Raises:
             ParameterError: a span outside the text, or one that ends before it starts.
@@ -189,7 +189,7 @@ class ScoredText:
         return [self._cover(start, end) for start, end in spans]
 
     def matching(self, pattern: str | re.Pattern[str]) -> list[Unit]:
-        """The spans that a regular expression finds; see `spans`."""
+        """Return a unit for each match of a regular expression; see `spans`."""
         find: Callable[[str], Iterator[re.Match[str]]] = (
             regex.compile(pattern).finditer if isinstance(pattern, str) else pattern.finditer
         )
@@ -208,9 +208,9 @@ class ScoredText:
 
     @cached_property
     def _boundary_logprobs(self) -> NDArray[np.float64] | None:
-        """What is counted to a word that ends before token t, and taken from one that begins there, (T + 1,).
+        """Term added to a word that ends before token t and subtracted from one that starts there.
 
-        Nats; 0 where the vocabulary does not mark token t, such as between Han characters.
+        (T + 1,) nats; 0 where the vocabulary does not mark token t as a beginning, as between Han characters.
         """
         if self.begins_word is None or self.log_begin_mass is None:
             return None
@@ -218,13 +218,13 @@ class ScoredText:
 
     @cached_property
     def _chars_before(self) -> NDArray[np.int64]:
-        """Characters that begin before byte b, (num_bytes + 1,)."""
+        """Number of characters that start before byte b, (num_bytes + 1,)."""
         data = np.frombuffer(self.text.encode(), np.uint8)
         return np.concatenate([[0], np.cumsum((data & 0xC0) != 0x80)]).astype(np.int64)
 
     @cached_property
     def _byte_of_char(self) -> NDArray[np.int64]:
-        """Where each character begins, (num_chars + 1,)."""
+        """Byte offset of each character and of the end, (num_chars + 1,)."""
         data = np.frombuffer(self.text.encode(), np.uint8)
         return np.append(np.flatnonzero((data & 0xC0) != 0x80), len(data))
 
@@ -250,7 +250,7 @@ class ScoredText:
         end_byte = self.byte_spans[end - 1, 1] if first < end else start_byte
         start = int(self._chars_before[start_byte])
         if start_byte < num_bytes and self._byte_of_char[start] != start_byte:
-            start -= 1  # within a character
+            start -= 1  # the token starts inside a character
         stop = max(int(self._chars_before[end_byte]), start)
         scored = self.logprobs[first:end][~np.isnan(self.logprobs[first:end])]
         logprob = float(scored.sum()) if len(scored) else None
@@ -272,14 +272,18 @@ class ScoredText:
 
 
 def _tile(byte_spans: Spans, cores: NDArray[np.int64]) -> list[int]:
-    """Where the units that hold these cores (n, 2) begin in the tokens, and their end: (n' + 1,), n' ≤ n.
+    """Return the token bounds of the units that hold these cores, n' + 1 of them, n' ≤ n.
 
-    A token of spaces alone goes to the core after it, one that reaches into two cores joins them.
+    A token of spaces only belongs to the next core; a token that overlaps two cores merges them.
+
+    Args:
+        byte_spans: (T, 2) bytes [start, end) of each token.
+        cores: (n, 2) bytes [start, end) of each match.
     """
     starts, ends = byte_spans.T
     first = np.searchsorted(cores[:, 1], starts, side="right")
     last = np.searchsorted(cores[:, 0], ends, side="left") - 1
-    # The core that a token is of: the first that it touches, or for one of spaces alone the next.
+    # The core of each token: the first one it overlaps, or the next one if it is only spaces.
     core_of = np.minimum(first, len(cores) - 1)
     is_new = np.append(True, core_of[1:] > np.maximum.accumulate(np.maximum(last, core_of))[:-1])
     return [*np.flatnonzero(is_new).tolist(), len(byte_spans)]
@@ -293,7 +297,7 @@ def _as_slice(which: slice | int) -> slice:
 
 
 @overload
-def surprisal(  # type: ignore[overload-overlap]  # one text comes first, though a str is a sequence of them
+def surprisal(  # type: ignore[overload-overlap]  # `str` is first because it is also a sequence of `str`
     llm: Scorer,
     texts: str,
     *,
@@ -326,25 +330,24 @@ def surprisal(
 ) -> ScoredText | list[ScoredText]:
     """Score every token of a text, or of many texts at once, with ranks and entropies.
 
-    With `boundary="end"` a word or sentence is as likely as its tokens and its end together, given that a
-    word begins: P(tokens) · P(the next token begins a word, or ends the text) / P(the first token begins a
-    word), so that the probabilities of all words sum to 1 (Pimentel & Meister 2024,
-    https://arxiv.org/abs/2406.14561; Oh & Schuler 2024, https://arxiv.org/abs/2406.10851). A token begins a
-    word if its text begins with white space, or the text ends with it (EOS). Where the vocabulary does not
-    mark the first token, as at the beginning of a text for most, nothing is divided, as in minicons'
-    `bow_correction`. The masses are sums over whole rows, of which 64 are held at a time; tokens and spans
-    keep their own numbers.
+    With `boundary="end"` the probability of a word or sentence includes its end, given that a word begins:
+    P(tokens) · P(the next token begins a word, or ends the text) / P(the first token begins a word), so that
+    the probabilities of all words sum to 1 (Pimentel & Meister 2024, https://arxiv.org/abs/2406.14561; Oh &
+    Schuler 2024, https://arxiv.org/abs/2406.10851). A token begins a word if its text begins with white space
+    or if it is EOS. If the vocabulary does not mark the first token (mostly at the beginning of a text),
+    there is no division, as in minicons' `bow_correction`. The masses are sums over whole-vocabulary rows, of
+    which 64 are held at a time. The logprobs of tokens and spans do not change.
 
     Args:
         llm: the model, such as `llm.with_lora(name)`.
-        texts: one or many, of any length: what the context cannot hold is scored in sliding windows.
-        boundary: "end" counts the end of a word to the word; None: its tokens alone.
-        unit: of surprisals and of tables, "nats" or "bits"; logprobs stay in nats.
-        bos: put BOS (EOS where the model has none) before each text, so that its first token is scored too,
-            or do not; None: as its tokenizer does.
-        window: tokens a window; the default is the model's context.
-        stride: tokens from one window to the next; the default is half a window, and a whole one makes them
-            disjoint, the first token of each without a number.
+        texts: one or many, of any length; a text longer than the context is scored in sliding windows.
+        boundary: "end" includes the end of a word in its probability; None: only its tokens.
+        unit: unit of surprisals and tables, "nats" or "bits"; logprobs are always in nats.
+        bos: True: put BOS (EOS if the model has no BOS) before each text, so that its first token is scored
+            too; False: do not; None: as the tokenizer does.
+        window: tokens per window; the default is the model's context.
+        stride: tokens from one window to the next; the default is half a window. With a stride of a whole
+            window the windows are disjoint, and the first token of each is not scored.
 
     Raises:
         ParameterError: a text that cannot be encoded, a window or stride that cannot be used.
@@ -379,7 +382,7 @@ def _windows(sequence: IntArray, settings: WindowSettings) -> list[Window]:
 
 
 Columns: TypeAlias = "dict[str, NDArray[Any]]"
-"""Numbers of the tokens of a sequence, by their fields of `ScoredText`."""
+"""Per-token values of a sequence, by field name of `ScoredText`."""
 
 
 def _read_tokens(llm: Scorer, ids: Sequence[IntArray], settings: WindowSettings) -> list[Columns]:
@@ -392,7 +395,7 @@ def _read_tokens(llm: Scorer, ids: Sequence[IntArray], settings: WindowSettings)
 
 
 def _columns(size: int, scores: Sequence[tuple[Window, Score]]) -> Columns:
-    """What some windows were given, each in its place among `size` tokens."""
+    """Collect the scores of windows into arrays over `size` tokens."""
     logprobs, ranks, entropy = np.full(size, np.nan), np.zeros(size, np.int64), np.full(size, np.nan)
     for window, score in scores:
         place = _place(window)
@@ -405,9 +408,9 @@ def _place(window: Window) -> slice:
 
 
 def _read_tokens_and_masses(llm: Scorer, ids: Sequence[IntArray], settings: WindowSettings) -> list[Columns]:
-    """The same, and the mass of the tokens that begin a word before each token and after the last.
+    """Also compute the mass of the tokens that begin a word, before each token and after the last one.
 
-    A token that stands after the last, for its row alone, is left out again.
+    A dummy token is appended to get the row after the last token, and dropped from the result.
     """
     begins = begins_word(llm.text)
     cuts = [
@@ -428,7 +431,7 @@ def _read_tokens_and_masses(llm: Scorer, ids: Sequence[IntArray], settings: Wind
 
 
 def _few(window: Window) -> list[Window]:
-    """What is scored of a window, `ROWS_A_CALL` tokens at a time."""
+    """Split the scored part of a window into parts of at most `ROWS_A_CALL` scored tokens."""
     firsts = range(window.first_scored, len(window.token_ids), ROWS_A_CALL)
     return [Window(window.token_ids[: first + ROWS_A_CALL], window.start, first) for first in firsts]
 
@@ -436,7 +439,7 @@ def _few(window: Window) -> list[Window]:
 def _scores_and_masses(
     llm: Scorer, pairs: Sequence[tuple[IntArray, IntArray]], begins: NDArray[np.bool_]
 ) -> Iterator[tuple[Score, NDArray[np.float64]]]:
-    """What each pair is given, and the log mass of the tokens that begin a word in each of its rows."""
+    """Yield the score of each pair and, per row, the log mass of the tokens that begin a word."""
     sizes = np.cumsum([len(scored) for _, scored in pairs])
     first = 0
     while first < len(pairs):
@@ -445,14 +448,14 @@ def _scores_and_masses(
         for score in llm.score(pairs[first:stop], entropy=True, logprobs=-1):
             assert score.record is not None, "a pair that fits has one"
             rows = whole_rows(score.record)
-            is_in = np.zeros(rows.shape[1], np.bool_)  # a head may be padded
+            is_in = np.zeros(rows.shape[1], np.bool_)  # the head may be wider than the vocabulary
             is_in[: len(begins)] = begins[: rows.shape[1]]
             yield replace(score, record=None), measures.log_mass(rows, is_in)
         first = stop
 
 
 def begins_word(edge: TextEdge) -> NDArray[np.bool_]:
-    """Which tokens begin a word, (V,): those whose text begins with white space, and EOS."""
+    """Return which tokens begin a word, (V,): those whose text starts with white space, and EOS."""
     vocabulary = edge.vocabulary
     begins = [
         vocabulary.token_bytes(token_id).decode("utf-8", "replace")[:1].isspace()

@@ -1,7 +1,8 @@
-"""Uncertainty of a model's answer to a prompt, from several answers that are drawn.
+"""Estimate a model's uncertainty about a prompt from several sampled answers.
 
-A `DrawPlan` says what to draw, a client draws it, and the plan sums the answers up. An answer's probability
-is that of all its tokens, the one that ended it too; sums of probabilities count equal answers once.
+A `DrawPlan` describes the requests, a client runs them, and the plan computes the result. The probability of
+an answer is that of all of its tokens including the stop token; sums of probabilities count equal answers
+once.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ if TYPE_CHECKING:
     Floats: TypeAlias = npt.NDArray[np.float64]
 
 Same: TypeAlias = "Callable[[str, str], bool]"
-"""Whether two texts mean the same; the first is the one that a set began with."""
+"""Return whether two texts mean the same; the first is the first text of a semantic set."""
 NUM_ANSWERS: Final = 10
-WINDOW: Final = 2048  # tokens of a group and of the tail, as Fu et al. have them
-K: Final = 20  # and of the alternatives that make a token's confidence
-# What `uncertainty` itself asks of each answer.
+WINDOW: Final = 2048  # tokens of a group and of the tail, as in Fu et al.
+K: Final = 20  # alternatives that define a token's confidence, as in Fu et al.
+# Parameters that `uncertainty` sets itself; callers must leave them at their defaults.
 SET_HERE: Final = (
     *("n", "best_of", *COUNTS, "logprob_token_ids", "logprobs_mode", *KERNEL_EXTRAS),
     *("explain", "kept_ids"),
@@ -45,17 +46,17 @@ SET_HERE: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowConfidence:
-    """Ends an answer once its group confidence falls below a threshold: DeepConf online (Fu et al. 2025).
+    """Stops an answer once its group confidence falls below a threshold: DeepConf online (Fu et al. 2025).
 
-    https://arxiv.org/abs/2508.15260. A group is the last `window` tokens; an answer that has fewer goes on.
+    https://arxiv.org/abs/2508.15260. A group is the last `window` tokens; shorter answers are not stopped.
 
     Args:
-        threshold: nats; such as a low percentile of `lowest_group_confidence` of some answers drawn before.
-        window: tokens of a group.
-        k: how many of the likeliest tokens make the confidence of one.
+        threshold: nats; for example a low percentile of `lowest_group_confidence` over earlier answers.
+        window: tokens per group.
+        k: number of likeliest tokens that define the confidence of a token.
 
     Raises:
-        ParameterError: a threshold that nothing falls below, no token in a group, no alternative.
+        ParameterError: `threshold` is not finite and positive, or `window` or `k` is below 1.
     """
 
     threshold: float
@@ -70,9 +71,9 @@ class LowConfidence:
         _check_count("k", self.k)
 
     def end(self, sums: Sequence[float], start: int = 0) -> int | None:
-        """After how many tokens, `start` or more, an answer ends; None: it goes on.
+        """Return the length at which an answer stops, at least `start` tokens, or None to continue.
 
-        `sums` are those of the confidences of its first 0, 1, ... tokens.
+        `sums` are the cumulative sums of the token confidences, starting with 0.
         """
         for stop in range(max(start, self.window), len(sums)):
             if (sums[stop] - sums[stop - self.window]) / self.window < self.threshold:
@@ -81,13 +82,13 @@ class LowConfidence:
 
 
 class Growing:
-    """The confidence of an answer that grows; called with its record, it says whether the answer is over."""
+    """Tracks the confidence of an answer being generated; called with its record, returns whether to stop."""
 
     def __init__(self, rule: LowConfidence) -> None:
         self._rule, self._sums = rule, [0.0]
 
     def __call__(self, record: FlatLogprobs) -> bool:
-        """Take in the tokens that are new."""
+        """Process the new tokens of the record."""
         known = len(self._sums)
         new = token_confidence(record[known - 1 :], self._rule.k)
         self._sums += [*accumulate(new, initial=self._sums[-1])][1:]
@@ -96,78 +97,79 @@ class Growing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledAnswer:
-    """One answer that was drawn, and what the model gave it; nats.
+    """A sampled answer with its log-probabilities; nats.
 
-    Numbers are of the model's own distribution, but for those called *drawn*, of the one that the tokens were
-    drawn from. At temperature 1, without truncation or processors, the two are one.
+    Values are under the model's own distribution, except those named *drawn*, which are under the
+    distribution that the tokens were sampled from. At temperature 1, without truncation or processors, both
+    are the same.
     """
 
     text: str
-    token_ids: list[int]  # (T,), the one that ended it too
-    token_logprobs: list[float]  # (T,)
-    drawn_token_logprobs: list[float]  # (T,)
-    entropy: list[float]  # (T,), of the whole distribution of each token
-    confidence: list[float]  # (T,), minus the mean logprob of the k likeliest tokens
-    window: int  # tokens of a group
+    token_ids: list[int]  # (T,), including the stop token
+    token_logprobs: list[float]  # (T,), nats
+    drawn_token_logprobs: list[float]  # (T,), nats
+    entropy: list[float]  # (T,), nats, of the whole distribution at each token
+    confidence: list[float]  # (T,), nats, minus the mean logprob of the k likeliest tokens
+    window: int  # tokens per group
     finish_reason: str | None
-    stopped_early: bool = False  # `stop_when` has ended it: it is the beginning of an answer
-    self_certainty: float | None = None  # mean over tokens (Kang et al. 2025); None where not asked for
-    record: FlatLogprobs | None = field(default=None, repr=False, compare=False)  # with the k likeliest
+    stopped_early: bool = False  # stopped by `stop_when`, so the answer is incomplete
+    self_certainty: float | None = None  # nats, mean over tokens (Kang et al. 2025); None if not requested
+    record: FlatLogprobs | None = field(default=None, repr=False, compare=False)  # includes k alternatives
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of tokens T."""
         return len(self.token_ids)
 
     @property
     def logprob(self) -> float:
-        """Sum over its tokens; minus it is lm-polygraph's `MaximumSequenceProbability`."""
+        """Sum over tokens, nats; its negative is lm-polygraph's `MaximumSequenceProbability`."""
         return measures.total(self.token_logprobs)
 
     @property
     def drawn_logprob(self) -> float:
-        """The same of the distribution that it was drawn from."""
+        """Sum over tokens under the sampling distribution, nats."""
         return measures.total(self.drawn_token_logprobs)
 
     @property
     def logprob_per_token(self) -> float:
-        """Mean over tokens; its exponential is uqlm's `normalized_probability` (Malinin & Gales 2021)."""
+        """Mean over tokens, nats; its exponential is uqlm's `normalized_probability` (Malinin & Gales)."""
         return self.logprob / self.num_tokens
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the mean surprisal; lm-polygraph's `Perplexity` is its logarithm."""
+        """Exponential of the mean surprisal; lm-polygraph's `Perplexity` is its logarithm."""
         found = measures.perplexity(self.logprob, self.num_tokens)
         assert found is not None, "an answer has a token"
         return found
 
     @property
     def mean_token_entropy(self) -> float:
-        """Mean entropy of its tokens (Fomicheva et al. 2020, https://arxiv.org/abs/2005.10608)."""
+        """Mean token entropy, nats (Fomicheva et al. 2020, https://arxiv.org/abs/2005.10608)."""
         return float(np.mean(self.entropy))
 
     @property
     def max_token_entropy(self) -> float:
-        """The greatest entropy among its tokens' distributions."""
+        """Maximum token entropy, nats."""
         return max(self.entropy)
 
     @property
     def group_confidence(self) -> Floats:
-        """Mean confidence of each `window` tokens, (max(T - window, 0) + 1,); of all T where T is less."""
+        """Moving average of the confidence, (max(T - window, 0) + 1,) nats; of all T tokens if T < window."""
         return measures.group_means(self.confidence, self.window)
 
     @property
     def lowest_group_confidence(self) -> float:
-        """The least of `group_confidence` (Fu et al. 2025)."""
+        """Minimum of `group_confidence`, nats (Fu et al. 2025)."""
         return float(self.group_confidence.min())
 
     @property
     def tail_confidence(self) -> float:
-        """Mean confidence of its last `window` tokens (Fu et al. 2025)."""
+        """Mean confidence of the last `window` tokens, nats (Fu et al. 2025)."""
         return float(self.group_confidence[-1])
 
     def to_dict(self) -> dict[str, Any]:
-        """Ids and every figure by name, as JSON has them: -inf is -9999, inf 9999, NaN null."""
+        """Return the ids and all metrics for JSON: -inf becomes -9999, inf 9999, NaN null."""
         names = (
             *("text", "token_ids", "num_tokens", "logprob", "drawn_logprob", "logprob_per_token"),
             *("perplexity", "mean_token_entropy", "max_token_entropy", "lowest_group_confidence"),
@@ -183,43 +185,42 @@ class SampledAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uncertainty:
-    """What answers to one prompt say of how sure the model is; nats.
+    """Uncertainty about a prompt, computed from sampled answers; nats.
 
-    Every figure is of the distribution that the answers were drawn from, by their exact probabilities, and
-    of the answers that went to their end: one that was stopped early is in `answers` alone. Where none went
-    to its end figures are NaN.
+    All metrics use exact probabilities under the sampling distribution, over the complete answers only:
+    answers that were stopped early appear only in `answers`. Without complete answers the metrics are NaN.
     """
 
     answers: tuple[SampledAnswer, ...]  # (n,), in the order of their seeds
-    # Places in `answers` of those that mean the same, the likeliest set first.
+    # Indices into `answers`, grouped by meaning; the most probable set first.
     semantic_sets: tuple[tuple[int, ...], ...]
-    k: int  # likeliest tokens that make the confidence of one
+    k: int  # number of likeliest tokens that define the confidence of a token
 
     @property
     def num_semantic_sets(self) -> int:
-        """How many meanings there are (Lin et al. 2023, https://arxiv.org/abs/2305.19187)."""
+        """Number of distinct meanings (Lin et al. 2023, https://arxiv.org/abs/2305.19187)."""
         return len(self.semantic_sets)
 
     @property
     def set_logprobs(self) -> Floats:
-        """Log of the probability of each set, of its different answers together, (num_semantic_sets,)."""
+        """Log of the total probability of the distinct answers of each set, (num_semantic_sets,) nats."""
         return np.array([_log_mass([self.answers[place] for place in one]) for one in self.semantic_sets])
 
     @property
     def shares(self) -> Floats:
-        """Each set's share of `mass`, (num_semantic_sets,); they sum to one."""
+        """Probability of each set, normalized by `mass`, (num_semantic_sets,); sums to one."""
         logprobs = self.set_logprobs
         return np.exp(logprobs - np.logaddexp.reduce(logprobs)) if len(logprobs) else logprobs
 
     @property
     def mass(self) -> float:
-        """The probability of all different answers seen: how much of the distribution was looked at."""
-        # Rounding may put what is seen whole a little above one.
+        """Total probability of the distinct answers: the part of the distribution that was observed."""
+        # Rounding may put the sum slightly above one.
         return min(float(np.exp(np.logaddexp.reduce(self.set_logprobs))), 1.0) if self.semantic_sets else 0.0
 
     @property
     def best(self) -> SampledAnswer | None:
-        """The likeliest answer of the likeliest set; None where none went to its end."""
+        """The most probable answer of the most probable set; None without complete answers."""
         if not self.semantic_sets:
             return None
         likeliest = [self.answers[place] for place in self.semantic_sets[0]]
@@ -227,20 +228,20 @@ class Uncertainty:
 
     @property
     def share(self) -> float:
-        """The share of the best answer's set."""
+        """Normalized probability of the set that contains `best`."""
         return float(self.shares[0]) if self.semantic_sets else math.nan
 
     @property
     def semantic_entropy(self) -> float:
-        """Entropy of the sets' shares (Farquhar et al. 2024, https://doi.org/10.1038/s41586-024-07421-0).
+        """Entropy of `shares`, nats (Farquhar et al. 2024, https://doi.org/10.1038/s41586-024-07421-0).
 
-        uqlm's `tokenprob_entropy_values` of the different answers, without its length normalisation.
+        uqlm's `tokenprob_entropy_values` over the distinct answers, without its length normalisation.
         """
         return _entropy(self.shares)
 
     @property
     def discrete_semantic_entropy(self) -> float:
-        """The same with each set's share of the draws in place of its probability (Farquhar et al. 2024).
+        """Entropy of the sets by number of answers instead of probability, nats (Farquhar et al. 2024).
 
         lm-polygraph's `SemanticEntropyEmpirical`, uqlm's `discrete_entropy_values`.
         """
@@ -248,21 +249,21 @@ class Uncertainty:
 
     @property
     def monte_carlo_semantic_entropy(self) -> float:
-        """Mean surprisal of the draws' sets (Kuhn et al. 2023, https://arxiv.org/abs/2302.09664).
+        """Mean surprisal of the answers' sets, nats (Kuhn et al. 2023, https://arxiv.org/abs/2302.09664).
 
-        lm-polygraph's `SemanticEntropyUnique`; its `SemanticEntropy` adds an answer up once a draw.
+        lm-polygraph's `SemanticEntropyUnique`; its `SemanticEntropy` counts an answer once per sample.
         """
         logprobs = zip(self.set_logprobs.tolist(), self.semantic_sets, strict=True)
         return -_mean([logprob for logprob, one in logprobs for _ in one])
 
     @property
     def monte_carlo_sequence_entropy(self) -> float:
-        """Mean surprisal of the draws: an estimate of the entropy of all answers (Kuhn et al. 2023)."""
+        """Mean surprisal of the answers, nats: estimates the entropy over answers (Kuhn et al. 2023)."""
         return -_mean([one.drawn_logprob for one in self._ended])
 
     @property
     def monte_carlo_normalized_sequence_entropy(self) -> float:
-        """The same of mean surprisals a token (Malinin & Gales 2021, https://arxiv.org/abs/2002.07650)."""
+        """Mean surprisal per token, nats (Malinin & Gales 2021, https://arxiv.org/abs/2002.07650)."""
         return -_mean([one.drawn_logprob / one.num_tokens for one in self._ended])
 
     @property
@@ -270,7 +271,7 @@ class Uncertainty:
         return [answer for answer in self.answers if not answer.stopped_early]
 
     def to_dict(self) -> dict[str, Any]:
-        """Every figure by name, the sets and the answers, as JSON has them."""
+        """Return all metrics by name, the sets and the answers, for JSON."""
         names = (
             *("num_semantic_sets", "mass", "share", "semantic_entropy", "discrete_semantic_entropy"),
             *("monte_carlo_semantic_entropy", "monte_carlo_sequence_entropy"),
@@ -299,35 +300,35 @@ class Uncertainty:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawPlan:
-    """What to ask of a model, and what becomes of its completions."""
+    """Sampling parameters of the answers, and how to compute the result."""
 
-    params: list[SamplingParams]  # of each answer
+    params: list[SamplingParams]  # one per answer
     window: int
     k: int
     stop_when: LowConfidence | None
-    reads_rows: bool  # self-certainty is asked, for which every answer is scored with whole rows
+    reads_rows: bool  # self-certainty was requested: score every answer again with whole-vocabulary rows
 
     def growing(self) -> Growing | None:
-        """What follows one answer; None where nothing ends one early."""
+        """Return a new early-stopping check for one answer; None without `stop_when`."""
         return None if self.stop_when is None else Growing(self.stop_when)
 
     def answers(self, outputs: Sequence[RequestOutput], text: TextEdge) -> list[SampledAnswer]:
-        """The answers that were drawn, one an output.
+        """Convert outputs to answers, one per output.
 
         Raises:
-            WeightsReplacedError: not all of them were drawn by the same weights.
+            WeightsReplacedError: the answers were not all sampled from the same weights.
         """
         check_loads({output.weights_number for output in outputs})
         return [self._answer(output.outputs[0], text) for output in outputs]
 
     def _answer(self, completion: CompletionOutput, text: TextEdge) -> SampledAnswer:
-        """A completion as an answer; what came after it was to be stopped is left out."""
+        """Convert a completion to an answer; drop tokens after the early-stopping point."""
         record, drawn = completion.logprobs, completion.processed_logprobs
         assert record is not None, "both distributions were asked for"
         assert drawn is not None, "both distributions were asked for"
         confidence, num_tokens = token_confidence(record, self.k), len(completion.token_ids)
         stop = None if self.stop_when is None else self.stop_when.end([*accumulate(confidence, initial=0.0)])
-        # One that ends by itself where it would have been stopped is whole.
+        # An answer that ends by itself exactly where it would have been stopped is complete.
         is_over = stop is not None and (stop < num_tokens or completion.finish_reason == "abort")
         end = stop if stop is not None and is_over else num_tokens
         record, drawn, ids = record[:end], drawn[:end], completion.token_ids[:end]
@@ -346,7 +347,7 @@ class DrawPlan:
         )
 
     def sum_up(self, answers: Sequence[SampledAnswer], same: Same | None = None) -> Uncertainty:
-        """The answers, grouped by meaning; errors as `LLM.uncertainty`."""
+        """Group the answers by meaning and compute the uncertainty; errors as `LLM.uncertainty`."""
         ended = [place for place, answer in enumerate(answers) if not answer.stopped_early]
         sets = _by_meaning([(place, answers[place].text) for place in ended], same or _is_same_text)
         sets.sort(key=lambda one: -_log_mass([answers[place] for place in one]))
@@ -362,10 +363,10 @@ def draw_plan(
     k: int | None = None,
     self_certainty: bool = False,
 ) -> DrawPlan:
-    """What `LLM.uncertainty` draws.
+    """Validate the arguments of `LLM.uncertainty` and plan its requests.
 
     Raises:
-        ParameterError: what cannot be drawn, or would be drawn n times alike.
+        ParameterError: invalid arguments, or greedy sampling of more than one answer.
     """
     _check_count("n", n)
     asked = SamplingParams() if params is None else params
@@ -383,7 +384,7 @@ def draw_plan(
     window, k = WINDOW if window is None else window, K if k is None else k
     _check_count("window", window)
     _check_count("k", k)
-    # Requests of one sample each: a sample of many cannot be given up alone.
+    # One request per answer: a single sample of a request with n > 1 cannot be aborted.
     each = replace(asked, logprobs=k, logprobs_mode="both", entropy=True)
     seeds = [None if asked.seed is None else nth_seed(asked.seed, number) for number in range(n)]
     return DrawPlan(
@@ -396,7 +397,7 @@ def draw_plan(
 
 
 def token_confidence(record: FlatLogprobs, k: int) -> list[float]:
-    """Minus the mean logprob of the k likeliest tokens of each position, nats (Fu et al. 2025)."""
+    """Return minus the mean logprob of the k likeliest tokens at each position, nats (Fu et al. 2025)."""
     logprobs = record.top_entries().logprobs
     if not len(record):
         return []
@@ -406,15 +407,16 @@ def token_confidence(record: FlatLogprobs, k: int) -> list[float]:
 
 
 def self_certainty(record: FlatLogprobs) -> Floats:
-    """KL divergence from the uniform distribution to each position's, (T,) nats, of a record of whole rows.
+    """Return the KL divergence from the uniform distribution to each position's distribution, (T,) nats.
 
-    Kang et al. 2025, https://arxiv.org/abs/2502.18581; minus its mean is lm-polygraph's `SelfCertainty`.
+    The record must hold whole-vocabulary rows. Kang et al. 2025, https://arxiv.org/abs/2502.18581; minus its
+    mean is lm-polygraph's `SelfCertainty`.
     """
     return measures.self_certainty(record.top_entries().logprobs.reshape(len(record), -1))
 
 
 def check_loads(loads: set[int]) -> None:
-    """Raise `WeightsReplacedError` where answers came from more than one load of the weights."""
+    """Raise `WeightsReplacedError` if the answers come from more than one load of the weights."""
     if len(loads) > 1:
         raise WeightsReplacedError("the model's weights were replaced amid the answers; ask again")
 
@@ -438,9 +440,9 @@ def _is_same_text(text: str, other: str) -> bool:
 
 
 def _by_meaning(texts: Sequence[tuple[int, str]], same: Same) -> list[list[int]]:
-    """Sets of numbers: a text joins the first set whose first text means the same (Kuhn et al. 2023)."""
+    """Group indices by meaning: a text joins the first set whose first text means the same (Kuhn et al.)."""
     sets: list[tuple[str, list[int]]] = []
-    known: dict[str, list[int]] = {}  # a text that comes again is not compared again
+    known: dict[str, list[int]] = {}  # text → its set, so that equal texts are compared once
     for number, text in texts:
         if text not in known:
             found = next((one for first, one in sets if _asked(same, first, text)), None)
@@ -460,15 +462,15 @@ def _asked(same: Same, text: str, other: str) -> bool:
 
 
 def _log_mass(answers: Sequence[SampledAnswer]) -> float:
-    """Log of the probability of the different ones among them together, nats."""
+    """Return the log of the total probability of the distinct answers, nats."""
     different = {tuple(answer.token_ids): answer.drawn_logprob for answer in reversed(answers)}
     return float(np.logaddexp.reduce([*different.values()]))
 
 
 def _entropy(shares: Floats) -> float:
-    """Of shares that sum to one, nats; NaN of none."""
+    """Return the entropy of shares that sum to one, nats; NaN if there are none."""
     with np.errstate(divide="ignore"):
-        # -0.0 of a single share is no entropy to show.
+        # A single share gives -0.0; show 0.0.
         return abs(float(measures.entropy(np.log(shares)))) if len(shares) else math.nan
 
 

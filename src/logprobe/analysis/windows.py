@@ -1,8 +1,8 @@
-"""Score texts of any length: ids piece by piece, in windows (`text.windows`), each token scored once.
+"""Score texts of any length: tokenize them in pieces and score them in windows, each token once.
 
-Each piece of text begins within the one before it. Where the two agree on a run of tokens up to near the
-earlier one's end, the earlier one's tokens up to the run and the later one's from there on are those of the
-whole: what comes after a token reaches back a few characters only.
+Plan of `encode_pieces`: consecutive pieces of text overlap. If both agree on a run of tokens near the end of
+the earlier piece, then its tokens before the run, followed by the later piece's tokens from the run on, equal
+the tokens of the whole text, because later text changes only tokens within a few characters.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ if TYPE_CHECKING:
     from logprobe.text.edge import TextEdge
 
 TOKENS_A_CALL = 1 << 12
-FIRST_TOKENS = 256  # of a long text: their numbers do not wait for a whole window
+FIRST_TOKENS = 256  # of a long text: report these first instead of waiting for a whole window
 
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSettings:
-    """How a text is cut: tokens a window, tokens from one window to the next, and what stands first."""
+    """Window length and stride, in tokens, and whether to put BOS first."""
 
     window: int
     stride: int
-    bos: bool | None = None  # None: by the tokenizer's own rule
+    bos: bool | None = None  # None: as the tokenizer does
 
     @classmethod
     def of(
         cls, llm: Scorer, *, window: int | None = None, stride: int | None = None, bos: bool | None = None
     ) -> WindowSettings:
-        """By default the model's context, and half of it from one window to the next.
+        """Fill in the defaults: a window of the model's context, a stride of half a window.
 
         Raises:
-            ParameterError: a window that the model cannot hold, or a stride that leaves tokens out.
+            ParameterError: a window longer than the context, or a stride longer than the window.
         """
         limit: int = llm.engine.capabilities().max_model_len
         window = limit if window is None else window
@@ -69,11 +69,11 @@ def score_windows(
     varentropy: bool = False,
     logprobs: int = 0,
 ) -> Iterator[tuple[Window, Score]]:
-    """Each window with the score of the tokens that it is to score, in order and in bounded memory.
+    """Yield each window with the score of its newly scored tokens, in order and in bounded memory.
 
     Raises:
-        WeightsReplacedError: other weights took over between two windows.
-        LogprobeError: what `LLM.score` raises.
+        WeightsReplacedError: the model's weights were replaced between two windows.
+        LogprobeError: any error of `LLM.score`.
     """
     empty = Score.of([], FlatLogprobs(), b"")
 
@@ -98,7 +98,7 @@ def score_windows(
 
 
 def growing(window: Window) -> Iterator[Window]:
-    """A window part by part, each twice as long as all before it: the first numbers are there at once."""
+    """Split a window into parts whose ends double, so that the first results come early."""
     first, end = window.first_scored, FIRST_TOKENS
     while first < len(window.token_ids):
         if end > first:
@@ -121,41 +121,41 @@ def _batches(all_windows: Iterable[Window]) -> Iterator[list[Window]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Perplexity:
-    """What a model gives a whole text: sums over the scored tokens, and how it was read."""
+    """Log-probability of a whole text, with the token, byte and word counts and the settings used."""
 
     logprob: float  # nats
     num_tokens: int
-    num_scored: int  # tokens; the first is not scored where nothing stands before it in its window
+    num_scored: int  # tokens; the first token of a window is not scored if no token precedes it
     num_bytes: int
     num_scored_bytes: int
-    num_words: int  # runs between spaces
+    num_words: int  # runs of non-space characters
     window: int
     stride: int
-    bos_token_id: int | None  # what stood before the text; None: nothing
+    bos_token_id: int | None  # token put before the text; None: none
 
     @property
     def perplexity(self) -> float | None:
-        """By token; None where none is scored."""
+        """Perplexity per token; None if no token is scored."""
         return measures.perplexity(self.logprob, self.num_scored)
 
     @property
     def word_perplexity(self) -> float | None:
-        """By word, comparable between tokenizers."""
+        """Perplexity per word; comparable across tokenizers."""
         return measures.perplexity(self.logprob, self.num_words)
 
     @property
     def byte_perplexity(self) -> float | None:
-        """By byte, comparable between tokenizers."""
+        """Perplexity per byte; comparable across tokenizers."""
         return measures.perplexity(self.logprob, self.num_scored_bytes)
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Mean surprisal of a byte in bits."""
+        """Mean surprisal per byte, bits; None without scored bytes."""
         return measures.bits_per_byte(self.logprob, self.num_scored_bytes)
 
 
 class TextTally:
-    """Counts a text as it passes by, and adds up what its windows give."""
+    """Counts tokens, bytes and words of a text as it is streamed, and sums the scores of its windows."""
 
     def __init__(self, llm: Scorer, settings: WindowSettings) -> None:
         self._edge = llm.text
@@ -167,7 +167,7 @@ class TextTally:
         self._logprobs: list[float] = []
 
     def pieces(self, texts: Iterable[str]) -> Iterator[IntArray]:
-        """The ids of a text, after what stands before it."""
+        """Yield the ids of a text piece by piece, BOS (or nothing) first."""
         if len(self._prefix):
             yield self._prefix
         is_disjoint = self._settings.stride == self._settings.window
@@ -179,12 +179,12 @@ class TextTally:
             yield piece.token_ids
 
     def add(self, score: Score) -> None:
-        """Take in a window's score."""
+        """Add the score of one window."""
         self._logprobs.append(score.logprob)
         self.num_scored += score.num_tokens
 
     def result(self) -> Perplexity:
-        """The sums so far."""
+        """Return the totals so far."""
         return Perplexity(
             logprob=math.fsum(self._logprobs) if all(map(math.isfinite, self._logprobs)) else -math.inf,
             num_tokens=self.num_tokens,
@@ -215,21 +215,22 @@ def perplexity(
     bos: bool | None = None,
     advance: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
-    """What a model gives a text of any length, each token scored once.
+    """Compute the perplexity of a text of any length, each token scored once.
 
     Args:
         llm: the model.
-        text: a text, or its parts one after the other (an open file), which are never held together.
-        stride: tokens from one window to the next; the default is half a window, and a whole one makes them
-            disjoint, the first token of each without a number.
-        window: tokens a window; the default is the model's context.
-        bos: put BOS (EOS where the model has none) before the text, or do not; None: as its tokenizer does.
-        advance: called with the bytes and tokens that were scored.
+        text: a text, or an iterable of its parts (such as an open file), which is streamed.
+        stride: tokens from one window to the next; the default is half a window. With a stride of a whole
+            window the windows are disjoint, and the first token of each is not scored.
+        window: tokens per window; the default is the model's context.
+        bos: True: put BOS (EOS if the model has no BOS) before the text; False: do not; None: as the
+            tokenizer does.
+        advance: called with the number of newly scored bytes and tokens.
 
     Raises:
-        ParameterError: a window or stride that cannot be used; a text that cannot be encoded.
+        ParameterError: invalid window or stride, or a text that cannot be encoded.
         BatchError: a window failed.
-        WeightsReplacedError: other weights took over between two windows.
+        WeightsReplacedError: the model's weights were replaced between two windows.
     """
     settings = WindowSettings.of(llm, window=window, stride=stride, bos=bos)
     tally = TextTally(llm, settings)
@@ -241,27 +242,27 @@ def perplexity(
     return tally.result()
 
 
-# -- text → ids, in the memory of a piece --------------------------------------------------------------------
+# -- tokenize in bounded memory ------------------------------------------------------------------------------
 
 PIECE_CHARS = 1 << 16
 OVERLAP_CHARS = 4096
-GUARD_CHARS = 512  # before the end of a piece, where what follows may still change the tokens
-SHORTEST_RUN = 16  # tokens that two pieces must agree on
+GUARD_CHARS = 512  # at the end of a piece, where the text that follows may still change the tokens
+SHORTEST_RUN = 16  # tokens on which two pieces must agree
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some text with its tokens."""
+    """A piece of text with its tokens."""
 
     text: str
     token_ids: IntArray  # (T,)
-    starts: IntArray  # (T,): the character at which each begins
+    starts: IntArray  # (T,): index of the character at which each token starts
     sizes: NDArray[
         np.int64
-    ]  # (T,): bytes of the text; of tokens that share a span, all of them the first one's
+    ]  # (T,): bytes of text per token; of tokens that share a span, the first one has all of them
 
     def cut(self, first: int | None, stop: int | None) -> Piece:
-        """Tokens [first, stop) of it; of the text, what begins with the first."""
+        """Return tokens [first, stop) with the text from the start of `first` to the end of the piece."""
         start = int(self.starts[first]) if first and first < len(self.starts) else 0
         own = slice(first, stop)
         return Piece(self.text[start:], self.token_ids[own], self.starts[own] - start, self.sizes[own])
@@ -274,7 +275,9 @@ def encode_pieces(
     piece_chars: int = PIECE_CHARS,
     overlap_chars: int = OVERLAP_CHARS,
 ) -> Iterator[Piece]:
-    """Tokens of the joined texts without special tokens, as `TextEdge.encode` gives them for the whole.
+    """Yield the tokens of the joined texts in pieces, equal to `TextEdge.encode` of the whole text.
+
+    No special tokens are added.
 
     Raises:
         ParameterError: the text is not valid Unicode, or the tokenizer would drop part of it.
@@ -289,7 +292,7 @@ def encode_pieces(
             seam = _seam(known, later, cut)
             if seam is not None or cut == 0:
                 break
-            overlap *= 4  # until the two pieces are encoded as one
+            overlap *= 4  # in the end both pieces are encoded as one
         mine, theirs = seam or (0, 0)
         yield known.cut(None, mine)
         known = later.cut(theirs, None)
@@ -319,7 +322,7 @@ def _encode(text: str, edge: TextEdge) -> Piece:
 
 
 def _cut(text: str, overlap: int) -> int:
-    """Where the last characters begin: best where a space does, as there most tokenizers begin a token."""
+    """Return where the overlap starts; prefer a space, where most tokenizers start a token."""
     at = len(text) - overlap
     if at <= 0:
         return 0
@@ -330,7 +333,7 @@ def _cut(text: str, overlap: int) -> int:
 
 
 def _seam(known: Piece, later: Piece, cut: int) -> tuple[int, int] | None:
-    """Tokens of both pieces from which on they agree: (index in the earlier, index in the later)."""
+    """Find the token from which both pieces agree: (index in `known`, index in `later`), or None."""
     limit = len(known.text) - GUARD_CHARS
     end = int(np.searchsorted(known.starts, limit))
     at = {int(start): token for token, start in enumerate(later.starts) if cut + start < limit}
