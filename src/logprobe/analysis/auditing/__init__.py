@@ -1,7 +1,7 @@
-"""Audit of an endpoint: its log-probabilities beside the same rows computed exactly.
+"""Audit an endpoint: compare its log-probabilities with exact ones computed here.
 
-The order of `run`: `session` sends the requests of `forms` by `endpoint` → `rows` matches rows with tokens →
-`reference` computes the exact rows, and `distributions` what they may be reported as → `fit` finds which they
-are, and their faults → `steady` repeats requests under other circumstances, `fields` tries each field, and
+Order of `run`: `session` sends the requests of `forms` through `endpoint` → `rows` matches rows with tokens →
+`reference` computes the exact rows, and `distributions` the forms they may be reported in → `fit` finds the
+reported one, and faults → `steady` repeats requests under other circumstances, `fields` tries each field, and
 `changes` compares with an earlier audit → `findings` → `report`.
 """

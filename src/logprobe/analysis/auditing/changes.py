@@ -1,4 +1,4 @@
-"""Numbers kept for a later audit, and what changed since an earlier one."""
+"""Store numbers for later audits, and compare with those of an earlier one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def stored(fitted: Fitted) -> Iterator[StoredPrompt]:
 def compare_with_before(
     before: AuditReport, prompts: list[StoredPrompt], findings: Findings, max_nats: float
 ) -> None:
-    """Add numbers that should have changed since an earlier audit and did not, and those that should not."""
+    """Add findings for numbers that should have changed since an earlier audit but did not, or vice versa."""
     known = {
         (prompt.ask, prompt.token_ids, row.position, row.token_id): row
         for prompt in before.stored

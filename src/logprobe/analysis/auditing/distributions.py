@@ -1,6 +1,6 @@
-"""The distributions that one row of a model can be reported as, by their names.
+"""Named distributions that a model's row may be reported as.
 
-Sorts in float64, apart from the sampler's kernels: what those report is measured against this.
+Computed in float64 by sorting, independently of the sampler's kernels, which are tested against it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
     from logprobe.analysis.measures import Floats
 
-TEMPERATURES: Final = (0.05, 20.0)  # between which an unknown one is looked for
-GOLDEN: Final = (5**0.5 - 1) / 2  # the golden section: one new value a step narrows the search to this share
+TEMPERATURES: Final = (0.05, 20.0)  # search range for an unknown temperature
+GOLDEN: Final = (5**0.5 - 1) / 2  # golden section: share of the range that each step of the search keeps
 NUM_STEPS: Final = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shaping:
-    """What a request asks that changes rows after penalties and masks; a temperature of 0 counts as 1."""
+    """Request parameters applied to rows after penalties and masks; a temperature of 0 counts as 1."""
 
     temperature: float = 1.0
     top_k: int = 0  # 0 or -1: all
@@ -43,28 +43,28 @@ class Shaping:
 
     @property
     def divisor(self) -> float:
-        """What logits are divided by."""
+        """Divisor of the logits."""
         return self.temperature or 1.0
 
     @property
     def truncates(self) -> bool:
-        """Whether it can cut tokens off; a greedy request cuts none."""
+        """True if tokens can be cut off; a greedy request cuts none."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 def distributions(
     rows: npt.ArrayLike, shaping: Shaping, changed: Mapping[str, npt.ArrayLike] | None = None
 ) -> dict[str, Floats]:
-    """Every distribution that rows can be reported as, name → (T, V) nats, -inf where a token is cut off.
+    """Return every distribution that rows may be reported as, name → (T, V) nats, -inf for tokens cut off.
 
-    `raw`; `temperature` where there is one; `kept`, what truncation leaves at the temperature, and
-    `renormalised`, the same with a mass of one. Names whose rows could not differ from others are left out.
+    `raw`; `temperature`; `kept`, the rest after truncation at the temperature; and `renormalised`, the same
+    with a mass of 1. Distributions that would equal another one are left out.
 
     Args:
-        rows: (T, V) log-probabilities as the model gives them.
-        shaping: what was asked.
-        changed: (T, V) logits after masks, biases or penalties, under the word for what changed them; theirs
-            are named with that word and a plus before.
+        rows: (T, V) raw log-probabilities, nats.
+        shaping: the request's parameters.
+        changed: name → (T, V) logits after masks, biases or penalties; the names of distributions made from
+            them are prefixed with this name and a plus.
     """
     raw = np.asarray(rows, np.float64)
     shaped = _shaped(raw, shaping)
@@ -85,13 +85,13 @@ def _shaped(rows: Floats, shaping: Shaping) -> dict[str, Floats]:
 
 
 def tempered(rows: npt.ArrayLike, temperature: float) -> Floats:
-    """The log-softmax of logits or log-probabilities (..., V) divided by a temperature, nats."""
+    """Return the log-softmax of logits or log-probabilities (..., V) divided by a temperature, nats."""
     scaled = np.asarray(rows, np.float64) / temperature
     return scaled - measures.logsumexp(scaled)[..., None]
 
 
 def log_kept_mass(rows: npt.ArrayLike, shaping: Shaping) -> Floats:
-    """Log of the mass that truncation keeps of raw rows (T, V) at their temperature, (T,) nats."""
+    """Return the log of the mass that truncation keeps of raw rows (T, V) at the temperature, (T,) nats."""
     scaled = tempered(rows, shaping.divisor)
     if not shaping.truncates:
         return np.zeros(scaled.shape[:-1])
@@ -99,7 +99,7 @@ def log_kept_mass(rows: npt.ArrayLike, shaping: Shaping) -> Floats:
 
 
 def _is_kept(rows: Floats, shaping: Shaping) -> NDArray[np.bool_]:
-    """What top-k, then top-p of that, then min-p keep of rows at their temperature, ties by ascending id."""
+    """Return the mask of tokens kept by top-k, then top-p, then min-p; ties are in order of ascending id."""
     order = np.argsort(-rows, axis=-1, kind="stable")
     weights = np.exp(np.take_along_axis(rows, order, -1))
     weights /= weights[..., :1]
@@ -119,12 +119,12 @@ def _is_kept(rows: Floats, shaping: Shaping) -> NDArray[np.bool_]:
 def fitted_temperature(
     rows: npt.ArrayLike, token_ids: npt.ArrayLike, logprobs: npt.ArrayLike
 ) -> tuple[float, float]:
-    """The temperature at which raw rows come nearest the numbers reported, and the median distance, nats.
+    """Return the temperature at which raw rows are nearest to reported numbers, and the median error, nats.
 
     Args:
-        rows: (T, V) log-probabilities as the model gives them.
-        token_ids: (T, K) ids with a number.
-        logprobs: (T, K) the numbers, nats, at least one of them finite; the others are passed over.
+        rows: (T, V) raw log-probabilities, nats.
+        token_ids: (T, K) ids of the reported tokens.
+        logprobs: (T, K) reported numbers, nats; only finite ones are used, and there must be at least one.
     """
     raw, ids, numbers = np.asarray(rows, np.float64), np.asarray(token_ids), np.asarray(logprobs, np.float64)
     is_given = np.isfinite(numbers)

@@ -25,7 +25,7 @@ MAX_BYTES: Final = 1 << 25  # of one reply: 1,024 prompt rows of 20 alternatives
 # A JSON value takes up to 100 bytes in memory; those rows have some 200,000 values, a fifth of this limit.
 BYTES_PER_VALUE: Final = 32
 MIN_VALUES: Final = 1 << 16
-# One of them stands before, after or between values, or ends an event of a stream.
+# Each JSON value has one of these before or after it; a line break ends an event of a stream.
 SEPARATORS: Final = (b"[", b"{", b",", b"\n", b"\r")
 MESSAGE_CHARS: Final = 300
 MIN_PARSE_S: Final = 0.1
@@ -38,9 +38,9 @@ class Endpoint:
     Args:
         url: http:// or https://, with or without `/v1`.
         api_key: sent as a bearer token; no message contains it.
-        timeout_s: of one request, waits for a full server included.
+        timeout_s: seconds for one request, including waits for a busy server.
         max_in_flight: maximum number of concurrent requests.
-        max_bytes: of one reply.
+        max_bytes: maximum size of one reply.
 
     Raises:
         ParameterError: a value that cannot be used.
@@ -70,7 +70,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A reply: its JSON (of a stream the list of its events), or the message of a refusal."""
+    """A reply: its JSON (for a stream, the list of its events), or the message of a refusal."""
 
     status: int
     value: Any
@@ -106,9 +106,9 @@ class Connection:
         """Return the reply to a JSON body.
 
         Raises:
-            ParameterError: the server refuses the key.
-            ServerError: no whole reply within `timeout_s`, a reply that is no JSON, or too large.
-            UnreachableError: no connection, or one that broke.
+            ParameterError: the server rejects the key.
+            ServerError: the reply is incomplete after `timeout_s`, is not JSON, or is too large.
+            UnreachableError: the connection failed or was lost.
         """
         return await self._exchange("POST", path, json.dumps(body).encode())
 
@@ -171,14 +171,14 @@ class Connection:
         return events
 
     def _printable(self, text: str, max_chars: int = MESSAGE_CHARS) -> str:
-        """Put a server's words on one line, without the key."""
+        """Return a server's message on one line, with the key removed."""
         if self._endpoint.api_key:
             text = text.replace(self._endpoint.api_key, "…")
         return printable(text, max_chars)
 
 
 def _message_of(data: bytes) -> str:
-    """Return the message of an error body, in OpenAI's shape or another, or else its text."""
+    """Return the message of an error body in OpenAI's or a similar schema, or else its text."""
     text = data.decode("utf-8", "replace")
     try:
         value = json.loads(text)

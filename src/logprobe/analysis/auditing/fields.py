@@ -1,7 +1,7 @@
-"""Fields of OpenAI's API, whole and streamed: answered, refused, or accepted with 200 and ignored.
+"""Try fields of OpenAI's API, whole and streamed: answered, refused, or accepted with 200 and ignored.
 
-A field is answered where the reply shows its effect, by our own rows if need be: if every token drawn at
-temperature 2 is the most likely one, `top_p: 0.01` was applied, since chance would hardly do it.
+A field is answered if the reply shows its effect, if necessary by the exact rows: if every token drawn at
+temperature 2 is the most likely one, `top_p: 0.01` was applied, since this is unlikely by chance.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from logprobe.analysis.measures import Floats
 
 How: TypeAlias = Literal["whole", "stream"]
-CHANCE: Final = 0.02  # probability of the same tokens without the field, above which they show nothing
+CHANCE: Final = 0.02  # probability of the same tokens without the field, above which they prove nothing
 MAX_AT_ONCE: Final = 4
 NEAR: Final = 0.05  # nats between two tokens, below which rounding may choose either
 TEXT: Final = "Once upon a time there was a small village by the sea, where"
@@ -56,7 +56,7 @@ class Seen:
 
 
 def _is_greedy(seen: Seen) -> bool | None:
-    """Every token is the most likely one, where chance would hardly have it so."""
+    """Return whether every token is the most likely one; None if that is likely by chance."""
     if seen.rows is None:
         return None
     is_likely = float(np.exp(seen.rows.max(axis=1).sum())) >= CHANCE
@@ -64,7 +64,7 @@ def _is_greedy(seen: Seen) -> bool | None:
 
 
 def _is_within(seen: Seen) -> bool | None:
-    """Every token is one that truncation keeps, before or after the temperature."""
+    """Return whether truncation keeps every token, before or after the temperature; None if undecidable."""
     if seen.rows is None:
         return None
     asked = shaping_of(seen.params)
@@ -81,7 +81,7 @@ def _is_within(seen: Seen) -> bool | None:
 
 
 def _is_penalised(seen: Seen) -> bool | None:
-    """Each greedy token is the most likely one after penalties, and not without them."""
+    """Return whether each greedy token is the most likely one only after penalties; None if undecidable."""
     if seen.rows is None:
         return None
     after = changed_logits(seen.rows.astype(np.float32), seen.params, seen.ids)["penalised"]
@@ -96,7 +96,7 @@ def _is_short(seen: Seen) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One field: its value, what is asked beside it, and the test of its effect (None: cannot be told)."""
+    """One field: its value, the other parameters, and the test of its effect (None: undecidable)."""
 
     name: str
     params: Mapping[str, Any]
@@ -211,7 +211,7 @@ class Fields:
         return replace(ask, prompt=({"role": "user", "content": trial.text},)) if ask.is_chat else ask
 
     async def _answer(self, form: str, trial: Trial, how: How) -> FieldAnswer:
-        """Ask with a field, and tell what became of it."""
+        """Send a request with a field, and return the result."""
         name, ask = f"{form}.{trial.name}", self._ask(form, trial, how)
         reply = await self._try(ask)
         if not isinstance(reply, Reply):
@@ -225,7 +225,7 @@ class Fields:
             return FieldAnswer(field=name, form=how, answer=answer, detail=detail)
         is_heard = trial.is_heard(self._seen(ask, reply))
         if is_heard is False and self.session.extras[form]:
-            # Our own fields may be the cause: with `return_token_ids`, vLLM leaves the prompt out of an echo.
+            # Our extra fields may be the cause: with `return_token_ids`, vLLM omits the prompt from an echo.
             plain = await self._try(replace(ask, is_plain=True))
             if isinstance(plain, Reply):
                 is_heard = trial.is_heard(self._seen(ask, plain))
@@ -236,7 +236,7 @@ class Fields:
         return FieldAnswer(field=name, form=how, answer="answered", detail=detail)
 
     async def _try(self, ask: Ask) -> Reply | Refusal | ServerError:
-        """Return a reply, or how it could not be read."""
+        """Return a reply, a refusal, or the error of reading it."""
         try:
             async with self.slots:
                 return await self.session.ask(ask)

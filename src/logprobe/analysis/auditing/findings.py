@@ -1,6 +1,6 @@
-"""Findings of an audit in progress: one fault a kind, with the worst places where each shows.
+"""Collect the findings of an audit: one fault per kind, with its worst evidence.
 
-Notes of one kind are as many as their titles: each is a form, a check or a request of its own.
+Notes are kept per kind and title, since each title is about a different form, check or request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Kept:
 
 @final
 class Findings:
-    """Findings by kind, notes by title; what is found again adds to its counts."""
+    """Findings by kind, notes by title; repeated findings add to the counts."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, Severity, str], _Kept] = {}
@@ -45,7 +45,7 @@ class Findings:
         of: int = 1,
         correction: str | None = None,
     ) -> None:
-        """Note one; `title` may name {count}, {of} and {worst}, which are those of all of its kind."""
+        """Add a finding; {count}, {of} and {worst} in `title` become the totals of its kind."""
         assert kind in KINDS, kind
         key = kind, severity, title if severity == "note" else ""
         kept = self._kept.setdefault(key, _Kept(title))
@@ -58,11 +58,11 @@ class Findings:
         kept.correction = kept.correction or correction
 
     def has(self, *kinds: str) -> bool:
-        """True if one of these is a fault."""
+        """Return whether there is a fault of one of these kinds."""
         return any((kind, "fault", "") in self._kept for kind in kinds)
 
     def listed(self) -> tuple[Finding, ...]:
-        """All of them: faults in numbers, faults in conformance, notes."""
+        """Return all findings: faults in numbers, then faults in conformance, then notes."""
         found = [
             Finding(
                 kind=kind,

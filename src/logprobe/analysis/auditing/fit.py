@@ -1,7 +1,7 @@
-"""The distribution that numbers are of, how far they are from it, and the cause where none fits.
+"""Fit reported numbers to a distribution, measure their errors, and find the cause if none fits.
 
-The rows of all replies to one ask (`Group`) become `Fitted`: each number beside the distribution that fits
-best. `judge` adds findings.
+The rows of all replies to one ask (`Group`) become a `Fitted`: each number with its value in the distribution
+that fits best. `judge` adds findings.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from logprobe.analysis.auditing.tokens import Tokens
     from logprobe.analysis.measures import Floats
 
-CAP: Final = 3.0  # nats: beyond it one number says no more against a distribution
+CAP: Final = 3.0  # nats: maximum that one number counts against a distribution
 IMPOSSIBLE: Final = -9000.0  # servers write -9999 for a probability of zero
 UNLIKELY: Final = -80.0  # nats: a float32 softmax ends about there
-BETTER: Final = 5.0  # a cause is named where it explains numbers so many times better than what was asked
-SYSTEMATIC: Final = 0.2  # share of numbers that are off, from which on a cause of all is looked for
-TAIL: Final = 0.9  # quantile: a constant for each row is near the median numbers, whatever they are
+BETTER: Final = 5.0  # a cause must explain numbers this many times better than the requested distribution
+SYSTEMATIC: Final = 0.2  # share of wrong numbers from which a common cause is searched
+TAIL: Final = 0.9  # second quantile to check: a constant per row fits the median of any numbers
 SAME_FACTOR: Final = 0.01  # relative difference of two equal factors
 MIN_NUMBERS: Final = 20  # different numbers that show a rounding
 TIE: Final = 1e-6  # nats
-MAX_SEARCHED: Final = 16  # numbers by which an unknown temperature is looked for
+MAX_SEARCHED: Final = 16  # numbers used to search for an unknown temperature
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class Place:
 
 @dataclass(slots=True)
 class Group:
-    """The rows of one reply beside ours."""
+    """The rows of one reply with the exact rows."""
 
     ask: Ask
     where: Where
@@ -64,7 +64,7 @@ class Group:
 
     @property
     def completion(self) -> tuple[int, ...]:
-        """Tokens that penalties count: before row t the first t."""
+        """Tokens that penalties count; at row t, the first t."""
         return self.ids if self.where == "completion" else ()
 
     def evidence(
@@ -90,7 +90,7 @@ class Group:
 
 @dataclass(slots=True)
 class Fitted:
-    """All numbers of one ask beside the distribution that fits them best; (N,) arrays."""
+    """All numbers of one ask with the distribution that fits them best; (N,) arrays."""
 
     name: str
     tokens: Tokens
@@ -100,12 +100,12 @@ class Fitted:
     raw: Floats
     ids: NDArray[np.int64]
     is_chosen: NDArray[np.bool_]
-    allowance: Floats  # nats that a rounding explains
+    allowance: Floats  # nats that rounding explains
     is_filled: NDArray[np.bool_]
 
     @property
     def ask(self) -> Ask:
-        """The ask; the same for all groups but for the prompt."""
+        """The ask; equal for all groups except for the prompt."""
         return self.places[0][0].ask
 
     @property
@@ -127,7 +127,7 @@ class Fitted:
                 start = index
 
     def evidence(self, member: NDArray[np.bool_]) -> list[Evidence]:
-        """Return the worst of some numbers."""
+        """Return evidence of the five worst of some numbers."""
         chosen = np.flatnonzero(member)
         order = chosen[np.argsort(-self.errors[chosen], kind="stable")][:5]
         return [self.evidence_at(int(index)) for index in order]
@@ -141,12 +141,12 @@ class Fitted:
 
 
 def finite(value: float) -> float | None:
-    """Return a number as JSON has it."""
+    """Return a finite number, or None."""
     return float(value) if math.isfinite(value) else None
 
 
 def distance(theirs: Floats, ours: Floats) -> Floats:
-    """Return |theirs - ours|; 0 where both are impossible, at least `CAP` where one of the two is."""
+    """Return |theirs - ours|; 0 if both are impossible, at least `CAP` if one is."""
     is_low = (theirs <= IMPOSSIBLE) | ~np.isfinite(theirs)
     never = ~np.isfinite(ours)
     with np.errstate(invalid="ignore"):
@@ -196,7 +196,7 @@ def fit(groups: Sequence[Group], tokens: Tokens) -> Fitted | None:
 def _looked_up(
     rows: Floats, entries: Sequence[tuple[Place, list[int], float]]
 ) -> tuple[Floats, NDArray[np.int64]]:
-    """Return the numbers of entries in rows, and their ids; of several ids the one that fits."""
+    """Return the numbers of entries in rows, and their ids; of several possible ids, the nearest."""
     values, ids = np.zeros(len(entries)), np.zeros(len(entries), np.int64)
     for index, (place, options, number) in enumerate(entries):
         numbers = rows[place.t, options]
@@ -241,7 +241,7 @@ def _alternatives(fitted: Fitted) -> Iterator[NDArray[np.int64]]:
 
 
 def _flips(fitted: Fitted) -> list[float]:
-    """Return how far apart each two alternatives are that are in another order than ours, nats."""
+    """Return the exact gap, nats, of each pair of alternatives that is reported in the wrong order."""
     found = []
     for row in _alternatives(fitted):
         for a, b in combinations(row.tolist(), 2):
@@ -261,7 +261,7 @@ def _kl(fitted: Fitted) -> float | None:
                 measures.lumped(fitted.ours[row][first]),
                 measures.lumped(fitted.theirs[row][first]),
             )
-            # Numbers that add up to more than 1 leave nothing to the others.
+            # Probabilities that sum to more than 1 leave no mass for the other tokens.
             found.append(float(measures.kl_divergence(ours, np.maximum(theirs, math.log(1e-12)))))
     return float(np.mean(np.maximum(found, 0.0))) if found else None
 
@@ -270,7 +270,7 @@ def _kl(fitted: Fitted) -> float | None:
 
 
 def mark_filled(fitted: Fitted, max_nats: float) -> None:
-    """Mark numbers that no computation gives: exact zeros, floors, one value over and over."""
+    """Mark numbers that were not computed: exact zeros, floors, and one value repeated."""
     off = fitted.errors > max_nats + fitted.allowance
     low = (fitted.theirs <= IMPOSSIBLE) | ~np.isfinite(fitted.theirs)
     filled = off & ((fitted.theirs == 0) | (low & (fitted.ours > UNLIKELY)))
@@ -284,7 +284,7 @@ def mark_filled(fitted: Fitted, max_nats: float) -> None:
 
 
 def rounding_of(numbers: Floats) -> str | None:
-    """Return the grid of all numbers, where it is coarser than float32's: decimals or a narrow float."""
+    """Return the precision of the numbers if coarser than float32: decimals or a narrower float."""
     values = np.unique(numbers[np.isfinite(numbers) & (numbers > IMPOSSIBLE) & (numbers != 0)])
     if len(values) < MIN_NUMBERS:
         return None
@@ -297,7 +297,7 @@ def rounding_of(numbers: Floats) -> str | None:
 
 
 def allowance_of(rounding: str, numbers: Floats) -> Floats:
-    """Return how far rounding or cutting to a grid may move each number, nats."""
+    """Return the maximum change of each number by rounding or truncation, nats."""
     size = np.abs(np.where(np.isfinite(numbers) & (numbers > IMPOSSIBLE), numbers, 0.0))
     if rounding == "bfloat16":
         return np.asarray(size * 2.0**-7)
@@ -311,17 +311,17 @@ def allowance_of(rounding: str, numbers: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """An explanation of numbers that are of no distribution that was asked."""
+    """An explanation of numbers that fit no requested distribution."""
 
     kind: str
     distribution: str
     title: str
     correction: str
-    explained: Floats  # (N,) the numbers that it gives, NaN where it says nothing
+    explained: Floats  # (N,) numbers that it predicts, NaN where it predicts none
 
 
 def cause_of(fitted: Fitted, max_nats: float) -> Cause | None:
-    """Return the first cause that explains all numbers far better than the best distribution asked."""
+    """Return the first cause that explains the numbers far better than any requested distribution."""
     used = ~fitted.is_filled & np.isfinite(fitted.ours) & (fitted.theirs > IMPOSSIBLE)
     off = fitted.errors > max_nats + fitted.allowance
     if used.sum() < 3 or off[used].mean() < SYSTEMATIC or float(np.median(fitted.errors[used])) <= max_nats:
@@ -338,7 +338,7 @@ def cause_of(fitted: Fitted, max_nats: float) -> Cause | None:
 
 
 def _causes(fitted: Fitted, used: NDArray[np.bool_]) -> Iterator[Cause]:
-    """Yield what could explain the numbers, the simplest first."""
+    """Yield possible causes, the simplest first."""
     if np.all((fitted.theirs[used] >= 0) & (fitted.theirs[used] <= 1)):
         title = "numbers are probabilities, not their logarithms ({count} of {of})"
         yield Cause("probabilities", "none", title, "take the natural logarithm", np.exp(fitted.ours))
@@ -386,7 +386,7 @@ def _causes(fitted: Fitted, used: NDArray[np.bool_]) -> Iterator[Cause]:
 
 
 def _shifts(fitted: Fitted) -> Iterator[Cause]:
-    """Yield numbers of a prompt's neighbouring token, and of the token in its neighbour's row."""
+    """Yield the causes that take a neighbouring token's number, or read a neighbouring row."""
     for by in (1, -1):
         for is_row in (False, True):
             moved = np.full(len(fitted.theirs), np.nan)
@@ -432,7 +432,7 @@ def _is_whole(fitted: Fitted, rows: Sequence[NDArray[np.int64]]) -> bool:
 
 
 def judge(fitted: Fitted, findings: Findings, max_nats: float) -> None:
-    """Add the faults of one ask's numbers; where a cause explains them, they are of its distribution."""
+    """Add the faults of one ask's numbers; if a cause explains them, adopt its distribution."""
 
     def add(kind: str, title: str, member: NDArray[np.bool_], correction: str | None = None) -> None:
         if member.any():

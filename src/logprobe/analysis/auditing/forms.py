@@ -27,7 +27,7 @@ FORMS: Final[dict[str, str]] = {
     "chat": CHATS,
     "chat prompt_logprobs": CHATS,
 }
-"""Form of a request → its route."""
+"""Form of a request → route."""
 PROMPT_FORMS: Final = ("echo", "prompt_logprobs")
 CHAT_FORMS: Final = ("chat", "chat prompt_logprobs")
 ID_PREFIX: Final = "token_id:"  # of vLLM's `return_tokens_as_token_ids`
@@ -44,7 +44,7 @@ class Entry:
 
     @property
     def key(self) -> tuple[int | None, str | None, bytes | None]:
-        """What the server says of the token."""
+        """Identity of the token as the server reports it."""
         return self.token_id, self.text, self.data
 
 
@@ -67,7 +67,7 @@ class Ask:
     num_top: int = 5
     params: Mapping[str, Any] = field(default_factory=dict)
     stream: bool = False
-    is_plain: bool = False  # without the fields that have the server return ids, which may change the reply
+    is_plain: bool = False  # without the fields that request token ids, which may change the reply
 
     @property
     def label(self) -> str:
@@ -87,12 +87,12 @@ class Ask:
 
     @property
     def ids(self) -> tuple[int, ...] | None:
-        """The prompt, where it is given by ids."""
+        """The prompt as token ids, or None."""
         return tuple(one for one in self.prompt if isinstance(one, int)) or None
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The prompt, where it is a conversation."""
+        """The messages of a conversation."""
         return [dict(message) for message in self.prompt if isinstance(message, Mapping)]
 
     @property
@@ -105,7 +105,7 @@ class Ask:
         return printable(" / ".join(message["content"] for message in self.messages), 60)
 
     def body(self, extras: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the JSON body, with further fields."""
+        """Return the JSON body, with extra fields."""
         body: dict[str, Any] = {"max_tokens": self.max_tokens}
         if self.is_chat:
             body |= {"messages": self.messages, "logprobs": True, "top_logprobs": self.num_top}
@@ -123,7 +123,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """A reply; None is "not in it"."""
+    """A reply; None means absent."""
 
     text: str = ""
     prompt: tuple[Row | None, ...] | None = None
@@ -138,14 +138,14 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A request that the server does not take, in its words."""
+    """A request that the server rejected, with its message."""
 
     status: int
     message: str
 
     @property
     def is_failure(self) -> bool:
-        """True where the server failed, rather than refused."""
+        """True if the server failed (5xx) rather than refused."""
         return self.status >= 500
 
     def __str__(self) -> str:
@@ -155,7 +155,7 @@ class Refusal:
 async def exchange(
     connection: Connection, ask: Ask, extras: Mapping[str, Any], model: str | None
 ) -> Reply | Refusal:
-    """Send an ask with further fields of the body, and read its reply.
+    """Send an ask with extra body fields, and parse the reply.
 
     Raises:
         ServerError: no reply, or one that cannot be read.
@@ -167,7 +167,7 @@ async def exchange(
 
 
 def read(answer: Answer, ask: Ask, what: str) -> Reply | Refusal:
-    """Return the rows of an answer."""
+    """Parse an answer into a reply or a refusal."""
     if not answer.is_ok:
         return Refusal(answer.status, answer.message)
     try:
@@ -303,7 +303,7 @@ def _reply(body: _Body, ask: Ask) -> Reply:
 
 
 def _split_echo(reply: Reply, rows: tuple[Row, ...], max_tokens: int) -> Reply:
-    """Move the rows of an echoed prompt to it; some servers count a token more than they give rows."""
+    """Move the rows of an echoed prompt to `prompt`; some servers count one token too many."""
     counted = reply.num_completion_tokens
     num_generated = max_tokens if counted is None else min(counted, max_tokens)
     stop = len(rows) - min(num_generated, len(rows))

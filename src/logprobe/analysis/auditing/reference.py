@@ -1,4 +1,4 @@
-"""Reference rows: computed by our own engine, and what a request's parameters make of them."""
+"""Reference rows, computed by our engine, and the distributions that request parameters turn them into."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAPES: Final = ("temperature", "top_k", "top_p", "min_p")
 
 @final
 class Reference:
-    """Whole rows of one model, raw, nats; those of the latest prompts are kept."""
+    """Full raw rows of one model, nats, with an LRU cache."""
 
     def __init__(self, llm: Scorer) -> None:
         self._llm = llm
@@ -35,7 +35,7 @@ class Reference:
         self.info: dict[str, Any] = {}
 
     def rows(self, ids: Sequence[int], start: int) -> NDArray[np.float32]:
-        """The distributions that ids[start:] are drawn from, (T - start, V) nats; `start` is 1 or more."""
+        """Return the distributions that predict ids[start:], (T - start, V) nats; `start` is at least 1."""
         key = (tuple(ids), start)
         if key in self._rows:
             self._rows.move_to_end(key)
@@ -65,16 +65,16 @@ class Reference:
 
 
 def shaping_of(params: Mapping[str, Any]) -> Shaping:
-    """What a request's parameters make of rows after penalties and masks."""
+    """Return the shaping that a request's parameters apply after penalties and masks."""
     return Shaping(**{name: params[name] for name in SHAPES if name in params})
 
 
 def changed_logits(
     rows: NDArray[np.float32], params: Mapping[str, Any], completion: Sequence[int]
 ) -> dict[str, Floats]:
-    """Rows (T, V) after a bias or penalties, by the word for them; row t follows completion[:t].
+    """Return rows (T, V) after a bias or penalties, by distribution name; row t follows completion[:t].
 
-    A repetition penalty divides logits, which log-probabilities do not tell: rows after it are not here.
+    Repetition penalties are not covered: they divide logits, which log-probabilities do not determine.
     """
     bias = params.get("logit_bias")
     logits = rows.astype(np.float64)
@@ -100,9 +100,9 @@ def changed_logits(
 def candidates(
     rows: NDArray[np.float32], params: Mapping[str, Any], completion: Sequence[int]
 ) -> list[tuple[str, Floats]]:
-    """Every distribution that rows can be reported as, by name, the simplest first.
+    """Return every distribution that rows may be reported as, by name, the simplest first.
 
-    A name comes twice where servers truncate before the temperature and after it.
+    A name occurs twice if truncation before and after the temperature both apply.
     """
     shaping, changed = shaping_of(params), changed_logits(rows, params, completion)
     named = [*distributions(rows, shaping, changed).items()]
@@ -116,7 +116,7 @@ def candidates(
 
 
 def _full_name(name: str, shaping: Shaping) -> str:
-    """With the temperature that truncated rows stand after, too."""
+    """Add the temperature to the names of truncated distributions."""
     if shaping.divisor == 1 or "temperature" in name:
         return name
     for word in ("kept", "renormalised"):

@@ -1,6 +1,6 @@
-"""What an audit found: findings with their evidence, errors, steadiness, fields, and what a later one needs.
+"""Report of an audit: findings with evidence, errors, steadiness, fields, and numbers for a later audit.
 
-Plain data that JSON holds; nothing here asks a server or computes a row.
+Plain, JSON-serializable data; nothing here sends requests or computes rows.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 VERSION: Final = 2
 MAX_EVIDENCE: Final = 5
-PLOT_FLOOR_NATS: Final = 1e-8  # where equal numbers are drawn on the logarithmic axis
-MAX_TEXT: Final = 80  # characters of a prompt, a token or a server's words
+PLOT_FLOOR_NATS: Final = 1e-8  # equal numbers are drawn here on the logarithmic axis
+MAX_TEXT: Final = 80  # characters of a prompt, a token or a server's message
 
 Severity: TypeAlias = Literal["fault", "note"]
 Area: TypeAlias = Literal["numbers", "conformance"]
@@ -54,7 +54,7 @@ NUMBER_KINDS: Final[dict[str, str]] = {
     "prefill-decode": "generated rows are right, and the same tokens scored as a prompt are wrong",
     "does-not-fit": "numbers are of no distribution that was computed",
 }
-"""Kinds of findings that say of a number that it is wrong, missing or of another prompt → their meaning."""
+"""Kinds of findings about wrong or missing numbers, or numbers of another prompt → their meaning."""
 
 CONFORMANCE_KINDS: Final[dict[str, str]] = {
     "bytes-wrong": "bytes are not those of the token",
@@ -67,14 +67,14 @@ CONFORMANCE_KINDS: Final[dict[str, str]] = {
     "unidentified": "tokens that cannot be told by id, bytes or text",
     "left-out": "a check that could not be made",
 }
-"""Kinds of findings that say how the API departs from OpenAI's, right numbers or not → their meaning."""
+"""Kinds of findings about departures from OpenAI's API, whatever the numbers → their meaning."""
 
 KINDS: Final[dict[str, str]] = NUMBER_KINDS | CONFORMANCE_KINDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """One place where a finding shows; nats, None where a number is missing or impossible (-inf)."""
+    """One occurrence of a finding; numbers in nats, None if missing or impossible (-inf)."""
 
     ask: str
     prompt: str
@@ -88,7 +88,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One fault, or something worth a note."""
+    """One fault or note."""
 
     kind: str
     severity: Severity
@@ -101,13 +101,13 @@ class Finding:
 
     @property
     def area(self) -> Area:
-        """Which of the two verdicts it belongs to."""
+        """Verdict that the finding belongs to."""
         return "numbers" if self.kind in NUMBER_KINDS else "conformance"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """How far the numbers of one ask are from the distribution that fits them best; nats."""
+    """Errors of one ask's numbers against the distribution that fits them best; nats."""
 
     ask: str
     of: Literal["chosen", "alternatives"]
@@ -123,7 +123,7 @@ class Errors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steadiness:
-    """The same ask under another circumstance, beside the first time that it was asked."""
+    """Comparison of an ask under another circumstance with its first reply."""
 
     circumstance: str
     requests: int
@@ -134,7 +134,7 @@ class Steadiness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldAnswer:
-    """What became of one field of a request."""
+    """Result of trying one request field."""
 
     field: str
     form: Literal["whole", "stream"]
@@ -144,7 +144,7 @@ class FieldAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRow:
-    """One number that a later audit compares; None is impossible."""
+    """One number for a later audit to compare; None is impossible (-inf)."""
 
     position: int
     token_id: int
@@ -154,7 +154,7 @@ class StoredRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPrompt:
-    """The numbers of one prompt as they were."""
+    """Stored numbers of one prompt."""
 
     ask: str
     where: Where
@@ -171,7 +171,7 @@ class AuditReport:
     endpoint: str
     model: str
     lora: str | None
-    server: str | None  # what it says that it is
+    server: str | None  # name and version as the server states them
     ours: dict[str, Any]  # of the model that computed the exact rows, as `LogprobsInfo` has it
     max_nats: float
     asks: tuple[str, ...]
@@ -188,16 +188,16 @@ class AuditReport:
 
     @property
     def numbers(self) -> Verdict:
-        """PASS if numbers were compared, none is further off than `max_nats`, and none has another fault."""
+        """PASS if numbers were compared, errors are within `max_nats`, and numbers have no other fault."""
         is_near = bool(self.errors) and self.worst_nats <= self.max_nats
         return "PASS" if is_near and not self.faults("numbers") else "FAIL"
 
     def faults(self, area: Area) -> tuple[Finding, ...]:
-        """Findings of one verdict, without notes; those of conformance are its list."""
+        """Return the faults of one verdict, without notes."""
         return tuple(one for one in self.findings if one.severity == "fault" and one.area == area)
 
     def plot(self, path: str | Path) -> None:
-        """Draw the endpoint's numbers of stored prompts against the exact ones (extra `plot`).
+        """Plot the endpoint's numbers of stored prompts against the exact ones (needs the extra `plot`).
 
         Raises:
             ParameterError: matplotlib is not installed.
@@ -230,17 +230,17 @@ class AuditReport:
         figure.savefig(path, format="png")
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field as JSON has it, and both verdicts."""
+        """Return all fields as JSON-compatible values, with both verdicts."""
         values: dict[str, Any] = msgspec.to_builtins(self)
         conformance = [finding.kind for finding in self.faults("conformance")]
         return {"numbers": self.numbers, "conformance": conformance} | values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> AuditReport:
-        """Read `to_dict`'s values.
+        """Build a report from the values of `to_dict`.
 
         Raises:
-            InputError: no report, or one of another version.
+            InputError: the values are not a report, or have another version.
         """
         version = values.get("version") if isinstance(values, dict) else None
         if version != VERSION:

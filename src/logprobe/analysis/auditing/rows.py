@@ -1,7 +1,7 @@
-"""Rows of replies matched with their tokens: missing, repeated or shifted rows, and rows of other tokens.
+"""Match the rows of replies with tokens: find missing, repeated or shifted rows, and rows of other tokens.
 
-Tokens come from ids: those that the reply names, those of the prompt, or those whose bytes are the reply's
-text. Rows that cannot be matched with certainty are counted as unidentified, and their numbers not compared.
+Token ids are those in the reply, those of the prompt, or those whose bytes make up the reply's text. Rows
+that cannot be matched with certainty are counted as unidentified, and their numbers are not compared.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from logprobe.analysis.auditing.report import Where
     from logprobe.analysis.auditing.tokens import Tokens
 
-MAX_ROWS: Final = 4096  # of one reply that are read
-RIGHT: Final = 0.75  # share of rows that name their token, from which on they are in place
+MAX_ROWS: Final = 4096  # read from one reply
+RIGHT: Final = 0.75  # share of rows that name their token, from which they count as aligned
 WRONG: Final = 0.5
 
 
@@ -41,7 +41,7 @@ class Alignment:
 
 
 def align_prompt(rows: Sequence[Row | None], ids: tuple[int, ...], tokens: Tokens) -> Alignment:
-    """Match the rows of a prompt; its first token needs none."""
+    """Match the rows of a prompt; its first token needs no row."""
     rows = rows[:MAX_ROWS]
     if len(rows) == len(ids) and _share(rows, ids, 0, tokens) < WRONG:
         for by in (1, -1):
@@ -56,7 +56,7 @@ def align_prompt(rows: Sequence[Row | None], ids: tuple[int, ...], tokens: Token
 
 
 def align_completion(reply: Reply, tokens: Tokens) -> Alignment:
-    """Match the rows of generated tokens, by ids where the reply has them, or else by its text."""
+    """Match the rows of generated tokens, by ids if the reply has them, else by its text."""
     rows = (reply.completion or ())[:MAX_ROWS]
     if reply.completion_ids is None:
         return _by_text(rows, reply.text, tokens)
@@ -67,7 +67,7 @@ def align_completion(reply: Reply, tokens: Tokens) -> Alignment:
 
 
 def _share(rows: Sequence[Row | None], ids: Sequence[int], by: int, tokens: Tokens) -> float:
-    """Return the share of rows that fit the token `by` positions on."""
+    """Return the share of rows that fit the token `by` positions later."""
     fits = [
         _fits(row, ids[index + by], tokens)
         for index, row in enumerate(rows)
@@ -129,7 +129,7 @@ def _by_text(rows: Sequence[Row], text: str, tokens: Tokens) -> Alignment:
     is_whole = not tokens.is_partial(text)
     for row in rows:
         options = [] if row.chosen is None else tokens.options(row.chosen)
-        # A text that ends within a character places no token: what the row says of its own must do.
+        # A text with partial characters cannot locate tokens; rely on the row's own token alone.
         fitting = (
             token_id
             for token_id in options
@@ -149,19 +149,19 @@ def _by_text(rows: Sequence[Row], text: str, tokens: Tokens) -> Alignment:
 
 
 def _stands_at(token_id: int, data: bytes, cursor: int, tokens: Tokens) -> bool:
-    """Return whether a text goes on with the token: without its space at the start, cut at the end."""
+    """Return whether the token comes next in the text; a leading space or its end may be missing."""
     own, rest = tokens.vocabulary.token_bytes(token_id), data[cursor:]
     if tokens.is_special(token_id) or rest.startswith(own) or own.startswith(rest):
         return True
     return cursor == 0 and rest.startswith(own.lstrip())
 
 
-# -- numbers beside ours -------------------------------------------------------------------------------------
+# -- comparison with the reference ---------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Reader:
-    """Puts the rows of replies beside the reference, and adds faults of rows to `findings`."""
+    """Pairs the rows of replies with the reference, and adds faults of rows to `findings`."""
 
     tokens: Tokens
     reference: Reference
@@ -172,7 +172,7 @@ class Reader:
     def read(
         self, where: Where, ask: Ask, reply: Reply, prompt_ids: tuple[int, ...], *, is_quiet: bool = False
     ) -> Group | None:
-        """Return the rows of a prompt or a completion beside ours; `is_quiet` adds no findings."""
+        """Return the rows of a prompt or completion with the exact ones; `is_quiet` adds no findings."""
         if where == "prompt":
             if not reply.prompt or len(prompt_ids) < 2:
                 return None
@@ -210,7 +210,7 @@ class Reader:
         return Place(position, t, entries, is_map=row.is_map and by_text)
 
     def _check_words(self, group: Group, position: int, token_id: int, row: Row) -> None:
-        """Check the text and the bytes of tokens, and that none is listed twice."""
+        """Check the texts and bytes of tokens, and that no token is listed twice."""
         named = [] if row.chosen is None else [(row.chosen, token_id)]
         seen = []
         for entry in row.alternatives or ():
@@ -262,7 +262,7 @@ class Reader:
 
 
 def check_alternatives(fitted: Fitted, findings: Findings, max_nats: float) -> None:
-    """Check that the alternatives of raw or tempered rows are as many as asked, and the most likely."""
+    """Check that raw or tempered rows have as many alternatives as requested, and the most likely ones."""
     if {*fitted.name.split("+")} & {"kept", "renormalised", "masked", "penalised", "none"}:
         return
     if float(np.median(fitted.errors - fitted.allowance)) > max_nats:  # probably of another model

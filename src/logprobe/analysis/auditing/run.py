@@ -1,6 +1,6 @@
 """`audit`: send requests to a server, compare the replies with the exact rows, and report where they differ.
 
-Requests go out one at a time, except the neighbours of `steady` and the trials of `fields`.
+Requests are sent one at a time, except the concurrent ones of `steady` and the trials of `fields`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 _Rows: TypeAlias = "tuple[Where, Ask, Reply]"
 MAX_NATS: Final = 1e-3
 MAX_TEXTS: Final = 32
-MAX_PROMPT_TOKENS: Final = 48  # of a prompt whose rows are compared whole
+MAX_PROMPT_TOKENS: Final = 48  # of a prompt whose whole rows are compared
 NUM_TOP: Final = 5
 GENERATED: Final = 12
 TEXTS: Final = (
@@ -76,7 +76,7 @@ OF_ANOTHER: Final = (
     "lora-prompt",
     "lora-ignored",
 )
-"""Faults after which our rows say little of what a server should give next."""
+"""Faults after which the exact rows do not predict what the server should return."""
 PLAIN: Final[tuple[dict[str, Any], ...]] = ({"temperature": 0}, {"temperature": 1.0, "seed": 1})
 SHAPES: Final[tuple[dict[str, Any], ...]] = (
     {"temperature": 0.5, "seed": 2},
@@ -91,7 +91,7 @@ CHAT_SHAPES: Final[tuple[dict[str, Any], ...]] = (
     {"temperature": 0.5, "top_p": 0.9, "seed": 8},
 )
 SYSTEMS: Final = ("You are a helpful assistant.", "")
-"""System texts that servers are known to add."""
+"""System prompts that servers are known to add."""
 
 
 def audit(
@@ -110,21 +110,21 @@ def audit(
     """Compare the log-probabilities of a server with the same rows computed exactly.
 
     Args:
-        endpoint: an OpenAI-compatible server, by its address, or with a key and limits as an `Endpoint`.
-        llm: the same weights here; its rows are the reference.
-        model: its name on the server; None: the first that the server lists.
-        texts: prompts; None: six of our own, or those of `before`.
-        lora: the server's name of LoRA weights, whose rows `llm` gives.
-        base: the model without them; None: `llm.with_lora(None)`.
-        before: an earlier report of the same endpoint, to find what changed and what did not.
-        max_nats: the largest difference from the reference that passes; a server in bfloat16 needs some 0.3.
-        quick: fewer lengths and neighbours.
-        progress: called with the requests done, those planned, and what is looked at.
+        endpoint: an OpenAI-compatible server: its URL, or an `Endpoint` with a key and limits.
+        llm: the same weights, loaded here; its rows are the reference.
+        model: the model's name on the server; None: the first that the server lists.
+        texts: prompts; None: six built-in ones, or those of `before`.
+        lora: the server's name for the LoRA weights that `llm` runs with.
+        base: the model without the LoRA weights; None: `llm.with_lora(None)`.
+        before: an earlier report of the same endpoint, to find what changed.
+        max_nats: maximum difference from the reference that passes, nats; a bfloat16 server needs about 0.3.
+        quick: test fewer prompt lengths and fewer concurrent requests.
+        progress: called with the number of requests done, the number planned, and the current check.
 
     Raises:
-        ParameterError: a value that cannot be used, `lora` without its weights here, or a key that the server
-            refuses.
-        ServerError: the server cannot be reached, answers no known form, or does not answer in time.
+        ParameterError: a value cannot be used, `lora` is set without its weights here, or the server rejects
+            the key.
+        ServerError: the server cannot be reached, answers no known form, or times out.
         ModelError: httpx is not installed.
     """
     require(max_nats > 0, "max_nats", "must be positive", got=max_nats)
@@ -155,7 +155,7 @@ def audit(
 
 
 def _run_to_end(work: Coroutine[Any, Any, AuditReport]) -> AuditReport:
-    """Run a coroutine, on a thread of its own where this one has an event loop (notebooks)."""
+    """Run a coroutine, in a new thread if this thread already runs an event loop (notebooks)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -185,7 +185,7 @@ class _Run:
     stored: list[StoredPrompt] = field(default_factory=list)
 
     async def report(self) -> AuditReport:
-        """Ask, compare, and report."""
+        """Send the requests, compare the replies, and return the report."""
         async with Connection(self.endpoint) as connection:
             server = await self._meet(connection)
             num_ids = len(self.llm.text.vocabulary)
@@ -245,7 +245,7 @@ class _Run:
         return int(self.llm.engine.capabilities().max_model_len)
 
     async def _meet(self, connection: Connection) -> str | None:
-        """Find the model's name, and return what the server says that it is."""
+        """Find the model's name, and return the server's name and version as it states them."""
         listed = await connection.get("/v1/models")
         data = listed.value.get("data") if listed.is_ok and isinstance(listed.value, dict) else None
         first = data[0] if isinstance(data, list) and data and isinstance(data[0], dict) else {}
@@ -257,7 +257,7 @@ class _Run:
                 answer = await connection.get(path)
             except UnreachableError:
                 raise
-            except ServerError:  # other servers have a page there
+            except ServerError:  # other servers serve HTML at this path
                 continue
             words.append(answer.value.get(name) if answer.is_ok and isinstance(answer.value, dict) else None)
         return printable(" ".join(word for word in words if isinstance(word, str)), MAX_TEXT) or None
@@ -267,7 +267,7 @@ class _Run:
             title = f"the server has no {form}: {printable(message, MAX_TEXT)}"
             self.findings.add("form", title, severity="note")
         for form in session.without_rows:
-            if form not in {"completions", "chat"}:  # a fault, which the fields report
+            if form not in {"completions", "chat"}:  # `fields` reports these as faults
                 self.findings.add("form", f"{form}: {WITHOUT_ROWS}", severity="note")
 
     # -- asking --------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ class _Run:
         self.findings.add(kind, title, severity="note", evidence=[evidence])
 
     def _asks(self, session: Session) -> Iterator[Ask]:
-        """Yield every request whose rows are compared whole, prompts first."""
+        """Yield every request whose whole rows are compared, prompts first."""
         texts = self._texts()
         for form in PROMPT_FORMS:
             if form in session.extras:
@@ -323,7 +323,7 @@ class _Run:
                         yield Ask(form=form, prompt=chat, max_tokens=GENERATED, num_top=NUM_TOP, params=shape)
 
     def _texts(self) -> tuple[str, ...]:
-        """Return the prompts, none longer than what is compared whole."""
+        """Return the prompts, cut to the length that is compared."""
         texts = self.texts
         if texts is None and self.before is not None:
             prompts = [prompt for prompt in self.before.stored if _form_of(prompt.ask) not in CHAT_FORMS]
@@ -337,7 +337,7 @@ class _Run:
     # -- comparing -----------------------------------------------------------------------------------------
 
     def _compare(self, reader: Reader, replies: list[tuple[Ask, Reply]], roundings: dict[str, str]) -> None:
-        """Compare ask by ask, completions before chats, whose layout they bear out."""
+        """Compare ask by ask; completions first, as their errors help to judge the layout of chats."""
         labels: dict[tuple[str, Where], list[tuple[Ask, Reply]]] = {}
         for ask, reply in replies:
             where: Where = "prompt" if ask.wants_prompt else "completion"
@@ -356,7 +356,7 @@ class _Run:
             self.stored += stored(fitted)
 
     def _roundings(self, replies: list[tuple[Ask, Reply]]) -> dict[str, str]:
-        """Return the grid of each form's numbers, where they have one."""
+        """Return, by form, the precision that numbers are rounded to, if any."""
         numbers: dict[str, list[float]] = {}
         for ask, reply in replies:
             for row in (*(reply.prompt or ()), *(reply.completion or ())):
@@ -371,7 +371,7 @@ class _Run:
             if rounding is None:
                 continue
             found[form] = rounding
-            # Rounding moves a number half as far as cutting does.
+            # Rounding changes a number by at most half as much as truncation.
             worst = float(allowance_of(rounding, np.array(values)).max()) / 2
             self.findings.add(
                 "rounded",
@@ -388,7 +388,7 @@ class _Run:
         return found
 
     def _group(self, reader: Reader, where: Where, ask: Ask, reply: Reply) -> Group | None:
-        """Return numbers beside ours, after the prompt that they fit: the one asked, or another."""
+        """Return a reply's numbers with the exact rows of the prompt that they fit, sent or not."""
         own = self.tokens.encode_ask(ask)
         ids = own if reply.prompt_ids is None else reply.prompt_ids
         if own and ids != own:
@@ -401,7 +401,7 @@ class _Run:
         return found or reader.read(*rows, ids)
 
     def _is_off(self, group: Group) -> bool:
-        """Return whether most numbers of one reply are of no distribution, by no known cause."""
+        """Return whether most numbers of a reply fit no distribution and no known cause."""
         fitted = fit([group], self.tokens)
         if fitted is None:
             return False
@@ -414,7 +414,7 @@ class _Run:
         return is_off and cause_of(fitted, self.max_nats) is None
 
     def _fitted(self, group: Group | None) -> tuple[float, Fitted | None]:
-        """Return the median error of one reply's numbers, nats, and its fit."""
+        """Return the median error of a reply's numbers, nats, and the fit."""
         fitted = None if group is None else fit([group], self.tokens)
         return (np.inf if fitted is None else float(np.median(fitted.errors))), fitted
 
@@ -426,7 +426,7 @@ class _Run:
         self.findings.add(kind, title, evidence=evidence, worst=median)
 
     def _of_base(self, rows: _Rows, ids: tuple[int, ...], group: Group) -> Group | None:
-        """Return the numbers beside the base model's rows, if they are these and not the LoRA weights'."""
+        """Return the numbers with the base model's rows, if they fit these rather than the LoRA weights'."""
         if self.base is None:
             return None
         base = Reader(self.tokens, Reference(self.base), Findings())
@@ -444,9 +444,9 @@ class _Run:
     def _after_other_prompt(
         self, reader: Reader, rows: _Rows, ids: tuple[int, ...], own: tuple[int, ...], group: Group
     ) -> Group | None:
-        """Return the numbers beside rows after a prompt that begins or is laid out otherwise.
+        """Return the numbers with the rows of a prompt that begins or is laid out differently, if they fit.
 
-        A chat that is laid out in no known way has a group of no places.
+        For a chat in an unknown layout, return a group without places.
         """
         _, ask, reply = rows
         worst = self._fitted(group)[0]
@@ -498,7 +498,7 @@ class _Run:
 
 
 def _form_of(label: str) -> str:
-    """Return the form that a label begins with."""
+    """Return the form at the start of a label."""
     return label.partition(", ")[0].partition(" (")[0]
 
 

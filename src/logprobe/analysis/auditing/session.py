@@ -1,4 +1,4 @@
-"""Conversation of one audit with a server: the forms that it answers, and requests in them, one at a time."""
+"""Session of an audit with a server: find the request forms that it supports, and send requests."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Session:
                 )
 
     async def settle(self) -> None:
-        """Score one short prompt, so that what follows is not the first request after a generation."""
+        """Score a short prompt, so that the next request is not the first after a generation."""
         if self.prompt_form is not None:
             await self.ask(Ask(form=self.prompt_form, prompt=TRIAL_TEXT, num_top=1))
 
@@ -100,7 +100,7 @@ class Session:
         """Try each form once with few tokens.
 
         Raises:
-            ServerError: none is answered; the message has the server's words for the first.
+            ServerError: the server answers neither completions nor chats.
             UnreachableError, ParameterError: as `Connection.post`.
         """
         for form in FORMS:
@@ -116,7 +116,7 @@ class Session:
             self.takes_ids = isinstance(await self._answer(ids, {}), Reply)
 
     async def _try(self, form: str) -> None:
-        """Try one form, with the fields that have it return ids and without them."""
+        """Try one form, with and without the fields that request token ids."""
         is_prompt = form in PROMPT_FORMS
         best: Reply | Refusal | None = None
         for max_tokens in (0, 1) if is_prompt else (2,):
@@ -124,7 +124,7 @@ class Session:
                 ask = Ask(form=form, prompt=TRIAL_TEXT, max_tokens=max_tokens, num_top=2)
                 ask = replace(ask, prompt=TRIAL_CHAT) if ask.is_chat else ask
                 reply = await self._answer(ask, extras)
-                # A reply without rows says more than a refusal; of refusals the barest ask's counts.
+                # Prefer a reply without rows to a refusal, and the refusal of the last, simplest request.
                 if isinstance(reply, Reply) or not isinstance(best, Reply):
                     best = reply
                 if isinstance(reply, Reply) and _has_rows(reply, wants_prompt=ask.wants_prompt):
@@ -136,17 +136,17 @@ class Session:
             self.without_rows.append(form)
 
     async def _answer(self, ask: Ask, extras: Mapping[str, Any]) -> Reply | Refusal:
-        """Return a reply; one that cannot be read counts as refused, as other servers have other routes."""
+        """Return a reply; treat one that cannot be parsed as a refusal, as servers' routes differ."""
         try:
             return await exchange(self.connection, ask, extras, self.model)
         except UnreachableError:
             raise
         except ServerError as error:
-            if isinstance(error.__cause__, TimeoutError):  # a slow server, which would be slow in each form
+            if isinstance(error.__cause__, TimeoutError):  # the server is slow, and would be for every form
                 raise
             return Refusal(200, str(error))
 
 
 def _has_rows(reply: Reply, *, wants_prompt: bool) -> bool:
-    """Return whether rows of the right kind came; a server without echo may give its own token's."""
+    """Return whether rows of the right kind came; without echo, only the generated token has one."""
     return len(reply.prompt or ()) > 2 if wants_prompt else bool(reply.completion)

@@ -1,7 +1,7 @@
-"""Numbers under other circumstances: repeated, cached, beside other requests, streamed, at other lengths.
+"""Check numbers under other circumstances: repeated, cached, concurrent, streamed, and at other lengths.
 
-`circumstances` lists those in which a reply is compared with an earlier one to the same ask; prompts of other
-lengths, with cached prefixes and of generated tokens are compared with the exact numbers.
+`circumstances` lists those in which a reply is compared with an earlier one to the same ask. Prompts of other
+lengths, with cached prefixes, and of generated tokens are compared with the exact numbers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Difference:
     is_equal: bool
     worst: float | None  # nats; None where nothing could be compared
     begins_at: int | None = None  # the first row that differs
-    theirs: float | None = None  # the two numbers at the worst
+    theirs: float | None = None  # the two numbers of the worst difference
     ours: float | None = None
     where: Where = "completion"
 
@@ -64,7 +64,7 @@ class Difference:
 
 
 def difference(before: Reply, reply: Reply) -> Difference:
-    """Compare two replies row by row, each token by what the server says of it."""
+    """Compare two replies row by row, with tokens identified as the server reports them."""
     found = Difference(before.prompt == reply.prompt and before.completion == reply.completion, None)
     wheres: tuple[Where, ...] = ("prompt", "completion")
     for where in wheres:
@@ -81,7 +81,7 @@ def difference(before: Reply, reply: Reply) -> Difference:
             if size > (found.worst or 0.0):
                 found = replace(found, worst=size, theirs=second, ours=first, where=where)
             if where == "completion" and not _is_same_token(row, other):
-                break  # what follows follows other tokens
+                break  # later rows have another context
     return found
 
 
@@ -109,15 +109,15 @@ def _row_difference(row: Row | None, other: Row | None) -> tuple[float, float | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Circumstance:
-    """An ask once more under another circumstance, and the fault if its numbers change."""
+    """An ask to repeat under another circumstance, and the fault to report if its numbers change."""
 
     kind: str
     title: str
     name: str
     ask: Ask
-    num_before: int = 2  # times that it is asked first; the last of these replies is compared
-    after: tuple[Ask, ...] = ()  # asked in between
-    beside: tuple[Ask, ...] = ()  # in flight meanwhile
+    num_before: int = 2  # times to send the ask first; the last reply is compared
+    after: tuple[Ask, ...] = ()  # sent in between
+    beside: tuple[Ask, ...] = ()  # in flight at the same time
     stream: bool = False
     times: int = 1
 
@@ -133,13 +133,13 @@ class Steady:
     max_len: int
     is_quick: bool
     prompt_fits: bool  # rows of plain prompts are the model's
-    roundings: dict[str, str]  # form → the grid of its numbers
+    roundings: dict[str, str]  # form → precision that its numbers are rounded to
     rows: list[Steadiness] = field(default_factory=list)
-    wrong_from: int | None = None  # the row from which on scored prompts are known to be wrong
+    wrong_from: int | None = None  # first row from which scored prompts are known to be wrong
 
     @property
     def form(self) -> str:
-        """The form of repeated requests."""
+        """Form of the repeated requests."""
         return self.session.prompt_form or self.session.completion_form or ""
 
     async def run(self) -> None:
@@ -162,7 +162,7 @@ class Steady:
             title = f"lengths, prefixes and scored generations were not looked at: {why}"
             self.findings.add("left-out", title, severity="note")
 
-    # -- beside an earlier reply ---------------------------------------------------------------------------
+    # -- comparison with an earlier reply ------------------------------------------------------------------
 
     def circumstances(self) -> Iterator[Circumstance]:
         """Yield the circumstances in which a reply is compared with an earlier one."""
@@ -232,14 +232,14 @@ class Steady:
         running = [asyncio.ensure_future(session.ask(other)) for other in circumstance.beside]
         try:
             if running:
-                await asyncio.sleep(0.02)  # they are on their way
+                await asyncio.sleep(0.02)  # give them time to start
             compared = replace(ask, stream=circumstance.stream)
             replies = [await session.ask(compared) for _ in range(circumstance.times)]
         finally:
             await asyncio.gather(*running)
         given = [reply for reply in replies if isinstance(reply, Reply)]
         if not isinstance(before, Reply) or len(given) < len(replies):
-            if not circumstance.stream:  # trials of fields report a stream that is refused
+            if not circumstance.stream:  # `fields` reports refused streams
                 title = f"not looked at, as a request was refused: {circumstance.name}"
                 self.findings.add("left-out", title, severity="note")
             return
@@ -252,7 +252,7 @@ class Steady:
         )
         if circumstance.stream and before.text != given[0].text:
             found = replace(found, is_equal=False, worst=max(found.worst or 0.0, CAP))
-        # What changes after a generation changes beside one.
+        # Numbers that change after a generation also change during one.
         is_excused = ask.form != session.completion_form and self.findings.has("unsteady-after-generation")
         self._note(
             circumstance.kind,
@@ -275,7 +275,7 @@ class Steady:
         is_excused: bool = False,
         requests: int = 1,
     ) -> None:
-        """Keep what was observed; it is a fault, unless the same request alone changes anyway."""
+        """Record an observation; add a fault, unless the same request alone changes anyway."""
         self.rows.append(
             Steadiness(
                 circumstance=name,
@@ -298,10 +298,10 @@ class Steady:
         )
         self.findings.add(kind, title, evidence=[evidence], worst=found.worst or CAP)
 
-    # -- beside the exact numbers --------------------------------------------------------------------------
+    # -- comparison with the exact numbers -----------------------------------------------------------------
 
     async def _scored(self) -> None:
-        """Score what the server generated as a prompt: the same tokens, the same numbers."""
+        """Score generated tokens as a prompt: the same tokens should have the same numbers."""
         session, writer = self.session, self.session.completion_form
         ids = self._of_length(min(SCORED[0], self.max_len // 2))
         if writer is None or ids is None or not session.takes_ids or self.findings.has(*UNSTEADY):
@@ -339,7 +339,7 @@ class Steady:
             self.wrong_from = found.begins_at
 
     async def _extended(self) -> None:
-        """Score a longer prompt whose beginning is cached, and one as long that is new."""
+        """Score a longer prompt whose beginning is cached, and a new one of similar length."""
         text = f"{self.cut(OTHER)} {self.cut(PROBE, 4)}"
         ask = replace(self.probe(self.form), prompt=text)
         new = replace(ask, prompt=f"Note {secrets.token_hex(3)}. {text}")
@@ -367,7 +367,7 @@ class Steady:
                     self.findings.add("error", unanswered, severity="note")
 
     async def _beside_exact(self, ask: Ask, ids: tuple[int, ...]) -> Difference | None:
-        """Compare the chosen numbers of a prompt with the exact ones; None where there are none."""
+        """Compare the chosen numbers of a prompt with the exact ones; None without prompt rows."""
         reply = await self.session.ask(ask) if len(ids) <= self.max_len else None
         if not isinstance(reply, Reply) or not reply.prompt:
             return None
@@ -400,20 +400,20 @@ class Steady:
         return Ask(form=form, prompt=self.cut(text), max_tokens=generated, params={"temperature": 0})
 
     def cut(self, text: str, share: int = 2) -> str:
-        """Return the beginning of a text, at most a share of the context."""
+        """Return the beginning of a text, at most 1 / `share` of the context."""
         return self.reader.tokens.cut(text, self.max_len // share)
 
     def _prompt_ask(self, ids: tuple[int, ...]) -> Ask:
-        """Return a prompt by its ids, or by its text where the server takes no ids."""
+        """Return a prompt as ids, or as text if the server does not accept ids."""
         prompt = ids if self.session.takes_ids else self.reader.tokens.vocabulary.bytes_of(ids).decode()
         return Ask(form=self.form, prompt=prompt, num_top=1)
 
     def _of_length(self, size: int) -> tuple[int, ...] | None:
-        """Return a prompt of so many tokens, each with a beginning of its own; None where there is none."""
+        """Return a prompt of `size` tokens with a unique beginning; None if there is none."""
         tokens = self.reader.tokens
         text = f"Chapter {size}. " + " ".join([PROBE, OTHER, CONTINUED] * (size // 24 + 1))
         ids = tokens.encode(text)[:size]
-        if not self.session.takes_ids:  # a text that is cut is often split otherwise
+        if not self.session.takes_ids:  # a truncated text often tokenizes differently
             again = tokens.encode(tokens.vocabulary.bytes_of(ids).decode("utf-8", "replace"))
             return ids if len(ids) == size and again == ids else None
         return ids if len(ids) == size else None

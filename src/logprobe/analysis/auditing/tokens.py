@@ -1,4 +1,4 @@
-"""Tokens of a model by what servers say of them: an id, bytes, a text, or the piece in the vocabulary."""
+"""Identify tokens from what servers report: an id, bytes, a text, or the piece in the vocabulary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from logprobe.models import Vocabulary
     from logprobe.text.edge import TextEdge
 
-REPLACEMENT = "�"  # of bytes that are no whole character
+REPLACEMENT = "�"  # stands for bytes that are not a whole character
 ERRORS = ("replace", "ignore")  # servers replace such bytes, or leave them out
 
 
@@ -39,7 +39,7 @@ class Tokens:
 
     @cached_property
     def _by_text(self) -> dict[str, list[int]]:
-        """Every text of a token → the ids it may mean, the exact ones first."""
+        """Every text that a token may be reported as → possible ids, the exact ones first."""
         table: dict[str, list[int]] = defaultdict(list)
         pieces = self._tokenizer.convert_ids_to_tokens(list(range(len(self.vocabulary))))
         for token_id, piece in enumerate(pieces):
@@ -50,14 +50,14 @@ class Tokens:
             for text in texts:
                 table[text].append(token_id)
         for token_id in range(len(self.vocabulary)):
-            # SentencePiece leaves the first space of a text out.
+            # SentencePiece drops the leading space of a text.
             text = self.vocabulary.token_text(token_id)
             if text.startswith(" "):
                 table[text[1:]].append(token_id)
         return dict(table)
 
     def ids_of(self, entry: Entry) -> list[int]:
-        """Return the ids that an entry may mean, by the surest of what it says; [] where nothing fits."""
+        """Return the ids that an entry may mean, by its most reliable field; [] if none fits."""
         if entry.token_id is not None:
             return [entry.token_id] if 0 <= entry.token_id < len(self.vocabulary) else []
         by_text = [] if entry.text is None else self._by_text.get(entry.text, [])
@@ -74,7 +74,7 @@ class Tokens:
         return [*ids, *(token_id for token_id in by_bytes if token_id not in ids)]
 
     def named(self, entry: Entry) -> list[int]:
-        """Return `ids_of`; [] where the text may be what is left of any token within a character."""
+        """Return `ids_of`; [] if the text may come from any of several tokens with partial characters."""
         ids = self.ids_of(entry)
         if entry.token_id is not None or entry.data is not None or len(ids) == 1:
             return ids
@@ -83,7 +83,7 @@ class Tokens:
         return [] if is_lossy else ids
 
     def may_be(self, entry: Entry, token_id: int) -> bool:
-        """Return whether an entry can be of a token; one that says nothing can be of all."""
+        """Return whether an entry can be of a token; an empty entry can be of any."""
         if entry.token_id is not None:
             return entry.token_id == token_id
         if entry.text is None and entry.data is None:
@@ -115,7 +115,7 @@ class Tokens:
 
     @staticmethod
     def is_partial(text: str | None) -> bool:
-        """Return whether a text stands for bytes that are no whole character."""
+        """Return whether a text contains the replacement of bytes that are not a whole character."""
         return text is not None and REPLACEMENT in text
 
     def is_whole(self, token_id: int) -> bool:
@@ -134,7 +134,7 @@ class Tokens:
     # -- texts and prompts ---------------------------------------------------------------------------------
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the ids of a text by the tokenizer's own rule."""
+        """Return the ids of a text, with the tokenizer's default special tokens."""
         return tuple(self._edge.encode(text).tolist())
 
     def encode_plain(self, data: bytes) -> list[int]:
@@ -150,7 +150,7 @@ class Tokens:
         return self._edge.text_of(ids)
 
     def cut(self, text: str, num_tokens: int) -> str:
-        """Return the beginning of a text, at most so many tokens."""
+        """Return the beginning of a text, at most `num_tokens` tokens."""
         ids = self.encode(text)
         if len(ids) <= num_tokens:
             return text
@@ -162,7 +162,7 @@ class Tokens:
         return max(ids, key=lambda token_id: len(self.vocabulary.token_text(token_id).strip()))
 
     def encode_ask(self, ask: Ask) -> tuple[int, ...]:
-        """Return the ids of a prompt by tokenizer and chat template; () where there is no template."""
+        """Return the ids of a prompt by tokenizer and chat template; () for a chat without a template."""
         if isinstance(ask.prompt, str):
             return self.encode(ask.prompt)
         if ask.ids is not None:
@@ -175,7 +175,7 @@ class Tokens:
         return self._tokenizer.chat_template is not None
 
     def beginnings(self, ids: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Return other beginnings of a prompt: without BOS, with it, with it twice, with EOS in its place."""
+        """Return variants of a prompt: without BOS, with BOS, with BOS twice, with EOS instead."""
         own = tuple(ids)
         bos, eos = self._edge.bos_token_id, self._edge.eos_token_id
         bare = own[1:] if own and own[0] == bos else own
@@ -187,9 +187,9 @@ class Tokens:
         return {name: other for name, other in found.items() if other != own and len(other) > 1}
 
     def layouts(self, ask: Ask, systems: Sequence[str]) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-        """Return other layouts of a chat, with a system text of the server's or open at its end.
+        """Return other layouts of a chat: with a system prompt, or without the generation prompt.
 
-        And those that the template refuses, with its message: Gemma's takes no system text.
+        Also return the layouts that the template rejects, with its message: Gemma's has no system prompt.
         """
         messages = ask.messages
         conversations = {"without the beginning of the answer": (messages, False)}

@@ -22,11 +22,11 @@ DISTRIBUTION_WORDS: Final = {
     "scaled": "after a temperature that nobody asked",
     "none": "none that was computed",
 }
-"""Of what numbers are → the same in words."""
+"""Distribution name → description."""
 
 
 def numbers_summary(report: AuditReport) -> str:
-    """Return the worst number beside the limit, and the kinds of faults in numbers."""
+    """Return the worst error with the limit, and the kinds of faults in numbers."""
     if not report.errors:
         return "no number could be compared"
     worst = f"worst {nats(report.worst_nats)} nats (at most {report.max_nats:g})"
@@ -44,18 +44,18 @@ def _kinds(report: AuditReport, area: Area) -> list[str]:
 
 
 def measured(report: AuditReport) -> str:
-    """How much the verdict rests on."""
+    """Return the numbers of requests and rows that the verdict is based on."""
     return f"{_count(report.requests, 'request')}, {_count(report.rows, 'row')}"
 
 
 def asked_of(report: AuditReport) -> str:
-    """Who was asked, for what."""
+    """Return the endpoint, model and LoRA that were audited."""
     lora = f", LoRA {report.lora}" if report.lora else ""
     return f"{report.endpoint}, model {report.model}{lora}"
 
 
 def nats(value: float | None) -> str:
-    """A number of nats as people compare it; `-` where there is none."""
+    """Format a number of nats; `-` for None."""
     if value is None:
         return "-"
     if value == 0 or not math.isfinite(value):
@@ -64,12 +64,12 @@ def nats(value: float | None) -> str:
 
 
 def distribution_words(name: str) -> str:
-    """A distribution's name in words; those joined by `+` one after another."""
+    """Describe a distribution; parts of the name joined by `+` are described in order."""
     return ", ".join(DISTRIBUTION_WORDS.get(part, part) for part in name.split("+"))
 
 
 def place_of(evidence: Evidence) -> str:
-    """Where it shows: what was asked, the position, and the token."""
+    """Return the ask, position and token of a piece of evidence."""
     parts = [evidence.ask]
     if evidence.position is not None:
         parts.append(f"{evidence.where} row {evidence.position}")
@@ -78,7 +78,7 @@ def place_of(evidence: Evidence) -> str:
 
 
 def numbers_of(evidence: Evidence) -> str:
-    """Both numbers, where the evidence is numbers, and its note."""
+    """Return the server's and the exact number, where present, and the note."""
     numbers = [f"{name} {value:.4f}" for name, value in (("theirs", evidence.theirs), ("ours", evidence.ours))
                if value is not None]  # fmt: skip
     return "; ".join(
@@ -87,12 +87,12 @@ def numbers_of(evidence: Evidence) -> str:
 
 
 def extent_of(finding: Finding) -> str:
-    """In how many places of those looked at."""
+    """Return the count of a finding, of how many checked."""
     return f"{finding.count:,} of {finding.of:,}" if finding.of else ""
 
 
 def errors_words(report: AuditReport, of: Numbers) -> str | None:
-    """All asks' errors of one kind of numbers in a line; None where none were compared."""
+    """Summarize the errors of one kind of numbers in a line; None if none were compared."""
     rows = [row for row in report.errors if row.of == of]
     if not rows:
         return None
@@ -106,7 +106,7 @@ def errors_words(report: AuditReport, of: Numbers) -> str | None:
 
 
 def steadiness_words(report: AuditReport) -> str | None:
-    """All circumstances in a line: in how many it was steady, and the worst of the others."""
+    """Summarize all circumstances in a line: how many were steady, and the worst of the others."""
     rows = report.steadiness
     if not rows:
         return None
@@ -119,7 +119,7 @@ def steadiness_words(report: AuditReport) -> str | None:
 
 
 def steady_words(row: Steadiness) -> str:
-    """One circumstance's outcome."""
+    """Describe the outcome of one circumstance."""
     if row.is_equal and not row.worst:
         return "equal bits"
     if row.worst is None:
@@ -129,7 +129,7 @@ def steady_words(row: Steadiness) -> str:
 
 
 def some_of(asks: Sequence[str]) -> str:
-    """The first of some asks, and how many more there are."""
+    """Return the first ask, and the number of others."""
     return asks[0] if len(asks) == 1 else f"{asks[0]} and {len(asks) - 1} more"
 
 

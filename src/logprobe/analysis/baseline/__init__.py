@@ -1,1 +1,1 @@
-"""A model's whole next-token rows in a file of bounded size, and other models compared with them."""
+"""Save a model's full next-token distributions in a file of bounded size, and compare models with them."""

@@ -1,7 +1,8 @@
-"""The file of a baseline: a header, blocks of rows with their tokens, and an end that counts them.
+"""Baseline file format: a header, blocks of rows with their tokens, and an end record with counts.
 
-Each part is a JSON head behind its length, and what it says follows: the layout stands in docs/compare.md.
-Whoever made a file: nothing is made of it that its heads do not bound, and what is read can be compared with.
+Each part is a length-prefixed JSON head followed by the data that it describes; see docs/compare.md. Files
+are untrusted: sizes in heads are checked against limits before anything is allocated, and values are
+validated before they are used in comparisons.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ if TYPE_CHECKING:
 SUFFIX: Final = ".lpkl"
 MAGIC: Final = b"LPKL"
 VERSION: Final = 1
-SHARE: Final = 10  # of llama.cpp's bytes a row, the part that a row takes here
-MAX_HEAD: Final = 1 << 16  # bytes of a head
+SHARE: Final = 10  # divisor: a row takes 1/SHARE of the bytes of llama.cpp's
+MAX_HEAD: Final = 1 << 16  # bytes of a JSON head
 MAX_VOCABULARY: Final = 1 << 22
-MAX_ENTRIES: Final = 1 << 24  # of a block that has more than one row
-MAX_ROWS: Final = 256  # of a block
+MAX_ENTRIES: Final = 1 << 24  # entries of a block with more than one row
+MAX_ROWS: Final = 256  # rows of a block
 COLUMNS: Final = {
     "token_ids": "<i4",
     "best_ids": "<i4",
@@ -54,18 +55,18 @@ COLUMNS: Final = {
     "low_mass": "<f4",
     "distance": "<f4",
 }
-"""The columns of one number a row, in their order."""
+"""Columns with one number per row, in file order, with their dtypes."""
 BYTES_A_ROW: Final = sum(np.dtype(kind).itemsize for kind in COLUMNS.values())
 BYTES_A_START: Final = 12
-BYTES_A_HEAD: Final = 160  # of a block of our own, at most
+BYTES_A_HEAD: Final = 160  # maximum for a block that we write
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """Which model the rows are of, and which vocabulary they are over."""
+    """Model and vocabulary of the rows."""
 
     version: int = VERSION
     vocabulary_size: int  # entries of a row
-    vocabulary: str  # a digest of its tokens' bytes
+    vocabulary: str  # from `vocabulary_digest`
     model: str | None
     weights: str | None
     weight_version: str | None
@@ -73,7 +74,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True, tag="block"):
-    """How many rows follow, and in how many bytes."""
+    """Head of a block: numbers of rows and bytes that follow."""
 
     num_rows: int
     num_starts: int
@@ -83,7 +84,7 @@ class Block(msgspec.Struct, frozen=True, kw_only=True, tag="block"):
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
-    """What the blocks held, in the place of one more."""
+    """End of the file: total numbers of rows and texts."""
 
     num_rows: int
     num_texts: int
@@ -91,33 +92,33 @@ class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Rows of one text that follow each other."""
+    """Consecutive rows of one text."""
 
     text_index: int
-    is_first: bool  # of its text
-    context: IntArray  # all tokens of the text before them
+    is_first: bool  # first run of its text
+    context: IntArray  # all tokens of the text before `token_ids`
     token_ids: IntArray  # (M,)
     logprobs: npt.NDArray[np.float32]  # (M,) of these tokens, nats
-    best_ids: IntArray  # (M,) the likeliest token
+    best_ids: IntArray  # (M,) the most likely token
     kept: KeptRows  # M rows
 
 
 def rows_a_block(vocabulary_size: int) -> int:
-    """How many rows are kept, and held, at once."""
+    """Return the maximum number of rows in a block, which is held in memory as a whole."""
     return max(min(MAX_ROWS, MAX_ENTRIES // vocabulary_size), 1)
 
 
 def max_bytes(num_rows: int, vocabulary_size: int) -> int:
-    """What some rows may take: a tenth of llama.cpp's 2 bytes an entry, of an even number, and 8 a row."""
+    """Return the byte limit of rows: a tenth of llama.cpp's, 2 per entry (padded to even) plus 8 per row."""
     return num_rows * (2 * (vocabulary_size + vocabulary_size % 2) + 8) // SHARE
 
 
 class BaselineWriter:
-    """Writes a file; under another name until `finish`, so that one that is there is whole.
+    """Write a baseline under a temporary name, which `finish` renames, so an existing file is complete.
 
     Raises:
-        InputError: there is such a file.
-        OutputError: it cannot be written.
+        InputError: the file exists, or its name has another suffix.
+        OutputError: the file cannot be written.
     """
 
     def __init__(self, path: str | Path, header: Header) -> None:
@@ -146,14 +147,15 @@ class BaselineWriter:
         logprobs: npt.NDArray[np.float64],
         starts: list[tuple[int, int, int]],
     ) -> None:
-        """Add a block of rows, (N, V) nats, with the tokens that came next and their logprobs.
+        """Add a block of rows, (N, V) nats, with the tokens that they predict and their logprobs.
 
-        `starts` are the rows at which texts begin, each with the one token before it and the text's place.
+        `starts` holds, for each text that begins in the block, its first row, the token before it, and the
+        index of the text.
         """
         size = self._header.vocabulary_size
         limit = max_bytes(len(rows), size)
         own = len(rows) * BYTES_A_ROW + len(starts) * BYTES_A_START + BYTES_A_HEAD
-        # Of a vocabulary of some hundreds the rest is most of it; rows are kept all the same.
+        # With a vocabulary of a few hundred tokens, the columns take most of the limit; exceed it then.
         kept, packed = kept_within(rows, max(limit - own, limit // 2), self.num_rows)
         columns: dict[str, Any] = {
             "token_ids": token_ids,
@@ -179,7 +181,7 @@ class BaselineWriter:
         self.num_texts += len(starts)
 
     def finish(self) -> None:
-        """Make the file whole, and give it its name."""
+        """Complete the file, flush it to disk, and rename it to `path`."""
         with writing(self.path):
             self._put(End(num_rows=self.num_rows, num_texts=self.num_texts))
             self._file.flush()
@@ -188,7 +190,7 @@ class BaselineWriter:
             self._unfinished.replace(self.path)
 
     def leave(self) -> None:
-        """Give it up; nothing stays."""
+        """Abandon the file and delete it."""
         self._file.close()
         self._unfinished.unlink(missing_ok=True)
 
@@ -197,10 +199,10 @@ class BaselineWriter:
 
 
 class BaselineReader:
-    """Reads a file from its beginning; `header` is there at once.
+    """Read a baseline sequentially; `header` is read on construction.
 
     Raises:
-        InputError: no such file, no such bytes, or another version.
+        InputError: the file does not exist, is not a baseline, or has another version.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -229,10 +231,10 @@ class BaselineReader:
         return header
 
     def runs(self) -> Iterator[Run]:
-        """All rows in order, text by text, no more than a block of them at once.
+        """Yield all rows in order, text by text, at most a block at a time.
 
         Raises:
-            InputError: it is cut short, or contradicts itself.
+            InputError: the file is truncated or inconsistent.
         """
         num_rows = num_texts = 0
         before, text = np.empty(0, np.int32), -1
@@ -266,7 +268,7 @@ class BaselineReader:
         self._require(1 <= num_rows <= rows_a_block(size), "a block has no such number of rows")
         self._require(0 <= head.num_starts <= num_rows, "a block has no such number of texts")
         self._require(1 <= head.scale <= MAX_SCALE, "there is no such scale")
-        most = 2 * num_rows * size + 1024  # bytes of codes: 14 bits an entry, and what deflate adds
+        most = 2 * num_rows * size + 1024  # bytes of codes: 14 bits per entry, plus deflate's overhead
         num_bytes = (head.num_length_bytes, head.num_plane_bytes)
         self._require(min(num_bytes) >= 0 and sum(num_bytes) <= most, "its codes have no such size")
         columns = {name: self._array(kind, num_rows) for name, kind in COLUMNS.items()}
@@ -320,6 +322,6 @@ class BaselineReader:
 
 
 class _Version(msgspec.Struct, frozen=True):
-    """What stands in the header of every version."""
+    """The header field that every version has."""
 
     version: int

@@ -1,4 +1,4 @@
-"""A baseline written from a model, and a model compared with one."""
+"""Save a baseline of a model, and compare models with it."""
 
 from __future__ import annotations
 
@@ -39,41 +39,41 @@ if TYPE_CHECKING:
 
 
 Waiting: TypeAlias = "tuple[IntArray, WholeRows, tuple[int, int] | None]"
-"""Tokens, rows, and where a text begins with them the token before it and its place."""
+"""Tokens, their rows, and, if a text begins with them, the text's first token and its index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """What a baseline's file holds."""
+    """Contents of a baseline file."""
 
     num_texts: int
-    num_positions: int  # each with a whole row
+    num_positions: int  # each with a row over the whole vocabulary
     vocabulary_size: int
     num_bytes: int  # of the file
 
     @property
     def share(self) -> float:
-        """Of the bytes that llama.cpp's `--kl-divergence-base` takes for as many rows."""
+        """Size relative to a llama.cpp `--kl-divergence-base` file with as many rows."""
         return self.num_bytes / max(max_bytes(10 * self.num_positions, self.vocabulary_size), 1)
 
 
 def save_baseline(
     llm: Scorer, texts: Iterable[str], path: str | Path, *, bos: bool | None = None
 ) -> Baseline:
-    """Keep a model's whole rows on some texts, to compare other models with when it is gone.
+    """Save a model's full distributions on some texts, to compare other models with later.
 
     Args:
-        llm: the reference.
-        texts: each no longer than its context.
-        path: a name that ends in `.lpkl`; a tenth of the bytes of llama.cpp's file go there.
-        bos: put BOS (EOS where there is none) before each text, or do not; None: as the tokenizer does.
+        llm: the reference model.
+        texts: texts, each no longer than the model's context.
+        path: a name that ends in `.lpkl`; the file is a tenth of the size of llama.cpp's.
+        bos: prepend BOS (EOS if there is none) to each text; None: as the tokenizer does.
 
     Raises:
-        InputError: there is such a file, or its name ends otherwise.
-        OutputError: it cannot be written.
-        ParameterError: no text that has a token to score, or one that is longer than the context.
+        InputError: the file exists, or its name has another suffix.
+        OutputError: the file cannot be written.
+        ParameterError: no text has a token to score, or a text is longer than the context.
         BatchError: a request failed.
-        WeightsReplacedError: the model got other weights meanwhile.
+        WeightsReplacedError: the model's weights were replaced during the run.
     """
     facts = llm.engine.capabilities()
     header = Header(
@@ -107,7 +107,7 @@ def _check_same_weights(llm: Scorer, header: Header) -> None:
 
 
 def _write(llm: Scorer, texts: Iterator[TextTokens], writer: BaselineWriter, vocabulary_size: int) -> None:
-    """Blocks of as many rows as the file has in one, across the ends of texts."""
+    """Write blocks of up to `rows_a_block` rows, which may span several texts."""
     size = rows_a_block(vocabulary_size)
     waiting: list[Waiting] = []
     num_waiting = 0
@@ -138,19 +138,19 @@ def _write_block(writer: BaselineWriter, parts: list[Waiting]) -> None:
 def compare_with_baseline(
     path: str | Path, llm: Scorer, texts: Iterable[str] | None = None, *, bos: bool | None = None
 ) -> Comparison:
-    """Compare a baseline (A) with what a model gives the same tokens (B).
+    """Compare a baseline (A) with a model's distributions at the same tokens (B).
 
-    Each position's KL is an estimate without bias, whose standard error is `kl_error_by_position` at most.
+    Each position's KL is an unbiased estimate with a standard error of at most `kl_error_by_position`.
 
     Args:
         path: the file that `save_baseline` wrote.
         llm: the model.
-        texts: those of the baseline, from its first on, which are checked to be its tokens; its rows end
-            with them. None: all of them, as the file has their tokens.
-        bos: as the baseline had it.
+        texts: the baseline's texts, or the first of them; they must give the baseline's tokens, and rows
+            after them are not compared. None: all rows, with the tokens stored in the file.
+        bos: as in `save_baseline`.
 
     Raises:
-        InputError: a file that cannot be read, or of another vocabulary or other texts.
+        InputError: the file cannot be read, or is of another vocabulary or other texts.
         ParameterError: a text is longer than the context.
         BatchError: a request failed.
     """
@@ -160,7 +160,7 @@ def compare_with_baseline(
         width, size = reader.header.vocabulary_size, llm.engine.capabilities().vocab_size
         if width > size:
             raise InputError(f"{path}: has rows of {width} tokens, and the model of {size}")
-        if texts is None:  # only the file's tokens say how long the texts were
+        if texts is None:  # text lengths in bytes are known only from the tokens
             count = llm.text.vocabulary.bytes_of
             return of_tokens([_part(run, llm, len(count(run.token_ids))) for run in reader.runs()])
         runs = _checked(reader.runs(), sequences(llm, texts, bos), path)
@@ -168,7 +168,7 @@ def compare_with_baseline(
 
 
 def _checked(runs: Iterator[Run], texts: Iterator[TextTokens], path: str | Path) -> Iterator[tuple[Run, int]]:
-    """Yield the runs of the texts, as long as there are any, each with its bytes of the text."""
+    """Yield the runs of the given texts with their sizes in bytes; check that the tokens are the same."""
     ids, sizes, stop = np.empty(0, np.int32), np.empty(0, np.int64), 0
     for run in runs:
         if run.is_first:
@@ -191,7 +191,7 @@ def _require_same(is_same: bool, path: str | Path) -> None:
 
 
 def _part(run: Run, llm: Scorer, num_bytes: int) -> TokenPart:
-    """What a model gives some rows of the baseline."""
+    """Score the tokens of a run with a model, and compare with the baseline's rows."""
     others = whole_scores(llm, (run.context, run.token_ids))
     width = run.kept.codes.shape[1]
     found = [run.kept.against(row, other[:width]) for row, other in enumerate(others.rows)]
@@ -212,7 +212,7 @@ def _part(run: Run, llm: Scorer, num_bytes: int) -> TokenPart:
 
 
 def vocabulary_digest(text: TextEdge) -> str:
-    """What is the same for models whose tokens have the same bytes, and which split a text into the same."""
+    """Return a digest of all tokens' bytes and of how a probe text is tokenized."""
     digest = sha256()
     vocabulary = text.vocabulary
     for token_id in range(len(vocabulary)):

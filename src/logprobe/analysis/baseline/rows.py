@@ -1,14 +1,14 @@
-"""Whole rows of probabilities at a bit or two an entry, and what is left open so.
+"""Full rows of probabilities, quantized to one or two bits per entry, with bounds on the resulting error.
 
-A probability p is kept as a whole number c near n √p, and p' = (c / n)² stands for it. Which of the two
-numbers around n √p it is, is drawn so that p is what p' is in the mean: entries far below 1 / n² are mostly
-0, now and then 1. The larger n, the more bits. Of the divergence from any other row q,
+A probability p is stored as an integer c near n √p, and p' = (c / n)² approximates it. c is one of the two
+integers around n √p, drawn so that the expectation of p' is p (stochastic rounding): entries far below 1 / n²
+are mostly 0, occasionally 1. A larger n takes more bits. For the divergence from any other row q,
 
     KL(p, q) = Σ p log(p / q),
 
-Σ p' log(p / q) is an estimate without bias, of which Σ p' log p is stored with the row, and the rest computed
-when q is there. The draws of the entries are independent, each of a variance of at most p / n², so that its
-standard error is at most √(Σ p log²(p / q)) / n. (In steps of √p, as the variance of a count is its mean.)
+Σ p' log(p / q) is an unbiased estimate; Σ p' log p is stored with the row, and the rest is computed when q is
+known. Entries are drawn independently, each with a variance of at most p / n², so the standard error is at
+most √(Σ p log²(p / q)) / n. (Steps are in √p because the variance of a count equals its mean.)
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ if TYPE_CHECKING:
 
 IMPOSSIBLE: Final = 0xFFFF  # the code of a token of probability 0
 IMPOSSIBLE_LENGTH: Final = 15
-MAX_SCALE: Final = 16_000  # so that a code's bits are counted by 4 bits, with IMPOSSIBLE_LENGTH
+MAX_SCALE: Final = 16_000  # so that a code's bit length fits in 4 bits, besides IMPOSSIBLE_LENGTH
 SCALES: Final = tuple(round(MAX_SCALE * 2 ** (-step / 4)) for step in range(53))  # down to 2
 ROW_FACTS: Final = ("cross", "low_logprob", "blur", "low_mass", "distance")
-SAMPLED_ROWS: Final = 8  # by which a scale is guessed
+SAMPLED_ROWS: Final = 8  # used to estimate the scale
 SEED: Final = 0x6C706B6C
-_UP: Final = 1 + 2.0**-22  # what is stored in float32 is never below what it bounds
+_UP: Final = 1 + 2.0**-22  # rounds float32 bounds up, so that they stay bounds
 _LENGTHS: Final = np.array([code.bit_length() for code in range(MAX_SCALE + 2)], np.uint8)
 
 
 class Divergence(NamedTuple):
-    """What another row gives against a kept one."""
+    """Divergence of another row (q) from a kept one (p)."""
 
-    kl: float  # nats, from the other row to the kept one; an estimate without bias
-    kl_error: float  # its standard error is at most that
+    kl: float  # KL(p, q), nats; an unbiased estimate
+    kl_error: float  # upper bound of the standard error of `kl`, nats
     acceptance: float  # Σ min(p, q)
-    acceptance_error: float  # it is at most so far off
+    acceptance_error: float  # upper bound of the error of `acceptance`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptRows:
-    """N rows over a vocabulary of V, as they are stored."""
+    """N rows over a vocabulary of V, in stored form."""
 
     scale: int  # n
     codes: Codes  # (N, V), or IMPOSSIBLE
@@ -63,7 +63,7 @@ class KeptRows:
 
     @classmethod
     def of(cls, logprobs: npt.ArrayLike, codes: Codes, scale: int) -> KeptRows:
-        """Rows of log-probabilities, (N, V) nats, with codes that `drawn_codes` gave at this scale."""
+        """Build rows from log-probabilities, (N, V) nats, and the codes of `drawn_codes` at this scale."""
         rows = np.asarray(logprobs, np.float64)
         facts = np.array([_facts(row, code, scale) for row, code in zip(rows, codes, strict=True)])
         cross, *others = facts.reshape(-1, 5).T
@@ -86,10 +86,10 @@ class KeptRows:
         return KeptRows(scale=self.scale, codes=self.codes[rows], **facts)
 
     def against(self, row: int, logprobs: npt.ArrayLike) -> Divergence:
-        """How far another row of log-probabilities, (V,) nats, is from a kept one."""
+        """Return the divergence of another row of log-probabilities, (V,) nats, from kept row `row`."""
         codes, others = self.codes[row], np.asarray(logprobs, np.float64)
         acceptance, acceptance_error = self._acceptance(row, np.exp(others))
-        if np.any(np.isneginf(others) & (codes != IMPOSSIBLE)):  # ruled out there, and not here
+        if np.any(np.isneginf(others) & (codes != IMPOSSIBLE)):  # impossible under q, possible under p
             return Divergence(np.inf, 0.0, acceptance, acceptance_error)
         is_drawn = (codes > 0) & (codes != IMPOSSIBLE)
         codes, others = codes[is_drawn], others[is_drawn]
@@ -99,10 +99,10 @@ class KeptRows:
         return Divergence(kl, spread + float(self.blur[row]), acceptance, acceptance_error)
 
     def _acceptance(self, row: int, others: Floats) -> tuple[float, float]:
-        """Σ min(p, q), and how far off it is at most.
+        """Return Σ min(p, q) and an upper bound of its error.
 
-        It is taken as if p went with q among the entries of codes 0 and 1, which cannot make it less. Evened
-        there, p is no farther off than `distance`.
+        Among the entries of codes 0 and 1, p is assumed to follow q, which cannot lower the sum. With the
+        mass of these entries spread evenly, p is off by at most `distance`.
         """
         codes, low_mass = self.codes[row], float(self.low_mass[row])
         least = np.minimum(_evened(codes, self.scale, low_mass), others)
@@ -113,7 +113,7 @@ class KeptRows:
 
 
 def drawn_codes(logprobs: Floats, scale: int, first_row: int) -> Codes:
-    """Draw whole numbers for rows of log-probabilities, (N, V) nats; `first_row` names the draws."""
+    """Draw integer codes for rows of log-probabilities, (N, V) nats; `first_row` seeds the draws."""
     chances = np.random.Generator(np.random.Philox(key=[SEED, first_row])).random(logprobs.shape, np.float32)
     roots = np.exp(logprobs / 2) * scale
     codes = np.floor(roots)
@@ -124,13 +124,13 @@ def drawn_codes(logprobs: Floats, scale: int, first_row: int) -> Codes:
 
 
 def _drawn(codes: Codes, scale: int, low_logprob: float) -> tuple[Floats, Floats]:
-    """What stands for p at codes above 0, and about what log p was."""
+    """Return p' at codes above 0, and the approximate log p there."""
     roots = codes / scale
     return roots**2, np.where(codes == 1, low_logprob, 2 * np.log(roots))
 
 
 def _evened(codes: Codes, scale: int, low_mass: float) -> Floats:
-    """A row in the place of p that is no draw: entries of codes 0 and 1 share their mass."""
+    """Return a deterministic approximation of p: entries of codes 0 and 1 share their mass evenly."""
     is_low = codes < 2
     even = np.where(codes == IMPOSSIBLE, 0.0, (codes / scale) ** 2)
     even[is_low] = low_mass / max(int(np.count_nonzero(is_low)), 1)
@@ -138,7 +138,7 @@ def _evened(codes: Codes, scale: int, low_mass: float) -> Floats:
 
 
 def _facts(logprobs: Floats, codes: Codes, scale: int) -> tuple[float, ...]:
-    """Cross sum, low logprob, blur, low mass and distance of a row."""
+    """Return a row's cross, low_logprob, blur, low_mass and distance; see `KeptRows`."""
     probabilities = np.exp(logprobs)
     low_mass = float(probabilities[codes < 2].sum())
     apart = probabilities - _evened(codes, scale, low_mass)
@@ -152,23 +152,23 @@ def _facts(logprobs: Floats, codes: Codes, scale: int) -> tuple[float, ...]:
     return float((weights * logprobs).sum()), low_logprob, blur * _UP, low_mass, distance * _UP
 
 
-# -- as bytes ------------------------------------------------------------------------------------------------
+# -- serialization -------------------------------------------------------------------------------------------
 
 
 class Packed(NamedTuple):
-    """The codes of some rows: how many bits each has, deflated, and those below the first, plane by plane."""
+    """Packed codes: deflated bit lengths, and bit planes of the bits below the leading ones."""
 
     lengths: bytes
     planes: bytes
 
     @property
     def num_bytes(self) -> int:
-        """Of both."""
+        """Total size in bytes."""
         return len(self.lengths) + len(self.planes)
 
 
 def kept_within(logprobs: npt.ArrayLike, max_bytes: int, first_row: int) -> tuple[KeptRows, Packed]:
-    """Keep rows at the finest scale whose codes take at most so many bytes; at the coarsest if none does."""
+    """Quantize rows at the finest scale whose codes fit in `max_bytes`, or at the coarsest if none fits."""
     rows = np.asarray(logprobs, np.float64)
     for scale in SCALES[_guess(rows, max_bytes) :]:
         codes = drawn_codes(rows, scale, first_row)
@@ -179,7 +179,7 @@ def kept_within(logprobs: npt.ArrayLike, max_bytes: int, first_row: int) -> tupl
 
 
 def _guess(rows: Floats, max_bytes: int) -> int:
-    """The index of a scale that may be a little too fine, found on some of the rows."""
+    """Return the index of a scale to start from, possibly slightly too fine, from a sample of the rows."""
     sample = rows[:: -(-len(rows) // SAMPLED_ROWS)]
     share = max_bytes * len(sample) / len(rows)
     low, high = 0, len(SCALES) - 1
@@ -193,10 +193,10 @@ def _guess(rows: Floats, max_bytes: int) -> int:
 
 
 def pack(codes: Codes) -> Packed:
-    """Codes as bytes; `unpack` reads them.
+    """Pack codes into bytes for `unpack`.
 
-    The lengths of two codes are a byte, and few bytes are frequent: Huffman's code, with runs. What a length
-    leaves open is noise, and stands as it is.
+    Two bit lengths share a byte. Few byte values are frequent, so they compress well with Huffman coding and
+    run lengths. The bits below the leading one are noise, and are stored uncompressed.
     """
     flat = codes.ravel()
     is_impossible = flat == IMPOSSIBLE
@@ -216,10 +216,10 @@ def pack(codes: Codes) -> Packed:
 
 
 def unpack(packed: Packed, num_rows: int, vocabulary_size: int) -> Codes:
-    """The codes, (num_rows, vocabulary_size), of bytes that anybody may have made.
+    """Return the codes, (num_rows, vocabulary_size), in untrusted bytes.
 
     Raises:
-        InputError: they hold more or less than that.
+        InputError: the bytes hold more or fewer codes.
     """
     num_codes = num_rows * vocabulary_size
     pairs = np.frombuffer(_inflated(packed.lengths, -(-num_codes // 2)), np.uint8)
@@ -241,7 +241,7 @@ def unpack(packed: Packed, num_rows: int, vocabulary_size: int) -> Codes:
 
 
 def _inflated(data: bytes, num_bytes: int) -> bytes:
-    """Exactly so many bytes; no more are made, whatever the data says."""
+    """Inflate data to exactly `num_bytes` bytes; never allocate more, even for malicious data."""
     inflate = zlib.decompressobj()
     try:
         found = inflate.decompress(data, num_bytes + 1)

@@ -1,1 +1,1 @@
-"""Data sets: files of texts, pairs or questions to files of numbers."""
+"""Score data sets: files of texts, pairs or questions in, files of log-probabilities and measures out."""

@@ -1,8 +1,8 @@
-"""Rows of a data set: what each asks, or what is wrong with it.
+"""Validate rows of a data set: each becomes a `Question` or a `BadRow`.
 
-A row is a text, a continuation after a context, or a question with choices. It is checked without a model,
-into plain values, so that it can be scored here or on another machine. What is wrong with one row is that
-row's own and never its neighbours'.
+A row is a text, a continuation after a context, or a question with choices. Validation needs no model and
+gives plain values, so that rows can be scored here or on another machine. An error in one row does not affect
+other rows.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ CHARS_A_CALL = 1 << 18
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A row whose columns hold what they should."""
+    """A valid row."""
 
     index: int
     source: str
     line: int
     num_bytes: float
-    context: str | None  # what stands before the texts; None: a text alone
-    texts: list[str]  # the text, or the choices
-    answer: int | None  # index of the right choice, where there is one
-    label: bool | None  # what is known of the text, where it is
-    kept: dict[str, str | None]  # columns of the output that are copied
+    context: str | None  # text before `texts`; None: a text without context
+    texts: list[str]  # one text, or the choices
+    answer: int | None  # index of the correct choice, if known
+    label: bool | None  # known class of the text, if any
+    kept: dict[str, str | None]  # columns copied to the output
 
     @property
     def num_chars(self) -> int:
-        """Characters that the model reads, and those that are copied."""
+        """Number of characters that the model reads or that are copied to the output."""
         copied = sum(len(value or "") for value in self.kept.values())
         return sum(map(len, self.texts)) + len(self.context or "") + copied
 
@@ -50,7 +50,7 @@ CheckedRow: TypeAlias = Question | BadRow
 
 
 def checked(row: Row, settings: DataSettings) -> CheckedRow:
-    """Return what a row asks, or what is wrong with it."""
+    """Return a row's question, or a bad row with the error."""
     if row.problem is not None:
         return BadRow.of(row, row.problem)
     try:
@@ -60,7 +60,7 @@ def checked(row: Row, settings: DataSettings) -> CheckedRow:
 
 
 def batches(rows: Iterable[CheckedRow]) -> Iterator[list[CheckedRow]]:
-    """Cut rows into what one call scores: some hundred, fewer where they are long."""
+    """Yield batches of rows for one call: up to `ROWS_A_CALL`, fewer if they are long."""
     return in_batches(rows, lambda row: row.num_chars if isinstance(row, Question) else 0, CHARS_A_CALL)
 
 
@@ -98,7 +98,7 @@ def _text_of(values: dict[str, Any], column: str, *, may_be_empty: bool = False)
 
 
 def list_in(value: Any, column: str, what: str) -> Any:
-    """Return a value of a list column, which csv and some Parquet files have as JSON."""
+    """Return the value of a list column; csv and some Parquet files store lists as JSON text."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
@@ -140,7 +140,7 @@ def _kept(value: Any, column: str) -> str | None:
 
 
 def _encodable(text: str, column: str) -> str:
-    """The same text; JSON can name half a surrogate pair, which is no character."""
+    """Return the text; raise `ParameterError` for an unpaired surrogate, which JSON escapes can produce."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,6 +1,6 @@
-"""A data set scored from files to a file, in bounded memory, and resumed where it was stopped.
+"""Score a data set from files to a file, in bounded memory and resumably.
 
-Its way: `io.sources` → `rows` → `tasks` → `io.journal`.
+Data flow: `io.sources` → `rows` → `tasks` → `io.journal`.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
     from logprobe.analysis.score import Score
     from logprobe.analysis.scorer import Scorer
 
-NUM_BINS = 10  # of the calibration error
+NUM_BINS = 10  # bins of the calibration error
 LABELLED = ("label", "logprob_per_token", *measures.DETECTIONS)
 _WANTED = {"logprob", "num_tokens", "num_bytes", "confidence", *HITS}
 
 
 class ScoredBatch(AnsweredRows, frozen=True, kw_only=True, tag=True):
-    """What a batch of rows came to."""
+    """Output rows of a batch."""
 
-    rows: list[dict[str, Any]]  # by column, in order
+    rows: list[dict[str, Any]]  # values by column, in order
 
     def table(self, schema: pa.Schema) -> pa.Table:
         """Return the rows as a table."""
@@ -53,10 +53,10 @@ class ScoredBatch(AnsweredRows, frozen=True, kw_only=True, tag=True):
 
 
 class RowScorer:
-    """Scores rows in batches, each on its own.
+    """Score rows in batches; an error in one row does not affect the others.
 
     Raises:
-        ParameterError: settings that this model cannot follow.
+        ParameterError: the model cannot run with these settings.
     """
 
     def __init__(self, llm: Scorer, settings: RowSettings) -> None:
@@ -64,14 +64,14 @@ class RowScorer:
         self._task = task_of(llm, settings)
 
     def source_of_numbers(self) -> dict[str, str | None]:
-        """Return the model and its weights, as they are now."""
+        """Return the model and its current weights."""
         return source_of_numbers(self._llm)
 
     def score(self, batch: Sequence[CheckedRow]) -> ScoredBatch:
-        """Score each row, or say what is wrong with it.
+        """Score each row, or record its error.
 
         Raises:
-            LogprobeError: the engine failed; what is wrong with a row is no reason to stop.
+            LogprobeError: the engine failed. Errors of single rows are recorded, not raised.
         """
         asked = [self._asked(row) for row in batch]
         good = [row for row in asked if not isinstance(row, BadRow)]
@@ -102,29 +102,29 @@ class RowScorer:
 
 
 def _as_one(scores: Sequence[Score]) -> Score:
-    """Join the scores of the windows of a text; the task counts its bytes (`Score.counted_by`)."""
+    """Join the scores of a text's windows; the task sets the bytes later (`Score.counted_by`)."""
     return scores[0] if len(scores) == 1 else joined(scores, b"")
 
 
 class Workers(Protocol):
-    """Who scores the rows of some files: a model in this process, or many elsewhere."""
+    """Scores the rows of some files, with a model in this process or several elsewhere."""
 
     @property
     def sources(self) -> Sequence[Source]:
-        """The files."""
+        """The input files."""
 
     @property
     def settings(self) -> RowSettings:
-        """What they are asked."""
+        """The settings of the run."""
 
     def source_of_numbers(self) -> dict[str, str | None]:
-        """The model and its weights, as far as they are known before the first row."""
+        """Return the model and its weights, as far as they are known before the first row."""
 
     def scored(self, *, skip: int) -> Iterator[ScoredBatch]:
-        """All rows but the first `skip`, in order, in batches.
+        """Yield all rows but the first `skip`, in order, in batches.
 
         Raises:
-            InputError: a file that cannot be read.
+            InputError: a file cannot be read.
             LogprobeError: the engine failed.
         """
         ...
@@ -132,20 +132,20 @@ class Workers(Protocol):
 
 @runtime_checkable
 class Pool(Protocol):
-    """Many models elsewhere, such as `integrations.ray.RayPool`."""
+    """Several models elsewhere, such as `integrations.ray.RayPool`."""
 
     def workers(self, sources: Sequence[Source], settings: RowSettings) -> Workers:
-        """What scores the rows of some files."""
+        """Return workers that score the rows of some files."""
         ...
 
 
 def question_batches(
     sources: Sequence[Source], settings: RowSettings, *, skip: int
 ) -> Iterator[list[CheckedRow]]:
-    """The checked rows of all files but the first `skip`, as many at a time as one call scores.
+    """Yield the validated rows of all files but the first `skip`, in batches that one call scores.
 
     Raises:
-        InputError: a file that cannot be read.
+        InputError: a file cannot be read.
     """
     reading = settings.rows
     rows = islice(read_rows(sources, reading.columns), skip, None)
@@ -153,7 +153,7 @@ def question_batches(
 
 
 class OneModel:
-    """Scores rows with a model of this process; errors as `RowScorer`."""
+    """Scores rows with a model in this process; raises the errors of `RowScorer`."""
 
     def __init__(self, llm: Scorer, sources: Sequence[Source], settings: RowSettings) -> None:
         self.sources = sources
@@ -162,32 +162,31 @@ class OneModel:
         self.source_of_numbers = self._scorer.source_of_numbers
 
     def scored(self, *, skip: int) -> Iterator[ScoredBatch]:
-        """As `Workers.scored`; the next batch is made ready while the engine works on one."""
+        """Implement `Workers.scored`, preparing the next batch while the engine works on one."""
         return in_flight(self._scorer.score, question_batches(self.sources, self.settings, skip=skip))
 
 
 class DatasetRun:
-    """Scores the rows of some files; every batch that ends is told to `advance` as (bytes, rows)."""
+    """Score the rows of some files; call `advance(num_bytes, num_rows)` after every batch."""
 
     def __init__(self, workers: Workers, *, advance: Advance | None = None) -> None:
         self._workers = workers
         self._advance = advance
-        self.was_finished = False  # the run that was to be resumed: nothing was left to do
+        self.was_finished = False  # True if the run to resume was already complete
 
     def to_file(self, path: str | Path, *, resume: bool = False, force: bool = False) -> Summary:
-        """Write every row's numbers to a Parquet or jsonl file, bad rows to a side file.
+        """Write every row's results to a Parquet or jsonl file, and bad rows to a side file.
 
-        To resume a run that is finished does nothing, and gives the summary that it had.
+        Resuming a finished run does nothing and returns its summary.
 
         Raises:
-            InputError: a file that cannot be read, an output that exists or that another process writes,
-                other settings than the run resumed, or numbers of another model or other weights than those
-                before them.
-            OutputError: it cannot be written; what was written is kept for `resume`.
-            LogprobeError: the engine failed; likewise.
+            InputError: an input cannot be read; the output exists or another process writes it; or the run
+                to resume had other settings, another model or other weights.
+            OutputError: the output cannot be written; completed parts are kept for `resume`.
+            LogprobeError: the engine failed; completed parts are kept for `resume`.
         """
         workers = self._workers
-        # What a resumed run must share: everything that changes a row or its place.
+        # A resumed run must share everything that affects the values or the order of rows.
         settings = identity_of(workers.sources, resume=resume)
         settings |= workers.source_of_numbers() | asdict(workers.settings)
         schema = schema_of(workers.settings)
@@ -198,7 +197,7 @@ class DatasetRun:
     def stream(
         self, on_row: Callable[[dict[str, Any]], None] | None, on_bad: Callable[[BadRow], None]
     ) -> Summary:
-        """Hand each row's numbers and each bad row on as they come; nothing is kept.
+        """Pass each row's results and each bad row to callbacks as they are computed, without storing them.
 
         Raises:
             LogprobeError: the engine failed.
@@ -229,24 +228,24 @@ def score_dataset(
     resume: bool = False,
     force: bool = False,
 ) -> Summary:
-    """Score the rows of files, folders and patterns into one Parquet or jsonl file, in bounded memory.
+    """Score the rows of files into one Parquet or jsonl file, in bounded memory.
 
     Args:
         llm: the model, or a `RayPool` of models on a cluster.
-        inputs: txt, jsonl, csv and Parquet files, folders of them, patterns, or `-` for standard input.
-        output: a name that ends in `.parquet` or `.jsonl`; bad rows go to the same name with
-            `.errors.jsonl` after it.
-        settings: which columns hold what, and how rows are read; `LabelSettings`, `JudgeSettings` or
-            `RerankSettings`: what is asked of each.
-        kind: the inputs' format where their names do not say it.
-        by_line: a txt file's rows are its lines, not the whole of it.
-        resume: go on with a run that was stopped, even killed; no row is lost or doubled. One that is
-            finished stays as it is.
-        force: write the output anew if it exists.
+        inputs: txt, jsonl, csv and Parquet files, folders of them, glob patterns, or `-` for standard input.
+        output: a name that ends in `.parquet` or `.jsonl`; bad rows are written to the same name with
+            `.errors.jsonl` appended.
+        settings: columns and scoring options; `LabelSettings`, `JudgeSettings` or `RerankSettings` to
+            classify, grade or rank each row instead.
+        kind: format of the inputs; None: by their suffixes.
+        by_line: txt files only: each line is a row, instead of the whole file.
+        resume: continue a run that was stopped or killed; no row is lost or duplicated. A finished run is
+            left as it is.
+        force: replace an existing output.
 
     Raises:
-        InputError: a file that cannot be read, an output that exists, other settings than the run resumed.
-        ParameterError: settings that cannot be used.
+        InputError: an input cannot be read, the output exists, or the run to resume had other settings.
+        ParameterError: a setting has a value that cannot be used.
         OutputError: the output cannot be written.
     """
     sources = find_sources(inputs, kind=kind, by_line=by_line)
@@ -255,41 +254,41 @@ def score_dataset(
     return DatasetRun(workers).to_file(output, resume=resume, force=force)
 
 
-# -- the figures of all rows ---------------------------------------------------------------------------------
+# -- summary -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a data set came to; None where it has no such figure."""
+    """Summary of a scored data set; figures that do not apply are None."""
 
     num_rows: int  # scored
-    num_bad: int  # in the side file, or told on standard error
+    num_bad: int  # written to the side file, or reported on standard error
     num_tokens: int | None = None
     num_bytes: int | None = None
-    logprob: float | None = None  # sum of all rows, nats
+    logprob: float | None = None  # sum over all rows, nats
     logprob_a_row: Mean | None = None
-    perplexity: float | None = None  # by token, over all rows
+    perplexity: float | None = None  # per token, over all rows
     bits_per_byte: float | None = None
-    acc: Mean | None = None  # by the sum
-    acc_norm: Mean | None = None  # by the mean over characters, as lm-evaluation-harness
-    acc_bytes: Mean | None = None  # by the mean over bytes
-    calibration_error: float | None = None  # of the softmax over the sums, in 10 bins
-    auc: dict[str, float | None] | None = None  # of each measure; None: all labels are equal
+    acc: Mean | None = None  # accuracy of the choice with the highest logprob
+    acc_norm: Mean | None = None  # with logprobs per character, as in lm-evaluation-harness
+    acc_bytes: Mean | None = None  # with logprobs per byte
+    calibration_error: float | None = None  # of the softmax over the choices' logprobs, in 10 bins
+    auc: dict[str, float | None] | None = None  # by measure; None if all labels are equal
 
 
 class DataTally:
-    """Adds up tables of rows; of labelled texts it keeps each measure, for their order."""
+    """Accumulates summary figures; of labelled texts, keeps every value of each measure for the AUC."""
 
     def __init__(self) -> None:
         self._num_rows = 0
         self._sums = dict.fromkeys(("logprob", "num_tokens", "num_bytes"), 0.0)
         self._moments = {name: Moments() for name in ("logprob", *HITS)}
-        self._bins = np.zeros((3, NUM_BINS))  # how many, their confidence, their hits
+        self._bins = np.zeros((3, NUM_BINS))  # (3, bins): counts, sums of confidence, sums of hits
         self._names: set[str] = set()
         self._labelled: dict[str, list[NDArray[np.float64]]] = {name: [] for name in LABELLED}
 
     def add(self, table: pa.Table) -> None:
-        """Take in some rows."""
+        """Add the rows of a table."""
         self._num_rows += len(table)
         self._names |= set(table.column_names)
         columns = {name: _numbers(table, name) for name in table.column_names if name in _WANTED}
@@ -306,7 +305,7 @@ class DataTally:
             self._bins += np.nan_to_num(weights)
 
     def summary(self, num_bad: int) -> Summary:
-        """What all of it came to."""
+        """Return the summary of all rows added."""
         figures: dict[str, Any] = {name: self._moments[name].result() for name in HITS}
         if "logprob" in self._names:
             tokens, num_bytes = int(self._sums["num_tokens"]), int(self._sums["num_bytes"])

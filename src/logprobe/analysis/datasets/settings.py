@@ -1,4 +1,4 @@
-"""What a data set is asked: which columns hold what, how rows are read, and on which machines."""
+"""Settings of data set runs: columns, row handling, prompts, and the Ray cluster."""
 
 from __future__ import annotations
 
@@ -34,26 +34,28 @@ HITS = ("acc", "acc_norm", "acc_bytes")
 @strict_keywords
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """Which columns hold what, and how rows are read; `Journal` resumes a run with the same alone.
+    """Columns of a data set and scoring options; `Journal` resumes a run only with equal settings.
 
     Args:
-        text_column: the text, or the continuation where there is a context.
-        context_column: what stands before the text or the choices.
-        choices_column: a list of texts, of which the most likely is the answer.
-        answer_column: the right choice: its place from 0, its letter from A, or its text.
-        keep_columns: columns copied to the output (what is no text as JSON).
-        delimiter: what stands between a context and a choice.
-        tokens: give each token's id, logprob, rank and entropy.
-        unconditional: score each continuation after nothing too, which gives PMI.
-        detect: give each text the measures of whether the model has seen it, or a machine has written it.
-        label_column: what is known of it: true, false, 1 or 0; the summary then has each measure's AUC.
-        bos: put BOS (EOS where there is none) before texts without context; None: as the tokenizer does.
-        truncation: what becomes of a row longer than the context: a bad row, its end, or sliding windows.
-        window: tokens a window; None: the model's context.
-        stride: tokens from one window to the next; None: half a window. A whole one makes them disjoint,
-            and the first token of each has no number.
-        boundary: how a continuation or choice is measured where a token spans the end of its context: auto,
-            by its bytes, or token, as lm-evaluation-harness does.
+        text_column: column of the text, or of the continuation if there is a context.
+        context_column: column of the context before the text or the choices.
+        choices_column: column of a list of texts, of which the most likely is the model's answer.
+        answer_column: column of the correct choice: its index from 0, its letter from A, or its text.
+        keep_columns: columns copied to the output (values other than text as JSON).
+        delimiter: text put before each choice, after the context.
+        tokens: output each token's id, logprob, rank and entropy.
+        unconditional: also score each continuation without its context, for PMI.
+        detect: output measures of whether a text was in the training data or written by a machine.
+        label_column: column of a text's known class: true, false, 1 or 0; adds each measure's AUC to the
+            summary.
+        bos: prepend BOS (EOS if there is none) to texts without context; None: as the tokenizer does.
+        truncation: handling of rows longer than the context: `error` (a bad row), `left` (keep the end) or
+            `window` (sliding windows).
+        window: tokens per window; None: the model's context length.
+        stride: tokens from one window start to the next; None: half a window. A full window makes them
+            disjoint, and the first token of each has no logprob.
+        boundary: how to score a continuation or choice if a token spans the end of its context: `auto` (by
+            bytes) or `token` (as lm-evaluation-harness does).
     """
 
     text_column: str = "text"
@@ -90,7 +92,7 @@ class DataSettings:
 
     @property
     def columns(self) -> list[str]:
-        """The columns to read, the main one first, none twice."""
+        """Columns to read, without duplicates, the text or choices column first."""
         text = [self.text_column] if self.choices_column is None else [self.choices_column]
         others = [self.context_column, self.answer_column, self.label_column]
         return list(
@@ -99,12 +101,12 @@ class DataSettings:
 
     @property
     def rows(self) -> DataSettings:
-        """How rows are read: as these say."""
+        """Settings for reading rows: these."""
         return self
 
 
 class _Prompted:
-    """Settings that put each text of a data set in a prompt."""
+    """Base of settings that insert each text of a data set into a prompt."""
 
     prompt: str
     chat: bool
@@ -113,11 +115,11 @@ class _Prompted:
 
     @property
     def rows(self) -> DataSettings:
-        """How rows are read."""
+        """Settings for reading rows."""
         return DataSettings(text_column=self.text_column, keep_columns=self.keep_columns)
 
     def asked(self, text: str) -> Asked:
-        """Return what the model is asked of a text."""
+        """Return the prompt for a text: a string, or messages if `chat` is set."""
         filled = self.prompt.replace("{text}", text)
         return [{"role": "user", "content": filled}] if self.chat else filled
 
@@ -129,17 +131,18 @@ class _Prompted:
 @strict_keywords
 @dataclass(frozen=True, kw_only=True)
 class LabelSettings(_Prompted):
-    """Which labels each text of a data set is given, and how it is asked for them.
+    """Labels to classify the texts of a data set by, and the prompt.
 
     Args:
-        labels: the labels, each as the model says it (with its space where it goes on with a text).
-        prompt: what is asked of each text, which stands in it as {text}.
-        chat: lay the prompt out as a user's message, by the model's chat template.
-        correction: what the shares are made of: none, the probabilities themselves; length, their geometric
-            mean a token; calibrated, their ratio to those of a text without content.
-        content_free: the text without content; None: N/A.
-        text_column: the text.
-        keep_columns: columns copied to the output (what is no text as JSON).
+        labels: the labels as the model writes them (with a leading space where they continue a text).
+        prompt: prompt for each text, which replaces {text}.
+        chat: send the prompt as a user message, through the model's chat template.
+        correction: what the label probabilities are computed from: `none` (the probabilities as they are),
+            `length` (their geometric mean per token) or `calibrated` (their ratio to the probabilities for a
+            content-free text).
+        content_free: the content-free text; None: N/A.
+        text_column: column of the text.
+        keep_columns: columns copied to the output (values other than text as JSON).
     """
 
     labels: tuple[str, ...] = ()
@@ -162,7 +165,7 @@ class LabelSettings(_Prompted):
 
     @property
     def empty(self) -> Asked | None:
-        """What it is asked of a text without content; None where nothing is corrected by that."""
+        """Prompt for the content-free text; None unless `correction` is `calibrated`."""
         if self.correction != "calibrated":
             return None
         return self.asked(CONTENT_FREE if self.content_free is None else self.content_free)
@@ -171,14 +174,14 @@ class LabelSettings(_Prompted):
 @strict_keywords
 @dataclass(frozen=True, kw_only=True)
 class JudgeSettings(_Prompted):
-    """On which scale a model grades each text of a data set, and how it is asked for the grade.
+    """Scale to grade the texts of a data set on, and the prompt.
 
     Args:
         scale: the grades, each as the model writes it.
-        prompt: what is asked of each text, which stands in it as {text}.
-        chat: lay the prompt out as a user's message, by the model's chat template.
-        text_column: the text.
-        keep_columns: columns copied to the output (what is no text as JSON).
+        prompt: prompt for each text, which replaces {text}.
+        chat: send the prompt as a user message, through the model's chat template.
+        text_column: column of the text.
+        keep_columns: columns copied to the output (values other than text as JSON).
     """
 
     scale: tuple[float, ...] = tuple(SCALE)
@@ -188,7 +191,7 @@ class JudgeSettings(_Prompted):
     keep_columns: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        # Plain numbers, whatever they were: a run is resumed where they are the same.
+        # Convert to plain numbers, since a run is resumed only with equal settings.
         object.__setattr__(self, "scale", tuple(grades_of(self.scale).values()))
         self._check_prompt()
 
@@ -196,17 +199,17 @@ class JudgeSettings(_Prompted):
 @strict_keywords
 @dataclass(frozen=True, kw_only=True)
 class RerankSettings:
-    """To which query the documents of a data set are relevant, and how the two are laid out.
+    """Query to rank the documents of a data set for, and the layout of query and document.
 
     Args:
-        query: what is sought, in every document.
-        query_column: the column with each document's own query, in the place of one for all.
-        task: what makes a document relevant, in words.
-        template: what stands before, around and after a pair, three texts, of which the second names {query}
-            and {document}, and may name {task}; none: Qwen3-Reranker's.
-        labels: what the model says of a relevant document, and of another one.
-        text_column: the document.
-        keep_columns: columns copied to the output (what is no text as JSON).
+        query: the query for all documents.
+        query_column: column of each document's own query, instead of `query`.
+        task: instruction that says what makes a document relevant.
+        template: three texts: prefix, pair and suffix. The pair contains {query} and {document}, and
+            optionally {task}. Empty: Qwen3-Reranker's template.
+        labels: the model's answers for a relevant document and for another one.
+        text_column: column of the document.
+        keep_columns: columns copied to the output (values other than text as JSON).
     """
 
     query: str | None = None
@@ -224,7 +227,7 @@ class RerankSettings:
 
     @property
     def rows(self) -> DataSettings:
-        """How rows are read."""
+        """Settings for reading rows."""
         return DataSettings(
             text_column=self.text_column, context_column=self.query_column, keep_columns=self.keep_columns
         )
@@ -236,7 +239,7 @@ RowSettings: TypeAlias = DataSettings | AnswerSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """How many actors a cluster runs, and what each has of it."""
+    """Number of Ray actors, and the CPUs and GPUs of each."""
 
     num_actors: int
     num_cpus: float
@@ -246,14 +249,14 @@ class Share:
 @strict_keywords
 @dataclass(frozen=True, kw_only=True)
 class RaySettings:
-    """The cluster that scores a data set; none of it changes the numbers.
+    """Ray cluster that scores a data set; these settings do not affect the results.
 
     Args:
-        ray_address: the cluster, as `HOST:PORT`, `auto` (one that this machine belongs to) or `local` (start
-            one here); None: as Ray decides (RAY_ADDRESS, one that this machine belongs to, a new one).
-        ray_actors: copies of the model; None: one a GPU, or one a machine where there is no GPU.
-        ray_cpus: CPUs that each copy has, and threads it runs; None: as many as fit.
-        ray_gpus: GPUs that each copy has; None: 1 where the cluster has any.
+        ray_address: the cluster: `HOST:PORT`, `auto` (the one this machine belongs to) or `local` (start one
+            here); None: Ray's default (RAY_ADDRESS, else the one this machine belongs to, else a new one).
+        ray_actors: copies of the model; None: as many as the GPUs allow, or one per machine without GPUs.
+        ray_cpus: CPUs, and threads, of each copy; None: as many as fit.
+        ray_gpus: GPUs of each copy; None: 1 if the cluster has any.
     """
 
     ray_address: str | None = None
@@ -275,19 +278,19 @@ class RaySettings:
 
     @property
     def given(self) -> list[str]:
-        """The fields that differ from their defaults."""
+        """Names of the fields that differ from their defaults."""
         return [name for name, value in vars(self).items() if value is not None]
 
     def share(self, machines: Sequence[Mapping[str, float]]) -> Share:
-        """What each actor has of machines that Ray tells of by `CPU` and `GPU`.
+        """Return the resources of each actor, given each machine's Ray resources (`CPU` and `GPU`).
 
         Raises:
-            ParameterError: there is no room for so many.
+            ParameterError: the machines cannot hold `ray_actors` actors.
         """
         num_gpus = self.ray_gpus
         if num_gpus is None:
             num_gpus = float(any(machine.get("GPU", 0) >= 1 for machine in machines))
-        most = 1 if self.ray_actors is None and not num_gpus else math.inf  # a machine
+        most = 1 if self.ray_actors is None and not num_gpus else math.inf  # actors per machine
         num_actors = self.ray_actors or _room(machines, self.ray_cpus or 1, num_gpus, most=most)
         num_cpus = self.ray_cpus
         if num_cpus is None:
@@ -305,7 +308,7 @@ class RaySettings:
 def _room(
     machines: Sequence[Mapping[str, float]], num_cpus: float, num_gpus: float, *, most: float = math.inf
 ) -> int:
-    """How many actors fit, at most `most` a machine."""
+    """Return how many actors fit, with at most `most` per machine."""
     return int(
         sum(
             min(

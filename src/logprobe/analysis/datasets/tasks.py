@@ -1,7 +1,7 @@
-"""What each row of a data set is asked: the pairs that are scored, and the columns that their scores fill.
+"""Tasks: the pairs to score for each row of a data set, and the output columns made from their scores.
 
-A row's texts or choices are scored (`TextTask`), or it is a text to label or to grade, or a document for a
-query (`AnswerTask`), whose pairs `analysis.labels` lays out.
+`TextTask` scores a row's texts or choices. `AnswerTask` labels or grades a text, or ranks a document for a
+query, with the pairs that `analysis.labels` lays out.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     LayOut: TypeAlias = Callable[[Question], Plan[list[Any]]]
 
 Values: TypeAlias = "Callable[[list[Score]], dict[str, Any]]"
-"""What a row's scores, one a continuation, come to, by column."""
+"""Maps a row's scores, one per continuation, to output values by column."""
 Asked: TypeAlias = "tuple[list[list[Pair]], Values]"
-"""The pairs that a row asks for, a list for each continuation; one in windows is several pairs."""
+"""A row's pairs, a list for each continuation (several pairs if it is cut into windows), and its `Values`."""
 
 _TEXT, _NUMBER, _REAL, _FLAG = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 _REALS: Final = pa.list_(_REAL)
-# Columns by what gives them: attributes of a `Score`, a `Classification` and a `Judgement`.
+# Output columns, grouped by source: attributes of a `Score`, a `Classification` and a `Judgement`.
 _SCORE: Final[dict[str, pa.DataType]] = {
     "logprob": _REAL,
     "num_tokens": _NUMBER,
@@ -64,7 +64,7 @@ _SCORE: Final[dict[str, pa.DataType]] = {
     "is_greedy": _FLAG,
 }
 _UNCONDITIONAL: Final = {"unconditional_logprob": _REAL, "pmi": _REAL}
-_TOKENS: Final = {  # column → its type, and the attribute
+_TOKENS: Final = {  # column → its type, and the attribute of `Score`
     "token_ids": (pa.list_(pa.int32()), "token_ids"),
     "token_logprobs": (pa.list_(pa.float32()), "token_logprobs"),
     "token_ranks": (pa.list_(pa.int64()), "ranks"),
@@ -105,10 +105,10 @@ _LABEL: Final = {
 
 
 class RowTask(Protocol):
-    """What is asked of each row."""
+    """Makes the pairs of each row and scores them."""
 
     def asked(self, question: Question) -> Asked:
-        """Return its pairs; `LogprobeError` where it cannot be scored."""
+        """Return the row's pairs; raise `LogprobeError` if it cannot be scored."""
 
     def score(self, pairs: list[Pair]) -> list[Score]:
         """Score the pairs of some rows."""
@@ -116,7 +116,7 @@ class RowTask(Protocol):
 
 
 def task_of(llm: Scorer, settings: RowSettings) -> RowTask:
-    """Return what is asked of each row; `ParameterError` where this model cannot follow the settings."""
+    """Return the task for some settings; raise `ParameterError` if the model cannot run with them."""
     return TextTask(llm, settings) if isinstance(settings, DataSettings) else _answer_task(llm, settings)
 
 
@@ -124,7 +124,7 @@ def schema_of(settings: RowSettings) -> pa.Schema:
     """Return the columns of the output.
 
     Raises:
-        ParameterError: a column to keep is named as one of them.
+        ParameterError: a column to keep has the name of an output column.
     """
     first = {"row": pa.int64(), "source": pa.string()}
     own = _columns_of(settings)
@@ -134,17 +134,17 @@ def schema_of(settings: RowSettings) -> pa.Schema:
 
 
 def check_kept(settings: RowSettings, own: Collection[str]) -> None:
-    """Refuse to copy a column under the name of one of the output's own.
+    """Check that no column to keep has the name of one of the output's own columns.
 
     Raises:
-        ParameterError: there is one.
+        ParameterError: one has.
     """
     for name in settings.keep_columns:
         require(name not in own, "keep_columns", f"{name!r} is a column of the output; rename the file's")
 
 
 def _columns_of(settings: RowSettings) -> dict[str, pa.DataType]:
-    """The columns that are computed; lists are in the order of choices, of the labels or of the scale."""
+    """Return the computed columns; lists are in the order of the choices, the labels or the scale."""
     if isinstance(settings, RerankSettings):
         return {"relevance_score": _REAL}
     if not isinstance(settings, DataSettings):
@@ -167,7 +167,7 @@ def _columns_of(settings: RowSettings) -> dict[str, pa.DataType]:
 
 
 class TextTask:
-    """Rows whose texts or choices are scored."""
+    """Scores the texts or choices of rows."""
 
     def __init__(self, llm: Scorer, settings: DataSettings) -> None:
         self._llm = llm
@@ -187,19 +187,19 @@ class TextTask:
         )
 
     def asked(self, question: Question) -> Asked:
-        """Return the pairs of its texts, and what their scores come to; errors as `RowTask`."""
+        """Return the pairs of its texts, and their `Values`; errors as in `RowTask`."""
         parts = self._parts(question)
         values = partial(self._values, question, [data for _, data in parts])
         return [pairs for pairs, _ in parts], values
 
     def _parts(self, question: Question) -> list[tuple[list[Pair], bytes]]:
-        """The pairs of each text, and the bytes of it that they score."""
+        """Return the pairs of each text, and the bytes of the text that they score."""
         settings, context = self._settings, question.context
         if settings.choices_column is None and context is None:
             return [self._text_pairs(text) for text in question.texts]
         delimiter = "" if settings.choices_column is None else settings.delimiter
         texts = [delimiter + text for text in question.texts]
-        # The choices of a question are all measured in the same way.
+        # Split all choices of a question together, so that they are measured alike and comparable.
         splits = split_texts(self._llm.text, context or "", texts, rule=settings.boundary)
         return [(self._continuation_pairs(split), given_bytes(split)) for split in splits]
 
@@ -207,7 +207,7 @@ class TextTask:
         own, spans = self._llm.text.encode_with_spans(text)
         ids = np.concatenate([self._prefix, own])
         require(len(ids) > 1, "text", "is one token that nothing predicts; put BOS before it (--bos)")
-        # Of places in `ids`, so that it is known which tokens of the text have a number.
+        # Cut indices into `ids` rather than `ids`, to know which tokens of the text are scored.
         cuts = self._text_cuts(np.arange(len(ids), dtype=np.int32))
         pairs: list[Pair] = [(ids[before], ids[scored]) for before, scored in cuts]
         scored = np.concatenate([places for _, places in cuts])
@@ -229,7 +229,8 @@ class TextTask:
         if self._settings.truncation != "window":
             return [last_of_split(split, self._max_tokens).pair]
         parts = window_splits(split, self._windows.window, self._windows.stride)
-        # A text may lose the first token of each disjoint window; a continuation is compared with others.
+        # A text may skip the first token of each disjoint window; a continuation may not, as others are
+        # compared with it.
         is_whole = sum(len(part.continuation) for part in parts) == len(split.continuation)
         require(is_whole, "stride", "leaves tokens of it without a number; give less than a window")
         return [part.pair for part in parts]
@@ -247,13 +248,13 @@ class TextTask:
 
 
 def _most_tokens(llm: Scorer) -> int:
-    """Tokens that a row may have; the last one is never run."""
+    """Return the maximum number of tokens in a row: one above the context, as the last one is never run."""
     limit: int = llm.engine.capabilities().max_model_len + 1
     return limit
 
 
 def _bytes_at(text: str, spans: Spans, tokens: IntArray) -> bytes:
-    """The UTF-8 of the parts of a text that some tokens come from; a shared span is the first one's."""
+    """Return the UTF-8 bytes that some tokens of a text cover; a shared span counts for its first token."""
     data, bounds = text.encode(), np.append(0, spans[:, 1])
     return b"".join(data[bounds[token] : bounds[token + 1]] for token in tokens)
 
@@ -275,7 +276,7 @@ def _text_values(question: Question, score: Score, settings: DataSettings) -> di
 
 
 def _choice_values(question: Question, scores: Sequence[Score]) -> dict[str, Any]:
-    """The most likely choice by sum, and by mean over its characters and bytes (without the delimiter)."""
+    """Return the columns of a question; lengths in characters and bytes exclude the delimiter."""
     logprobs = np.array([score.logprob for score in scores])
     by_char = logprobs / [len(choice) for choice in question.texts]
     by_byte = logprobs / [len(choice.encode()) for choice in question.texts]
@@ -300,9 +301,9 @@ def _choice_values(question: Question, scores: Sequence[Score]) -> dict[str, Any
 
 
 class AnswerTask:
-    """Rows of which each asks how likely some answers to it are.
+    """Scores how likely the possible answers to each row are.
 
-    `lay_out` makes the plan of a row, and `values` columns of what it finds.
+    `lay_out` makes the plan of a row, and `values` the columns from the plan's result.
     """
 
     def __init__(self, llm: Scorer, lay_out: LayOut, values: Callable[[Any], dict[str, Any]]) -> None:
@@ -313,13 +314,13 @@ class AnswerTask:
         return self._llm.score(pairs)
 
     def asked(self, question: Question) -> Asked:
-        """Return the answers after its text; errors as `RowTask`."""
+        """Return the pairs of its text and each answer; errors as in `RowTask`."""
         plan = self._lay_out(question)
         sizes = [
             len(pair.token_ids) if isinstance(pair, Split) else sum(map(len, pair)) for pair in plan.pairs
         ]
         limit = _most_tokens(self._llm)
-        # A row that is too long by itself would end the run among others.
+        # Reject an over-long row here; in a batch, it would end the run.
         remedy = f"has {max(sizes)} tokens as laid out, but {limit} fit; shorten it"
         require(max(sizes) <= limit, "text", remedy)
         return [[pair] for pair in plan.pairs], lambda scores: self._values(plan.sum_up(scores)[0])
@@ -355,7 +356,7 @@ def _answer_task(llm: Scorer, settings: AnswerSettings) -> AnswerTask:
         return AnswerTask(llm, partial(_documents, llm, settings), lambda score: {"relevance_score": score})
     if isinstance(settings, JudgeSettings):
         return AnswerTask(llm, partial(_grades, llm, settings), grade_values)
-    # With `calibrated`, a text without content is asked once for all rows.
+    # With `calibrated`, score the content-free text once for all rows.
     base = None if settings.empty is None else classify(llm, settings.empty, settings.labels)
     assert not isinstance(base, list), "one prompt was asked"
 

@@ -1,1 +1,1 @@
-"""A teacher's rows on texts and conversations, in the files that trainers read."""
+"""Write a teacher's top-k log-probabilities on texts and conversations, in formats that trainers read."""

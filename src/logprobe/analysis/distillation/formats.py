@@ -1,6 +1,6 @@
-"""A teacher's rows as the columns that each tool reads.
+"""Convert a teacher's rows to the columns that each trainer reads.
 
-The k best of a row are k numbers whatever the format, so that nested lists are made of whole arrays.
+Every position has exactly k numbers in each format, so nested lists are built from whole arrays.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from logprobe.analysis.distillation.rows import TeacherRow
     from logprobe.analysis.distillation.settings import TrainingFormat
 
-IGNORED: Final = -100  # a label that no loss counts
-MASKED: Final = -1e9  # a logprob that axolotl's collator fills up with
+IGNORED: Final = -100  # label that the loss ignores
+MASKED: Final = -1e9  # logprob that axolotl's collator pads with
 COMPRESSION_FILE: Final = "compression_config.yaml"
 
 Columns = dict[str, pa.Array]
 
 
 def table_of(rows: Sequence[TeacherRow], kind: TrainingFormat, vocabulary_size: int) -> pa.Table:
-    """Some rows as a table; with where they come from, how many positions count, and the mass lost there."""
+    """Return rows as a table, with their origin, number of target positions, and mass outside the top k."""
     columns: Columns = {"row": pa.array([row.row for row in rows], pa.int64())}
     if any(row.turn is not None for row in rows):
         columns["turn"] = pa.array([row.turn for row in rows], pa.int32())
@@ -40,7 +40,7 @@ def table_of(rows: Sequence[TeacherRow], kind: TrainingFormat, vocabulary_size: 
 
 
 def schema_of(kind: TrainingFormat, vocabulary_size: int, *, has_turns: bool) -> pa.Schema:
-    """The columns of `table_of`."""
+    """Return the schema of `table_of`."""
     columns: dict[str, pa.DataType] = {"row": pa.int64()} | ({"turn": pa.int32()} if has_turns else {})
     columns |= {"num_positions": pa.int64(), "lost_mass": pa.float64(), "max_lost_mass": pa.float64()}
     columns |= {name: array.type for name, array in _WRITERS[kind]([], vocabulary_size).items()}
@@ -48,7 +48,7 @@ def schema_of(kind: TrainingFormat, vocabulary_size: int, *, has_turns: bool) ->
 
 
 def compression_config(vocabulary_size: int, top: int) -> str:
-    """How DistillKit reads the rows, as its `logprob_compressor`: all k exact, in YAML."""
+    """Return DistillKit's `logprob_compressor` configuration for these rows, as YAML: all k exact."""
     config = {
         "d": vocabulary_size,
         "k": top,
@@ -65,7 +65,7 @@ def compression_config(vocabulary_size: int, top: int) -> str:
 
 
 def _parquet(rows: Sequence[TeacherRow], vocabulary_size: int) -> Columns:
-    """Plain columns: the ids, the positions that count, and the k best after each of these."""
+    """Return plain columns: the ids, the target positions, and the top k at each of these."""
     del vocabulary_size
     masses = [row.lost_masses for row in rows]
     return {
@@ -78,9 +78,9 @@ def _parquet(rows: Sequence[TeacherRow], vocabulary_size: int) -> Columns:
 
 
 def _axolotl(rows: Sequence[TeacherRow], vocabulary_size: int) -> Columns:
-    """What its KD trainer and collator take of data that is tokenised: k numbers at each token.
+    """Return the columns of tokenized data for axolotl's KD trainer and collator: k numbers at each token.
 
-    Its loss compares the student's row after token t with the numbers at t, whose probabilities sum to 1.
+    The loss compares the student's row after token t with the numbers at t, whose probabilities sum to 1.
     """
     del vocabulary_size
     counts = [row.is_target[:, None] for row in rows]
@@ -101,10 +101,10 @@ def _axolotl(rows: Sequence[TeacherRow], vocabulary_size: int) -> Columns:
 
 
 def _distillkit(rows: Sequence[TeacherRow], vocabulary_size: int) -> Columns:
-    """What its capture writes and `LogprobCompressor` reads, under `compression_config`."""
+    """Return the columns that DistillKit's `LogprobCompressor` reads with `compression_config`."""
     num_bits = math.ceil(math.log2(vocabulary_size))
-    # Rows that no loss counts are multiplied by 0. They hold half of a mass: where none is missing, what its
-    # loss makes of it is NaN.
+    # DistillKit multiplies the loss at unused positions by 0. Give these half of the mass: with no mass
+    # missing, the loss is NaN, also after the multiplication.
     used = [(row.is_target | row.is_learnt)[:, None] for row in rows]
     even = [np.float32(-math.log(2 * row.top_ids.shape[1])) for row in rows]
     logprobs = [
@@ -125,7 +125,7 @@ def _distillkit(rows: Sequence[TeacherRow], vocabulary_size: int) -> Columns:
 
 
 def _packed(ids: npt.NDArray[Any], num_bits: int) -> npt.NDArray[np.uint8]:
-    """Each row's ids as a run of bits, the highest of each first, filled up to whole bytes."""
+    """Pack each row's ids into bits, most significant bit first, padded to whole bytes."""
     places = np.arange(num_bits - 1, -1, -1)
     bits = (ids[:, :, None] >> places & 1).astype(np.uint8)
     return np.packbits(bits.reshape(len(ids), -1), axis=1)
@@ -136,13 +136,13 @@ def _labels(rows: Sequence[TeacherRow]) -> pa.Array:
 
 
 def _lists(runs: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> pa.Array:
-    """A list a row."""
+    """Build an array with one list per row."""
     values = np.concatenate(runs).astype(dtype) if runs else np.empty(0, dtype)
     return pa.ListArray.from_arrays(_offsets([len(run) for run in runs]), pa.array(values))
 
 
 def _nested(matrices: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> pa.Array:
-    """A list of lists a row, those within of one length in each matrix."""
+    """Build an array with one list of lists per row; a matrix's columns are the length of its inner lists."""
     values = [matrix.astype(dtype).ravel() for matrix in matrices]
     widths = [np.full(len(matrix), matrix.shape[1]) for matrix in matrices]
     inner = pa.ListArray.from_arrays(

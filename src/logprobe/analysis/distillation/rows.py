@@ -1,4 +1,4 @@
-"""A row of a data set → token ids, and which of them are learnt; a conversation is a row for each turn."""
+"""Convert data set rows to token ids and training masks; a conversation gives a row per assistant turn."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from logprobe.records import FlatLogprobs
     from logprobe.records.values import IntArray
 
-ENTRIES_A_CALL = 1 << 22  # of the rows that one call is written as, about
+ENTRIES_A_CALL = 1 << 22  # approximate number of (position, token) entries in the rows of one call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A part of a sequence that is learnt: the tokens [start, end)."""
+    """A part of a sequence that the student is trained on: the tokens [start, end)."""
 
-    number: int | None  # of the message in its conversation; None: a text
+    number: int | None  # index of the message in its conversation; None for a text
     start: int
     end: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSequence:
-    """What one row of a data set says: its ids, scored once, and what is learnt of them."""
+    """Token ids of one data set row, scored once, and the parts of them to train on."""
 
     row: Row
     token_ids: IntArray
@@ -48,25 +48,25 @@ class TokenSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherRow:
-    """A sequence up to the end of what is learnt of it, with the teacher's k best after each token."""
+    """A sequence up to the end of one trained part, with the teacher's top k after each token."""
 
-    row: int  # of the data set
+    row: int  # index in the data set
     turn: int | None
     token_ids: IntArray  # (T,)
-    is_learnt: NDArray[np.bool_]  # (T,) of the tokens
-    is_target: NDArray[np.bool_]  # (T,) of the rows: that of position t says what comes after token t
+    is_learnt: NDArray[np.bool_]  # (T,) tokens that are trained on
+    is_target: NDArray[np.bool_]  # (T,) positions to train on; position t predicts token t + 1
     top_ids: IntArray  # (T, k)
     top_logprobs: NDArray[np.float32]  # (T, k) nats, descending
 
     @property
     def lost_masses(self) -> NDArray[np.float64]:
-        """What the k best of each row that counts leave out of its mass."""
+        """Probability mass outside the top k at each target position."""
         kept = np.exp(self.top_logprobs[self.is_target], dtype=np.float64).sum(axis=1)
         return np.asarray(np.clip(1 - kept, 0, 1))
 
 
 class SequenceReader:
-    """Rows of a data set as sequences, each checked on its own."""
+    """Converts data set rows to token sequences; an error in one row does not affect the others."""
 
     def __init__(self, llm: Scorer, settings: DistilSettings) -> None:
         self._text = llm.text
@@ -75,7 +75,7 @@ class SequenceReader:
         self._limit: int = llm.engine.capabilities().max_model_len
 
     def read(self, row: Row) -> TokenSequence | BadRow:
-        """What a row says, or what is wrong with it."""
+        """Return the row's sequence, or a bad row with the error."""
         if row.problem is not None:
             return BadRow.of(row, row.problem)
         try:
@@ -123,16 +123,16 @@ class SequenceReader:
 
 
 def _messages_of(value: Any, column: str) -> list[dict[str, Any]]:
-    """A conversation as a list of messages."""
+    """Return a conversation as a list of messages, without null fields."""
     value = list_in(value, column, "messages")
     are_messages = isinstance(value, list) and value and all(isinstance(message, dict) for message in value)
     require(are_messages, column, "must be a list of messages", got=value)
-    # A Parquet file has every field in every message.
+    # In a Parquet file, every message has every field.
     return [{name: part for name, part in message.items() if part is not None} for message in value]
 
 
 def in_calls(sequences: Iterable[TokenSequence | BadRow], top: int) -> Iterator[list[TokenSequence | BadRow]]:
-    """Cut rows into what one call scores: fewer where they are long or many tokens are kept of each."""
+    """Yield batches of rows for one call: fewer if they are long or `top` is large."""
 
     def num_tokens(sequence: TokenSequence | BadRow) -> int:
         return sum(turn.end for turn in sequence.turns) if isinstance(sequence, TokenSequence) else 0
@@ -141,18 +141,18 @@ def in_calls(sequences: Iterable[TokenSequence | BadRow], top: int) -> Iterator[
 
 
 def scored(llm: Scorer, sequences: Sequence[TokenSequence], top: int) -> list[Score]:
-    """Each sequence with the k best after each of its tokens, the last one too.
+    """Score each sequence, with the top k after each of its tokens, including the last.
 
     Raises:
         LogprobeError: the engine failed.
     """
-    # One token more, whichever: what comes after the last one is the row at it.
+    # Append an arbitrary token: its row is the distribution after the last one.
     pairs = [(one.token_ids[:1], np.append(one.token_ids[1:], one.token_ids[-1])) for one in sequences]
     return llm.score(pairs, logprobs=top)
 
 
 def teacher_rows(sequence: TokenSequence, record: FlatLogprobs) -> Iterator[TeacherRow]:
-    """A row for each part of a sequence that is learnt."""
+    """Yield a row for each part of a sequence that is trained on."""
     entries = record.top_entries()
     width = int(entries.offsets[1] - entries.offsets[0])
     ids, logprobs = (column.reshape(-1, width) for column in (entries.token_ids, entries.logprobs))

@@ -1,6 +1,6 @@
-"""A data set's teacher rows from files to a folder, in bounded memory, and resumed where it was stopped.
+"""Write a teacher's rows on a data set from files to a folder, in bounded memory and resumably.
 
-Its way: `io.sources` → `rows` → `formats` → `io.journal`, of whose parts the folder's files are made.
+Data flow: `io.sources` → `rows` → `formats` → `io.journal`, whose parts become the folder's files.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from logprobe.analysis.progress import Advance
     from logprobe.analysis.scorer import Scorer
 
-ENTRIES_A_GROUP, GROUPS_A_SHARD = 1 << 22, 1 << 4  # of a file's group of rows, and of the file
-ENTRIES_A_ROW = 1 << 10  # that it counts for beside those of its positions: for its ids
+ENTRIES_A_GROUP, GROUPS_A_SHARD = 1 << 22, 1 << 4  # entries per row group, and row groups per file
+ENTRIES_A_ROW = 1 << 10  # added to a row's number of entries, for its token ids
 DATA: Final = "data"
 JOURNAL: Final = "data.parquet"
 MASSES: Final = ("num_positions", "lost_mass", "max_lost_mass")
@@ -41,31 +41,31 @@ MASSES: Final = ("num_positions", "lost_mass", "max_lost_mass")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistilSummary:
-    """What a teacher's data came to."""
+    """Summary of a teacher's data."""
 
-    num_rows: int  # written; a conversation's turns are a row each
-    num_bad: int  # rows of the data set, in the side file
-    num_positions: int  # that a student learns from
-    lost_mass: float | None  # mean over positions of what the k best leave out; None of no position
+    num_rows: int  # rows written; one for each assistant turn of a conversation
+    num_bad: int  # data set rows written to the side file
+    num_positions: int  # target positions
+    lost_mass: float | None  # mean mass outside the top k, over positions; None without positions
     max_lost_mass: float | None
 
 
 class DistilledBatch(AnsweredRows, frozen=True, kw_only=True):
-    """What a batch of rows came to."""
+    """Output rows of a batch."""
 
     rows: pa.Table
 
     def table(self, schema: pa.Schema) -> pa.Table:
-        """Return the rows, which have these columns."""
+        """Return the rows, which already have this schema."""
         del schema
         return self.rows
 
 
 class DistilRun:
-    """Writes a teacher's rows on some files; every batch that ends is told to `advance` as (bytes, rows).
+    """Write a teacher's rows on some files; call `advance(num_bytes, num_rows)` after every batch.
 
     Raises:
-        ParameterError: settings that this model cannot follow.
+        ParameterError: the model cannot run with these settings.
     """
 
     def __init__(
@@ -84,19 +84,19 @@ class DistilRun:
         self._top = min(settings.top, self._vocabulary_size)
         has_turns = settings.messages_column is not None
         self._schema = schema_of(kind, self._vocabulary_size, has_turns=has_turns)
-        self.was_finished = False  # the run that was to be resumed: nothing was left to do
+        self.was_finished = False  # True if the run to resume was already complete
 
     def to_folder(self, path: str | Path, *, resume: bool = False, force: bool = False) -> DistilSummary:
-        """Write all rows to a folder's Parquet files, bad rows to a side file.
+        """Write all rows to Parquet files in a folder, and bad rows to a side file.
 
         Raises:
-            InputError: a file that cannot be read, an output that exists or that another process writes,
-                other settings than the run resumed, or numbers of other weights than those before them.
-            OutputError: it cannot be written; what was written is kept for `resume`.
-            LogprobeError: the engine failed; likewise.
+            InputError: an input cannot be read; the output exists or another process writes it; or the run
+                to resume had other settings, another model or other weights.
+            OutputError: the output cannot be written; completed parts are kept for `resume`.
+            LogprobeError: the engine failed; completed parts are kept for `resume`.
         """
         folder = Path(path)
-        # What a resumed run must share: everything that changes a row or its place.
+        # A resumed run must share everything that affects the values or the order of rows.
         settings = identity_of(self._sources, resume=resume) | {"format": self._kind}
         settings |= source_of_numbers(self._llm) | asdict(self._settings)
         with Journal(
@@ -117,11 +117,11 @@ class DistilRun:
     def _write_files(
         self, journal: Journal[DistilSummary], tally: DistilTally, folder: Path, *, is_forced: bool
     ) -> None:
-        """Make the folder's files of the journal's parts, and remove those of an earlier run."""
+        """Remove the files of an earlier run, and write the folder's files from the journal's parts."""
         run_file = folder / "run.json"
         if is_forced or run_file.exists():
             for file in (*(folder / DATA).glob("train-*-of-*.parquet"), folder / COMPRESSION_FILE, run_file):
-                file.unlink(missing_ok=True)  # last what says that it is whole
+                file.unlink(missing_ok=True)  # last the file that marks the folder as complete
         journal.share(folder / DATA, tally.shards())
         if self._kind == "distillkit":
             text = compression_config(self._vocabulary_size, self._top)
@@ -155,16 +155,16 @@ class DistilRun:
 
 
 class DistilTally:
-    """What the rows come to, and how they share in files: a function of their numbers of positions alone."""
+    """Accumulates the summary, and assigns rows to files by their numbers of positions alone."""
 
     def __init__(self, top: int) -> None:
         self._top = top
         self._num_rows = self._num_positions = self._num_entries = 0
         self._lost_mass, self._max_lost_mass = 0.0, 0.0
-        self._groups: list[tuple[int, int]] = []  # of each its number by entries, and its first row
+        self._groups: list[tuple[int, int]] = []  # number (by entries) and first row of each
 
     def add(self, masses: pa.Table) -> None:
-        """Add the rows that come next."""
+        """Add the next rows."""
         counts, means, largest = (masses.column(name).to_numpy() for name in MASSES)
         entries = self._num_entries + np.cumsum(counts * self._top + ENTRIES_A_ROW)
         numbers = entries // ENTRIES_A_GROUP
@@ -178,7 +178,7 @@ class DistilTally:
         self._max_lost_mass = max(self._max_lost_mass, float(largest.max()))
 
     def summary(self, num_bad: int) -> DistilSummary:
-        """Return the figures of all rows."""
+        """Return the summary of all rows added."""
         is_some = self._num_positions > 0
         return DistilSummary(
             num_rows=self._num_rows,
@@ -189,7 +189,7 @@ class DistilTally:
         )
 
     def shards(self) -> list[list[int]]:
-        """Return where the groups of rows of each file end."""
+        """Return, for each file, the end (exclusive) of each of its row groups."""
         ends = [*(first for _, first in self._groups[1:]), self._num_rows]
         groups = zip((number for number, _ in self._groups), ends, strict=False)
         by_shard = groupby(groups, lambda group: group[0] // GROUPS_A_SHARD)
@@ -208,23 +208,23 @@ def distil(
     resume: bool = False,
     force: bool = False,
 ) -> DistilSummary:
-    """Write a teacher's most likely tokens on the rows of files as a student's trainer reads them.
+    """Write a teacher's most likely tokens on the rows of files, in a format that a student's trainer reads.
 
     Args:
         llm: the teacher.
-        inputs: txt, jsonl, csv and Parquet files, folders of them, patterns, or `-` for standard input.
-        output: a folder: `data/train-*.parquet`, what the run was and came to (`run.json`), and bad rows
+        inputs: txt, jsonl, csv and Parquet files, folders of them, glob patterns, or `-` for standard input.
+        output: a folder: `data/train-*.parquet`, the run's settings and summary (`run.json`), and bad rows
             (`data.parquet.errors.jsonl`).
         format: `parquet`, `distillkit` or `axolotl`.
-        settings: what is learnt, and how many tokens are kept.
-        kind: the inputs' format where their names do not say it.
-        by_line: a txt file's rows are its lines, not the whole of it.
-        resume: go on with a run that was stopped, even killed; no row is lost or doubled.
-        force: write the output anew if it exists.
+        settings: columns to read, and the number of tokens to keep.
+        kind: format of the inputs; None: by their suffixes.
+        by_line: txt files only: each line is a row, instead of the whole file.
+        resume: continue a run that was stopped or killed; no row is lost or duplicated.
+        force: replace an existing output.
 
     Raises:
-        InputError: a file that cannot be read, an output that exists, other settings than the run resumed.
-        ParameterError: settings that cannot be used.
+        InputError: an input cannot be read, the output exists, or the run to resume had other settings.
+        ParameterError: a setting has a value that cannot be used.
         OutputError: the output cannot be written.
     """
     require(format in FORMATS, "format", f"must be one of {', '.join(FORMATS)}, got {format!r}")

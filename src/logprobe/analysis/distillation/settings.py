@@ -1,4 +1,4 @@
-"""What a teacher's rows are taken of, and which tool reads them."""
+"""Settings for distillation data: columns, tokens kept per position, and file formats."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MAX_TOP: Final = 4096
 @strict_keywords
 @dataclass(frozen=True, kw_only=True)
 class DistilSettings:
-    """What a teacher's rows are taken of, and which tool reads them.
+    """Columns to read, and the number of tokens to keep per position.
 
     Args:
-        top: the most likely tokens that are kept of each row.
-        text_column: the text.
-        messages_column: a conversation, in the place of a text: each of its assistant's turns is a row.
-        bos: put BOS (EOS where there is none) before texts; None: as the tokenizer does.
-        max_tokens: cut texts to their first so many tokens; None: one longer than the context is a bad row.
+        top: number of most likely tokens kept at each position.
+        text_column: column of the text.
+        messages_column: column of a conversation, instead of a text; each assistant message becomes a row.
+        bos: prepend BOS (EOS if there is none) to texts; None: as the tokenizer does.
+        max_tokens: truncate texts to this many tokens; None: a text longer than the context is a bad row.
     """
 
     top: int = 64

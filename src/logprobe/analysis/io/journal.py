@@ -1,8 +1,8 @@
-"""Resumable output: parts that are whole or not there, and the files that are made of them at the end.
+"""Resumable output: complete parts on disk, from which the output files are made at the end.
 
-Each part is written beside the output under another name, flushed to the disk, and renamed, so that a kill
-leaves the parts before it. Its name says which rows of the data set it answers: a resumed run continues after
-the last one.
+Each part is written to a temporary file next to the output, flushed to disk, and renamed, so a killed run
+keeps the parts that it completed. A part's name is the range of data set rows that it covers; a resumed run
+continues after the last part.
 """
 
 from __future__ import annotations
@@ -45,35 +45,35 @@ if TYPE_CHECKING:
 B = TypeVar("B", bound="AnsweredRows")
 S = TypeVar("S")
 S_co = TypeVar("S_co", covariant=True)
-ROWS_A_PART, BYTES_A_PART, SECONDS_A_PART = 1 << 10, 1 << 26, 20.0  # the first that is reached ends a part
+ROWS_A_PART, BYTES_A_PART, SECONDS_A_PART = 1 << 10, 1 << 26, 20.0  # the first limit reached ends a part
 ROWS_A_GROUP, ROWS_A_PIECE = 1 << 14, 1 << 10
 SUFFIXES = (".parquet", ".jsonl")
-# The parameters of Python and the options of the command, as errors name them.
+# Python parameters and command-line options, as error messages name them.
 RESUME: Final = "resume=True (--resume)"
 FORCE: Final = "force=True (--force)"
 BEGIN_ANEW: Final = f"give {FORCE} to begin anew"
-LOCK_FILE = "lock"  # in the folder of the parts, held by the process that writes them
-# Settings that are known with the first rows where not before.
+LOCK_FILE = "lock"  # in the folder of the parts; locked by the process that writes them
+# Settings that may be unknown until the first rows are scored.
 SOURCES_OF_NUMBERS = ("model", "weights", "weight_version", "lora", "lora_version")
 
 
 class AnsweredRows(msgspec.Struct, frozen=True, kw_only=True):
-    """What a batch of rows of a data set came to, and what its numbers are."""
+    """Results of a batch of data set rows, with the model that computed them."""
 
     end: int  # one past the index of its last row
-    num_rows: int  # of the data set, the bad ones too
-    num_bytes: float  # of the files, for progress
+    num_rows: int  # of the data set, including bad rows
+    num_bytes: float  # of the input files, for progress
     bad: list[BadRow]  # in order
-    source: dict[str, str | None]  # the model and its weights, as `source_of_numbers`
-    info: LogprobsInfo | None  # None where there are no numbers
+    source: dict[str, str | None]  # model and weights, from `source_of_numbers`
+    info: LogprobsInfo | None  # None if no row was scored
 
     def table(self, schema: pa.Schema) -> pa.Table:
-        """Return the rows of the output, in order."""
+        """Return the output rows, in order."""
         raise NotImplementedError
 
 
 def advancing(batches: Iterable[B], advance: Advance | None) -> Iterator[B]:
-    """Yield batches of rows, each after `advance` was called with its (bytes, rows)."""
+    """Yield batches of rows, calling `advance(num_bytes, num_rows)` before each."""
     for batch in batches:
         if advance is not None:
             advance(int(batch.num_bytes), batch.num_rows)
@@ -81,18 +81,18 @@ def advancing(batches: Iterable[B], advance: Advance | None) -> Iterator[B]:
 
 
 class Tally(Protocol[S_co]):
-    """Sums up the rows of an output."""
+    """Accumulates summary figures over the rows of an output."""
 
     def add(self, table: pa.Table) -> None:
-        """Add the rows that come next."""
+        """Add the next rows."""
 
     def summary(self, num_bad: int) -> S_co:
-        """Return the figures of all rows."""
+        """Return the summary of all rows added."""
         ...
 
 
 def source_of_numbers(llm: Scorer, info: LogprobsInfo | None = None) -> dict[str, str | None]:
-    """Return a model and its weights: those that `info` names, as others may have taken over since."""
+    """Return a model and its weight versions; those in `info` take precedence, as weights may change."""
     facts = llm.engine.capabilities()
     source = {
         "model": facts.model,
@@ -106,32 +106,33 @@ def source_of_numbers(llm: Scorer, info: LogprobsInfo | None = None) -> dict[str
 
 
 class FinishedRun(msgspec.Struct, Generic[S], frozen=True, omit_defaults=True):
-    """A run whose output is whole."""
+    """Record of a finished run, stored in its `run.json`."""
 
     settings: dict[str, Any]
     summary: S
-    num_bytes: int | None = None  # of the output; None: it is a folder
+    num_bytes: int | None = None  # of the output file; None for a folder
 
 
 class Journal(Generic[S]):
-    """The parts of one output, for one process at a time; `num_done` rows of the data set have been answered.
+    """Parts of one output, written by one process at a time; the first `num_done` data set rows are done.
 
-    Use it in a `with` block, at whose end the lock on the parts is released.
+    Use it as a context manager; on exit, the lock on the parts is released.
 
     Args:
-        path: the output.
-        schema: its columns.
-        settings: what a resumed run must share.
+        path: output file.
+        schema: columns of the output.
+        settings: settings that a resumed run must share.
         summary_type: class of the run's summary.
-        folder: files are made of the parts in this folder (`share`), which then has `run.json`; None: they
-            are joined in one file at `path`, beside which stands `<path>.run.json`.
-        resume: continue an earlier run. `summary` is that of a finished one, and None while rows are missing.
-        force: replace an output that exists.
+        folder: folder that gets files made from the parts (`share`) and a `run.json`; None: the parts are
+            joined into one file at `path`, with `<path>.run.json` next to it.
+        resume: continue an earlier run. `summary` is the summary of a finished run, and None if rows are
+            missing.
+        force: replace an existing output.
 
     Raises:
-        InputError: the output's suffix is unknown, it exists, another process writes it, or the run to resume
-            had other settings.
-        OutputError: it cannot be written.
+        InputError: the output has an unknown suffix, already exists, or is being written by another process;
+            or the run to resume had other settings.
+        OutputError: the output cannot be written.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class Journal(Generic[S]):
         self._summary_type = summary_type
         self._is_file = folder is None
         self._run_file = folder / "run.json" if folder else self._beside("run.json")
-        self._output = self._run_file if folder else self.path  # is there once the run has finished
+        self._output = self._run_file if folder else self.path  # exists once the run has finished
         self._parts = parts_folder(self.path)
         self._done = self._beside("parts.done")
         self._settings_file = self._parts / "settings.json"
@@ -196,12 +197,12 @@ class Journal(Generic[S]):
                 f"{self._parts}: other users own it or may write to it; remove it, or run chmod -R go-w"
             )
         self._acquire()
-        if is_new and not force and self._output.exists():  # since it was looked for
+        if is_new and not force and self._output.exists():  # created since the first check
             shutil.rmtree(self._parts)
         self._check_lock()
         if not is_new and not force:
             self._check_resumes(resume=resume)
-            for unfinished in self._parts.glob("*.tmp"):  # of a killed run
+            for unfinished in self._parts.glob("*.tmp"):  # left by a killed run
                 unfinished.unlink()
             return
         for file in self._parts.iterdir():
@@ -227,7 +228,7 @@ class Journal(Generic[S]):
         write_durably(self._settings_file, lambda path: path.write_text(json.dumps(self._settings)))
 
     def _finished_summary(self, *, resume: bool) -> S:
-        """Return the summary of the run that wrote the output, if this one would be the same."""
+        """Return the summary of the run that wrote the output; raise `InputError` if this run differs."""
         kind: Any = FinishedRun[self._summary_type]  # type: ignore[name-defined]
         try:
             run = msgspec.convert(json.loads(self._run_file.read_bytes()), kind) if resume else None
@@ -262,10 +263,10 @@ class Journal(Generic[S]):
             )
 
     def agree(self, source: dict[str, str | None]) -> None:
-        """Note what gave the rows that come next (`SOURCES_OF_NUMBERS`); it must be what gave all others.
+        """Record the model and weights of the next rows (`SOURCES_OF_NUMBERS`).
 
         Raises:
-            InputError: it is not.
+            InputError: they differ from those of earlier rows.
         """
         for name, value in source.items():
             before = self._settings.get(name, value)
@@ -289,13 +290,13 @@ class Journal(Generic[S]):
         *,
         columns: list[str] | None = None,
     ) -> S:
-        """Write the rows that are missing in parts, sum up all rows, and make the output of the parts.
+        """Write the missing rows as parts, summarize all rows, and make the output from the parts.
 
         Args:
-            answered: the rows from `num_done` on.
-            tally: sums up all rows.
+            answered: batches of the rows from `num_done` on.
+            tally: accumulates the summary.
             write: writes the files of a folder; None: the output is one file.
-            columns: that `tally` reads; None: all.
+            columns: columns that `tally` reads; None: all.
         """
         tables: list[pa.Table] = []
         batches: list[AnsweredRows] = []
@@ -314,7 +315,7 @@ class Journal(Generic[S]):
                 batches, tables, since = [], [], time.monotonic()
         if batches:
             self._write_part(batches, tables)
-        for table in self.groups(columns):  # by parts, last bits would depend on how long each took
+        for table in self.groups(columns):  # not by part: the last bits of sums would depend on timing
             tally.add(table)
         summary = tally.summary(self._num_bad())
         self._finish(summary, write or self._write_file)
@@ -326,14 +327,14 @@ class Journal(Generic[S]):
         self.write(batches[-1].end, pa.concat_tables(tables), bad, info)
 
     def write(self, end: int, rows: pa.Table, bad: Sequence[BadRow], info: LogprobsInfo | None) -> None:
-        """Answer the rows from `num_done` up to `end`, all or nothing."""
+        """Write the data set rows [`num_done`, `end`) as one part, atomically."""
         name = f"{self.num_done:012d}-{end:012d}"
         table = rows.replace_schema_metadata({INFO_KEY: info.to_json().encode()} if info else None)
         with writing(self.path, _MAKE_ROOM):
             if bad:
                 lines = "".join(json.dumps(row.to_dict()) + "\n" for row in bad)
                 write_durably(self._parts / f"{name}.errors", lambda path: path.write_text(lines))
-            # Last: this one says that all of it is there.
+            # Written last: its presence marks the part as complete.
             write_durably(
                 self._parts / f"{name}.parquet",
                 lambda path: pq.write_table(table, path, compression="zstd"),
@@ -341,13 +342,16 @@ class Journal(Generic[S]):
         self.num_done = end
 
     def _all_parts(self) -> list[Path]:
-        """The parts in order, which follow one another."""
+        """Return the parts in order; raise `InputError` if they are not contiguous."""
         parts = sorted(self._parts.glob("*.parquet"))
         _end_of(parts)
         return parts
 
     def groups(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
-        """All rows in order, or some columns, ROWS_A_GROUP at a time, whatever the parts are."""
+        """Return all rows in order, `ROWS_A_GROUP` at a time regardless of part boundaries.
+
+        `columns` selects columns; None: all.
+        """
         num_rows = 0
         for part in self._all_parts():
             with _reading(part):
@@ -356,7 +360,7 @@ class Journal(Generic[S]):
         return _cut(self._pieces(columns), ends)
 
     def _pieces(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
-        """The rows of all parts, some at a time."""
+        """Yield the rows of all parts, at most `ROWS_A_PIECE` at a time."""
         for part in self._all_parts():
             with _reading(part), pq.ParquetFile(part) as file:
                 if not file.schema_arrow.equals(self._schema):
@@ -368,14 +372,14 @@ class Journal(Generic[S]):
         return sum(errors.read_bytes().count(b"\n") for errors in self._error_parts())
 
     def _error_parts(self) -> list[Path]:
-        """Side files of whole parts, in order; one without its part is a killed run's."""
+        """Return the error files of complete parts, in order; one without a part is left by a killed run."""
         parts = sorted(self._parts.glob("*.errors"))
         return [errors for errors in parts if errors.with_suffix(".parquet").exists()]
 
-    # -- the files that are made of them ---------------------------------------------------------------------
+    # -- output files ----------------------------------------------------------------------------------------
 
     def _finish(self, summary: S, write: Callable[[], None]) -> None:
-        """Make the output and the file of bad rows, note the run beside it, and remove the parts."""
+        """Write the output, the file of bad rows and the record of the run, then remove the parts."""
         errors_path, errors = self._beside("errors.jsonl"), self._error_parts()
         with writing(self.path, _MAKE_ROOM):
             if errors:
@@ -386,16 +390,16 @@ class Journal(Generic[S]):
             num_bytes = self.path.stat().st_size if self._is_file else None
             run = msgspec.to_builtins(FinishedRun(self._settings, summary, num_bytes))
             write_durably(self._run_file, lambda path: path.write_text(json.dumps(run, indent=2) + "\n"))
-            self._parts.rename(self._done)  # at once: half of the parts would look like a damaged run
+            self._parts.rename(self._done)  # atomic: some of the parts alone would look like a damaged run
             shutil.rmtree(self._done, ignore_errors=True)
 
     def share(self, folder: Path, shards: Sequence[Sequence[int]]) -> None:
-        """Write the rows to files of a folder, named as those of a split of Hugging Face's `datasets` are.
+        """Write the rows to files in a folder, named like the files of a split of Hugging Face `datasets`.
 
         Args:
-            folder: it need not exist.
-            shards: of each file one past the last row of each group, counted from the run's first row. How
-                long a part took and where a run was killed have no part in them.
+            folder: created if missing.
+            shards: for each file, the end (exclusive) of each of its row groups, counted from the run's first
+                row. They must not depend on how long a part took or where a run was killed.
         """
         folder.mkdir(exist_ok=True)
         groups = _cut(self._pieces(), [end for ends in shards for end in ends])
@@ -451,12 +455,12 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def parts_folder(output: Path) -> Path:
-    """Return the folder of the parts of an unfinished output."""
+    """Return the folder that holds the parts of an unfinished output."""
     return output.with_name(f"{output.name}.parts")
 
 
 def _end_of(parts: Iterable[Path]) -> int:
-    """One past the last row of some parts, which must follow one another from row 0 on."""
+    """Return the end (exclusive) of the rows of parts; raise `InputError` unless contiguous from row 0."""
     end = 0
     for part in parts:
         with _reading(part):
@@ -469,7 +473,7 @@ def _end_of(parts: Iterable[Path]) -> int:
 
 
 def _cut(tables: Iterator[pa.Table], ends: Iterable[int]) -> Iterator[pa.Table]:
-    """Rows [0, ends[0]), [ends[0], ends[1]) and so on of tables that follow one another."""
+    """Yield the rows [0, ends[0]), [ends[0], ends[1]), ... of consecutive tables."""
     waiting: list[pa.Table] = []
     start = num_waiting = 0
     for end in ends:

@@ -1,6 +1,6 @@
-"""Rows of texts from files of several kinds, one at a time: txt, jsonl, csv, Parquet, standard input.
+"""Read rows of texts one at a time from txt, jsonl, csv and Parquet files and standard input.
 
-A row that cannot be used says why and the next one follows; a file that cannot be read ends the run.
+A bad row carries its error, and reading continues; a file that cannot be read raises `InputError`.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ SUFFIXES: dict[str, Format] = {
     ".csv": "csv",
     ".parquet": "parquet",
 }
-FIRST_ROWS = 32  # of a jsonl file, which tell its columns
-ROWS_A_CALL = 256  # that one call of a model scores, at most
+FIRST_ROWS = 32  # of a jsonl file, read to find its columns
+ROWS_A_CALL = 256  # maximum number that one call of a model scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row of a data set: its values by column, or what is wrong with it."""
+    """One row of a data set: its values by column, or its error."""
 
     index: int  # in the whole data set
     source: str  # the file
-    line: int  # of the file, or the row of a Parquet file; from 1
+    line: int  # line of the file, or row of a Parquet file; from 1
     num_bytes: float  # its share of the file, for progress
     values: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
 
 
 class BadRow(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A row that could not be used, and why."""
+    """A row that cannot be used, and the reason."""
 
     index: int  # in the whole data set
     source: str  # the file
@@ -62,7 +62,7 @@ class BadRow(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @classmethod
     def of(cls, row: Any, problem: object) -> BadRow:
-        """Mark a row, which has the same four facts, as bad; the reason becomes one line."""
+        """Return a bad row with the position of `row` and the problem on a single line."""
         return cls(
             index=row.index,
             source=row.source,
@@ -75,7 +75,7 @@ class BadRow(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return f"bad row: {self.source}, line {self.line}: {self.problem}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the line of the side file."""
+        """Return the row as an object of the `.errors.jsonl` file."""
         return {"row": self.index, "source": self.source, "line": self.line, "error": self.problem}
 
 
@@ -85,21 +85,22 @@ class Source:
 
     name: str
     format: Format
-    by_line: bool = False  # a txt file's rows are its lines, not the whole of it
+    by_line: bool = False  # txt only: each line is a row, instead of the whole file
 
     @property
     def num_bytes(self) -> int | None:
-        """Its size; None for standard input."""
+        """File size in bytes; None for standard input."""
         return None if self.name == STDIN else Path(self.name).stat().st_size
 
 
 def find_sources(
     inputs: str | Path | Sequence[str | Path], *, kind: Format | None = None, by_line: bool = False
 ) -> list[Source]:
-    """Find the files that names, folders and patterns stand for; those of a folder are sorted by name.
+    """Expand file names, folders and glob patterns; files of a folder or pattern are sorted by path.
 
     Raises:
-        InputError: no such file, a folder or pattern without files, an unknown suffix.
+        InputError: a missing or unreadable file, a folder or pattern without files, or an unknown suffix.
+        ParameterError: `inputs` is empty.
     """
     sources: list[Source] = []
     many = [inputs] if isinstance(inputs, str | os.PathLike) else inputs
@@ -113,16 +114,16 @@ def find_sources(
 
 
 def total_bytes(sources: Sequence[Source]) -> int | None:
-    """Size of all files; None where standard input is one."""
+    """Return the total size of the files in bytes; None if one is standard input."""
     sizes = [source.num_bytes for source in sources]
     return None if None in sizes else sum(size or 0 for size in sizes)
 
 
 def identity_of(sources: Sequence[Source], *, resume: bool) -> dict[str, Any]:
-    """What a resumed run must share of its inputs, as a setting of the run.
+    """Return the properties of the inputs that a resumed run must share, as a setting of the run.
 
     Raises:
-        InputError: standard input, to be read again.
+        InputError: `resume` is set and an input is standard input, which cannot be read again.
     """
     if resume and any(source.name == STDIN for source in sources):
         raise InputError("standard input: cannot be read again; save it to a file to resume from it")
@@ -130,7 +131,7 @@ def identity_of(sources: Sequence[Source], *, resume: bool) -> dict[str, Any]:
 
 
 def in_batches(rows: Iterable[T], size_of: Callable[[T], int], max_size: float) -> Iterator[list[T]]:
-    """Cut rows into batches of `ROWS_A_CALL`, or fewer where their sizes sum up to `max_size` before."""
+    """Yield batches of at most `ROWS_A_CALL` rows, ending a batch early when its size reaches `max_size`."""
     batch: list[T] = []
     size = 0
     for row in rows:
@@ -170,7 +171,7 @@ def _format_of(path: str) -> Format:
 
 
 def _check_opens(source: Source) -> None:
-    """Find a file that cannot be read before anything is computed."""
+    """Raise `InputError` for a file that cannot be opened, before anything is computed."""
     if source.name == STDIN:
         if source.format == "parquet":
             raise InputError("standard input: Parquet is read from its end; give the file's name")
@@ -181,10 +182,10 @@ def _check_opens(source: Source) -> None:
 
 
 def check_columns(sources: Iterable[Source], columns: Sequence[str]) -> None:
-    """Find a column that a file lacks before anything is computed; standard input is not looked into.
+    """Check that the files have `columns`, before anything is computed; standard input is not read.
 
     Raises:
-        InputError: a file that lacks one altogether (of jsonl the first rows tell), or cannot be read.
+        InputError: a file lacks a column (in jsonl, in all of the first rows) or cannot be read.
     """
     for source in sources:
         if source.format == "txt":
@@ -197,10 +198,10 @@ def check_columns(sources: Iterable[Source], columns: Sequence[str]) -> None:
 
 
 def read_rows(sources: Iterable[Source], columns: Iterable[str]) -> Iterator[Row]:
-    """The rows of all files; each holds the columns that were asked for.
+    """Yield the rows of all files, with the values of `columns`.
 
     Raises:
-        InputError: a file that cannot be read, or that lacks a column altogether.
+        InputError: a file cannot be read or lacks a column.
     """
     wanted, index = list(columns), 0
     for source in sources:
@@ -231,7 +232,7 @@ def _naming(name: str) -> Iterator[None]:
 
 
 Raw: TypeAlias = "tuple[int, float, dict[str, Any] | str]"
-"""Line, bytes, and the values or what is wrong with them."""
+"""Line number, size in bytes, and the values by column or the error."""
 
 
 def _binary(source: Source) -> AbstractContextManager[Any]:
@@ -264,7 +265,7 @@ def _read_jsonl(source: Source, columns: Sequence[str]) -> Iterator[Raw]:
 
 
 def _json_value(line: bytes) -> tuple[Any, str | None]:
-    """The value, and what is wrong with the line."""
+    """Return the parsed value, and the error if the line is not valid JSON."""
     try:
         return json.loads(line), None
     except (ValueError, RecursionError) as error:
@@ -332,12 +333,15 @@ def _check_columns(name: str, columns: Sequence[str], known: Sequence[str]) -> N
 
 
 def _check_txt(source: Source, columns: Sequence[str]) -> None:
-    """A text is the one column that is asked for, whatever its name."""
+    """Raise `InputError` for more than one column: a txt file has one, under any name."""
     _check_columns(f"{source.name}, read as text without --format", columns, columns[:1])
 
 
 def _jsonl_columns(source: Source) -> Sequence[str] | None:
-    """The columns of the first rows; None where one is no object. One that is no JSON is a bad row later."""
+    """Return the columns of the first rows; None if a row is not an object, or if there are no columns.
+
+    Lines that are not valid JSON are skipped here; `read_rows` yields them as bad rows.
+    """
     first = map(_json_value, islice(_lines(source), FIRST_ROWS))
     values = [value for value, problem in first if problem is None]
     if not all(isinstance(value, dict) for value in values):

@@ -1,4 +1,4 @@
-"""Tables as Parquet and JSON lines, files that are whole or not there, and errors that name the file."""
+"""Parquet and JSON Lines output, durable writes, and I/O errors that name the file."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-ROWS_A_BATCH = 64  # in memory: a text may be large, and a file of one text in many rows small
-_MESSAGE_CHARS = 300  # pyarrow's own may be pages
+ROWS_A_BATCH = 64  # decoded at once: texts may be large, and a small file may repeat one text many times
+_MESSAGE_CHARS = 300  # pyarrow's messages may be pages long
 
 __all__ = ["INFO_KEY", "json_line", "parquet_rows", "parquet_writer", "reading", "write_durably", "writing"]
 
 
 def json_line(row: dict[str, Any]) -> str:
-    """Return a row as JSON; -inf becomes -9999, and +inf (a perplexity that follows from it) null."""
+    """Return a row as JSON, with -inf as -9999, and +inf (a perplexity that follows from -inf) as null."""
     bounded = {name: None if value == math.inf else value for name, value in row.items()}
     return json.dumps(finite_fields(bounded), ensure_ascii=False)
 
@@ -37,29 +37,29 @@ def json_line(row: dict[str, Any]) -> str:
 def parquet_writer(
     path: str | Path, schema: pa.Schema, info: bytes | None = None
 ) -> Iterator[Callable[[pa.Table], None]]:
-    """Open a zstd-compressed Parquet file; each table that is written becomes a group of rows.
+    """Open a zstd-compressed Parquet file and yield a function that writes a table as a row group.
 
-    `info` is `LogprobsInfo` as JSON, for the metadata.
+    `info` is `LogprobsInfo` as JSON, for the file's metadata.
     """
     whole = schema.with_metadata(None if info is None else {INFO_KEY: info})
     with pq.ParquetWriter(path, whole, compression="zstd") as writer:
 
         def write(table: pa.Table) -> None:
             writer.write_table(table.replace_schema_metadata(whole.metadata))
-            pa.default_memory_pool().release_unused()  # or each group's memory stays
+            pa.default_memory_pool().release_unused()  # otherwise the pool keeps each group's memory
 
         yield write
 
 
 def parquet_rows(file: pq.ParquetFile, columns: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Rows of a Parquet file as Python values, in the memory of some."""
+    """Yield the rows of a Parquet file as Python values, decoding `ROWS_A_BATCH` at a time."""
     for batch in file.iter_batches(batch_size=ROWS_A_BATCH, columns=list(columns)):
         yield from python_rows(batch)
 
 
 @contextmanager
 def reading(path: str | Path, remedy: str = "name another file") -> Iterator[None]:
-    """Raise `InputError` for a file that is damaged or cannot be read."""
+    """Raise `InputError` if the file is damaged or cannot be read within the block."""
     try:
         yield
     except LogprobeError:
@@ -71,7 +71,7 @@ def reading(path: str | Path, remedy: str = "name another file") -> Iterator[Non
 
 @contextmanager
 def writing(path: str | Path, remedy: str = "make room, or choose another name") -> Iterator[None]:
-    """Raise `OutputError` with the name of the output where the system cannot write in the block."""
+    """Convert an `OSError` within the block to an `OutputError` that names the output."""
     try:
         yield
     except LogprobeError:
@@ -82,7 +82,7 @@ def writing(path: str | Path, remedy: str = "make room, or choose another name")
 
 
 def write_durably(path: Path, write: Callable[[Path], object]) -> None:
-    """Write under another name, flush to the disk, and rename; what fails leaves nothing that takes space."""
+    """Write to a temporary file, flush it to disk, and rename it to `path`; on failure, delete it."""
     unfinished = path.with_name(f"{path.name}.tmp")
     try:
         claim(unfinished)
