@@ -1,6 +1,6 @@
-"""`ProcessEngine`: the native engine in one process of its own, or in several of which each has its requests.
+"""`ProcessEngine`: the native engine in one or several other processes, each with its own requests.
 
-Each is a replica behind a channel; admission is on this side, once for all of them.
+Each process is a replica behind a channel; requests are validated here, once for all of them.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class ProcessEngine:
     """Implements `Core` on engine processes.
 
     Raises:
-        ModelError: the model cannot be had or used.
-        EngineError: a process ended before it took requests.
+        ModelError: the model cannot be loaded.
+        EngineError: a process exited before it was ready.
     """
 
     _publish: Callable[[Iterable[Event]], None]
@@ -69,15 +69,15 @@ class ProcessEngine:
         settings = {field.name: getattr(config, field.name) for field in fields(config)}
         settings |= {"logits_processors": processor_names(config.logits_processors)}
         self._settings = settings | {"process": False}
-        # What a process that starts must load: LoRA weights, and what answers in place of the model's own.
-        self._loras: dict[int, tuple[LoadLora, TemporaryDirectory[str]]] = {}  # from copies of their folders
-        self._left: list[TemporaryDirectory[str]] = []  # such copies that are of no use any more
+        # What a restarted process must load: LoRA weights, and replaced model weights.
+        self._loras: dict[int, tuple[LoadLora, TemporaryDirectory[str]]] = {}  # with copies of their folders
+        self._left: list[TemporaryDirectory[str]] = []  # copies that are no longer needed
         self._weights: LoadWeights | None = None
-        self._weights_files: FileStats | None = None  # of those, where they were read from a caller's folder
-        self._weight_version: str | None = None  # of the checkpoint, once a process has loaded it
-        self._accepting = threading.Lock()  # guards the first setting of it
-        self._passing = ExitStack()  # has the folder of those, where they came without one
-        # Weights that are loaded and not yet in use, their files, and what holds their folder.
+        self._weights_files: FileStats | None = None  # if read from a caller's folder
+        self._weight_version: str | None = None  # of the checkpoint; set once by the first start
+        self._accepting = threading.Lock()  # guards the first assignment of `_weight_version`
+        self._passing = ExitStack()  # owns the temporary folder of `_weights`, if any
+        # Weights that are loaded but not yet in use, their file stats, and the owner of their folder.
         self._ready: tuple[LoadWeights, FileStats | None, ExitStack] | None = None
         self._creator = Creator()
         self._is_routing = threading.Lock()
@@ -95,12 +95,12 @@ class ProcessEngine:
         except BaseException:
             self._close_replicas()
             raise
-        # Requests are admitted by the smallest pool, and a process that starts later has no smaller one.
+        # Requests are admitted for the smallest KV cache; restarted processes use the same size.
         self._settings["kv_bytes"] = ready.kv_bytes
         self._open(config, text, ready)
 
     def _open(self, config: EngineConfig, text: TextEdge, ready: Ready) -> None:
-        """All that waits for a process to tell of its engine."""
+        """Set what depends on the properties that a process reports."""
         own = ready.capabilities
         self._capabilities = replace(own, num_processes=config.data_parallel)
         facts = ModelFacts(
@@ -108,23 +108,23 @@ class ProcessEngine:
             eos_token_ids=frozenset(ready.eos_token_ids),
             text=text,
         )
-        resolved = replace(config, device=own.device, dtype=own.dtype)  # what processors are told
+        resolved = replace(config, device=own.device, dtype=own.dtype)  # the values that processors see
         self._admission = Admission(resolved, own, facts)
 
     def start(self, publish: Callable[[Iterable[Event]], None], end: Callable[[LogprobeError], None]) -> None:
-        """Hand what comes of requests to `publish`, and why nothing more will to `end`."""
+        """Publish events of requests with `publish`; `end` gets the reason for the stop."""
         self._publish, self._end = publish, end
 
     def admit(self, request: Request) -> Admitted:
-        """Say yes to a request.
+        """Validate a request.
 
         Raises:
-            ParameterError: it can never be served.
+            ParameterError: the request can never be served.
         """
         return self._admission.admit(request)
 
     def send(self, command: Command) -> None:
-        """Have the processes that it is for do this before their next step."""
+        """Send a command to the processes concerned."""
         match command:
             case Submit(requests):
                 self._submit(requests)
@@ -133,7 +133,7 @@ class ProcessEngine:
                     self._router.forget()
                 self._send_all(command)
             case DropLora(number):
-                _, copy = self._loras.pop(number)  # a process that starts from here on lacks them
+                _, copy = self._loras.pop(number)  # a process that starts from now on does not load it
                 self._send_all(command)
                 self._remove(copy)
             case DropWeights():
@@ -153,18 +153,18 @@ class ProcessEngine:
                 chosen = self._router.choose(admitted, queued, ranks)
                 queued[chosen] += Backlog(admitted).num_tokens
                 portions[chosen].append(admitted)
-            # All of a call come before other weights in each process, or behind them in each.
+            # Under the lock, so that weight replacement has the same order to the call in every process.
             for replica, portion in zip(self._replicas, portions, strict=True):
                 if portion:
                     replica.submit(portion)
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests run or wait."""
+        """True while requests run or wait."""
         return any(replica.num_queued_tokens for replica in self._replicas)
 
     def ask(self, command: Asked) -> Layout | None:
-        """Have every process do something, or none.
+        """Execute a command in every process, or in none.
 
         Raises:
             ModelError: weights that cannot be read, or do not fit the model.
