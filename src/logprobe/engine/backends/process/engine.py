@@ -167,8 +167,8 @@ class ProcessEngine:
         """Execute a command in every process, or in none.
 
         Raises:
-            ModelError: weights that cannot be read, or do not fit the model.
-            EngineError: a process ended before its answer, or weights cannot be copied for the processes.
+            ModelError: the weights cannot be read, or do not fit the model.
+            EngineError: a process exited before its answer, or the weights cannot be copied.
             EngineClosedError: the engine was closed before the answer.
         """
         match command:
@@ -181,7 +181,7 @@ class ProcessEngine:
         return None
 
     def _load_lora(self, command: LoadLora) -> None:
-        """Load what lies there now; a process that starts later loads a copy of it."""
+        """Load the present files of a folder; processes that start later load a copy of them."""
         check_files(command.name, Path(command.path))
         with copying():
             copy = TemporaryDirectory(prefix="logprobe-lora-")
@@ -190,7 +190,7 @@ class ProcessEngine:
                 for file in (CONFIG, WEIGHTS):
                     shutil.copyfile(Path(command.path) / file, Path(copy.name) / file)
             order = LoadLora(command.number, command.name, copy.name, is_passing=True)
-            self._loras[command.number] = order, copy  # a process that starts meanwhile has them, too
+            self._loras[command.number] = order, copy  # also for a process that starts meanwhile
             self._ask_all(order, DropLora(command.number))
         except BaseException:
             self._loras.pop(command.number, None)
@@ -198,7 +198,7 @@ class ProcessEngine:
             raise
 
     def _remove(self, copy: TemporaryDirectory[str]) -> None:
-        """Remove a folder of LoRA weights; at the end, where a process starts that was told of it."""
+        """Remove a LoRA copy, or defer it to `close` while a process that may need it is starting."""
         if all(replica.is_up for replica in self._replicas):
             copy.cleanup()
         else:
@@ -224,7 +224,7 @@ class ProcessEngine:
 
     def _take_weights(self, command: TakeWeights) -> None:
         assert self._ready is not None, "they were loaded"
-        # A process that starts from here on has them.
+        # Processes that start from now on load them.
         (self._weights, self._weights_files, own), self._ready = self._ready, None
         with own:
             with self._is_routing:
@@ -237,7 +237,7 @@ class ProcessEngine:
             self._passing = own.pop_all()
 
     def _ask_all(self, order: Asked, undo: Order) -> list[Answer]:
-        """Have every process do something; where one cannot, the others undo it."""
+        """Execute a command in every process; if one fails, send `undo` to all and raise its error."""
         answers = [answer.result() for answer in [replica.ask(order) for replica in self._replicas]]
         for error in (answer.error for answer in answers if answer.error is not None):
             self._send_all(undo)
@@ -249,15 +249,15 @@ class ProcessEngine:
             replica.send(order)
 
     def capabilities(self) -> Capabilities:
-        """What it can do with the weights that it was started with; slots and rows are each replica's."""
+        """Return the capabilities with the initial weights; slots and rows are those of each replica."""
         return self._capabilities
 
     def stats(self) -> EngineStats:
-        """What its processes were doing and had done at their latest signs of life, and what each was."""
+        """Aggregate the statistics of the latest heartbeats of all processes."""
         return EngineStats.of_replicas({replica.name: replica.stats() for replica in self._replicas})
 
     def stalled_s(self, request_ids: Collection[str] = ()) -> float:
-        """As `Core.stalled_s`; where no process takes requests: for how long."""
+        """See `Core.stalled_s`; if no process accepts requests, return how long that has lasted, s."""
         up = [replica for replica in self._replicas if replica.is_up]
         if not up:
             return min(replica.down_s() for replica in self._replicas)
@@ -265,7 +265,7 @@ class ProcessEngine:
         return max((replica.stalled_s() for replica in used), default=min(one.stalled_s() for one in up))
 
     def close(self) -> None:
-        """End the processes; a second call does nothing."""
+        """Stop the processes; further calls have no effect."""
         self._close_replicas()
         self._end(EngineClosedError("the engine was closed before this request ended"))
 
@@ -284,10 +284,10 @@ class ProcessEngine:
         return Start(self._settings, loads, self._weight_version)
 
     def _accept(self, ready: Ready) -> None:
-        """Let a process serve that has loaded the same weights as the others and as before.
+        """Accept a process that has loaded the same weights as the others and as before.
 
         Raises:
-            EngineUnavailableError: it has loaded others.
+            EngineUnavailableError: it has loaded other weights.
         """
         loaded = ready.capabilities.weight_version
         with self._accepting:
@@ -304,7 +304,7 @@ class ProcessEngine:
             )
 
     def _take(self, events: Iterable[Event]) -> None:
-        """What a replica says of requests, of which there are none before `start`."""
+        """Publish the events of a replica; there are none before `start`."""
         self._publish(events)
 
     def _close_replicas(self) -> None:
@@ -322,7 +322,7 @@ class ProcessEngine:
         atexit.unregister(self._close_replicas)
 
     def _drop_ready(self) -> None:
-        """Let go of the folder of weights that will not take over."""
+        """Release the folder of prepared weights that will not be used."""
         if self._ready is not None:
             self._ready[2].close()
             self._ready = None
@@ -337,16 +337,16 @@ class FileStats:
 
     @classmethod
     def of(cls, folder: str | Path) -> Self:
-        """Read them; a file that cannot be read is left out."""
+        """Read the stats of a folder; skip files that cannot be read."""
         stats = {}
         for file in Path(folder).glob("*.safetensors"):
-            with suppress(OSError):  # who loads the weights names it
+            with suppress(OSError):  # loading the weights reports it
                 facts = file.stat()
                 stats[file.name] = facts.st_size, facts.st_mtime_ns
         return cls(Path(folder), stats)
 
     def changed(self) -> str:
-        """Say which file has changed; empty where none has."""
+        """Return a message that names a changed file; empty if none has changed."""
         now = FileStats.of(self.folder).stats
         names = sorted(name for name in {*now, *self.stats} if now.get(name) != self.stats.get(name))
         return f"{self.folder / names[0]} has changed" if names else ""
@@ -354,7 +354,7 @@ class FileStats:
 
 @contextmanager
 def copying() -> Iterator[None]:
-    """Raise `EngineError` where the system cannot write a copy of weights in the block."""
+    """Raise `EngineError` if the system cannot write a copy of weights in the block."""
     try:
         yield
     except OSError as error:
