@@ -200,12 +200,12 @@ class Child:
 
         try:
             answer = Answer(order.number, self._ask(order))
-        except BaseException as error:  # noqa: BLE001 - whoever waits for the answer must hear of it
+        except BaseException as error:  # noqa: BLE001 - the error is reported in the answer
             answer = Answer(order.number, error=_as_ours(error, "cannot load weights"))
         self._channel.send([answer])
 
     def _take_weights(self, order: TakeWeights) -> None:
-        """Have weights take over behind the requests that came before them, and no others."""
+        """Queue the switch to prepared weights, after all requests that came before the command."""
         from logprobe.engine.backends.process.orders import Answer
         from logprobe.errors import EngineError
 
@@ -227,7 +227,7 @@ class Child:
 
         if not (events := list(batch)):
             return
-        # Whoever reads the end of a request reads figures that count it.
+        # A reader that sees the end of a request must also see statistics that count it.
         has_ends = any(isinstance(event, Delta) and event.finish is not None for event in events)
         try:
             if has_ends:
