@@ -1,1 +1,1 @@
-"""Many requests → one batch → one step: scheduler, prefix cache, forward pass, and the seams around them."""
+"""The native engine: front end, scheduler, prefix cache, forward pass, sampling, and execution backends."""

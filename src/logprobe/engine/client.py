@@ -1,4 +1,4 @@
-"""`Client`: prompts and conversations in, outputs and streams out, by requests of an engine's `Front`."""
+"""`Client`: generate, chat and stream over an engine's `Front`; used by `LLM` and the server."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from logprobe.transport.messages import Admitted, Request
 
 Advance: TypeAlias = "Callable[[RequestOutput], None]"
-"""Told of each output that has grown."""
+"""Progress callback, called with each output that has grown."""
 
 Watch: TypeAlias = "Callable[[Sequence[Request]], AbstractContextManager[Advance | None]]"
-"""Opened around some requests; gives what is told of their progress, or None where nobody looks."""
+"""Returns a context manager entered around a batch of requests; it yields a progress callback or None."""
 
 Follow: TypeAlias = "Callable[[], Callable[[FlatLogprobs], bool] | None]"
-"""Gives what is told the record of one completion each time it has grown; True gives the rest of it up."""
+"""Returns a callback that gets one completion's record each time it has grown; it returns True to abort."""
 
 Prompt: TypeAlias = "str | Sequence[int]"
 OnError: TypeAlias = Literal["raise", "return"]
@@ -48,21 +48,21 @@ Result = TypeVar("Result", bound="MayFail")
 
 
 class MayFail(Protocol):
-    """An output or a score."""
+    """An output or a score that may hold an error."""
 
     @property
     def error(self) -> LogprobeError | None:
-        """Why there is none; None where there is one."""
+        """The error, or None if it succeeded."""
 
 
 class Client:
-    """Runs prompts and conversations on an engine, in the event loop that calls.
+    """Runs prompts and conversations on an engine, in the caller's event loop.
 
     Args:
-        engine: runs the requests.
+        engine: front end that runs the requests.
         text: the model's tokenizer and chat template.
-        lora: LoRA weights of all requests; None: those that their parameters name.
-        max_logprobs: the most alternatives a token that a request may ask for; -1: any number.
+        lora: LoRA weights for all requests; None: the ones named in their parameters.
+        max_logprobs: maximum number of alternatives per token that a request may ask for; -1: no limit.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Client:
         truncation: Truncation = "error",
         add_special_tokens: bool = True,
     ) -> list[RequestOutput]:
-        """The outputs of one prompt or many, in their order; see `LLM.generate`."""
+        """Generate completions for one or many prompts, in order; see `LLM.generate`."""
         check_on_error(on_error)
         may_cut = truncation != "error"
         if may_cut:
@@ -124,7 +124,7 @@ class Client:
         watch: Watch | None = None,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
-        """The next message of each conversation; see `LLM.chat`."""
+        """Generate the next message of each conversation; see `LLM.chat`."""
         prompts = [lay_out(conversation, self.text, layout) for conversation in as_conversations(messages)]
         ids = [self._laid_out_ids(prompt).tolist() for prompt in prompts]
         outputs = await self.generate(ids, params, watch=watch, on_error=on_error)
@@ -139,7 +139,7 @@ class Client:
         *,
         add_special_tokens: bool = True,
     ) -> AsyncGenerator[RequestOutput]:
-        """The one output of a prompt, each time it has grown; see `LLM.stream`."""
+        """Stream one prompt: yield the same output object each time it has grown; see `LLM.stream`."""
         prompts, [asked] = _as_prompts(prompt), self._asked(params, 1)
         require(len(prompts) == 1, "prompt", "must be one text or one list of ids", got=prompt)
         require(not asked.picks_best, "best_of", "compares whole completions; a stream cannot")
@@ -171,9 +171,9 @@ class Client:
         watch: Watch | None = None,
         follow: Follow | None = None,
     ) -> list[RequestOutput]:
-        """The outputs of requests once all have ended, with their texts; giving up the wait gives them up.
+        """Submit requests and return their outputs, with texts, once all have ended.
 
-        `follow` is for requests of one sample with numbers.
+        Cancellation aborts the requests. `follow` requires requests with one sample and `logprobs` set.
         """
         requests = [admission.request for admission in admitted]
         with nullcontext() if watch is None else watch(requests) as advance:
@@ -193,7 +193,7 @@ class Client:
                         advance(output)
                     if is_over is not None and is_over(_record(output)):
                         break
-            if not output.is_finished:  # leaving its stream has given it up
+            if not output.is_finished:  # leaving the stream aborted the request
                 output.outputs[0].finish_reason = "abort"
                 if advance is not None:
                     advance(output)
@@ -213,7 +213,11 @@ class Client:
         return params
 
     def allowed_params(self, params: SamplingParams) -> SamplingParams:
-        """The same on this client's LoRA weights."""
+        """Apply this client's LoRA weights to the parameters.
+
+        Raises:
+            ParameterError: more than `max_logprobs` alternatives, or other LoRA weights than the client's.
+        """
         for name in COUNTS if self.max_logprobs != -1 else ():
             asked = getattr(params, name)
             is_few = asked is None or 0 <= asked <= self.max_logprobs
@@ -230,7 +234,7 @@ class Client:
         return as_token_ids(prompt)
 
     def ids_of(self, prompt: Prompt | Conversation) -> IntArray:
-        """The ids of one prompt, or of one conversation as the chat template lays it out."""
+        """Tokenize one prompt, or one conversation with the chat template."""
         given: Any = prompt
         is_list = isinstance(given, Sequence) and len(given) > 0
         if is_list and isinstance(given[0], Mapping):
@@ -253,7 +257,7 @@ def _record(output: RequestOutput) -> FlatLogprobs:
 
 
 def admit_each(admit: Callable[[int], T], count: int, on_error: OnError) -> list[T | LogprobeError]:
-    """What each admission gives; one that is refused is raised with its number, or returned."""
+    """Admit each request; a rejected one raises an error that names its index, or becomes that error."""
     admitted: list[T | LogprobeError] = []
     for index in range(count):
         try:
@@ -269,13 +273,17 @@ def admit_each(admit: Callable[[int], T], count: int, on_error: OnError) -> list
 
 
 def _refused(error: LogprobeError) -> RequestOutput:
-    """The output of a request that was never started."""
+    """Make the output of a request that was rejected before it started."""
     failed = CompletionOutput(index=0, finish_reason="error", error=error)
     return RequestOutput(request_id="", outputs=Completions([failed]))
 
 
 def checked(outputs: list[Result], on_error: OnError) -> list[Result]:
-    """The outputs or scores; a `BatchError` that holds them where some failed and that is to be raised."""
+    """Return the outputs or scores.
+
+    Raises:
+        BatchError: any of them failed and `on_error` is `raise`; it holds them all.
+    """
     errors: dict[int, LogprobeError] = {
         index: output.error for index, output in enumerate(outputs) if output.error is not None
     }

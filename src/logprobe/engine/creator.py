@@ -1,4 +1,4 @@
-"""`Creator`: the process that made an object whose threads and locks do not survive a fork."""
+"""`Creator`: detects a fork, after which an object's threads and locks no longer work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from logprobe.errors import EngineClosedError
 
 
 class Creator:
-    """The process in which this was made."""
+    """Remembers the process that created it."""
 
     __slots__ = ("_pid",)
 
@@ -17,11 +17,11 @@ class Creator:
 
     @property
     def is_gone(self) -> bool:
-        """True in a process that was forked from it, where no thread of the engine runs."""
+        """True in a forked child, where no thread of the engine runs."""
         return os.getpid() != self._pid
 
     def check(self) -> None:
-        """Refuse to go on in a forked process, where every wait would be endless.
+        """Raise in a forked child, where every wait would block forever.
 
         Raises:
             EngineClosedError: this is a fork of the process that made the object.

@@ -1,4 +1,4 @@
-"""How long things take, counted as Prometheus counts it: so many of each length."""
+"""Histograms of durations with fixed buckets, as in Prometheus."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass, field
 from typing import Final
 
 BUCKETS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
-"""The longest of each length but the last, s."""
+"""Upper bounds (inclusive) of all buckets but the last, s."""
 
 
 @dataclass(slots=True)
 class Durations:
-    """Times of one kind; each adds to one count."""
+    """Histogram of one kind of duration."""
 
-    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
-    seconds: float = 0.0  # their sum
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))  # per bucket
+    seconds: float = 0.0  # sum of all durations
 
     def add(self, seconds: float) -> None:
-        """Count one."""
+        """Count one duration, s."""
         self.counts[bisect_left(BUCKETS_S, seconds)] += 1
         self.seconds += seconds
 
     def copy(self) -> Durations:
-        """These of now."""
+        """Return an independent copy."""
         return Durations(self.counts.copy(), self.seconds)
 
     def __add__(self, other: Durations) -> Durations:

@@ -1,7 +1,7 @@
-"""`Engine`: many requests → one batch → one step.
+"""`Engine`: the engine step, from scheduling to recorded tokens.
 
-`step()` is the architecture: plan, run the model, score prompts, draw tokens, record. It is driven by one
-thread (`EngineThread`), to which messages come.
+`advance()` shows the architecture: schedule, run the model, score prompts, draw tokens, record. A single
+thread drives the engine (`backends.thread`) and passes it commands.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ PARTS = ("schedule", "forward", "prompt_rows", "sample", "record", "to_host", "p
 
 
 class StepClock:
-    """Seconds by part of a step, since the start; a part runs on one thread at a time."""
+    """Seconds spent in each phase of a step since the start; a phase runs on one thread at a time."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self._parts = {name: _Part(self.seconds, name) for name in PARTS}
 
     def part(self, name: str) -> _Part:
-        """Count the time of a block to a part, also where it raises."""
+        """Return a context manager that adds the time of its block, also if it raises."""
         return self._parts[name]
 
 
@@ -84,26 +84,26 @@ class _Part:
 
 
 class WeightSwap:
-    """Forward passes of other weights: those that are ready, the next one, and the requests that wait for it.
+    """State of a weight replacement: prepared forward passes, the pending one, and requests held for it.
 
-    No number that the old weights gave is left in a cache.
+    After the swap, no cache holds values computed with the old weights.
     """
 
     def __init__(self) -> None:
-        self.number = 0  # of the load of the weights that answer
-        self.ready: dict[int, ForwardBackend] = {}  # by the numbers of their loads
-        self.next: int | None = None  # the load that waits
+        self.number = 0  # of the load in use
+        self.ready: dict[int, ForwardBackend] = {}  # by load number
+        self.next: int | None = None  # load number of the pending replacement
         self.held: list[Admitted] = []
 
     def end(self) -> tuple[ForwardBackend, list[Admitted]]:
-        """Return the forward pass that takes over, and the requests that waited for it."""
+        """Finish the replacement; return the new forward pass and the held requests."""
         assert self.next is not None
         self.number, held = self.next, self.held
         self.next, self.held = None, []
         return self.ready.pop(self.number), held
 
     def take(self, request_id: str) -> int | None:
-        """Remove a request that waits, and return its number of samples; None where it does not wait."""
+        """Remove a held request and return its number of samples; None if it is not held."""
         for admitted in self.held:
             if admitted.request.request_id == request_id:
                 self.held.remove(admitted)
@@ -112,7 +112,7 @@ class WeightSwap:
 
 
 class Engine:
-    """Runs requests step by step; a step that fails ends the requests in it, never the engine."""
+    """Runs requests step by step; an error in a step ends the requests in that step, not the engine."""
 
     def __init__(
         self,
@@ -137,63 +137,64 @@ class Engine:
         self.sampling = SamplingStage(config, facts)
         self._durations = {name: Durations() for name in ("queue", "step")}
         self.scheduler = self._new_scheduler()
-        self.send: Send | None = None  # begins to copy rows to the host; None: `events_of` copies them
+        self.send: Send | None = None  # starts copying rows to the host; None: `events_of` copies them
         self._swap = WeightSwap()
-        self._loras: dict[int, LoraWeights] = {}  # by the numbers of their loads
+        self._loras: dict[int, LoraWeights] = {}  # by load number
         self._counter = itertools.count()
         self._num_pauses = 0
 
     def close(self) -> None:
-        """Let the model go; nothing runs after it."""
+        """Release the model; the engine cannot be used afterwards."""
         self.forward.close()
 
     @property
     def has_work(self) -> bool:
-        """Whether any request can go on."""
+        """True if any request can make progress."""
         return self.scheduler.has_work
 
     def admit(self, request: Request) -> Admitted:
-        """Say yes to a request, once and for all; from any thread.
+        """Validate a request and its processor arguments; thread-safe.
 
         Raises:
-            ParameterError: it can never be served.
+            ParameterError: the request can never be served.
         """
         check_request(request, max_len=self.max_len, vocab_size=self.forward.vocab_size)
         return Admitted(request, self.sampling.admit(request.params))
 
     def load(self, command: LoadLora | LoadWeights) -> Layout | None:
-        """Load LoRA weights, for requests to name by number, or others of the model, ready to take over.
+        """Load LoRA weights, or prepare other weights of the model for `TakeWeights`; thread-safe.
 
-        From any thread; the layout is that of the others.
+        Returns:
+            The layout of the prepared model weights; None for LoRA weights.
 
         Raises:
-            ModelError: they cannot be read, or do not fit the model.
+            ModelError: the weights cannot be read, or do not fit the model.
         """
         match command:
             case LoadLora(number, name, path):
                 self._loras[number] = lora = self.forward.load_lora(name, path, number)
-                # After that: other weights take over with room for all that are here.
+                # Register first: a replacement of the model weights prepares every registered LoRA.
                 self.forward.make_room(lora)
                 return None
             case LoadWeights(number, weights):
                 state = copied(weights) if isinstance(weights, Mapping) else read_state(weights)
                 forward = self.forward.with_weights(self.config, state)
                 for lora in list(self._loras.values()):
-                    forward.make_room(lora)  # here: no step waits for norms of the new weights
+                    forward.make_room(lora)  # now, so that no step waits for the norms of the new weights
                 self._swap.ready[number] = forward
                 return forward.layout
 
     @property
     def weights_number(self) -> int:
-        """Which load of the model's own weights answers now; from any thread."""
+        """Number of the load of model weights that is in use; thread-safe."""
         return self._swap.number
 
     def has_ready(self, number: int) -> bool:
-        """Whether a load of weights waits for `TakeWeights`; from any thread."""
+        """Return True if a load of weights is prepared for `TakeWeights`; thread-safe."""
         return number in self._swap.ready
 
     def handle(self, command: Command | TakeWeights) -> list[Event]:
-        """Do what a message asks; the ends that it brings about."""
+        """Execute a command; return the events of requests that it ends."""
         match command:
             case Submit(requests):
                 return [event for admitted in requests for event in self._add(admitted)]
@@ -218,7 +219,7 @@ class Engine:
         return []
 
     def step(self) -> list[Event]:
-        """Advance every running request; what is new of each."""
+        """Advance all scheduled requests by one step and return the events."""
         step = self.advance()
         try:
             return self.events_of(step)
@@ -226,7 +227,7 @@ class Engine:
             return self.fail_step(step, error)
 
     def advance(self) -> StepDeltas:
-        """All of a step that the next one rests on; `events_of` gives what is published of it."""
+        """Do the part of a step that the next step depends on; `events_of` returns its events."""
         began_s = time.perf_counter()
         step = self._advance()
         self._durations["step"].add(time.perf_counter() - began_s)
@@ -259,12 +260,15 @@ class Engine:
         return step
 
     def events_of(self, step: StepDeltas) -> list[Event]:
-        """What a step gave, with its rows on the host; once for each step, in their order, on any thread."""
+        """Return the events of a step with their rows on the host.
+
+        Call it once per step, in step order; any thread may call it.
+        """
         with self.clock.part("to_host"):
             return [*step.arrived(), *step.others]
 
     def fail_step(self, step: StepDeltas, error: BaseException) -> list[Event]:
-        """End the requests of a step that could not be published, in place of what it gave."""
+        """End the requests of a step whose events could not be computed; return the events that say so."""
         reason = _as_reason(error)
         for sample in step.deltas:
             if not sample.is_finished:
@@ -273,11 +277,11 @@ class Engine:
         return [*self.recorder.end(step.deltas), *step.others, *self._swap_weights()]
 
     def check_integrity(self) -> None:
-        """Assert that every slot has exactly one owner."""
+        """Assert that every KV cache slot has exactly one owner."""
         self.scheduler.check_integrity()
 
     def stats(self) -> EngineStats:
-        """What the engine is doing and has done; read while it runs, so each figure is of its own moment."""
+        """Return the current statistics; each figure is read at its own moment while the engine runs."""
         scheduler = self.scheduler
         running, waiting = scheduler.running.copy(), scheduler.waiting.copy()
         return EngineStats(
@@ -307,7 +311,7 @@ class Engine:
         )
 
     def _swap_weights(self) -> list[Event]:
-        """Let the next forward pass take over where one is waiting and nothing runs; then go on with it."""
+        """Switch to the pending weights if there are any and nothing runs; then start the held requests."""
         if self._swap.next is None:
             return []
         events: list[Event] = [*self._end_all(paused_only=True)]
@@ -318,7 +322,7 @@ class Engine:
             self.forward.make_room(lora)
         self.scorer = PromptScorer(self.forward)
         self.scheduler = self._new_scheduler()
-        give_back_later_memory()  # the old weights, which stand in cycles; else they stay until the next load
+        give_back_later_memory()  # frees the old weights, which are in reference cycles, before the next load
         return [*events, *(event for admitted in held for event in self._add(admitted))]
 
     def _end_all(self, *, paused_only: bool) -> list[Delta]:
@@ -386,7 +390,7 @@ class Engine:
         return drawn
 
     def _logits(self, rows: list[SampleRow], slots: IntArray) -> torch.Tensor:
-        """The logits after the tokens in `slots`, each row under the LoRA weights of its sample."""
+        """Compute the logits after the tokens in `slots`, each row with the LoRA weights of its sample."""
         hidden = self.forward.hidden_rows(slots)
         loras = [row.sample.head_lora for row in rows]
         if not any(loras):

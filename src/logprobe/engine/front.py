@@ -1,8 +1,8 @@
-"""`Front`: what the front doors call of an engine, written once over every `Core`.
+"""`Front`: the engine API that `Client`, `Batcher` and the server call; one implementation for every `Core`.
 
-Before it: `Client`, `Batcher`, a server. After it: a core, which takes commands and publishes what is new of
-requests, on whatever thread. The reader of a request adds what comes to its output, in whatever event loop
-it runs, so that nothing grows under two threads; each loop is woken once a batch of messages.
+The core takes commands and publishes events from any thread. The reader of a request applies its events to
+the output in its own event loop, so only one thread modifies an output; each loop is woken once per batch of
+events.
 """
 
 from __future__ import annotations
@@ -50,46 +50,46 @@ if TYPE_CHECKING:
     from logprobe.transport.messages import Admitted, Event, Request
 
 OnRunning: TypeAlias = Literal["finish", "end"]
-"""What becomes of requests that run when other weights take over."""
-MAX_VERSION_CHARS = 256  # of weights; each record tells it
-BUFFER_ROWS = 1024  # that may wait for one reader before its request is paused
-WAKE_ROWS = 64  # that wait for a reader of whole results before it adds them
-WIDE = 1024  # alternatives from which each row is added at once
+"""What happens to running requests when new weights are loaded: `finish` on the old ones, or `end` early."""
+MAX_VERSION_CHARS = 256  # of a weight version; every record stores it
+BUFFER_ROWS = 1024  # that may be buffered for one reader before its request is paused
+WAKE_ROWS = 64  # buffered before a reader that waits for the whole result is woken
+WIDE = 1024  # alternatives per row from which every row wakes the reader
 
 
 class Front:
-    """Accepts requests and ends each in exactly one result or one error; any thread may ask.
+    """Accepts requests and ends each with exactly one result or one error; thread-safe.
 
-    It has the output builders of all requests whose output was not taken yet.
+    Holds the output builder of every request whose output has not been taken yet.
     """
 
     def __init__(self, core: Core, table: TokenTable) -> None:
-        """Start the core; `table` gives the texts of ids."""
+        """Start the core; `table` maps token ids to text."""
         self.core = core
         self._creator = Creator()
         self._capabilities = own = core.capabilities()
         self._describer = Describer(own.source(), own.vocab_size, table)
-        self._numbers = itertools.count(1)  # of loads: of LoRA weights, and of others of the model's own
-        self._loading = threading.Lock()  # weights of the model's own, one load after the other
+        self._numbers = itertools.count(1)  # load numbers, shared by LoRA weights and model weights
+        self._loading = threading.Lock()  # serializes loads of model weights
         self._streams: RequestStreams[Event] = RequestStreams(
             BUFFER_ROWS,
             pause=lambda request_id: core.send(Pause(request_id, "reader")),
             resume=lambda request_id: core.send(Resume(request_id, "reader")),
         )
         self._lock = threading.Lock()
-        # All below is guarded by `_lock`.
+        # `_lock` guards everything below.
         self._builders: dict[str, OutputBuilder] = {}
-        self._read: set[str] = set()  # those of them that somebody follows
+        self._read: set[str] = set()  # ids that have a reader
         self._loras = LoraTable()
-        self._held: dict[str, int] = {}  # which of its loads a request runs on, where it runs on any
+        self._held: dict[str, int] = {}  # request id → load number of its LoRA weights, if any
         self._is_closed = False
         core.start(self._publish, self._end)
 
     def admit(self, request: Request) -> Admitted:
-        """Say yes to a request.
+        """Validate a request.
 
         Raises:
-            ParameterError: it can never be served.
+            ParameterError: the request can never be served.
             EngineClosedError: this process is a fork of the one that started the engine.
         """
         self._creator.check()
@@ -104,12 +104,13 @@ class Front:
         )
 
     def submit(self, admitted: Sequence[Admitted]) -> tuple[Admitted, ...]:
-        """Accept requests that enter the same step where they fit; `result` or `stream` follows, once each.
+        """Submit admitted requests as a group; they join the same step if they fit.
 
-        What it returns names the loads that they run on.
+        Then call `result` or `stream` exactly once for each. The returned requests name the LoRA weights that
+        they run with.
 
         Raises:
-            ParameterError: an id that is in use, or LoRA weights that were removed; none was accepted then.
+            ParameterError: a request id is in use, or LoRA weights were removed; no request was accepted.
             EngineClosedError: the engine was closed.
         """
         accepted = self._open(admitted)
@@ -117,7 +118,7 @@ class Front:
         return accepted
 
     async def result(self, request_id: str) -> RequestOutput:
-        """The request's output once it has ended; giving up the wait aborts the request."""
+        """Wait for a request's final output; cancelling the wait aborts the request."""
         async with aclosing(self._grow(request_id, every_step=False, buffer_rows=BUFFER_ROWS)) as outputs:
             async for output in outputs:
                 if output.is_finished:
@@ -125,40 +126,40 @@ class Front:
         raise AssertionError("a stream ends with a finished output")
 
     def stream(self, request_id: str, *, buffer_rows: int = BUFFER_ROWS) -> AsyncGenerator[RequestOutput]:
-        """The request's one output, each time it has grown; leaving the stream early aborts the request.
+        """Yield the request's output object each time it has grown; leaving the stream early aborts it.
 
-        The request is paused while `buffer_rows` rows wait for the reader.
+        The request is paused while `buffer_rows` rows are buffered for the reader.
         """
         return self._grow(request_id, every_step=True, buffer_rows=buffer_rows)
 
     def abort(self, request_id: str) -> None:
-        """Give a request up; its output ends with finish reason `abort` and keeps what there is."""
+        """Abort a request; its output keeps what was generated and gets finish reason `abort`."""
         self.core.send(Abort(request_id))
 
     def pause(self, request_id: str) -> None:
-        """Let a request take no step until `resume`; it keeps what is computed."""
+        """Pause a request until `resume`; its KV cache is kept."""
         self.core.send(Pause(request_id))
 
     def resume(self, request_id: str) -> None:
-        """Let a paused request go on."""
+        """Resume a paused request."""
         self.core.send(Resume(request_id))
 
     def forget_prefixes(self) -> None:
-        """Let go of every cached prefix that no request stands on."""
+        """Evict every cached prefix that no request uses."""
         self.core.send(ForgetPrefixes())
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests run or wait; a new one then joins the next step without delay."""
+        """True while requests run or wait; a new request then joins the next step without delay."""
         return self.core.is_busy
 
     def add_lora(self, name: str, path: str | Path) -> None:
-        """Load LoRA weights from a folder, in place of any of that name, for `SamplingParams(lora=name)`.
+        """Load LoRA weights from a folder, for `SamplingParams(lora=name)`; replaces any of the same name.
 
         Raises:
             ModelError: the folder cannot be read, or does not fit the model.
-            ParameterError: the engine takes none.
-            EngineError: a process of the engine ended meanwhile, or it was closed.
+            ParameterError: the engine does not support LoRA.
+            EngineError: an engine process exited during the load, or the engine was closed.
         """
         require(isinstance(name, str) and name, "name", f"must be a text, got {name!r}")
         folder = resolved_folder(path)
@@ -170,7 +171,7 @@ class Front:
         self._drop(gone)
 
     def remove_lora(self, name: str) -> None:
-        """Refuse new requests for LoRA weights; they go once none runs on them.
+        """Reject new requests with these LoRA weights; they are freed once no request uses them.
 
         Raises:
             ParameterError: no such weights.
@@ -180,12 +181,12 @@ class Front:
         self._drop(gone)
 
     def list_loras(self) -> dict[str, str]:
-        """The loaded LoRA weights: name → path."""
+        """Return the loaded LoRA weights: name → path."""
         with self._lock:
             return self._loras.paths()
 
     def lora_number(self, name: str) -> int:
-        """Which load of a name answers now.
+        """Return the load number that a LoRA name currently refers to.
 
         Raises:
             ParameterError: no such weights.
@@ -194,21 +195,22 @@ class Front:
             return self._loras.number(name)
 
     def load_weights(self, weights: str | Path | State, *, version: str | None = None, finishes: bool) -> str:
-        """Go on with other weights of the same model; it returns once they answer: their version.
+        """Replace the weights with others of the same model; return their version once they are in use.
 
-        Loads take turns.
+        Concurrent calls are serialized.
 
         Args:
-            weights: weights by name (a `state_dict()`, also NumPy's arrays), which are copied, or a folder of
-                safetensors files; what wrappers put before names is left out (`models.loading.as_state`).
-            version: what records call them; None: `models.loading.digest_of`.
-            finishes: let what runs finish on the old weights; else it ends by `WeightsReplacedError`.
+            weights: a dict of name → weights (a `state_dict()`, also of NumPy arrays), which is copied, or a
+                folder of safetensors files; prefixes from wrappers are removed (`models.loading.as_state`).
+            version: name of the weights in records; None: `models.loading.digest_of`.
+            finishes: let running requests finish on the old weights; otherwise they end with
+                `WeightsReplacedError`.
 
         Raises:
-            ModelError: the weights cannot be read, or do not fit the model; the old ones go on.
-            ParameterError: the engine is not the native one, a version that no record can hold, weights of
-                another type, or LoRA weights beside those that they change.
-            EngineError: a process of the engine ended meanwhile, or it was closed.
+            ModelError: the weights cannot be read, or do not fit the model; the old ones stay in use.
+            ParameterError: the engine is not the native one, `version` is invalid, the weights have an
+                unsupported type, or they change weights that loaded LoRA weights adapt.
+            EngineError: an engine process exited during the load, or the engine was closed.
         """
         is_name = version is None or (
             isinstance(version, str) and 0 < len(version) <= MAX_VERSION_CHARS and version.isprintable()
@@ -220,7 +222,7 @@ class Front:
             layout = self.core.ask(LoadWeights(number, source))
             assert layout is not None, "other weights give theirs"
             try:
-                # Once, here, and not in every process.
+                # Computed once, not in every engine process.
                 version = version or digest_of(source if isinstance(source, Mapping) else read_state(source))
             except BaseException:
                 self.core.send(DropWeights(number))
@@ -233,28 +235,28 @@ class Front:
 
     @property
     def weights_number(self) -> int:
-        """Which load of the model's own weights answers now."""
+        """Number of the load of model weights that is in use."""
         return self._describer.weights_number
 
     def capabilities(self) -> Capabilities:
-        """What this engine can do now; slots and rows are each process's, where it has several."""
+        """Return the current capabilities; with several processes, slots and rows are those of each one."""
         return self._capabilities
 
     def stats(self) -> EngineStats:
-        """What it is doing and has done; read while it runs, so each figure is of its own moment."""
+        """Return the current statistics; each figure is read at its own moment while the engine runs."""
         return self.core.stats()
 
     def stalled_s(self, request_ids: Collection[str] = ()) -> float:
-        """Return how long the present step has taken, s: 0 while idle, infinite once the engine has stopped.
+        """Return the duration of the present step, s: 0 while idle, infinite once the engine has stopped.
 
         Args:
-            request_ids: of several processes, those that run these requests count; none: the one that
-                stalls least.
+            request_ids: with several processes, consider the ones that run these requests; empty: return the
+                shortest duration of all processes.
         """
         return self.core.stalled_s(request_ids)
 
     def close(self) -> None:
-        """End all requests with `EngineClosedError` and let the model go; a second call does nothing."""
+        """End all requests with `EngineClosedError` and release the model; further calls have no effect."""
         if self._creator.is_gone:
             return
         with self._lock:
@@ -267,14 +269,14 @@ class Front:
             raise EngineClosedError("the engine is closed; make a new one")
 
     def _expect(self, number: int, source: LogprobsInfo) -> None:
-        """Learn what records of the weights of a load say, before these may take over."""
+        """Register the provenance of new weights before they may come into use."""
         with self._lock:
             now = self.weights_number
             oldest = min((builder.output.weights_number for builder in self._builders.values()), default=now)
             self._describer.expect(number, source, min(oldest, now))
 
     def _drop(self, lora_number: int | None) -> None:
-        """Let the core let go of LoRA weights that nothing holds."""
+        """Tell the core to free LoRA weights that nothing uses."""
         if lora_number is not None:
             self.core.send(DropLora(lora_number))
 
@@ -285,7 +287,7 @@ class Front:
         )
 
     def _open(self, admitted: Sequence[Admitted]) -> tuple[Admitted, ...]:
-        self._creator.check()  # before a lock that another thread may have held at the fork
+        self._creator.check()  # before taking a lock that another thread may have held at the fork
         builders = {accepted.request.request_id: self._new_builder(accepted) for accepted in admitted}
         with self._lock:
             self._check_open()
@@ -308,22 +310,22 @@ class Front:
         return bound
 
     def _bound(self, admitted: Admitted) -> Admitted:
-        """A request on LoRA weights that are still there; its name may stand for others by now."""
+        """Return the request with LoRA weights that still exist; their name may have been reloaded since."""
         name = admitted.request.params.lora
         if name is None or self._loras.has(admitted.lora_number):
             return admitted
         return replace(admitted, lora_number=self._loras.number(name))
 
     def _publish(self, events: Iterable[Event]) -> None:
-        """Hand on what the core publishes; events of a request that nobody opened are dropped."""
+        """Deliver the core's events; those of requests that are not open are dropped."""
         for request_id in self._streams.add_many(map(_parcel, events)):
-            # Its reader's event loop was closed: nobody can come back.
+            # Its reader's event loop was closed: nobody will read it again.
             self._streams.unregister(request_id)
             self.core.send(Abort(request_id))
             self._forget(request_id)
 
     def _end(self, error: LogprobeError) -> None:
-        """Take no more requests, and end all that there are with `error`."""
+        """Accept no more requests, and end all open ones with `error`."""
         with self._lock:
             self._is_closed = True
             request_ids = list(self._builders)
@@ -368,10 +370,10 @@ class Front:
 
 
 def check_on_running(on_running: OnRunning) -> bool:
-    """Whether requests that run finish.
+    """Return True if running requests are to finish.
 
     Raises:
-        ParameterError: it is neither.
+        ParameterError: the value is neither `finish` nor `end`.
     """
     known = f"must be {' or '.join(get_args(OnRunning))}, got {on_running!r}"
     require(on_running in get_args(OnRunning), "on_running", known)
@@ -379,7 +381,7 @@ def check_on_running(on_running: OnRunning) -> bool:
 
 
 def _parcel(event: Event) -> Parcel[Event]:
-    # A prompt's rows are bounded by the prompt, and a reader must not hold up the chunks that follow.
+    # A prompt's rows are bounded by its length, so they do not count; prefill must not wait for a reader.
     num_rows = len(event.token_ids) if isinstance(event, Delta) else 0
     is_urgent = isinstance(event, Failure) or event.finish is not None or event.prompt is not None
     return Parcel(event.request_id, event, num_rows, is_urgent)

@@ -1,6 +1,6 @@
-"""`LoraTable`: the names of LoRA weights, and how long each load of one must last.
+"""`LoraTable`: maps LoRA names to loads and counts the references to each load.
 
-`Front` guards it; a core knows loads by their numbers alone.
+`Front` guards it with a lock; a core knows loads only by number.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 
 class LoraTable:
-    """Name → load. A load lasts while its name stands for it, or a request runs on it."""
+    """Name → load. A load is kept while its name refers to it or a request uses it."""
 
     def __init__(self) -> None:
         self._loads: dict[str, LoadLora] = {}
-        self._holds: Counter[int] = Counter()  # of each load: one for its name, and one a request
-        self._versions: dict[int, str] = {}  # of each load that is held
+        self._holds: Counter[int] = Counter()  # references by load number: one for its name, one per request
+        self._versions: dict[int, str] = {}  # of each load that is kept, by number
 
     def paths(self) -> dict[str, str]:
-        """Name → path of all that requests may name."""
+        """Return name → path of all loads that requests may name."""
         return {name: load.path for name, load in self._loads.items()}
 
     def number(self, name: str) -> int:
-        """The load that a name stands for now.
+        """Return the number of the load that a name refers to.
 
         Raises:
             ParameterError: no such weights.
@@ -37,9 +37,9 @@ class LoraTable:
         return self._loads[name].number
 
     def put(self, load: LoadLora, version: str) -> int | None:
-        """Let a name stand for a load; the one that it stood for, where nothing holds that any more.
+        """Point a name to a load; return the number of its previous load if that is now unused.
 
-        `version` tells its weights from others.
+        `version` identifies the content of the weights.
         """
         before = self._loads.get(load.name)
         self._loads[load.name] = load
@@ -48,25 +48,25 @@ class LoraTable:
         return None if before is None else self.release(before.number)
 
     def remove(self, name: str) -> int | None:
-        """Let a name stand for nothing; its load, where nothing holds that any more; errors as `number`."""
+        """Unregister a name; return the number of its load if that is now unused. Raises as `number`."""
         number = self.number(name)
         del self._loads[name]
         return self.release(number)
 
     def has(self, number: int) -> bool:
-        """Whether a load is still there."""
+        """Return True if a load is still kept."""
         return number in self._holds
 
     def version(self, number: int) -> str | None:
-        """What tells the weights of a load from others; None where it is none, or gone."""
+        """Return the version of a load's weights; None if there is no such load."""
         return self._versions.get(number)
 
     def hold(self, number: int) -> None:
-        """Keep a load for a request, until its `release`."""
+        """Add a reference for a request, until its `release`."""
         self._holds[number] += 1
 
     def release(self, number: int) -> int | None:
-        """Keep a load no longer for a request that has ended; the load, where nothing else holds it."""
+        """Drop a reference to a load; return its number if it is now unused."""
         self._holds[number] -= 1
         if self._holds[number]:
             return None

@@ -1,6 +1,6 @@
-"""`OutputBuilder`: build the output of a request from the messages of its engine.
+"""`OutputBuilder`: builds the output of a request from its engine events.
 
-The thread that reads a request adds its messages; no other thread touches the output.
+The reader of the request applies the events; nothing else modifies the output.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ STAGES: dict[str, tuple[Stage, ...]] = {
 
 
 class Describer:
-    """Opens the containers of one engine's requests, and says what their numbers are.
+    """Creates the records of one engine's requests and sets their `LogprobsInfo`.
 
-    `source` names the engine, the model and its weights; `table` gives the texts of ids.
+    `source` names the engine, the model and its weights; `table` maps token ids to text.
     """
 
     def __init__(self, source: LogprobsInfo, vocab_size: int, table: TokenTable) -> None:
-        self._sources = {0: source}  # by the number of the load of the weights
-        self.weights_number = 0  # of the load that answers now
+        self._sources = {0: source}  # by load number of the weights
+        self.weights_number = 0  # of the load in use
         self._vocab_size = vocab_size
         self._table = table
 
     def expect(self, number: int, source: LogprobsInfo, oldest: int) -> None:
-        """Be ready for other weights; nothing of loads before `oldest` is described any more."""
+        """Register the provenance of other weights; drop that of loads before `oldest`."""
         kept = {load: known for load, known in self._sources.items() if load >= oldest}
         self._sources = kept | {number: source}
 
     def open(self, request: Request, lora_version: str | None = None) -> RequestOutput:
-        """An output with one empty completion a sample, and the containers that the request asks for.
+        """Make an output with one empty completion per sample and the records that the request asks for.
 
-        `lora_version` says which LoRA weights it runs on, where it names any.
+        `lora_version` is the version of its LoRA weights, if it names any.
         """
         params, output = request.params, RequestOutput.for_request(request)
         if params.prompt_logprobs is not None:
@@ -73,7 +73,7 @@ class Describer:
     def describe(
         self, output: RequestOutput, request: Request, number: int, lora_version: str | None
     ) -> None:
-        """Say in an output and its records what their numbers are: the weights of this load gave them."""
+        """Set the `LogprobsInfo` of an output and its records for the weights of load `number`."""
         params, source = request.params, self._sources[number]
         if params.lora is not None:
             source = msgspec.structs.replace(source, lora=params.lora, lora_version=lora_version)
@@ -91,7 +91,7 @@ class Describer:
                 record.info = info
 
     def _of_prompt(self, source: LogprobsInfo, request: Request) -> LogprobsInfo:
-        """Of prompt positions: the model's own distribution, where nothing else is asked."""
+        """Describe prompt positions: raw unless the request has `scored_as`."""
         if request.scored_as is not None:
             return self._of_completion(source, request.scored_as, ("processed",))
         return self._of(source, request.params.prompt_logprobs, stages=("raw",))
@@ -99,7 +99,7 @@ class Describer:
     def _of_completion(
         self, source: LogprobsInfo, params: SamplingParams, stages: tuple[Stage, ...]
     ) -> LogprobsInfo:
-        """Of generated positions at these stages."""
+        """Describe generated positions at these stages."""
         if "processed" not in stages:
             return self._of(source, params.logprobs, stages=stages)
         return self._of(
@@ -116,7 +116,7 @@ class Describer:
         )
 
     def _of_request(self, source: LogprobsInfo, request: Request) -> LogprobsInfo | None:
-        """Of a whole output: its completions' numbers, or else its prompt's; None where none are asked."""
+        """Describe the whole output: its completions if they have numbers, else its prompt; None without."""
         params = request.params
         if request.wants_row:
             return self._of(source, -1, stages=("raw",))
@@ -131,28 +131,28 @@ class Describer:
 
 
 class OutputBuilder:
-    """One request while it is read: add what is new, and `output` grows."""
+    """Builds one request's `output` from its events."""
 
     def __init__(self, request: Request, describer: Describer, lora_version: str | None = None) -> None:
         self.output = describer.open(request, lora_version)
         self._lora_version = lora_version
         self._describer, self._request = describer, request
         self._params = request.params
-        # What a flag of the same name asks for, and what nobody has to ask for.
+        # Columns with a flag of the same name need it; columns without one are always kept.
         self._extras = [name for name in EXTRAS if getattr(request.params, name, True)]
 
     def is_wide(self, width: int) -> bool:
-        """Whether a row of this request holds so many alternatives that none should wait long."""
+        """Return True if a row has so many alternatives that rows should be delivered one at a time."""
         return any(
             k == -1 or k >= width for k in (self._params.logprobs or 0, self._params.prompt_logprobs or 0)
         )
 
     def add(self, event: Event) -> None:
-        """Grow by what one message says."""
+        """Apply one event to the output."""
         if isinstance(event, Failure):
             end_with_error(self.output, event.error)
             return
-        if event.weights_number > self.output.weights_number:  # it waited while others took over
+        if event.weights_number > self.output.weights_number:  # it was held while other weights were loaded
             self._describer.describe(self.output, self._request, event.weights_number, self._lora_version)
         completion = self.output.outputs[event.index]
         if event.prompt is not None and self.output.prompt_logprobs is not None:
@@ -165,7 +165,7 @@ class OutputBuilder:
             completion.row = event.row
         if event.finish is not None:
             completion.drafts = event.drafts
-            if event.index == 0:  # the other samples find in the cache what this one has computed
+            if event.index == 0:  # the other samples find this one's prompt in the cache
                 self.output.num_cached_tokens = event.num_cached_tokens
             self._end(completion, event.finish)
 
@@ -184,7 +184,7 @@ class OutputBuilder:
                 completion.cumulative_logprob = _plus_chosen(completion.cumulative_logprob, delta.processed)
 
     def _append(self, record: FlatLogprobs, rows: HostRows) -> None:
-        # Other rows of the step may have asked for more than these.
+        # Rows of other requests in the step may have asked for more columns.
         given = rows.given if self._params.logprob_token_ids else None
         record.append_rows(
             rows.token_ids,
@@ -205,7 +205,7 @@ class OutputBuilder:
 
 
 def _plus_chosen(total: float | None, rows: HostRows) -> float:
-    # One by one, so that the sum is the same however many came at once.
+    # Add one at a time, so that the sum does not depend on how the rows were batched.
     result = total or 0.0
     for logprob in rows.logprobs[:, 0].tolist():
         result += logprob

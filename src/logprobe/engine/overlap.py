@@ -1,8 +1,8 @@
-"""`OverlappedLoop`: the next step runs while the one before it is still being published.
+"""`OverlappedLoop`: runs the next step while the previous one is being published.
 
-What the next step rests on (tokens, ends, slots) is settled by `Engine.advance` before it begins; the rest of
-a step's work, from the copy of its rows to the readers that are woken, goes on beside it on a thread of its
-own. It publishes the same as the `SerialLoop` of `thread`.
+`Engine.advance` does all that the next step depends on (tokens, ends, slots). The rest of a step, from the
+copy of its rows to the waking of readers, runs on another thread. It publishes the same events as
+`SerialLoop` in `backends.thread`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class OverlappedLoop:
-    """A step is published beside the next one; messages keep their order."""
+    """Publishes each step while the next one runs; events keep their order."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class OverlappedLoop:
         publish: Callable[[Sequence[Event]], None],
         transfer: AsyncCPUTransfer | None = None,
     ) -> None:
-        """`transfer` copies what lies on a device; it is closed with this."""
+        """`transfer` copies rows from a device; it is shut down by `close`."""
         self._engine = engine
         self._publish = publish
         self._transfer = transfer or AsyncCPUTransfer()
@@ -43,13 +43,13 @@ class OverlappedLoop:
         engine.send = self._send
 
     def step(self) -> None:
-        """Run a step; it is published while the next one runs."""
+        """Run a step and start to publish it."""
         step = self._engine.advance()
         self.settle(step)
         self._publishing = step, self._publisher.submit(self._publish_step, step)
 
     def settle(self, next_step: StepDeltas | None = None) -> None:
-        """Wait until every step is published; `next_step` loses what rests on one that could not be."""
+        """Wait until every step is published; if one fails, drop its samples from `next_step`."""
         if self._publishing is None:
             return
         step, publishing = self._publishing
@@ -63,7 +63,7 @@ class OverlappedLoop:
         self._publish(ends)
 
     def close(self) -> None:
-        """Publish what is left and let the thread go."""
+        """Publish what is pending and stop the thread."""
         try:
             self.settle()
         finally:
@@ -72,10 +72,10 @@ class OverlappedLoop:
             self._transfer.shutdown()
 
     def _publish_step(self, step: StepDeltas) -> BaseException | None:
-        """Publish what a step gave; or give the error to the engine's thread."""
+        """Publish a step's events; return the error, if any, for the engine's thread to handle."""
         try:
             events = self._engine.events_of(step)
-        except BaseException as error:  # noqa: BLE001 - it ends the requests of this step, and not the engine
+        except BaseException as error:  # noqa: BLE001 - it ends the requests of this step, not the engine
             return error
         with self._engine.clock.part("publish"):
             self._publish(events)
@@ -84,5 +84,5 @@ class OverlappedLoop:
     def _send(self, tensor: Tensor) -> Callable[[], Tensor]:
         number = next(self._numbers)
         self._transfer.submit_transfer(tensor, number)
-        # A copy of its own, since readers hold on to rows: the buffer is for the next step.
+        # Clone it: readers keep rows, and the transfer buffer is reused.
         return lambda: self._transfer.get_result(number).clone()

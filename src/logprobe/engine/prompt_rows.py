@@ -1,7 +1,7 @@
-"""Log-probabilities of prompt tokens: the output head on hidden rows, and the rows known already.
+"""Log-probabilities of prompt tokens, computed with the output head or taken from a cache.
 
-A prompt position's numbers depend on its prefix alone, so they are kept beside the prefix's slot: the
-same prompt scored again costs neither the model nor the head.
+The numbers of a prompt position depend only on its prefix, so they are cached by the prefix's slot: scoring
+the same prompt again runs neither the model nor the head.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ if TYPE_CHECKING:
     from logprobe.records.values import IntArray
     from logprobe.sampling.params import NamedIds, SamplingParams
 
-KNOWN_WIDTH = 20  # alternatives kept a slot
+KNOWN_WIDTH = 20  # alternatives cached per slot
 
 
 class KnownRows:
-    """The last numbers computed for each slot: for which next token, with how many alternatives."""
+    """Cache of the latest numbers of each slot: for which next token, with how many alternatives."""
 
     def __init__(self, num_slots: int) -> None:
         self._next_ids = np.full(num_slots, -1, dtype=np.int32)
         self._ks = np.empty(num_slots, dtype=np.int32)
         self._ranks = np.empty(num_slots, dtype=np.int32)
-        self._extras: dict[str, Array] = {}  # of EXTRAS, those that were ever asked for; NaN: not computed
+        self._extras: dict[str, Array] = {}  # columns of EXTRAS requested so far; NaN: not computed
         self._token_ids = np.empty((num_slots, KNOWN_WIDTH + 1), dtype=np.int32)
         self._logprobs = np.empty((num_slots, KNOWN_WIDTH + 1), dtype=np.float32)
 
     def forget(self, slots: IntArray) -> None:
-        """Nothing is known of these slots."""
+        """Invalidate these slots."""
         self._next_ids[slots] = -1
 
     def covers(self, slots: IntArray, next_ids: IntArray, k: int, extras: Sequence[str]) -> bool:
-        """Whether every one of these positions can be answered from memory."""
+        """Return True if the cache can serve all of these positions."""
         is_known = (self._next_ids[slots] == next_ids) & (self._ks[slots] >= k)
         for name in extras:
             is_known &= name in self._extras and ~np.isnan(self._extras[name][slots])
         return bool(is_known.all())
 
     def recall(self, slots: IntArray, k: int, extras: Sequence[str]) -> HostRows:
-        """The numbers of slots that `covers` said yes to."""
+        """Return the cached numbers of slots for which `covers` returned True."""
         return HostRows(
             self._token_ids[slots, : k + 1],
             self._logprobs[slots, : k + 1],
@@ -63,7 +63,7 @@ class KnownRows:
         )
 
     def remember(self, slots: IntArray, rows: HostRows) -> None:
-        """Keep what was computed, where it is valid and narrow enough."""
+        """Cache computed rows: valid ones, with up to `KNOWN_WIDTH` alternatives."""
         width = min(rows.token_ids.shape[1], KNOWN_WIDTH + 1)
         self._next_ids[slots] = np.where(rows.is_valid, rows.token_ids[:, 0], -1)
         self._ks[slots] = width - 1
@@ -77,7 +77,7 @@ class KnownRows:
 
 
 class PromptScorer:
-    """Answers the prompt positions of a step, from memory or with one pass of the output head."""
+    """Scores the prompt positions of a step, from the cache or with one pass of the output head."""
 
     def __init__(self, forward: ForwardBackend) -> None:
         self._forward = forward
@@ -85,11 +85,11 @@ class PromptScorer:
         self._sampler = Sampler()
 
     def forget(self, slots: IntArray) -> None:
-        """These slots are free: what comes next there is another text."""
+        """Invalidate the cache of slots that were freed."""
         self._known.forget(slots)
 
     def score(self, spans: Sequence[Span]) -> list[HostRows]:
-        """The numbers of each span; all raw ones that must be computed share the head's chunks."""
+        """Return the rows of each span; the raw ones to compute share the head's chunks."""
         answers = [self._recall(span) for span in spans]
         missing = [index for index, answer in enumerate(answers) if answer is None]
         heads = [spans[index].sample.head_lora for index in missing]
@@ -115,7 +115,7 @@ class PromptScorer:
 
     @torch.inference_mode()
     def _processed(self, span: Span, params: SamplingParams) -> HostRows:
-        """The numbers of the distribution that these would draw from; none of them is kept."""
+        """Score a span under the distribution that `params` would draw from; these rows are not cached."""
         size = default_chunk_rows(self._forward.vocab_size)
         slots, next_ids, named = _slots(span), _next_ids(span).tolist(), _named_ids(span)
         parts = []
@@ -131,7 +131,7 @@ class PromptScorer:
         return HostRows.joined(parts)
 
     def _compute(self, spans: Sequence[Span], lora: LoraWeights | None) -> list[HostRows]:
-        """The numbers of spans whose output head runs under the same LoRA weights."""
+        """Compute the rows of spans whose output head uses the same LoRA weights."""
         slots = np.concatenate([_slots(span) for span in spans])
         widths = [_num_logprobs(span, self._forward.vocab_size) for span in spans]
         lengths = [len(span) for span in spans]
@@ -168,7 +168,7 @@ def _next_ids(span: Span) -> IntArray:
 
 
 def _named_ids(span: Span) -> list[NamedIds]:
-    """The ids that each of its positions reports."""
+    """Return the ids to report at each position of the span."""
     params = span.sample.request.params
     if not params.names_positions:
         return [params.named_ids_at(0)] * len(span)

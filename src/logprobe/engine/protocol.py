@@ -1,8 +1,7 @@
-"""The seams of the engine: what stands behind a `Front`, and what the scheduler drives.
+"""Interfaces of the engine: `Core` (what a `Front` calls) and `ForwardBackend` (what the engine step calls).
 
-`Front` is all that `LLM`, the async front door and a server know of an engine; behind it is a `Core`. The
-native engine's core has a scheduler over a `ForwardBackend`; an engine with a scheduler of its own is a
-`Core` alone.
+`LLM` and the server use an engine only through `Front`, which delegates to a `Core`. The native engine's core
+runs a scheduler over a `ForwardBackend`; an engine with its own scheduler is just a `Core`.
 """
 
 from __future__ import annotations
@@ -34,19 +33,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a model's layers run, and how near to transformers' numbers they are; the same at every load."""
+    """How a model's layers are executed and how far their log-probabilities are from transformers'.
+
+    Every load of the same weights gives the same layout.
+    """
 
     weights: str
-    arithmetic: str | None = None  # of products with weights, as `LogprobsInfo` has it
+    arithmetic: str | None = None  # of matrix products with weights; see `LogprobsInfo.arithmetic`
     num_layers: int
-    why_transformers: str | None  # why the transformers decoder runs it; None: a native decoder does
-    rope_boundary: int | None  # tokens above which a text runs under other rotary frequencies
-    probe_difference: float  # largest at load, nats
-    kv_dtype: str = "float32"  # of cached keys and values
+    why_transformers: str | None  # reason for the transformers decoder; None: the native decoder runs it
+    rope_boundary: int | None  # sequence length in tokens above which the long rotary frequencies apply
+    probe_difference: float  # largest difference from transformers in the load-time probe, nats
+    kv_dtype: str = "float32"  # of the KV cache
 
     @property
     def layers(self) -> str:
-        """Such as `30 by the native decoder`."""
+        """Describe the layers, for example `30 by the native decoder`."""
         if self.why_transformers is None:
             cache = "" if self.kv_dtype == "float32" else f", {self.kv_dtype} keys and values"
             return f"{self.num_layers} by the native decoder{cache}"
@@ -55,7 +57,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What an engine can do, and within which limits."""
+    """Static properties and limits of an engine."""
 
     engine: str
     model: str
@@ -64,23 +66,23 @@ class Capabilities:
     weights: str
     vocab_size: int
     max_model_len: int  # tokens, prompt and completion together
-    num_slots: int  # tokens that the key/value pool holds
+    num_slots: int  # KV cache size, tokens
     max_batch_tokens: int
     max_batch_rows: int
     prompt_logprobs_with_prefix_cache: bool
     stages: tuple[str, ...]
     layout: Layout | None = None  # how the layers run
-    num_processes: int = 0  # of its own, each with such a pool; 0: it runs in this process
-    speculate: bool = False  # whether it drafts tokens of repeated text and verifies several in one step
-    weight_version: str | None = None  # which weights answer, as `LogprobsInfo` has it
-    quantization: str | None = None  # of the checkpoint, such as `Q4_1`; None: its weights are not quantised
+    num_processes: int = 0  # engine processes, each with its own KV cache; 0: runs in this process
+    speculate: bool = False  # draft tokens from repeated text and verify several in one step
+    weight_version: str | None = None  # see `LogprobsInfo.weight_version`
+    quantization: str | None = None  # of the checkpoint, such as `Q4_1`; None: not quantized
 
     def of_weights(self, layout: Layout, version: str) -> Capabilities:
-        """The same with other weights."""
+        """Return a copy that describes other weights of the same model."""
         return replace(self, weights=layout.weights, layout=layout, weight_version=version, quantization=None)
 
     def source(self) -> LogprobsInfo:
-        """What records say of where their numbers come from."""
+        """Return the provenance fields that records store in their `LogprobsInfo`."""
         source = LogprobsInfo(
             engine=self.engine,
             model=self.model,
@@ -102,28 +104,28 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """What an engine is doing now, and has done since its start."""
+    """Current state and cumulative counters of an engine."""
 
     waiting: int
     running: int
-    paused: int  # of those that wait or run
+    paused: int  # number of waiting and running samples that are paused
     free_slots: int
-    cached_tokens: int  # prompt tokens that were known and not computed again
+    cached_tokens: int  # prompt tokens served from the prefix cache
     preempted: int
-    pauses: int  # times that a request was paused for its reader
-    seconds: dict[str, float]  # by part of a step
-    processors: dict[str, ProcessorCounter]  # by name of the logits processor
-    drafted_tokens: int = 0  # guessed, and verified by the model
-    accepted_tokens: int = 0  # of these, found right
-    restarts: int = 0  # of its processes
-    is_up: bool = True  # it takes requests; of several: one of them does
-    why_down: str = ""  # why it takes none, or does not answer; of several: of each
-    durations: dict[str, Durations] = field(default_factory=dict)  # by what took so long
-    replicas: dict[str, EngineStats] = field(default_factory=dict)  # by name, where it has several
+    pauses: int  # times a request was paused because its reader was too slow
+    seconds: dict[str, float]  # by step phase
+    processors: dict[str, ProcessorCounter]  # by logits processor name
+    drafted_tokens: int = 0  # proposed by speculative decoding
+    accepted_tokens: int = 0  # of these, accepted
+    restarts: int = 0  # of engine processes
+    is_up: bool = True  # accepts requests; aggregated: at least one replica does
+    why_down: str = ""  # reason for not accepting requests or not responding; aggregated: of each replica
+    durations: dict[str, Durations] = field(default_factory=dict)  # by what was timed
+    replicas: dict[str, EngineStats] = field(default_factory=dict)  # by name, if there are several
 
     @classmethod
     def of_replicas(cls, replicas: dict[str, EngineStats]) -> EngineStats:
-        """The sums over several engines; those of a single one are its own."""
+        """Aggregate the statistics of several replicas; `replicas` stays empty for a single one."""
         counts = (
             "waiting",
             "running",
@@ -158,61 +160,69 @@ class EngineStats:
 
 
 class Core(Protocol):
-    """What computes behind a `Front`; all may be called on any thread."""
+    """The computing side of an engine, driven by a `Front`; all methods are thread-safe."""
 
     def start(self, publish: Callable[[Iterable[Event]], None], end: Callable[[LogprobeError], None]) -> None:
-        """Serve, from here on: `publish` takes what is new of requests, `end` why nothing more will follow.
+        """Start serving.
 
-        Every request that was sent ends by what is published, or else by `end`; `close` leads to it, too.
+        Args:
+            publish: called with the events of requests.
+            end: called with the reason once no more events will follow, also after `close`.
+
+        Every submitted request ends with a published event or with `end`.
         """
 
     def admit(self, request: Request) -> Admitted:
-        """Say yes to a request, or raise `ParameterError` where it can never be served, saying why.
+        """Validate a request; `Front` fills in which weights and LoRA weights it uses.
 
-        Which loads it runs on is the front's to say.
+        Raises:
+            ParameterError: the request can never be served.
         """
 
     def send(self, command: Command) -> None:
-        """Do this before the next step; what it says of a request that has ended is dropped."""
+        """Queue a command to run before the next step; commands for finished requests have no effect."""
 
     def ask(self, command: Asked) -> Layout | None:
-        """Do this, or nothing of it, and return once it is done; other weights give their layout.
+        """Execute a command and wait until it is done; `LoadWeights` returns the layout of the new weights.
 
-        `LogprobeError` where it cannot be done. What requests are sent later finds it done.
+        Commands sent later see its effect. If it fails, nothing has changed.
+
+        Raises:
+            LogprobeError: the command failed.
         """
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests run or wait."""
+        """True while requests run or wait."""
 
     def capabilities(self) -> Capabilities:
-        """What it can do with the weights that it was started with."""
+        """Return the capabilities with the weights that the core was started with."""
 
     def stats(self) -> EngineStats:
-        """What it is doing and has done."""
+        """Return the current statistics."""
 
     def stalled_s(self, request_ids: Collection[str] = ()) -> float:
-        """As `Front.stalled_s`."""
+        """See `Front.stalled_s`."""
 
     def close(self) -> None:
-        """End what runs and let the model go; a second call does nothing."""
+        """End all requests and release the model; further calls have no effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """One step's tokens as arrays, span after span: a span is a run of new tokens of one sample."""
+    """One step's tokens as flat arrays, grouped in spans; a span is a run of new tokens of one sample."""
 
     token_ids: IntArray  # (num_tokens,) int32
-    positions: IntArray  # (num_tokens,) int32, in their samples
-    slots: IntArray  # (num_tokens,) int32, each once
+    positions: IntArray  # (num_tokens,) int32, position in the sample
+    slots: IntArray  # (num_tokens,) int32, unique KV cache slots
     starts: IntArray  # (num_spans + 1,) int32: span s holds tokens [starts[s], starts[s + 1])
-    context_slots: Sequence[IntArray]  # num_spans x (context length,) int32; the last are the span's own
-    loras: Sequence[LoraWeights | None]  # num_spans: the weights that each runs on
-    draw_slots: IntArray  # (num_draws,) int32: the tokens after which one is drawn
-    are_long: Sequence[bool]  # num_spans: whether each runs under the model's long rotary frequencies
+    context_slots: Sequence[IntArray]  # num_spans x (context length,) int32; ends with the span's own slots
+    loras: Sequence[LoraWeights | None]  # num_spans; None: no LoRA
+    draw_slots: IntArray  # (num_draws,) int32: slots of the tokens whose next token is drawn
+    are_long: Sequence[bool]  # num_spans: True if the span uses the model's long rotary frequencies
 
     def only(self, *, is_long: bool) -> StepBatch:
-        """The spans of one kind of rotary frequencies, as a step of their own."""
+        """Return the spans whose `are_long` equals `is_long`, as a batch of their own."""
         spans = [index for index, own in enumerate(self.are_long) if own == is_long]
         if len(spans) == len(self.are_long):
             return self
@@ -232,40 +242,46 @@ class StepBatch:
         )
 
     def span(self, index: int) -> slice:
-        """The tokens of a span."""
+        """Return the token range of span `index`."""
         return slice(int(self.starts[index]), int(self.starts[index + 1]))
 
 
 class ForwardBackend(Protocol):
-    """Runs packed tokens through a model and keeps keys, values and hidden rows by slot."""
+    """Runs packed tokens through a model; stores keys, values and last hidden states by slot."""
 
     vocab_size: int
     context_len: int
     num_slots: int
-    dtype: torch.dtype  # that the logits are computed in
-    rope_boundary: int | None  # tokens above which a text runs under other rotary frequencies throughout
+    dtype: torch.dtype  # of the logits computation
+    rope_boundary: int | None  # sequence length in tokens above which the long rotary frequencies apply
 
     @property
     def layout(self) -> Layout | None:
-        """How its layers run, where it has any."""
+        """How the layers are executed; None if the backend has no layers."""
 
     def load_lora(self, name: str, path: str, number: int) -> LoraWeights:
-        """LoRA weights of a folder, for this model or one of its shape; from any thread, beside `run`."""
+        """Load LoRA weights from a folder, for this model or another of the same shape.
+
+        May be called on any thread while `run` executes.
+        """
 
     def make_room(self, lora: LoraWeights) -> None:
-        """Let steps name such weights; from any thread, beside `run`."""
+        """Prepare the model for steps that use these LoRA weights; thread-safe while `run` executes."""
 
     def with_weights(self, config: EngineConfig, state: State) -> ForwardBackend:
-        """The same model with other weights by name, which are copied; from any thread, beside `run`."""
+        """Return a backend for the same model with a copy of other weights; thread-safe while `run` executes.
+
+        `state` maps parameter names to tensors.
+        """
 
     def run(self, batch: StepBatch) -> None:
-        """Compute a step's tokens; all keys of a layer are stored before any is read."""
+        """Compute one step; each layer stores all keys and values before it reads any."""
 
     def hidden_rows(self, slots: IntArray) -> torch.Tensor:
-        """The last hidden states of the tokens in `slots`, (len(slots), hidden size)."""
+        """Return the last hidden states of the tokens in `slots`, (len(slots), hidden size)."""
 
     def head(self, hidden: torch.Tensor, lora: LoraWeights | None = None) -> torch.Tensor:
-        """(rows, hidden size) → (rows, vocabulary) float32 logits, all under the same LoRA weights."""
+        """Compute float32 logits (rows, vocabulary) from (rows, hidden size), all rows with the same LoRA."""
 
     def close(self) -> None:
-        """Let weights and slots go; nothing runs after it."""
+        """Release weights and KV cache; the backend cannot be used afterwards."""

@@ -1,7 +1,7 @@
-"""`Recorder`: the rows of a step → what is new of each request, and whether a sample has ended.
+"""`Recorder`: turns the rows of a step into the deltas of its requests, and detects finished samples.
 
-Before it: a step's tokens on the host. After it: messages to those who read. What the next step rests on is
-settled by `record`; the numbers of the rows are only needed by `StepDeltas.arrived`, which may run beside it.
+`record` does all that the next step depends on. The numeric rows are only needed by `StepDeltas.arrived`,
+which may run concurrently with the next step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Drawn(NamedTuple):
-    """A row that a token was drawn of, and the row of a chunk that has its token and numbers."""
+    """A row that a token was drawn for, and the chunk row that holds the token and its numbers."""
 
     row: SampleRow
     chunk: SampledRows
@@ -37,29 +37,29 @@ class Drawn(NamedTuple):
 
 @dataclass(slots=True)
 class StepDeltas:
-    """What a step gave: a delta a sample, whose rows may still be on their way to the host."""
+    """Deltas of a step by sample; their rows may still be in transfer to the host."""
 
     deltas: dict[Sample, Delta] = field(default_factory=dict)
-    # Of each token whose numbers are asked for, in order.
+    # Row of each drawn token that has numbers, in order: delta, chunk, row of the chunk.
     rows: list[tuple[Delta, SampledRows, int]] = field(default_factory=list)
-    sent: list[SampledRows] = field(default_factory=list)  # chunks whose rows are on their way
-    others: Sequence[Event] = ()  # of requests that were not in the step
+    sent: list[SampledRows] = field(default_factory=list)  # chunks whose rows are in transfer
+    others: Sequence[Event] = ()  # events of requests that were not in the step
 
     def send(self, send: Send | None) -> None:
-        """Begin to copy the rows of its tokens to the host; whoever gets the step takes each copy, once."""
+        """Start copying the rows of its tokens to the host; `arrived` must then collect each copy once."""
         sent = {chunk: chunk.sent(send) for chunk in dict.fromkeys(chunk for _, chunk, _ in self.rows)}
         self.rows = [(delta, sent[chunk], row) for delta, chunk, row in self.rows]
         self.sent = [*sent.values()]
 
     def drop(self, samples: Iterable[Sample]) -> None:
-        """Leave out what it gave these."""
+        """Discard the deltas of these samples."""
         dropped = [self.deltas.pop(sample) for sample in samples if sample in self.deltas]
         self.rows = [row for row in self.rows if row[0] not in dropped]
 
     def arrived(self) -> list[Delta]:
-        """The deltas with the rows of their tokens; waits until these are on the host."""
+        """Wait until all rows are on the host; return the deltas with their rows."""
         with ExitStack() as copies:
-            for chunk in self.sent:  # each copy is taken, also after one that failed, else none could follow
+            for chunk in self.sent:  # collect every copy, even after an error; else later ones are blocked
                 copies.callback(chunk.arrive)
         for (delta, chunk), run in groupby(self.rows, itemgetter(0, 1)):
             rows = [row for _, _, row in run]
@@ -69,19 +69,19 @@ class StepDeltas:
 
 
 class Recorder:
-    """Notes what is new; looks up a token's bytes only where a stop string is to be found."""
+    """Builds deltas; looks up the bytes of a token only if the request has stop strings."""
 
     def __init__(self, text: TextEdge, eos_token_ids: frozenset[int]) -> None:
         self._text = text
         self._eos_token_ids = eos_token_ids
 
     def open(self, sample: Sample) -> None:
-        """End a new sample of which nothing is asked."""
+        """Finish a new sample at once if nothing was requested of it."""
         if not sample.wants_sample and sample.num_prompt_rows == 0:
             sample.finish(Finish("length"))
 
     def record(self, scored: Iterable[tuple[Span, HostRows]], drawn: Iterable[Drawn]) -> StepDeltas:
-        """What a step gave: rows of prompts, and drawn tokens in the order of their samples' tokens."""
+        """Build a step's deltas from prompt rows and drawn tokens, which come in each sample's order."""
         step = StepDeltas()
         for span, rows in scored:
             self._add_prompt_rows(_delta_in(step, span.sample), span, rows)
@@ -93,7 +93,7 @@ class Recorder:
         return step
 
     def end(self, samples: Iterable[Sample]) -> list[Delta]:
-        """That these samples have ended, and nothing else."""
+        """Make deltas that only report the end of these samples."""
         deltas = [(_new_delta(sample), sample) for sample in samples]
         for delta, sample in deltas:
             _end(delta, sample)
@@ -176,11 +176,11 @@ def _new_delta(sample: Sample) -> Delta:
 
 
 def _end(delta: Delta, sample: Sample) -> None:
-    """Add what is reported once, with the end of a sample."""
+    """Add the fields that are reported once, at the end of a sample."""
     delta.finish, delta.drafts = sample.end, sample.drafts
     delta.num_cached_tokens = sample.num_cached
 
 
 def _after(earlier: HostRows | None, rows: HostRows | None) -> HostRows | None:
-    """Rows behind those of an earlier chunk, where the drafts of a text lie in two."""
+    """Append rows to those of an earlier chunk, for samples whose drafts span two chunks."""
     return rows if earlier is None or rows is None else HostRows.joined([earlier, rows])

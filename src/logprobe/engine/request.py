@@ -1,4 +1,4 @@
-"""Requests and their outputs: `Requests` makes and admits them, `check_request` validates them."""
+"""Requests and their outputs: `Requests` creates and admits requests, `check_request` validates them."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ SHOWN_CHARS = 36  # of a text in a `repr`
 
 @dataclass(slots=True, kw_only=True, repr=False)
 class CompletionOutput:
-    """One completion of a prompt; its containers grow while it runs and are final once it finished.
+    """One completion of a prompt; its fields grow while it runs and are final once it has finished.
 
-    `logprobs` holds the raw distribution unless the request asked for the processed one only;
-    `processed_logprobs` is set when it asked for both. `cumulative_logprob` is the sum of the chosen
-    tokens' log-probabilities in `logprobs`, in nats (None where none were asked).
+    `logprobs` holds the raw distribution, or the processed one with `logprobs_mode="processed_logprobs"`;
+    `processed_logprobs` is set with `logprobs_mode="both"`. `cumulative_logprob` is the sum of the chosen
+    tokens' log-probabilities in `logprobs`, in nats (None if log-probabilities were not requested).
     """
 
     index: int
@@ -48,20 +48,21 @@ class CompletionOutput:
     text: str = ""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop string or token id that ended it
-    num_text_bytes: int | None = None  # where a stop string cut the text; None: not cut
+    num_text_bytes: int | None = None  # length of the text before the stop string, bytes; None: not cut
     raw_logprob: float | None = None  # sum of the chosen tokens' raw logprobs, nats; None: not computed
-    explanations: list[list[ProcessorEffect]] | None = None  # a position: what each of its processors did
-    row: NDArray[np.float32] | None = None  # (vocabulary,) nats, read-only; for a request that wants one
-    drafts: Drafts | None = None  # once it has ended, of an engine that speculates; else None
+    explanations: list[list[ProcessorEffect]] | None = None  # per token: effects of the processors
+    row: NDArray[np.float32] | None = None  # (vocabulary,) nats, read-only; for `wants_row`
+    drafts: Drafts | None = None  # set at the end if the engine speculates
     error: LogprobeError | None = None
 
     def fields(self, *, processed: bool = False) -> list[Field]:
-        """What the model gave to each value of the JSON that it wrote: see `logprobe.analysis.Field`; nats.
+        """Return the log-probability of each value of the JSON text that the model wrote, in nats.
 
-        `processed` reads the processed distribution, that of a grammar for one, where both were asked.
+        See `logprobe.analysis.Field`. `processed` reads the processed distribution, for example that of a
+        grammar, if `logprobs_mode` was `both`.
 
         Raises:
-            ParameterError: no log-probabilities were asked, or the text is no JSON.
+            ParameterError: log-probabilities were not requested, or the text is not JSON.
         """
         record = self.processed_logprobs if processed else self.logprobs
         require(record is not None, "logprobs", "were not asked; give logprobs=0, and logprobs_mode for both")
@@ -77,14 +78,14 @@ class CompletionOutput:
 
 
 def _short(text: str) -> str:
-    shown = repr(text[: SHOWN_CHARS + 1])  # its escapes count, too
+    shown = repr(text[: SHOWN_CHARS + 1])  # escapes count as characters
     return shown if len(shown) <= SHOWN_CHARS + 2 else f"{shown[:SHOWN_CHARS]}…{shown[0]}"
 
 
 class Completions(list[CompletionOutput]):
-    """The completions of one prompt; what is read of its only completion is read of the list, too.
+    """The completions of one prompt; attributes of a single completion can be read from the list itself.
 
-    `output.outputs.text` is `output.outputs[0].text`; where there are several, or none, that is an
+    `output.outputs.text` is `output.outputs[0].text`; with any other number of completions it raises
     `AttributeError`.
     """
 
@@ -99,12 +100,12 @@ class Completions(list[CompletionOutput]):
 
 
 CompletionPiece: TypeAlias = "Piece[CompletionOutput]"
-"""What is new of a completion that grows, with its text."""
+"""New part of a growing completion, with its text."""
 
 
 @dataclass(slots=True, kw_only=True, repr=False)
 class RequestOutput:
-    """All that one request gave; where it failed, `error` says why and the rest is what there was."""
+    """The output of one request; if it failed, `error` is set and the rest is what was computed before."""
 
     request_id: str
     prompt: str | None = None
@@ -112,14 +113,14 @@ class RequestOutput:
     prompt_logprobs: FlatLogprobs | None = None
     outputs: Completions = field(default_factory=Completions)
     info: LogprobsInfo | None = None
-    # Prompt tokens that the prefix cache had, of its first sample; None until that has ended, or not known.
+    # Prompt tokens of the first sample that were in the prefix cache; None until it has ended, or unknown.
     num_cached_tokens: int | None = None
-    weights_number: int = 0  # which load of the model's weights gave it; 0: those that it was opened with
-    params: SamplingParams | None = None  # what was asked; None: it was never started
+    weights_number: int = 0  # load number of the model weights that computed it; 0: the initial ones
+    params: SamplingParams | None = None  # None: the request was never started
 
     @classmethod
     def for_request(cls, request: Request) -> RequestOutput:
-        """An output with one empty completion a sample."""
+        """Make an output with one empty completion per sample."""
         return cls(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids.tolist(),
@@ -134,7 +135,7 @@ class RequestOutput:
         return f"RequestOutput({prompt}{len(self.prompt_token_ids)} prompt tokens, {first}{more})"
 
     def _repr_html_(self) -> str | None:
-        """The text of the prompt and of each completion, as far as log-probabilities were asked."""
+        """Render the prompt and each completion as HTML, as far as log-probabilities were requested."""
         prompt = [] if self.prompt_logprobs is None else [self.prompt_logprobs]
         completions = [output.logprobs for output in self.outputs if output.logprobs is not None]
         texts = [shaded([*prompt, record], num_marked=1) for record in completions] or [shaded(prompt)]
@@ -142,17 +143,17 @@ class RequestOutput:
 
     @property
     def error(self) -> LogprobeError | None:
-        """The first error of its completions, if any."""
+        """First error of its completions, if any."""
         return next((output.error for output in self.outputs if output.error is not None), None)
 
     @property
     def is_finished(self) -> bool:
-        """Whether every completion has ended."""
+        """True once every completion has ended."""
         return all(completion.finish_reason is not None for completion in self.outputs)
 
 
 def keep_best(output: RequestOutput, params: SamplingParams) -> None:
-    """Leave the `n` completions of the highest mean raw logprob, best first; a failed output stays whole."""
+    """Keep the `n` completions with the highest mean raw logprob, best first; keep all if one failed."""
     if params.picks_best and output.error is None:
         best = sorted(output.outputs, key=_mean_raw_logprob, reverse=True)[: params.n]
         for index, completion in enumerate(best):
@@ -167,7 +168,7 @@ def _mean_raw_logprob(completion: CompletionOutput) -> float:
 
 
 def end_with_error(output: RequestOutput, error: LogprobeError) -> None:
-    """End every completion that still runs with `error`."""
+    """End every unfinished completion with `error`."""
     for completion in output.outputs:
         if completion.finish_reason is None:
             completion.error = error
@@ -175,14 +176,18 @@ def end_with_error(output: RequestOutput, error: LogprobeError) -> None:
 
 
 class Admitting(Protocol):
-    """The part of an engine that makers of requests need."""
+    """The part of an engine that `Requests` needs."""
 
     def admit(self, request: Request) -> Admitted:
-        """Say yes to a request, or raise `ParameterError` where it can never be served, saying why."""
+        """Validate a request.
+
+        Raises:
+            ParameterError: the request can never be served.
+        """
 
 
 class Requests:
-    """Makes requests, each with an id of its own, and has the engine admit them."""
+    """Creates requests with unique ids and has the engine admit them."""
 
     def __init__(self, engine: Admitting, call: str = "", caller: str = "") -> None:
         self._engine, self._call, self._caller = engine, call, caller
@@ -190,7 +195,7 @@ class Requests:
         self._numbers = itertools.count()
 
     def of_one_call(self, caller: str = "") -> Requests:
-        """A maker of requests that count as one call of a caller where the engine is shared out."""
+        """Return a factory whose requests count as one call of `caller` for fair sharing of the engine."""
         return Requests(self._engine, f"{self._prefix}-{next(self._numbers)}", caller)
 
     def admit(
@@ -201,10 +206,10 @@ class Requests:
         request_id: str | None = None,
         **more: Any,
     ) -> Admitted:
-        """A request that the engine has said yes to, with `more` of its fields; nothing runs yet.
+        """Create a request, with `more` as its other fields, and validate it; does not start it.
 
         Raises:
-            ParameterError: it can never be served.
+            ParameterError: the request can never be served.
         """
         more.setdefault("scored_as", _scored_as(params))
         request = Request(
@@ -219,7 +224,7 @@ class Requests:
 
 
 def _scored_as(params: SamplingParams) -> SamplingParams | None:
-    """What a prompt's rows are scored as: of what shapes a draw, the temperature alone acts on a prompt."""
+    """Return parameters to score prompt rows with; None: raw. Only the temperature applies to a prompt."""
     is_processed = params.prompt_logprobs is not None and params.logprobs_mode == "processed_logprobs"
     if not is_processed or params.temperature in {0, 1}:
         return None
@@ -232,17 +237,17 @@ def _scored_as(params: SamplingParams) -> SamplingParams | None:
 
 
 def check_request(request: Request, *, max_len: int, vocab_size: int) -> None:
-    """Raise `ParameterError` where a request can never be served."""
+    """Raise `ParameterError` if a request can never be served."""
     check_tokens(request.prompt_token_ids, request.params, max_len=max_len, vocab_size=vocab_size)
     if request.forced_token_ids is not None:
         _check_forced(request.forced_token_ids, len(request.prompt_token_ids), max_len, vocab_size)
 
 
 def check_tokens(prompt: IntArray, params: SamplingParams, *, max_len: int, vocab_size: int) -> None:
-    """Raise `ParameterError` where a prompt is empty or too long, or an id lies outside the vocabulary."""
+    """Raise `ParameterError` if a prompt is empty or too long, or a token id is outside the vocabulary."""
     require(len(prompt) > 0, "prompt", "is empty; give at least one token, such as the model's BOS")
     _check_ids("prompt", prompt, vocab_size)
-    # A prompt that is only scored may hold one token more: its last token is never run.
+    # A prompt that is only scored may be one token longer: its last token is never run.
     limit = max_len if params.max_tokens else max_len + 1
     if len(prompt) > limit:
         raise PromptTooLongError(
@@ -281,7 +286,7 @@ def _check_named_ids(params: SamplingParams, num_prompt: int, vocab_size: int) -
 
 
 def check_vocabulary(name: str, ids: Sequence[Any] | IdLists | None, vocab_size: int) -> None:
-    """Raise `ParameterError` where a named id lies outside the vocabulary."""
+    """Raise `ParameterError` if an id is outside the vocabulary."""
     if isinstance(ids, IdLists):
         _check_ids(name, ids.token_ids, vocab_size)
         return
@@ -293,5 +298,5 @@ def check_vocabulary(name: str, ids: Sequence[Any] | IdLists | None, vocab_size:
 
 def _check_ids(name: str, ids: NDArray[Any], vocab_size: int) -> None:
     outside = ids[(ids < 0) | (ids >= vocab_size)][:1]
-    if len(outside):  # numpy takes longer to print an array than all the rest here
+    if len(outside):  # format one id only: numpy formats an array slower than all the rest of this check
         raise ParameterError(name, f"token id {outside[0]} lies outside the vocabulary [0, {vocab_size})")

@@ -1,4 +1,4 @@
-"""`SamplingStage`: draw a token from each of a step's rows of logits, with the numbers asked about it."""
+"""`SamplingStage`: draws a token from each row of a step's logits and computes the requested numbers."""
 
 from __future__ import annotations
 
@@ -31,37 +31,45 @@ if TYPE_CHECKING:
 
 
 class SamplingStage:
-    """Runs the sampler on rows of logits, after the processors of those requests that have any."""
+    """Runs the logits processors, then the sampler, on rows of logits."""
 
     def __init__(self, config: EngineConfig, model: ModelFacts) -> None:
         self.pipeline = Pipeline(config, model)
         self._sampler = Sampler()
-        self._num_active = 0  # rows with processors in the step that was prepared last
-        self._num_seen = 0  # those, and the ones after them that a processor looks at
+        self._num_active = 0  # rows with processors in the last prepared step
+        self._num_seen = 0  # these, plus the following rows if a processor looks at all rows
         self.chunk_rows = default_chunk_rows(model.vocab_size, config.device)
 
     def admit(self, params: SamplingParams) -> dict[int, Any]:
-        """What the processors make of a request's arguments, or `ParameterError`; from any thread."""
+        """Validate a request's processor arguments; thread-safe.
+
+        Returns:
+            The typed arguments by pipeline stage.
+
+        Raises:
+            ParameterError: invalid arguments.
+        """
         is_asked = params.asks_processors or self.pipeline.applies_to_all
         return self.pipeline.admit(params) if is_asked else {}
 
     def open(self, sample: Sample, number: int, args: dict[int, Any]) -> None:
-        """Find the processors that concern a new sample of the engine's `number`-th request."""
+        """Find the processors that apply to a new sample; `number` is its request's serial number."""
         sample.active = self.pipeline.open(_row(sample, sample.output_token_ids, number), args)
         sample.is_plain = False
 
     def why_no_drafts(self, sample: Sample) -> str | None:
-        """Which of a sample's processors keep state, so that no draft of its tokens can be verified."""
+        """Return why a sample's drafts cannot be verified: stateful processors; None if it has none."""
         names = [] if sample.active is None else self.pipeline.keeping_state(sample.active)
         return f"{', '.join(names)} keeps state" if names else None
 
     def prepare(self, rows: list[SampleRow]) -> list[SampleRow]:
-        """Tell the processors whose logits come next; before the forward pass.
+        """Announce the rows of the next step to the processors; call it before the forward pass.
 
-        The rows come back in their order for `chunks`: first those that have processors.
+        Returns:
+            The rows in the order that `chunks` and `draw` expect: those with processors first.
         """
         active = [row for row in rows if row.sample.active is not None]
-        # Who was in the last step and is in this one no more has left, which processors are told.
+        # Call the pipeline also if no row has processors now: it learns which samples have left.
         if active or self._num_active:
             samples = [_rows_of(row) for row in active]
             is_seen = self.pipeline.sees_all(samples)
@@ -71,7 +79,7 @@ class SamplingStage:
         return active + [row for row in rows if row.sample.active is None] if active else rows
 
     def chunks(self, rows: list[SampleRow]) -> Iterator[slice]:
-        """Cut a step's rows, as `prepare` gave them, into chunks; the first has all that processors see."""
+        """Cut the rows that `prepare` returned into chunks; the first has every row that processors see."""
         start = 0
         while start < len(rows):
             end = max(start + self.chunk_rows, self._num_seen)
@@ -79,7 +87,7 @@ class SamplingStage:
             start = end
 
     def draw(self, chunk: list[SampleRow], logits: Tensor) -> SampledRows:
-        """A token for each row of (rows, V) float32 logits, which stay raw; see `chunks`."""
+        """Draw a token for each row of `logits`, (rows, V) float32, which is not modified; see `chunks`."""
         params = [row.sample.request.params for row in chunk]
         uniforms = np.array([row.sample.uniform(row.ahead) for row in chunk])
         if all(row.sample.is_plain for row in chunk):
@@ -91,20 +99,20 @@ class SamplingStage:
             logits, params, uniforms, None if changed is None else changed.logits, forced, named
         )
         if any(asked.explain for asked in params):
-            output = output.to_host()  # an explanation names the tokens that the rows list
+            output = output.to_host()  # explanations cover the tokens listed in the rows
         self._note_processed(chunk, logits, changed, output)
         output.whole_rows.update(_whole_rows(chunk, logits))
         return output
 
     def _apply(self, chunk: list[SampleRow], logits: Tensor) -> ProcessedRows | None:
-        """Run the processors on the rows of a chunk that have any: its first ones."""
+        """Run the processors on the first rows of a chunk, those that they see."""
         has_active = any(row.sample.active is not None for row in chunk)
         return self.pipeline.apply(logits[: self._num_seen]) if has_active else None
 
     def _note_processed(
         self, chunk: list[SampleRow], logits: Tensor, run: ProcessedRows | None, output: SampledRows
     ) -> None:
-        """Note which rows a processor failed, and the effects on the others."""
+        """Set `error` on rows that a processor failed, and `effects` on the others if requested."""
         for index, row in enumerate(chunk):
             if run is not None and index < len(run.logits):
                 row.error = run.errors.get(index) or self._dead_end(index, logits, output)
@@ -113,14 +121,14 @@ class SamplingStage:
                 row.effects = _explained(effects, output, index)
 
     def _dead_end(self, index: int, logits: Tensor, output: SampledRows) -> ConflictingParametersError | None:
-        """Return an error where several processors leave no token and each alone leaves some."""
+        """Return an error if several processors together leave no token but each alone leaves some."""
         if output.is_valid[index] or not bool(logits[index].amax().cpu().isfinite()):
             return None
         return self.pipeline.dead_end(index)
 
 
 def _named_ids(row: SampleRow) -> NamedIds:
-    """The ids that a token to draw reports; those of a prompt's positions are no token's."""
+    """Return the ids that a drawn token reports; None if per-position ids belong to the prompt."""
     params = row.sample.request.params
     if params.names_positions and params.prompt_logprobs is not None:
         return None
@@ -128,7 +136,7 @@ def _named_ids(row: SampleRow) -> NamedIds:
 
 
 def _rows_of(row: SampleRow) -> ActiveSample:
-    """Return the processors' rows of a row, as they are once the drafts before it have come."""
+    """Return the processors of a row as if the drafts before it had been generated."""
     active = row.sample.active
     assert active is not None
     return active.after(row.sample.draft_ids[: row.ahead]) if row.ahead else active
@@ -148,7 +156,7 @@ def _row(sample: Sample, output_token_ids: list[int], number: int = -1) -> Batch
 
 
 def _bystander(row: SampleRow) -> BatchRow:
-    """Return the row of a sample without processors, for a processor that looks at all of them."""
+    """Return the `BatchRow` of a sample without processors, for processors that look at all samples."""
     ids = row.sample.output_token_ids
     return _row(row.sample, [*ids, *row.sample.draft_ids[: row.ahead]] if row.ahead else ids)
 
@@ -166,7 +174,7 @@ def _explained(effects: list[RowEffect], output: SampledRows, index: int) -> lis
 
 
 def _whole_rows(rows: list[SampleRow], logits: Tensor) -> dict[int, Array]:
-    """The log-softmax of the rows whose requests want it; each array is its own, not a view of the batch."""
+    """Return the log-softmax, nats, of rows whose requests want it; arrays are copies, not views."""
     wanted = [index for index, row in enumerate(rows) if row.sample.request.wants_row]
     if not wanted:
         return {}

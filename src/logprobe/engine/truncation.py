@@ -1,4 +1,4 @@
-"""What does not fit a model's context: its end alone, or windows that slide, each token's numbers once."""
+"""Fit prompts that exceed the model's context: keep their end, or score them in sliding windows."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from logprobe.text.boundary import Split
 
 Truncation: TypeAlias = Literal["error", "left", "window"]
-"""What becomes of a text longer than the context: refused, its end alone, or sliding windows."""
+"""Handling of a text longer than the context: reject it, keep its end, or score it in sliding windows."""
 TRUNCATIONS = ("error", "left", "window")
 
 
 def check_truncation(truncation: Truncation) -> None:
-    """Refuse a name that is none of `TRUNCATIONS`."""
+    """Raise `ParameterError` unless the value is one of `TRUNCATIONS`."""
     known = f"must be one of {', '.join(TRUNCATIONS)}, got {truncation!r}"
     require(truncation in TRUNCATIONS, "truncation", known)
 
 
 def cut_pair(split: Split, truncation: Truncation, max_model_len: int) -> list[Split]:
-    """The continuation in parts that fit: all of it after the end of its context, or window by window.
+    """Split a continuation into parts that fit: one with a shortened context (`left`), or windows.
 
     Raises:
-        ParameterError: `left`, and the continuation alone is too long.
+        ParameterError: with `left`, the continuation alone is too long.
     """
     limit = max_model_len + 1  # the last token is never run
     if len(split.token_ids) <= limit or truncation == "error":
@@ -51,12 +51,12 @@ def cut_pair(split: Split, truncation: Truncation, max_model_len: int) -> list[S
 def cut_prompt(
     ids: IntArray, params: SamplingParams, truncation: Truncation, max_model_len: int
 ) -> list[tuple[IntArray, SamplingParams, int]]:
-    """Requests in a prompt's place, as (ids, params, first scored): one that generates, then its windows.
+    """Turn a prompt into requests that fit: (ids, params, first scored) of the generating one, then windows.
 
-    The first holds the end of a prompt that is too long; the windows are there for `window` where numbers of
-    the prompt are asked.
+    The first request holds the end of a prompt that is too long. Windows follow with `window` if
+    `prompt_logprobs` is set.
     """
-    # A prompt that is only scored may hold one token more: its last token is never run.
+    # A prompt that is only scored may be one token longer: its last token is never run.
     room = max_model_len - params.max_tokens if params.max_tokens else max_model_len + 1
     if truncation == "error" or len(ids) <= room:
         return [(ids, params, 1)]
@@ -81,7 +81,7 @@ def cut_prompt(
 
 
 def joined_output(output: RequestOutput, windows: Sequence[RequestOutput], ids: IntArray) -> RequestOutput:
-    """The output of a prompt in windows: what was generated after its end, and the numbers of all of it."""
+    """Merge the output of a prompt cut into windows: generated text, and the numbers of the whole prompt."""
     output.prompt_token_ids = ids.tolist()
     failed = next((window.error for window in windows if window.error is not None), None)
     if failed is not None:

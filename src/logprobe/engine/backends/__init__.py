@@ -1,1 +1,1 @@
-"""Where an engine runs: on a thread of this process, or in processes of its own."""
+"""Execution backends of the native engine: a thread of this process, or separate processes."""

@@ -1,4 +1,4 @@
-"""The one bridge from plain calls to the async core: an event loop on a thread of its own."""
+"""`LoopThread`: an event loop on its own thread, through which synchronous code calls the async core."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines for callers without a loop, and for those inside another one (notebooks)."""
+    """Runs coroutines for callers without an event loop or inside a running one (notebooks)."""
 
     def __init__(self) -> None:
         self._creator = Creator()
@@ -29,7 +29,7 @@ class LoopThread:
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run `work` on the loop's thread; cancelling what is returned cancels it.
+        """Run `work` on the loop's thread; cancelling the returned future cancels it.
 
         Raises:
             EngineClosedError: the bridge was closed, or this process is a fork of the one that made it.
@@ -44,7 +44,7 @@ class LoopThread:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` to its end; an interrupt of the caller cancels it. Errors as `start`."""
+        """Run `work` to completion; an interrupt of the caller cancels it. Raises as `start`."""
         future = self.start(work)
         try:
             return future.result()
@@ -52,17 +52,17 @@ class LoopThread:
             future.cancel()
 
     def iterate(self, items: AsyncGenerator[T]) -> Generator[T]:
-        """Give each item when it is asked for; leaving early closes `items`. Errors as `run`."""
+        """Iterate over `items` synchronously; leaving early closes it. Raises as `run`."""
         turns = _Turns()
         try:
             while batch := self.run(_next_of(items, turns)):
                 yield batch[0]
         finally:
-            with suppress(EngineClosedError):  # and with the bridge the generator has ended
+            with suppress(EngineClosedError):  # closing the bridge has ended the generator too
                 self.run(_close(items, turns))
 
     def post(self, callback: Callable[..., object], *args: object) -> None:
-        """Call `callback(*args)` on the loop's thread, soon.
+        """Schedule `callback(*args)` on the loop's thread.
 
         Raises:
             EngineClosedError: the bridge was closed, or this process is a fork of the one that made it.
@@ -74,7 +74,7 @@ class LoopThread:
             self._loop.call_soon_threadsafe(callback, *args)
 
     def close(self) -> None:
-        """Let the work in progress end, then stop the loop and its thread; a second call does nothing."""
+        """Wait for running work, then stop the loop and its thread; further calls have no effect."""
         if self._creator.is_gone:
             return
         with self._lock:
@@ -88,11 +88,11 @@ class LoopThread:
 
 
 class _Turns:
-    """Who steps a generator: one at a time."""
+    """Ensures that one task at a time steps a generator."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
-        self.present: asyncio.Task[Any] | None = None  # has the lock
+        self.present: asyncio.Task[Any] | None = None  # holds the lock
 
 
 async def _next_of(items: AsyncGenerator[T], turns: _Turns) -> tuple[T] | None:
@@ -107,7 +107,7 @@ async def _next_of(items: AsyncGenerator[T], turns: _Turns) -> tuple[T] | None:
 
 
 async def _close(items: AsyncGenerator[T], turns: _Turns) -> None:
-    # An interrupt may come before the caller has anything to cancel; and what is cancelled still has to end.
+    # An interrupt may come before the caller can cancel anything; a cancelled task must still finish.
     if turns.present is not None and not turns.present.cancelling():
         turns.present.cancel()
     async with turns.lock:

@@ -1,4 +1,4 @@
-"""`Router`: which of several engines takes a request."""
+"""`Router`: chooses the engine that runs a request."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
     from logprobe.transport.messages import Admitted
 
-UP, SILENT, DOWN = range(3)  # engines that answer, that do not, and that take no requests
-BLOCK: Final = 16  # tokens; prefixes are known by whole blocks
-MAX_BLOCKS: Final = 1 << 14  # of each engine
+UP, SILENT, DOWN = range(3)  # engine status: responsive, not responding, not accepting requests
+BLOCK: Final = 16  # tokens; prefixes are tracked in whole blocks
+MAX_BLOCKS: Final = 1 << 14  # per engine
 
 
 class Router:
-    """Remembers which prefixes each engine has run lately; one thread at a time."""
+    """Tracks the prefixes that each engine has run recently; not thread-safe."""
 
     def __init__(self, num_engines: int) -> None:
         self._known: list[LRUCache[int, None]] = [LRUCache(MAX_BLOCKS) for _ in range(num_engines)]
@@ -25,10 +25,10 @@ class Router:
         self._count = 0
 
     def choose(self, admitted: Admitted, queued: Sequence[int], ranks: Sequence[int]) -> int:
-        """The engine with the fewest tokens to run before this request has run its prompt.
+        """Choose the engine with the fewest tokens to run before the prompt of this request has run.
 
-        `queued` holds each engine's tokens still to run. Of equals the one goes first that was chosen longest
-        ago. `ranks` are UP, SILENT or DOWN: one of a higher rank is chosen where there is no other.
+        `queued` holds each engine's number of queued tokens. Ties go to the least recently chosen engine.
+        `ranks` are UP, SILENT or DOWN; a higher rank is chosen only if no engine has a lower one.
         """
         blocks = list(_blocks(admitted))
         num_prompt = len(admitted.request.prompt_token_ids)
@@ -43,13 +43,13 @@ class Router:
         return chosen
 
     def forget(self, engine: int | None = None) -> None:
-        """An engine's prefixes are gone; None: those of all."""
+        """Forget the prefixes of one engine, or of all with None."""
         for known in self._known if engine is None else [self._known[engine]]:
             known.clear()
 
 
 def _blocks(admitted: Admitted) -> Iterator[int]:
-    """A number for each whole block of the prompt, which stands for all tokens up to its end."""
+    """Yield a hash per whole block of the prompt; it identifies all tokens up to the end of the block."""
     ids = admitted.request.prompt_token_ids
     number = admitted.lora_number
     for start in range(0, len(ids) - BLOCK + 1, BLOCK):
@@ -58,5 +58,5 @@ def _blocks(admitted: Admitted) -> Iterator[int]:
 
 
 def _num_known(known: LRUCache[int, None], blocks: Sequence[int]) -> int:
-    """How many blocks from the first on are known."""
+    """Count the leading blocks that are known."""
     return next((index for index, block in enumerate(blocks) if block not in known), len(blocks))

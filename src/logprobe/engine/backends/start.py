@@ -1,4 +1,4 @@
-"""From a configuration to a running native engine: weights, tokenizer, kernels, thread or processes."""
+"""Start the native engine from a configuration: weights, tokenizer, kernels, and its thread or processes."""
 
 from __future__ import annotations
 
@@ -39,32 +39,32 @@ logger = logging.getLogger("logprobe")
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """An engine and what the front doors need to speak its language."""
+    """A running engine with its tokenizer."""
 
     engine: Front
     text: TextEdge
-    load_module: Callable[[], Any] | None = None  # the transformers module, where it can be had
-    processors: Pipeline | None = None  # where they run in this process
+    load_module: Callable[[], Any] | None = None  # loads the transformers module, if available
+    processors: Pipeline | None = None  # set if they run in this process
 
 
 @dataclass(frozen=True, slots=True)
 class NativeParts:
-    """A native engine that nothing runs yet, and what there is to know of it."""
+    """A native engine that is not running yet, with its properties."""
 
     engine: Engine
     capabilities: Capabilities
     text: TextEdge
     eos_token_ids: frozenset[int]
-    kv_bytes: int  # of its pool
+    kv_bytes: int  # of its KV cache
 
 
 def start_engine(config: EngineConfig) -> LoadedModel:
-    """Load the model that `config` names and start its engine, here or in processes of its own.
+    """Load the model of `config` and start its engine, in this process or in others.
 
     Raises:
-        ModelError: the model cannot be had or used.
+        ModelError: the model cannot be loaded.
         ParameterError: the settings do not fit the model.
-        EngineError: an engine process ended before it took requests.
+        EngineError: an engine process exited before it was ready.
     """
     if config.engine in ENGINES:
         start: Callable[[EngineConfig], LoadedModel] = resolve_name(ENGINES[config.engine])
@@ -79,12 +79,12 @@ def start_engine(config: EngineConfig) -> LoadedModel:
 
 
 def start_native_engine(config: EngineConfig) -> LoadedModel:
-    """Load the model that `config` names and start its engine in this process; errors as `start_engine`."""
+    """Load the model of `config` and start its engine in this process; raises as `start_engine`."""
     parts = build_native_engine(config)
     core = EngineThread(parts.engine, parts.capabilities, overlap=config.overlap)
 
     def load_module() -> Any:
-        forward: Any = core.engine.forward  # of the weights that answer by then
+        forward: Any = core.engine.forward  # of the weights in use at the time of the call
         with quiet_transformers():
             return forward.transformers_model()
 
@@ -93,15 +93,15 @@ def start_native_engine(config: EngineConfig) -> LoadedModel:
 
 
 def build_native_engine(config: EngineConfig) -> NativeParts:
-    """Load the model that `config` names; errors as `start_engine`."""
+    """Load the model of `config`; raises as `start_engine`."""
     began = time.perf_counter()
-    load_processors(config.logits_processors)  # a wrong name is told before the weights are read
+    load_processors(config.logits_processors)  # fail on a wrong name before the weights are read
     files = resolve(config.model)
     version = weight_version(files)
     text = text_edge(files)
     forward = NativeForward(config, files)
     dtype = str(forward.dtype).removeprefix("torch.")
-    config = replace(config, device=forward.device, dtype=dtype)  # what processors are told
+    config = replace(config, device=forward.device, dtype=dtype)  # the values that processors see
     eos_token_ids = _eos_token_ids(forward, text)
     engine = Engine(config, forward, text, eos_token_ids)
     capabilities = Capabilities(
@@ -137,7 +137,7 @@ def build_native_engine(config: EngineConfig) -> NativeParts:
 
 
 def text_edge(files: ModelFiles) -> TextEdge:
-    """Tokenizer and exact bytes of a model; what an earlier start has kept needs no transformers."""
+    """Load the tokenizer and exact token bytes; a cached copy does not need transformers."""
     store = LoadStore.of(files)
     stored = None if store is None else store.tokenizer()
     with reading_errors(f"{files.name}: its tokenizer"):
@@ -156,7 +156,7 @@ def _load_tokenizer(files: ModelFiles) -> Any:
 
 
 def _once(make: Callable[[], Any]) -> Callable[[], Any]:
-    """What makes a thing when it is first called, and then gives that one, from whatever thread."""
+    """Return a thread-safe function that calls `make` once and then returns the cached result."""
     lock, made = Lock(), cache(make)
 
     def give() -> Any:
@@ -167,7 +167,7 @@ def _once(make: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _what_it_took(forward: NativeForward, seconds: float) -> str:
-    """Time and memory of a load, in one line."""
+    """Format the time and memory of a load as one line."""
     resident = resident_bytes()
     memory = "" if resident is None else f", {resident / 1e6:.0f} MB resident"
     way = "recalled" if forward.is_recalled else "proven"
@@ -179,6 +179,6 @@ def _what_it_took(forward: NativeForward, seconds: float) -> str:
 
 
 def _eos_token_ids(forward: NativeForward, text: TextEdge) -> frozenset[int]:
-    """Every id that ends a text, by the model's settings and by its tokenizer."""
+    """Return all end-of-sequence ids, from the model's settings and the tokenizer."""
     own = text.eos_token_id
     return forward.eos_token_ids | (frozenset() if own is None else {own})

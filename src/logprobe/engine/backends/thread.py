@@ -1,7 +1,7 @@
-"""`EngineThread`: the native engine on a thread of this process, which alone touches it.
+"""`EngineThread`: runs the native engine on a thread of this process; only that thread steps the engine.
 
-Before it: a `Front`, or `child` for the front of another process; messages come through a queue. After it:
-what is new of the requests is published.
+Commands from a `Front`, or from `child` for a front in another process, arrive through a queue; events are
+published from the engine's threads.
 """
 
 from __future__ import annotations
@@ -31,84 +31,84 @@ if TYPE_CHECKING:
     from logprobe.transport.messages import Admitted, Asked, Command, Event, Request
 
 CHECK_AFTER_IDLE_S = 1.0
-EXIT_WAIT_S = 5.0  # for the step in progress when the interpreter ends
+EXIT_WAIT_S = 5.0  # maximum wait for the step in progress at interpreter exit
 CLOSED: Final = "the engine was closed before the new weights answered"
-SWITCH_S: Final = 0.001  # that a thread keeps the interpreter for while others want it; Python's own is 5 ms
+SWITCH_S: Final = 0.001  # interval for which a thread may hold the GIL; the default of Python is 5 ms
 
 
 class SerialLoop:
-    """Each step is published before the next one begins."""
+    """Publishes each step before the next one begins."""
 
     def __init__(self, engine: Engine, publish: Callable[[Sequence[Event]], None]) -> None:
         self._engine = engine
         self._publish = publish
 
     def step(self) -> None:
-        """Run a step and publish what it gave."""
+        """Run a step and publish its events."""
         events = self._engine.step()
         with self._engine.clock.part("publish"):
             self._publish(events)
 
     def settle(self) -> None:
-        """Wait until every step is published: it is."""
+        """Do nothing: every step is published already."""
 
     def close(self) -> None:
-        """Let go of what helps: nothing does."""
+        """Do nothing: there are no resources to release."""
 
 
 class EngineThread:
-    """Implements `Core`: takes messages from any thread, and publishes what is new on its own."""
+    """Implements `Core`: accepts commands from any thread and publishes events from its own."""
 
     _publish: Callable[[Iterable[Event]], None]
     _end: Callable[[LogprobeError], None]
     _loop: OverlappedLoop | SerialLoop
 
     def __init__(self, engine: Engine, capabilities: Capabilities, *, overlap: bool = False) -> None:
-        """`overlap`: the next step runs while the one before is published, on a second thread."""
+        """`overlap`: run the next step while a second thread publishes the previous one."""
         self.engine = engine
         self._creator = Creator()
         self._capabilities = capabilities
         self._overlap = overlap
         self._wake = threading.Condition()
-        # All three are guarded by `_wake`.
+        # `_wake` guards these three.
         self._commands: deque[Command | TakeWeights] = deque()
-        self._taking: dict[int, Future[None]] = {}  # loads of weights that shall take over, by number
+        self._taking: dict[int, Future[None]] = {}  # pending weight replacements by load number
         self._is_closed = False
-        self._turn_began: float | None = None  # by the monotonic clock; None while it waits for work
+        self._turn_began: float | None = None  # monotonic start of the step, s; None while idle
         self._thread = threading.Thread(target=self._run, name="logprobe-engine", daemon=True)
 
     def start(self, publish: Callable[[Iterable[Event]], None], end: Callable[[LogprobeError], None]) -> None:
-        """Serve; `end` takes why it has stopped, once, after all that `publish` took."""
+        """Start serving; `end` is called once with the reason for the stop, after the last `publish`."""
         self._publish, self._end = publish, end
         self._loop = (OverlappedLoop if self._overlap else SerialLoop)(self.engine, publish)
-        # The caller's event loop would wait so long for each of the threads that answer it.
+        # The caller's event loop would otherwise wait up to this long for each engine thread.
         if sys.getswitchinterval() > SWITCH_S:
             sys.setswitchinterval(SWITCH_S)
         self._thread.start()
-        # A thread that still runs when the interpreter ends is unwound, which C++ code may not survive.
+        # A daemon thread still running at exit is unwound, which C++ code may not survive.
         atexit.register(self._close_at_exit)
 
     def admit(self, request: Request) -> Admitted:
-        """Say yes to a request.
+        """Validate a request.
 
         Raises:
-            ParameterError: it can never be served.
+            ParameterError: the request can never be served.
         """
         return self.engine.admit(request)
 
     def send(self, command: Command) -> None:
-        """Let the engine handle a message before its next step."""
+        """Queue a command; the engine executes it before its next step."""
         with self._wake:
             self._commands.append(command)
             self._wake.notify()
 
     @property
     def is_busy(self) -> bool:
-        """Whether the engine has work, or messages to handle."""
+        """True if the engine has work or queued commands."""
         return bool(self._commands) or self.engine.has_work
 
     def check_integrity_at_rest(self) -> bool:
-        """Assert the engine's invariants if no step runs and no message waits; False if one does."""
+        """Assert the engine's invariants if it is idle; return False if it is not."""
         with self._wake:
             is_at_rest = self._turn_began is None and not self.is_busy
             if is_at_rest:
@@ -116,10 +116,10 @@ class EngineThread:
         return is_at_rest
 
     def ask(self, command: Asked) -> Layout | None:
-        """Do what is answered; weights are read on the caller's thread, so that no step waits for the disk.
+        """Execute a command and wait; weights are read on the caller's thread, so no step waits for the disk.
 
         Raises:
-            ModelError: weights that cannot be read, or do not fit the model.
+            ModelError: the weights cannot be read, or do not fit the model.
             EngineClosedError: the engine was closed meanwhile.
         """
         if isinstance(command, TakeWeights):
@@ -129,10 +129,10 @@ class EngineThread:
             return self.engine.load(command)
 
     def take(self, command: TakeWeights) -> Future[None]:
-        """Have weights that are ready take over; it ends once they have.
+        """Queue the switch to prepared weights; the future completes once they are in use.
 
         Raises:
-            EngineError: they are not ready.
+            EngineError: the weights are not prepared.
             EngineClosedError: the engine was closed.
         """
         if not self.engine.has_ready(command.number):
@@ -147,22 +147,22 @@ class EngineThread:
         return taking
 
     def capabilities(self) -> Capabilities:
-        """What this engine can do with the weights that it was started with."""
+        """Return the capabilities with the weights that the engine was started with."""
         return self._capabilities
 
     def stats(self) -> EngineStats:
-        """What it is doing and has done; read while it runs, so each figure is of its own moment."""
+        """Return the current statistics; each figure is read at its own moment while the engine runs."""
         return self.engine.stats()
 
     def stalled_s(self, request_ids: Collection[str] = ()) -> float:  # noqa: ARG002 - it runs all of them
-        """How long its present step has taken, s: 0 while it waits for work, infinite once it has stopped."""
+        """Return the duration of the present step, s: 0 while idle, infinite once the engine has stopped."""
         if not self._thread.is_alive():
             return math.inf
         began = self._turn_began
         return 0.0 if began is None else time.monotonic() - began
 
     def close(self) -> None:
-        """Let the step in progress end, the thread with it, and the model go; a second call does nothing."""
+        """Finish the step in progress, stop the thread and release the model; repeated calls do nothing."""
         with self._wake:
             self._is_closed = True
             self._wake.notify()
@@ -172,7 +172,7 @@ class EngineThread:
         atexit.unregister(self._close_at_exit)
 
     def _close_at_exit(self) -> None:
-        """Let the thread end before the interpreter does; a step that hangs must not keep the process."""
+        """Stop the thread at interpreter exit; a step that hangs must not keep the process alive."""
         if self._creator.is_gone:
             return
         with self._wake:
@@ -201,7 +201,7 @@ class EngineThread:
         self._end(reason)
 
     def _end_taking(self) -> None:
-        """End the wait for weights that have taken over."""
+        """Complete the future of weights that are now in use."""
         if self._taking:
             with self._wake:
                 taking = self._taking.pop(self.engine.weights_number, None)
@@ -209,7 +209,7 @@ class EngineThread:
                 taking.set_result(None)
 
     def _take_commands(self) -> bool:
-        """Wait for work and do what the messages ask; False once closed."""
+        """Wait for work and execute the queued commands; return False once closed."""
         with self._wake:
             if not self._wake.wait_for(self._should_wake, timeout=CHECK_AFTER_IDLE_S):
                 self.engine.check_integrity()
@@ -219,7 +219,7 @@ class EngineThread:
             commands, self._commands = self._commands, deque()
             self._turn_began = time.monotonic()
         if commands:
-            self._loop.settle()  # what they end is published after what the last step gave
+            self._loop.settle()  # publish the last step before the ends that the commands cause
         self._publish([event for command in commands for event in self.engine.handle(command)])
         return True
 

@@ -1,1 +1,1 @@
-"""Which tokens run in the next step, in whose slots."""
+"""Scheduling: which tokens run in the next step, and in which KV cache slots."""

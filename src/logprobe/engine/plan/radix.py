@@ -1,9 +1,9 @@
-"""The radix tree over token ids that owns the slots of every known prefix.
+"""Radix tree over token ids that owns the KV cache slots of all cached prefixes.
 
-A node holds a run of tokens and the slot of each. Sequences lock the path they stand on; what nobody
-locks may be evicted, least recently used leaves first. One tree serves all LoRA weights and both kinds
-of rotary frequencies: each load of weights, under each kind, has its own root. (The idea is SGLang's
-RadixAttention, Zheng et al. 2024, at the grain of one token.)
+A node holds a run of tokens and their slots. Samples lock the path that they use; unlocked nodes may be
+evicted, least recently used leaves first. One tree serves all LoRA weights and both kinds of rotary
+frequencies: each combination has its own root. (After RadixAttention in SGLang, Zheng et al. 2024, with a
+granularity of one token.)
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
 
 
 class SlotPool:
-    """A stack of free slot numbers in [0, num_slots); `on_free` takes those that are given back.
+    """Stack of free slot numbers in [0, num_slots); `on_free` is called with the slots that are freed.
 
-    A slot is handed out again only after it was given back, so that what is kept beside slots ends there.
+    A slot must be freed before it is allocated again, so data cached by slot can be invalidated in `on_free`.
     """
 
     def __init__(self, num_slots: int, on_free: Callable[[IntArray], None] | None = None) -> None:
         self.num_slots = num_slots
         self._on_free = on_free
-        # The lowest slots are handed out first, so that a short run touches little memory.
+        # Allocate the lowest slots first, so that a short run touches little memory.
         self._stack: IntArray = np.arange(num_slots, dtype=np.int32)[::-1].copy()
         self.num_free = num_slots
 
     def allocate(self, count: int) -> IntArray:
-        """Take `count` slots; the caller has made sure that so many are free."""
+        """Allocate `count` slots; the caller ensures that as many are free."""
         assert count <= self.num_free, f"{count} slots asked, {self.num_free} free"
         self.num_free -= count
         return self._stack[self.num_free : self.num_free + count][::-1].copy()
 
     def free(self, slots: IntArray) -> None:
-        """Give slots back."""
+        """Free slots."""
         if not len(slots):
             return
         end = self.num_free + len(slots)
@@ -51,7 +51,7 @@ class SlotPool:
             self._on_free(slots)
 
     def free_slots(self) -> IntArray:
-        """The free slots, in no particular order."""
+        """Return the free slots, in no particular order."""
         return self._stack[: self.num_free]
 
 
@@ -60,7 +60,7 @@ EMPTY = np.empty(0, dtype=np.int32)
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A run of tokens below `parent`; `num_locks` counts the samples that stand on or below it."""
+    """A run of tokens below `parent`; `num_locks` counts the samples that use it or a node below it."""
 
     parent: Node | None
     token_ids: IntArray
@@ -68,47 +68,47 @@ class Node:
     children: dict[int, Node] = field(default_factory=dict)
     num_locks: int = 0
     last_used: int = 0
-    born: int = 0  # the step that planned it
+    born: int = 0  # number of the step that planned it
 
     @property
     def is_leaf(self) -> bool:
-        """Whether nothing stands below."""
+        """True if it has no children."""
         return not self.children
 
 
 def shared_length(left: IntArray, right: IntArray) -> int:
-    """How many leading ids two arrays share."""
+    """Return the length of the common prefix of two arrays."""
     length = min(len(left), len(right))
     differs = left[:length] != right[:length]
     return int(differs.argmax()) if differs.any() else length
 
 
 class RadixTree:
-    """Known prefixes and their slots; every slot it holds came from `pool` and goes back there."""
+    """Cached prefixes and their slots; its slots are allocated from `pool` and freed to it."""
 
     def __init__(self, pool: SlotPool) -> None:
         self._pool = pool
         self._roots: dict[Hashable, Node] = {}
         self._clock = 0
         self._step = 0
-        self.num_evictable = 0  # slots in nodes that nobody locks
+        self.num_evictable = 0  # slots in unlocked nodes
 
     def begin_step(self) -> None:
-        """Mark what is inserted from now on as this step's."""
+        """Start a new step; nodes inserted from now on belong to it."""
         self._step += 1
 
     def forget_step(self) -> None:
-        """Remove what the current step inserted: its tokens were never computed."""
+        """Remove the nodes that the current step inserted, because their tokens were not computed."""
         for node in [node for node in self.nodes() if node.born == self._step]:
             if node.parent is not None and node.parent.born != self._step:
                 self._remove_branch(node)
 
     def root(self, key: Hashable = None) -> Node:
-        """Where all prefixes of one kind begin; `key` is all but the tokens that their numbers depend on."""
+        """Return the root for `key`, which identifies all that cached values depend on besides the tokens."""
         return self._roots.setdefault(key, Node(None, EMPTY, EMPTY))
 
     def descend(self, node: Node, token_ids: IntArray) -> tuple[Node, IntArray]:
-        """The deepest node below `node` on the way of `token_ids`, and the slots of the tokens passed."""
+        """Follow `token_ids` below `node`; return the deepest matching node and the slots of the matches."""
         passed: list[IntArray] = []
         while len(token_ids):
             child = node.children.get(int(token_ids[0]))
@@ -121,7 +121,7 @@ class RadixTree:
         return node, np.concatenate(passed) if passed else EMPTY
 
     def insert(self, node: Node, token_ids: IntArray, slots: IntArray) -> Node:
-        """Hang a run below `node`, where `descend` found no way on; the tree now owns its slots."""
+        """Add a run below `node`, where `descend` found no further match; the tree then owns its slots."""
         if not len(token_ids):
             return node
         first = int(token_ids[0])
@@ -133,14 +133,14 @@ class RadixTree:
         return child
 
     def lock(self, node: Node) -> None:
-        """Keep the path down to `node` from eviction, until `unlock`."""
+        """Protect the path down to `node` from eviction, until `unlock`."""
         for step in self.path_up(node):
             if step.num_locks == 0:
                 self.num_evictable -= len(step.slots)
             step.num_locks += 1
 
     def lock_further(self, node: Node, above: Node) -> None:
-        """`lock(node)` and `unlock(above)`, where `above` is on the way: only what is between is walked."""
+        """Move a lock from `above` down to its descendant `node`; walks only the nodes between them."""
         while node is not above:
             if node.num_locks == 0:
                 self.num_evictable -= len(node.slots)
@@ -159,7 +159,7 @@ class RadixTree:
                 self.num_evictable += len(step.slots)
 
     def evict(self, count: int) -> None:
-        """Free at least `count` slots where so many are evictable, least recently used leaves first."""
+        """Free at least `count` slots, or all evictable ones, least recently used leaves first."""
         leaves = [(node.last_used, id(node), node) for node in self.nodes() if _is_evictable(node)]
         heapq.heapify(leaves)
         while leaves and count > 0:
@@ -170,11 +170,11 @@ class RadixTree:
                 heapq.heappush(leaves, (parent.last_used, id(parent), parent))
 
     def clear(self) -> None:
-        """Forget every prefix that nobody locks."""
+        """Evict every unlocked prefix."""
         self.evict(self._pool.num_slots)
 
     def nodes(self) -> Iterator[Node]:
-        """Every node but the roots."""
+        """Iterate over all nodes except the roots."""
         stack = [child for root in self._roots.values() for child in root.children.values()]
         while stack:
             node = stack.pop()
@@ -183,7 +183,7 @@ class RadixTree:
 
     @staticmethod
     def path_up(node: Node) -> Iterator[Node]:
-        """The nodes from `node` up to, and without, its root."""
+        """Iterate from `node` up to its root, without the root."""
         step: Node | None = node
         while step is not None and step.parent is not None:
             yield step
@@ -195,7 +195,7 @@ class RadixTree:
         self._remove(node)
 
     def _split(self, node: Node, length: int) -> Node:
-        """Cut a node in two; the lower part stays the same object, for those who stand on it."""
+        """Split a node; the lower part stays the same object, because samples may reference it."""
         assert node.parent is not None
         upper = Node(node.parent, node.token_ids[:length], node.slots[:length], num_locks=node.num_locks)
         upper.last_used, upper.born = node.last_used, node.born

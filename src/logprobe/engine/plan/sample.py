@@ -1,8 +1,8 @@
-"""`Sample`: one sample of one request while it runs, and where it stands; `SampleRow`: one row to draw from.
+"""`Sample`: the state of one running sample of a request; `SampleRow`: one row of logits to draw from.
 
-Positions [0, num_computed) have a slot; positions [0, num_in_tree) have theirs in the radix tree, the
-rest of the slots (generated tokens) are the sample's own. Within a step, positions [num_tokens,
-num_computed) hold drafts. The scheduler alone changes a sample.
+Positions [0, num_computed) have a slot. The radix tree owns the slots of positions [0, num_in_tree); the
+sample owns the others (generated tokens). During a step, positions [num_tokens, num_computed) hold drafts.
+Only the engine's thread modifies a sample.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 
 def new_generator(request: Request, number: int, index: int, seed: int) -> np.random.Generator:
-    """What draws one sample of an engine's `number`-th request; `seed` is the engine's own.
+    """Make the random generator of one sample of an engine's `number`-th request; `seed` is the engine's.
 
-    Streams of different (seed, sample) never coincide, nor do those with and without a seed.
+    Different (seed, sample) pairs give independent streams, also between requests with and without a seed.
     """
     own = request.params.seed
     base = seed if own is None else own
@@ -40,7 +40,7 @@ def new_generator(request: Request, number: int, index: int, seed: int) -> np.ra
 
 
 class Sample:
-    """Tokens, slots and results of one sample; `max_len` bounds prompt and completion together."""
+    """Tokens, slots and state of one sample; `max_len` bounds prompt and completion together."""
 
     def __init__(
         self,
@@ -54,21 +54,21 @@ class Sample:
         admitted_s: float | None = None,
     ) -> None:
         self.request = request
-        self.lora = lora  # the weights that it runs on, `LoraWeights` or None
-        # The same where they change the output head, whose rows are computed apart.
+        self.lora = lora  # `LoraWeights` that it runs with, or None
+        # Set only if the LoRA changes the output head, whose rows are then computed separately.
         self.head_lora: Any = lora if lora is not None and lora.changes_head else None
-        self.weights_number = weights_number  # the load of the model's own that it runs on, from end to end
-        self.admitted_s = admitted_s  # by the monotonic clock; None once it has run
-        self.index = index  # which of its request's samples
+        self.weights_number = weights_number  # load number of the model weights it runs with
+        self.admitted_s = admitted_s  # monotonic clock, s; None once it has run
+        self.index = index  # among the samples of its request
         self._generator = generator or np.random.default_rng()
-        self._uniforms: deque[float] = deque()  # taken from it for the next tokens
-        self.caller, self.call = request.caller, request.call  # who calls, and the front door's call
-        self.wants_sample = request.params.max_tokens > 0  # tokens are to be generated
+        self._uniforms: deque[float] = deque()  # drawn in advance for the next tokens
+        self.caller, self.call = request.caller, request.call  # for fair sharing
+        self.wants_sample = request.params.max_tokens > 0  # generates tokens
         self.num_prompt = len(request.prompt_token_ids)
-        # Prompt positions whose logprobs are asked: all but the first, which nothing predicts.
+        # Prompt positions to score: all but the first, which has no prediction.
         asks_prompt = request.params.prompt_logprobs is not None and index == 0
         self.num_prompt_rows = self.num_prompt - 1 if asks_prompt else 0
-        # The last token generated is never run, so it needs no place in the context.
+        # The last generated token is never run, so it needs no position in the context.
         self.max_len = min(max_len + 1, self.num_prompt + request.params.max_tokens)
         capacity = max(self.max_len, self.num_prompt)
         self._token_ids: IntArray = np.empty(capacity, dtype=np.int32)
@@ -77,26 +77,26 @@ class Sample:
         self.num_tokens = self.num_prompt
         self.num_computed = 0
         self.num_in_tree = 0
-        self.num_own_slots = 0  # taken for it alone, and not found in the tree
-        self.num_cached = 0  # prompt tokens that the tree already had when this sample first came to them
-        self._num_reached = 0  # prompt tokens that it has come to, also before a preemption
-        # Prompt rows delivered; row r holds the numbers of position r + 1.
+        self.num_own_slots = 0  # slots allocated for it, not found in the tree
+        self.num_cached = 0  # prompt tokens found in the tree when the sample first reached them
+        self._num_reached = 0  # prompt tokens reached so far, also before a preemption
+        # Number of prompt rows delivered; row r holds the numbers of position r + 1.
         self.num_scored = request.first_scored - 1
         self.node: Node | None = None
-        self.is_long = False  # it runs under the model's long rotary frequencies, where those differ
-        self.paused_by: set[PausedBy] = set()  # while there is one, it keeps its place and takes no step
-        self.active: ActiveSample | None = None  # its logits processors, where it has any
-        # The sampler alone draws its tokens: no processor, no forced token, no whole row, nothing to explain,
-        # and every position reports the same.
+        self.is_long = False  # uses the model's long rotary frequencies
+        self.paused_by: set[PausedBy] = set()  # while not empty, it keeps its place but takes no step
+        self.active: ActiveSample | None = None  # its logits processors, if any
+        # Only the sampler draws its tokens: no processors, forced tokens, whole row, explanations or
+        # per-position ids.
         self.is_plain = not (
             request.forced_token_ids is not None
             or request.wants_row
             or request.params.explain
             or request.params.names_positions
         )
-        self.output_token_ids: list[int] = []  # generated; processors hold on to this list
-        self.drafts: Drafts | None = None  # what became of them; None: the engine drafts nothing
-        self.lookup: PromptLookup | None = None  # what drafts its next tokens; None: nothing does
+        self.output_token_ids: list[int] = []  # generated tokens; processors keep a reference to this list
+        self.drafts: Drafts | None = None  # draft counters; None: no speculative decoding
+        self.lookup: PromptLookup | None = None  # drafts its next tokens; None: not yet used
         self.end: Finish | None = None
         params = request.params
         is_included = params.include_stop_str_in_output
@@ -109,54 +109,54 @@ class Sample:
 
     @property
     def slots(self) -> IntArray:
-        """The slots of the computed positions, (num_computed,) int32."""
+        """Slots of the computed positions, (num_computed,) int32."""
         return self._slots[: self.num_computed]
 
     @property
     def can_draft(self) -> bool:
-        """Whether drafts of its tokens can be verified."""
+        """True if drafts of its tokens can be verified."""
         return self.drafts is not None and self.drafts.refusal is None
 
     def ids_between(self, start: int, end: int) -> IntArray:
-        """The tokens of positions [start, end), drafts included."""
+        """Return the tokens at positions [start, end), including drafts."""
         return self._token_ids[start:end]
 
     @property
     def draft_ids(self) -> list[int]:
-        """The drafts that this step verifies."""
+        """Drafts that this step verifies."""
         drafts: list[int] = self._token_ids[self.num_tokens : self.num_computed].tolist()
         return drafts
 
     @property
     def num_generated(self) -> int:
-        """Tokens generated so far."""
+        """Number of tokens generated so far."""
         return self.num_tokens - self.num_prompt
 
     @property
     def num_ready_rows(self) -> int:
-        """Prompt rows that can be scored now: computed, and not delivered."""
+        """Number of prompt rows that are computed but not yet scored."""
         return max(min(self.num_computed, self.num_prompt_rows) - self.num_scored, 0)
 
     @property
     def num_remaining(self) -> int:
-        """Tokens still to run through the model; a scored prompt's last token predicts nothing asked."""
+        """Number of tokens still to run; a prompt that is only scored does not run its last token."""
         if self.wants_sample:
             return self.num_tokens - self.num_computed
         return max(self.num_prompt_rows - self.num_computed, 0)
 
     @property
     def has_tail(self) -> bool:
-        """Whether some computed tokens are not in the tree."""
+        """True if some computed tokens are not in the tree."""
         return self.num_in_tree < self.num_computed
 
     @property
     def is_decoding(self) -> bool:
-        """Whether all that is left to run is the token generated last."""
+        """True if only the last generated token is left to run."""
         return self.num_remaining == 1 and self.num_computed >= self.num_prompt
 
     @property
     def has_prompt_work(self) -> bool:
-        """Whether tokens that were not generated last are left to run, or prompt rows to score."""
+        """True if prompt or recomputed tokens are left to run, or prompt rows to score."""
         is_scored = self.num_scored >= self.num_prompt_rows
         return not is_scored or (self.num_remaining > 0 and not self.is_decoding)
 
@@ -166,7 +166,7 @@ class Sample:
         return self._slots[self.num_in_tree : self.num_computed]
 
     def take_slots(self, slots: IntArray, *, in_tree: bool, is_own: bool = True) -> None:
-        """Add the slots of the next positions; others' where the tree knew them."""
+        """Add the slots of the next positions; `is_own` is False for slots found in the tree."""
         end = self.num_computed + len(slots)
         self._slots[self.num_computed : end] = slots
         if self._num_reached < self.num_prompt and end > self._num_reached:
@@ -179,24 +179,24 @@ class Sample:
             self.num_in_tree = end
 
     def drop_slots(self) -> None:
-        """Forget all slots (they were given back); the tokens and results stay."""
+        """Reset after all slots were released; tokens and results stay."""
         self.num_computed = self.num_in_tree = self.num_own_slots = 0
         self.node = None
 
     def take_drafts(self, token_ids: Sequence[int], slots: IntArray) -> None:
-        """Put drafts after the tokens, for one step."""
+        """Append drafts after the tokens, for one step."""
         self._token_ids[self.num_tokens : self.num_tokens + len(token_ids)] = token_ids
         self.take_slots(slots, in_tree=False)
 
     def give_back_drafts(self, end: int) -> IntArray:
-        """The slots of drafts up to position `end` that turned out wrong, or stand after the end."""
+        """Return the slots of drafts before position `end` that were rejected or follow the sample's end."""
         kept = min(self.num_computed, self.num_tokens)
         self.num_own_slots -= end - kept
         self.num_computed = kept
         return self._slots[kept:end]
 
     def append_token(self, token_id: int) -> None:
-        """Add a generated token; where a draft says otherwise, nothing after it is computed."""
+        """Add a generated token; if it differs from the draft there, discard all later drafts."""
         if self.num_tokens < self.num_computed and self._token_ids[self.num_tokens] != token_id:
             self.num_computed = self.num_tokens
         self._token_ids[self.num_tokens] = token_id
@@ -206,14 +206,14 @@ class Sample:
             self._uniforms.popleft()
 
     def forced_token_id(self, ahead: int = 0) -> int | None:
-        """The token that comes `ahead` places after the next whatever is drawn; None: the draw decides."""
+        """Return the forced token `ahead` positions after the next one; None: the drawn token counts."""
         forced = self.request.forced_token_ids
         return None if forced is None else int(forced[self.num_generated + ahead])
 
     def uniform(self, ahead: int = 0) -> float:
-        """The number that draws the token `ahead` places after the next, in [0, 1), however often asked.
+        """Return the uniform number in [0, 1) that draws the token `ahead` positions after the next one.
 
-        A greedy request draws none.
+        Repeated calls return the same number; 0 for a greedy request.
         """
         if self.request.params.is_greedy:
             return 0.0
@@ -222,7 +222,7 @@ class Sample:
         return self._uniforms[ahead]
 
     def finish(self, finish: Finish) -> None:
-        """Note why the sample ended; the first reason counts."""
+        """Set the finish reason; the first one counts."""
         if self.end is None:
             self.end = finish
 
@@ -232,36 +232,36 @@ class Sample:
 
     @property
     def is_paused(self) -> bool:
-        """Whether it takes no step for now: its reader lags, or its caller said so."""
+        """True while a slow reader or the caller pauses it."""
         return bool(self.paused_by)
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has ended, in whatever way."""
+        """True once it has ended for any reason."""
         return self.end is not None
 
 
 @dataclass(eq=False, slots=True)
 class SampleRow:
-    """A row of logits to draw from: for a sample's next token, or for one after `ahead` drafts."""
+    """A row of logits to draw from: for a sample's next token, or the one after `ahead` drafts."""
 
     sample: Sample
     ahead: int = 0
-    position: int = field(init=False)  # of the token
-    error: LogprobeError | None = None  # of its processors
-    effects: list[ProcessorEffect] | None = None  # of its processors; None: not asked
+    position: int = field(init=False)  # of the token to draw
+    error: LogprobeError | None = None  # from its processors
+    effects: list[ProcessorEffect] | None = None  # of its processors; None: not requested
 
     def __post_init__(self) -> None:
         self.position = self.sample.num_tokens + self.ahead
 
     @property
     def slot(self) -> int:
-        """Where the token stands after which this one comes."""
+        """Slot of the preceding token, whose hidden state gives the logits."""
         return int(self.sample.slots[self.position - 1])
 
     @property
     def is_right(self) -> bool:
-        """Whether the text has come to just this place, by way of the drafts before it."""
+        """True if all drafts before this row were accepted, so that its token counts."""
         sample = self.sample
         if sample.is_finished or sample.num_tokens != self.position:
             return False

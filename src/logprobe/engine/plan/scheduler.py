@@ -1,11 +1,11 @@
-"""The scheduler: which tokens run in the next step, in whose slots, and whose logits are wanted.
+"""The scheduler: plans each step's tokens, their slots, and the rows to score and draw.
 
-Every step mixes one token of each generating sample with chunks of prompts, oldest samples first,
-up to `max_batch_tokens`; `FairShares` says what each call may take while others wait. What a prompt
-shares with the radix tree is not run again; runs of prompt tokens enter the tree when they are
-*planned*, so that two prompts of one step share their prefix too (attention writes all keys of a
-step before it reads any). A full pool first loses what nobody uses, then a paused sample, then the one
-that `FairShares` names; it starts again later from its tokens. What is left of a step verifies drafts.
+A step mixes one token of each generating sample with chunks of prompts, oldest samples first, up to
+`max_batch_tokens`; `FairShares` limits each call while others wait. Prompt tokens found in the radix tree
+are not run again. Prompt tokens enter the tree when they are *planned*, so prompts of one step share their
+prefix too (attention stores all keys of a step before it reads any). If slots run out, unused prefixes are
+evicted first, then a paused sample is preempted, then the victim picked by `FairShares`; preempted samples
+are recomputed later. The rest of a step's budget verifies drafts.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Span:
 class StepPlan:
     """One step: tokens to run, prompt positions to report, rows to sample."""
 
-    tokens: list[Span] = field(default_factory=list)  # with the drafts, at most one span a sample
-    drafts: list[Span] = field(default_factory=list)  # what of these is not known to be right
+    tokens: list[Span] = field(default_factory=list)  # including drafts; at most one span per sample
+    drafts: list[Span] = field(default_factory=list)  # the parts of `tokens` that are drafts
     prompt_rows: list[Span] = field(default_factory=list)
-    sample_rows: list[SampleRow] = field(default_factory=list)  # a sample's one after another, in order
-    touched: set[Sample] = field(default_factory=set)  # whose state rests on this step's success
+    sample_rows: list[SampleRow] = field(default_factory=list)  # grouped by sample, in order
+    touched: set[Sample] = field(default_factory=set)  # samples that a failed step must end
 
     def batch(self) -> StepBatch:
-        """The step as arrays, which is all that a forward pass knows of it."""
+        """Return the step as arrays for the forward pass."""
         spans = self.tokens
         lengths = [len(span) for span in spans]
         return StepBatch(
@@ -83,7 +83,7 @@ def _joined(parts: list[IntArray]) -> IntArray:
 
 
 class Scheduler:
-    """Owns the waiting and the running samples, and every slot."""
+    """Owns the waiting and running samples and allocates all slots."""
 
     def __init__(
         self,
@@ -96,19 +96,19 @@ class Scheduler:
         waits: Durations | None = None,
         on_free: Callable[[IntArray], None] | None = None,
     ) -> None:
-        """`on_free` takes the slots that are given back, before anything else is put there.
+        """`on_free` is called with freed slots before they are allocated again.
 
-        With `gathers_calls`, the prompts of one call that run together are drawn from in one step. `waits`
-        counts how long each sample waited for its first.
+        With `gathers_calls`, first tokens of the prompts of one call that run together are drawn in one step.
+        `waits` records how long each sample waited for its first step.
         """
         self.pool = SlotPool(num_slots, on_free)
         self.tree = RadixTree(self.pool)
         self.max_batch_tokens = max_batch_tokens
-        # Each running sample can take one token a step, so that none waits for ever.
+        # Every running sample can run one token per step, so none starves.
         self.max_running = min(max_batch_rows, max_batch_tokens)
         self.shares = FairShares(self.max_running, num_slots)
         self._gathers_calls, self._has_split = gathers_calls, False
-        self._rope_boundary = rope_boundary  # texts longer than this run under other rotary frequencies
+        self._rope_boundary = rope_boundary  # longer texts use the long rotary frequencies
         self.waiting: deque[Sample] = deque()
         self.running: list[Sample] = []  # oldest first
         self.num_preempted = 0
@@ -118,28 +118,28 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any sample can go on: one that is paused waits for its reader."""
+        """True if any sample is not paused."""
         return any(not sample.is_paused for sample in self.samples())
 
     @property
     def num_available(self) -> int:
-        """Slots that are free or can be made so."""
+        """Number of slots that are free or evictable."""
         return self.pool.num_free + self.tree.num_evictable
 
     def add(self, sample: Sample) -> None:
-        """Queue a sample."""
+        """Enqueue a sample."""
         self.shares.add(sample)
         self.waiting.append(sample)
 
     def schedule(self) -> StepPlan:
-        """Plan one step and hand out its slots."""
+        """Plan one step and allocate its slots."""
         self.tree.begin_step()
         plan = StepPlan()
         if self._rope_boundary is not None:
             self._restart_outgrown()
         if self.waiting:
             self._admit()
-        # Those that were paused and go on again may be more than a step takes; the oldest come first.
+        # Resumed samples may exceed the limit of a step; the oldest come first.
         active = [sample for sample in self.running if not sample.is_paused][: self.max_running]
         share = StepShare(active, self.max_batch_tokens, is_shared=self.shares.is_shared)
         active = share.in_turn(active)
@@ -149,7 +149,7 @@ class Scheduler:
             self.max_batch_tokens - num_decoding, prompts, lambda sample: sample.num_remaining
         )
         for sample in active:
-            if sample.node is None:  # an older one preempted it
+            if sample.node is None:  # preempted by an older one
                 continue
             if not prompts or sample.is_decoding:
                 self._plan_tokens(sample, plan, 1)
@@ -162,7 +162,7 @@ class Scheduler:
         drawn = [sample for sample in active if self._is_drawn(sample)]
         if self._gathers_calls:
             late = [one for one in active if _is_first(one) and one.node and not self._is_drawn(one)]
-            # One that took nothing of what a step has left gets no slots before others end.
+            # Those that could not use the remaining budget get no slots before others end.
             going = {
                 one.call
                 for one in late
@@ -181,7 +181,7 @@ class Scheduler:
         return plan
 
     def settle(self, plan: StepPlan) -> None:
-        """Take back the slots of drafts that were wrong, or came after the end of a text."""
+        """Free the slots of rejected drafts and of drafts after the end of a text."""
         for span in plan.drafts:
             wrong = span.sample.give_back_drafts(span.end)
             self.pool.free(wrong)
@@ -193,7 +193,7 @@ class Scheduler:
             self.num_accepted += len(span) - len(wrong)
 
     def release(self, sample: Sample, *, keep: bool = True) -> None:
-        """End a sample: its computed tokens stay known to the tree (if `keep`), its slots are let go."""
+        """Remove a running sample; keep its computed tokens in the tree if `keep`, and release its slots."""
         self.shares.end(sample)
         self._stop(sample, keep=keep)
 
@@ -202,7 +202,7 @@ class Scheduler:
         self._let_go(sample, keep=keep)
 
     def remove(self, sample: Sample) -> None:
-        """End a sample wherever it stands."""
+        """Remove a running or waiting sample."""
         if sample in self.running:
             self.release(sample)
         else:
@@ -210,7 +210,7 @@ class Scheduler:
             self.waiting.remove(sample)
 
     def roll_back(self, plan: StepPlan) -> list[Sample]:
-        """Undo a step that failed: end every sample that rests on it and forget what it planned."""
+        """Undo a failed step: remove and return every sample that depends on it, and drop its tree nodes."""
         self.settle(plan)
         failed = [sample for sample in self.running if sample in plan.touched]
         for sample in failed:
@@ -219,7 +219,7 @@ class Scheduler:
         return failed
 
     def check_integrity(self) -> None:
-        """Assert that every slot has exactly one owner and that every lock is accounted for."""
+        """Assert that every slot has exactly one owner and that lock counts are right."""
         nodes = list(self.tree.nodes())
         tails = [sample.tail_slots for sample in self.running]
         owned = np.concatenate([self.pool.free_slots(), *(node.slots for node in nodes), *tails])
@@ -241,7 +241,7 @@ class Scheduler:
         return self._rope_boundary is not None and sample.num_tokens > self._rope_boundary
 
     def _restart_outgrown(self) -> None:
-        """Send back what has outgrown its rotary frequencies: all its keys and rows change with them."""
+        """Requeue samples that crossed the rotary boundary: all their keys and rows change."""
         for sample in reversed(self.running[:]):
             if sample.is_long != self._is_long(sample):
                 self._stop(sample)
@@ -261,13 +261,13 @@ class Scheduler:
             num_active += 1
 
     def _start(self, sample: Sample) -> bool:
-        """Let a sample run on what the tree knows of it; False where there are no slots for the rest."""
+        """Start a sample from its cached prefix; return False if there are too few slots for the rest."""
         sample.is_long = self._is_long(sample)
         root = self.tree.root((None if sample.lora is None else sample.lora.number, sample.is_long))
         todo = sample.token_ids[: sample.num_remaining]
         node, known = self.tree.descend(root, todo)
         self.tree.lock(node)
-        # Only a sample whose whole present need fits is let in; the first in line is never passed by.
+        # Start a sample only if all its present tokens fit; the first in line is never overtaken.
         need = len(todo) - len(known) + 1
         while self.num_available < need and (giver := self._giver_of_slots(sample, need)):
             self._preempt(giver)
@@ -281,7 +281,7 @@ class Scheduler:
         self.running.append(sample)
         if sample.admitted_s is not None:
             self._waits.add(time.monotonic() - sample.admitted_s)
-            sample.admitted_s = None  # put back, it has run before
+            sample.admitted_s = None  # a preempted sample is not counted again
         return True
 
     def _giver_of_slots(self, sample: Sample, need: int) -> Sample | None:
@@ -307,7 +307,7 @@ class Scheduler:
         return count
 
     def _walk_on(self, sample: Sample, plan: StepPlan) -> None:
-        """Take what the tree has learnt since (from samples planned before this one, too)."""
+        """Use what has entered the tree since, also from samples planned earlier in this step."""
         assert sample.node is not None
         start = sample.num_computed
         node, known = self.tree.descend(sample.node, sample.token_ids[start : start + sample.num_remaining])
@@ -323,7 +323,7 @@ class Scheduler:
         sample.node = node
 
     def _make_room(self, count: int, sample: Sample, plan: StepPlan) -> int:
-        """Free up to `count` slots for a sample; the number that it may take."""
+        """Free up to `count` slots for a sample; return the number of free slots."""
         while self.num_available < count:
             giver = self._youngest_paused() or self.shares.gives_room(self.running, plan.touched)
             if giver is sample or giver in plan.touched:
@@ -334,7 +334,7 @@ class Scheduler:
 
     def _evict_for(self, count: int) -> None:
         if self.pool.num_free < count:
-            # A little more than asked, so that a full pool is not searched at every step.
+            # Evict a little more than needed, so that a full pool is not searched at every step.
             self.tree.evict(max(count - self.pool.num_free, self.pool.num_slots // 64))
 
     def _preempt(self, sample: Sample) -> None:
@@ -360,7 +360,7 @@ class Scheduler:
         return next((sample for sample in reversed(self.running) if sample.is_paused), None)
 
     def _plan_prompt_rows(self, scored: Sequence[Sample], plan: StepPlan, share: StepShare) -> None:
-        """Plan prompt rows of samples that have some left to be scored."""
+        """Plan prompt rows of samples with unscored rows."""
         budget = share.split(self.max_batch_tokens, scored, lambda sample: sample.num_ready_rows)
         for sample in scored:
             if sample.node is None:  # preempted
@@ -375,12 +375,12 @@ class Scheduler:
 
     @staticmethod
     def _is_drawn(sample: Sample) -> bool:
-        """Whether a sample has come so far that its next token is drawn; not, where it was preempted."""
+        """Return True if the sample's next token can be drawn; False for a preempted one."""
         is_scored = sample.num_scored >= sample.num_prompt_rows
         return sample.node is not None and sample.wants_sample and is_scored and not sample.num_remaining
 
     def _gathered(self, drawn: list[Sample], late: list[Sample], going: set[str]) -> list[Sample]:
-        """Leave first tokens for the step in which all prompts of their call have come so far."""
+        """Postpone first tokens until all prompts of their call are ready to draw."""
         gathered = [one for one in drawn if not (one.call and one.call in going and _is_first(one))]
         if not self._has_split:
             left = {one.call for one in chain(late, self.waiting) if one.call and _is_first(one)}
@@ -393,7 +393,7 @@ class Scheduler:
         return gathered
 
     def _plan_drafts(self, plan: StepPlan, drawn: Sequence[Sample]) -> None:
-        """Add drafts to the spans of generated tokens, within the limits of a step and of the pool."""
+        """Add drafts to the spans of generated tokens, within the limits of the step and the pool."""
         drafting = {sample for sample in drawn if sample.can_draft}
         if not drafting:
             return
@@ -403,7 +403,7 @@ class Scheduler:
             self.num_available,
         )
         for index, span in enumerate(plan.tokens):
-            # The end of a prompt may be attended in another way than single tokens, and get other bits.
+            # A prompt's end may use another attention path than single tokens and differ in the last bits.
             if span.sample not in drafting or len(span) > 1:
                 continue
             drafts = self._draft(span.sample, room, len(drawn))
@@ -421,12 +421,12 @@ class Scheduler:
         else:
             num_known = len(sample.lookup) - sample.num_prompt
             sample.lookup.observe(sample.output_token_ids[num_known:])
-        # The last token is never run; a text that is not long must not become so by its drafts.
+        # The last token is never run; drafts must not carry a short text across the rotary boundary.
         most = min(room, sample.max_len - sample.num_tokens - 1)
         if self._rope_boundary is not None and not sample.is_long:
             most = min(most, self._rope_boundary - sample.num_tokens)
         return sample.lookup.draft(most, least_chance(num_rows))
 
     def samples(self) -> Iterator[Sample]:
-        """Every sample that has not ended."""
+        """Iterate over all unfinished samples."""
         return chain(self.running, self.waiting)

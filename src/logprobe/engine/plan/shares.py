@@ -1,14 +1,13 @@
-"""What each caller and each call may take of the engine while others wait: of a step, its places, its slots.
+"""Fair sharing of an engine between callers and their calls: step tokens, running places, and slots.
 
-A call is what one front door asks at once: an HTTP request, say, with all its prompts and samples. While
-there is one alone it takes all there is, and calls that fit into a step are served as they came. One that
-asks for more than a step's tokens leaves most of each step to the others; one that holds more than its share
-of the places or of the slots gives up its youngest sample for a call that holds less than its own share. A
-call takes by force only up to its share and loses only what is beyond it, so two never take in turn.
+A call is one unit of work, such as an HTTP request with all its prompts and samples. A single call may use
+the whole engine, and calls that fit into one step are served in order of arrival. A call with more than a
+step's tokens leaves most of each step to others. A call with more than its share of places or slots loses its
+youngest sample to a call with less than its share. Preemption takes a call only up to its share, and
+only from the excess of another, so two calls never preempt each other in turn.
 
-Callers are who calls: a server tells its clients apart, whatever each of them calls. Places and slots are
-shared between callers first, then what a caller has between its calls; in a step, the prompts of a caller
-that has less to run come first.
+A caller is a client of the server. Places and slots are shared between callers first, then between each
+caller's calls; in a step, the prompts of the caller with the least work come first.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ if TYPE_CHECKING:
     from logprobe.engine.plan.sample import Sample
 
 LARGE_PART: Final = 16
-"""Of a step's tokens, and of its prompt rows, large calls have one in this many beside others."""
+"""Large calls get one in this many of a step's tokens and prompt rows while others run."""
 PLACES_PART: Final = 8
-"""A caller, or a call, that holds no more of the places than one in this many is let be."""
+"""A caller or call with at most one in this many of the places is never preempted for its places."""
 
 
 class StepShare:
-    """How one step's tokens, and its prompt rows, are shared between large calls and the others."""
+    """Divides the tokens and prompt rows of one step between large calls and the others."""
 
     def __init__(self, active: Sequence[Sample], max_batch_tokens: int, *, is_shared: bool) -> None:
         self._large: set[str] = set()
@@ -48,11 +47,11 @@ class StepShare:
             self._most = max(max_batch_tokens // LARGE_PART, 1)
 
     def is_large(self, sample: Sample) -> bool:
-        """Whether it belongs to a call that asks for more than a step."""
+        """Return True if the sample's call has more work than one step holds."""
         return sample.call in self._large
 
     def in_turn(self, active: list[Sample]) -> list[Sample]:
-        """The samples in the order in which they take of the step: callers with less to run come first."""
+        """Return the samples in scheduling order: callers with less work first."""
         if len(self._caller_work) < 2:
             return active
         return sorted(active, key=lambda sample: self._caller_work[sample.caller])
@@ -60,7 +59,7 @@ class StepShare:
     def split(
         self, budget: int, samples: Iterable[Sample], wanted: Callable[[Sample], int]
     ) -> dict[bool, int]:
-        """A budget as (small, large): what large calls want, as far as they may have it, and the rest."""
+        """Split a budget into {is_large: tokens}: large calls get what they want up to their limit."""
         large = 0
         if self._large:
             num_wanted = sum(wanted(sample) for sample in samples if self.is_large(sample))
@@ -69,41 +68,41 @@ class StepShare:
 
 
 class _Level(NamedTuple):
-    """Callers, or the calls of one caller, and what each may have while others wait."""
+    """Callers, or the calls of one caller, and the share of each."""
 
     name: Callable[[Sample], str]
-    num_samples: Mapping[str, int]  # by name, of those that have not ended
+    num_samples: Mapping[str, int]  # unfinished samples by name
     num_places: int
     num_slots: int
 
 
 class FairShares:
-    """Counts callers and calls, and finds who gives way."""
+    """Counts callers and calls, orders waiting samples, and picks preemption victims."""
 
     def __init__(self, max_running: int, num_slots: int) -> None:
         self._max_running = max_running
         self._num_slots = num_slots
-        # Samples that have not ended.
+        # Numbers of unfinished samples.
         self._by_caller: Counter[str] = Counter()
-        self._by_call: defaultdict[str, Counter[str]] = defaultdict(Counter)  # of each caller
+        self._by_call: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by caller, then by call
 
     @property
     def num_calls(self) -> int:
-        """Calls that have not ended."""
+        """Number of unfinished calls."""
         return sum(map(len, self._by_call.values()))
 
     @property
     def is_shared(self) -> bool:
-        """Whether more than one call is here."""
+        """True if more than one call is active."""
         return self.num_calls > 1
 
     def add(self, sample: Sample) -> None:
-        """Count a sample that has come."""
+        """Count a new sample."""
         self._by_caller[sample.caller] += 1
         self._by_call[sample.caller][sample.call] += 1
 
     def end(self, sample: Sample) -> None:
-        """Count one that has ended."""
+        """Uncount a finished sample."""
         for counts, name in (
             (self._by_caller, sample.caller),
             (self._by_call[sample.caller], sample.call),
@@ -125,7 +124,7 @@ class FairShares:
         return _Level(attrgetter("call"), calls, places, whole.num_slots // len(calls))
 
     def next_in_line(self, waiting: Iterable[Sample], running: Sequence[Sample]) -> Sample | None:
-        """The first that waits; where its caller, or call, holds its share already, the first of another."""
+        """Return the next waiting sample to start; skips callers and calls that already have their share."""
         first = next((sample for sample in waiting if not sample.is_paused), None)
         if first is None or not self.is_shared:
             return first
@@ -137,7 +136,7 @@ class FairShares:
         is_alone = len(self._by_caller) == 1
         if is_alone or len(active) < self._max_running or self.gives_place(active, first):
             return first
-        # Its caller has its share, but the calls of another caller may not share alike what that one has.
+        # This caller has its share, but a call of another caller may still be below its own.
         seen = {first.caller}
         for sample in waiting:
             if sample.is_paused or sample.caller in seen:
@@ -149,13 +148,13 @@ class FairShares:
         return first
 
     def _next_of(self, first: Sample, waiting: Iterable[Sample], active: Iterable[Sample]) -> Sample:
-        """`first`; where its call holds its share of what their caller has, the first of another one."""
+        """Return `first`, or the first sample of another call of its caller if its call has its share."""
         line = (sample for sample in waiting if not sample.is_paused and sample.caller == first.caller)
         own = [sample for sample in active if sample.caller == first.caller]
         return _in_turn(first, line, own, self._calls(first.caller))
 
     def gives_place(self, running: Sequence[Sample], sample: Sample) -> Sample | None:
-        """The sample that gives its place to one that waits; None where none has to."""
+        """Pick a preemption victim whose place the waiting `sample` takes; None: no preemption."""
         if not self.is_shared:
             return None
         callers, calls = self._callers(), self._calls(sample.caller)
@@ -163,7 +162,7 @@ class FairShares:
         return _giver(active, sample, 1, ((callers, callers.num_places), (calls, calls.num_places)), _one)
 
     def gives_slots(self, running: Sequence[Sample], sample: Sample, need: int) -> Sample | None:
-        """The sample that gives its slots to one that waits and needs so many; None where none has to."""
+        """Pick a preemption victim for a waiting `sample` that needs `need` slots; None: no preemption."""
         if not self.is_shared:
             return None
         callers, calls = self._callers(), self._calls(sample.caller)
@@ -171,7 +170,7 @@ class FairShares:
         return _giver(running, sample, need, shares, attrgetter("num_own_slots"))
 
     def gives_room(self, running: Sequence[Sample], touched: Collection[Sample]) -> Sample:
-        """The sample to preempt where a running one needs a slot: the youngest, of the call that has most."""
+        """Pick a preemption victim for a running sample: the youngest of the call with the most slots."""
         if not self.is_shared:
             return running[-1]
         size, holders = attrgetter("num_own_slots"), running
@@ -189,12 +188,12 @@ class FairShares:
 
 
 def _places(total: int, parties: int) -> int:
-    """A share of places: few samples more are let be, for the sake of their order."""
+    """Return a fair share of the places, but at least `total // PLACES_PART`, to keep order of arrival."""
     return max(total // min(parties, PLACES_PART), 1)
 
 
 def _in_turn(first: Sample, line: Iterable[Sample], active: Sequence[Sample], level: _Level) -> Sample:
-    """`first`; where its party holds its share, and another does not, the first of one that does not."""
+    """Return `first`, or the first sample of a party below its share if `first`'s party has its own."""
     held = Counter(map(level.name, active))
     waits = any(held[name] < min(level.num_places, count) for name, count in level.num_samples.items())
     if held[level.name(first)] < level.num_places or not waits:
@@ -209,7 +208,7 @@ def _giver(
     shares: Iterable[tuple[_Level, int]],
     size: Callable[[Sample], int],
 ) -> Sample | None:
-    """The youngest of what holds over a share, where `sample` would hold one at most; None: nobody."""
+    """Pick the youngest sample of a party above its share if `sample`'s party stays within its own."""
     for level, share in shares:
         own = sum(size(holder) for holder in holders if level.name(holder) == level.name(sample))
         most, largest = _largest(holders, level.name, size)
@@ -223,7 +222,7 @@ def _giver(
 def _largest(
     holders: Sequence[Sample], name: Callable[[Sample], str], size: Callable[[Sample], int]
 ) -> tuple[int, list[Sample]]:
-    """What the party that holds most has, and its samples; the oldest of equals."""
+    """Return the size and samples of the party that holds most; the oldest on a tie."""
     held: Counter[str] = Counter()
     for holder in holders:
         held[name(holder)] += size(holder)

@@ -1,1 +1,1 @@
-"""An engine in processes of its own: what stands on either side of the wall, and what crosses it."""
+"""The native engine in separate processes: parent side, child side, and the messages between them."""

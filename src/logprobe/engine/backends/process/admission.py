@@ -1,6 +1,6 @@
-"""What it takes to say yes to a request for another process: its engine's limits, and processors' arguments.
+"""Validates requests on behalf of an engine process: its limits, and the processors' arguments.
 
-The engine processes take what was admitted as it is.
+Engine processes do not validate admitted requests again.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 
 class Admission:
-    """Says yes to requests as an engine of this process would; any thread may ask."""
+    """Validates requests as an engine in this process would; thread-safe."""
 
     def __init__(self, config: EngineConfig, capabilities: Capabilities, model: ModelFacts) -> None:
         self._capabilities = capabilities
         self._stages = Stages.build(config, model)
         self._codec: Codec[Any] = Codec(Submit)
-        self._crossing: SamplingParams | None = None  # were read; most requests of a call have the same
+        self._crossing: SamplingParams | None = None  # last params that decoded, often shared
 
     def admit(self, request: Request) -> Admitted:
-        """Say yes to a request, once and for all.
+        """Validate a request.
 
         Raises:
-            ParameterError: it can never be served.
+            ParameterError: the request can never be served.
         """
         limits = self._capabilities
         check_request(request, max_len=limits.max_model_len, vocab_size=limits.vocab_size)
@@ -45,7 +45,7 @@ class Admission:
         return admitted
 
     def _check_crosses(self, admitted: Admitted) -> None:
-        """Read a request as an engine process will: what cannot be read there is refused here."""
+        """Decode a request as an engine process will; reject it here if that fails."""
         params = admitted.request.params
         try:
             data = self._codec.encode(Submit((admitted,)))
@@ -60,7 +60,7 @@ class Admission:
 
 
 def _at_fault(params: SamplingParams) -> str | None:
-    """The first field that cannot cross by itself."""
+    """Return the first field that cannot be serialized and decoded."""
     kinds = get_type_hints(SamplingParams)
     for field in fields(params):
         codec: Codec[Any] = Codec(kinds[field.name])
@@ -72,10 +72,10 @@ def _at_fault(params: SamplingParams) -> str | None:
 
 
 def processor_names(processors: tuple[str | type, ...] | list[str | type]) -> tuple[str, ...]:
-    """Processors as another process finds them.
+    """Return processors as names that another process can import.
 
     Raises:
-        ParameterError: one that cannot be found there, or whose results could not be read here.
+        ParameterError: a processor cannot be imported there, or its results would not be accessible here.
     """
     from logprobe.processors.builtin.capture import CaptureLogitsProcessor, GlobalLogprobsCapture
 

@@ -1,7 +1,7 @@
-"""An engine process: takes orders from its front, runs the engine, and reports.
+"""Main program of an engine process: receives commands from its parent, runs the engine, and reports.
 
-`Replica` starts it with the folder of the sockets, its end of the lifeline, and the file of shared rows. It
-ends by order, or as soon as its front is gone; a terminal's signals are for the front to answer.
+`Replica` starts it with the socket folder, its end of the lifeline, and the file for shared rows. It exits on
+`Stop` or when its parent is gone, and ignores terminal signals, which the parent handles.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ logger = logging.getLogger("logprobe")
 
 
 def main() -> None:
-    """Run until the front says stop, or is gone."""
+    """Run until the parent sends `Stop` or is gone."""
     folder, lifeline, rows = Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3])
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    # Before anything heavy is imported: a front that dies meanwhile leaves nothing behind.
+    # Before heavy imports, so that this process also exits if the parent dies during them.
     passing = {folder}
     threading.Thread(target=_end_with_front, args=(passing, lifeline, os.getppid()), daemon=True).start()
     import zmq
@@ -54,7 +54,7 @@ def main() -> None:
     codec: Codec[Order] = Codec(Order, writer=PageWriter(rows))
     channel = Channel.connect(zmq.Context(), folder, codec, lifeline)
     Child(channel, passing).run()
-    os._exit(0)  # what C++ code still does when the interpreter ends is of no use
+    os._exit(0)  # skip the teardown of C++ libraries
 
 
 def _end_with_front(passing: set[Path], lifeline: socket.socket, front: int) -> None:
@@ -79,10 +79,10 @@ class Child:
     def __init__(self, channel: Channel[Order], passing: set[Path]) -> None:
         self._channel = channel
         self._passing = passing
-        self._pulsing = threading.Lock()  # from the figures of a pulse until it is sent
+        self._pulsing = threading.Lock()  # held from reading the figures of a heartbeat until it is sent
 
     def run(self) -> None:
-        """Start the engine, and serve until the order to stop."""
+        """Start the engine and serve until `Stop`."""
         from logprobe.engine.backends.process.orders import Ready, Start, Stop, Stopped
 
         start = self._channel.receive()
@@ -200,12 +200,12 @@ class Child:
 
         try:
             answer = Answer(order.number, self._ask(order))
-        except BaseException as error:  # noqa: BLE001 - whoever waits for the answer must hear of it
+        except BaseException as error:  # noqa: BLE001 - the error is reported in the answer
             answer = Answer(order.number, error=_as_ours(error, "cannot load weights"))
         self._channel.send([answer])
 
     def _take_weights(self, order: TakeWeights) -> None:
-        """Have weights take over behind the requests that came before them, and no others."""
+        """Queue the switch to prepared weights, after all requests that came before the command."""
         from logprobe.engine.backends.process.orders import Answer
         from logprobe.errors import EngineError
 
@@ -227,7 +227,7 @@ class Child:
 
         if not (events := list(batch)):
             return
-        # Whoever reads the end of a request reads figures that count it.
+        # A reader that sees the end of a request must also see statistics that count it.
         has_ends = any(isinstance(event, Delta) and event.finish is not None for event in events)
         try:
             if has_ends:

@@ -1,6 +1,6 @@
-"""`ProcessEngine`: the native engine in one process of its own, or in several of which each has its requests.
+"""`ProcessEngine`: the native engine in one or several other processes, each with its own requests.
 
-Each is a replica behind a channel; admission is on this side, once for all of them.
+Each process is a replica behind a channel; requests are validated here, once for all of them.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class ProcessEngine:
     """Implements `Core` on engine processes.
 
     Raises:
-        ModelError: the model cannot be had or used.
-        EngineError: a process ended before it took requests.
+        ModelError: the model cannot be loaded.
+        EngineError: a process exited before it was ready.
     """
 
     _publish: Callable[[Iterable[Event]], None]
@@ -69,15 +69,15 @@ class ProcessEngine:
         settings = {field.name: getattr(config, field.name) for field in fields(config)}
         settings |= {"logits_processors": processor_names(config.logits_processors)}
         self._settings = settings | {"process": False}
-        # What a process that starts must load: LoRA weights, and what answers in place of the model's own.
-        self._loras: dict[int, tuple[LoadLora, TemporaryDirectory[str]]] = {}  # from copies of their folders
-        self._left: list[TemporaryDirectory[str]] = []  # such copies that are of no use any more
+        # What a restarted process must load: LoRA weights, and replaced model weights.
+        self._loras: dict[int, tuple[LoadLora, TemporaryDirectory[str]]] = {}  # with copies of their folders
+        self._left: list[TemporaryDirectory[str]] = []  # copies that are no longer needed
         self._weights: LoadWeights | None = None
-        self._weights_files: FileStats | None = None  # of those, where they were read from a caller's folder
-        self._weight_version: str | None = None  # of the checkpoint, once a process has loaded it
-        self._accepting = threading.Lock()  # guards the first setting of it
-        self._passing = ExitStack()  # has the folder of those, where they came without one
-        # Weights that are loaded and not yet in use, their files, and what holds their folder.
+        self._weights_files: FileStats | None = None  # if read from a caller's folder
+        self._weight_version: str | None = None  # of the checkpoint; set once by the first start
+        self._accepting = threading.Lock()  # guards the first assignment of `_weight_version`
+        self._passing = ExitStack()  # owns the temporary folder of `_weights`, if any
+        # Weights that are loaded but not yet in use, their file stats, and the owner of their folder.
         self._ready: tuple[LoadWeights, FileStats | None, ExitStack] | None = None
         self._creator = Creator()
         self._is_routing = threading.Lock()
@@ -95,12 +95,12 @@ class ProcessEngine:
         except BaseException:
             self._close_replicas()
             raise
-        # Requests are admitted by the smallest pool, and a process that starts later has no smaller one.
+        # Requests are admitted for the smallest KV cache; restarted processes use the same size.
         self._settings["kv_bytes"] = ready.kv_bytes
         self._open(config, text, ready)
 
     def _open(self, config: EngineConfig, text: TextEdge, ready: Ready) -> None:
-        """All that waits for a process to tell of its engine."""
+        """Set what depends on the properties that a process reports."""
         own = ready.capabilities
         self._capabilities = replace(own, num_processes=config.data_parallel)
         facts = ModelFacts(
@@ -108,23 +108,23 @@ class ProcessEngine:
             eos_token_ids=frozenset(ready.eos_token_ids),
             text=text,
         )
-        resolved = replace(config, device=own.device, dtype=own.dtype)  # what processors are told
+        resolved = replace(config, device=own.device, dtype=own.dtype)  # the values that processors see
         self._admission = Admission(resolved, own, facts)
 
     def start(self, publish: Callable[[Iterable[Event]], None], end: Callable[[LogprobeError], None]) -> None:
-        """Hand what comes of requests to `publish`, and why nothing more will to `end`."""
+        """Publish events of requests with `publish`; `end` gets the reason for the stop."""
         self._publish, self._end = publish, end
 
     def admit(self, request: Request) -> Admitted:
-        """Say yes to a request.
+        """Validate a request.
 
         Raises:
-            ParameterError: it can never be served.
+            ParameterError: the request can never be served.
         """
         return self._admission.admit(request)
 
     def send(self, command: Command) -> None:
-        """Have the processes that it is for do this before their next step."""
+        """Send a command to the processes concerned."""
         match command:
             case Submit(requests):
                 self._submit(requests)
@@ -133,7 +133,7 @@ class ProcessEngine:
                     self._router.forget()
                 self._send_all(command)
             case DropLora(number):
-                _, copy = self._loras.pop(number)  # a process that starts from here on lacks them
+                _, copy = self._loras.pop(number)  # a process that starts from now on does not load it
                 self._send_all(command)
                 self._remove(copy)
             case DropWeights():
@@ -153,22 +153,22 @@ class ProcessEngine:
                 chosen = self._router.choose(admitted, queued, ranks)
                 queued[chosen] += Backlog(admitted).num_tokens
                 portions[chosen].append(admitted)
-            # All of a call come before other weights in each process, or behind them in each.
+            # Under the lock, so that weight replacement has the same order to the call in every process.
             for replica, portion in zip(self._replicas, portions, strict=True):
                 if portion:
                     replica.submit(portion)
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests run or wait."""
+        """True while requests run or wait."""
         return any(replica.num_queued_tokens for replica in self._replicas)
 
     def ask(self, command: Asked) -> Layout | None:
-        """Have every process do something, or none.
+        """Execute a command in every process, or in none.
 
         Raises:
-            ModelError: weights that cannot be read, or do not fit the model.
-            EngineError: a process ended before its answer, or weights cannot be copied for the processes.
+            ModelError: the weights cannot be read, or do not fit the model.
+            EngineError: a process exited before its answer, or the weights cannot be copied.
             EngineClosedError: the engine was closed before the answer.
         """
         match command:
@@ -181,7 +181,7 @@ class ProcessEngine:
         return None
 
     def _load_lora(self, command: LoadLora) -> None:
-        """Load what lies there now; a process that starts later loads a copy of it."""
+        """Load the present files of a folder; processes that start later load a copy of them."""
         check_files(command.name, Path(command.path))
         with copying():
             copy = TemporaryDirectory(prefix="logprobe-lora-")
@@ -190,7 +190,7 @@ class ProcessEngine:
                 for file in (CONFIG, WEIGHTS):
                     shutil.copyfile(Path(command.path) / file, Path(copy.name) / file)
             order = LoadLora(command.number, command.name, copy.name, is_passing=True)
-            self._loras[command.number] = order, copy  # a process that starts meanwhile has them, too
+            self._loras[command.number] = order, copy  # also for a process that starts meanwhile
             self._ask_all(order, DropLora(command.number))
         except BaseException:
             self._loras.pop(command.number, None)
@@ -198,7 +198,7 @@ class ProcessEngine:
             raise
 
     def _remove(self, copy: TemporaryDirectory[str]) -> None:
-        """Remove a folder of LoRA weights; at the end, where a process starts that was told of it."""
+        """Remove a LoRA copy, or defer it to `close` while a process that may need it is starting."""
         if all(replica.is_up for replica in self._replicas):
             copy.cleanup()
         else:
@@ -224,7 +224,7 @@ class ProcessEngine:
 
     def _take_weights(self, command: TakeWeights) -> None:
         assert self._ready is not None, "they were loaded"
-        # A process that starts from here on has them.
+        # Processes that start from now on load them.
         (self._weights, self._weights_files, own), self._ready = self._ready, None
         with own:
             with self._is_routing:
@@ -237,7 +237,7 @@ class ProcessEngine:
             self._passing = own.pop_all()
 
     def _ask_all(self, order: Asked, undo: Order) -> list[Answer]:
-        """Have every process do something; where one cannot, the others undo it."""
+        """Execute a command in every process; if one fails, send `undo` to all and raise its error."""
         answers = [answer.result() for answer in [replica.ask(order) for replica in self._replicas]]
         for error in (answer.error for answer in answers if answer.error is not None):
             self._send_all(undo)
@@ -249,15 +249,15 @@ class ProcessEngine:
             replica.send(order)
 
     def capabilities(self) -> Capabilities:
-        """What it can do with the weights that it was started with; slots and rows are each replica's."""
+        """Return the capabilities with the initial weights; slots and rows are those of each replica."""
         return self._capabilities
 
     def stats(self) -> EngineStats:
-        """What its processes were doing and had done at their latest signs of life, and what each was."""
+        """Aggregate the statistics of the latest heartbeats of all processes."""
         return EngineStats.of_replicas({replica.name: replica.stats() for replica in self._replicas})
 
     def stalled_s(self, request_ids: Collection[str] = ()) -> float:
-        """As `Core.stalled_s`; where no process takes requests: for how long."""
+        """See `Core.stalled_s`; if no process accepts requests, return how long that has lasted, s."""
         up = [replica for replica in self._replicas if replica.is_up]
         if not up:
             return min(replica.down_s() for replica in self._replicas)
@@ -265,7 +265,7 @@ class ProcessEngine:
         return max((replica.stalled_s() for replica in used), default=min(one.stalled_s() for one in up))
 
     def close(self) -> None:
-        """End the processes; a second call does nothing."""
+        """Stop the processes; further calls have no effect."""
         self._close_replicas()
         self._end(EngineClosedError("the engine was closed before this request ended"))
 
@@ -284,10 +284,10 @@ class ProcessEngine:
         return Start(self._settings, loads, self._weight_version)
 
     def _accept(self, ready: Ready) -> None:
-        """Let a process serve that has loaded the same weights as the others and as before.
+        """Accept a process that has loaded the same weights as the others and as before.
 
         Raises:
-            EngineUnavailableError: it has loaded others.
+            EngineUnavailableError: it has loaded other weights.
         """
         loaded = ready.capabilities.weight_version
         with self._accepting:
@@ -304,7 +304,7 @@ class ProcessEngine:
             )
 
     def _take(self, events: Iterable[Event]) -> None:
-        """What a replica says of requests, of which there are none before `start`."""
+        """Publish the events of a replica; there are none before `start`."""
         self._publish(events)
 
     def _close_replicas(self) -> None:
@@ -322,7 +322,7 @@ class ProcessEngine:
         atexit.unregister(self._close_replicas)
 
     def _drop_ready(self) -> None:
-        """Let go of the folder of weights that will not take over."""
+        """Release the folder of prepared weights that will not be used."""
         if self._ready is not None:
             self._ready[2].close()
             self._ready = None
@@ -337,16 +337,16 @@ class FileStats:
 
     @classmethod
     def of(cls, folder: str | Path) -> Self:
-        """Read them; a file that cannot be read is left out."""
+        """Read the stats of a folder; skip files that cannot be read."""
         stats = {}
         for file in Path(folder).glob("*.safetensors"):
-            with suppress(OSError):  # who loads the weights names it
+            with suppress(OSError):  # loading the weights reports it
                 facts = file.stat()
                 stats[file.name] = facts.st_size, facts.st_mtime_ns
         return cls(Path(folder), stats)
 
     def changed(self) -> str:
-        """Say which file has changed; empty where none has."""
+        """Return a message that names a changed file; empty if none has changed."""
         now = FileStats.of(self.folder).stats
         names = sorted(name for name in {*now, *self.stats} if now.get(name) != self.stats.get(name))
         return f"{self.folder / names[0]} has changed" if names else ""
@@ -354,7 +354,7 @@ class FileStats:
 
 @contextmanager
 def copying() -> Iterator[None]:
-    """Raise `EngineError` where the system cannot write a copy of weights in the block."""
+    """Raise `EngineError` if the system cannot write a copy of weights in the block."""
     try:
         yield
     except OSError as error:

@@ -1,6 +1,6 @@
-"""What crosses the wall beside `transport.messages`: an engine process's start, its health and its answers.
+"""Messages to and from an engine process besides `transport.messages`: start, health, and answers.
 
-`Replica` speaks on the front's side, `child` on the engine's.
+`Replica` uses them on the parent side, `child` on the engine side.
 """
 
 from __future__ import annotations
@@ -19,50 +19,50 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     """Load the model and serve; the first message."""
 
     settings: dict[str, Any]  # fields of `EngineConfig`
-    loads: list[LoadLora | LoadWeights]  # to be there from the beginning; other weights answer, too
-    weight_version: str | None = None  # that the checkpoint must still have; None at the first start
+    loads: list[LoadLora | LoadWeights]  # load before serving; `LoadWeights` also replaces the weights
+    weight_version: str | None = None  # required version of the checkpoint; None at the first start
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
-    """Let the step in progress end, and the process with it."""
+    """Finish the step in progress, then exit."""
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The engine takes requests."""
+    """The engine accepts requests."""
 
     capabilities: Capabilities
     eos_token_ids: list[int]
-    kv_bytes: int  # of its pool
+    kv_bytes: int  # of its KV cache
 
 
 class Stopped(msgspec.Struct, tag=True, frozen=True):
-    """The engine could not start, or cannot go on."""
+    """The engine could not start or cannot continue."""
 
     error: LogprobeError
 
 
 class Pulse(msgspec.Struct, tag=True, frozen=True):
-    """A sign of life, several times a second."""
+    """Heartbeat, sent several times a second."""
 
     stats: EngineStats
-    stalled_s: float  # as `Front.stalled_s`
+    stalled_s: float  # see `Front.stalled_s`
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):
-    """What became of what was asked by this number."""
+    """Reply to the command with this number."""
 
     number: int
-    layout: Layout | None = None  # of `LoadWeights`: how the layers run
+    layout: Layout | None = None  # set for `LoadWeights`
     error: LogprobeError | None = None
 
 
 Order: TypeAlias = Start | Stop | Command | Asked
 Report: TypeAlias = Delta | Failure | Ready | Stopped | Pulse | Answer
-"""They come in lists: what a step found is one message."""
+"""Sent in lists: the events of one step are one message."""
 
 
 def changed_model(model: str, expected: str | None, found: str | None) -> str:
-    """Say that the files of a model are not those that the engine was started with."""
+    """Format the error for a checkpoint that changed after the engine was started."""
     return (
         f"model: the weights of {model} are {found}, and the engine was started with {expected}; "
         "restore the files, or make a new engine"
@@ -82,7 +82,7 @@ class _Submit(msgspec.Struct, tag="Submit"):
 
 
 def request_ids(message: bytes) -> list[str]:
-    """The requests of a `Submit` of which more cannot be read; none of anything else."""
+    """Extract the request ids of a `Submit` that cannot be decoded fully; empty for other messages."""
     try:
         submit = msgspec.msgpack.decode(message, type=_Submit)
     except msgspec.DecodeError:

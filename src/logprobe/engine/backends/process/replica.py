@@ -61,7 +61,7 @@ logger = logging.getLogger("logprobe")
 
 
 class Backlog:
-    """What of a request is still to be done, by which the router chooses a process."""
+    """Estimated remaining work of a request, by which the router chooses a process."""
 
     __slots__ = ("num_samples", "num_tokens")
 
@@ -72,7 +72,7 @@ class Backlog:
 
 
 class Replica:
-    """One engine process after another under one name.
+    """A named series of engine processes: when one exits, the next is started.
 
     `starting` gives the first message to a process that starts; `accept` raises where one that has loaded may
     not serve; `publish` takes the events of its requests.
@@ -114,7 +114,7 @@ class Replica:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs now."""
+        """Process id of the present process; None without one."""
         process = self._process
         return None if process is None else process.pid
 
@@ -136,16 +136,16 @@ class Replica:
             self._publish([Failure(admitted.request.request_id, unavailable) for admitted in requests])
 
     def has(self, request_id: str) -> bool:
-        """Whether a request runs or waits here."""
+        """Return True if a request runs or waits here."""
         return request_id in self._backlogs
 
     def send(self, order: Order) -> None:
-        """Tell the engine; where it does not run, once it does."""
+        """Send a command to the engine, or queue it until the engine is up."""
         with self._lock:
             self._send(order)
 
     def ask(self, order: Asked) -> Future[Answer]:
-        """Tell the engine what it answers; where it cannot any more, that is the answer."""
+        """Send a command that is answered; if the engine cannot serve it, the answer holds an error."""
         answer: Future[Answer] = Future()
         with self._lock:
             if (error := self._ended or self._unavailable) is not None:
@@ -156,7 +156,7 @@ class Replica:
         return answer
 
     def stats(self) -> EngineStats:
-        """What its engine was doing, and had done, at its latest sign of life; nothing without one."""
+        """Return the statistics of the latest heartbeat; all zero without one."""
         pulse = self._pulse
         stats = NOTHING if pulse is None else pulse[1].stats
         why_down = "" if self.is_up else str(self._ended or self._why_down or "its process is starting")
@@ -165,11 +165,11 @@ class Replica:
         return replace(stats, restarts=self.num_restarts, is_up=self.is_up, why_down=why_down)
 
     def down_s(self) -> float:
-        """How long it has taken no requests, s."""
+        """Return how long it has not accepted requests, s."""
         return 0.0 if self.is_up else time.monotonic() - self._down_since
 
     def stalled_s(self) -> float:
-        """How long its present step has taken, or how long it has not been heard of, s."""
+        """Return the duration of the present step plus the time without a heartbeat, s."""
         pulse = self._pulse
         return 0.0 if pulse is None else pulse[1].stalled_s + self.silent_s()
 
@@ -300,7 +300,7 @@ class Replica:
         return reason
 
     def _kill(self, why: str) -> EngineError:
-        """End a process that hangs."""
+        """Kill a process that hangs; return the error for its requests."""
         assert self._process is not None
         self._process.kill()
         return EngineError(f"{self.name} (pid {self._process.pid}) {why} and was killed")
@@ -372,7 +372,7 @@ class Replica:
         return EngineError(f"{self.name} (pid {self._process.pid}) {how}")
 
     def _account(self, events: Iterable[Event]) -> None:
-        """Note what of the requests is done."""
+        """Subtract finished work from the backlogs."""
         with self._lock:
             for event in events:
                 backlog = self._backlogs.get(event.request_id)
@@ -389,7 +389,7 @@ class Replica:
                 self.num_queued_tokens -= num_done
 
     def _end_all(self, reason: LogprobeError) -> None:
-        """End every request that the process had, and whoever waits for an answer of it."""
+        """Fail every request of the process and every pending answer."""
         with self._lock:
             request_ids, self._backlogs = list(self._backlogs), {}
             asked, self._asked = self._asked, {}
