@@ -111,7 +111,7 @@ class Family:
         return self.before_attention, self.after_attention, before_mlp, self.after_mlp
 
     def unread(self, config: Any) -> list[str]:
-        """Return the configuration keys with non-default values that this family does not take into account."""
+        """Return the non-default configuration keys that this family does not take into account."""
         own, default = config.to_dict(), type(config)().to_dict()
         known = NEUTRAL | OBSERVED | self.reads | {self.epsilon, self.activation}
         return sorted(

@@ -1,7 +1,7 @@
 """LoRA weights in the forward pass: the rows of one step may use different LoRA weights.
 
-`LoraRows.select` maps rows to LoRA weights before each step. Rows and steps without LoRA weights give the same
-result as without this module.
+`LoraRows.select` maps rows to LoRA weights before each step. Rows and steps without LoRA weights have the
+same result as without this module.
 """
 
 from __future__ import annotations
