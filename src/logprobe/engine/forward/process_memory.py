@@ -69,8 +69,8 @@ def return_freed_of_thread() -> None:
 
     `malloc_trim` only trims the end of the main arena. In other arenas, `free` trims the end if it exceeds a
     threshold, which glibc raises up to 64 MB: set it to 0 for one call of `free`. Setting a threshold ends
-    glibc's dynamic adjustment of both, so afterwards set them to their dynamic maximum. Do nothing if the
-    environment configures malloc.
+    glibc's dynamic adjustment of both, so afterwards set them to their dynamic maximum. If the
+    environment configures malloc, only call `malloc_trim`.
     """
     return_freed()
     libc = ctypes.CDLL(None)

@@ -196,7 +196,7 @@ class Proof:
 
 
 def refusing(model: Any, act: Callable[[], Any]) -> Any:
-    """Return `act()`; convert any exception to `UnsupportedModelError` with the model's name and the cause."""
+    """Return `act()`; convert any exception to `UnsupportedModelError` with the model's name and cause."""
     name = type(model).__name__
     try:
         return act()

@@ -78,8 +78,7 @@ def make_ready(
 
     Args:
         files: configuration, tokenizer and weights.
-        dtype: dtype of hidden states and logits; None: float32, or bfloat16 if the transformers decoder runs on
-            a GPU.
+        dtype: of hidden states and logits; None: float32, or bfloat16 for the transformers decoder on a GPU.
         device: `cpu` or `cuda`.
         weights: `auto`, `published` or `plain`.
         state: weights that replace those of the files; they are not cached.
@@ -335,7 +334,7 @@ def _record(ready: ReadyModel, proof: Proof) -> tuple[LoadRecord, Tensors]:
 
 
 def _recalled(files: ModelFiles, store: LoadStore) -> ReadyModel | None:
-    """Load the model from an earlier load's record; None if there is none or its logits are not reproduced."""
+    """Load the model from an earlier load's record; None if there is none or its logits differ."""
     stored = store.record()
     if stored is None:
         return None
