@@ -6,7 +6,7 @@ import msgspec
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """How a layer computes its attention scores."""
+    """Attention score parameters of a layer."""
 
     scale: float  # factor of query · key
     window: int | None = None  # sliding window in tokens, including the token itself; None: no window

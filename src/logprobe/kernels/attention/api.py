@@ -60,7 +60,7 @@ class RowPlanBuilder:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRule:
-    """How attention scores are computed: scale, soft cap, sliding window and sinks."""
+    """Attention score parameters: scale, sliding window, soft cap and sinks."""
 
     scale: float
     window: int | None = None  # sliding window in tokens, including the token itself
