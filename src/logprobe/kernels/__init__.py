@@ -1,4 +1,4 @@
-"""Logits → top-k, log-normaliser, ranks, given ids and further columns; each name loads when first used."""
+"""Kernels that extract top-k, log-normaliser, ranks, given ids and other columns from logits."""
 
 from __future__ import annotations
 

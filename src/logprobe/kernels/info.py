@@ -19,7 +19,7 @@ logger = logging.getLogger("logprobe")
 
 @functools.cache
 def native_library() -> Library | None:
-    """Return the native library, or None, after one warning, where no variant of it runs on this machine.
+    """Return the native library; None, with one warning, if no variant runs on this machine.
 
     Raises:
         ParameterError: `LOGPROBE_KERNELS` names a variant that is not built or that cannot run here.
@@ -32,12 +32,12 @@ def native_library() -> Library | None:
 
 
 def kernel_of(device_type: str) -> str:
-    """Return 'native', 'triton' or 'torch': what extracts on a device of that type."""
+    """Return the kernel implementation for a device type: 'native', 'triton' or 'torch'."""
     if device_type == "cpu":
         return "torch" if native_library() is None else "native"
     return "triton" if device_type == "cuda" and find_spec("triton") is not None else "torch"
 
 
 def kernel_info() -> dict[str, str]:
-    """Return the kernel that serves each type of device."""
+    """Return the kernel implementation of each device type."""
     return {device_type: kernel_of(device_type) for device_type in ("cpu", "cuda")}

@@ -1,7 +1,6 @@
-"""The native library of kernels: its declarations, and the variant for this processor.
+"""Load the native kernel library: its C declarations, and the variant for this processor.
 
-Before it: `native/` (docs/kernels.md), compiled when the package was built. After it: `stages`, which runs
-the kernels.
+It is compiled from `native/` when the package is built (docs/kernels.md).
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from cffi import FFI
 from logprobe.errors import ParameterError
 
 FOLDER: Final = Path(__file__).parent / "_native"
-VARIANTS: Final = ("v4", "v3", "neon")  # the best one that this processor can run is chosen
+VARIANTS: Final = ("v4", "v3", "neon")  # in order of preference
 VARIABLE: Final = "LOGPROBE_KERNELS"
 
 
 @functools.cache
 def declarations() -> FFI:
-    """The structures and functions of `native/kernels.h`."""
+    """Return the structs and functions of `native/kernels.h`."""
     header = (FOLDER / "kernels.h").read_text(encoding="utf-8")
     ffi = FFI()
     ffi.cdef("".join(line for line in header.splitlines(keepends=True) if not line.startswith("#")))
@@ -31,7 +30,7 @@ def declarations() -> FFI:
 
 
 class Library:
-    """One variant, loaded."""
+    """A loaded variant of the native library."""
 
     def __init__(self, variant: str) -> None:
         self.variant, self.path = variant, self.path_of(variant)
@@ -39,32 +38,32 @@ class Library:
 
     @staticmethod
     def path_of(variant: str) -> Path:
-        """Where a variant lies, if it was built."""
+        """Return the path of a variant, which may not be built."""
         return FOLDER / f"kernels_{variant}.so"
 
     def can_run(self) -> bool:
-        """Whether this processor has the variant's instructions."""
+        """Return True if this processor has the variant's instructions."""
         return bool(self.functions.logprobe_can_run())
 
     @functools.cached_property
     def digest(self) -> str:
-        """Tells builds apart."""
+        """First 16 hex digits of the SHA-256 of the library file."""
         return hashlib.sha256(self.path.read_bytes()).hexdigest()[:16]
 
     @property
     def compiler(self) -> str:
-        """What compiled it."""
+        """Name of the compiler that built the variant."""
         name: bytes = declarations().string(self.functions.logprobe_compiler())
         return name.decode()
 
 
 @functools.cache
 def library() -> Library:
-    """Load the variant that `LOGPROBE_KERNELS` names, or else the best one that runs on this processor.
+    """Load the variant in `LOGPROBE_KERNELS`, or else the first of VARIANTS that runs on this processor.
 
     Raises:
-        ParameterError: the named variant is not built, or does not run here.
-        OSError: none is named, and none runs here.
+        ParameterError: the variant in `LOGPROBE_KERNELS` is not built, or does not run here.
+        OSError: `LOGPROBE_KERNELS` is not set, and no variant runs here.
     """
     forced = os.environ.get(VARIABLE)
     problems: list[str] = []
@@ -81,7 +80,7 @@ def library() -> Library:
 
 
 def _load(variant: str) -> Library | str:
-    """Return a variant, or why it does not run here."""
+    """Return a variant, or the reason why it does not run here."""
     if variant not in VARIANTS or not Library.path_of(variant).exists():
         return "is not built"
     try:

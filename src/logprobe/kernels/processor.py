@@ -1,4 +1,4 @@
-"""Sizes of a processor's memory that layouts go by."""
+"""Sizes in bytes that memory layouts depend on."""
 
 FLOAT = 4  # bytes
 LINE = 64  # bytes of a cache line

@@ -1,8 +1,8 @@
-"""Calls of native kernels, alone or many in one launch, on the library's own threads.
+"""Launch native kernels, one or many at once, on the thread pool of the native library.
 
-A step of one token is hundreds of loops of a few microseconds, and starting one from Python costs as much
-as it takes. Recorded once, they are started together, as a CUDA graph does for a GPU's kernels.
-Before it: the kernels' checked arguments. After it: `native/threads.cpp`.
+A step of one token runs hundreds of kernels of a few microseconds each, and a launch from Python takes about
+as long as the kernel. So a step's kernels are recorded once and launched together, like a CUDA graph.
+`native/threads.cpp` runs them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from logprobe.kernels.native import declarations, library
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-THREAD_ITEMS = 4  # of a loop for each, where it can be cut so finely: all end at nearly the same time
+THREAD_ITEMS = 4  # work items per thread, if possible, so that all threads end at nearly the same time
 _DTYPES = {
     "float": (torch.float32, np.float32),
     "double": (torch.float64, np.float64),
@@ -29,15 +29,15 @@ _DTYPES = {
 
 
 class Stage:
-    """One kernel with its arguments, ready to run again and again.
+    """One kernel with its arguments; can run repeatedly.
 
     Args:
-        kernel: its name, without `logprobe_`.
-        structure: of its arguments, in `native/kernels.h`.
-        num_items: what its loop is cut into for threads.
-        is_small: starting the threads for it alone would cost more than they save.
-        **fields: the arguments: numbers; tensors or arrays, which are kept; None for a null pointer. The
-            strides `x_row` and `x_head` of an array `x` are filled in.
+        kernel: name of the kernel, without `logprobe_`.
+        structure: name of its argument struct in `native/kernels.h`.
+        num_items: number of work items that threads share.
+        is_small: run on one thread when run alone, because waking threads would take longer.
+        **fields: fields of the struct: numbers; tensors or arrays, to which the stage keeps references; None
+            for a null pointer. The strides `x_row` and `x_head` of an array `x` are set automatically.
     """
 
     def __init__(
@@ -57,27 +57,27 @@ class Stage:
         self.call = (getattr(library().functions, f"logprobe_{kernel}"), self._args, 0)
 
     def run(self, *, num_threads: int | None = None) -> None:
-        """Run it until each item is done, each exactly once; releases the GIL.
+        """Run the kernel and wait until it is done; releases the GIL.
 
         Raises:
-            MemoryError: there is too little for its scratch.
+            MemoryError: scratch memory cannot be allocated.
         """
         threads = torch.get_num_threads() if num_threads is None else num_threads
         _launch(_calls([self]), 1, 1 if self.is_small else min(threads, self.num_items))
 
 
 class Series:
-    """Stages ready to run in one launch, again and again."""
+    """Stages that run in one launch; can run repeatedly."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
-        self._stages = list(stages)  # they keep the memory
+        self._stages = list(stages)  # keeps the memory of their arguments alive
         self._calls = _calls(self._stages)
 
     def run(self) -> None:
-        """Run every stage, each after the one before it is done; releases the GIL.
+        """Run all stages in order, each after the previous one is done; releases the GIL.
 
         Raises:
-            MemoryError: there is too little for their scratch.
+            MemoryError: scratch memory cannot be allocated.
         """
         _launch(self._calls, len(self._stages), torch.get_num_threads())
 
@@ -93,7 +93,7 @@ def _launch(calls: Any, num_stages: int, num_threads: int) -> None:
 
 @functools.cache
 def _fields(structure: str) -> dict[str, str]:
-    """Names of a structure's fields, and the types that pointers point to; "" for numbers."""
+    """Return a struct's field names with the type that a pointer field points to; "" for numbers."""
     fields = declarations().typeof(structure).fields
     return {name: field.type.item.cname if field.type.kind == "pointer" else "" for name, field in fields}
 
@@ -119,5 +119,5 @@ def items_for_threads() -> int:
 
 
 def block_rows(num_rows: int, most: int) -> int:
-    """Return the rows of an item: at most `most`, and few enough that every thread has some."""
+    """Return the rows of a work item: at most `most`, and few enough that every thread gets work."""
     return max(1, min(most, num_rows // torch.get_num_threads()))

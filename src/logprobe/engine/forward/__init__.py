@@ -1,1 +1,1 @@
-"""One step's tokens through the model: its attention, its pool of keys and values, its LoRA weights."""
+"""The forward pass: model decoders, attention over the KV cache, LoRA weights."""

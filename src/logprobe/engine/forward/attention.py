@@ -1,9 +1,9 @@
-"""Attention over the key/value pool, as transformers' models call it.
+"""Attention over the KV cache, also registered as an attention implementation of transformers.
 
-transformers hands each layer's packed queries, keys and values to the function registered here. It
-writes the keys and values to their slots, then lets every span of tokens attend to its own context:
-prompt chunks by products, short spans (a generated token with its drafts, the end of a mostly cached prompt)
-row by row. On a CPU that can, both read the pool in place, and a row's bits are the same by either.
+transformers passes each layer's packed queries, keys and values to `pooled_attention`. It writes keys and
+values to their slots, then each span of tokens attends to its own context: prompt chunks by matrix products,
+short spans (a generated token with its draft tokens, the end of a mostly cached prompt) row by row. On CPUs
+with native kernels, both read the KV cache in place, and give the same bits for a row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from logprobe.engine.protocol import StepBatch
 
 NAME = "logprobe"
-# Options of the interface that hold tensors and change no score here: positions are in the queries by now.
+# Tensor options of the interface that are allowed: `score_rule` applies `scaling` and `s_aux`; the others do
+# not change scores (the queries are already rotated by position).
 KNOWN_OPTIONS = {
     "scaling",
     "s_aux",
@@ -35,14 +36,14 @@ KNOWN_OPTIONS = {
     "position_embeddings",
     "output_router_logits",
 }
-# Below, the row kernel is the faster one (measured: docs/decisions.md).
+# Up to these sizes, the row kernel is faster (measured: docs/decisions.md).
 FEW_ROWS = 4
 FEW_SCORES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Rows [start, end) of the packed tokens: the last tokens of the context in `slots`."""
+    """Rows [start, end) of the packed tokens; they are the last tokens of the context in `slots`."""
 
     start: int
     end: int
@@ -50,28 +51,28 @@ class Chunk:
 
     @property
     def has_prefix(self) -> bool:
-        """Whether some of the context was computed before this step."""
+        """True if part of the context was computed before this step."""
         return len(self.slots) > self.end - self.start
 
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """Where one step's tokens are stored and what each attends to."""
+    """The KV slots of a step's tokens, and the context that each attends to."""
 
     pool: KVPool
     slots: torch.Tensor  # (num_tokens,) int64
     chunks: list[Chunk]
     rows: RowPlan | None
-    uses_kernels: bool = False  # chunks go through our kernel; else through torch's fused attention
+    uses_kernels: bool = False  # run chunks by `attend_chunk`; else by torch operations
     masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
     @property
     def longest_chunk(self) -> int:
-        """Length of the longest context that a chunk has."""
+        """Tokens in the longest context of a chunk; 0 without chunks."""
         return max((len(chunk.slots) for chunk in self.chunks), default=0)
 
     def mask(self, index: int, window: int | None) -> torch.Tensor | None:
-        """What the rows of chunk `index` may see, (rows, context) bool; None: plain causal attention."""
+        """Return the mask of chunk `index`, (rows, context) bool, True = visible; None: plain causal mask."""
         chunk = self.chunks[index]
         context = len(chunk.slots)
         if window is None or context <= window:
@@ -87,38 +88,41 @@ class AttentionPlan:
 
 
 def sees(row: torch.Tensor, column: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Whether the token at index `row` sees the one at `column`: one of the last `window`. Both broadcast."""
+    """Return True where the token at index `row` attends to the one at `column`; both broadcast.
+
+    `window` counts the visible tokens, the token itself included; None: no sliding window.
+    """
     distance = row - column
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
 @dataclass(slots=True)
 class CurrentStep:
-    """What every module of one model reads while a step runs; each holds the same object.
+    """State of the running step, shared by all modules of a transformers model.
 
-    Not every family hands the options of a call down to its attention, so the step lies within reach instead.
+    It is an attribute of the modules because some families do not pass keyword arguments on to attention.
     """
 
     plan: AttentionPlan | None = None
-    is_long: bool = False  # its tokens run under the long rotary frequencies
-    windows: dict[int, int | None] = field(default_factory=dict)  # by layer, as the model's own masks have it
-    rules: dict[int, ScoreRule] = field(default_factory=dict)  # by layer, as its call at the proof has it
-    key_dims: dict[int, int] = field(default_factory=dict)  # likewise
-    masks: dict[int, torch.Tensor | None] = field(default_factory=dict)  # by layer, while masks are learnt
+    is_long: bool = False  # tokens use the long rotary frequencies
+    windows: dict[int, int | None] = field(default_factory=dict)  # by layer, read from the model's masks
+    rules: dict[int, ScoreRule] = field(default_factory=dict)  # by layer, from its attention call at load
+    key_dims: dict[int, int] = field(default_factory=dict)  # by layer, from its attention call at load
+    masks: dict[int, torch.Tensor | None] = field(default_factory=dict)  # by layer, only while rules are read
 
     def reach(self, model: torch.nn.Module) -> None:
-        """Lay this step within reach of every module of a model."""
+        """Set this object as attribute `logprobe_step` of every module of `model`."""
         for module in model.modules():
             module.logprobe_step = self  # type: ignore[assignment]
 
 
 def is_short(num_rows: int, context: int) -> bool:
-    """Whether the last `num_rows` tokens of a context are attended row by row."""
+    """Return True if the last `num_rows` tokens of `context` tokens run by the row kernel."""
     return num_rows <= FEW_ROWS or num_rows * context <= FEW_SCORES
 
 
 def plan_attention(pool: KVPool, batch: StepBatch, device: str) -> AttentionPlan:
-    """Lay out one step: every span becomes a chunk, or rows of the row kernel where it is short."""
+    """Return the plan of a step: short spans use the row kernel if it reads the cache; others are chunks."""
     chunks: list[Chunk] = []
     rows = RowPlanBuilder()
     is_readable = pool.is_readable_in_place
@@ -136,10 +140,10 @@ def plan_attention(pool: KVPool, batch: StepBatch, device: str) -> AttentionPlan
 def all_attention_paths(
     pool: KVPool, prompts: Sequence[torch.Tensor]
 ) -> Iterator[tuple[list[int], AttentionPlan]]:
-    """Plan some prompts, each in its slots, by each path of attention that steps may take.
+    """Yield plans that run `prompts`, each given by its slots, through each attention path.
 
-    The first fills the pool, whole; those after it run the prompts again, or the second half of each. With
-    each plan comes the first token that it runs of each prompt.
+    The first plan runs whole prompts and fills the cache; the others run whole prompts or their second
+    halves. Each plan comes with the index of the first token of each prompt that it runs.
     """
     whole, halves = [0] * len(prompts), [len(slots) // 2 for slots in prompts]
     yield whole, _chunked(pool, prompts, whole, uses_kernels=False)
@@ -173,10 +177,10 @@ def pooled_attention(
     query: torch.Tensor,  # (1, heads, num_tokens, key_dim)
     key: torch.Tensor,  # (1, kv_heads, num_tokens, key_dim)
     value: torch.Tensor,  # (1, kv_heads, num_tokens, value_dim)
-    attention_mask: torch.Tensor | None,  # noqa: ARG001 - the plan says who sees what
+    attention_mask: torch.Tensor | None,  # noqa: ARG001 - the plan defines what is visible
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Serve transformers' attention interface: (1, num_tokens, heads, value_dim) and no weights."""
+    """Implement transformers' attention interface: (1, num_tokens, heads, value_dim) and no weights."""
     step: CurrentStep = module.logprobe_step
     layer, plan = module.layer_idx, step.plan
     check_call(query, key, options)
@@ -189,7 +193,7 @@ def pooled_attention(
 def attend(
     plan: AttentionPlan, layer: int, query: torch.Tensor, rule: ScoreRule, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Let a step's queries, (num_tokens, heads, key_dim), see the pool: (num_tokens, heads, value_dim)."""
+    """Attend with (num_tokens, heads, key_dim) queries; return (num_tokens, heads, value_dim)."""
     keys, values = plan.pool.keys[layer], plan.pool.values[layer]
     if out is None:
         out = query.new_empty(*query.shape[:2], values.shape[2])
@@ -207,10 +211,11 @@ def attend(
 
 
 def check_call(query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]) -> None:
-    """Refuse a call of the interface that is more than each token's own query, key and value.
+    """Check that an attention call passes one key per query token and only known tensor options.
 
     Raises:
-        UnsupportedModelError: keys of another kind, or an option that may change the scores.
+        UnsupportedModelError: the call has more or fewer keys, or an unknown tensor option, which may change
+            the scores.
     """
     if key.shape[2] != query.shape[2]:
         raise UnsupportedModelError("its attention reads keys that are not one for each token")
@@ -220,7 +225,7 @@ def check_call(query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]) 
 
 
 def score_rule(query: torch.Tensor, options: dict[str, Any], window: int | None) -> ScoreRule:
-    """How a call of transformers' attention interface makes its scores, beside what its mask hides."""
+    """Return the score rule of a call of transformers' attention interface; `window` comes from its mask."""
     scale = options.get("scaling")
     return ScoreRule(
         query.shape[3] ** -0.5 if scale is None else float(scale),
@@ -233,7 +238,7 @@ def score_rule(query: torch.Tensor, options: dict[str, Any], window: int | None)
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, rule: ScoreRule
 ) -> torch.Tensor:
-    """The plain twin of `attend_chunk`, on any device and in any dtype: (heads, rows, value_dim)."""
+    """Compute what `attend_chunk` computes, with torch, on any device and dtype: (heads, rows, value_dim)."""
     if rule.softcap is None and rule.sinks is None:
         attended = functional.scaled_dot_product_attention(
             query[None], key[None], value[None],
@@ -256,7 +261,7 @@ def _attend_head(
     rule: ScoreRule,
     head: int,
 ) -> torch.Tensor:
-    """One head: its scores may be squashed (Gemma 2), or share their weight with a sink (gpt-oss)."""
+    """Attend with one head whose scores have a soft cap (Gemma 2) or an attention sink (gpt-oss)."""
     scores = (query @ key.T) * rule.scale
     if rule.softcap is not None:
         scores = torch.tanh(scores / rule.softcap) * rule.softcap

@@ -1,4 +1,4 @@
-"""Configuration of a decoder, in plain data: what `families` and the proof at load find out about a model."""
+"""Decoder configuration as plain data, derived from `families` and the verification at load."""
 
 from __future__ import annotations
 
@@ -6,47 +6,47 @@ import msgspec
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """How a layer computes its attention scores."""
+    """Attention score parameters of a layer."""
 
-    scale: float  # of query times key
-    window: int | None = None  # tokens that a token sees, itself included; None: all
+    scale: float  # factor of query · key
+    window: int | None = None  # sliding window in tokens, including the token itself; None: no window
     softcap: float | None = None  # softcap · tanh(score / softcap)
 
 
 class Factors(msgspec.Struct, frozen=True, kw_only=True):
-    """Factors and soft caps of a model that no tensor holds."""
+    """Scalar factors and soft caps from the model's configuration."""
 
-    embedding: float = 1.0  # that embeddings are multiplied by
-    residual: float = 1.0  # that attention and feed-forward part are multiplied by before they are added
-    logits: float = 1.0  # that logits are multiplied by
-    softcap: float | None = None  # of the logits: softcap · tanh(logits / softcap)
+    embedding: float = 1.0  # factor of the embeddings
+    residual: float = 1.0  # factor of attention and MLP outputs before the residual addition
+    logits: float = 1.0  # factor of the logits
+    softcap: float | None = None  # soft cap of the logits: softcap · tanh(logits / softcap)
     queries: tuple[float, int] | None = None  # (beta, n): queries · (1 + beta · ln(1 + ⌊position / n⌋))
 
 
 class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The decoder of one model; the shapes of its matrices are those of its weights."""
+    """Structure of one model's decoder, except matrix shapes, which are those of its weights."""
 
     family: str  # transformers' `model_type`
-    path: str  # of the decoder in transformers' module
-    head: str  # the output head's name there
+    path: str  # module name of the decoder in transformers' module
+    head: str  # module name of the output head there
     head_dim: int
     epsilon: float
     activation: str
     is_parallel: bool
     factors: Factors
     rules: list[Rule]  # by layer
-    rotary: list[str | None]  # by layer: the name of its frequencies; None: it does not rotate
-    rotary_scaling: dict[str, float]  # by the name of frequencies: a factor of cosines and sines
-    rope_boundary: int | None  # tokens above which a text has other rotary frequencies
+    rotary: list[str | None]  # by layer: name of its frequencies; None: no rotary embedding
+    rotary_scaling: dict[str, float]  # name of frequencies → factor of cosines and sines
+    rope_boundary: int | None  # maximum tokens of a text with short rotary frequencies; None: no longrope
     experts_per_token: int = 0
-    normalises_experts: bool = False  # the weights of a token's experts add up to 1
+    normalises_experts: bool = False  # scale the weights of a token's experts to sum to 1
 
 
 class LoadRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What the first load of a model has proven, for later loads to build on."""
+    """Results of the verification at a model's first load, reused by later loads."""
 
     decoder: DecoderSpec
     context_len: int
     eos_token_ids: list[int]
-    probe_difference: float  # nats
-    num_references: int  # texts of the proof whose last logits are among the tensors
+    probe_difference: float  # nats; largest difference from transformers' log-probabilities
+    num_references: int  # reference texts whose last logits are stored with the tensors

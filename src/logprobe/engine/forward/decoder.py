@@ -1,8 +1,9 @@
-"""The native decoder on a CPU (float32): every family of `families`, on panels of weights.
+"""The native decoder for CPUs (float32): runs the model families of `families` on packed weight panels.
 
-A step is one list of operations (`Decoder.operations`): kernel stages (norms, products, rotation, attention),
-and host operations where experts or LoRA weights need them. A few rows run as one launch that was recorded
-(`launch`), more operation by operation. The layers of the families differ by their row in `families` alone.
+A step is one list of operations (`Decoder.operations`): kernel stages (norms, matrix products, rotary
+embedding, attention), plus host operations for experts and LoRA weights. Steps with few rows run as one
+recorded launch (`launch`), larger ones operation by operation. The families differ only by their entries in
+`families`.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A norm of rows, or of each equal part of rows."""
+    """LayerNorm or RMSNorm of whole rows, or of equal parts of each row (heads)."""
 
     weight: torch.Tensor  # (width,)
     bias: torch.Tensor | None
     epsilon: float
-    is_centred: bool  # LayerNorm, else root mean square
+    is_centred: bool  # True: LayerNorm; False: RMSNorm
 
     def stage(self, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None) -> Stage:
-        """The norm of `x`, plus `residual`, into `out`, ready to run."""
+        """Return the stage that writes norm(`x`) + `residual` to `out`."""
         return norm_stage(
             x, self.weight, out, self.epsilon, residual, bias=self.bias, is_centred=self.is_centred
         )
@@ -64,42 +65,42 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """down(activation(gates) · values), or down(activation(gates)), by the names of its matrices."""
+    """The MLP of a layer: down(activation(gates) · values), or down(activation(gates)) without values."""
 
-    gate_names: tuple[str, ...]
+    gate_names: tuple[str, ...]  # modules that compute gates and values
     inner: GatedPanels
     down_name: str
     down: Linear
 
     @property
     def width(self) -> int:
-        """The feed-forward size."""
+        """The intermediate size."""
         return self.down.num_inputs
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer; its matrices go by the names that LoRA weights have for them."""
+    """One layer; LoRA weights refer to its matrices by their module names."""
 
     index: int
-    projections: dict[str, int]  # the names of what gives queries, keys and values, with their widths
-    projection: Linear  # of all three
+    projections: dict[str, int]  # modules that compute queries, keys and values → number of outputs
+    projection: Linear  # all of them as one layer
     head_norms: tuple[Norm | None, Norm | None]  # of queries and keys
     output_name: str
     output: Linear
-    mlp: FeedForward | None  # None: experts alone
+    mlp: FeedForward | None  # None: the layer has only routed experts
     experts: Experts | None
-    shared_gate: tuple[str, Linear] | None  # of `mlp`, where it stands beside experts
+    shared_gate: tuple[str, Linear] | None  # set if `mlp` is the shared expert: name and layer of its gate
     before_attention: Norm | None
     after_attention: Norm | None
     before_mlp: Norm | None
     after_mlp: Norm | None
-    rotary: str | None
+    rotary: str | None  # name of its rotary frequencies; None: no rotary embedding
     rule: ScoreRule
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all its matrices but the experts' and their router's."""
+        """Module names of all matrices except those of the experts and the router."""
         mlp = () if self.mlp is None else (*self.mlp.gate_names, self.mlp.down_name)
         shared = () if self.shared_gate is None else (self.shared_gate[0],)
         return (*self.projections, self.output_name, *mlp, *shared)
@@ -107,13 +108,13 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class PanelLayer:
-    """The weights of a layer on panels, as `bound` reads them."""
+    """The base weights of a linear layer, in the form that `models.lora.bound` reads."""
 
-    parts: list[PanelWeights]  # one after another by output
+    parts: list[PanelWeights]  # concatenated by output
     bias: torch.Tensor | None
 
     def rows(self, start: int, end: int) -> torch.Tensor:
-        """Some rows of the matrix, (end - start, inputs)."""
+        """Return rows [start, end) of the weight matrix, (end - start, inputs) float32."""
         found = []
         for part in self.parts:
             if start < part.num_outputs and end > 0:
@@ -124,21 +125,21 @@ class PanelLayer:
 
 
 class Decoder:
-    """Callable: a step's packed tokens → last hidden states, (num_tokens, hidden size); and the head."""
+    """Compute the last hidden states of a step's packed tokens, (num_tokens, hidden size), and logits."""
 
     def __init__(self, spec: DecoderSpec, tensors: Tensors, panels: Mapping[str, PanelWeights]) -> None:
-        """Take the tensors and panels of a model, by their names in transformers' module.
+        """Assemble the layers from the model's tensors and panels, named as in transformers' module.
 
         Raises:
-            KeyError: one is missing.
-            ValueError: their shapes do not fit each other.
+            KeyError: a tensor or panel is missing.
+            ValueError: shapes do not match.
         """
         self.spec, self.family = spec, FAMILIES[spec.family]
         self.tensors, self._panels = tensors, panels
         self.device = torch.device("cpu")
         self.loras = LoraRows(by_panels)
-        self.names = {f"{spec.head}.weight"}  # of the module's tensors that have a place here
-        self.launches: Launches | None = None  # of a few rows, once there is a pool to record them on
+        self.names = {f"{spec.head}.weight"}  # tensors of transformers' module that this decoder uses
+        self.launches: Launches | None = None  # recorded steps of few rows; set by `record_on`
         self.embedding_name = f"{spec.path}.{self.family.embedding}"
         self.embedding = self._panels_of(self.embedding_name)
         self.positions = (
@@ -162,21 +163,21 @@ class Decoder:
 
     @property
     def kv_shapes(self) -> dict[int, tuple[Shape, Shape]]:
-        """What a token's keys and values are in each layer."""
+        """Shapes of one token's keys and values, by layer."""
         shape = (self.num_kv_heads, self.spec.head_dim)
         return {layer.index: (shape, shape) for layer in self.layers}
 
     def new_pool(self, num_slots: int) -> KVPool:
-        """A pool that is laid out for this decoder."""
+        """Return a KV cache with every layer of this decoder allocated."""
         pool = KVPool(num_slots)
         pool.lay_out(self.kv_shapes, partial(torch.zeros, dtype=torch.float32))
         return pool
 
     def check_lora(self, lora: LoraWeights) -> None:
-        """See that every layer which some weights change takes them here, and bring them into form for it.
+        """Check that the decoder supports LoRA weights on every layer that `lora` changes, and bind them.
 
         Raises:
-            UnsupportedModelError: one does not.
+            UnsupportedModelError: `lora` changes a layer that does not support LoRA weights.
         """
         taken = {name for layer in self.layers for name in layer.names} | {self.embedding_name}
         for name in lora.parts:
@@ -185,39 +186,46 @@ class Decoder:
         self.make_room(lora)
 
     def make_room(self, lora: LoraWeights) -> None:
-        """Let steps name such weights; none of them waits for their panels."""
+        """Bind `lora` to the base weights, so that steps can use it without packing panels first."""
         self.loras.bind(lora, self._lora_base)
 
     def _lora_base(self, name: str) -> PanelLayer:
-        """The weights of a module, as LoRA weights are bound to them."""
+        """Return the base weights of a module, to which LoRA weights are bound."""
         if name == self.spec.head:
             return PanelLayer([self.lm_head.parts[0]], self.tensors.get(f"{name}.bias"))
         names = [name] if name in self._panels else [f"{name}{half}" for half in HALVES]
         return PanelLayer([self._panels[part] for part in names], self.tensors.get(f"{name}.bias"))
 
     def record_on(self, pool: KVPool, max_len: int) -> None:
-        """Run steps of a few rows of texts of at most `max_len` tokens on one pool as one launch each.
+        """Run each step of few rows on `pool` as one recorded launch; contexts have at most `max_len` tokens.
 
-        What experts do depends on the rows, and cannot be recorded.
+        Models with experts are not recorded: which products they run depends on the rows.
         """
         if all(layer.experts is None for layer in self.layers):
             step = self.new_step(MAX_ROWS, pool)
             self.launches = Launches(step, max_len, fill=self.fill, operations=self.operations)
 
     def plan(self, pool: KVPool, batch: StepBatch) -> AttentionPlan:
-        """Lay out a step of the scheduler."""
+        """Return the attention plan of a scheduled step."""
         return plan_attention(pool, batch, "cpu")
 
     def all_plans(
         self, pool: KVPool, prompts: Sequence[torch.Tensor]
     ) -> Iterator[tuple[list[int], AttentionPlan]]:
-        """Plan some prompts by each path of attention that steps may take."""
+        """Yield plans that run `prompts` through each attention path (see `all_attention_paths`)."""
         return all_attention_paths(pool, prompts)
 
     def __call__(
         self, token_ids: NDArray[Any], positions: NDArray[Any], plan: AttentionPlan, *, is_long: bool = False
     ) -> torch.Tensor:
-        """Run packed tokens, (num_tokens,) ids and positions; `is_long` names their rotary frequencies."""
+        """Return the last hidden states of packed tokens, (num_tokens, hidden size) float32.
+
+        Args:
+            token_ids: (num_tokens,).
+            positions: (num_tokens,).
+            plan: where keys and values are stored, and what each token attends to.
+            is_long: use the long rotary frequencies (longrope).
+        """
         ids, places = (torch.from_numpy(array.astype(np.int64)) for array in (token_ids, positions))
         if self.launches is not None and not self.loras.groups and self.launches.can_run(plan):
             return self.launches.run(ids, places, plan, is_long=is_long)
@@ -229,7 +237,7 @@ class Decoder:
         return step.normed
 
     def head(self, hidden: torch.Tensor, lora: LoraWeights | None = None) -> torch.Tensor:
-        """(rows, hidden size) → (rows, vocabulary) float32 logits, all under the same LoRA weights."""
+        """Return (rows, vocabulary) float32 logits of (rows, hidden size) states, all under `lora`."""
         logits = self.lm_head(hidden)
         if lora is not None:
             with self.loras.only(lora, len(hidden), self.device):
@@ -242,7 +250,7 @@ class Decoder:
         return logits
 
     def new_step(self, num_rows: int, pool: KVPool) -> Step:
-        """Allocate the buffers of a step."""
+        """Allocate the buffers of a step of `num_rows` rows."""
 
         def make(*shape: int) -> torch.Tensor:
             return torch.empty(num_rows, *shape, dtype=torch.float32, device=self.device)
@@ -266,7 +274,7 @@ class Decoder:
         )
 
     def fill(self, step: Step, ids: torch.Tensor, places: torch.Tensor, *, is_long: bool) -> None:
-        """Write the embeddings and rotary angles of (M,) ids and positions, int64, into a step."""
+        """Write the embeddings and rotary angles of (M,) int64 `ids` and positions `places` to a step."""
         rows = embedded(self.embedding, ids)
         if step.loras is not None:
             step.loras.embed_(self.embedding_name, rows, ids)
@@ -288,7 +296,7 @@ class Decoder:
             step.query_scales.copy_(1 + beta * torch.log(1 + torch.floor(places.float() / length)))
 
     def operations(self, step: Step, attend: Attend) -> list[Operation]:
-        """Return the operations of a step, in order; nothing runs yet."""
+        """Return the operations of a step in order, without running them."""
         operations: list[Operation] = []
         for layer in self.layers:
             operations += self._layer_operations(layer, step, attend)
@@ -347,7 +355,7 @@ class Decoder:
     def _add_operations(
         self, linear: Linear, name: str, x: torch.Tensor, norm: Norm | None, step: Step
     ) -> list[Operation]:
-        """A product, normed where a norm follows, added to the hidden states."""
+        """Return the operations that add `linear(x)`, normed if `norm` is given, to the hidden states."""
         if norm is None:
             factor = self.spec.factors.residual
             return [
@@ -361,7 +369,7 @@ class Decoder:
         ]
 
     def _by_head(self, projected: torch.Tensor) -> Projections:
-        """Views of what the one product gave, (M, sum of widths)."""
+        """Split the output of the joint projection, (M, sum of widths), into views by head."""
         head_dim = self.spec.head_dim
         if self.family.is_by_head:
             return Projections(*projected.view(len(projected), -1, 3, head_dim).unbind(2))
@@ -369,7 +377,7 @@ class Decoder:
         return Projections(*(part.view(len(part), -1, head_dim) for part in parts))
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The model's weights by their names in transformers' module, each a copy, float32."""
+        """Return copies of the model's weights, float32, named as in transformers' module."""
         linears = {name for layer in self.layers for name in layer.names}
         state = state_of(self._panels, linears if self.family.is_transposed else ())
         small = {name: tensor.clone() for name, tensor in self.tensors.items() if not is_frequency(name)}
@@ -472,7 +480,7 @@ class Decoder:
 
 
 def is_frequency(name: str) -> bool:
-    """Whether a tensor of a decoder holds rotary frequencies, which transformers' module keeps apart."""
+    """Return True for rotary frequencies, which are not parameters of transformers' module."""
     return name.startswith(("inv_freq.", "long_inv_freq."))
 
 
@@ -481,12 +489,15 @@ def _attend_by(plan: AttentionPlan, step: Step, layer: int, rule: ScoreRule) -> 
 
 
 def _normed(norm: Norm | None, x: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, list[Operation]]:
-    """Return the input of a part of a layer, and what computes it: `x` itself where the part has no norm."""
+    """Return a sublayer's input and the operations that compute it: `x` and none without a norm."""
     return (x, []) if norm is None else (out, [norm.stage(x, out)])
 
 
 def _inner_operations(mlp: FeedForward, x: torch.Tensor, out: torch.Tensor, step: Step) -> list[Operation]:
-    """The first half of a feed-forward part; gates and values apart where LoRA weights change either."""
+    """Return the operations of activation(gates) · values.
+
+    One kernel computes both products, unless their weight formats differ or LoRA weights change one of them.
+    """
     inner, width = mlp.inner, mlp.width
     is_changed = step.loras is not None and step.loras.change(mlp.gate_names)
     if inner.is_one_pass and not is_changed:
@@ -498,7 +509,7 @@ def _inner_operations(mlp: FeedForward, x: torch.Tensor, out: torch.Tensor, step
     if inner.values is not None:
         values = step.values[:, :width]
         operations.append(panel_stage(x, inner.values, values))
-        start = width if first == last else 0  # where one layer gives both, values are its second half
+        start = width if first == last else 0  # in a joint gate_up layer, values are the second half
         operations += step.lora_operations(last, values, x, columns=slice(start, start + width))
     operations.append(gate_stage(out, values, out, inner.activation))
     return operations
@@ -507,14 +518,14 @@ def _inner_operations(mlp: FeedForward, x: torch.Tensor, out: torch.Tensor, step
 def _shared_expert_operations(
     mlp: FeedForward, shared_gate: tuple[str, Linear], x: torch.Tensor, step: Step
 ) -> list[Operation]:
-    """The expert that every token has, weighted by a gate of its own (Qwen2-MoE)."""
+    """Return the operations of the shared expert, which a sigmoid gate weights (Qwen2-MoE)."""
 
     def add() -> None:
         name, gate = shared_gate
         gates = gate(x)
         if step.loras is not None:
             step.loras.add_(name, gates, x)
-        # In float64: torch's float32 differs by a bit between the lanes of a vector and what is left over.
+        # In float64: torch's float32 sigmoid may round differently in the scalar tail of its vector loop.
         step.hidden += gates.double().sigmoid().float() * step.branch
 
     inner = step.inner[:, : mlp.width]

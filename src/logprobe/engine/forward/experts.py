@@ -1,7 +1,7 @@
-"""Feed-forward parts of several experts, of which each token has a few (Shazeer et al. 2017).
+"""Mixture of experts: a router selects a few expert MLPs for each token (Shazeer et al. 2017).
 
-Which rows an expert has is known when the router has run, so its products are launched then, expert by expert
-in their order: the sum of a row depends on nothing beside it.
+The products of an expert start after the router has run, when its rows are known. Experts run in order of
+their numbers, so that a row's sum does not depend on the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of a layer, and what chooses among them."""
+    """The experts of a layer and their router."""
 
     router: Linear
     inner: Sequence[GatedPanels]
     down: Sequence[Linear]
-    num_chosen: int  # of each token
-    normalises: bool  # whether the weights of those chosen add up to 1
+    num_chosen: int  # experts per token
+    normalises: bool  # scale the weights of a token's experts to sum to 1
 
     def add_(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
-        """Add what the experts of each row make of it to `hidden`.
+        """Add the weighted sum of each row's expert outputs to `hidden`.
 
         Args:
             hidden: (M, hidden size).
-            x: (M, hidden size), what the layer's feed-forward part reads.
+            x: (M, hidden size), input of the layer's MLP.
         """
-        # In float64: torch's float32 differs by a bit between the lanes of a vector and what is left over.
+        # In float64: torch's float32 softmax may round differently in the scalar tail of its vector loop.
         weights, chosen = self.router(x).double().softmax(-1).topk(self.num_chosen)
         if self.normalises:
             weights /= weights.sum(-1, keepdim=True)

@@ -1,9 +1,9 @@
-"""What a decoder of each family is made of: names of its parts, and how they are put together.
+"""Structure of each supported model family: module names, and how the modules are combined.
 
-One frozen row a `model_type` of transformers. What is not said here is read off the model itself when it is
-proven: sizes and biases off its tensors, windows, scales and soft caps off the calls of its attention, rotary
-frequencies off its buffers. `reads` are the keys of its configuration that a row, or that reading, answers
-for: a key beside them that is not at its default sends a model to the transformers decoder.
+There is one frozen entry per `model_type` of transformers. Everything else is read from the model when it is
+verified at load: sizes and biases from its tensors, windows, scales and soft caps from its attention calls,
+rotary frequencies from its buffers. `reads` lists the configuration keys that an entry takes into account. A
+model with any other key at a non-default value runs by the transformers decoder.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NormKind = Literal["rms", "rms from one", "layer"]
-"""Root mean square, with Gemma's weights that are one less than their factors, or LayerNorm's."""
+"""RMSNorm, Gemma's RMSNorm (its factor is weight + 1), or LayerNorm."""
 
 # transformers' name of an activation → the kernels'
 ACTIVATIONS: Final = {
@@ -35,7 +35,7 @@ def _keys(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Keys that change no number where nothing is trained, or that name things.
+# Keys that do not affect inference: training options, names, token ids.
 NEUTRAL: Final = _keys("""
     _name_or_path architectures attention_dropout attn_implementation attn_pdrop auto_map bad_words_ids
     bos_token_id chunk_size_feed_forward classifier_dropout cls_token_id dtype embd_pdrop embedding_dropout
@@ -46,7 +46,7 @@ NEUTRAL: Final = _keys("""
     summary_type summary_use_proj task_specific_params tokenizer_class torch_dtype transformers_version
     unk_token_id unsloth_fixed unsloth_version use_cache
 """)
-# What the proof reads off the model: sizes and biases, calls of its attention, its rotary embedding.
+# Keys whose effect is read from the model at load: from its tensors, attention calls and rotary embedding.
 OBSERVED: Final = _keys("""
     attention_bias attn_logit_softcapping head_dim hidden_size intermediate_size layer_types
     max_position_embeddings max_window_layers mlp_bias num_attention_heads num_hidden_layers
@@ -58,35 +58,35 @@ OBSERVED: Final = _keys("""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFacts:
-    """A layer's experts; names are below the layer."""
+    """The experts of a layer; names are relative to the layer."""
 
     router: str = "mlp.gate"
     gates: str = "mlp.experts.gate_up_proj"
     down: str = "mlp.experts.down_proj"
     shared: tuple[str, ...] = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
     shared_down: str = "mlp.shared_expert.down_proj"
-    shared_gate: str | None = None  # None: no expert that every token has
+    shared_gate: str | None = None  # None: no shared expert
     normalises: Callable[[Any], bool] = lambda config: config.norm_topk_prob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A family of decoders; names of a layer's parts are below the layer."""
+    """A model family; names of a layer's modules are relative to the layer."""
 
     embedding: str = "embed_tokens"
-    positions: str | None = None  # learned ones, added to the embeddings
+    positions: str | None = None  # learned position embeddings
     layers: str = "layers"
     last_norm: str = "norm"
     projections: tuple[str, ...] = (
         "self_attn.q_proj",
         "self_attn.k_proj",
         "self_attn.v_proj",
-    )  # or one of all
-    is_by_head: bool = False  # the one projection gives each head's query, key and value side by side
-    head_norms: tuple[str, ...] = ()  # of queries and keys: of each head, or of all heads together
+    )  # or one module for all three
+    is_by_head: bool = False  # the joint projection interleaves query, key and value of each head
+    head_norms: tuple[str, ...] = ()  # norms of queries and keys: per head, or over all heads
     output: str = "self_attn.o_proj"
-    gates: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # or one of both
-    is_gated: bool = True  # else the feed-forward part is down(activation(gates))
+    gates: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # or one module for both
+    is_gated: bool = True  # False: the MLP is down(activation(gates))
     down: str = "mlp.down_proj"
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
@@ -94,15 +94,15 @@ class Family:
     after_mlp: str | None = None
     norm: NormKind = "rms"
     has_norm_weights: bool = True
-    epsilon: str | float = "rms_norm_eps"  # the key of its configuration
-    activation: str = "hidden_act"  # likewise
-    is_transposed: bool = False  # its weights are (inputs, outputs)
-    is_paired: bool = False  # neighbours rotate together, not halves
-    is_parallel: Callable[[Any], bool] = lambda _: False  # attention and feed-forward part read the same rows
-    shares_norm: bool = False  # where they do, through one norm
-    rotates: Callable[[Any, int], bool] = lambda _config, _layer: True
+    epsilon: str | float = "rms_norm_eps"  # configuration key, or the value
+    activation: str = "hidden_act"  # configuration key
+    is_transposed: bool = False  # weights are stored as (inputs, outputs)
+    is_paired: bool = False  # rotary embedding pairs adjacent dimensions, not the two halves of a head
+    is_parallel: Callable[[Any], bool] = lambda _: False  # attention and MLP read the same hidden states
+    shares_norm: bool = False  # with `is_parallel`: one norm for both
+    rotates: Callable[[Any, int], bool] = lambda _config, _layer: True  # the layer has a rotary embedding
     factors: Callable[[Any], Factors] = lambda _: Factors()
-    experts: ExpertFacts | None = None  # of those layers that have a router
+    experts: ExpertFacts | None = None  # used by layers that have a router
     reads: frozenset[str] = field(default=frozenset())
 
     def layer_norms(self, *, is_parallel: bool) -> tuple[str | None, str | None, str | None, str | None]:
@@ -111,7 +111,7 @@ class Family:
         return self.before_attention, self.after_attention, before_mlp, self.after_mlp
 
     def unread(self, config: Any) -> list[str]:
-        """The keys of a configuration that are not at their defaults and that no one here answers for."""
+        """Return the non-default configuration keys that this family does not take into account."""
         own, default = config.to_dict(), type(config)().to_dict()
         known = NEUTRAL | OBSERVED | self.reads | {self.epsilon, self.activation}
         return sorted(

@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 def is_for_kernels(tensor: torch.Tensor) -> bool:
-    """Return True if the native kernels read this tensor."""
+    """Return True if the native kernels can read this tensor (float32 on a CPU)."""
     is_float = tensor.device.type == "cpu" and tensor.dtype == torch.float32
     return is_float and native_library() is not None
 
 
 class KVPool:
-    """Keys and values of every slot, (num_slots, kv_heads, dim) a layer.
+    """The KV cache: keys and values of every slot, (num_slots, kv_heads, dim) per layer.
 
-    A slot's rows lie in pages of 4 KiB, so that the first step on new slots waits for few of them; pages of
-    slots that are never used are never mapped (docs/decisions.md).
+    On a CPU, the engine allocates it without huge pages: only pages of slots that are used get mapped, a few
+    with each first use (docs/decisions.md).
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -34,7 +34,7 @@ class KVPool:
         self.is_readable_in_place = False
 
     def layer(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of one layer, allocated by the shapes of `key` and `value` of its tokens."""
+        """Return keys and values of one layer; allocate them by the shapes of `key` and `value` if needed."""
         if layer not in self.keys:
             shapes = {layer: (tuple(key.shape[1:]), tuple(value.shape[1:]))}
             self.lay_out(shapes, key.new_zeros)
@@ -54,7 +54,7 @@ class KVPool:
         shapes: Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]],
         new_zeros: Callable[[tuple[int, ...]], torch.Tensor],
     ) -> None:
-        """Allocate every layer, by the shapes of a token's keys and values there."""
+        """Allocate the layers in `shapes`: layer → shapes of one token's key and value."""
         for layer, (key, value) in shapes.items():
             self.keys[layer] = new_zeros((self.num_slots, *key))
             self.values[layer] = new_zeros((self.num_slots, *value))
@@ -62,7 +62,7 @@ class KVPool:
 
     @property
     def shapes(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Return the shapes of a token's keys and values, by layer."""
+        """Shapes of one token's key and value, by layer."""
         return {
             layer: (tuple(key.shape[1:]), tuple(self.values[layer].shape[1:]))
             for layer, key in self.keys.items()

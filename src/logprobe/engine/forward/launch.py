@@ -1,7 +1,8 @@
-"""The buffers and operations of a decoder's step; steps of a few rows as one launch (CPU).
+"""Buffers and operations of a decoder step, and recorded launches for steps with few rows (CPU).
 
-At one row, hundreds of launches from Python cost more than the products they start. So the kernel stages of a
-step are recorded once for each number of rows, on buffers of their own, which every such step fills anew.
+With one row, hundreds of kernel launches from Python take longer than the products themselves. So the kernel
+stages of a step are recorded once per number of rows, on fixed buffers that each such step refills (compare
+CUDA graphs).
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
     from logprobe.engine.forward.kv_cache import KVPool
     from logprobe.engine.forward.lora import LoraRows
 
-MAX_ROWS = 64  # of a recorded step; the products serve any number
+MAX_ROWS = 64  # maximum rows of a recorded step
 
 
 @dataclass(frozen=True, slots=True)
 class HostOperation:
-    """Work of the host between kernel stages; a step that has any cannot be recorded."""
+    """A Python call between kernel stages; a step that contains one cannot be recorded."""
 
     run: Callable[[], object]
 
@@ -40,25 +41,25 @@ class Step:
 
     hidden: torch.Tensor  # (M, hidden size)
     normed: torch.Tensor  # (M, hidden size)
-    branch: torch.Tensor  # (M, hidden size): output of attention or the feed-forward part before a norm
+    branch: torch.Tensor  # (M, hidden size): second norm output, or attention or MLP output before a norm
     projected: torch.Tensor  # (M, queries + keys + values)
     query: torch.Tensor  # (M, heads, head_dim)
     attended: torch.Tensor  # (M, heads, head_dim)
-    inner: torch.Tensor  # (M, feed-forward size)
-    values: torch.Tensor  # (M, feed-forward size): where gates and values are products of their own
+    inner: torch.Tensor  # (M, intermediate size)
+    values: torch.Tensor  # (M, intermediate size): used if gates and values are separate products
     angles: dict[str, tuple[torch.Tensor, torch.Tensor]]  # cosines and sines, (M, rotary_dim) each
     query_scales: torch.Tensor | None  # (M,)
     slots: torch.Tensor  # (M,) int64
     pool: KVPool
-    loras: LoraRows | None = None  # None: no row runs under LoRA weights
+    loras: LoraRows | None = None  # None: no row uses LoRA weights
 
     def lora_operations(self, *product: Any, **part: Any) -> list[HostOperation]:
-        """Return a call of `LoraRows.add_` with these arguments; empty if no row runs under LoRA weights."""
+        """Return a deferred `LoraRows.add_` call with these arguments; empty if no row uses LoRA weights."""
         loras = self.loras
         return [] if loras is None else [HostOperation(lambda: loras.add_(*product, **part))]
 
     def first_rows(self, num_rows: int) -> Step:
-        """Return the first rows of all buffers as views."""
+        """Return a step of views on the first `num_rows` rows of all buffers."""
 
         def cut(part: Any) -> Any:
             if isinstance(part, torch.Tensor):
@@ -71,12 +72,12 @@ class Step:
 
 
 Attend: TypeAlias = Callable[[Step, int, ScoreRule], Operation]
-"""The attention of one layer, by its index: from `step.query` and the KV cache into `step.attended`."""
+"""(step, layer, rule) → the operation that attends with `step.query` and writes `step.attended`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A recorded step of one number of rows: its buffers, and its stages as one series."""
+    """A recorded step for a fixed number of rows: its buffers and its stages."""
 
     step: Step
     contexts: RowPlan
@@ -84,7 +85,7 @@ class Launch:
 
 
 class Launches:
-    """Runs steps of a few rows on one KV cache; each number of rows is recorded when it first comes."""
+    """Runs steps of few rows on one KV cache; records each number of rows at its first step."""
 
     def __init__(
         self,
@@ -94,11 +95,11 @@ class Launches:
         fill: Callable[..., None],
         operations: Callable[[Step, Attend], list[Operation]],
     ) -> None:
-        """Make the contexts of all steps; nothing is recorded yet.
+        """Allocate the context arrays that all recorded steps share.
 
         Args:
             step: the buffers of a step of MAX_ROWS rows.
-            max_len: tokens of the longest context.
+            max_len: maximum context length in tokens.
             fill: `Decoder.fill`.
             operations: `Decoder.operations`.
         """
@@ -112,14 +113,21 @@ class Launches:
         )
 
     def can_run(self, plan: AttentionPlan) -> bool:
-        """Return True if a step has few rows on this KV cache, each attended by the row kernel."""
+        """Return True if a step has at most MAX_ROWS rows, on this KV cache, and only uses the row kernel."""
         is_few = plan.rows is not None and not plan.chunks and len(plan.slots) <= MAX_ROWS
         return is_few and plan.pool is self._step.pool
 
     def run(
         self, ids: torch.Tensor, places: torch.Tensor, plan: AttentionPlan, *, is_long: bool
     ) -> torch.Tensor:
-        """(M,) ids and positions → the last hidden states, (M, hidden size), valid until the next step."""
+        """Return the last hidden states, (M, hidden size), valid until the next step.
+
+        Args:
+            ids: (M,) int64.
+            places: (M,) int64 positions.
+            plan: a plan that `can_run` accepts.
+            is_long: use the long rotary frequencies (longrope).
+        """
         assert plan.rows is not None
         launch = self._recorded.get(len(ids))
         if launch is None:

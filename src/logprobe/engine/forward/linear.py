@@ -1,7 +1,7 @@
-"""Linear layers and embeddings on panels of weights, each widened to float32 where it is used (CPU, float32).
+"""Linear layers and embeddings on packed weight panels, converted to float32 on use (CPU, float32).
 
-The products and sums are those of a float32 load up to the order of the sums; only fewer bytes are read. The
-same kernels serve one row and a whole prompt.
+Results equal those of float32 weights up to the order of summation, but fewer bytes are read. The same
+kernels run one row and a whole prompt.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from logprobe.models.sources import Source
 
 GATES_AND_VALUES = ".gate_up_proj"
-HALVES = (".gates", ".values")  # of one layer that gives both; each is in panels of its own
-PAGED_BYTES = 1 << 26  # asked for at once
+HALVES = (".gates", ".values")  # name suffixes of the two halves of a joint gate_up layer, packed separately
+PAGED_BYTES = 1 << 26  # minimum size of one allocation of huge pages
 
 
 class Linear:
-    """A linear layer on panels; several, where parts of its outputs are of different forms."""
+    """A linear layer on panels; its outputs may be split into parts of different weight formats."""
 
     def __init__(self, parts: Sequence[PanelWeights]) -> None:
         first, *others = parts
@@ -45,7 +45,7 @@ class Linear:
         self.num_outputs = sum(part.num_outputs for part in parts)
 
     def joined(self, others: Sequence[Linear]) -> Linear:
-        """One layer with the outputs of several, one after another."""
+        """Return one layer that computes the concatenated outputs of this layer and `others`."""
         return Linear([part for linear in (self, *others) for part in linear.parts])
 
     def stages(
@@ -62,7 +62,7 @@ class Linear:
         return stages
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., inputs) → (..., outputs)."""
+        """Return (..., outputs) for `x` of shape (..., inputs)."""
         rows = x.reshape(-1, self.num_inputs)
         out = rows.new_empty(len(rows), self.num_outputs)
         for stage in self.stages(rows, out):
@@ -72,37 +72,37 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class GatedPanels:
-    """The first half of a feed-forward part: activation(gates) · values; without values activation(gates)."""
+    """The first half of an MLP: activation(gates) · values, or activation(gates) if `values` is None."""
 
     gates: PanelWeights
     values: PanelWeights | None
     activation: str
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """(M, hidden size) → (M, feed-forward size)."""
+        """Return (M, intermediate size) for `x` of shape (M, hidden size)."""
         out = x.new_empty(len(x), self.gates.num_outputs)
         self.stage(x, out).run()
         return out
 
     @property
     def is_one_pass(self) -> bool:
-        """Whether one loop reads both."""
+        """True if one kernel computes both products (same weight format)."""
         return self.values is None or self.values.form is self.gates.form
 
     def stage(self, x: torch.Tensor, out: torch.Tensor) -> Stage:
-        """(M, hidden size) → (M, feed-forward size) into `out`, ready to run."""
+        """Return the stage that writes the result of (M, hidden size) `x` to (M, intermediate size) `out`."""
         return panel_stage(x, self.gates, out, Finish(values=self.values, activation=self.activation))
 
 
 def embedded(weights: PanelWeights, token_ids: torch.Tensor) -> torch.Tensor:
-    """The rows of some ids: (...) → (..., inputs) float32; each is widened once."""
+    """Look up the embeddings of (...) ids: (..., inputs) float32; each distinct row is converted once."""
     ids, places = np.unique(token_ids.reshape(-1).numpy(), return_inverse=True)
     rows = torch.from_numpy(weights.rows(ids))
     return rows[torch.from_numpy(places)].view(*token_ids.shape, weights.num_inputs)
 
 
 class PanelLinear(nn.Module):
-    """`nn.Linear`, or GPT-2's `Conv1D`, on panels, in a module of transformers."""
+    """Replacement for `nn.Linear` or GPT-2's `Conv1D` in a transformers model, on panels."""
 
     def __init__(self, panels: PanelWeights) -> None:
         super().__init__()
@@ -112,51 +112,51 @@ class PanelLinear(nn.Module):
 
     @functools.cached_property
     def weight(self) -> torch.Tensor:
-        """(outputs, inputs) float32, for the few modules that read it themselves."""
+        """(outputs, inputs) float32, for modules that read the weight directly."""
         return dense(self._linear.parts[0])
 
     def rows(self, start: int, end: int) -> torch.Tensor:
-        """Some rows of the weight, (end - start, inputs) float32."""
+        """Return rows [start, end) of the weight, (end - start, inputs) float32."""
         return torch.from_numpy(self._linear.parts[0].rows(np.arange(start, end)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., in_features) → (..., out_features)."""
+        """Return (..., out_features) for `x` of shape (..., in_features)."""
         return self._linear(x)
 
 
 class PanelEmbedding(nn.Module):
-    """`nn.Embedding` on panels, in a module of transformers."""
+    """Replacement for `nn.Embedding` in a transformers model, on panels."""
 
     def __init__(self, panels: PanelWeights) -> None:
         super().__init__()
         self._panels = panels
         self.num_embeddings, self.embedding_dim = panels.num_outputs, panels.num_inputs
-        # Transformers asks a model's first parameter for device and dtype, and there may be no other.
+        # transformers reads device and dtype from a model's first parameter; this may be the only one.
         self.no_weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
     @functools.cached_property
     def weight(self) -> torch.Tensor:
-        """(num_embeddings, embedding_dim) float32, for the few modules that read it themselves."""
+        """(num_embeddings, embedding_dim) float32, for modules that read the weight directly."""
         return dense(self._panels)
 
     def rows(self, start: int, end: int) -> torch.Tensor:
-        """Some rows of the weight, (end - start, embedding_dim) float32."""
+        """Return rows [start, end) of the weight, (end - start, embedding_dim) float32."""
         return torch.from_numpy(self._panels.rows(np.arange(start, end)))
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """(...) ids → (..., embedding_dim) float32."""
+        """Return the (..., embedding_dim) float32 embeddings of (...) ids."""
         return embedded(self._panels, token_ids)
 
 
 def dense(panels: PanelWeights) -> torch.Tensor:
-    """The weights as they were packed, (outputs, inputs) float32."""
+    """Unpack panels into a dense matrix, (outputs, inputs) float32."""
     return torch.from_numpy(np.ascontiguousarray(panels.rows(np.arange(panels.num_outputs))))
 
 
 def use_panels_(model: nn.Module, panels: Mapping[str, PanelWeights]) -> None:
-    """Let the linear layers and embeddings of a module of transformers run on panels, by their full names.
+    """Replace linear layers and embeddings of a transformers model by ones on panels, by full module name.
 
-    Any of a class derived from torch's stays as it is.
+    Modules of classes derived from `nn.Linear` or `nn.Embedding` are left unchanged.
     """
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if name not in panels:
@@ -170,28 +170,28 @@ def use_panels_(model: nn.Module, panels: Mapping[str, PanelWeights]) -> None:
 
 
 def is_linear(module: object) -> bool:
-    """Whether a module is a linear layer of torch's or GPT-2's kind, and none derived from them."""
+    """Return True if the module's class is exactly `nn.Linear` or GPT-2's `Conv1D`, not a derived class."""
     return type(module) is nn.Linear or is_transposed(module)
 
 
 def is_transposed(module: object) -> bool:
-    """Whether a module is GPT-2's `Conv1D`, by name: transformers' module is not imported for others."""
+    """Return True for GPT-2's `Conv1D`; compares names to avoid importing `transformers.pytorch_utils`."""
     kind = type(module)
     return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix of a module, or the part of a parameter that is one, by its place there."""
+    """A weight matrix: a parameter of a transformers model, or one expert or half of it."""
 
-    names: tuple[str, ...]  # of all modules that share it
+    names: tuple[str, ...]  # panel names, one for each module that shares the parameter
     parameter: str
-    expert: int | None = None  # of several in one parameter
-    half: int | None = None  # of one that gives gates and values
-    is_transposed: bool = False
+    expert: int | None = None  # index in a 3-D parameter of all experts
+    half: int | None = None  # 0: gates, 1: values of a joint gate_up matrix
+    is_transposed: bool = False  # stored as (inputs, outputs)
 
     def panels(self, source: Source) -> PanelWeights:
-        """Its panels, read from where it lies."""
+        """Read the matrix from `source` and pack it; quantised blocks are taken over as they are."""
         is_whole = self.expert is None and self.half is None and not self.is_transposed
         if is_whole and (blocks := source.panels(self.parameter)) is not None:
             return blocks
@@ -204,10 +204,10 @@ class Matrix:
 
 
 def matrices_of(model: nn.Module, *, with_experts: bool) -> list[Matrix]:
-    """Every matrix of a module, in the order in which a step reads them.
+    """Return every matrix of a model, with matrices that one kernel reads together next to each other.
 
-    A matrix goes by its module's name; of several experts' in one parameter, each has its number behind that
-    one's name, and of one that gives gates and values each half has a name.
+    A matrix is named after its module. An expert in a shared parameter is named `parameter[number]`, and the
+    halves of a joint gate_up matrix get the suffixes HALVES.
     """
     transposed = {name for name, module in model.named_modules() if is_transposed(module)}
     shared: dict[int, list[str]] = {}
@@ -228,14 +228,14 @@ def matrices_of(model: nn.Module, *, with_experts: bool) -> list[Matrix]:
 
 
 def packed(matrices: Iterable[Matrix], source: Source) -> Iterator[PanelWeights]:
-    """Their panels, in their order, packed on all cores."""
+    """Yield the panels of each matrix in order, packed in parallel on all cores."""
     return made_ahead(partial(matrix.panels, source) for matrix in matrices)
 
 
 def in_huge_pages(panels: Iterable[PanelWeights]) -> Iterator[PanelWeights]:
-    """The same panels, one behind the other in huge pages where the system has them.
+    """Copy panels contiguously into memory with huge pages, where the system supports them.
 
-    A step goes through all of them, and looks up where each page lies (docs/decisions.md).
+    A step reads all panels; huge pages cause fewer TLB misses (docs/decisions.md).
     """
     memory = None
     for one in panels:
@@ -247,9 +247,14 @@ def in_huge_pages(panels: Iterable[PanelWeights]) -> Iterator[PanelWeights]:
 
 
 def state_of(panels: Mapping[str, PanelWeights], transposed: Container[str] = ()) -> dict[str, torch.Tensor]:
-    """The parameters that panels were made of, by their names in the module, float32."""
+    """Unpack panels into the parameters that they were packed from, float32, by parameter name.
+
+    Args:
+        panels: by panel name.
+        transposed: modules whose weight is stored as (inputs, outputs).
+    """
     matrices: dict[str, list[torch.Tensor]] = {}
-    made: dict[int, torch.Tensor] = {}  # by the panels' address: a tied head has the embedding's
+    made: dict[int, torch.Tensor] = {}  # by address of the panels: a tied head shares the embedding's
     for name, one in panels.items():  # gates come before values
         address = one.data.data_ptr()
         if address not in made:

@@ -1,7 +1,7 @@
-"""LoRA weights in the forward pass: rows of one step, each under those that its request names.
+"""LoRA weights in the forward pass: the rows of one step may use different LoRA weights.
 
-Each step says which rows run under which weights; rows without any, and steps without any, take the model's
-own path untouched.
+`LoraRows.select` maps rows to LoRA weights before each step. Rows and steps without LoRA weights have the
+same result as without this module.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from logprobe.models.lora import Dense, LoraWeights, LowRank, OwnLayer
 
 Groups: TypeAlias = "list[tuple[LoraWeights, torch.Tensor]]"
-"""Weights → their rows of the step's packed tokens, (num_rows,) int64."""
-MAX_OF_A_THREAD = 1 << 18  # multiply-adds that one does before a second one would have begun
+"""LoRA weights, with the rows of the step's packed tokens that use them, (num_rows,) int64."""
+MAX_OF_A_THREAD = 1 << 18  # up to this many multiply-adds, one thread is faster than starting a second
 
 
 def by_torch(part: Dense | LowRank, x: torch.Tensor) -> torch.Tensor:
-    """(M, inputs) → (M, outputs), in any dtype and on any device; bits of a row depend on the others."""
+    """Return (M, outputs) for (M, inputs) `x`, in any dtype and on any device; not batch-invariant."""
     for matrix in part.matrices:
         x = x @ matrix
     return x
 
 
 def by_panels(part: Dense | LowRank, x: torch.Tensor) -> torch.Tensor:
-    """The same by the kernels of the model's own layers (CPU, float32): bits of a row are its own."""
+    """Return the same by the native panel kernels (CPU, float32); batch-invariant."""
     num_rows = len(x)
     if not part.panels:
         return x.new_zeros(num_rows, part.matrices[-1].shape[1])
@@ -51,7 +51,7 @@ def by_panels(part: Dense | LowRank, x: torch.Tensor) -> torch.Tensor:
 
 
 class LoraRows:
-    """Which rows of the present step run under which weights."""
+    """The LoRA weights of each row of the current step."""
 
     def __init__(self, multiply: Callable[[Dense | LowRank, torch.Tensor], torch.Tensor] = by_torch) -> None:
         self.groups: Groups = []
@@ -59,13 +59,13 @@ class LoraRows:
         self._bound: WeakKeyDictionary[LoraWeights, dict[str, LowRank]] = WeakKeyDictionary()
 
     def bind(self, lora: LoraWeights, own_layer: Callable[[str], OwnLayer]) -> dict[str, LowRank]:
-        """The parts of weights on the model's own layers, kept for the steps that name them."""
+        """Bind `lora` to the model's base layers; return its parts by module name (cached)."""
         if lora not in self._bound:
             self._bound[lora] = bound(lora, own_layer)
         return self._bound[lora]
 
     def select(self, batch: StepBatch, device: torch.device | str) -> None:
-        """Note which rows of the step about to run run under which weights; none where the batch has none."""
+        """Set the rows of each LoRA for the next step; no rows if the batch has no LoRA weights."""
         rows: dict[int, list[torch.Tensor]] = {}
         loras: dict[int, LoraWeights] = {}
         for index, lora in enumerate(batch.loras):
@@ -77,7 +77,7 @@ class LoraRows:
 
     @contextmanager
     def only(self, lora: LoraWeights | None, num_rows: int, device: torch.device | str) -> Iterator[None]:
-        """Run all rows under these weights, or none, while the block lasts."""
+        """Use `lora` for all `num_rows` rows within the `with` block; None: no LoRA weights."""
         groups = self.groups
         self.groups = [] if lora is None else [(lora, torch.arange(num_rows, device=device))]
         try:
@@ -86,7 +86,7 @@ class LoraRows:
             self.groups = groups
 
     def change(self, names: Sequence[str]) -> bool:
-        """Whether some row's weights change one of these layers."""
+        """Return True if the LoRA weights of some row change one of these layers."""
         return any(name in lora.parts for lora, _ in self.groups for name in names)
 
     def add_(
@@ -99,40 +99,47 @@ class LoraRows:
         factor: float = 1.0,
         linear: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        """Add `factor` times what the weights make of `x` to `out`.
+        """Add `factor` times the LoRA product of each row of `x` to `out`.
 
         Args:
-            name: of the linear layer, by its place in the model.
+            name: module name of the linear layer.
             out: (num_tokens, outputs).
             x: (num_tokens, inputs).
-            columns: the outputs of the layer that `out` has.
-            factor: see above.
-            linear: the layer itself, where `out` holds more than its product.
+            columns: outputs of the layer that `out` covers.
+            factor: of the LoRA product.
+            linear: computes the base layer's product; needed if `out` contains more than that product.
         """
         for lora, rows in self.groups:
             part = self._part(lora, name)
-            if part is None:  # they may leave this layer alone
+            if part is None:  # this LoRA does not change the layer
                 continue
             is_whole = len(rows) == len(x)
             inputs = x if is_whole else x.index_select(0, rows)
             product = self._multiply(part, inputs)[:, columns]
-            if part.weight is not None:  # the output head, whose own product is in `out`
+            if part.weight is not None:  # the output head, whose weight this LoRA replaces
                 own = self._multiply(part.weight, inputs)
                 out[rows] = own
             elif part.gain is not None:
                 own = out[rows] if linear is None else linear(inputs)
-            # Products and sums one by one: a fused one rounds otherwise at the end of a vector.
+            # Separate multiply and add: a fused one may round differently in the tail of a vector loop.
             if part.gain is not None:
                 product = product + own * part.gain[columns]
             if part.shift is not None:
                 product = product + part.shift[columns]
             if is_whole and factor == 1.0:
                 out += product
-            else:  # a row by itself: a factor rounds otherwise at the end of a vector
+            else:  # row by row: with a factor, the tail of a vector loop may round differently
                 out.index_add_(0, rows, product, alpha=factor)
 
     def embed_(self, name: str, out: torch.Tensor, token_ids: torch.Tensor, *, scale: float = 1.0) -> None:
-        """Bring the embeddings of tokens, (num_tokens, hidden size) times `scale`, under their weights."""
+        """Apply the LoRA weights of each row to its embedding.
+
+        Args:
+            name: module name of the embedding.
+            out: (num_tokens, hidden size), embeddings times `scale`; changed in place.
+            token_ids: (num_tokens,).
+            scale: factor of the embeddings.
+        """
         for lora, rows in self.groups:
             part = self._part(lora, name)
             if part is None:
@@ -149,7 +156,7 @@ class LoraRows:
 
 
 class LoraLinear(nn.Module):
-    """A linear layer of transformers' module, plus each row's own low-rank product."""
+    """Wraps a linear layer of a transformers model and adds each row's LoRA product."""
 
     def __init__(self, linear: nn.Module, name: str, rows: LoraRows) -> None:
         super().__init__()
@@ -158,19 +165,19 @@ class LoraLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The layer's own, for the few modules that read it."""
+        """The base layer's weight, for modules that read it directly."""
         weight: torch.Tensor = self.linear.weight  # type: ignore[assignment]
         return weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., in_features) → (..., out_features)."""
+        """Return (..., out_features) for `x` of shape (..., in_features)."""
         out: torch.Tensor = self.linear(x)
         self._rows.add_(self._name, out.view(-1, out.shape[-1]), x.reshape(-1, x.shape[-1]))
         return out
 
 
 class LoraEmbedding(nn.Module):
-    """The input embedding of transformers' module, each row under its own weights."""
+    """Wraps the input embedding of a transformers model and applies each row's LoRA weights."""
 
     def __init__(self, embedding: nn.Module, name: str, rows: LoraRows) -> None:
         super().__init__()
@@ -180,12 +187,12 @@ class LoraEmbedding(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The layer's own, for the few modules that read it."""
+        """The base embedding's weight, for modules that read it directly."""
         weight: torch.Tensor = self.embedding.weight  # type: ignore[assignment]
         return weight
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """(...) ids → (..., hidden size)."""
+        """Return the (..., hidden size) embeddings of (...) ids."""
         out: torch.Tensor = self.embedding(token_ids)
         if self._rows.groups:
             out = out.clone()
@@ -196,7 +203,7 @@ class LoraEmbedding(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class ModuleLayer:
-    """The weights of a layer of transformers' module, as `bound` reads them."""
+    """The base weights of a layer of a transformers model, in the form that `models.lora.bound` reads."""
 
     module: Any
 
@@ -207,7 +214,7 @@ class ModuleLayer:
         return bias
 
     def rows(self, start: int, end: int) -> torch.Tensor:
-        """Some rows of the matrix."""
+        """Return rows [start, end) of the weight matrix."""
         rows: torch.Tensor
         if isinstance(self.module, PanelLinear | PanelEmbedding):
             rows = self.module.rows(start, end)
@@ -218,14 +225,14 @@ class ModuleLayer:
 
 @final
 class LoraRoom:
-    """Room for LoRA weights in transformers' module; it may be made on any thread while steps run."""
+    """Registers LoRA weights in a transformers model; thread-safe while steps run."""
 
     def __init__(self, model: Any, rows: LoraRows, head: Any) -> None:
         self._model, self._rows, self._head = model, rows, head
         self._lock = threading.Lock()
 
     def make(self, lora: LoraWeights) -> None:
-        """Let weights that were loaded for this model or one of its shape run."""
+        """Bind `lora`, which was loaded for a model of this shape, and wrap the layers that it changes."""
         with self._lock:
             self._rows.bind(lora, self._own_layer)
             for name in lora.parts:

@@ -1,9 +1,8 @@
-"""Who sees whom, as the model's own masks have it.
+"""Read each layer's sliding window from the attention masks that the model itself makes.
 
-Some families hand a sliding window to their attention as an option, some tell it by the mask alone, and some
-hand on an option that their mask does not follow. The mask is what counts in transformers' own attention, so
-the model is run once with its masks made, and each layer's window is read from the mask that reaches it.
-Before it: the loaded model. After it: the attention rules of every layer.
+Some families pass a sliding window to attention as an option, some only apply it in the mask, and some pass
+an option that contradicts their mask. transformers' own attention follows the mask, so the model runs once
+with an attention implementation that records the mask of each layer.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ NAME = "logprobe_masks"
 
 
 def noted_mask(*, mask_function: Callable[..., Any], **options: Any) -> torch.Tensor:
-    """Serve transformers' mask interface: the mask as booleans, and the function that made it beside it."""
-    # Else it would be left out where it is plainly causal, or where nothing is hidden at all.
+    """Implement transformers' mask interface: a boolean mask, with its mask function as an attribute."""
+    # Otherwise transformers omits a mask that is purely causal or hides nothing.
     options["allow_is_causal_skip"] = options["allow_is_bidirectional_skip"] = False
     mask = sdpa_mask(mask_function=mask_function, **options)
     assert mask is not None
@@ -43,7 +42,7 @@ def noting_attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Serve transformers' attention interface: note the layer's mask and rule, and attend to nothing."""
+    """Implement transformers' attention interface: record the layer's mask and score rule, return zeros."""
     step: CurrentStep = module.logprobe_step
     layer = module.layer_idx
     check_call(query, key, options)
@@ -59,10 +58,10 @@ AttentionMaskInterface.register(NAME, noted_mask)
 
 
 def window_of(mask: torch.Tensor | None, context_len: int) -> int | None:
-    """The sliding window that a layer's mask keeps; None: every token sees all before it.
+    """Return the sliding window of a layer's mask, in tokens; None: a causal mask without a window.
 
     Raises:
-        UnsupportedModelError: the mask is of another kind.
+        UnsupportedModelError: the mask is neither causal nor a sliding window.
     """
     if mask is None:
         raise UnsupportedModelError("its attention gets no mask, so that each token sees those after it")
@@ -85,7 +84,7 @@ def window_of(mask: torch.Tensor | None, context_len: int) -> int | None:
 
 
 def _check_rows(function: Callable[..., Any], window: int | None, context_len: int) -> None:
-    """Compare what tokens see, below, at and beyond the window and at the end of the context."""
+    """Check mask rows below, at and beyond the window, and at the end of the context."""
     near = context_len // 2 if window is None else window
     rows = {0, 1, near - 1, near, near + 1, 2 * near - 1, 2 * near, 2 * near + 1, context_len - 1}
     columns = torch.arange(context_len)
@@ -98,7 +97,7 @@ def _check_rows(function: Callable[..., Any], window: int | None, context_len: i
 
 
 def _seen(function: Callable[..., Any], row: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """What transformers' mask function says of one token and every other, by index."""
+    """Evaluate transformers' mask function for query index `row` and key indices `columns`."""
     first = torch.tensor(0)
     try:
         seen: torch.Tensor = function(first, first, row, columns)

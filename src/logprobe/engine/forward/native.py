@@ -1,7 +1,4 @@
-"""The native forward pass: one step's packed tokens through the model.
-
-Before it: the scheduler's plan. After it: hidden rows in their slots, which the output head reads.
-"""
+"""The forward pass of the native engine: runs a scheduled step and stores the last hidden states by slot."""
 
 from __future__ import annotations
 
@@ -33,19 +30,19 @@ if TYPE_CHECKING:
     from logprobe.models.lora import LoraWeights
     from logprobe.records.values import IntArray
 
-GPU_SHARE = 0.7  # of the GPU's memory that the weights leave, for keys, values and hidden states
-LONG_CONTEXT = 2048  # tokens from which on a chunk's scratch, megabytes for each thousand, is returned
+GPU_SHARE = 0.7  # share of the GPU memory left after loading that keys, values and hidden states get
+LONG_CONTEXT = 2048  # context tokens from which a chunk's scratch (MBs per 1,000 tokens) is returned
 
 
 class NativeForward:
-    """Owns the model, the key/value pool and the hidden rows, all by slot."""
+    """Owns the model, the KV cache and the last hidden states; the latter two are indexed by slot."""
 
     decoder: Any  # `Decoder`, `CudaDecoder` or `TransformersDecoder`; None once closed
     _memory: PagedMemory | None
     _own_module: Any = None
 
     def __init__(self, config: EngineConfig, files: ModelFiles, state: State | None = None) -> None:
-        """Load the model of `files`, or that of another forward pass with other weights."""
+        """Load the model of `files`; `state`, if given, replaces its weights."""
         self.device = _choose_device(config.device)
         _check_arithmetic(config, self.device)
         self._files, self._is_replaced = files, state is not None
@@ -65,16 +62,16 @@ class NativeForward:
         self.vocab_size, self.context_len = ready.vocab_size, ready.context_len
         self.rope_boundary = ready.layout.rope_boundary
         self.eos_token_ids = ready.eos_token_ids
-        self._had_loras = False  # some row of the last step ran under LoRA weights
+        self._had_loras = False  # True if a row of the last step used LoRA weights
         if not ready.is_recalled:
-            gc.collect()  # transformers' module, where ours took its place
+            gc.collect()  # frees transformers' module if the native decoder runs
             return_freed()
         self.kv_bytes = config.kv_bytes or self._default_kv_bytes(config.data_parallel)
         self._reserve_slots(self.kv_bytes, ready)
         self.decoder.record_on(self.pool, min(self.num_slots, self.context_len))
 
     def _check_invariant(self) -> None:
-        """Refuse a model whose rows are computed with what depends on the rows beside them."""
+        """Raise if the bits of a row's results depend on the other rows of its batch."""
         is_native = self.layout.why_transformers is None
         what = f"the transformers decoder runs this model on {self.device}, and its bits depend on the batch"
         require(
@@ -83,14 +80,14 @@ class NativeForward:
 
     @property
     def weights(self) -> str:
-        """The form of the weights."""
+        """`published` or `plain`."""
         return self.layout.weights
 
     def transformers_model(self) -> Any:
-        """The module of transformers with the weights that run: the one that runs, or one made when asked.
+        """Return a transformers model with the current weights; load one at the first call if none runs.
 
         Raises:
-            EngineClosedError: this one was closed.
+            EngineClosedError: `close` was called.
         """
         if self.decoder is None:
             raise EngineClosedError("the engine was closed, and its model with it")
@@ -99,13 +96,13 @@ class NativeForward:
         if self._own_module is None:
             self._own_module = (
                 load_state(self._files, self.decoder.state(), dtype=self.dtype)
-                if self._is_replaced or is_copy(self._files.folder)  # whose weights are removed
+                if self._is_replaced or is_copy(self._files.folder)  # a copy's weight files are deleted
                 else load_model(self._files, dtype=self.dtype)
             )
         return self._own_module
 
     def close(self) -> None:
-        """Let the weights and the pool go; nothing runs after it."""
+        """Free the weights and the KV cache; no step can run afterwards."""
         for name in ("decoder", "pool", "hidden", "_own_module"):
             setattr(self, name, None)
         if self._memory is not None:
@@ -135,11 +132,11 @@ class NativeForward:
         self.hidden = self._new_zeros((self.num_slots, ready.hidden_size), dtype=self.dtype)
 
     def load_lora(self, name: str, path: str, number: int) -> LoraWeights:
-        """LoRA weights of a folder, for this model or one of its shape.
+        """Load LoRA weights from a folder, for this model or one of the same shape.
 
         Raises:
             ModelError: the folder cannot be read, or does not fit the model.
-            EngineClosedError: this one was closed.
+            EngineClosedError: `close` was called.
         """
         if self.decoder is None:
             raise EngineClosedError("the engine was closed before the LoRA weights were loaded")
@@ -149,31 +146,31 @@ class NativeForward:
         return lora
 
     def make_room(self, lora: LoraWeights) -> None:
-        """Let steps name such weights.
+        """Bind `lora` to this model, so that steps can use it.
 
         Raises:
-            EngineClosedError: this one was closed.
+            EngineClosedError: `close` was called.
         """
         if self.decoder is None:
             raise EngineClosedError("the engine was closed before the LoRA weights had room")
         self.decoder.make_room(lora)
 
     def with_weights(self, config: EngineConfig, state: State) -> NativeForward:
-        """The same with other weights.
+        """Return a new forward pass of this model with the weights in `state`.
 
         Raises:
-            ModelError: they do not fit the model.
-            EngineClosedError: this one was closed.
+            ModelError: the weights do not fit the model.
+            EngineClosedError: `close` was called.
         """
         if self.decoder is None:
             raise EngineClosedError("the engine was closed before the new weights answered")
-        # As many slots: what was admitted counts on them, and less is free while both are here.
+        # Keep the cache size: admitted requests rely on it, and while both exist, less memory is free.
         return NativeForward(replace(config, kv_bytes=self.kv_bytes), self._files, state)
 
     def _default_kv_bytes(self, num_pools: int) -> int:
         if self.device == "cpu":
             return default_kv_bytes(num_pools)
-        torch.cuda.empty_cache()  # what the comparison at load took
+        torch.cuda.empty_cache()  # scratch of the verification at load
         free_bytes, _ = torch.cuda.mem_get_info()
         return int(free_bytes * GPU_SHARE / num_pools)
 
@@ -184,7 +181,7 @@ class NativeForward:
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> None:
-        """Run a step's tokens; their keys, values and last hidden states land in their slots."""
+        """Run a step's tokens; store their keys, values and last hidden states in their slots."""
         if not len(batch.token_ids):
             return
         if self.rope_boundary is None:
@@ -196,35 +193,35 @@ class NativeForward:
                 self._run_together(spans, is_long=is_long)
 
     def _run_together(self, batch: StepBatch, *, is_long: bool) -> None:
-        """Run tokens of one kind of rotary frequencies."""
+        """Run tokens that all use the short, or all the long rotary frequencies."""
         attention = self.decoder.plan(self.pool, batch)
         leaves_scratch = self.device == "cpu" and attention.longest_chunk >= LONG_CONTEXT
         if leaves_scratch:
-            return_freed()  # the logits of the last chunk, where it was scored
+            return_freed()  # logits of the last chunk, if it was scored
         has_loras = any(lora is not None for lora in batch.loras)
-        if has_loras or self._had_loras:  # those of the last step would run on
+        if has_loras or self._had_loras:  # also clears the rows of the last step
             self.decoder.loras.select(batch, self.device)
             self._had_loras = has_loras
         hidden = self.decoder(batch.token_ids, batch.positions, attention, is_long=is_long)
         if leaves_scratch:
-            return_freed()  # the next chunk's scratch is larger, and would not fit where this one's was
+            return_freed()  # the next chunk's scratch is larger and would not fit into the freed blocks
         self.hidden.index_copy_(0, attention.slots, hidden)
 
     @torch.inference_mode()
     def hidden_rows(self, slots: IntArray) -> torch.Tensor:
-        """The last hidden states of the tokens in `slots`, (len(slots), hidden size)."""
+        """Return the last hidden states of the tokens in `slots`, (len(slots), hidden size)."""
         return self.hidden.index_select(0, torch.from_numpy(slots.astype(np.int64)).to(self.device))
 
     @torch.inference_mode()
     def head(self, hidden: torch.Tensor, lora: LoraWeights | None = None) -> torch.Tensor:
-        """(rows, hidden size) → (rows, vocabulary) float32 logits, all under the same LoRA weights."""
+        """Return (rows, vocabulary) float32 logits of (rows, hidden size) states, all under `lora`."""
         logits: torch.Tensor = self.decoder.head(hidden, lora)
         return logits
 
 
 def _reserve(kv_bytes: int) -> PagedMemory:
     try:
-        return PagedMemory(kv_bytes)  # not huge: one slot lies in many places, and would take a page in each
+        return PagedMemory(kv_bytes)  # no huge pages: a slot has parts in each layer, each would map one
     except OSError as error:
         raise ParameterError(
             "kv_bytes", f"{kv_bytes} bytes cannot be had ({error}); ask for fewer"
@@ -239,7 +236,7 @@ def _choose_device(device: str) -> str:
 
 
 def _check_arithmetic(config: EngineConfig, device: str) -> None:
-    """Refuse an arithmetic that the device does not have."""
+    """Check that the device supports the requested arithmetic and KV dtype."""
     known = ("auto", "fma") if device == "cpu" else ("auto", "bf16x3", "bf16")
     what = f"{config.arithmetic} is not for device {device}; use one of {', '.join(known)}"
     require(config.arithmetic in known, "arithmetic", what)

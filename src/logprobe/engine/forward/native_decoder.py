@@ -1,4 +1,4 @@
-"""Makes the native decoder of a module of transformers whose family, configuration and tensors are known."""
+"""Build the native decoder from a transformers model of a supported family and configuration."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
     Tensors = dict[str, torch.Tensor]
 
-ROTARY = "rotary_emb"  # transformers' name of what makes rotary angles, below a decoder
-EVERY_LAYER = "every_layer"  # the name of frequencies where layers have no others
+ROTARY = "rotary_emb"  # transformers' name of the rotary embedding, relative to the decoder
+EVERY_LAYER = "every_layer"  # name of the frequencies if all layers share them
 
 
 def describe(module: Any, proof: Proof) -> DecoderSpec | str:
-    """Return the configuration of a module's decoder, or why it is not known."""
+    """Return the configuration of a model's decoder, or the reason why it is not supported."""
     config = module.config.get_text_config(decoder=True)
     family = FAMILIES.get(config.model_type)
     if family is None:
@@ -62,13 +62,13 @@ def describe(module: Any, proof: Proof) -> DecoderSpec | str:
 def native_decoder(
     spec: DecoderSpec, module: Any, proof: Proof, panels: Mapping[str, PanelWeights]
 ) -> Decoder | str:
-    """Return the native decoder of a module, proven to give its numbers, or why there is none."""
+    """Return the native decoder of a model, verified against its logits, or the reason why it cannot run."""
     state = {
         name: tensor.detach()
         for name, tensor in module.state_dict().items()
         if name.startswith((f"{spec.path}.", f"{spec.head}."))
     }
-    # Copies: the module's may be views of its whole file.
+    # Copy, because the module's tensors may be views that keep a whole file mapped.
     small = {name: tensor.clone() for name, tensor in state.items() if tensor.dim() == 1}
     try:
         decoder = Decoder(spec, small | frequencies(module, spec), panels)
@@ -84,7 +84,7 @@ def native_decoder(
 
 
 def _decoder_path(module: Any, family: Family, num_layers: int) -> str:
-    """The place of a decoder, which a model that also reads images keeps further down."""
+    """Return the module name of the decoder; in a multimodal model it is nested deeper."""
     for path, part in module.named_modules():
         if hasattr(part, family.embedding) and len(getattr(part, family.layers, ())) == num_layers:
             return str(path)
@@ -98,7 +98,7 @@ def _head_name(module: Any) -> str:
 
 
 def _rotary(module: Any, proof: Proof, family: Family) -> tuple[list[str | None], dict[str, float]]:
-    """The name of the frequencies that each layer rotates by, and their factors of cosines and sines."""
+    """Return the name of each layer's rotary frequencies, and by name the factor of cosines and sines."""
     config = module.config.get_text_config(decoder=True)
     layers = range(len(proof.step.rules))
     rotates = [family.rotates(config, layer) for layer in layers]
@@ -115,14 +115,14 @@ def _rotary(module: Any, proof: Proof, family: Family) -> tuple[list[str | None]
 
 
 def frequencies(module: Any, spec: DecoderSpec) -> Tensors:
-    """Rotary frequencies by name: of any text, and of one beyond the boundary where there is one."""
+    """Return the rotary frequencies by tensor name: the normal ones and, with longrope, the long ones."""
     tensors: Tensors = {}
     for name in spec.rotary_scaling:
         embedding = _rotary_embedding(module, spec.path)
         buffer, options = f"{_prefix(name)}inv_freq", {} if name == EVERY_LAYER else {"layer_type": name}
         tensors[f"inv_freq.{name}"] = getattr(embedding, buffer).float().clone()
         if spec.rope_boundary is not None:
-            # A call with a position beyond it sets them, and one with the first sets the others again.
+            # A call with a position beyond the boundary selects the long ones; position 0 restores the short.
             places = torch.tensor([[spec.rope_boundary]])
             embedding(places.float(), places, **options)
             tensors[f"long_inv_freq.{name}"] = getattr(embedding, buffer).float().clone()
@@ -135,5 +135,5 @@ def _rotary_embedding(module: Any, path: str) -> Any:
 
 
 def _prefix(name: str) -> str:
-    """Before the names of a rotary embedding's buffers, where it has several."""
+    """Return the prefix of a rotary embedding's buffer names; empty if all layers share one."""
     return "" if name == EVERY_LAYER else f"{name}_"

@@ -1,4 +1,4 @@
-"""Memory of this process: pages mapped when first used, garbage collection, return of freed memory."""
+"""Memory of this process: lazily mapped pages, garbage collection, returning freed memory to the system."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 
 ALIGNMENT: Final = 64  # bytes of a cache line
 MAX_TENSORS: Final = 1 << 12  # tensors that one `PagedMemory` can align within its size
-M_TRIM_THRESHOLD: Final = -1  # parameters of mallopt
+M_TRIM_THRESHOLD: Final = -1  # parameter numbers of mallopt
 M_MMAP_THRESHOLD: Final = -3
 MAX_MMAP_THRESHOLD: Final = 32 << 20  # glibc raises it up to here, and the trim threshold to twice as much
 TRIMMING_BYTES: Final = 96 << 10  # large enough for `free` to trim its arena, too small for malloc to map
@@ -35,7 +35,7 @@ def resident_bytes() -> int | None:
 
 
 def keep_out_of_collections() -> None:
-    """Exclude all present objects, a million of the libraries, from garbage collection.
+    """Exclude all existing objects (about a million, mostly of libraries) from garbage collection.
 
     A full collection would stop the interpreter, and the caller's event loop with it, for some 200 ms. These
     objects are still freed by their reference counts; cycles of them stay until `give_back_memory`.
@@ -48,7 +48,7 @@ def keep_out_of_collections() -> None:
 
 def give_back_memory() -> None:
     """Free all cycles, including those of frozen objects, and return the memory to the system."""
-    gc.unfreeze()  # and not again: what still refers to a closed model may become a cycle a moment later
+    gc.unfreeze()  # do not freeze again: references to a closed model may become cycles a moment later
     give_back_later_memory()
 
 
@@ -59,7 +59,7 @@ def give_back_later_memory() -> None:
 
 
 def return_freed() -> None:
-    """Return freed memory to the system; glibc keeps much of it otherwise, in holes of many sizes."""
+    """Return freed memory to the system; otherwise glibc keeps much of it because of fragmentation."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
@@ -67,9 +67,10 @@ def return_freed() -> None:
 def return_freed_of_thread() -> None:
     """Return freed memory to the system, including the end of the calling thread's malloc arena.
 
-    `malloc_trim` trims the end of the main arena only. Of another arena, `free` trims it beyond a threshold,
-    which glibc raises up to 64 MB: set it to 0 for one call of `free`. Setting it ends the adaptation of both
-    thresholds, so set them to the highest values of that afterwards, unless the environment sets them.
+    `malloc_trim` only trims the end of the main arena. In other arenas, `free` trims the end if it exceeds a
+    threshold, which glibc raises up to 64 MB: set it to 0 for one call of `free`. Setting a threshold ends
+    glibc's dynamic adjustment of both, so afterwards set them to their dynamic maximum. If the
+    environment configures malloc, only call `malloc_trim`.
     """
     return_freed()
     libc = ctypes.CDLL(None)
@@ -86,21 +87,21 @@ def return_freed_of_thread() -> None:
 
 
 class PagedMemory:
-    """Zeroed main memory, taken in tensors; the system maps each page when it is first used."""
+    """Zeroed main memory, handed out as tensors; the system maps each page at its first use."""
 
     def __init__(self, num_bytes: int, *, are_huge: bool = False) -> None:
         """Reserve the address range.
 
         Args:
-            num_bytes: of all tensors together.
-            are_huge: use huge pages where the system has them: faster to read in order, but one used byte
-                maps a whole page.
+            num_bytes: total size of all tensors.
+            are_huge: use huge pages if the system supports them: faster to read sequentially, but one used
+                byte maps a whole page.
 
         Raises:
-            OSError: the system cannot map as much.
+            OSError: the system cannot map that much.
         """
         size = num_bytes + ALIGNMENT * MAX_TENSORS
-        # Private where the system supports it: a forked process must not share the slots.
+        # Private if the system supports it, so that a forked process does not share the slots.
         flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
         self._map = mmap.mmap(-1, size, **flags)
         with suppress(OSError):  # a system without huge pages
@@ -113,7 +114,7 @@ class PagedMemory:
         return self._start + num_bytes <= len(self._bytes)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of zeros, aligned to a cache line."""
+        """Return a zeroed tensor, aligned to a cache line."""
         end = self._start + math.prod(shape) * dtype.itemsize
         tensor = self._bytes[self._start : end].view(dtype).view(shape)
         self._start = end + -end % ALIGNMENT

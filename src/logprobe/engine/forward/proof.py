@@ -1,9 +1,8 @@
-"""What is proven of a model at load: that pool, attention, masks, rotation and head give its own numbers.
+"""Verify at load that the engine's forward pass gives the same logits as the transformers model.
 
-The model runs some tokens as transformers would, at its first positions, at its last and across every length
-at which its numbers may change. Then the engine runs the same tokens, by every way of attention, with the
-prompts packed into one step and with half of each in the cache; the logits have to agree.
-Before it: the loaded model. After it: the pool's layout, the layers' rules, and the engine's first step.
+The transformers model runs some tokens at its first and last positions, and across every length at which its
+rotary frequencies may change. Then the engine runs the same tokens through every attention path, with the
+prompts packed into one step, and with half of each prompt in the KV cache; the logits must agree.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ if TYPE_CHECKING:
     AnyDecoder = Decoder | TransformersDecoder | CudaDecoder
 
 NUM_TOKENS = 12
-# What transformers calls the layers whose attention is followed here; others select or compress what they
-# see, some of them only once a text is longer than any proof.
+# transformers' names of the supported layer types. Others select or compress their context, some of them only
+# in texts longer than the ones that run here.
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Relative to the largest logit: two orders of summation differ by far less, another formula by far more.
+# Relative to the largest logit; summation order causes far smaller differences, a wrong formula far larger.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 
 AttentionInterface.register(attention.NAME, pooled_attention)
@@ -48,7 +47,7 @@ AttentionInterface.register(attention.NAME, pooled_attention)
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What the model itself makes of some tokens."""
+    """Logits of some tokens, computed by the transformers model."""
 
     token_ids: NDArray[np.int64]  # (num_tokens,)
     positions: NDArray[np.int64]  # (num_tokens,)
@@ -57,19 +56,19 @@ class Reference:
 
 
 class Proof:
-    """Runs a model by itself, then by the engine's ways, and compares."""
+    """Runs a transformers model for reference logits, then compares a decoder's logits with them."""
 
     def __init__(self, model: LazyModel, *, context_len: int) -> None:
-        """Run a model as transformers would, and note what its attention is called with.
+        """Run the model by transformers, and record its logits and the arguments of its attention calls.
 
         Raises:
-            UnsupportedModelError: it has layers of a kind that cannot be followed.
+            UnsupportedModelError: the model has layers or masks that are not supported.
         """
         self._lazy, self.model = model, model.module
         self.step = CurrentStep()
         self.context_len = context_len
         self.rope_boundary = rope_boundary(self.model)
-        self.largest_difference = 0.0  # nats, of what was proven last
+        self.largest_difference = 0.0  # nats; of the last `prove`
         self.place: DecoderPlace
         self._check_layer_types()
         self.references = self._references()
@@ -77,14 +76,14 @@ class Proof:
         self._learn_rules()
 
     def prove(self, decoder: AnyDecoder, *, tolerance: float | None = None) -> KVPool:
-        """Compare the logits of every path; return the pool, which shows what each layer stores.
+        """Compare a decoder's logits on every attention path; return a KV cache that it has filled.
 
         Args:
-            decoder: runs the tokens of the references.
-            tolerance: relative to the largest logit; None: that of the model's dtype.
+            decoder: the decoder to verify.
+            tolerance: relative to the largest logit; None: the default of the model's dtype.
 
         Raises:
-            UnsupportedModelError: the numbers differ.
+            UnsupportedModelError: the logits differ by more.
         """
         self.largest_difference = 0.0
         self._tolerance = TOLERANCE[self.model.dtype] if tolerance is None else tolerance
@@ -96,12 +95,12 @@ class Proof:
         return pools[0]
 
     def _prove_together(self, decoder: AnyDecoder, references: list[Reference]) -> KVPool:
-        """Run references of one kind of rotation, packed into one step."""
+        """Run references that all use short or all use long rotary frequencies, packed into one step."""
         lengths = [len(reference.token_ids) for reference in references]
         pool = decoder.new_pool(sum(lengths))
         decoder.record_on(pool, max(lengths))
         prompts = list(torch.split(torch.arange(sum(lengths), device=decoder.device), lengths))
-        plan: Any  # of the decoder's own kind
+        plan: Any  # `AttentionPlan` or `SpanPlan`, as the decoder needs
         for starts, plan in decoder.all_plans(pool, prompts):
             pairs = list(zip(references, starts, strict=True))
             hidden = decoder(
@@ -117,7 +116,7 @@ class Proof:
     def _compare(self, logits: torch.Tensor, expected: torch.Tensor) -> None:
         if expected.isnan().any() or not torch.isfinite(expected).any():
             raise UnsupportedModelError("its own logits are not finite numbers")
-        is_finite = torch.isfinite(expected)  # some families hide padding entries of the vocabulary
+        is_finite = torch.isfinite(expected)  # some families mask padding entries of the vocabulary
         scale = expected[is_finite].abs().max()
         difference = float((logits - expected)[is_finite].abs().max() / scale)
         if not difference <= self._tolerance:
@@ -135,15 +134,15 @@ class Proof:
         )
 
     def _starts(self) -> list[int]:
-        """Where the references begin: at the first position, at the last that fits, across each boundary."""
+        """Return the start positions: the first, the last that fits, and one across each boundary."""
         last = self.context_len - NUM_TOKENS
         across = {length - NUM_TOKENS // 2 for length in original_lengths(self.model)}
         if self.rope_boundary is not None:
-            across.add(self.rope_boundary - NUM_TOKENS)  # the last under the short frequencies
+            across.add(self.rope_boundary - NUM_TOKENS)  # the last positions with short frequencies
         return sorted({0, max(last, 0), *(start for start in across if 0 < start < last)})
 
     def _references(self) -> list[Reference]:
-        """Of the first positions, which the model is left to count by itself; of all others together."""
+        """Run all references; at the first positions, the model computes its position ids itself."""
         others = [start for start in self._starts() if start]
         short, long = ([one for one in others if self._is_long(one) == is_long] for is_long in (False, True))
         return [reference for starts in ([0], short, long) if starts for reference in self._run(starts)]
@@ -156,7 +155,7 @@ class Proof:
         return min(NUM_TOKENS, self.context_len)
 
     def _run(self, starts: list[int]) -> list[Reference]:
-        """Texts from some positions on, beside each other."""
+        """Run one text from each start position as one batch of the transformers model."""
         ids = np.stack([_probe_ids(self.model, self._count, seed=start) for start in starts])
         positions = np.array(starts)[:, None] + np.arange(self._count)
         inputs = {"input_ids": torch.from_numpy(ids).to(self.model.device)}
@@ -177,7 +176,7 @@ class Proof:
             raise UnsupportedModelError(f"it has layers of the kind {', '.join(unknown)}")
 
     def _learn_rules(self) -> None:
-        """What each layer sees and how it weighs that, off the call of its attention."""
+        """Read each layer's score rule and sliding window from its attention call."""
         self.model.set_attn_implementation(masks.NAME)
         self.step.masks.clear()
         first = self.references[0]
@@ -197,7 +196,7 @@ class Proof:
 
 
 def refusing(model: Any, act: Callable[[], Any]) -> Any:
-    """What `act` gives; whatever the model's own code raises on the way says why it cannot be used here."""
+    """Return `act()`; convert any exception to `UnsupportedModelError` with the model's name and cause."""
     name = type(model).__name__
     try:
         return act()
@@ -222,7 +221,7 @@ def _other_layers(num_attending: int, num_layers: int) -> str:
 
 
 def _probe_ids(model: Any, count: int, *, seed: int) -> NDArray[np.int64]:
-    """Some ids of the vocabulary, the same at every load, but none that stands for an image or a padding."""
+    """Return `count` reproducible random token ids, excluding special ids such as image or padding."""
     config = model.config.get_text_config(decoder=True)
     special = {
         value

@@ -1,8 +1,8 @@
-"""Files and settings → a model that is ready to run, its numbers proven.
+"""Load a model and verify its logits against transformers.
 
-A first load runs transformers' own module beside ours, compares, and stores what was proven; later loads
-build on that record, and run the record's tokens again: they have to give transformers' logits. Weights that
-take the running ones' place go the way of a first load.
+The first load runs transformers' model and our decoder, compares their logits, and stores a record. Later
+loads build the decoder from that record and run its reference tokens again, which must give the stored logits
+of transformers. Replacement weights are verified like a first load.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
 
     Tensors = dict[str, torch.Tensor]
 
-TOLERANCE = 1e-4  # of the largest logit, as at the first load
-NUM_READS = 3  # of all weights at a first load: two runs of the proof, and once for the panels
-KEPT_LOGITS = 2  # of each reference: its last tokens, which saw all others
+TOLERANCE = 1e-4  # relative to the largest logit, as at the first load
+NUM_READS = 3  # times that a first load reads all weights: twice to verify, once to pack
+KEPT_LOGITS = 2  # tokens of each reference whose logits are stored: the last, which attend to all others
 
 logger = logging.getLogger("logprobe")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadyModel:
-    """A model with its numbers proven."""
+    """A loaded and verified model."""
 
     decoder: AnyDecoder
     kv_shapes: Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]]  # by layer
@@ -61,7 +61,7 @@ class ReadyModel:
     eos_token_ids: frozenset[int]
     dtype: torch.dtype  # of hidden states and logits
     kv_dtype: torch.dtype
-    is_recalled: bool = False  # from the record of an earlier load
+    is_recalled: bool = False  # loaded from the record of an earlier load
 
 
 def make_ready(
@@ -74,21 +74,20 @@ def make_ready(
     arithmetic: str = "auto",
     kv_dtype: torch.dtype = torch.float32,
 ) -> ReadyModel:
-    """Load the model of some files and prove its numbers.
+    """Load a model and verify its logits.
 
     Args:
         files: configuration, tokenizer and weights.
-        dtype: of hidden states and logits; None: float32 by a native decoder; by the transformers decoder
-            float32 on a CPU and bfloat16 on a GPU.
+        dtype: of hidden states and logits; None: float32, or bfloat16 for the transformers decoder on a GPU.
         device: `cpu` or `cuda`.
-        weights: their form.
-        state: weights to load in place of those of the files; they are not cached.
-        arithmetic: of products, as `EngineConfig` has it.
-        kv_dtype: of cached keys and values on a GPU.
+        weights: `auto`, `published` or `plain`.
+        state: weights that replace those of the files; they are not cached.
+        arithmetic: arithmetic of matrix products, see `EngineConfig`.
+        kv_dtype: dtype of cached keys and values on a GPU.
 
     Raises:
-        UnsupportedModelError: the model cannot be followed, or its numbers differ.
-        ParameterError: a form of weights or an arithmetic that the device or the dtype does not allow.
+        UnsupportedModelError: the model is not supported, or its logits differ.
+        ParameterError: `weights`, `arithmetic` or `kv_dtype` is not available on this device or dtype.
     """
     why_plain = _why_plain(dtype or torch.float32, device)
     if device == "cuda":
@@ -139,7 +138,7 @@ def _on_gpu(
     arithmetic: str,
     kv_dtype: torch.dtype,
 ) -> ReadyModel | str:
-    """Load a model for the GPU decoder, or return why it does not run there."""
+    """Load a model for the GPU decoder, or return the reason why it cannot run there."""
     if weights == "plain":
         return "plain weights were asked for"
     if dtype not in {None, torch.float32}:
@@ -174,7 +173,7 @@ def _on_gpu(
 
 
 def _why_plain(dtype: torch.dtype, device: str) -> str | None:
-    """Return why the native decoder and panels cannot run here; None if they can."""
+    """Return the reason why the native decoder and panels cannot run here; None if they can."""
     if device != "cpu" or dtype != torch.float32:
         return "the native decoder needs float32 on a CPU"
     if native_library() is None:
@@ -185,7 +184,7 @@ def _why_plain(dtype: torch.dtype, device: str) -> str | None:
 def _loaded(
     files: ModelFiles, state: State | None, *, dtype: torch.dtype, device: str, is_lazy: bool
 ) -> LazyModel:
-    """The module of transformers, of matrices that are read when they are needed where that can be had."""
+    """Load the transformers model, with lazily read matrices if `is_lazy` and the files allow it."""
     from logprobe.models.lazy import LazyModel
 
     if is_lazy and (lazy := load_lazily(files, state)) is not None:
@@ -225,7 +224,7 @@ def _proven(
 
 
 def _panels(model: LazyModel, store: LoadStore | None, *, with_experts: bool) -> Mapping[str, PanelWeights]:
-    """Those that are stored, or those of the module's matrices, stored now where they can be."""
+    """Return the stored panels, or pack the model's matrices and store them if possible."""
     from logprobe.engine.forward.linear import in_huge_pages, matrices_of, packed
 
     matrices = matrices_of(model.module, with_experts=with_experts)
@@ -306,7 +305,7 @@ def _context_len(model: Any) -> int:
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:
-    """Every id that ends a text, by the model's settings."""
+    """Return all end-of-sequence ids of the model's configuration."""
     ids: set[int | None] = set()
     for source in (model.generation_config, model.config):
         named = getattr(source, "eos_token_id", None)
@@ -315,7 +314,7 @@ def _eos_token_ids(model: Any) -> frozenset[int]:
 
 
 def _record(ready: ReadyModel, proof: Proof) -> tuple[LoadRecord, Tensors]:
-    """What later loads build on, and its tensors."""
+    """Return the record for later loads, and its tensors."""
     decoder = ready.decoder
     assert isinstance(decoder, Decoder)
     tensors = dict(decoder.tensors)
@@ -335,18 +334,18 @@ def _record(ready: ReadyModel, proof: Proof) -> tuple[LoadRecord, Tensors]:
 
 
 def _recalled(files: ModelFiles, store: LoadStore) -> ReadyModel | None:
-    """The model of an earlier load's record; None where there is none that gives the logits that it keeps."""
+    """Load the model from an earlier load's record; None if there is none or its logits differ."""
     stored = store.record()
     if stored is None:
         return None
     text, tensors = stored
-    panels = store.panels(is_checked=False)  # what is damaged in them, the logits show
+    panels = store.panels(is_checked=False)  # the comparison of logits detects damage
     weights = {name: tensor for name, tensor in tensors.items() if not name.startswith("reference.")}
     try:
         record = msgspec.json.decode(text, type=LoadRecord)
         decoder = Decoder(record.decoder, weights, panels)
         meets_references = _meets_references(decoder, record, tensors)
-    # A tensor that a damaged file lacks, or one of another shape.
+    # A damaged file may lack tensors or have other shapes.
     except (KeyError, ValueError, RuntimeError, IndexError) as error:
         logger.warning("%s: what is stored of it lacks %s; it is proven again", files.name, error)
         return None
@@ -376,7 +375,7 @@ def _recalled(files: ModelFiles, store: LoadStore) -> ReadyModel | None:
 
 @torch.inference_mode()
 def _meets_references(decoder: Decoder, record: LoadRecord, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether the record's tokens give its logits, by the ways that steps take."""
+    """Return True if the record's tokens give its stored logits, as whole prompts and row by row."""
     for is_long in (False, True):
         numbers = [
             number
@@ -399,7 +398,7 @@ def _meets(
     prompts = list(torch.split(torch.arange(sum(lengths)), lengths))
     expected = torch.cat([logits for _, _, logits in references])
     ways = [*decoder.all_plans(pool, prompts)]
-    # Whole prompts as they come last, which also fills the pool; then halves, row by row.
+    # The last plan with whole prompts, which also fills the cache; then the second halves, row by row.
     for starts, plan in ([way for way in ways if not any(way[0])][-1], ways[-1]):
         pairs = list(zip(references, starts, strict=True))
         token_ids = torch.cat([ids[start:] for (ids, _, _), start in pairs])
@@ -416,6 +415,6 @@ def _meets(
 def _reference(
     tensors: Mapping[str, torch.Tensor], number: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ids, positions, and the logits of the last ones."""
+    """Return token ids, positions, and the logits of the last tokens."""
     name = f"reference.{number}"
     return tensors[f"{name}.ids"], tensors[f"{name}.positions"], tensors[f"{name}.logits"]

@@ -1,10 +1,9 @@
-"""The transformers decoder: a module of transformers, with attention over the KV cache, on any device.
+"""The transformers decoder: a transformers model with attention over the KV cache, on any device.
 
-It runs the models whose family or configuration `families` does not know; on a CPU their linear layers run on
-panels. A family may keep its decoder anywhere (`model`, `transformer`, `gpt_neox`,
-a text model inside a vision one), so it is found by watching the model run once. After its last layer a model
-may scale its logits, squash them, or leave them be. None of that is written again here: the head is the model
-itself with a stand-in where the decoder was.
+It runs models whose family or configuration `families` does not support; in float32 on a CPU, their linear
+layers run on panels. Families name their decoder differently (`model`, `transformer`, `gpt_neox`, or a text
+model inside a vision model), so it is found by forward hooks during one run. Models may scale or soft-cap
+their logits. To keep that code, the output head is the model itself, with its decoder replaced by a stub.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DecoderPlace:
-    """Where a model keeps its decoder, and in what form the decoder hands its rows over."""
+    """Module name of a model's decoder, and an example of the decoder's output."""
 
-    path: str  # below the model, dotted
-    output: Any  # of one run: a `ModelOutput` or a tuple, whose first part is the last hidden states
+    path: str  # dotted, relative to the model
+    output: Any  # output of one run: a `ModelOutput` or a tuple; the last hidden states are first
 
     def rows(self, output: Any) -> Tensor:
-        """The last hidden states, (1, num_tokens, hidden size)."""
+        """Return the last hidden states of a decoder output, (1, num_tokens, hidden size)."""
         rows: Tensor = output[0]
         return rows
 
     def filled(self, rows: Tensor) -> Any:
-        """An output of the decoder's own form; what is not the last hidden states is None."""
+        """Return a decoder output with `rows` as last hidden states; everything else is None."""
         from transformers.utils.generic import ModelOutput
 
         if isinstance(self.output, ModelOutput):
@@ -56,7 +55,7 @@ class DecoderPlace:
 
 
 class WatchedRun:
-    """Notes, while a model runs, which of its submodels returned last: the outermost one is its decoder."""
+    """Context manager that finds a model's decoder: the `PreTrainedModel` submodule that returns last."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -83,7 +82,7 @@ class WatchedRun:
 
     @property
     def place(self) -> DecoderPlace:
-        """The decoder's place.
+        """The decoder found during the run.
 
         Raises:
             UnsupportedModelError: no submodel ran.
@@ -94,10 +93,10 @@ class WatchedRun:
 
 
 class TransformersDecoder:
-    """Callable: a step's packed tokens → last hidden states, (num_tokens, hidden size); and the head."""
+    """Compute the last hidden states of a step's packed tokens, (num_tokens, hidden size), and logits."""
 
     def __init__(self, model: Any, place: DecoderPlace, step: CurrentStep) -> None:
-        """Make a module's attention read the KV cache from now on; its modules hold `step`."""
+        """Switch the model's attention to the KV cache; `step` must be set on its modules."""
         self.model = model
         self.step = step
         self.loras = LoraRows()
@@ -109,43 +108,50 @@ class TransformersDecoder:
 
     @property
     def hidden_size(self) -> int:
-        """How many numbers a row of the last hidden states has."""
+        """Width of the last hidden states."""
         return int(self._place.rows(self._place.output).shape[-1])
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """Device of the model."""
         device: torch.device = self.model.device
         return device
 
     def new_pool(self, num_slots: int) -> KVPool:
-        """A pool that is laid out when its layers first store."""
+        """Return a KV cache that allocates each layer at its first store."""
         return KVPool(num_slots)
 
     def check_lora(self, lora: LoraWeights) -> None:
-        """Every linear layer takes weights."""
+        """Accept any LoRA weights: every linear layer supports them."""
 
     def make_room(self, lora: LoraWeights) -> None:
-        """Let steps name such weights; from any thread."""
+        """Bind `lora` to the model, so that steps can use it; thread-safe."""
         self._room.make(lora)
 
     def record_on(self, pool: KVPool, max_len: int) -> None:
-        """Run every step module by module."""
+        """Do nothing: this decoder has no recorded launches."""
 
     def plan(self, pool: KVPool, batch: StepBatch) -> AttentionPlan:
-        """Lay out a step of the scheduler."""
+        """Return the attention plan of a scheduled step."""
         return plan_attention(pool, batch, str(self.device))
 
     def all_plans(
         self, pool: KVPool, prompts: Sequence[torch.Tensor]
     ) -> Iterator[tuple[list[int], AttentionPlan]]:
-        """Plan some prompts by each path of attention that steps may take."""
+        """Yield plans that run `prompts` through each attention path (see `all_attention_paths`)."""
         return all_attention_paths(pool, prompts)
 
     def __call__(
         self, token_ids: NDArray[Any], positions: NDArray[Any], plan: AttentionPlan, *, is_long: bool = False
     ) -> Tensor:
-        """Run packed tokens, (num_tokens,) ids and positions; `is_long` names their rotary frequencies."""
+        """Return the last hidden states of packed tokens, (num_tokens, hidden size).
+
+        Args:
+            token_ids: (num_tokens,).
+            positions: (num_tokens,).
+            plan: where keys and values are stored, and what each token attends to.
+            is_long: use the long rotary frequencies (longrope).
+        """
         self.step.plan, self.step.is_long = plan, is_long
         out = self._decoder(
             input_ids=self._row(token_ids), position_ids=self._row(positions), use_cache=False
@@ -153,7 +159,7 @@ class TransformersDecoder:
         return self._place.rows(out)[0]
 
     def head(self, hidden: Tensor, lora: LoraWeights | None = None) -> Tensor:
-        """(rows, hidden size) → (rows, vocabulary) float32 logits, all under the same LoRA weights."""
+        """Return (rows, vocabulary) float32 logits of (rows, hidden size) states, all under `lora`."""
         with self.loras.only(lora, len(hidden), hidden.device):
             return self._head(hidden)
 
@@ -162,25 +168,25 @@ class TransformersDecoder:
 
 
 class _StandIn(nn.Module):
-    """Stands where the decoder stood: returns given rows, and is the decoder to who reads its attributes."""
+    """Stub for the decoder: returns the rows that it is called with; attributes come from the decoder."""
 
     def __init__(self, decoder: nn.Module, place: DecoderPlace) -> None:
         super().__init__()
-        self.__dict__["_decoder"] = decoder  # no submodule: what walks over modules finds it once
+        self.__dict__["_decoder"] = decoder  # not registered as a submodule
         self._place = place
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_decoder"], name)
 
     def forward(self, *args: Any, inputs_embeds: Tensor | None = None, **_: Any) -> Any:
-        """Return the rows as they came, by position or by keyword."""
+        """Return the rows, which may be a positional or a keyword argument."""
         given = [inputs_embeds, *args]
         rows = [part for part in given if isinstance(part, torch.Tensor) and part.is_floating_point()]
         return self._place.filled(rows[0])
 
 
 class OutputHead:
-    """Callable: (rows, hidden size) → (rows, vocabulary) float32 logits, scale and soft cap included."""
+    """Compute a model's logits from last hidden states, including scale and soft cap."""
 
     def __init__(self, model: Any, place: DecoderPlace) -> None:
         *parents, name = place.path.split(".")
@@ -191,13 +197,13 @@ class OutputHead:
         inner._modules[name] = _StandIn(model.get_submodule(place.path), place)  # noqa: SLF001
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Give (rows, vocabulary) float32 logits for (rows, hidden size)."""
+        """Return (rows, vocabulary) float32 logits of (rows, hidden size) states."""
         logits: Tensor = self.model(inputs_embeds=hidden[None], use_cache=False).logits
         return logits[0].float()
 
 
 def _own_children(module: Any) -> Any:
-    """A shallow copy shares the dictionary of submodules; this one gets its own."""
+    """Return a shallow copy of a module with its own dictionary of submodules."""
     copied = copy.copy(module)
     copied._modules = dict(module._modules)  # noqa: SLF001
     return copied

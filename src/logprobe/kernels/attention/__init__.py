@@ -1,1 +1,1 @@
-"""Attention over the slots of the key/value pool: rows that read it in place, and chunks of prompts."""
+"""CPU attention over the KV cache, read in place: single query rows, and prompt chunks."""

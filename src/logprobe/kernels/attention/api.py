@@ -1,7 +1,7 @@
-"""Attention of single rows over the key/value pool, read in place (CPU).
+"""Attention of single query rows over the KV cache (CPU).
 
-Each row is one query token with its own context: the slots of all tokens it may see. Keys and values
-are read where they lie; nothing is gathered or copied. Before it: the attention plan of a step.
+Each row is one query token with its own context: the slots of all tokens that it attends to. Keys and values
+are read in place, without a gather or copy.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ NO_WINDOW = 1 << 30
 
 @dataclass(slots=True)
 class RowPlan:
-    """Query rows and their contexts: row r of the packed tokens sees `length` slots from `begin` on."""
+    """Query rows and their contexts: row i attends to `slots[begins[i] : begins[i] + lengths[i]]`."""
 
-    queries: Array  # (num_rows,) int32, row of the packed tokens
-    begins: Array  # (num_rows,) int32, into slots
+    queries: Array  # (num_rows,) int32, index of the packed token
+    begins: Array  # (num_rows,) int32, index into `slots`
     lengths: Array  # (num_rows,) int32
     slots: Array  # (sum of contexts,) int32
 
 
 class RowPlanBuilder:
-    """Collects the short spans of a step."""
+    """Collects the short spans of a step into a `RowPlan`."""
 
     def __init__(self) -> None:
         self._queries: list[int] = []
@@ -42,7 +42,7 @@ class RowPlanBuilder:
         self._num_slots = 0
 
     def add(self, first_row: int, start: int, slots: Array) -> None:
-        """Positions [start, len(slots)) of a sequence stand at `first_row` of the packed tokens."""
+        """Add positions [start, len(slots)) of a sequence; the first is row `first_row` of the step."""
         for position in range(start, len(slots)):
             self._queries.append(first_row + position - start)
             self._begins.append(self._num_slots)
@@ -51,7 +51,7 @@ class RowPlanBuilder:
         self._num_slots += len(slots)
 
     def build(self) -> RowPlan | None:
-        """The plan as arrays; None where no span was added."""
+        """Return the plan; None if no span was added."""
         if not self._queries:
             return None
         queries, begins, lengths = np.array([self._queries, self._begins, self._lengths], dtype=np.int32)
@@ -60,32 +60,32 @@ class RowPlanBuilder:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRule:
-    """How scores are made: scaled, soft-capped, and over which part of the context."""
+    """Attention score parameters: scale, sliding window, soft cap and sinks."""
 
     scale: float
-    window: int | None = None  # see only the last so many tokens
+    window: int | None = None  # sliding window in tokens, including the token itself
     softcap: float | None = None  # score → softcap · tanh(score / softcap)
-    # (heads,) scores beside the context's: they take weight and give nothing
+    # (heads,) attention sink scores: they take part in the softmax, but have no values
     sinks: Tensor | None = field(default=None, compare=False)
 
     @property
     def sink_scores(self) -> Array | None:
-        """The sinks, float32; None where there are none."""
+        """(heads,) float32 sink scores; None without sinks."""
         return None if self.sinks is None else self.sinks.float().flatten().numpy(force=True)
 
 
 def attend_rows(
     query: Tensor, keys: Tensor, values: Tensor, plan: RowPlan, out: Tensor, rule: ScoreRule
 ) -> None:
-    """Write each planned row's attention into `out`, rows and heads on all threads.
+    """Write each planned row's attention to `out`, on all threads.
 
     Args:
         query: (num_tokens, heads, key_dim) float32.
-        keys: (num_slots, kv_heads, key_dim) float32, one layer's pool.
-        values: (num_slots, kv_heads, value_dim) float32, likewise.
-        plan: which rows, and the slots each may see, oldest first; its own token's slot is the last.
+        keys: (num_slots, kv_heads, key_dim) float32, one layer's cache.
+        values: (num_slots, kv_heads, value_dim) float32, one layer's cache.
+        plan: the rows and their context slots, oldest first; the last slot is the row's own token.
         out: (num_tokens, heads, value_dim) float32, contiguous; only the planned rows are written.
-        rule: how scores are made.
+        rule: how scores are computed.
     """
     rows_stage(query.contiguous(), keys, values, plan, out, rule).run()
 
@@ -93,8 +93,8 @@ def attend_rows(
 def rows_stage(
     query: Tensor, keys: Tensor, values: Tensor, plan: RowPlan, out: Tensor, rule: ScoreRule
 ) -> Stage:
-    """`attend_rows` of contiguous queries, ready to run."""
-    # All heads of a slot lie together; apart they only serve to keep every thread busy.
+    """Return the stage of `attend_rows`; `query` must be contiguous."""
+    # All heads of a slot are contiguous; they are split only if there are too few rows for all threads.
     parts = 1 if len(plan.queries) >= items_for_threads() else keys.shape[1]
     return Stage(
         "attend_rows",
@@ -112,7 +112,7 @@ def rows_stage(
 def attention_args(
     query: Tensor, keys: Tensor, values: Tensor, out: Tensor, rule: ScoreRule
 ) -> dict[str, Any]:
-    """What both kernels take."""
+    """Return the arguments that the kernels for rows and for chunks share."""
     return {
         "query": query,
         "keys": keys,

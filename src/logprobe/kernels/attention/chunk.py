@@ -1,13 +1,12 @@
-"""Attention of a prompt chunk over the key/value pool, read in place (CPU).
+"""Attention of a prompt chunk over the KV cache, read in place (CPU).
 
-The lanes of vectors are query rows. Each item is some panels of rows of one key head, and goes through its
-context a block of keys at a time: the block's scores stand as (keys, rows), which is at once the panel that
-the product with its values takes. What earlier blocks gave is scaled down where a greater score comes
-(FlashAttention, Dao et al., 2022), so that no scores of a whole context are ever kept. Blocks lie at
-multiples of BLOCK_KEYS from a context's begin: a row's bits depend on its own context alone, not on the
-chunk that it came in, and are those of the kernel for rows. torch's own fused attention does its products by
-another library, which is slower on some processors (docs/decisions.md).
-Before it: the attention plan of a step.
+Vector lanes are query rows. Each work item is some panels of rows of one KV head. It processes the context
+one block of keys at a time: the scores of a block are laid out as (keys, rows), which is the panel layout
+that the product with the values needs. Earlier results are rescaled when a larger score appears
+(FlashAttention, Dao et al., 2022), so the scores of a whole context are never stored. Blocks start at
+multiples of BLOCK_KEYS from the start of the context, so a row's bits depend only on its own context, not on
+its chunk, and equal those of the row kernel. torch's fused attention uses another library for its products,
+which is slower on some processors (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
     from logprobe.kernels.attention.api import ScoreRule
 
-MAX_PANELS = 4  # of query rows that share a block of keys, which is brought into form for them
+MAX_PANELS = 4  # panels of query rows that share one repacked block of keys
 
 
 def attend_chunk(
@@ -33,11 +32,11 @@ def attend_chunk(
 
     Args:
         query: (num_rows, heads, key_dim) float32, the last num_rows positions of the context.
-        keys: (num_slots, kv_heads, key_dim) float32, one layer's pool.
-        values: (num_slots, kv_heads, value_dim) float32, likewise.
-        slots: (context,) int64, of the pool; the oldest first.
-        rule: how scores are made.
-        out: (num_rows, heads, value_dim) float32. The last dimension is contiguous here and in the pool.
+        keys: (num_slots, kv_heads, key_dim) float32, one layer's cache, last dimension contiguous.
+        values: (num_slots, kv_heads, value_dim) float32, one layer's cache, last dimension contiguous.
+        slots: (context,) int64, slots of the context, oldest first.
+        rule: how scores are computed.
+        out: (num_rows, heads, value_dim) float32, last dimension contiguous.
     """
     query = query if query.stride(2) == 1 else query.contiguous()
     num_rows, num_heads, _ = query.shape
@@ -59,6 +58,6 @@ def attend_chunk(
 
 
 def _item_lanes(num_lanes: int, num_heads: int) -> int:
-    """Of whole panels: as many as share a block well, but few enough that every thread has some."""
+    """Return the query lanes per work item: at most MAX_PANELS panels, fewer if threads would be idle."""
     num_panels = num_heads * -(-num_lanes // PANEL)
     return PANEL * max(1, min(MAX_PANELS, num_panels // items_for_threads()))

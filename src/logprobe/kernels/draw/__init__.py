@@ -1,1 +1,1 @@
-"""Logits → the token that is drawn: temperature, truncation and the inverse of the distribution."""
+"""Sample tokens from logits: temperature, truncation (top-k, top-p, min-p) and inverse-CDF sampling."""

@@ -1,9 +1,8 @@
-"""From a row of logits to a token: temperature, top-k, top-p, min-p and the draw (CPU).
+"""Sample a token from each row of logits: temperature, top-k, top-p, min-p.
 
-A row's draw is the inverse of its cumulative distribution, in order of token ids, at one uniform number.
-So it needs nothing but the row and that number: no other row can change it. What truncation keeps is
-named by a cut: the logit and the id of the last token kept, in order of descending logit and ascending id.
-Before it: a chunk of logits. After it: extraction, which needs the drawn ids.
+A row is sampled by inverting its cumulative distribution, in order of token ids, at one uniform number. So
+the result depends only on the row and that number, not on other rows. Truncation is described by a
+cut: logit and id of the last token kept, in order of descending logit and ascending id.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def draw(logits: Tensor, params: DrawParams) -> Drawn:
-    """Draw one token a row from (B, V) float32 logits.
+    """Sample one token per row from (B, V) float32 logits.
 
-    On a GPU with Triton rows without truncation are drawn there; other rows are copied to the host.
+    On a GPU with Triton, rows without truncation are sampled there; other rows are copied to the host.
     """
     if kernel_of(logits.device.type) == "triton":
         return _draw_on_gpu(logits, params)
@@ -49,7 +48,7 @@ def _draw_on_gpu(logits: Tensor, params: DrawParams) -> Drawn:
 
 
 def _draw_on_host(logits: Tensor, params: DrawParams) -> Drawn:
-    if logits.is_cuda:  # several times as fast as to other memory
+    if logits.is_cuda:  # copies to pinned memory are several times faster
         logits = torch.empty(logits.shape, dtype=logits.dtype, pin_memory=True).copy_(logits)
     if native_library() is None:
         return draw_reference(logits, params)
@@ -59,7 +58,7 @@ def _draw_on_host(logits: Tensor, params: DrawParams) -> Drawn:
 
 
 def _draw_rows(logits: NDArray[np.float32], params: DrawParams, drawn: Drawn) -> None:
-    """Fill `drawn` from (B, V) float32 logits, rows on all threads."""
+    """Fill `drawn` from (B, V) float32 logits, in parallel by row."""
     Stage(
         "draw",
         "DrawArgs",
@@ -79,9 +78,10 @@ def _draw_rows(logits: NDArray[np.float32], params: DrawParams, drawn: Drawn) ->
 
 
 def truncated_(logits: Tensor, drawn: Drawn, rows: list[int], temperatures: FloatArray) -> Tensor:
-    """Turn copies of some rows' logits, (len(rows), V), into those of the distribution drawn from, in place.
+    """Convert logits, (len(rows), V), to those of the sampled distribution, in place.
 
-    What the cut excludes becomes -inf; the rest is divided by the temperature (where that is not 0).
+    Tokens that the cut excludes get -inf. If the temperature is not 0, the maximum is subtracted from the
+    rest, which is then divided by the temperature.
     """
     ids = torch.arange(logits.shape[1], device=logits.device)
     for position, row in enumerate(rows):
@@ -89,6 +89,6 @@ def truncated_(logits: Tensor, drawn: Drawn, rows: list[int], temperatures: Floa
         values = logits[position]
         values.masked_fill_((values < cut) | ((values == cut) & (ids > cut_id)), -torch.inf)
         if temperatures[row] > 0:
-            # From the maximum, so that no temperature makes an infinity of it.
+            # Subtract the maximum first, so that a small temperature causes no overflow to +inf.
             values.sub_(values.max()).div_(float(temperatures[row]))
     return logits

@@ -1,4 +1,4 @@
-"""What a draw of one token a row is asked for, and what it gives."""
+"""Parameters and results of sampling one token per row."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ FloatArray: TypeAlias = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class DrawParams:
-    """How each of B rows is drawn, all (B,) float32 but `uniforms`."""
+    """Sampling parameters of B rows, (B,) float32 each, except `uniforms`."""
 
-    temperatures: FloatArray  # 0: the most likely token
-    top_ks: FloatArray  # 0: all
-    top_ps: FloatArray  # 1: all
-    min_ps: FloatArray  # 0: all
+    temperatures: FloatArray  # 0: greedy
+    top_ks: FloatArray  # 0: disabled
+    top_ps: FloatArray  # 1: disabled
+    min_ps: FloatArray  # 0: disabled
     uniforms: NDArray[np.float64]  # in [0, 1)
 
     def rows(self, rows: Any) -> DrawParams:
-        """Return some rows: a slice, or an array of indices or of booleans."""
+        """Return the parameters of `rows`: a slice, or an array of indices or of booleans."""
         return DrawParams(*(getattr(self, column.name)[rows] for column in fields(self)))
 
     @property
     def is_truncated(self) -> NDArray[np.bool_]:
-        """(B,): whether top-k, top-p or min-p may exclude tokens of a row."""
+        """(B,) bool, True if top-k, top-p or min-p may exclude tokens of the row."""
         cuts = (self.top_ks > 0) | (self.top_ps < 1) | (self.min_ps > 0)
         return cuts & (self.temperatures > 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What was drawn, and what truncation kept."""
+    """The sampled tokens, and the last token that truncation kept in each row."""
 
     token_ids: NDArray[np.int32]  # (B,)
-    cut_logits: FloatArray  # (B,), -inf: nothing cut
-    cut_ids: NDArray[np.int32]  # (B,), of the tokens at cut_logits those with ids up to this are kept
-    is_valid: NDArray[np.bool_]  # (B,), False: the row held NaN or +inf, or nothing but -inf
+    cut_logits: FloatArray  # (B,), smallest logit kept; -inf: nothing was cut
+    cut_ids: NDArray[np.int32]  # (B,), largest id kept among tokens whose logit equals cut_logits
+    is_valid: NDArray[np.bool_]  # (B,), False: the row contains NaN or +inf, or only -inf
 
     @classmethod
     def empty(cls, num_rows: int) -> Drawn:
-        """Return arrays for `num_rows` draws, not initialised."""
+        """Return uninitialised arrays for `num_rows` rows."""
         return cls(
             np.empty(num_rows, dtype=np.int32),
             np.empty(num_rows, dtype=np.float32),
@@ -52,6 +52,6 @@ class Drawn:
         )
 
     def put(self, rows: Any, drawn: Drawn) -> None:
-        """Fill some rows: a slice, or an array of indices or of booleans."""
+        """Copy `drawn` to `rows`: a slice, or an array of indices or of booleans."""
         for column in fields(self):
             getattr(self, column.name)[rows] = getattr(drawn, column.name)

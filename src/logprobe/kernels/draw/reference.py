@@ -1,4 +1,4 @@
-"""The draw in plain torch, row after row: what the kernel is compared with, and what draws without it."""
+"""Sampling in plain torch, row by row: the reference for the kernels, and the fallback without them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def draw_reference(logits: Tensor, params: DrawParams) -> Drawn:
-    """The plain twin of `draw`: full sorts in float64."""
+    """Sample one token per row, like `draw`, with full sorts in float64."""
     drawn = Drawn.empty(len(logits))
     for row in range(len(logits)):
         values = logits[row].double()
@@ -37,7 +37,7 @@ def draw_reference(logits: Tensor, params: DrawParams) -> Drawn:
 
 
 def _num_kept(descending: Tensor, params: DrawParams, row: int) -> int:
-    """How many of a row's logits, sorted in descending order, the truncations keep."""
+    """Return how many logits of a row, sorted in descending order, top-k, top-p and min-p keep."""
     weights = torch.exp((descending - descending[0]) / params.temperatures[row])
     count = len(weights)
     if params.top_ks[row] > 0:

@@ -1,7 +1,7 @@
-"""The draw on a GPU, in Triton: one program a row, and only token ids come to the host.
+"""Sampling on a GPU, in Triton: one program per row; only the results are copied to the host.
 
-Rows that are truncated (top-k, top-p, min-p) are not drawn here. Sums are float64, block by block in the
-order of the ids, so a row's draw does not depend on other rows.
+Rows with truncation (top-k, top-p, min-p) are not supported. Sums are float64, block by block in order of
+token ids, so a row's result does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK: Final = 2048
 
 
 def draw_rows(logits: Tensor, params: DrawParams) -> Drawn:
-    """Draw one token a row from (B, V) float32 logits on a GPU, of rows that are not truncated."""
+    """Sample one token per row from (B, V) float32 logits on a GPU, without truncation."""
     logits = aligned(logits)
     device = logits.device
     temperatures, uniforms = (
@@ -89,7 +89,7 @@ def _draw_kernel(
         target = total * tl.load(uniforms + row)
         before = tl.full([], 0.0, tl.float64)
         hit_before = tl.full([], 0.0, tl.float64)
-        hit = tl.full([], 0, tl.int32)  # the last block that begins at or before the target
+        hit = tl.full([], 0, tl.int32)  # last block whose cumulative sum starts at or below the target
         for start in range(0, vocab_size, block):
             ids = start + tl.arange(0, block)
             values = tl.load(base + ids, mask=ids < vocab_size, other=float("-inf"))

@@ -1,1 +1,1 @@
-"""Logits → the numbers of each row: log-normaliser, chosen token, rank, top-k, entropy, given ids."""
+"""Extract log-normaliser, chosen token, rank, top-k, entropy and given ids from each row of logits."""

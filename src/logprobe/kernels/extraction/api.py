@@ -1,7 +1,7 @@
-"""Rows of logits → log-normaliser, chosen logprob and rank, top-k, given ids, further columns, in one pass.
+"""Extract log-normaliser, chosen logprob and rank, top-k, given ids and extra columns from rows of logits.
 
-Before it: the output head. After it: the per-request records. What each row is asked for is checked once,
-before anything is computed; a kernel trusts every value. The device of the logits picks the kernel.
+Requests are validated once, before anything is computed; kernels do not check them again. The device of the
+logits selects the kernel.
 """
 
 from __future__ import annotations
@@ -44,24 +44,23 @@ def extract(
     given_ids: GivenLike = None,
     **extras: bool,
 ) -> DeviceRows:
-    """Reduces each row of logits to the log-probabilities asked for, in nats.
+    """Return the requested log-probabilities of each row of logits, in nats.
 
     Ranks are 1 + the number of strictly greater logits; top-k is descending, ties by ascending token id.
-    A row that holds NaN or +inf, or nothing but -inf, has `is_valid` False, NaN for numbers and 0 for
-    ranks and top-k ids; other rows are not affected. A row's result never depends on its neighbours.
+    A row that contains NaN or +inf, or only -inf, has `is_valid` False, NaN for float columns and 0 for
+    ranks and top-k ids; other rows are not affected. A row's result never depends on other rows.
 
     Args:
         logits: (B, V) float32, float16 or bfloat16, any strides.
-        chosen_ids: (B,) token ids, one a row, for column 0.
-        k: how many top log-probabilities: one number, or (B,) numbers, one a row; 0 is the chosen token
+        chosen_ids: (B,) token ids, one per row, for column 0.
+        k: number of top log-probabilities: one number, or (B,) numbers, one per row; 0 is the chosen token
             only, -1 the whole vocabulary, more than V gives V.
-        given_ids: token ids whose log-probability and rank are wanted: one 1-D array for all rows, or a
-            sequence of B arrays (or None), one a row.
-        **extras: which further columns to return, by name: `entropy=True`.
+        given_ids: token ids whose log-probability and rank to return: one 1-D array for all rows, or a
+            sequence of B arrays (or None), one per row.
+        **extras: extra columns to return, by name: `entropy=True`.
 
     Raises:
-        ParameterError: a shape or dtype that does not fit, an id outside the vocabulary, k < -1, no such
-            column.
+        ParameterError: a wrong shape or dtype, an id outside the vocabulary, k < -1, or an unknown column.
     """
     return extract_checked(
         logits, check_requests(check_rows(logits), chosen_ids, k, given_ids=given_ids, **extras)
@@ -69,14 +68,14 @@ def extract(
 
 
 def extract_checked(logits: Tensor, requests: RowRequests) -> DeviceRows:
-    """The same for requests that were checked."""
+    """Return the same as `extract` for validated requests."""
     output = allocate(requests, logits.device)
     fill(logits, requests, output)
     return output
 
 
 def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
-    """Writes what `requests` ask of `logits` into `output`, with the kernel of the logits' device."""
+    """Write the results of `requests` for `logits` to `output`, with the kernel of the logits' device."""
     _kernel(logits.device.type).fill(logits, requests, output)
 
 
@@ -87,7 +86,7 @@ def _kernel(device_type: str) -> ModuleType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRequests:
-    """What B rows are asked for."""
+    """Validated requests of B rows."""
 
     vocab_size: int
     chosen_ids: Tensor  # (B,) int32
@@ -98,7 +97,7 @@ class RowRequests:
     extras: tuple[str, ...]  # of KERNEL_EXTRAS, in their order
 
     def rows(self, start: int, stop: int) -> RowRequests:
-        """The requests of rows [start, stop), as views."""
+        """Return the requests of rows [start, stop), as views."""
         offsets = self.given_offsets
         return RowRequests(
             vocab_size=self.vocab_size,
@@ -111,11 +110,11 @@ class RowRequests:
         )
 
     def of_tokens(self, chosen_ids: Tensor) -> RowRequests:
-        """The same asked of other tokens, (B,) int32 ids of the vocabulary."""
+        """Return the same requests with other chosen tokens, (B,) int32, valid ids of the vocabulary."""
         return replace(self, chosen_ids=chosen_ids)
 
     def to(self, device: torch.device) -> RowRequests:
-        """The same requests with every array on `device`."""
+        """Return the same requests with every array on `device`."""
         if device.type == "cpu":
             return self
         return RowRequests(
@@ -130,14 +129,14 @@ class RowRequests:
 
 
 def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` on `device`; from the host to a GPU through pinned memory, without waiting for the copy."""
+    """Copy `tensor` to `device`; from the host to a GPU asynchronously, through pinned memory."""
     if tensor.device.type == "cpu" and device.type == "cuda" and tensor.numel():
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 def check_rows(rows: Tensor, parameter: str = "logits") -> tuple[int, int]:
-    """Number of rows and vocabulary size of a (B, V) tensor.
+    """Return the number of rows and the vocabulary size of a (B, V) tensor.
 
     Raises:
         ParameterError: not a (B, V) tensor of float32, float16 or bfloat16 with V >= 1.
@@ -152,13 +151,13 @@ def check_rows(rows: Tensor, parameter: str = "logits") -> tuple[int, int]:
 
 
 def check_ids(ids: object, vocab_size: int, parameter: str) -> NDArray[np.int32]:
-    """Token ids of any shape as int32 on the host.
+    """Return token ids of any shape as an int32 array on the host.
 
     Raises:
         ParameterError: not integers, or an id outside the vocabulary.
     """
     array = _int_array(ids, parameter)
-    # seen as unsigned, a negative id is beyond every vocabulary
+    # As unsigned numbers, negative ids are larger than any vocabulary.
     if array.size and array.astype(np.int64).view(np.uint64).max() >= vocab_size:
         wrong = array[(array < 0) | (array >= vocab_size)].flat[0]
         raise ParameterError(parameter, f"{wrong} is outside the vocabulary [0, {vocab_size})")
@@ -173,10 +172,10 @@ def check_requests(
     given_ids: GivenLike = None,
     **extras: bool,
 ) -> RowRequests:
-    """The caller's arguments for (B, V) logits as checked arrays, k clipped to V and -1 made V.
+    """Validate the arguments of `extract` for (B, V) logits; -1 and larger values of k become V.
 
     Raises:
-        ParameterError: a shape that does not fit, an id outside the vocabulary, k < -1, no such column.
+        ParameterError: a wrong shape, an id outside the vocabulary, k < -1, or an unknown column.
     """
     num_rows, vocab_size = shape
     num_logprobs = _check_k(k, num_rows, vocab_size)
@@ -195,9 +194,9 @@ def check_requests(
 def allocate(
     requests: RowRequests, device: torch.device, *, dtype: torch.dtype = torch.float32
 ) -> DeviceRows:
-    """Output rows for `requests`, uninitialised but for the further columns.
+    """Allocate output rows for `requests`, uninitialised except extra columns.
 
-    Those are NaN, not given, where a kernel does not know them.
+    Extra columns are NaN, so that they stay NaN if a kernel does not support them.
     """
     num_rows = len(requests.chosen_ids)
     given = None
@@ -264,7 +263,7 @@ def _check_given(given_ids: GivenLike, num_rows: int, vocab_size: int) -> tuple[
 
 
 def _is_shared(given_ids: GivenLike) -> bool:
-    """Whether one list of ids serves all rows."""
+    """Return True if `given_ids` is one list of ids for all rows."""
     if isinstance(given_ids, (Tensor, np.ndarray)):
         return given_ids.ndim == 1 and given_ids.dtype != object
     return all(isinstance(entry, (int, np.integer)) for entry in given_ids or ())

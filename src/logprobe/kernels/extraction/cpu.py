@@ -1,7 +1,4 @@
-"""The extraction on the CPU: one pass over each row, rows shared out among threads.
-
-Before it: checked requests. After it: output rows, filled in place.
-"""
+"""Extraction on the CPU: one pass over each row, rows in parallel."""
 
 from __future__ import annotations
 
@@ -17,12 +14,12 @@ if TYPE_CHECKING:
     from logprobe.kernels.extraction.api import RowRequests
     from logprobe.records.rows import DeviceRows
 
-PARALLEL_FROM = 2**15  # logits from which a second thread pays for its start
+PARALLEL_FROM = 2**15  # number of logits from which more than one thread is faster
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
-    """Writes what `requests` ask of `logits` (B, V) into `output`; all on the CPU."""
+    """Write the results of `requests` for `logits` (B, V) to `output`; all on the CPU."""
     logits = logits.detach()
     if logits.stride(1) != 1:
         logits = logits.contiguous()

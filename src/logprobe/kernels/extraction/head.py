@@ -1,7 +1,4 @@
-"""Hidden rows → numbers: the output head runs on chunks of rows, so that no (T, V) array ever exists.
-
-Before it: the last hidden states. After it: the per-request records.
-"""
+"""Run the output head and the extraction on chunks of rows, so that no (T, V) array is ever allocated."""
 
 from __future__ import annotations
 
@@ -21,9 +18,9 @@ if TYPE_CHECKING:
     from logprobe.records.rows import DeviceRows
 
 CHUNK_BYTES = 8 * 2**20
-MIN_CHUNK_ROWS = 32  # fewer would read the head's weights too often
+MIN_CHUNK_ROWS = 32  # with fewer rows, the head's weights are read too often
 MAX_CHUNK_BYTES = 32 * 2**20
-GPU_CHUNK_BYTES = 128 * 2**20  # fewer launches; no cache would hold less
+GPU_CHUNK_BYTES = 128 * 2**20  # larger than on a CPU: fewer launches, and caches would not help
 
 
 @torch.no_grad()
@@ -38,19 +35,19 @@ def head_extract(
     transform: Callable[[Tensor, slice], Tensor] | None = None,
     **extras: bool,
 ) -> DeviceRows:
-    """The same as `extract(head(hidden), ...)`, without ever holding more than one chunk of logits.
+    """Return `extract(head(hidden), ...)`, but hold only one chunk of logits at a time.
 
     Args:
         hidden: (T, H) last hidden states.
-        head: (rows, H) -> (rows, V) logits, with the model's scale and soft-cap applied. Where it has
-            `out_features`, as a Linear does, that is taken for V, so that the first chunk has its full size.
+        head: (rows, H) -> (rows, V) logits, with the model's scale and soft-cap applied. If it has an
+            attribute `out_features`, like `nn.Linear`, the first chunk has full size; otherwise 32 rows.
         chosen_ids: (T,) token ids, for column 0.
         k: as in `extract`.
         given_ids: as in `extract`.
-        chunk_rows: rows a chunk; by default as many as make 8 MiB of logits, but at least 32 rows
-            where these fit in 32 MiB; on a GPU as many as make 128 MiB.
-        transform: called with each chunk's logits and the slice of rows that they belong to, returns
-            (rows, V) logits that take their place.
+        chunk_rows: rows per chunk; by default 8 MiB of logits, but at least 32 rows if they fit in 32 MiB;
+            on a GPU 128 MiB.
+        transform: called with each chunk's logits and their slice of rows; returns (rows, V) logits that
+            replace them.
         **extras: as in `extract`.
 
     Raises:
@@ -75,14 +72,14 @@ def head_extract(
             size = chunk_rows or default_chunk_rows(shape[1], device)
         fill(logits, requests.rows(rows.start, rows.stop), output.rows(rows.start, rows.stop))
         start = rows.stop
-        del logits  # or two chunks would be held while the next one is made
+        del logits  # otherwise two chunks would exist while the head runs
     return output
 
 
 def default_chunk_rows(vocab_size: int | None, device_type: str = "cpu") -> int:
-    """Rows of float32 logits that make 8 MiB; at least 32 where these fit in 32 MiB; 32 for unknown V.
+    """Return the default rows per chunk: 8 MiB of float32 logits, at least 32 rows if they fit in 32 MiB.
 
-    On a GPU as many as make 128 MiB.
+    On a GPU 128 MiB; 32 rows if the vocabulary size is not known.
     """
     if vocab_size is None:
         return MIN_CHUNK_ROWS

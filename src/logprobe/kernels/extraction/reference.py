@@ -1,6 +1,6 @@
-"""The extraction in plain torch, row after row: what every kernel is compared with.
+"""Extraction in plain torch, row by row: the reference for the kernels.
 
-It also serves devices that have no kernel, and a CPU on which the native library does not run.
+It is also the fallback for devices without a kernel, and for CPUs on which the native library does not run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def extract(
     dtype: torch.dtype = torch.float32,
     **extras: bool,
 ) -> DeviceRows:
-    """The same numbers as `logprobe.kernels.extract`, computed and returned in `dtype`."""
+    """Return the same as `logprobe.kernels.extract`, computed and returned in `dtype`."""
     requests = check_requests(check_rows(logits), chosen_ids, k, given_ids=given_ids, **extras)
     output = allocate(requests, logits.device, dtype=dtype)
     fill(logits, requests, output)
@@ -35,9 +35,9 @@ def extract(
 
 
 def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
-    """Writes what `requests` ask of `logits` (B, V) into `output`, in the precision of its logprobs.
+    """Write the results of `requests` for `logits` (B, V) to `output`, in the precision of its logprobs.
 
-    Rows of another device are copied to the host once, and their numbers back.
+    Logits on another device are copied to the host, and the results back.
     """
     if logits.device.type != "cpu":
         host = allocate(requests, torch.device("cpu"), dtype=output.logprobs.dtype)
@@ -50,7 +50,7 @@ def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
 
 
 def _copy(source: DeviceRows, target: DeviceRows) -> None:
-    """Copies what `fill` writes, across devices."""
+    """Copy the arrays that `fill` writes, across devices."""
     for name in ("token_ids", "logprobs", "ranks", "lse", "is_valid"):
         getattr(target, name).copy_(getattr(source, name))
     for name, column in source.extras.items():

@@ -1,7 +1,4 @@
-"""Log-probabilities that are there already → the best of each row, or those of named ids.
-
-Before it: rows of the caller's own, NumPy's or torch's. After it: user code.
-"""
+"""Extract top-k or given ids from rows of log-probabilities, as NumPy arrays or torch tensors."""
 
 from __future__ import annotations
 
@@ -36,27 +33,27 @@ def extract_top_k_logprobs(
 def extract_top_k_logprobs(
     logprobs: Tensor | Array, k: int, *, logprobs_first: bool = False
 ) -> tuple[Tensor, Tensor] | tuple[Array, Array]:
-    """The k most probable ids and their log-probabilities, descending, ties by ascending id.
+    """Return the k most probable ids and their log-probabilities, descending, ties by ascending id.
 
     Args:
-        logprobs: (B, V) or (V,), float64, float32, float16 or bfloat16, torch's or NumPy's, nats; taken as
-            they are, not normalised again.
-        k: how many; -1 is the whole vocabulary, more than V gives V.
-        logprobs_first: give the log-probabilities before the ids.
+        logprobs: (B, V) or (V,), float64, float32, float16 or bfloat16, a torch tensor or NumPy array, nats;
+            not normalised again.
+        k: number of ids; -1 is the whole vocabulary, more than V gives V.
+        logprobs_first: return the log-probabilities before the ids.
 
     Returns:
-        ids (B, k) int32 and log-probabilities (B, k), or (k,) each, of the kind and dtype of `logprobs`; a
-        row that holds NaN or +inf, or nothing but -inf, has NaN and id 0.
+        ids (B, k) int32 and log-probabilities (B, k), or (k,) each, with the array type and dtype of
+        `logprobs`; rows that contain NaN or +inf, or only -inf, have NaN and id 0.
 
     Raises:
-        ParameterError: a shape or dtype that does not fit, k < -1.
+        ParameterError: a wrong shape or dtype, or k < -1.
     """
     rows = _rows(logprobs)
     narrow = rows if rows.dtype in LOGITS_DTYPES else rows.float()
     top = extract(narrow, np.zeros(check_rows(narrow, "logprobs")[0], np.int32), int(k))
     ids, is_valid = top.token_ids[:, 1:], top.is_valid
     if rows.dtype == torch.float64:
-        # What float32 cannot tell apart may be no tie: the whole row is sorted as it is.
+        # Different values may be equal in float32, so sort whole rows in float64.
         is_valid = (rows < torch.inf).all(1) & (rows > -torch.inf).any(1)
         order = rows.sort(dim=1, descending=True, stable=True).indices[:, : ids.shape[1]]
         ids = order.to(torch.int32).masked_fill(~is_valid[:, None], 0)
@@ -69,19 +66,19 @@ def extract_top_k_logprobs(
 def batch_logprobs_to_host(
     logprobs: Tensor | Array, token_ids: IdsLike
 ) -> tuple[NDArray[np.int32], NDArray[np.floating]]:
-    """The log-probabilities of named token ids, as host arrays: nothing else leaves the device.
+    """Return the log-probabilities of given token ids as host arrays; only these are copied to the host.
 
     Args:
-        logprobs: (B, V) or (V,), float64, float32, float16 or bfloat16, torch's or NumPy's, nats, on any
-            device.
-        token_ids: (B, n) token ids, or (B,), one a row; (n,) for a single row (V,).
+        logprobs: (B, V) or (V,), float64, float32, float16 or bfloat16, a torch tensor or NumPy array, nats,
+            on any device.
+        token_ids: (B, n) token ids, or (B,), one per row; (n,) for a single row (V,).
 
     Returns:
-        token_ids int32 and their log-probabilities, both of the shape of `token_ids`; float64 where
-        `logprobs` are, else float32.
+        token_ids int32 and their log-probabilities, both of the shape of `token_ids`; float64 if `logprobs`
+        is float64, otherwise float32.
 
     Raises:
-        ParameterError: a shape or dtype that does not fit, an id outside the vocabulary.
+        ParameterError: a wrong shape or dtype, or an id outside the vocabulary.
     """
     rows = _rows(logprobs)
     num_rows, vocab_size = rows.shape
@@ -97,10 +94,10 @@ def batch_logprobs_to_host(
 
 
 def extract_top_k_logprobs_rust(logprobs: Rows, k: int) -> tuple[Rows, Rows]:
-    """`extract_top_k_logprobs` in the order of programs that name it so: log-probabilities, then ids.
+    """Return the same as `extract_top_k_logprobs`, with log-probabilities first (for compatibility).
 
     Raises:
-        ParameterError: what `extract_top_k_logprobs` refuses.
+        ParameterError: as in `extract_top_k_logprobs`.
     """
     values, ids = extract_top_k_logprobs(logprobs, k, logprobs_first=True)
     return values, ids
@@ -109,15 +106,14 @@ def extract_top_k_logprobs_rust(logprobs: Rows, k: int) -> tuple[Rows, Rows]:
 def batch_logprobs_to_cpu_rust(
     logprobs: Tensor | Array, token_ids: Tensor | Array
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Both arrays on the host, as they are: log-probabilities (nats), then the token ids that belong to them.
+    """Copy log-probabilities (nats) and their token ids to NumPy arrays.
 
     Args:
-        logprobs: of any shape, torch's or NumPy's, on any device; bfloat16, which NumPy has not, comes as
-            float32.
-        token_ids: of the same shape, or of its rows.
+        logprobs: any shape, a torch tensor or NumPy array, on any device; bfloat16 becomes float32.
+        token_ids: same shape as `logprobs`, or its leading dimensions.
 
     Raises:
-        ParameterError: the shapes do not begin alike.
+        ParameterError: the shape of `token_ids` is not a prefix of that of `logprobs`.
     """
     if tuple(logprobs.shape[: token_ids.ndim]) != tuple(token_ids.shape):
         raise ParameterError(
@@ -127,10 +123,10 @@ def batch_logprobs_to_cpu_rust(
 
 
 def _rows(logprobs: object) -> Tensor:
-    """Rows (B, V) as a tensor, a single row (V,) as one of them.
+    """Convert (B, V) or (V,) log-probabilities to a (B, V) tensor.
 
     Raises:
-        ParameterError: no array of floats with one or two dimensions and V >= 1.
+        ParameterError: not an array of floats with one or two dimensions and V >= 1.
     """
     if not isinstance(logprobs, Tensor | np.ndarray):
         raise ParameterError("logprobs", f"must be a torch or NumPy array, not {type(logprobs).__name__}")

@@ -1,4 +1,4 @@
-"""The extraction on an NVIDIA GPU, in Triton: one read of the logits, no (B, V) temporary for k <= 128.
+"""Extraction on an NVIDIA GPU, in Triton: one read of the logits, no (B, V) temporary for k <= 128.
 
 1. `_split_kernel`, a program for each row and split of SPLIT ids: sums of the split, and the maximum of each
    group of GROUP ids.
@@ -9,8 +9,6 @@
 
 SPLIT is fixed, the sums do not depend on k, and nothing is summed across rows: a row has the same bits alone
 and in any batch. Triton's interpreter runs the same code, slowly, on the CPU.
-
-Before it: checked requests. After it: output rows on the device, filled in place.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ LOW_BITS = tl.constexpr(2**31 - 1)
 
 
 def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
-    """Writes what `requests` ask of `logits` (B, V) into `output`, on the device of the logits.
+    """Write the results of `requests` for `logits` (B, V) to `output`, on the device of the logits.
 
     The host never waits for the device. With requests on the device and no given ids, a CUDA graph can
     capture it.
@@ -148,7 +146,7 @@ def _sort_rows(logits: Tensor, num_top: int, lses: Tensor, output: DeviceRows) -
 
 @triton.jit
 def _pack(values: tl.tensor, ids: tl.tensor) -> tl.tensor:
-    """(value, id) as one int64 that is greater for a greater value, and for a lower id among equals."""
+    """Pack (value, id) into an int64, greater for a greater value, and for a lower id among equals."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0
     ascending = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
     return (ascending << 32) | (LOW_BITS - ids.to(tl.int64))
@@ -329,7 +327,7 @@ def _given_kernel(
     ranks: tl.tensor,
     split: tl.constexpr,
 ) -> None:
-    """Adds each split's count to the ranks, which are 0 before; sums of integers have one result."""
+    """Add each split's count to the ranks, which start at 0; integer sums do not depend on their order."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     base = logits + row * row_stride

@@ -1,5 +1,5 @@
-"""The loops of a decoder layer: products, norms, rotary positions, stores.
+"""CPU kernels of a decoder layer: matrix products, norms, rotary embedding, KV cache stores.
 
-The way of its weights: `forms` (or `models.gguf.blocks`) brings them into panels, as `layout` states →
-`panels` multiplies by them.
+`forms` (or `models.gguf.blocks`) packs weights into the panels that `layout` defines; `panels` multiplies by
+them.
 """

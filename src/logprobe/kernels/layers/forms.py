@@ -1,6 +1,6 @@
-"""Weights as panels: brought into a form, and read back row by row (the plain twin of what kernels widen).
+"""Pack weights into panels, and unpack them row by row (the reference for the kernels' conversions).
 
-`layout` states the layouts. Before it: weights as numpy arrays. After it: `panels`, embeddings, tests.
+`layout` defines the memory layouts.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
-PIECE_NUMBERS = 1 << 20  # that are looked at together: they stay in a cache
-STEP = 32  # what the number of inputs is filled up to a multiple of: a block of any form
+PIECE_NUMBERS = 1 << 20  # elements that are checked at a time, so that they stay in a cache
+STEP = 32  # inputs are padded to a multiple of this: a block of any form
 
 
 @dataclass(frozen=True, eq=False)
 class PanelWeights:
-    """One linear layer's weights: panels of outputs, the last one and its inputs filled up with zeros."""
+    """Weights of one linear layer as panels of outputs; last panel and inputs are padded with zeros."""
 
     form: Form
     num_outputs: int
@@ -47,7 +47,7 @@ class PanelWeights:
 
     @cached_property
     def padded_inputs(self) -> int:
-        """Inputs with those that fill up the last block."""
+        """Number of inputs including padding."""
         return self.num_inputs + -self.num_inputs % STEP
 
     @cached_property
@@ -61,17 +61,17 @@ class PanelWeights:
         return -(-self.num_outputs // PANEL) * self.panel_bytes
 
     def with_bias(self, bias: torch.Tensor) -> PanelWeights:
-        """The same weights, with a bias."""
+        """Return the same weights with a bias."""
         return replace(self, bias=bias.detach())
 
     def rows(self, outputs: NDArray[np.integer]) -> NDArray[np.float32]:
-        """The weights of some outputs, (len(outputs), inputs)."""
+        """Return the weights of some outputs, (len(outputs), inputs)."""
         data = self.data.numpy().reshape(-1, self.panel_bytes)
         rows: NDArray[np.float32] = _READERS[self.form.name](data, *np.divmod(outputs, PANEL))
         return rows[:, : self.num_inputs]
 
     def halves(self) -> tuple[PanelWeights, PanelWeights] | None:
-        """The first half of the outputs and the second, on the same memory; None where a panel is cut."""
+        """Return both halves of the outputs, sharing memory; None if the cut is not between panels."""
         half, rest = divmod(self.num_outputs, 2)
         if rest or half % PANEL:
             return None
@@ -84,7 +84,7 @@ class PanelWeights:
         return first, second
 
     def joined(self, others: list[PanelWeights]) -> PanelWeights | None:
-        """One layer with the outputs of several, where forms and widths let it."""
+        """Concatenate the outputs of several layers; None if form, inputs or whole panels do not match."""
         parts = [self, *others]
         are_whole = all(part.num_outputs % PANEL == 0 for part in parts[:-1])
         if not are_whole or len({(part.form.name, part.num_inputs) for part in parts}) > 1:
@@ -102,7 +102,7 @@ def _bias_of(part: PanelWeights) -> torch.Tensor:
 
 
 def _end_to_end(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The bytes of all; no copy where they follow each other in memory."""
+    """Concatenate bytes, without a copy if they are contiguous in one storage."""
     first, places = parts[0], [part.data_ptr() for part in parts]
     ends = [part.data_ptr() + len(part) for part in parts]
     if places[1:] != ends[:-1] or len({part.untyped_storage().data_ptr() for part in parts}) > 1:
@@ -111,7 +111,7 @@ def _end_to_end(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def pack_floats(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PanelWeights:
-    """Panels of (outputs, inputs), in the smallest form of float that holds every one exactly."""
+    """Pack an (outputs, inputs) matrix in the smallest float form that represents every weight exactly."""
     weight = weight.detach()
     form, dtype = _narrowest(weight)
     num_outputs, width = weight.shape
@@ -128,7 +128,7 @@ def pack_floats(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Panel
 
 
 def _narrowest(weight: torch.Tensor) -> tuple[Form, torch.dtype]:
-    """The form of the fewest bytes that holds all numbers, and torch's type of it."""
+    """Return the smallest float form that represents all weights exactly, and its torch dtype."""
     if weight.dtype == torch.bfloat16:
         return BFLOAT16, torch.bfloat16
     fitting = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
@@ -143,16 +143,16 @@ def _narrowest(weight: torch.Tensor) -> tuple[Form, torch.dtype]:
 
 
 def empty_panels(form: Form, num_outputs: int, num_inputs: int) -> PanelWeights:
-    """Panels of a form with blocks, all zeros, for `fill_blocks`."""
+    """Allocate zeroed panels of a quantised form, for `fill_blocks`."""
     shape = PanelWeights(form, num_outputs, num_inputs, torch.empty(0, dtype=torch.uint8))
     return replace(shape, data=_on_lines(shape.num_bytes))
 
 
 def fill_blocks(panels: PanelWeights, start: int, header: Array, groups: Array) -> None:
-    """Write some outputs of panels that have none yet.
+    """Write consecutive outputs to panels.
 
     Args:
-        panels: what `empty_panels` gives.
+        panels: result of `empty_panels`.
         start: the first output, a multiple of PANEL.
         header: (outputs, blocks, 1 or 2) of float16 or float32: scales, and summands of a form of int4.
         groups: (outputs, blocks, inputs of a block) int8, or (outputs, blocks, 4) uint32, each eight int4.

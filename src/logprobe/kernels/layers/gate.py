@@ -1,7 +1,7 @@
-"""Gates of feed-forward parts by themselves (CPU): for where more is added to both before they meet.
+"""Gated activation of an MLP as a separate kernel (CPU).
 
-Before it: products that LoRA weights were added to. After it: the product down. The loops are those of the
-panels' own finish, and so are the bits.
+Used if LoRA products are added to gates and values first, or if their weight formats differ; otherwise
+`panels.Finish` applies the activation. Both run the same code and give the same bits.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from logprobe.kernels.stages import Stage
 if TYPE_CHECKING:
     from torch import Tensor
 
-ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "relu2": 5}  # what gates know
-PIECE = 1024  # numbers of a row that a thread takes at a time
+ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "relu2": 5}  # as in the kernel
+PIECE = 1024  # elements of a row per work item
 
 
 def gate_stage(gates: Tensor, values: Tensor | None, out: Tensor, activation: str) -> Stage:
-    """activation(gates) · values, or activation(gates) where there are no values, into `out`, ready to run.
+    """Return the stage that writes activation(gates) · values, or activation(gates), to `out`.
 
     Args:
         gates: (M, width) float32, each row contiguous.
-        values: of the gates' shape, each row contiguous; not where `out` is.
-        out: of the gates' shape, each row contiguous; it may be the gates.
-        activation: one of ACTIVATIONS but "none".
+        values: same shape as `gates`, each row contiguous; must not overlap `out`; None: activation(gates).
+        out: same shape as `gates`, each row contiguous; may be `gates` itself.
+        activation: one of ACTIVATIONS except "none".
     """
     assert activation != "none"
     num_rows, width = gates.shape

@@ -1,7 +1,7 @@
-"""Panels of weights as they were published: how each form keeps them.
+"""Memory layout of weight panels for each weight format ("form").
 
-A panel holds PANEL outputs, inputs outermost, so that the weights of one input stand side by side in vectors.
-Its inputs come in blocks (a block of GGUF has its own scale) of groups of GROUP inputs:
+A panel holds PANEL outputs, input-major, so that the weights of one input are contiguous and load as vectors.
+Its inputs are divided into blocks (quantised blocks have their own scales) of groups of GROUP inputs:
 
 ============  =====  ==================================  ============================================
 form          block  a block's header                    a group
@@ -14,8 +14,6 @@ int4_wide        32  the same, float32                   the same
 int8             32  48 scales, float16                  8 x 48 int8
 int8_wide        16  48 scales, float32                  8 x 48 int8
 ============  =====  ==================================  ============================================
-
-Before it: nothing. After it: what brings weights into panels, and what multiplies by them.
 """
 
 from __future__ import annotations
@@ -24,29 +22,29 @@ from dataclasses import dataclass
 
 from logprobe.kernels.processor import FLOAT
 
-LAYOUT = 1  # of what this file states; a file of panels in another is not read
+LAYOUT = 1  # version of this layout; stored panels of other versions are not read
 PANEL = 48
 GROUP = 8
-RUN = 16  # inputs, whose products are summed by themselves: a sum's rounding error grows with its length
-TILE_ROWS = 8  # blocks of rows are multiples of it
+RUN = 16  # inputs that are summed separately, because a sum's rounding error grows with its length
+TILE_ROWS = 8  # row blocks are multiples of this
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a panel's weights are kept."""
+    """The weight format of a panel."""
 
     name: str
-    inputs: int  # of a block
+    inputs: int  # per block
     header: int  # bytes of a block's scales and summands
-    group: int  # bytes of a group
+    group: int  # bytes per group
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block of one panel."""
+        """Bytes per block of one panel."""
         return self.header + self.inputs // GROUP * self.group
 
     def panel_bytes(self, num_inputs: int) -> int:
-        """Bytes of a panel."""
+        """Return the bytes of a panel with `num_inputs` inputs, a multiple of the block's inputs."""
         return num_inputs // self.inputs * self.block_bytes
 
 
@@ -58,4 +56,4 @@ INT4_WIDE = Form("int4_wide", 32, 2 * FLOAT * PANEL, GROUP * PANEL // 2)
 INT8 = Form("int8", 32, 2 * PANEL, GROUP * PANEL)
 INT8_WIDE = Form("int8_wide", 16, FLOAT * PANEL, GROUP * PANEL)
 FORMS = {form.name: form for form in (FLOAT32, BFLOAT16, FLOAT16, INT4, INT4_WIDE, INT8, INT8_WIDE)}
-FORM_NUMBERS = {name: number for number, name in enumerate(FORMS)}  # of native/tiles.hpp
+FORM_NUMBERS = {name: number for number, name in enumerate(FORMS)}  # as in native/tiles.hpp

@@ -1,7 +1,4 @@
-"""Normalisation of rows by their root mean square or about their mean (CPU): one kernel for six operators.
-
-Before it: hidden states inside the model. After it: the next layer's linear products.
-"""
+"""RMSNorm and LayerNorm of rows (CPU), with optional residual, in one kernel."""
 
 from __future__ import annotations
 
@@ -12,12 +9,12 @@ from logprobe.kernels.stages import Stage, block_rows
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_ROWS = 16  # of an item
-ROWS_FOR_THREADS = 64  # below, starting the threads costs more than they save
+MAX_ROWS = 16  # per work item
+ROWS_FOR_THREADS = 64  # below this, waking threads takes longer than they save
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Give `x / sqrt(mean(x²) + epsilon) · weight` over the last dimension (Zhang & Sennrich 2019).
+    """Return `x / sqrt(mean(x²) + epsilon) · weight` over the last dimension (Zhang & Sennrich 2019).
 
     Args:
         x: (..., width) float32 on the CPU.
@@ -40,16 +37,16 @@ def norm_stage(
     bias: Tensor | None = None,
     is_centred: bool = False,
 ) -> Stage:
-    """`rms_norm` or, centred, LayerNorm (Ba et al. 2016) of each part of some rows into `out`, ready to run.
+    """Return the stage that writes RMSNorm or LayerNorm (Ba et al. 2016) of each part of each row to `out`.
 
     Args:
         x: (num_rows, parts · width) float32, each row contiguous.
         weight: (width,) float32.
-        out: of x's shape, each row contiguous; it may be x.
+        out: same shape as x, each row contiguous; may be x itself.
         epsilon: added to the mean square, or to the variance.
-        residual: added to the result, laid out as `out`, which it may be.
-        bias: (width,) float32, added after the weight of a centred row.
-        is_centred: the mean is taken off first.
+        residual: added to the result; same strides as `out`, may be `out` itself.
+        bias: (width,) float32, added after the weight; only for LayerNorm.
+        is_centred: subtract the mean first (LayerNorm).
     """
     width, num_rows = len(weight), len(x)
     parts = x.shape[1] // width

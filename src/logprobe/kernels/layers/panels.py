@@ -1,11 +1,10 @@
-"""A linear layer on weights in their published form (CPU): one read of the weights serves all rows of a step.
+"""Linear layers on weights in the format of the checkpoint (CPU); all rows of a step share one read of them.
 
-Each output is a float32 sum over pieces of inputs in their order, and each piece is one over runs of RUN
-inputs, however many rows there are: the numbers of a row depend neither on the rows beside it nor on threads,
-nor on the form that its weights are kept in. For a few rows, weights are widened where they are used; for
-more, a piece at a time into the first-level cache, for all rows to read. Many rows are cut into blocks, and
-threads keep to blocks of their own as long as there are any.
-Before it: rows of activations. After it: the next stage of a series.
+Each output is a float32 sum over pieces of the inputs in order, and each piece is a sum over runs of RUN
+inputs, for any number of rows. So the bits of a row depend neither on the other rows, nor on the number of
+threads, nor on the format of its weights. With few rows, weights are converted to float32 in registers; with
+more, piece by piece into the L1 cache, for all rows to read. Many rows are split into blocks, and each thread
+stays on its own block while it has work.
 """
 
 from __future__ import annotations
@@ -22,32 +21,32 @@ if TYPE_CHECKING:
 
     from logprobe.kernels.layers.forms import PanelWeights
 
-FEWEST_ITEMS = 32  # that the panels of a layer are shared out in, where there are so many
-BLOCK_ROWS = (64, 256)  # rows, least and most, that a piece of a panel is widened once for
-BLOCK_FLOATS = 1 << 19  # of a block of more than the least rows: it stays in a cache while panels go by
+FEWEST_ITEMS = 32  # minimum work items of a layer, if it has enough panels
+BLOCK_ROWS = (64, 256)  # minimum and maximum rows that share one conversion of a panel's piece
+BLOCK_FLOATS = 1 << 19  # maximum floats of a block beyond the minimum rows, so that it stays in a cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """What happens to the products before they are written."""
+    """Operations on the products before they are written (epilogue)."""
 
-    residual: Tensor | None = None  # (M, outputs) float32 to add; may be where they are written to
-    values: PanelWeights | None = None  # a second product u; the first is its gate g: activation(g) · u
-    activation: str = "none"  # of the products themselves where no values are
-    factor: float = 1.0  # of all that before the residual is added
+    residual: Tensor | None = None  # (M, outputs) float32 to add; may be the output itself
+    values: PanelWeights | None = None  # weights of a second product u: activation(g) · u, g is the first
+    activation: str = "none"  # without `values`, applied to the product itself
+    factor: float = 1.0  # multiplies the result before the residual is added
 
 
 PLAIN = Finish()
 
 
 def panel_stage(x: Tensor, weights: PanelWeights, out: Tensor, finish: Finish = PLAIN) -> Stage:
-    """`x` times the weights, plus bias, into `out`, ready to run.
+    """Return the stage that writes `x` times the weights, plus bias, to `out`.
 
     Args:
         x: (M, inputs) float32, each row contiguous.
         weights: (outputs, inputs).
         out: (M, outputs) float32, each row contiguous; may be part of a wider array.
-        finish: gates and a sum on the way out.
+        finish: gate, factor and residual.
     """
     values, residual = finish.values, finish.residual
     assert values is None or finish.activation != "none"
@@ -81,7 +80,7 @@ def panel_stage(x: Tensor, weights: PanelWeights, out: Tensor, finish: Finish = 
 
 
 def _num_blocks(num_rows: int, num_inputs: int, items: int) -> int:
-    """How many blocks rows are cut into: few, as each has panels widened, but enough for every thread."""
+    """Return the number of row blocks: few (each converts the panels again), but enough for all threads."""
     least, most = BLOCK_ROWS
     if num_rows <= least:
         return 1
@@ -92,5 +91,5 @@ def _num_blocks(num_rows: int, num_inputs: int, items: int) -> int:
 
 
 def rows_of_blocks(num_rows: int, num_blocks: int) -> int:
-    """Rows of every block but the last: whole tiles."""
+    """Return the rows of every block except the last, a multiple of TILE_ROWS."""
     return -(-num_rows // (num_blocks * TILE_ROWS)) * TILE_ROWS

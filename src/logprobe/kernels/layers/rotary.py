@@ -1,7 +1,4 @@
-"""Rotary position embedding of queries and keys, and the store of keys and values, in one pass (CPU).
-
-Before it: a layer's projections. After it: attention over the pool.
-"""
+"""Rotary embedding of queries and keys, and the KV cache store of keys and values, in one pass (CPU)."""
 
 from __future__ import annotations
 
@@ -13,13 +10,13 @@ from logprobe.kernels.stages import Stage, block_rows
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_ROWS = 16  # of an item
-ROWS_FOR_THREADS = 64  # below, starting the threads costs more than they save
+MAX_ROWS = 16  # per work item
+ROWS_FOR_THREADS = 64  # below this, waking threads takes longer than they save
 
 
 @dataclass(frozen=True, slots=True)
 class Projections:
-    """What one layer's packed tokens were projected to, float32; each head's numbers are contiguous."""
+    """Queries, keys and values of one layer's packed tokens, float32; each head is contiguous."""
 
     query: Tensor  # (num_tokens, heads, key_dim)
     key: Tensor  # (num_tokens, kv_heads, key_dim)
@@ -33,16 +30,16 @@ def rotate_and_store(
     pool: tuple[Tensor, Tensor],
     slots: Tensor,
 ) -> Tensor:
-    """Rotate queries and keys by their positions (Su et al. 2021, halves as in Llama), and store the latter.
+    """Apply rotary embedding (Su et al. 2021, paired halves as in Llama); store keys and values in the cache.
 
     Args:
         projections: the layer's queries, keys and values.
-        cosines: (num_tokens, rotary_dim) float32, the second half a copy of the first; `sines` likewise. So
-            much of each head rotates, its first numbers, and the others stay: from nothing to all of them.
-        sines: see `cosines`.
-        pool: keys (num_slots, kv_heads, key_dim) and values (num_slots, kv_heads, value_dim), float32; row
-            `slots[i]` of them is written.
-        slots: (num_tokens,) int64, each once.
+        cosines: (num_tokens, rotary_dim) float32; the second half repeats the first. The first rotary_dim
+            dimensions of each head are rotated, 0 <= rotary_dim <= key_dim.
+        sines: same shape and layout as `cosines`.
+        pool: keys (num_slots, kv_heads, key_dim) and values (num_slots, kv_heads, value_dim), float32;
+            token i is written to row `slots[i]`.
+        slots: (num_tokens,) int64, distinct.
 
     Returns:
         The rotated queries, (num_tokens, heads, key_dim) float32.
@@ -63,17 +60,17 @@ def rotary_stage(
     is_paired: bool = False,
     query_scales: Tensor | None = None,
 ) -> Stage:
-    """`rotate_and_store` with contiguous cosines and sines, queries into `out`, ready to run.
+    """Return the stage of `rotate_and_store`, which writes the rotated queries to `out`.
 
     Args:
-        projections: see `rotate_and_store`, as for all that is not told here.
-        rotary: cosines and sines.
-        pool: keys and values.
-        slots: where they are written to.
+        projections: see `rotate_and_store`.
+        rotary: cosines and sines, contiguous; see `rotate_and_store`.
+        pool: keys and values; see `rotate_and_store`.
+        slots: see `rotate_and_store`.
         out: (num_tokens, heads, key_dim) float32, contiguous.
-        is_paired: neighbours (0, 1), (2, 3), ... rotate together, as in GPT-J. Pair i takes column i of the
-            cosines and sines, which come in halves as ever.
-        query_scales: (num_tokens,) float32, what the rotated queries are multiplied by.
+        is_paired: rotate adjacent pairs (0, 1), (2, 3), ... as in GPT-J. Pair i uses column i of the cosines
+            and sines, whose layout stays the same.
+        query_scales: (num_tokens,) float32, factors of the rotated queries.
     """
     query, key, value = projections.query, projections.key, projections.value
     (cosines, sines), (keys, values) = rotary, pool

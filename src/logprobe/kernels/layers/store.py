@@ -1,7 +1,4 @@
-"""Writing a step's keys and values to their slots (CPU): plain copies, one kernel for both.
-
-Before it: a layer's packed keys and values. After it: attention over the pool.
-"""
+"""Store a layer's packed keys and values in their KV cache slots (CPU), both in one kernel."""
 
 from __future__ import annotations
 
@@ -12,18 +9,18 @@ from logprobe.kernels.stages import Stage, block_rows
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_ROWS = 64  # of an item
+MAX_ROWS = 64  # per work item
 
 
 def store_rows(key: Tensor, key_pool: Tensor, value: Tensor, value_pool: Tensor, slots: Tensor) -> None:
-    """Copy row i of `key` and `value` to row `slots[i]` of their pools.
+    """Copy row i of `key` and `value` to row `slots[i]` of `key_pool` and `value_pool`.
 
     Args:
-        key: (num_tokens, kv_heads, key_dim) float32; `value` likewise.
+        key: (num_tokens, kv_heads, key_dim) float32.
         key_pool: (num_slots, kv_heads, key_dim) float32, contiguous.
         value: (num_tokens, kv_heads, value_dim) float32.
         value_pool: (num_slots, kv_heads, value_dim) float32, contiguous.
-        slots: (num_tokens,) int64, each once.
+        slots: (num_tokens,) int64, distinct.
     """
     key, value = key.contiguous(), value.contiguous()
     block = block_rows(len(slots), MAX_ROWS)

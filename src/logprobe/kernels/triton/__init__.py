@@ -1,1 +1,1 @@
-"""Kernels of a decoder on NVIDIA GPUs, written in Triton; `reference` has their twins in PyTorch."""
+"""Triton kernels of the decoder for NVIDIA GPUs; `reference` has PyTorch versions for comparison."""

@@ -38,36 +38,36 @@ SUMS: Final = tl.constexpr(16)  # least columns of a product
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Query tokens, in tiles of consecutive tokens of one text."""
+    """Query tokens, grouped into tiles of consecutive tokens of one text."""
 
-    tokens: Tensor  # (tiles,) int32: the first token of each, by its row in the step
-    counts: Tensor  # (tiles,) int32: its tokens
-    begins: Tensor  # (tiles,) int32: where its context begins in `slots`
-    lengths: Tensor  # (tiles,) int32: keys that the first token sees
-    slots: Tensor  # int32: the contexts, one after another
-    max_tokens: int  # of a tile
-    num_segments: int  # of the longest context, each a program of its own; 0: one program does them all
+    tokens: Tensor  # (tiles,) int32, row of the first token in the step
+    counts: Tensor  # (tiles,) int32, number of tokens
+    begins: Tensor  # (tiles,) int32, start of the context in `slots`
+    lengths: Tensor  # (tiles,) int32, number of keys that the first token attends to
+    slots: Tensor  # int32, concatenated contexts
+    max_tokens: int  # maximum tokens per tile
+    num_segments: int  # segments of the longest context, one program each; 0: one program for all segments
 
 
 def tile_tokens(heads: int, kv_heads: int, *, is_decode: bool) -> int:
-    """Return how many tokens of a text go into one tile."""
+    """Return the maximum number of tokens per tile."""
     return max(1, (DECODE_ROWS if is_decode else CHUNK_ROWS) // (heads // kv_heads))
 
 
 def block_keys(head_dim: int) -> int:
-    """Return how many keys are read at once."""
+    """Return the number of keys per block."""
     return 64 if head_dim <= 128 else 32
 
 
 def attend(query: Tensor, pool: tuple[Tensor, Tensor], tiles: Tiles, rule: ScoreRule, out: Tensor) -> None:
-    """Fill `out` with the pieces of the attention of some tokens.
+    """Write the attention output of the tokens in `tiles` to `out`, as pieces.
 
     Args:
         query: (tokens, heads, head_dim) float32, contiguous.
         pool: keys and values, (num_slots, kv_heads, head_dim) float32 or bfloat16.
         tiles: the tokens and their contexts.
         rule: scale, window and soft cap of the scores.
-        out: (num_pieces, tokens, heads * head_dim) bfloat16, contiguous; rows of other tokens are left alone.
+        out: (num_pieces, tokens, heads * head_dim) bfloat16, contiguous; other rows are not changed.
     """
     keys, values = pool
     num_tiles = len(tiles.tokens)
@@ -201,7 +201,7 @@ def _attention_kernel(
     is_row = places < count * group
     token = tl.load(tokens + tile) + places // group
     head = kv_head * group + places % group
-    seen = length + places // group  # keys that each row sees
+    seen = length + places // group  # number of keys that each row attends to
     row_mask = is_row[:, None] & is_column[None, :]
     queries = tl.load(
         query + token.to(tl.int64)[:, None] * width + head[:, None] * head_dim + columns[None, :],

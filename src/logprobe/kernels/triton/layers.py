@@ -1,4 +1,4 @@
-"""Norms, rotary embedding with the store of keys and values, and gates of a decoder on a GPU."""
+"""Triton kernels for norms, rotary embedding with KV cache store, and gated activations."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def norm(
 
     Args:
         x: (rows, parts * width) float32, each row contiguous.
-        weight: (width,) float32; None: the rows stay as they are, and `out` gets their pieces.
-        bias: (width,) float32, of a LayerNorm.
+        weight: (width,) float32; None: no norm, `out` gets the pieces of `x`.
+        bias: (width,) float32, only for LayerNorm.
         epsilon: added to the mean square or the variance.
         is_centred: subtract the mean (LayerNorm).
         out: (rows, parts * width) float32, each row contiguous, which may be `x`; or

@@ -50,7 +50,7 @@ def linear(
         bias: (outputs,) float32.
         out: (rows, outputs) float32, each row contiguous; may be the residual.
         residual: (rows, outputs) float32, each row contiguous.
-        factor: of the product and its bias.
+        factor: multiplies the product and its bias.
     """
     num_pieces, num_rows, num_inputs = x.shape
     num_outputs = len(weight)
@@ -107,7 +107,7 @@ def linear(
 
 
 def num_splits(num_outputs: int, num_inputs: int) -> int:
-    """Return into how many parts a matrix is cut along its inputs."""
+    """Return the number of splits of a matrix along its inputs (split-K)."""
     splits, tiles, steps = 1, triton.cdiv(num_outputs, 64), triton.cdiv(num_inputs, BLOCK_INPUTS)
     while splits < MAX_SPLITS and tiles * splits <= ENOUGH_TILES and steps >= 2 * splits * MIN_SPLIT_STEPS:
         splits *= 2

@@ -1,4 +1,4 @@
-"""A model of transformers → the decoder for GPUs, proven to give the model's numbers."""
+"""Build the GPU decoder from a transformers model and verify its logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from logprobe.engine.forward.cuda.decoder import CudaDecoder
     from logprobe.models.sources import Source
 
-BF16_TOLERANCE = 8e-2  # of the largest logit
+BF16_TOLERANCE = 8e-2  # relative to the largest logit
 WEIGHTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -31,10 +31,7 @@ def cuda_decoder(
     kv_dtype: torch.dtype,
     tolerance: float | None = None,
 ) -> CudaDecoder | str:
-    """Return the GPU decoder of a model, or a string: the reason why the model cannot run by it.
-
-    `proof` has the reference logits of the model.
-    """
+    """Return the GPU decoder of a model, verified by `proof`, or the reason why it cannot run the model."""
     if find_spec("triton") is None:
         return "the GPU decoder needs Triton; install logprobe[cuda]"
     from logprobe.engine.forward.cuda.decoder import CudaDecoder
@@ -70,16 +67,16 @@ def decoder_of(
     kv_dtype: torch.dtype = torch.float32,
     tolerance: float | None = None,
 ) -> CudaDecoder:
-    """Return the GPU decoder of a loaded module of transformers, on the module's device.
+    """Return the GPU decoder of a loaded transformers model, on the model's device.
 
-    The module's attention is left as the comparison set it: call its `set_attn_implementation` before it runs
-    again.
+    The verification changes the model's attention implementation: call `set_attn_implementation` before the
+    model runs again.
 
     Args:
         module: the model, in any dtype.
-        arithmetic: of products with weights, as `EngineConfig` has it.
-        kv_dtype: of cached keys and values.
-        tolerance: between both models' logits, relative to the largest; None: that of the dtypes.
+        arithmetic: arithmetic of matrix products, see `EngineConfig`.
+        kv_dtype: dtype of cached keys and values.
+        tolerance: of the logits, relative to the largest; None: the default of the dtypes.
 
     Raises:
         UnsupportedModelError: the GPU decoder does not support this model.
@@ -100,10 +97,10 @@ def decoder_of(
 
 
 def parameters(source: Source, module: Any, device: str) -> dict[str, torch.Tensor]:
-    """Return a module's parameters on a device, by name; one that several modules share has one name.
+    """Return a module's parameters on a device, by name; a shared parameter appears once.
 
-    Floats keep the dtype of the checkpoint. Float32 matrices, and quantised blocks, take the narrowest float
-    that holds them exactly.
+    Floats keep the dtype of the checkpoint. Float32 matrices and quantised blocks are converted to the first
+    dtype of WEIGHTS that represents them exactly.
     """
     names = [name for name, _ in module.named_parameters()]
     read = (partial(_read, source, name, device) for name in names)
@@ -111,7 +108,7 @@ def parameters(source: Source, module: Any, device: str) -> dict[str, torch.Tens
 
 
 def _read(source: Source, name: str, device: str) -> torch.Tensor:
-    tensor = source.read(name).detach().to(device, copy=True)  # its file is not mapped beyond this
+    tensor = source.read(name).detach().to(device, copy=True)  # copied, so that the file can be unmapped
     if tensor.dtype == torch.float32 and tensor.dim() > 1:
         narrow = (tensor.to(dtype) for dtype in WEIGHTS)
         tensor = next((part for part in narrow if torch.equal(part.float(), tensor)), tensor)

@@ -1,7 +1,7 @@
-"""A decoder on a GPU, for every family of `families`: the twin of `forward.decoder` on Triton kernels.
+"""The native decoder for GPUs: runs the families of `families` on Triton kernels.
 
-Hidden states, queries and scores are float32. Between two products the activations are pieces of bfloat16
-numbers (`kernels.triton.pieces`), which tensor cores multiply with the weights of the checkpoint.
+Hidden states, queries and scores are float32. Inputs of matrix products are split into bfloat16 pieces
+(`kernels.triton.pieces`), which tensor cores multiply with the weights of the checkpoint.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ EXACT: Final = "bf16x3"
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A norm of rows, or of each equal part of rows."""
+    """LayerNorm or RMSNorm of whole rows, or of equal parts of each row (heads)."""
 
     weight: Tensor  # (width,) float32
     bias: Tensor | None
     epsilon: float
-    is_centred: bool  # LayerNorm, else RMSNorm
+    is_centred: bool  # True: LayerNorm; False: RMSNorm
 
     def __call__(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Normalise (rows, parts * width) float32 into `out`, float32 or pieces, plus the residual."""
+        """Write norm(`x`) + `residual` to `out` (float32 or pieces); `x`: (rows, parts * width) float32."""
         return norm(
             x,
             self.weight,
@@ -63,20 +63,20 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A linear layer, or several with the same inputs, their outputs one after another."""
+    """A linear layer, or several with the same inputs, their outputs concatenated."""
 
-    names: dict[str, int]  # of its parts in transformers' module → their outputs
-    weight: Tensor  # (outputs, inputs), as in the checkpoint
+    names: dict[str, int]  # module names of its parts → number of outputs
+    weight: Tensor  # (outputs, inputs), float32, float16 or bfloat16
     bias: Tensor | None  # (outputs,) float32
 
     def __call__(self, x: Tensor, **options: Any) -> Tensor:
-        """Give (rows, outputs) float32 for (num_pieces, rows, inputs)."""
+        """Return (rows, outputs) float32 for `x` of shape (num_pieces, rows, inputs)."""
         return linear(x, self.weight, self.bias, **options)
 
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """down(activation(gates) * values), or down(activation(gates))."""
+    """The MLP of a layer: down(activation(gates) * values), or down(activation(gates))."""
 
     inner: Linear
     down: Linear
@@ -93,15 +93,15 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer."""
+    """One transformer layer."""
 
     index: int
     projection: Linear  # queries, keys and values
     head_norms: tuple[Norm | None, Norm | None]  # of queries and keys
     output: Linear
-    mlp: FeedForward | None  # None: experts alone
+    mlp: FeedForward | None  # None: the layer has only routed experts
     experts: Experts | None
-    shared_gate: Linear | None  # of `mlp`, where it is the expert that every token has
+    shared_gate: Linear | None  # set if `mlp` is the shared expert
     before_attention: Norm | None
     after_attention: Norm | None
     before_mlp: Norm | None
@@ -112,19 +112,19 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class OwnLayer:
-    """Weights of one part of a `Linear`, as `models.lora` reads them."""
+    """Base weights of one part of a `Linear`, in the form that `models.lora.bound` reads."""
 
     linear: Linear
     start: int
     bias: Tensor | None
 
     def rows(self, start: int, end: int) -> Tensor:
-        """Some rows of the matrix, (end - start, inputs) float32."""
+        """Return rows [start, end) of the weight matrix, (end - start, inputs) float32."""
         return self.linear.weight[self.start + start : self.start + end].float()
 
 
 def by_pieces(part: Dense | LowRank, x: Tensor) -> Tensor:
-    """(rows, inputs) → (rows, outputs) float32, by the kernels of the model's own layers."""
+    """Return the (rows, outputs) float32 LoRA product of (rows, inputs) `x`, by the Triton kernels."""
     for matrix in part.matrices:
         pieces = x.new_empty(3, *x.shape, dtype=torch.bfloat16)
         x = linear(norm(x.contiguous(), None, out=pieces), matrix.T.contiguous())
@@ -132,7 +132,7 @@ def by_pieces(part: Dense | LowRank, x: Tensor) -> Tensor:
 
 
 class CudaDecoder:
-    """Callable: a step's packed tokens → last hidden states, (num_tokens, hidden size); and the head."""
+    """Compute the last hidden states of a step's packed tokens, (num_tokens, hidden size), and logits."""
 
     def __init__(
         self,
@@ -143,26 +143,27 @@ class CudaDecoder:
         arithmetic: str = EXACT,
         kv_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Take the parameters of a model, by their names in transformers' module, out of `tensors`.
+        """Assemble the layers; removes the parameters that it uses from `tensors`.
 
         Args:
-            spec: how the decoder is put together.
-            tensors: parameters on the device, and rotary frequencies by the names of `frequencies`.
-            device: where it runs.
-            arithmetic: `bf16x3`, products accurate to float32, or `bf16`.
-            kv_dtype: of the cached keys and values, float32 or bfloat16.
+            spec: structure of the decoder.
+            tensors: parameters by their names in transformers' module, and rotary frequencies by the names
+                that `native_decoder.frequencies` gives; all on the device.
+            device: device of the decoder.
+            arithmetic: `bf16x3` (products with float32 accuracy) or `bf16`.
+            kv_dtype: dtype of cached keys and values, float32 or bfloat16.
 
         Raises:
             KeyError: a parameter is missing.
-            ValueError: their shapes do not fit each other.
+            ValueError: shapes do not match.
         """
         self.spec, self.family = spec, FAMILIES[spec.family]
         self.device, self.arithmetic, self.kv_dtype = torch.device(device), arithmetic, kv_dtype
         self.num_pieces = NUM_PIECES[arithmetic]
         self.loras = LoraRows(by_pieces)
         self._tensors = tensors
-        self._parts: dict[str, tuple[Linear, int]] = {}  # linear layers by name, and their first output
-        self._own: dict[str, Tensor] = {}  # parameters by name: those taken, or views of what they became
+        self._parts: dict[str, tuple[Linear, int]] = {}  # by module name: layer and first output
+        self._own: dict[str, Tensor] = {}  # by parameter name: the tensors in use, or views of them
         self.embedding_name = f"{spec.path}.{self.family.embedding}"
         embedding = self._linear([self.embedding_name])
         self.embedding = embedding.weight
@@ -186,21 +187,21 @@ class CudaDecoder:
 
     @property
     def kv_shapes(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Shapes of a token's keys and values in each layer."""
+        """Shapes of one token's keys and values, by layer."""
         shape = (self.num_kv_heads, self.spec.head_dim)
         return {layer.index: (shape, shape) for layer in self.layers}
 
     def new_pool(self, num_slots: int) -> KVPool:
-        """Make a pool that is laid out for this decoder."""
+        """Return a KV cache with every layer of this decoder allocated."""
         pool = KVPool(num_slots)
         pool.lay_out(self.kv_shapes, partial(torch.zeros, dtype=self.kv_dtype, device=self.device))
         return pool
 
     def check_lora(self, lora: LoraWeights) -> None:
-        """Bring LoRA weights into form for this model.
+        """Check that the decoder supports LoRA weights on every layer that `lora` changes, and bind them.
 
         Raises:
-            UnsupportedModelError: they change a layer that takes none here.
+            UnsupportedModelError: `lora` changes a layer that does not support LoRA weights.
         """
         for name in lora.parts:
             if name.startswith(f"{self.spec.path}.") and name not in self._parts:
@@ -208,22 +209,22 @@ class CudaDecoder:
         self.make_room(lora)
 
     def make_room(self, lora: LoraWeights) -> None:
-        """Let steps name such weights."""
+        """Bind `lora` to the base weights, so that steps can use it."""
         self.loras.bind(lora, self._own_layer)
 
     def record_on(self, pool: KVPool, max_len: int) -> None:
-        """Run decode steps on one pool as CUDA graphs, but for experts, whose work depends on the rows."""
+        """Run decode steps on `pool` as CUDA graphs, except for models with experts."""
         if self.device.type == "cuda" and all(layer.experts is None for layer in self.layers):
             self.graphs = StepGraphs(self, pool, max_len)
 
     def plan(self, pool: KVPool, batch: StepBatch) -> SpanPlan:
-        """Lay out a step of the scheduler."""
+        """Return the plan of a scheduled step."""
         return SpanPlan(pool, batch.context_slots, np.diff(batch.starts).tolist(), self.device)
 
     def all_plans(self, pool: KVPool, prompts: Sequence[Tensor]) -> Iterator[tuple[list[int], SpanPlan]]:
-        """Plan some prompts, each in its slots, in every way that steps take.
+        """Yield plans that run `prompts`, each given by its slots, whole, by half, and by their last token.
 
-        The first fills the pool. With each plan comes the first token that it runs of each prompt.
+        The first plan fills the cache. Each comes with the first token index of each prompt that it runs.
         """
         contexts = [slots.cpu().numpy().astype(np.int32) for slots in prompts]
         for starts in (
@@ -238,7 +239,14 @@ class CudaDecoder:
     def __call__(
         self, token_ids: NDArray[Any], positions: NDArray[Any], plan: SpanPlan, *, is_long: bool = False
     ) -> Tensor:
-        """Run packed tokens, (num_tokens,) ids and positions; `is_long` names their rotary frequencies."""
+        """Return the last hidden states of packed tokens, (num_tokens, hidden size) float32.
+
+        Args:
+            token_ids: (num_tokens,).
+            positions: (num_tokens,).
+            plan: where keys and values are stored, and what each token attends to.
+            is_long: use the long rotary frequencies (longrope).
+        """
         if self.graphs is not None and not self.loras.groups and self.graphs.can_run(plan):
             return self.graphs.run(token_ids, positions, plan, is_long=is_long)
         arrays = step_arrays(plan, token_ids, positions, self.num_heads, self.num_kv_heads)
@@ -246,7 +254,7 @@ class CudaDecoder:
 
     @torch.inference_mode()
     def head(self, hidden: Tensor, lora: LoraWeights | None = None) -> Tensor:
-        """(rows, hidden size) → (rows, vocabulary) float32 logits, all under the same LoRA weights."""
+        """Return (rows, vocabulary) float32 logits of (rows, hidden size) states, all under `lora`."""
         logits = self.lm_head(norm(hidden, None, out=self._new_pieces(*hidden.shape)))
         if lora is not None:
             with self.loras.only(lora, len(hidden), self.device):
@@ -259,7 +267,7 @@ class CudaDecoder:
         return logits
 
     def forward(self, step: StepArrays, pool: KVPool, *, is_long: bool) -> Tensor:
-        """Run a step whose arrays are on the device; nothing here waits for it but experts."""
+        """Run a step whose arrays are on the device; only experts synchronise with the host."""
         ids, places = step.token_ids.long(), step.positions.long()
         hidden = self._embedded(ids, places)
         rotary = self._rotary(places, is_long=is_long)
@@ -303,7 +311,7 @@ class CudaDecoder:
         return self.last_norm(hidden, hidden)
 
     def state(self) -> dict[str, Tensor]:
-        """The model's weights by their names in transformers' module, each a copy on the host, float32."""
+        """Return copies of the model's weights on the host, float32, named as in transformers' module."""
         return {name: tensor.to("cpu", torch.float32, copy=True) for name, tensor in self._own.items()}
 
     def _embedded(self, ids: Tensor, places: Tensor) -> Tensor:
@@ -317,7 +325,7 @@ class CudaDecoder:
         return rows
 
     def _rotary(self, places: Tensor, *, is_long: bool) -> dict[str, tuple[Tensor, Tensor]]:
-        """Cosines and sines of each kind of frequencies, (num_tokens, pairs)."""
+        """Return cosines and sines, (num_tokens, pairs) each, by the name of the frequencies."""
         rotary = {}
         for kind, scaling in self.spec.rotary_scaling.items():
             frequencies = self.frequencies[f"{'long_' if is_long else ''}inv_freq.{kind}"]
@@ -336,13 +344,13 @@ class CudaDecoder:
         return torch.empty(self.num_pieces, num_rows, width, dtype=torch.bfloat16, device=self.device)
 
     def _product(self, layer: Linear, x: Tensor) -> Tensor:
-        """The product of a layer under the LoRA weights of its rows."""
+        """Return the product of a layer, including the LoRA weights of its rows."""
         out = layer(x)
         self._add_loras(layer, out, x)
         return out
 
     def _add(self, layer: Linear, x: Tensor, after: Norm | None, hidden: Tensor) -> None:
-        """Add a product to the hidden states, normed where a norm follows it."""
+        """Add a layer's product to the hidden states, normed first if `after` is given."""
         if after is not None:
             after(self._product(layer, x), hidden, hidden)
             return
@@ -353,7 +361,7 @@ class CudaDecoder:
     def _add_loras(
         self, layer: Linear, out: Tensor, x: Tensor, *, factor: float = 1.0, is_sum: bool = False
     ) -> None:
-        """Add what the LoRA weights of some rows make of `x`; `is_sum`: `out` has more than the product."""
+        """Add the LoRA products of `x`; `is_sum`: `out` holds more than the base layer's product."""
         if not self.loras.groups:
             return
         rows = join(x)
@@ -385,7 +393,7 @@ class CudaDecoder:
         return gate(inner, self.spec.activation, out, has_values=has_values)
 
     def _add_experts(self, experts: Experts, x: Tensor, hidden: Tensor) -> None:
-        """Add what the experts of each row make of it, in the order of the experts."""
+        """Add the weighted expert outputs of each row, in order of the experts' numbers."""
         weights, chosen = experts.router(x).double().softmax(-1).topk(self.spec.experts_per_token)
         if self.spec.normalises_experts:
             weights /= weights.sum(-1, keepdim=True)
@@ -438,7 +446,7 @@ class CudaDecoder:
         )
 
     def _linear(self, names: Sequence[str], *, takes_lora: bool = True) -> Linear:
-        """Take the weights of some linear layers with the same inputs."""
+        """Join linear layers with the same inputs; removes their weights from `tensors`."""
         weights, biases = [], []
         is_transposed = self.family.is_transposed and names[0].startswith(
             f"{self.spec.path}.{self.family.layers}."
@@ -495,10 +503,10 @@ class CudaDecoder:
 
 
 def _digits(dtype: torch.dtype) -> int:
-    """Order the dtypes of weights that share one product."""
+    """Return the rank of a weight dtype; joined layers use the dtype of the highest rank."""
     return (torch.bfloat16, torch.float16, torch.float32).index(dtype)
 
 
 def _normed(norm_: Norm | None, x: Tensor, out: Tensor) -> Tensor:
-    """The pieces of the hidden states, normed where the layer does."""
+    """Write the hidden states to `out` as pieces, normed if the layer has this norm."""
     return norm(x, None, out=out) if norm_ is None else norm_(x, out)

@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: one launch for all kernels of a step.
 
-A graph is captured for each number of rows in ROWS and each power of two of attention segments when a step
-first needs it. It reads its tokens from buffers at fixed addresses; rows beyond those of the step are empty.
+A graph is captured at first use, for each batch size in ROWS and each power of two of attention segments. It
+reads its inputs from buffers at fixed addresses; steps are padded to the batch size with empty rows.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     from logprobe.engine.forward.kv_cache import KVPool
 
 ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
-MAX_CONTEXT_SLOTS: Final = 1 << 22  # of all rows of a step; 16 MB
+MAX_CONTEXT_SLOTS: Final = 1 << 22  # total context tokens of a step; 16 MB of int32
 
 
 class StepGraphs:
-    """Runs decode steps of a decoder on one pool."""
+    """Runs decode steps on one KV cache by CUDA graphs."""
 
     def __init__(self, decoder: CudaDecoder, pool: KVPool, max_len: int) -> None:
         self._decoder, self._pool = decoder, pool
         self._graphs: dict[tuple[int, int, bool], tuple[Any, Tensor]] = {}
         self._memory: Any = None  # shared by all graphs: each step's result is used before the next runs
         self._num_slots = min(ROWS[-1] * max_len, MAX_CONTEXT_SLOTS)
-        # Of each row: token id, position, slot, begin and length of its context, and its number of tokens.
+        # Six arrays by row: token id, position, slot, start and length of the context, number of tokens.
         self._columns = torch.zeros(6 * ROWS[-1], dtype=torch.int32, device=decoder.device)
         self._contexts = torch.zeros(self._num_slots, dtype=torch.int32, device=decoder.device)
         self._numbers = torch.arange(ROWS[-1], dtype=torch.int32, device=decoder.device)
 
     def can_run(self, plan: SpanPlan) -> bool:
-        """Return True for a decode step of at most ROWS[-1] texts on this pool."""
+        """Return True for a decode step of at most ROWS[-1] texts on this cache, if its contexts fit."""
         num_rows = len(plan.lengths)
         is_few = plan.pool is self._pool and 0 < num_rows <= ROWS[-1] and plan.is_decode
         return is_few and sum(map(len, plan.contexts)) <= self._num_slots
@@ -48,7 +48,7 @@ class StepGraphs:
     def run(
         self, token_ids: NDArray[Any], positions: NDArray[Any], plan: SpanPlan, *, is_long: bool
     ) -> Tensor:
-        """Give the last hidden states, (num_tokens, hidden size), good until the next step."""
+        """Return the last hidden states, (num_tokens, hidden size), valid until the next step."""
         num_rows = len(plan.lengths)
         size = next(size for size in ROWS if size >= num_rows)
         num_segments = 1 << (-(-plan.max_context // SEGMENT) - 1).bit_length()
@@ -83,14 +83,14 @@ class StepGraphs:
             num_segments=num_segments,
         )
         step = StepArrays(ids, positions, slots, (tiles,))
-        cuda: Any = torch.cuda  # half of it has no types
+        cuda: Any = torch.cuda  # its type annotations are incomplete
         stream = cuda.Stream(self._decoder.device)
         stream.wait_stream(cuda.current_stream())
         with cuda.stream(stream):  # compiles the kernels; a second run of a step changes nothing
             self._decoder.forward(step, self._pool, is_long=is_long)
         cuda.current_stream().wait_stream(stream)
         graph = cuda.CUDAGraph()
-        # Other threads copy results to the host meanwhile.
+        # "thread_local", because other threads copy results to the host during the capture.
         with cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             hidden = self._decoder.forward(step, self._pool, is_long=is_long)
         self._memory = graph.pool()

@@ -1,7 +1,7 @@
-"""One step of a GPU decoder as arrays: its tokens, their slots, and the contexts that they attend to.
+"""Input arrays of a GPU decoder's step: token ids, positions, KV slots and attention contexts.
 
-All of them go to the device in one copy. Tokens of a text that decodes get tiles of their own; the tokens of
-a prompt chunk share tiles (`kernels.triton.attention`).
+They are copied to the device at once. Texts with few new tokens (decoding) use small attention tiles, prompt
+chunks larger ones (`kernels.triton.attention`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SpanPlan:
-    """The new tokens of some texts, one text after another, on one pool."""
+    """The new tokens of a step, text by text, on one KV cache."""
 
     pool: KVPool
-    contexts: Sequence[IntArray]  # slots of each text so far, those of its new tokens last; int32
+    contexts: Sequence[IntArray]  # by text: slots of its whole context, new tokens last; int32
     lengths: Sequence[int]  # new tokens of each text
     device: torch.device
 
@@ -42,7 +42,7 @@ class SpanPlan:
 
     @cached_property
     def new_slots(self) -> IntColumns:
-        """The same on the host, int32."""
+        """The slots of all new tokens, (num_tokens,) int32 on the host."""
         parts = [
             slots[len(slots) - length :] for slots, length in zip(self.contexts, self.lengths, strict=True)
         ]
@@ -50,43 +50,43 @@ class SpanPlan:
 
     @property
     def longest_chunk(self) -> int:
-        """0: attention needs no memory of the host here."""
+        """0, because attention on the GPU needs no host memory."""
         return 0
 
     @property
     def is_decode(self) -> bool:
-        """True for a decode step: one new token of each text."""
+        """True if every text has exactly one new token."""
         return all(length == 1 for length in self.lengths)
 
     @cached_property
     def max_context(self) -> int:
-        """Tokens of the longest context."""
+        """Tokens in the longest context."""
         return max((len(slots) for slots in self.contexts), default=0)
 
     @cached_property
     def flat_contexts(self) -> IntColumns:
-        """All contexts, one after another."""
+        """All contexts, concatenated; int32 on the host."""
         return np.concatenate([np.asarray(slots, np.int32) for slots in self.contexts])
 
 
 @dataclass(frozen=True, slots=True)
 class StepArrays:
-    """Inputs of a step's kernels, on the device."""
+    """Inputs of a step's kernels on the device."""
 
     token_ids: torch.Tensor  # (num_tokens,) int32
     positions: torch.Tensor  # (num_tokens,) int32
-    slots: torch.Tensor  # (num_tokens,) int32; -1: a row without a token
+    slots: torch.Tensor  # (num_tokens,) int32; -1: padding row
     tiles: tuple[Tiles, ...]
 
 
 def step_arrays(
     plan: SpanPlan, token_ids: NDArray[Any], positions: NDArray[Any], heads: int, kv_heads: int
 ) -> StepArrays:
-    """Lay a step out and copy it to the device."""
+    """Build the input arrays of a step and copy them to the device."""
     few = tile_tokens(heads, kv_heads, is_decode=True)
     many = tile_tokens(heads, kv_heads, is_decode=False)
     tiles: dict[bool, list[tuple[int, int, int, int]]] = {True: [], False: []}
-    first = begin = longest = 0  # the last: context of a text whose segments are programs of their own
+    first = begin = longest = 0  # longest: context length among texts with small tiles
     for context, length in zip(plan.contexts, plan.lengths, strict=True):
         is_short = length <= few
         size = few if is_short else many
@@ -110,7 +110,7 @@ def step_arrays(
 
 
 def _copied(columns: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
-    """Copy integer arrays to the device at once, int32."""
+    """Copy integer arrays to the device in one transfer, as int32."""
     lengths = [len(column) for column in columns]
     whole = _to_device(np.concatenate([np.asarray(column, np.int32) for column in columns]), device)
     return list(torch.split(whole, lengths))
@@ -118,5 +118,5 @@ def _copied(columns: Sequence[NDArray[Any]], device: torch.device) -> list[torch
 
 def _to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     host = torch.from_numpy(array)
-    # From pinned memory the copy waits for nothing; PyTorch keeps that memory until the copy has ended.
+    # Copies from pinned memory are asynchronous; PyTorch keeps the memory until the copy has ended.
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
