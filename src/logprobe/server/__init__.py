@@ -1,4 +1,4 @@
-"""HTTP: OpenAI's routes with exact log-probabilities, and binary and scoring routes of our own."""
+"""HTTP server: OpenAI-compatible routes with exact log-probabilities, further scoring and binary routes."""
 
 from logprobe.server.settings import ServerSettings
 

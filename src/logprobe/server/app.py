@@ -1,4 +1,4 @@
-"""The routes, in one table, as an ASGI application, and the server that runs it."""
+"""The route table, the ASGI application and the server that runs it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from logprobe.server.settings import FurtherModel, ServerSettings
 
 VERSION: Final = "/v1"
-OPEN: Final = {"/", "/health", "/ready", "/ping", "/version"}  # need no key
+OPEN: Final = {"/", "/health", "/ready", "/ping", "/version"}  # need no API key
 METRICS_HOST: Final = "127.0.0.1"
 OPERATORS: Final = {
     "/v1/load_lora_adapter",
@@ -71,7 +71,7 @@ ROUTES: Final[tuple[tuple[str, str, Handler], ...]] = (
     ("GET", "/", facts.page),
     ("GET", "/health", facts.health),
     ("GET", "/ready", facts.ready),
-    ("GET", "/ping", facts.health),  # the two methods that vLLM and SageMaker ask with
+    ("GET", "/ping", facts.health),  # vLLM and SageMaker use either method
     ("POST", "/ping", facts.health),
     ("GET", "/version", facts.version),
     ("GET", "/metrics", facts.metrics),
@@ -115,9 +115,13 @@ def create_app(
     processors: Sequence[str | type] = (),
     further: Mapping[str, FurtherModel] | None = None,
 ) -> Starlette:
-    """Put a loaded model behind HTTP, and further ones by their names; the caller closes its engine.
+    """Create the ASGI application for a loaded model and further models by name.
 
-    `processors` are the logits processors that the engine was started with.
+    Args:
+        model: the first model; the caller closes its engine.
+        settings: of the server.
+        processors: the logits processors that the engine was started with.
+        further: additional models by name, loaded on demand.
     """
     models = Models(model, settings, processors, further)
     app = Starlette()
@@ -128,7 +132,7 @@ def create_app(
         app.router.add_route(path, serve, methods=[method])
 
     async def described(request: HttpRequest, service: Service) -> Response:
-        """Give this interface as an OpenAPI document."""
+        """Return the OpenAPI document of this server."""
         return await service.documents.reply(request, "openapi", lambda: json.encode(document(ROUTES)))
 
     app.router.add_route(
@@ -153,13 +157,13 @@ def create_app(
 
         origins = list(settings.cors_origin)
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-    # The last one added is the first one met.
+    # The middleware added last runs first.
     app.add_middleware(Gate, settings=settings, ended=models.metrics.timed)
     return app
 
 
 def remedy_for(request: HttpRequest) -> str:
-    """What to do about a path that is no route; a client's base URL is often given without its /v1."""
+    """Return the remedy for an unknown path: often a client's base URL lacks /v1."""
     scope = dict(request.scope, path=VERSION + request.scope["path"])
     if any(route.matches(scope)[0] is Match.FULL for route in request.app.router.routes):
         return f"use {shortened(VERSION + request.url.path)}; is the client's base_url without {VERSION}?"
@@ -167,13 +171,13 @@ def remedy_for(request: HttpRequest) -> str:
 
 
 class OwnPort:
-    """ASGI middleware: what comes to the address of the figures gets nothing else."""
+    """ASGI middleware that serves only metrics on the metrics port."""
 
     def __init__(self, app: ASGIApp, figures: ASGIApp, address: tuple[str, int]) -> None:
         self._app, self._figures, self._address = app, figures, address
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or answer it with the figures."""
+        """Dispatch a request by the address that it arrived at."""
         app = self._figures if scope["server"] == self._address else self._app
         await app(scope, receive, send)
 
@@ -190,17 +194,20 @@ def serve(
     further: Mapping[str, FurtherModel] | None = None,
     ready: Callable[[str], object] | None = None,
 ) -> None:
-    """Serve models until SIGTERM or SIGINT; requests in progress then have `drain_s` to end.
+    """Serve models until SIGTERM or SIGINT; requests in progress then have `drain_s` seconds to finish.
 
-    Those of `further` are loaded when they are first asked for. `ready` is told the address once the server
-    listens.
+    Args:
+        config: engine of the first model.
+        settings: of the server.
+        further: additional models by name, loaded on demand.
+        ready: called with the server's URL once it listens and the models are loaded.
 
     Raises:
-        ModelError: a model or LoRA weights cannot be had or used.
-        ParameterError: the settings do not fit the model, or two sets of LoRA weights have one name; the
-            address cannot be listened on.
+        ModelError: a model or LoRA weights cannot be loaded.
+        ParameterError: the settings do not fit the model, two sets of LoRA weights have the same name, or the
+            server cannot listen on the address.
     """
-    Keys(settings)  # what cannot be used is told before a model is loaded
+    Keys(settings)  # validate keys, certificate and templates before loading a model
     check_certificate(settings)
     for one in (settings, *(model.settings for model in (further or {}).values())):
         read_response_template(one.response_template)
@@ -225,16 +232,16 @@ def serve(
                 logger.info("figures: %s://%s:%d/metrics", scheme, METRICS_HOST, settings.metrics_port)
             run_server(app, settings, listeners)
         finally:
-            if model.engine.stalled_s() <= settings.stall_s:  # one that hangs would never close
+            if model.engine.stalled_s() <= settings.stall_s:  # close() would block on a stuck engine
                 model.engine.close()
 
 
 def _listen(host: str, port: int, setting: str) -> socket.socket:
-    """A socket that listens; where it cannot, `setting` is what gave the port."""
+    """Create a listening socket; an error about the port names the parameter `setting`."""
     try:
         return socket.create_server((host, port), backlog=BACKLOG)
     except OSError as error:
-        # Below zero are the numbers of a name that cannot be resolved.
+        # Negative error numbers are name resolution failures (getaddrinfo).
         is_host = error.errno in {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT} or (error.errno or 0) < 0
         name, remedy = (
             ("host", "an address of this machine") if is_host else (setting, "another; 0: a free one")
@@ -245,10 +252,10 @@ def _listen(host: str, port: int, setting: str) -> socket.socket:
 
 
 def check_certificate(settings: ServerSettings) -> None:
-    """Refuse a certificate that HTTPS cannot be spoken with; none is no error.
+    """Validate the TLS certificate and private key, if there are any.
 
     Raises:
-        ParameterError: a file is missing, or holds something else.
+        ParameterError: a file is missing, or is not a certificate or its private key.
     """
     if settings.ssl_certfile is None:
         return
@@ -263,13 +270,13 @@ def check_certificate(settings: ServerSettings) -> None:
 
 
 def run_server(app: Starlette, settings: ServerSettings, listeners: list[socket.socket]) -> None:
-    """Run uvicorn on listening sockets until a signal has been drained.
+    """Run uvicorn on listening sockets until a signal arrives and requests have drained.
 
     Raises:
-        KeyboardInterrupt: a second signal came.
+        KeyboardInterrupt: a second signal arrived.
     """
     models: Models = app.state.models
-    if hasattr(signal, "SIGHUP"):  # which Windows has not
+    if hasattr(signal, "SIGHUP"):  # not on Windows
         signal.signal(signal.SIGHUP, lambda *_: _reload_keys(models.keys))
     server = DrainingServer(uvicorn_config(app, settings), models.lifetime)
     server.run(listeners)
@@ -285,14 +292,14 @@ def _reload_keys(keys: Keys) -> None:
 
 
 def uvicorn_config(app: Starlette, settings: ServerSettings) -> uvicorn.Config:
-    """How uvicorn runs the application."""
+    """Return the uvicorn configuration."""
     bad_connections = BadConnections(app.state.models.metrics.bad_connections)
     return uvicorn.Config(
         app,
         http=partial(TimedProtocol, settings, bad_connections),  # type: ignore[arg-type]  # called as a class is
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
-        ws="none",  # a socket handed over to another protocol would have none of this one's limits
+        ws="none",  # a connection upgraded to WebSocket would bypass this protocol's limits
         log_config=None,
         log_level="warning",
         access_log=False,

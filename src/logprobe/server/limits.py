@@ -1,9 +1,9 @@
-"""Limits on requests, in one table, and the count of requests in progress.
+"""Request limits and admission control.
 
-`openai.fields` checks the number of alternatives a position, which is the model's limit.
-A request that exceeds a limit gets a 400 that names it. One that exceeds the capacity left now waits in a
-queue of its caller, or gets a 429 if that is full. One caller may use the whole capacity; a reserve on top of
-it is for callers with few requests in progress.
+A request that exceeds a limit gets a 400 that names the limit. A request that exceeds the capacity left now
+waits in its caller's queue, or gets a 429 if the queue is full. One caller may use the whole capacity; a
+reserve on top of it is for callers with few requests in progress. `openai.fields` checks the number of
+alternatives per position (`max_logprobs`).
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from logprobe.server.settings import ServerSettings
     from logprobe.transport.messages import Request
 
-# Bytes of one entry (id and logprob) of a request, in its record and in the reply that is made of it.
+# Memory of one log-probability entry (token id and logprob), in the engine's record and in the reply.
 RECORD_BYTES: Final = 8
-ENTRY_BYTES: Final = RECORD_BYTES + 250  # of a token's alternatives: a map's text and number, and their JSON
-WHOLE_ROW_BYTES: Final = 2 * 4  # of one id of a whole distribution: the engine's, and while it is written
+ENTRY_BYTES: Final = RECORD_BYTES + 250  # record, Python objects and JSON of one alternative
+WHOLE_ROW_BYTES: Final = 2 * 4  # per vocabulary entry of a full row: the engine's copy and the reply's
 
 CHARS_A_VALUE: Final = 16
 RESERVE_PART: Final = 8
-"""The reserve is 1/8 of a limit on top of it, for callers that use at most 1/8 of the reserve."""
+"""The reserve is 1/8 of a limit, on top of the limit, for callers that use at most 1/8 of the reserve."""
 _ESCAPED_MARK: Final = re.compile(rb"\\u00(?:[57][bB]|3[aA])")  # [ { :
 _ESCAPED_COMMA: Final = re.compile(rb"\\u002[cC]")
-MAX_DEPTH: Final = MAX_GRAMMAR_DEPTH  # of values in a body
+MAX_DEPTH: Final = MAX_GRAMMAR_DEPTH  # nesting depth of values in a body
 
 
 LIMITS: Final = (
@@ -70,11 +70,11 @@ LIMITS: Final = (
     "wait_timeout_s",
     "write_timeout_s",
 )
-"""The settings that limit clients, in the order in which a request is checked against them."""
+"""Settings that limit clients, in the order of `limit_table`."""
 
 
 def limit_table(settings: ServerSettings) -> dict[str, float]:
-    """Return all limits with their values; those of grammars and of a body's depth are constants."""
+    """Return all limits and their values; the limits of grammars and nesting depth are constants."""
     return {name: getattr(settings, name) for name in LIMITS} | {
         "max_depth": MAX_DEPTH,
         "max_grammar_bytes": MAX_GRAMMAR_BYTES,
@@ -84,7 +84,7 @@ def limit_table(settings: ServerSettings) -> dict[str, float]:
 
 
 def utf8_bytes(text: str) -> int:
-    """Return the size of a text as UTF-8."""
+    """Return the size of a text in UTF-8, bytes."""
     return len(text.encode("utf-8", "surrogatepass"))
 
 
@@ -100,13 +100,15 @@ def check_count(settings: ServerSettings, limit: str, param: str, count: int, of
 
 
 def check_values(settings: ServerSettings, data: bytes) -> None:
-    """Reject a body of too many values, counted by its punctuation, which includes that inside strings.
+    """Reject a body with too many JSON values, before it is decoded.
+
+    Values are counted by punctuation, an upper bound because punctuation inside strings counts as well.
 
     Raises:
         ApiError: 400.
     """
     num_values = data.count(b",") + 8 * sum(map(data.count, (b"[", b"{", b":")))
-    if b"\\u00" in data:  # text may be JSON that is read later: its marks count where they are escaped, too
+    if b"\\u00" in data:  # a string may be JSON that is decoded later: count its escaped punctuation as well
         num_values += 8 * len(_ESCAPED_MARK.findall(data)) + len(_ESCAPED_COMMA.findall(data))
     if num_values > settings.max_body_values:
         most = settings.max_body_values
@@ -152,7 +154,7 @@ def check_body(settings: ServerSettings, body: Any) -> None:
     prompts = getattr(body, "prompt", None)
     if isinstance(prompts, list) and not all(isinstance(prompt, int) for prompt in prompts[:1]):
         check_count(settings, "max_requests", "prompt", len(prompts), "prompts")
-        # Each prompt's request reads them anew.
+        # Every prompt's request processes these fields again.
         shared = len(prompts) * sum(num_values(getattr(body, name, None)) for name in SHARED_FIELDS)
         check_count(settings, "max_body_values", "prompt", shared, "prompts times values beside them")
     for name in FREE_FIELDS:
@@ -160,7 +162,7 @@ def check_body(settings: ServerSettings, body: Any) -> None:
 
 
 def _most_named(ids: Sequence[Any]) -> int:
-    """Return the largest number of ids of one position."""
+    """Return the largest number of ids at one position."""
     lists = [one for one in ids if isinstance(one, list)]
     return max(map(len, lists)) if lists else len(ids)
 
@@ -231,7 +233,7 @@ def check_depth(name: str, value: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Upper bounds of what requests use."""
+    """Upper bounds of the resources that requests use."""
 
     requests: int
     tokens: int
@@ -253,7 +255,7 @@ class Cost:
 
     @classmethod
     def of_rows(cls, num_rows: int, at_once: int, vocab_size: int) -> Cost:
-        """Return the cost of next-token rows, each a pass of one token, `at_once` of them together."""
+        """Return the cost of `num_rows` next-token rows, at most `at_once` of which run concurrently."""
         return cls(requests=at_once, tokens=num_rows, logprob_bytes=at_once * vocab_size * WHOLE_ROW_BYTES)
 
     def __add__(self, other: Cost) -> Cost:
@@ -265,7 +267,7 @@ class Cost:
 
 
 class NoRoomError(ApiError):
-    """429: the capacity left is too small for a request now; `cost` is what the request needs."""
+    """429: the capacity left now is too small; `cost` is the cost of the request."""
 
     def __init__(self, what: str, cost: Cost) -> None:
         full = server_full(what)
@@ -298,7 +300,7 @@ class _Waiter:
         self._admitted = self._loop.create_future()
 
     def admit(self, ticket: Ticket) -> bool:
-        """Give it a ticket, from any thread; False if its event loop is closed, and it needs none."""
+        """Hand over a ticket, from any thread; return False if the waiter's event loop is closed."""
         self.ticket = ticket
         try:
             self._loop.call_soon_threadsafe(self._wake)
@@ -314,7 +316,7 @@ class _Waiter:
         return self.ticket
 
     def _wake(self) -> None:
-        if not self._admitted.done():  # else it has given up
+        if not self._admitted.done():  # the waiter may have given up
             self._admitted.set_result(None)
 
 
@@ -329,12 +331,12 @@ class Limits:
         }
         self._max_waiting, self._wait_timeout_s = settings.max_waiting, settings.wait_timeout_s
         self._in_use = Counter[str]()
-        self._by_caller: dict[str, Counter[str]] = {}  # by caller, who holds anything
-        self._queues: dict[str, deque[_Waiter]] = {}  # by caller, none of them empty, the next turn first
+        self._by_caller: dict[str, Counter[str]] = {}  # only callers with requests in progress
+        self._queues: dict[str, deque[_Waiter]] = {}  # by caller, next turn first; no empty queues
         self._lock = threading.Lock()
 
     def admit(self, cost: Cost, caller: str = "") -> Ticket:
-        """Reserve capacity for a caller, unless earlier requests of the caller wait.
+        """Reserve capacity for a caller, unless earlier requests of that caller are queued.
 
         Raises:
             ApiError: 400, the cost alone exceeds a limit.
@@ -347,13 +349,13 @@ class Limits:
         with self._lock:
             if (full := self._full(cost, caller)) is not None:
                 raise NoRoomError(full, cost)
-            if cost.requests and caller in self._queues:  # a reply that is ready need not wait for them
+            if cost.requests and caller in self._queues:  # a finished reply (no requests) need not queue
                 raise NoRoomError(f"{len(self._queues[caller])} earlier requests of this client wait", cost)
             self._add(cost, caller, 1)
         return Ticket(self, cost, caller)
 
     async def wait(self, cost: Cost, caller: str) -> Ticket:
-        """Reserve capacity for a caller once it is free, after earlier requests of the caller.
+        """Wait until capacity is free and reserve it, first come, first served per caller.
 
         Raises:
             ApiError: 429, too many requests of the caller wait, or no capacity was free in time.
@@ -388,7 +390,7 @@ class Limits:
         return {name: self._in_use[name] for name in self._max}
 
     def _full(self, cost: Cost, caller: str) -> str | None:
-        """Return the use of the first limit that a cost would exceed; None if it fits."""
+        """Describe the usage of the first limit that a cost would exceed; None if it fits."""
         for name, (_, most) in self._max.items():
             amount = getattr(cost, name)
             holds = self._by_caller.get(caller, Counter())[name] + amount
@@ -397,7 +399,7 @@ class Limits:
         return None
 
     def _admit_waiters(self) -> None:
-        """Admit waiting requests that fit, round-robin over callers; the lock is held."""
+        """Admit waiting requests that fit, round-robin over callers; the caller holds the lock."""
         callers = deque(self._queues)
         while callers:
             caller = callers.popleft()
@@ -420,7 +422,7 @@ class Limits:
                 queue.remove(waiter)
                 if not queue:
                     del self._queues[caller]
-                self._admit_waiters()  # the next one may need less
+                self._admit_waiters()  # the next request may need less
         if ticket is not None:
             ticket.release()
 
@@ -432,7 +434,7 @@ class Limits:
 
 
 class InProgress:
-    """Counts one kind of work in progress by caller, with the reserve of `Limits`; for the event loop."""
+    """Counts one kind of work in progress by caller, with the reserve of `Limits`; not thread-safe."""
 
     def __init__(self, most: int, what: str) -> None:
         self._max = most
@@ -441,7 +443,7 @@ class InProgress:
 
     @contextmanager
     def hold(self, caller: str) -> Iterator[None]:
-        """Count one more for a caller until the block ends.
+        """Count one more job of a caller until the block ends.
 
         Raises:
             ApiError: 429, the limit is reached.
@@ -459,7 +461,7 @@ class InProgress:
 
 
 def _max_for(most: int, holds: int) -> int:
-    """Return the total allowed when the caller holds `holds`: the reserve is added for a small holder."""
+    """Return the total allowed if the caller then holds `holds`: small holders may use the reserve."""
     reserve = most // RESERVE_PART
     return most + reserve if holds <= max(reserve // RESERVE_PART, 1) else most
 
@@ -469,14 +471,14 @@ class Lifetime:
 
     def __init__(self, drain_s: float) -> None:
         self.drain_s = drain_s
-        self.is_draining = False  # no new work is taken
-        self.is_over = False  # nor does any go on
+        self.is_draining = False  # new requests are rejected
+        self.is_over = False  # running requests are cut off as well
 
     def check_open(self) -> None:
-        """Reject new work once the server shuts down.
+        """Reject new work once shutdown has begun.
 
         Raises:
-            ApiError: 503, with the time after which another server should be at this address.
+            ApiError: 503 with `Retry-After`: the drain time, rounded up, at least 1 s.
         """
         if self.is_draining:
             headers = {"Retry-After": str(max(math.ceil(self.drain_s), 1))}
@@ -484,7 +486,7 @@ class Lifetime:
             raise ApiError(503, message, code="draining", headers=headers)
 
     def check(self) -> None:
-        """Stop work that outlasted the drain time of a shutdown.
+        """Abort work that did not finish within the drain time.
 
         Raises:
             ApiError: 503.
@@ -495,7 +497,7 @@ class Lifetime:
 
 
 def row_entries(params: SamplingParams, k: int | None, vocab_size: int) -> int:
-    """Return the most entries of a row: `k` alternatives, the token itself, named ids; 0 if k is None."""
+    """Return the maximum entries of a row: `k` alternatives, the token itself, named ids; 0 if k is None."""
     if k is None:
         return 0
     num_top = vocab_size if k == -1 else min(k, vocab_size)

@@ -1,7 +1,7 @@
-"""What an operator reads: lines of text or of JSON, and one for each request that has ended.
+"""Log formats of the server, text or JSON.
 
-A line holds nothing that a client wrote, but the id that it gave its request, and bodies where the operator
-asked for them; no client can begin a line of its own.
+Log lines contain no client input except the `X-Request-Id` and, with `log_requests`, request bodies. Control
+characters are escaped, so that a client cannot inject lines.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class TextLines(logging.Formatter):
-    """`time LEVEL logger: message [request id]`; the lines of a traceback begin with a bar."""
+    """Formats records as `time LEVEL logger: message [request id]`; traceback lines begin with `  | `."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, and the lines of its traceback."""
+        """Return one line, followed by the lines of the traceback if there is one."""
         head, name = f"{self.formatTime(record)} {record.levelname} {record.name}", request_id.get()
         lines = [f"{head}: {_printable(record.getMessage())}{'' if name is None else f' [{name}]'}"]
         if record.exc_info:
@@ -33,10 +33,10 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: time (UTC), level, logger, message, request_id, a call's fields, traceback."""
+    """Formats records as JSON lines: time (UTC), level, logger, message, request_id, facts, traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Return one line of JSON."""
         facts: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -52,7 +52,7 @@ class JsonLines(logging.Formatter):
 
 
 def configure(settings: ServerSettings) -> None:
-    """Write what this library, and others from warnings on, log to standard error, as the settings say."""
+    """Log to standard error: this library from `log_level` on, other libraries from warnings on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if settings.log_format == "json" else TextLines())
     logging.basicConfig(handlers=[handler])

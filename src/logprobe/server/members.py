@@ -1,4 +1,8 @@
-"""What else might have stood in the values of a reply: next-token rows, asked once a choice has ended."""
+"""Alternative values of a reply's JSON fields (`field_logprobs: "members"`).
+
+Once a choice has finished, its fields' alternatives (enum members, literals) are scored with further
+next-token rows.
+"""
 
 from __future__ import annotations
 
@@ -22,26 +26,26 @@ if TYPE_CHECKING:
     from logprobe.server.service import Service
     from logprobe.transport.messages import Admitted
 
-ROWS_AT_ONCE: Final = 16  # of one reply
-REQUESTS_PART: Final = 4  # one in this many of what the server lets through may be such rows
+ROWS_AT_ONCE: Final = 16  # concurrent rows of one reply
+REQUESTS_PART: Final = 4  # concurrent rows are at most max_requests / 4
 FIELD: Final = "field_logprobs"
 
 
 @dataclass(frozen=True, slots=True)
 class FoundFields:
-    """The values of one choice, whose whole text is JSON."""
+    """Distributions of the JSON fields of one choice, whose whole text is JSON."""
 
     text: str
     fields: list[FieldDistribution]
 
     @property
     def num_entries(self) -> int:
-        """Values and members, as what a reply writes is counted."""
+        """Number of fields with members plus their members, the reply's size for `Workers.write`."""
         return sum(1 + len(one.members.values) for one in self.fields if one.members is not None)
 
 
 class FieldMembers:
-    """Asks for the rows of a reply's values, one choice after another, each as many as any other."""
+    """Requests the rows of a reply's fields, one choice after another, with an equal budget per choice."""
 
     def __init__(self, service: Service, num_choices: int) -> None:
         settings = service.settings
@@ -53,11 +57,11 @@ class FieldMembers:
         self._turn = asyncio.Lock()
 
     async def found(self, output: RequestOutput, index: int, admitted: Admitted) -> FoundFields | None:
-        """The values of a completion that has ended; None where its text is no whole JSON.
+        """Return the fields of a finished completion; None if its text is not complete JSON.
 
         Raises:
-            WeightsReplacedError: it was written by weights that answer no longer.
-            LogprobeError: a row failed; the others were given up.
+            WeightsReplacedError: the weights that generated the completion have been replaced since.
+            LogprobeError: a row failed; the others were aborted.
         """
         service, completion = self._service, output.outputs[index]
         text = service.text.text_of(completion.token_ids, completion.num_text_bytes)
@@ -70,7 +74,7 @@ class FieldMembers:
                 prefixes = {ask.token_ids.tobytes(): ask.token_ids for ask in asks}
                 try:
                     found = await service.rows(self._requests, list(prefixes.values()), sums.lora)
-                finally:  # LoRA weights that are gone are unknown by now
+                finally:  # if the LoRA weights were unloaded, raise that instead of "unknown LoRA"
                     self._check_loads(output, admitted)
                 rows = dict(zip(prefixes, found, strict=True))
                 taken = partial(sums.take, asks, [rows[ask.token_ids.tobytes()] for ask in asks])
@@ -86,16 +90,16 @@ class FieldMembers:
         except ParameterError as error:
             if error.parameter != "text":
                 raise
-            return None  # it ended before its JSON did
+            return None  # the JSON is truncated
 
     def _check_loads(self, output: RequestOutput, admitted: Admitted) -> None:
-        """Refuse to read other weights than those that wrote the reply."""
+        """Raise `WeightsReplacedError` unless the weights that generated the reply are still loaded."""
         engine, lora = self._service.engine, admitted.request.params.lora
         is_same = engine.weights_number == output.weights_number
         if lora is not None:
             try:
                 is_same &= engine.lora_number(lora) == admitted.lora_number
-            except ParameterError:  # there are no such weights any more
+            except ParameterError:  # unloaded
                 is_same = False
         if not is_same:
             raise WeightsReplacedError(
@@ -104,11 +108,11 @@ class FieldMembers:
 
 
 def field_members(service: Service, params: SamplingParams, num_choices: int) -> FieldMembers | None:
-    """What asks for the members of the values of a reply; None where its schema names none.
+    """Create the reader of field members for a request; None if its schema has no fields with members.
 
     Raises:
-        ApiError: 400, there is no schema, or none that can be followed; the rows are not the model's own; so
-            many choices have no row each.
+        ApiError: 400: `response_format` has no JSON schema, or an unsupported one; `logprobs_mode` is
+            processed_logprobs; or there are more choices than `max_field_rows`.
     """
     form = None if params.response_format is None else format_args(params.response_format)
     schema = None if form is None else form.json_schema

@@ -1,4 +1,4 @@
-"""Figures for Prometheus: what came in, what went out, what was refused, where the time goes."""
+"""Prometheus metrics: requests, tokens, rejections, and time spent."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from logprobe.engine.request import RequestOutput
     from logprobe.server.http.gate import Call
 
-    Parts: TypeAlias = dict[tuple[str, ...], EngineStats]  # by model and replica, where there are several
+    Parts: TypeAlias = dict[tuple[str, ...], EngineStats]  # by label values: model and replica, if several
 
 
-# Name of the figure → what it says, and the field that holds it, of `EngineStats` or `ProcessorCounter`.
+# Metric name → help text, and the field of `EngineStats` or `ProcessorCounter` with its value.
 GAUGES: Final = {
     "waiting_requests": ("Completions that wait for a place.", "waiting"),
     "running_requests": ("Completions that run.", "running"),
@@ -49,7 +49,7 @@ PROCESSOR_COUNTERS: Final = {
 
 BUCKETS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300)
 BUCKETS_ROWS: Final = (1, 8, 32, 128, 512, 2048, 8192, 32768)
-# Name of the figure → what it says, its buckets, and the field of a `Call` that holds it (None: nothing).
+# Metric name → help text, buckets, and the field of a `Call` with its value (None: not observed).
 HISTOGRAMS: Final = {
     "request_seconds": ("Seconds from a request's header to the end of its reply.", BUCKETS_S, "seconds"),
     "time_to_first_token_seconds": (
@@ -64,7 +64,7 @@ HISTOGRAMS: Final = {
     ),
     "prompt_rows": ("Rows of log-probabilities of a request's prompts.", BUCKETS_ROWS, "prompt_rows"),
 }
-# Name of the figure → what it says, and which of an engine's `durations` it is.
+# Metric name → help text, and the key of `EngineStats.durations`.
 DURATIONS: Final = {
     "queue_seconds": ("Seconds that each completion waited for its first step.", "queue"),
     "engine_step_seconds": ("Seconds of each of the engine's steps.", "step"),
@@ -72,10 +72,10 @@ DURATIONS: Final = {
 
 
 class Metrics:
-    """The counters of one server, in a registry of their own."""
+    """The metrics of one server, in its own registry."""
 
     def __init__(self, engines: Callable[[], Mapping[str, Front]], *, by_model: bool = False) -> None:
-        """`engines` gives those of this moment by their models' names; `by_model`: there may be several."""
+        """`engines` returns the loaded engines by model name; `by_model` adds a label `model`."""
         self.registry = CollectorRegistry()
         self.requests = self._counter("requests", "Engine requests by how they ended.", "state")
         self.replies = self._counter("http_replies", "HTTP replies by route and status.", "route", "status")
@@ -100,11 +100,11 @@ class Metrics:
         help_text = "Connections that sent no HTTP request, or asked for another protocol."
         self.bad_connections = self._counter("bad_connections", help_text)
         self.registry.register(_EngineFigures(engines, by_model=by_model))
-        self._lock = asyncio.Lock()  # of the text that is being written
-        self._next: asyncio.Task[bytes] | None = None  # the text after it
+        self._lock = asyncio.Lock()  # one text is written at a time
+        self._next: asyncio.Task[bytes] | None = None  # the write that waits for the lock
 
     def ended(self, output: RequestOutput) -> None:
-        """Count a request that ended."""
+        """Count an engine request that has ended."""
         reason = "error" if output.error else output.outputs[0].finish_reason
         self.requests.labels(str(reason)).inc()
         self.tokens_in.inc(len(output.prompt_token_ids))
@@ -115,7 +115,7 @@ class Metrics:
         self.rows.inc(sum(len(record) for record in records if record is not None))
 
     def timed(self, call: Call) -> None:
-        """Take in how long a request took; one that chose no model has no place here."""
+        """Observe the durations of an HTTP request; ignore requests that reached no route or model."""
         if call.route is None or call.model is None:
             return
         for name, (_, _, field) in HISTOGRAMS.items():
@@ -123,17 +123,17 @@ class Metrics:
                 self._of_calls[name].labels(call.route, call.model).observe(value)
 
     def aborted(self) -> None:
-        """Count a request whose client went away."""
+        """Count a request whose client disconnected."""
         self.requests.labels("abort").inc()
 
     async def text(self) -> bytes:
-        """All figures in Prometheus' text form, as they are after they were asked for; on one event loop.
+        """Return all metrics in Prometheus' text format, collected after this call; for one event loop.
 
-        They are written beside it, one text at a time, the next one for all who have asked meanwhile.
+        A thread writes one text at a time; calls that arrive meanwhile share the next one.
         """
         if self._next is None:
             self._next = asyncio.create_task(self._write())
-        return await asyncio.shield(self._next)  # whoever of them leaves
+        return await asyncio.shield(self._next)  # a disconnected client must not cancel the shared task
 
     async def _write(self) -> bytes:
         async with self._lock:
@@ -145,18 +145,18 @@ class Metrics:
 
 
 class _EngineFigures:
-    """Reads the engines' counts when asked."""
+    """Prometheus collector that reads the engines' statistics at each scrape."""
 
     def __init__(self, engines: Callable[[], Mapping[str, Front]], *, by_model: bool) -> None:
         self._engines = engines
         self._by_model = by_model
 
     def describe(self) -> Iterator[Metric]:
-        """Name nothing ahead, so that registering asks the engine nothing."""
+        """Describe no metrics, so that registering the collector does not query the engines."""
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
-        """The figures of this moment; by model, and by replica, where there are several."""
+        """Collect the current metrics, labelled by model and by replica where there are several."""
         engines = self._engines()
         found = {name: engine.stats() for name, engine in engines.items()}
         is_told = {

@@ -1,4 +1,4 @@
-"""The models of one server: the first one, and others that are loaded when a request names them."""
+"""The models of one server: the first one, and further ones that are loaded on demand."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ logger = logging.getLogger("logprobe.server")
 
 
 class _Named(msgspec.Struct):
-    """Fields of a body that name the model that answers; its route reads the rest.
+    """The fields of a body that select the model; the route decodes the rest.
 
-    Names alone are read: a value of another type is skipped in the bytes, and never built.
+    msgspec skips all other fields without building Python objects for them.
     """
 
     model: str | None = None
     lora: str | None = None
-    lora_name: str | None = None  # of operators' routes
+    lora_name: str | None = None  # in operator routes
 
 
 class Models(ServerState):
-    """The models of a server by their names; used from one event loop.
+    """The models of a server by name; for one event loop.
 
-    A further model is loaded when it is first asked for, in turn. Where it does not fit beside those that are
-    loaded, the one that nothing uses, and nothing has used longest, leaves; one that an operator has changed
-    stays, since it would come back as it was opened.
+    A further model is loaded on its first request, one model at a time. If it does not fit, the least
+    recently used model without requests in progress is unloaded. A model that an operator has changed is
+    never unloaded, because reloading it would lose the change.
     """
 
     def __init__(
@@ -59,19 +59,26 @@ class Models(ServerState):
         processors: Sequence[str | type] = (),
         further: Mapping[str, FurtherModel] | None = None,
     ) -> None:
-        """`model` is the one that answers where a request names none; `processors` are its own.
+        """Create the first model's service and check the further models.
+
+        Args:
+            model: the first model, which answers requests that name no model; the caller closes it.
+            settings: of the server.
+            processors: logits processors of the first model.
+            further: additional models by name.
 
         Raises:
-            ParameterError: two models have one name, or one is too large for what all may hold.
-            ModelError: one cannot be found.
+            ParameterError: two models have the same name, a model exceeds `max_models_bytes`, or `preload`
+                names an unknown model or more than fits.
+            ModelError: a model cannot be found.
         """
         super().__init__(settings, further or {})
         self.first = Service(model, settings, self, processors)
         self.services[self.first.model_name] = self.first
         self._loads: dict[str, asyncio.Task[Service]] = {}
-        self._turn = asyncio.Lock()  # of what is loaded
-        self._num_users = Counter[str]()
-        self._left_s: dict[str, float] = {}  # when its last user left
+        self._turn = asyncio.Lock()  # one load at a time
+        self._num_users = Counter[str]()  # requests in progress by model
+        self._left_s: dict[str, float] = {}  # time (monotonic) at which a model's latest request ended
         self._room = free_bytes() if settings.max_models_bytes is None else settings.max_models_bytes
         self._sizes = {name: _size_of(one.config) for name, one in self.further.items()}
         self._check()
@@ -94,27 +101,27 @@ class Models(ServerState):
         require(needed <= self._room, "preload", f"{what}; name fewer, or raise max_models_bytes")
 
     def prepare(self) -> None:
-        """Load what has to be there before the first request: LoRA weights, and models to preload.
+        """Load the first model's LoRA weights and the models of `preload`.
 
         Raises:
-            ModelError: a model, or LoRA weights, cannot be read or do not fit.
-            ParameterError: LoRA weights have the model's own name, or stand twice.
+            ModelError: a model or LoRA weights cannot be read, or do not fit.
+            ParameterError: LoRA weights have a model's name, or a name that is used twice.
         """
         self.first.prepare()
         for name in dict.fromkeys(self.settings.preload):
             self.services[name] = self._started(name)
 
     def close(self) -> None:
-        """Close every engine but the first one's, which whoever opened it closes."""
+        """Close all engines but the first model's, which the caller of the constructor owns."""
         for service in self.loaded[1:]:
             service.close()
 
     async def enter(self, request: HttpRequest, caller: str) -> Service:
-        """The model that a caller's request names, loaded if need be; it stays until `leave`.
+        """Return the model that a request names, loading it if necessary, and pin it until `leave`.
 
         Raises:
-            ApiError: 413, 408 for its body; 429 no room for the model now; 503 it cannot be loaded.
-            ClientGoneError: the client hung up before it was there.
+            ApiError: 413 or 408 for the body; 429 no memory for the model now; 503 it cannot be loaded.
+            ClientGoneError: the client disconnected before the model was loaded.
         """
         if not self.further:
             return self.first
@@ -130,7 +137,7 @@ class Models(ServerState):
             raise
 
     def leave(self, service: Service) -> None:
-        """Tell that a request of a model has ended."""
+        """Unpin a model once a request has ended."""
         if self.further:
             self._leave(service.model_name)
 
@@ -139,7 +146,7 @@ class Models(ServerState):
         self._left_s[name] = time.monotonic()
 
     async def _named_by(self, request: HttpRequest, caller: str) -> str | None:
-        """What a request's query or body names; a body that cannot be read is its route's to refuse."""
+        """Return the model name in the query or body; None if there is none, or the body is not valid."""
         if request.method != "POST":
             return request.query_params.get("model")
         request.scope[BODY] = data = await read_bytes(request, self.settings)
@@ -147,7 +154,7 @@ class Models(ServerState):
         return next((name for name in named if name is not None), None)
 
     def _owner_of(self, name: str | None) -> str:
-        """The model that a name means, or the first one, which tells who asks that there is none."""
+        """Resolve a name to a model's name; an unknown name to the first model, which rejects it with 404."""
         if name is None:
             return self.first.model_name
         if (service := self.owner_of(name)) is not None:
@@ -156,7 +163,7 @@ class Models(ServerState):
         return next(further, self.first.model_name)
 
     async def _awake(self, name: str) -> Service:
-        if name not in self._loads:  # one for all who ask meanwhile, whoever of them leaves
+        if name not in self._loads:  # concurrent requests share one load, which outlives each of them
             self._loads[name] = asyncio.create_task(self._load(name))
             self._loads[name].add_done_callback(lambda task: self._end_load(name, task))
         return await asyncio.shield(self._loads[name])
@@ -164,7 +171,7 @@ class Models(ServerState):
     def _end_load(self, name: str, load: asyncio.Task[Service]) -> None:
         del self._loads[name]
         if not load.cancelled():
-            load.exception()  # is told to whoever still waits, who may be nobody
+            load.exception()  # mark as retrieved: every waiting request may have gone
 
     async def _load(self, name: str) -> Service:
         async with self._turn:
@@ -180,10 +187,10 @@ class Models(ServerState):
             return service
 
     async def _make_room(self, name: str) -> None:
-        """Let models go until one fits.
+        """Unload least recently used models until `name` fits.
 
         Raises:
-            ApiError: 429, the others are in use.
+            ApiError: 429, the remaining models are in use or changed by an operator.
         """
         while self._held() + self._sizes[name] > self._room:
             may_leave = self.services.keys() & self._sizes.keys() - self.changed
@@ -210,7 +217,7 @@ class Models(ServerState):
 
 
 def named_in(data: bytes) -> tuple[str | None, ...]:
-    """Return what a body calls its model; nothing where it is not JSON, or a name is not a string."""
+    """Return `model`, `lora` and `lora_name` of a body; () if it is not JSON, or a name is not a string."""
     try:
         named = msgspec.json.decode(data, type=_Named)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -219,6 +226,6 @@ def named_in(data: bytes) -> tuple[str | None, ...]:
 
 
 def _size_of(config: EngineConfig) -> int:
-    """The most that a model takes, bytes: its files and its pools of keys and values."""
+    """Return the maximum size of a model in bytes: its weight files and its KV caches."""
     pool = MAX_DEFAULT_BYTES if config.kv_bytes is None else config.kv_bytes
     return weight_bytes(resolve(config.model).folder) + config.data_parallel * pool

@@ -1,6 +1,6 @@
-"""One reply from its requests to its bytes, whole or streamed: run, cut into pieces, shaped, written.
+"""Generate a reply, whole or streamed: run the engine requests, cut outputs into pieces, shape, encode.
 
-Whole and streamed replies are made of the same pieces; a whole reply only takes each completion's at its end.
+Whole and streamed replies use the same code; a whole reply has a single piece per choice.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger("logprobe.server")
 
 
 class Generation:
-    """The engine requests of one reply, `params.n` choices a prompt, numbered prompt by prompt."""
+    """The engine requests of one reply: `params.n` choices per prompt, numbered prompt by prompt."""
 
     def __init__(
         self,
@@ -51,14 +51,18 @@ class Generation:
         *,
         wants_members: bool = False,
     ) -> None:
-        """Check all prompts; `n`, stops and reports are the same for all of them.
+        """Validate and admit all prompts, without starting them.
 
-        `echoes` are the prompts' texts where each choice begins with its own. With `wants_members` rows are
-        asked of what else might have stood in the values of each choice.
+        Args:
+            service: of this HTTP request.
+            reply_id: also the prefix of the engine requests' ids.
+            prompts: token ids and parameters; `n`, stops and reports are the same for all.
+            echoes: the prompts' texts, if each choice begins with its prompt.
+            wants_members: score the alternative values of each choice's JSON fields as well.
 
         Raises:
-            ParameterError: one of them can never be served; nothing was started.
-            ApiError: beyond a limit, or no room now.
+            ParameterError: a prompt or its parameters are invalid.
+            ApiError: a limit is exceeded, or the capacity left now is too small.
         """
         self.reply_id = reply_id
         self.params = prompts[0][1]
@@ -72,7 +76,7 @@ class Generation:
         self.requests = [admitted.request for admitted in self._admitted]
         self._cutters: dict[int, Cutter[CompletionOutput]] = {}
         self._echoes = echoes
-        self._num_echoes = self.params.n if echoes else 1  # times that a reply holds a prompt
+        self._num_echoes = self.params.n if echoes else 1  # times that a reply contains a prompt
         vocab_size = service.vocab_size
         self._prompt_row_entries = row_entries(self.params, self.params.prompt_logprobs, vocab_size) or 1
         stages = 2 if self.params.logprobs_mode == "both" else 1
@@ -84,34 +88,34 @@ class Generation:
 
     @property
     def num_choices(self) -> int:
-        """Choices of all prompts."""
+        """Number of choices of all prompts."""
         return len(self.requests) * self.params.n
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
+        """Number of tokens of all prompts."""
         return sum(len(request.prompt_token_ids) for request in self.requests)
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens of all prompts that the prefix cache had, once they have ended."""
+        """Prompt tokens found in the prefix cache, once the requests have finished."""
         return num_cached(self.outputs.values())
 
     @property
     def num_completion_tokens(self) -> int:
-        """Tokens generated so far."""
+        """Number of tokens generated so far."""
         return sum(
             len(completion.token_ids) for output in self.outputs.values() for completion in output.outputs
         )
 
     @property
     def num_entries(self) -> int:
-        """Prompt tokens, as often as they are written, and those generated so far, with alternatives."""
+        """Size of the reply so far, in entries: prompt and completion tokens, with their alternatives."""
         num_entries = self._num_entries(self.num_prompt_tokens * self._num_echoes, self.num_completion_tokens)
         return num_entries + self._num_found(self.found)
 
     def num_entries_of(self, pieces: Sequence[CompletionPiece]) -> int:
-        """Tokens of these pieces with their alternatives; the first of a choice has its prompt's as well."""
+        """Return the size of pieces in entries; the first piece of a choice includes its prompt's."""
         requests = [self.requests[self.prompt_of(piece)] for piece in pieces if not piece.start]
         num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         num_entries = self._num_entries(num_prompt_tokens, sum(piece.num_rows for piece in pieces))
@@ -125,25 +129,25 @@ class Generation:
         return sum(one.num_entries for one in found if one is not None)
 
     def prompt_of(self, piece: CompletionPiece) -> int:
-        """Number of the prompt that a choice belongs to."""
+        """Return the index of the prompt of a piece's choice."""
         return piece.index // self.params.n
 
     async def run(self) -> None:
-        """Wait until all have ended; `whole` then gives what came.
+        """Run all requests to completion; `whole` then returns the pieces.
 
         Raises:
-            LogprobeError: a request failed; the others were given up.
+            LogprobeError: a request failed; the others were aborted.
         """
         self.outputs = dict(enumerate(await self._service.run_all(self._admitted)))
         for number in self.outputs:
             await self._find_members(number)
 
     def whole(self) -> list[CompletionPiece]:
-        """One piece a choice, in the order of their numbers; any thread may ask."""
+        """Return one piece per choice, in order; may be called from any thread."""
         return [piece for number in range(len(self.requests)) for piece in self._cut(number)]
 
     async def stream(self) -> AsyncGenerator[list[CompletionPiece]]:
-        """Pieces as they come; leaving early gives all requests up.
+        """Yield pieces as they are generated; closing aborts all requests.
 
         Raises:
             LogprobeError: a request failed.
@@ -154,7 +158,7 @@ class Generation:
                 yield pieces
 
     async def _pieces(self, number: int) -> AsyncGenerator[list[CompletionPiece]]:
-        """What is new of one request, each time there is something."""
+        """Yield the new pieces of one request as they are generated."""
         service = self._service
         outputs = service.engine.stream(
             self.requests[number].request_id, buffer_rows=service.settings.buffer_rows
@@ -172,7 +176,7 @@ class Generation:
                     yield pieces
 
     async def _find_members(self, number: int) -> None:
-        """Ask for the members of the values of each choice that has ended, before that is told."""
+        """Score the field members of each finished choice, before its last piece is sent."""
         if self._members is None:
             return
         output = self.outputs[number]
@@ -203,7 +207,7 @@ class Generation:
 
 
 async def merged(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
-    """The items of all sources as they come; leaving early, or an error of one, closes them all."""
+    """Yield items of all sources as they arrive; closing it, or an error of one source, closes them all."""
     waiting = {asyncio.ensure_future(anext(source, None)): source for source in sources}
     try:
         while waiting:
@@ -222,11 +226,11 @@ async def merged(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
 
 
 class ChoicesShape(Generic[B]):
-    """The form that replies of chat and of text completions share: their frame, usage and failures."""
+    """Common part of chat and text completion replies: envelope, usage and errors."""
 
     terminator = DONE
     closing_repeats_all = False
-    kinds: ClassVar[tuple[str, str]]  # `object` of a whole reply, and of a chunk
+    kinds: ClassVar[tuple[str, str]]  # `object` of a whole reply and of a chunk
 
     def __init__(self, service: Service, body: B, generation: Generation) -> None:
         self._service, self._body, self._generation = service, body, generation
@@ -234,12 +238,12 @@ class ChoicesShape(Generic[B]):
         self._has_usage = bool(options and options.include_usage)
 
     def closing(self) -> Iterator[dict[str, Any]]:
-        """Usage, where it was asked for."""
+        """Yield the usage chunk if `stream_options.include_usage` is set."""
         if self._has_usage:
             yield self._frame([], is_chunk=True) | {"usage": usage(self._generation)}
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        """The error as any reply would carry it."""
+        """Return the error object, the same as in a non-streamed reply."""
         return error.to_dict()
 
     def _frame(self, choices: list[dict[str, Any]], *, is_chunk: bool = False) -> dict[str, Any]:
@@ -254,46 +258,46 @@ class ChoicesShape(Generic[B]):
 
 
 class Shape(Protocol):
-    """One route's form of a reply."""
+    """Reply format of a route."""
 
     def whole(self, pieces: Sequence[CompletionPiece]) -> dict[str, Any]:
-        """The reply, from one piece a choice."""
+        """Return the whole reply, from one piece per choice."""
 
     def opening(self) -> Iterator[dict[str, Any]]:
-        """Chunks before any text."""
+        """Yield the chunks before any text."""
 
     def chunks(self, piece: CompletionPiece) -> Iterator[dict[str, Any]]:
-        """Chunks of one increment."""
+        """Yield the chunks of one piece."""
 
     def closing(self) -> Iterator[dict[str, Any]]:
-        """Chunks after all text."""
+        """Yield the chunks after all text."""
 
     closing_repeats_all: bool
-    """Whether those say everything once more."""
+    """True if the closing chunks repeat the whole reply."""
 
     def num_entries(self, pieces: Sequence[CompletionPiece]) -> int:
-        """Return what increments cost beside their own rows, as entries of a reply."""
+        """Return the cost of pieces beyond their own rows, in entries."""
 
     @property
     def begun_entries(self) -> int:
-        """What each choice of a whole reply costs beside its own rows, as entries."""
+        """Cost of each choice of a whole reply beyond its own rows, in entries."""
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        """The chunk in which a stream says that it failed."""
+        """Return the error chunk of a failed stream."""
 
     @property
     def terminator(self) -> bytes:
-        """What ends a stream, whether it went well or failed."""
+        """Bytes that end a stream, successful or failed."""
 
 
 async def answer(
     request: HttpRequest, service: Service, generation: Generation, shape: Shape, *, is_stream: bool
 ) -> Response:
-    """Run a generation for a client that may leave at any time.
+    """Run a generation and reply; abort it if the client disconnects.
 
     Raises:
-        LogprobeError: it failed before anything was sent.
-        ClientGoneError: nobody is left to answer.
+        LogprobeError: a non-streamed generation failed.
+        ClientGoneError: the client disconnected before the reply.
     """
     if is_stream:
         return StreamedReply(
@@ -333,7 +337,7 @@ async def _events(service: Service, generation: Generation, shape: Shape) -> Asy
 
 
 def _failed(service: Service, shape: Shape, error: ApiError) -> bytes:
-    """The end of a stream that failed."""
+    """Return the end of a failed stream: the error chunk and the terminator."""
     return _joined(service, iter([shape.failed(error)])) + shape.terminator
 
 
@@ -342,18 +346,18 @@ def _pieces(service: Service, shape: Shape, pieces: Sequence[CompletionPiece]) -
 
 
 def _joined(service: Service, chunks: Iterator[dict[str, Any]]) -> bytes:
-    """Chunks as events; one that has a type is named by it."""
+    """Encode chunks as server-sent events; a chunk's `type` is its event name."""
     return b"".join(event(encode(service, chunk), chunk.get("type")) for chunk in chunks)
 
 
 def usage(generation: Generation) -> dict[str, Any]:
-    """Return the `usage` of a generation, of the tokens so far."""
+    """Return the `usage` object of the tokens generated so far."""
     prompt, completion = generation.num_prompt_tokens, generation.num_completion_tokens
     return usage_of(prompt, completion, generation.num_cached_tokens)
 
 
 def usage_of(prompt: int, completion: int, cached: int) -> dict[str, Any]:
-    """Return `usage` in OpenAI's form."""
+    """Return a `usage` object in OpenAI's format."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -363,12 +367,12 @@ def usage_of(prompt: int, completion: int, cached: int) -> dict[str, Any]:
 
 
 def num_cached(outputs: Iterable[RequestOutput]) -> int:
-    """Count prompt tokens that the prefix cache had, as far as the engine reports them."""
+    """Count the prompt tokens found in the prefix cache, as far as the engine reports them."""
     return sum(output.num_cached_tokens or 0 for output in outputs)
 
 
 def encode(service: Service, reply: dict[str, Any]) -> bytes:
-    """A reply as JSON, its log-probabilities counted."""
+    """Encode a reply as JSON and count its bytes in the metrics."""
     data = msgspec.json.encode(reply)
     service.metrics.bytes_out.inc(len(data))
     return data

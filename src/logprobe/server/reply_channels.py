@@ -1,6 +1,6 @@
-"""Split a reply into channels (content, reasoning, tool calls), each with the tokens that gave it.
+"""Split a reply into channels (content, reasoning, tool calls), each with its tokens.
 
-A reply that is not split is content from its first token to its last.
+A reply that is not split is all content.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ if TYPE_CHECKING:
     from logprobe.server.service import Service
     from logprobe.text.channels import Part, ResponseForm, ToolCall
 
-    Rows = list[tuple[int, bytes]]  # positions in the completion, each with what its token gave
+    Rows = list[tuple[int, bytes]]  # position in the completion, and the bytes that its token contributed
 
 
 MAX_BEGUN_CHARS: Final = 1 << 14
-"""Of a prompt's end, in which it is looked for what the prompt has begun of its reply."""
+"""Length of the end of a prompt that is searched for the beginning of the reply (such as `<think>`)."""
 
 
-CHARS_A_TOKEN: Final = 4  # at least, of text that takes as long to split as a token takes to write
+CHARS_A_TOKEN: Final = 4  # lower bound: characters that take as long to split as a token to encode
 
 
 def end_of(prompt: str) -> str:
-    """The end of a prompt, which alone can have begun its reply."""
+    """Return the end of a prompt, the only part that is searched for the beginning of the reply."""
     return prompt[-MAX_BEGUN_CHARS:]
 
 
 @dataclass(frozen=True, slots=True)
 class ReplySegment:
-    """Text of one channel, and the tokens that gave it."""
+    """Text of one channel and the positions of its tokens."""
 
     channel: str  # content, reasoning or tool_call
     text: str
     rows: Sequence[int]  # positions in the completion
-    parts: Mapping[int, bytes] = field(default_factory=dict)  # of those that gave it not all of their bytes
-    call: ToolCall | None = None  # which comes whole
+    parts: Mapping[int, bytes] = field(default_factory=dict)  # position → bytes, of partly included tokens
+    call: ToolCall | None = None  # always complete
     call_id: str | None = None
 
 
 class Splitter:
-    """Splits the pieces of a reply's choices into segments; all pieces go through it in order."""
+    """Splits the pieces of a reply's choices into segments; takes all pieces in order."""
 
     def __init__(
         self,
@@ -59,10 +59,14 @@ class Splitter:
         *,
         is_formed: bool = False,
     ) -> None:
-        """`prompt` is the text that the reply follows, and `functions` are the tools that it may call.
+        """Prepare to split a reply.
 
-        A reply that `is_formed` keeps to a form of the client's from its first token on: a reasoning that the
-        prompt has opened is not gone on with.
+        Args:
+            service: of the model that generates.
+            prompt: the text before the reply.
+            functions: the tools that the reply may call.
+            is_formed: the reply follows the request's response format from its first token, so it does not
+                continue reasoning that the prompt opens.
         """
         form = service.reply_form()
         may_call = bool(functions) and form is not None and form.tools is not None
@@ -77,11 +81,11 @@ class Splitter:
 
     @property
     def is_split(self) -> bool:
-        """Whether a reply may be more than content."""
+        """True if a reply may have channels other than content."""
         return self._form is not None
 
     def take(self, piece: CompletionPiece) -> list[ReplySegment]:
-        """Return a piece's segments; none where its tokens gave no text, or their text is not certain yet."""
+        """Return a piece's segments; empty if it has no text, or the channel of its text is undecided."""
         if self._form is None:
             return self._whole(piece)
         segments = self._split(piece, self._form)
@@ -90,13 +94,14 @@ class Splitter:
         return segments
 
     def num_calls(self, index: int) -> int:
-        """Calls that a choice has made so far."""
+        """Return the number of tool calls of a choice so far."""
         return self._num_calls[index]
 
     def num_entries(self, piece: CompletionPiece) -> int:
-        """Return what a piece costs beside its own tokens, as tokens: what its choice has held back so far.
+        """Return the cost of a piece beyond its own tokens, in tokens.
 
-        The last piece of a choice has all of its segments gone through once more.
+        It is the text that the choice has held back so far, and for its last piece all of its segments, which
+        are processed again.
         """
         if self._form is None:
             return 0
@@ -107,11 +112,11 @@ class Splitter:
 
     @property
     def begun_entries(self) -> int:
-        """What the prompt has begun of a reply costs each choice, as tokens."""
+        """Cost per choice of the part of the reply that the prompt contains, in tokens."""
         return self._num_begun_chars // CHARS_A_TOKEN
 
     def all_of(self, index: int) -> Sequence[ReplySegment]:
-        """Return the segments of a choice so far, of a reply that is split."""
+        """Return the segments of a choice so far; empty if the reply is not split."""
         return self._segments[index]
 
     @staticmethod
@@ -136,16 +141,19 @@ class Splitter:
 
 
 def in_order(parts: Sequence[Part]) -> Iterator[tuple[Part, Rows]]:
-    """Parts by the places of their tokens, one in several where others stand between; a call stays whole."""
-    bits: list[tuple[int, int, Rows]] = []  # a position, the number of its part, and its rows
+    """Yield parts in the order of their tokens.
+
+    A part is divided where tokens of another part come in between; a tool call is never divided.
+    """
+    bits: list[tuple[int, int, Rows]] = []  # position, part number, rows
     for number, part in enumerate(parts):
         if part.call is None:
             bits += [(row[0], number, [row]) for row in part.rows]
         else:
-            # The body of a call without arguments may have no token: it stays behind what was read before.
+            # A call without arguments may have no tokens: it keeps its position after the previous part.
             before = bits[-1][0] if bits else 0
             bits.append((part.rows[0][0] if part.rows else before, number, part.rows))
-    bits.sort(key=lambda bit: bit[0])  # where two have one token they stay as they are
+    bits.sort(key=lambda bit: bit[0])  # stable: two parts of the same token keep their order
     for number, run in groupby(bits, lambda bit: bit[1]):
         yield parts[number], [row for _, _, rows in run for row in rows]
 
@@ -156,7 +164,7 @@ def _text(rows: Rows) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReplyChannels:
-    """The segments of a choice, or of an increment of one, by channels."""
+    """The segments of a choice, or of a streamed increment, by channel."""
 
     content: Sequence[ReplySegment]
     reasoning: Sequence[ReplySegment]
@@ -178,6 +186,6 @@ def text_of(segments: Sequence[ReplySegment]) -> str:
 
 
 def grouped(segments: Sequence[ReplySegment]) -> list[Sequence[ReplySegment]]:
-    """Group segments that follow each other in one channel; each call is a group of its own."""
+    """Group consecutive segments of the same channel; each tool call forms its own group."""
     runs = groupby(enumerate(segments), lambda item: (item[1].channel, item[0] if item[1].call else None))
     return [[segment for _, segment in run] for _, run in runs]

@@ -1,6 +1,6 @@
-"""What replies say of their tokens: rows of log-probabilities, further columns, and the extensions asked for.
+"""Per-token parts of replies: log-probability rows, further columns, and requested extensions.
 
-Rows are written one by one, as raw JSON.
+Each row is encoded to raw JSON by a call of its own, so that other threads can run in between.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def num_top(generation: Generation) -> int | None:
-    """How many alternatives were asked; None for the whole vocabulary."""
+    """Return the requested number of alternatives; None for the whole vocabulary."""
     k = generation.params.logprobs
     return None if k == -1 else k
 
@@ -46,7 +46,7 @@ def num_top(generation: Generation) -> int | None:
 def chat_logprobs(
     service: Service, generation: Generation, completion: CompletionOutput, channels: ReplyChannels
 ) -> dict[str, Any] | None:
-    """OpenAI's `logprobs` object of a chat, with the other channels and the extensions asked for."""
+    """Return OpenAI's chat `logprobs` object, with the reasoning and tool-call channels and extensions."""
     if completion.logprobs is None:
         return None
     table = partial(_table, service, num_top(generation), completion)
@@ -62,7 +62,7 @@ def chat_logprobs(
 def _table(
     service: Service, num_top: int | None, completion: CompletionOutput, segments: Sequence[ReplySegment]
 ) -> dict[str, Any]:
-    """The rows of some parts, of each distribution that was asked for, and what stands beside them."""
+    """Return the rows of segments from each requested distribution, with their further columns."""
     record, other = completion.logprobs, completion.processed_logprobs
     assert record is not None, "who asks for rows has some"
     positions = [row for segment in segments for row in segment.rows]
@@ -73,7 +73,10 @@ def _table(
 
 
 def _named(channel: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """A channel's rows by its name; what stands beside them has that before its own, but of content."""
+    """Rename a table's fields for its channel: rows by the channel's name, other columns prefixed with it.
+
+    The columns of the content channel have no prefix.
+    """
     names = {"rows": channel, "processed": f"processed_{channel}"}
     before = "" if channel == "content" else f"{channel}_"
     return {names.get(name, f"{before}{name}"): values for name, values in table.items()}
@@ -82,7 +85,7 @@ def _named(channel: str, table: Mapping[str, Any]) -> dict[str, Any]:
 def chat_rows(
     service: Service, record: FlatLogprobs, segments: Sequence[ReplySegment], num_top: int | None
 ) -> msgspec.Raw:
-    """The chat entries of the tokens that gave some parts."""
+    """Return the chat entries of the tokens of segments as a JSON array."""
     has_impossible = not is_processed(record)
     arrays = [
         service.encoder.rows(
@@ -97,15 +100,15 @@ def chat_rows(
 
 
 def is_processed(record: FlatLogprobs) -> bool:
-    """Whether its numbers are of the distribution that tokens were drawn from.
+    """Return True if a record is of the processed distribution, from which tokens are drawn.
 
-    What masks and truncation left fewer than k tokens of is filled up with tokens that cannot be drawn.
+    If masks and truncation leave fewer than k tokens, its rows also list tokens of probability 0.
     """
     return record.info is not None and "processed" in record.info.stages
 
 
 def legacy_logprobs(service: Service, piece: CompletionPiece) -> dict[str, Any] | None:
-    """The completions object for all tokens of a piece, with the extensions asked for."""
+    """Return the completions `logprobs` object for all tokens of a piece, with requested extensions."""
     record = piece.completion.logprobs
     if record is None:
         return None
@@ -122,18 +125,18 @@ def legacy_logprobs(service: Service, piece: CompletionPiece) -> dict[str, Any] 
 
 
 def completion_rows(record: FlatLogprobs, tokens: TokenTable) -> dict[str, list[Any]]:
-    """The completions object's numbers of all rows of a record, its maps as JSON."""
+    """Return the number columns of the completions `logprobs` object; `top_logprobs` as raw JSON."""
     rows = legacy_rows(record, tokens, has_impossible=not is_processed(record))
     return rows | {"top_logprobs": _raw_rows(rows["top_logprobs"])}
 
 
 def _raw_rows(rows: Iterable[Any]) -> list[msgspec.Raw]:
-    """Each row as JSON: a call that writes all of them would keep every other thread waiting."""
+    """Encode row by row: one call for all rows would hold the GIL for too long."""
     return [msgspec.Raw(msgspec.json.encode(row)) for row in rows]
 
 
 def choice_extensions(body: GenerationBody, piece: CompletionPiece) -> dict[str, Any]:
-    """Fields of a choice that are there only when asked for."""
+    """Return the optional fields of a choice that the request asks for."""
     fields: dict[str, Any] = {}
     if body.return_token_ids:
         fields["token_ids"] = piece.completion.token_ids[piece.start : piece.stop]
@@ -149,9 +152,14 @@ def ending_extensions(
     found: FoundFields | None = None,
     channels: ReplyChannels | None = None,
 ) -> dict[str, Any]:
-    """Fields of a completion that has ended, where they were asked for; `channels` has its segments.
+    """Return the optional fields of a finished completion; {} if not requested or not finished.
 
-    Without it the completion is one text. `found` are its values, where their members were asked for.
+    Args:
+        service: of the request.
+        body: the request.
+        piece: the last piece of the completion.
+        found: the fields with their members, if the request asked for members.
+        channels: the completion's segments; None if it is not split.
     """
     if not body.field_logprobs or piece.finish_reason is None:
         return {}
@@ -168,7 +176,7 @@ def ending_extensions(
 
 
 def num_field_tokens(body: GenerationBody | ResponsesBody, pieces: Sequence[CompletionPiece]) -> int:
-    """Return the tokens that are read once more for the values of the completions which have ended."""
+    """Count the tokens that `field_logprobs` reads again: those of the completions that have finished."""
     if not body.field_logprobs:
         return 0
     return sum(len(piece.completion.token_ids) for piece in pieces if piece.finish_reason is not None)
@@ -177,9 +185,9 @@ def num_field_tokens(body: GenerationBody | ResponsesBody, pieces: Sequence[Comp
 def segment_fields(
     completion: CompletionOutput, segments: Sequence[ReplySegment], found: FoundFields | None = None
 ) -> list[dict[str, Any]] | None:
-    """The values of the JSON that some parts are, by their rows; None where they are no whole JSON.
+    """Return the fields of the JSON text that segments form; None if it is not complete JSON.
 
-    `found` are those of the completion's whole text, and hold where these parts are all of it.
+    `found` has the fields of the completion's whole text; it is used if the segments are the whole text.
     """
     if found is not None and text_of(segments) == found.text:
         return list(map(_found_field, found.fields))
@@ -187,7 +195,10 @@ def segment_fields(
 
 
 def call_fields(completion: CompletionOutput, segment: ReplySegment) -> list[dict[str, Any]] | None:
-    """The values of a call's arguments, by pointers into these; None where the model wrote them otherwise."""
+    """Return the fields of a tool call's arguments, with pointers relative to the arguments.
+
+    None if the model did not write the arguments as JSON.
+    """
     values = _segment_values(completion, [segment])
     assert segment.call is not None, "a segment of this channel is a call"
     arguments = json.loads(segment.call.arguments)
@@ -217,7 +228,7 @@ def _segment_values(
 
 
 def _records(completion: CompletionOutput) -> list[FlatLogprobs]:
-    """Those of a completion's numbers; of both distributions where both were asked."""
+    """Return a completion's records: one, or two if both distributions were requested."""
     assert completion.logprobs is not None, "fields come beside logprobs"
     return [record for record in (completion.logprobs, completion.processed_logprobs) if record is not None]
 
@@ -225,14 +236,17 @@ def _records(completion: CompletionOutput) -> list[FlatLogprobs]:
 def _values(
     records: Sequence[FlatLogprobs], text: str, parts: Mapping[int, bytes] | None = None
 ) -> list[tuple[Field, ...]] | None:
-    """The values of a JSON text, each by all records; `parts` are tokens of which not all bytes count."""
+    """Return the fields of a JSON text, each with one value per record; None if it is not complete JSON.
+
+    `parts` has the bytes of tokens that belong to the text only in part, by position.
+    """
     record, own = records[0], parts or {}
     assert record.table is not None, "records of replies have one"
     whole = map(record.table.token_bytes, record.chosen_entries().token_ids.tolist())
     try:
         spelt = Spelt([own.get(position, piece) for position, piece in enumerate(whole)], text)
     except ParameterError:
-        return None  # it ended before its JSON did, or wrote none
+        return None  # truncated, or not JSON
     return list(zip(*(spelt.fields(record) for record in records), strict=True))
 
 
@@ -241,9 +255,9 @@ def _written(values: Sequence[tuple[Field, ...]] | None) -> list[dict[str, Any]]
 
 
 def _field(field: Field, processed: Field | None = None) -> dict[str, Any]:
-    """A field with its numbers; an object's or array's value stands in its parts."""
+    """Return a field's entry; objects and arrays have no `value`, since their members have entries."""
     value = field.value
-    is_large = isinstance(value, int) and not -(2**63) <= value < 2**64  # which no encoder writes
+    is_large = isinstance(value, int) and not -(2**63) <= value < 2**64  # msgspec cannot encode it
     row = {
         "pointer": field.pointer,
         **({} if is_large or isinstance(value, dict | list) else {"value": value}),
@@ -258,7 +272,7 @@ def _field(field: Field, processed: Field | None = None) -> dict[str, Any]:
 
 
 def _found_field(one: FieldDistribution) -> dict[str, Any]:
-    """A field with what else might have stood there."""
+    """Return a field's entry with its runner-up and members."""
     other = one.runner_up
     is_known = other is not None and finite_value(other[1]) is not None
     row = _field(one.raw, one.processed)
@@ -279,12 +293,12 @@ def _found_field(one: FieldDistribution) -> dict[str, Any]:
 
 
 def _value(value: Any) -> Any:
-    """A member for JSON; no encoder writes large integers."""
+    """Return a member as raw JSON, because msgspec cannot encode large integers."""
     return value if isinstance(value, float) else msgspec.Raw(json_text(value).encode())
 
 
 def prompt_extensions(service: Service, body: GenerationBody, output: RequestOutput) -> dict[str, Any]:
-    """Fields about a prompt that are there only when asked for."""
+    """Return the optional fields about a prompt that the request asks for."""
     fields: dict[str, Any] = {}
     if body.return_token_ids:
         fields["prompt_token_ids"] = output.prompt_token_ids
@@ -300,7 +314,7 @@ def prompt_extensions(service: Service, body: GenerationBody, output: RequestOut
 def reply_extensions(
     body: GenerationBody | ResponsesBody, params: SamplingParams, output: RequestOutput | None
 ) -> dict[str, Any]:
-    """What the numbers are, where the request or the server was particular about it."""
+    """Return `logprobs_info`, unless neither request nor server chose a mode other than the default."""
     is_told = body.logprobs_mode is not None or params.logprobs_mode != "raw_logprobs"
     if not is_told or output is None or output.info is None:
         return {}
@@ -308,7 +322,7 @@ def reply_extensions(
 
 
 def _further_columns(record: FlatLogprobs, rows: Any, service: Service) -> dict[str, Any]:
-    """Further columns and named ids of the rows, parallel to them; nothing where there is none."""
+    """Return the columns parallel to the rows: extras, and entries of named token ids; {} if none."""
     fields = _extras(record, rows)
     if record.given is not None:
         vocabulary = service.text.vocabulary
@@ -326,7 +340,7 @@ def _explanations(piece: CompletionPiece) -> list[Any]:
 
 
 def _effect(effect: ProcessorEffect) -> dict[str, Any]:
-    """An effect with numbers that JSON has: made impossible is -9999, made possible again 9999."""
+    """Return an effect with its changes clamped to [-9999, 9999], since JSON has no infinities."""
     changes = {
         str(token_id): max(min(change, -IMPOSSIBLE), IMPOSSIBLE)
         for token_id, change in effect.changes.items()

@@ -1,4 +1,4 @@
-"""What the routes share: the engine and its client, limits, metrics; used from one event loop."""
+"""State shared by the routes: engine, scoring client, limits, metrics; for one event loop."""
 
 from __future__ import annotations
 
@@ -52,41 +52,41 @@ if TYPE_CHECKING:
     from logprobe.transport.messages import Admitted, Request
 
     SplitResult: TypeAlias = tuple[RequestOutput, float | None]
-    """What a split came to, and the sum over its bytes where it has healing, nats."""
+    """The output of a split's request, and the log-probability of its bytes (nats) if it uses healing."""
 
 
 def _max_token_bytes(text: TextEdge) -> int:
-    """The bytes of text that one token can stand for, at most."""
+    """Return the maximum bytes of input text that one token can represent."""
     vocabulary = text.vocabulary
     longest = max((len(vocabulary.token_bytes(token_id)) for token_id in range(len(vocabulary))), default=1)
-    # A normaliser may write a text shorter before it is cut into tokens; Unicode's forms do so by up to 3.
+    # A normalizer may shorten a text before tokenization; Unicode normalization forms do by a factor <= 3.
     return longest if text.backend.normalizer is None else longest * 3
 
 
 logger = logging.getLogger("logprobe.server")
 
 
-MAX_NAME_CHARS = 256  # of LoRA weights, which replies and figures repeat
-DEFAULT_NAME = "default"  # means the model that is served, whatever its name
+MAX_NAME_CHARS = 256  # of a LoRA name, which appears in replies and metrics
+DEFAULT_NAME = "default"  # alias of the served model
 
 
 class ChoosesWeights(Protocol):
-    """A body that may choose LoRA weights."""
+    """A body that may select LoRA weights."""
 
     model: str | None
     lora: str | None
 
 
 class ServerState:
-    """What all models of a server share, and what their names mean; used from one event loop."""
+    """State shared by all models of a server, and name resolution; for one event loop."""
 
-    first: Service  # answers where a request names no model
+    first: Service  # answers requests that name no model
 
     def __init__(self, settings: ServerSettings, further: Mapping[str, FurtherModel]) -> None:
-        """Read the keys, and start the workers and figures.
+        """Read the API keys, and create the workers and metrics.
 
         Raises:
-            ParameterError: the file of keys cannot be used.
+            ParameterError: the key file is invalid.
         """
         self.settings = settings
         self.workers = Workers()
@@ -95,26 +95,26 @@ class ServerState:
         self.lifetime = Lifetime(settings.drain_s)
         self.stored = StoredResponses(settings.max_stored, settings.max_stored_bytes, settings.max_body_bytes)
         self.metrics = Metrics(self.engines, by_model=bool(further))
-        self.told: set[str] = set()  # fields without effect that the log has named
+        self.told: set[str] = set()  # ignored fields that have been logged
         self.further = dict(further)
-        self.services: dict[str, Service] = {}  # of models that are loaded; the first one stays
+        self.services: dict[str, Service] = {}  # loaded models, the first model always among them
         self.changed: set[str] = set()  # models that an operator has changed
 
     @property
     def loaded(self) -> list[Service]:
-        """Those that answer now, the first one first; from any thread."""
+        """Services of the loaded models, the first model first; thread-safe."""
         return list(self.services.values())
 
     def engines(self) -> dict[str, Front]:
-        """Their engines by name; from any thread."""
+        """Return the engines of the loaded models by name; thread-safe."""
         return {service.model_name: service.engine for service in self.loaded}
 
     def names(self) -> frozenset[str]:
-        """All names that mean a model, LoRA weights left out."""
+        """Return all names of models, without those of LoRA weights."""
         return self.first.own_names.union(self.further, *(one.names for one in self.further.values()))
 
     def has_elsewhere(self, name: str, model_name: str) -> bool:
-        """Whether LoRA weights of another model than this one have a name."""
+        """Return True if a model other than `model_name` has LoRA weights of this name."""
         others = [one for one in self.loaded if one.model_name != model_name]
         further = [one for key, one in self.further.items() if key != model_name]
         return any(name in one.engine.list_loras() for one in others) or any(
@@ -122,26 +122,26 @@ class ServerState:
         )
 
     def served(self) -> list[str]:
-        """What a request may name."""
+        """Return all names that a request may use as `model`."""
         loaded = {service.model_name: [name for name, _ in service.served()] for service in self.loaded}
         return [name for key in [*loaded, *self.asleep()] for name in loaded.get(key, [key])]
 
     def asleep(self) -> list[str]:
-        """Names of further models that are not loaded."""
+        """Return the names of further models that are not loaded."""
         waiting = ((key, one) for key, one in self.further.items() if key not in self.services)
         return [name for key, one in waiting for name in (key, *one.names)]
 
     def owner_of(self, name: str) -> Service | None:
-        """The loaded model that a name means, or whose LoRA weights it means."""
+        """Return the loaded model with this name, or with LoRA weights of this name, or None."""
         return next((service for service in self.loaded if service.has_name(name)), None)
 
     def keep(self, service: Service) -> None:
-        """Tell that an operator has changed a model's weights, or has loaded or dropped LoRA weights."""
+        """Never unload a model, because an operator has changed its weights or LoRA weights."""
         self.changed.add(service.model_name)
 
 
 class Service:
-    """One model behind HTTP, with its LoRA weights, its own limits, and what it shares with `models`."""
+    """One model behind HTTP, with its LoRA weights and limits, and the state shared with other models."""
 
     def __init__(
         self,
@@ -167,18 +167,18 @@ class Service:
         self.model_name = next(name for name in names if name)
         self.own_names = frozenset({self.model_name, *filter(None, names), DEFAULT_NAME})
         self.created = int(time.time())
-        self.tokens: TokenTable = model.text.vocabulary  # what replies write tokens by
+        self.tokens: TokenTable = model.text.vocabulary  # token texts in replies
         self.encoder = ChatEncoder(self.tokens)
         self._id_encoder = cache(lambda: ChatEncoder(IdTexts(model.text.vocabulary)))
-        self.spelling_tools = cache(lambda: SpellingTools(model))  # which take a while
+        self.spelling_tools = cache(lambda: SpellingTools(model))  # slow to create
         self._response_template = read_response_template(settings.response_template)
-        self.reply_form()  # one that cannot be used is told at the start
+        self.reply_form()  # fail at startup if the template is invalid
         self.limits = Limits(settings)
-        # Of one request: who asks, what it comes to, and what it was admitted for.
+        # State of one request, set by `for_one_request`.
         self.caller = ""
         self.call = Call("")
         self._tickets: list[Ticket] = []
-        self._awaited: Cost | None = None  # what it has waited for, and has a ticket for
+        self._awaited: Cost | None = None  # cost that the request has waited for, and holds a ticket for
         self._request_ids: list[str] = []
 
     def prepare(self) -> None:
@@ -186,7 +186,7 @@ class Service:
 
         Raises:
             ModelError: a folder cannot be read, or does not fit the model.
-            ParameterError: a name is the model's own, or given twice.
+            ParameterError: a name is a model's name, or is used twice.
         """
         known = self.own_names | self.models.names()
         for setting in self.settings.lora:
@@ -197,10 +197,11 @@ class Service:
             self.engine.add_lora(name, path)
 
     def check_new_name(self, name: str) -> None:
-        """Refuse a name for LoRA weights that means the model itself.
+        """Validate the name of new LoRA weights.
 
         Raises:
-            ApiError: 400.
+            ApiError: 400: the name is a model's, is used by another model's LoRA weights, is empty or longer
+                than `MAX_NAME_CHARS`, or is not printable.
         """
         is_models = name in self.own_names | self.models.names()
         is_taken = is_models or self.models.has_elsewhere(name, self.model_name)
@@ -209,12 +210,12 @@ class Service:
             raise bad_request("lora_name", what)
 
     def close(self) -> None:
-        """Close the engine, unless it hangs in a step: that one would never close."""
+        """Close the engine, unless it is stuck in a step: `close` would block forever."""
         if self.engine.stalled_s() <= self.settings.stall_s:
             self.engine.close()
 
     def for_one_request(self, caller: str, call: Call) -> Service:
-        """This service as one HTTP request sees it: what it admits counts for its caller until `release`."""
+        """Return a copy for one HTTP request, whose admissions count for its caller until `release`."""
         scoped = copy.copy(self)
         scoped.call = call
         scoped.caller = caller
@@ -222,21 +223,24 @@ class Service:
         return scoped
 
     def write_ids(self) -> None:
-        """Have this one request's rows name each token by its id."""
+        """Show tokens as `token_id:ID` in this request's reply."""
         self.tokens, self.encoder = IdTexts(self.text.vocabulary), self._id_encoder()
 
     def of_one_call(self) -> Requests:
-        """A maker of engine requests that count as one call of whoever asks."""
+        """Return a factory of engine requests that are scheduled as one call of this caller."""
         return self.client.requests.of_one_call(self.caller)
 
     def admit(self, requests: Sequence[Request], num_echoes: int = 1, beside: Cost | None = None) -> None:
-        """Take requests, whose reply has each prompt so often, into the server's limits; any thread may ask.
+        """Reserve capacity for requests; thread-safe.
 
-        `beside` is what the reply costs but for them.
+        Args:
+            requests: of one reply.
+            num_echoes: times that the reply contains each prompt.
+            beside: additional cost of the reply.
 
         Raises:
-            ApiError: 400 beyond a limit.
-            NoRoomError: there is no room now.
+            ApiError: 400, the cost exceeds a limit.
+            NoRoomError: the capacity left now is too small.
         """
         self._request_ids += [request.request_id for request in requests]
         cost = Cost.of(requests, self.vocab_size, num_echoes)
@@ -244,20 +248,20 @@ class Service:
         if self._awaited is not None:
             if cost == self._awaited:
                 return
-            self.release()  # weights or their limits have changed since
+            self.release()  # the cost has changed while waiting, for example with the weights
         self._tickets.append(self.limits.admit(cost, self.caller))
 
     @property
     def has_waited(self) -> bool:
-        """Whether this request has waited for room, and is read for the second time."""
+        """True if this request has waited for capacity, so that its body is decoded a second time."""
         return self._awaited is not None
 
     async def wait_for_room(self, cost: Cost, receive: Receive) -> None:
-        """Wait in the caller's queue until there is room for a request, whose `admit` then takes it.
+        """Wait in the caller's queue until capacity for a request is reserved; `admit` then uses it.
 
         Raises:
-            ApiError: 429, the queue is full or there was no room in time; 503 the server or the engine ends.
-            ClientGoneError: the client hung up.
+            ApiError: 429, the queue is full or the wait timed out; 503, the server or the engine has stopped.
+            ClientGoneError: the client disconnected.
         """
         with self.metrics.queued.track_inprogress():
             await while_connected(receive, self._take_room(cost), self._check_waiting)
@@ -271,37 +275,37 @@ class Service:
         self.check_engine()
 
     def hold(self, num_bytes: int) -> None:
-        """Take a reply of so many bytes into the limits, where nothing else of its request counts.
+        """Reserve capacity for a reply of `num_bytes`, unless its request has already reserved some.
 
         Raises:
-            ApiError: 429 no room now.
+            ApiError: 400, the reply exceeds the limit; 429, the capacity left now is too small.
         """
         if not self._tickets:
             cost = Cost(requests=0, tokens=0, logprob_bytes=num_bytes)
             self._tickets.append(self.limits.admit(cost, self.caller))
 
     def release(self) -> None:
-        """Give back all that this request has taken."""
+        """Release all capacity of this request."""
         for ticket in self._tickets:
             ticket.release()
 
     @staticmethod
     def now() -> int:
-        """Seconds since 1970, as replies carry them."""
+        """Return the Unix time in seconds, for replies."""
         return int(time.time())
 
     def log_body(self, route: str, body: msgspec.Struct) -> None:
-        """Log a request's body, only where the operator asked for that."""
+        """Log a request's body if `log_requests` is set."""
         if self.settings.log_requests and not self.has_waited:
             logger.info("%s %s", route, msgspec.json.encode(body).decode())
 
     @staticmethod
     def new_id(prefix: str) -> str:
-        """An id that no other reply has, and that nobody can guess: who knows it may read what is stored."""
+        """Return a unique, unguessable id: on a server without keys, it gives access to a response."""
         return f"{prefix}-{secrets.token_hex(16)}"
 
     def template_variables(self) -> frozenset[str]:
-        """The variables that the model's chat template reads; none where it has no template."""
+        """Return the variables of the model's chat template; empty if it has no valid template."""
         template = chat_template_of(self.text.tokenizer)
         if template is None:
             return frozenset()
@@ -310,25 +314,25 @@ class Service:
         try:
             return variables_of(template)
         except TemplateSyntaxError:
-            return frozenset()  # whoever lays something out by it is told
+            return frozenset()  # requests that render the template get the error
 
     def renders_quickly(self, body: msgspec.Struct) -> bool:
-        """Return True if a body has no conversation, or its size bounds the time of the chat template."""
+        """Return True if a body has no conversation, or its size bounds the time to render the template."""
         if getattr(body, "messages", None) is None and getattr(body, "input", None) is None:
             return True
         template = chat_template_of(self.text.tokenizer)
         return template is None or is_cheap(template)
 
     def reply_form(self) -> ResponseForm | None:
-        """How the model writes its replies; None where that is not known, and all of one is content.
+        """Return the format of the model's replies; None if unknown, so that replies are all content.
 
         Raises:
-            ParameterError: the settings' response template is none.
+            ParameterError: the `response_template` setting is invalid.
         """
         return template_of(self.text, self._response_template)
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a model that is not served; None is the one that is, LoRA weights go by their name.
+        """Reject a name that is neither a served model nor LoRA weights; None is the default model.
 
         Raises:
             ApiError: 404.
@@ -341,20 +345,20 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def has_name(self, name: str) -> bool:
-        """Whether a name means this model, or LoRA weights of its own."""
+        """Return True if a name is this model's, or that of its LoRA weights."""
         return name in self.own_names or name in self.engine.list_loras()
 
     def served(self) -> list[tuple[str, str | None]]:
-        """The names to ask for: the model's own (None), then those of LoRA weights, each with its folder."""
+        """Return (name, folder) pairs: the model's names (folder None), then those of its LoRA weights."""
         own = dict.fromkeys([self.model_name, *filter(None, self.settings.served_model_name)])
         return [*((name, None) for name in own), *self.engine.list_loras().items()]
 
     def choose_weights(self, body: ChoosesWeights) -> None:
-        """Set the LoRA weights of a body, which `model` may name, too, and note in `call` what answers.
+        """Resolve `model` and `lora` of a body, set `body.lora`, and record the answering model in `call`.
 
         Raises:
-            ApiError: 404 for a model that is not served, 400 where `model` and `lora` name different ones.
-            ParameterError: no such LoRA weights are loaded.
+            ApiError: 404, the model is not served; 400, `model` and `lora` name different LoRA weights.
+            ParameterError: the LoRA weights are not loaded.
         """
         self.check_model(body.model)
         if body.model is not None and body.model not in self.own_names:
@@ -364,11 +368,11 @@ class Service:
             body.lora = body.model
         if body.lora is not None:
             self.engine.lora_number(body.lora)
-        # Only now: it labels figures and stands in the log, where no name that a client invents may go.
+        # Only after validation: metrics and the log show this name, so it must not be arbitrary client input.
         self.call.model = self.name_of(body)
 
     def check_engine(self) -> None:
-        """Notice an engine that has stopped, or that hangs in a step, and that the server has ended.
+        """Check that the engine is running and not stuck, and that the server is not shut down.
 
         Raises:
             ApiError: 503.
@@ -382,26 +386,26 @@ class Service:
             what = "has stopped" if is_gone else f"has been busy with one step for {stalled_s:.0f} s"
             code = "engine_closed" if is_gone else "engine_stuck"
             message = f"the engine {what}; the server must be started again"
-            if stats.why_down:  # a process, which is replaced unless it goes on
+            if stats.why_down:  # an engine process, which will be restarted unless it recovers
                 message = f"{stats.why_down}; repeat the request later"
             raise ApiError(503, message, code=code)
 
     def name_of(self, body: ChoosesWeights) -> str:
-        """What replies call the weights that answered: LoRA weights go by their own name."""
+        """Return the `model` of replies: the LoRA weights' name if there are any, else the model's."""
         return body.lora or self.model_name
 
     @staticmethod
     def params_for(
         body: ChoosesWeights, *, max_tokens: int, prompt_logprobs: int | None = None
     ) -> SamplingParams:
-        """What a request on the weights that a body chose asks of them, where the body asks for no more."""
+        """Return parameters of a request on the weights that a body selects, all others at their defaults."""
         return SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs, lora=body.lora)
 
     async def run_all(self, admitted: Sequence[Admitted]) -> list[RequestOutput]:
-        """The outputs of some requests once all have ended; giving up the wait gives them up.
+        """Run requests and return their outputs in order; cancelling this aborts them.
 
         Raises:
-            LogprobeError: one failed; the others were given up.
+            LogprobeError: a request failed; the others were aborted.
         """
         self.engine.submit(admitted)
         try:
@@ -409,7 +413,7 @@ class Service:
                 tasks = [group.create_task(self._result(request)) for request in admitted]
         except BaseExceptionGroup as errors:
             first = errors.exceptions[0]
-            raise first from first.__cause__  # which says whose mistake it was
+            raise first from first.__cause__  # keep the cause, which tells client errors from ours
         return [task.result() for task in tasks]
 
     async def run_splits(
@@ -419,10 +423,10 @@ class Service:
         requests: Requests,
         sampling: SamplingParams | None = None,
     ) -> list[SplitResult]:
-        """`run_all` of what was admitted of some splits, each with the sum over its bytes if it has healing.
+        """Run the requests of splits; return each output with its byte log-probability if it uses healing.
 
         Raises:
-            LogprobeError: one failed; the others were given up.
+            LogprobeError: a request failed; the others were aborted.
         """
         outputs = await self.run_all(admitted)
         lora = admitted[0].request.params.lora
@@ -435,10 +439,10 @@ class Service:
         return results
 
     async def run_until(self, admitted: Sequence[Admitted], follow: Follow) -> list[RequestOutput]:
-        """`run_all` of requests of one sample each, any of which `follow` may end early.
+        """Run requests with one sample each; `follow` may stop any of them early.
 
         Raises:
-            LogprobeError: one failed.
+            LogprobeError: a request failed.
         """
         outputs = await self.client.run(admitted, None, follow)
         for output in outputs:
@@ -449,10 +453,10 @@ class Service:
         return outputs
 
     async def results(self, admitted: Sequence[Admitted]) -> AsyncGenerator[RequestOutput]:
-        """The outputs of some requests in their order, each once it has ended; to leave gives the rest up.
+        """Yield the outputs of requests in order, each when it has finished; closing aborts the rest.
 
         Raises:
-            LogprobeError: one failed.
+            LogprobeError: a request failed.
         """
         self.engine.submit(admitted)
         tasks = deque(asyncio.create_task(self._result(request)) for request in admitted)
@@ -465,10 +469,12 @@ class Service:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def rows(self, requests: Requests, prefixes: Sequence[IntArray], lora: str | None) -> list[Row]:
-        """The next-token rows (V,) after some prefixes, nats; no tokens of the reply, whatever that is.
+        """Return the next-token rows, (vocab_size,) in nats, after prefixes.
+
+        Their tokens are not counted in this request's log line.
 
         Raises:
-            LogprobeError: one failed; the others were given up.
+            LogprobeError: a request failed; the others were aborted.
         """
         admitted = [requests.admit(ids, row_params(lora), wants_row=True) for ids in prefixes]
         uncounted = copy.copy(self)
@@ -477,7 +483,7 @@ class Service:
         return [row for output in outputs if (row := output.outputs[0].row) is not None]
 
     def ended(self, output: RequestOutput) -> None:
-        """Count an engine request that has ended."""
+        """Count a finished engine request in the metrics and in the HTTP request's log line."""
         self.metrics.ended(output)
         self.call.note_output(output)
 

@@ -1,4 +1,4 @@
-"""Settings of the server, frozen; each is a flag of `logprobe serve` and a variable `LOGPROBE_*`."""
+"""Frozen server settings; each is a flag of `logprobe serve` and an environment variable `LOGPROBE_*`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @strict_keywords
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerSettings:
-    """How the server listens and what it lets through.
+    """Addresses, keys, models, limits, timeouts and logging of the server.
 
     Args:
         host: address to listen on; the default is this machine alone.
@@ -172,7 +172,7 @@ class ServerSettings:
 
     @property
     def is_public(self) -> bool:
-        """Whether others than this machine may reach the server."""
+        """True if other machines may reach the server."""
         if self.host.lower() == "localhost":
             return False
         try:
@@ -183,29 +183,29 @@ class ServerSettings:
 
 @dataclass(frozen=True, slots=True)
 class FurtherModel:
-    """A model beside the first: how it runs, and its names and limits in `settings`."""
+    """An additional model: its engine configuration, and its names and limits in `settings`."""
 
     config: EngineConfig
     settings: ServerSettings
 
     @classmethod
     def of(cls, name: str, config: EngineConfig, settings: ServerSettings, **own: Any) -> FurtherModel:
-        """One of a server of these settings; `own` are those of `OWN_SETTINGS` that are its own.
+        """Derive a model's settings from the server's; `own` overrides settings named in `OWN_SETTINGS`.
 
         Raises:
-            ParameterError: one that cannot be.
+            ParameterError: a setting is invalid.
         """
         names = {"model_name": name, "served_model_name": (), "lora": (), "response_template": None}
         return cls(config, replace(settings, **names | own))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What else it is called."""
+        """Further names of the model."""
         return self.settings.served_model_name
 
     @property
     def loras(self) -> tuple[str, ...]:
-        """Names of LoRA weights that are loaded with it."""
+        """Names of the LoRA weights that are loaded with the model."""
         return tuple(setting.partition("=")[0] for setting in self.settings.lora)
 
 
@@ -224,7 +224,7 @@ OWN_SETTINGS: Final = (
     "wait_timeout_s",
     "stall_s",
 )
-"""What each model of several may have of its own; the rest holds for the whole server."""
+"""Settings that each model may override; all others apply to the whole server."""
 CHOICES: Final = {
     "logprobs_mode": ("raw_logprobs", "processed_logprobs", "both"),
     "log_level": ("debug", "info", "warning", "error"),
@@ -251,15 +251,15 @@ POSITIVE: Final = (
     "write_timeout_s",
     "stall_s",
 )
-"""Settings of which 0 would let nothing through."""
+"""Settings that must be greater than 0."""
 MIN_KEY_CHARS: Final = 16
 
 
 def check_keys(keys: Sequence[str], name: str, *, is_public: bool) -> None:
-    """Refuse keys that could be guessed.
+    """Reject keys that could be guessed.
 
     Raises:
-        ParameterError: one is empty, or too short for an address that others reach.
+        ParameterError: a key is empty, or shorter than `MIN_KEY_CHARS` while `is_public` is set.
     """
     require(all(keys), name, "a key is empty")
     is_long = not is_public or all(len(key) >= MIN_KEY_CHARS for key in keys)
@@ -268,10 +268,10 @@ def check_keys(keys: Sequence[str], name: str, *, is_public: bool) -> None:
 
 
 def read_response_template(path: str | None) -> dict[str, Any] | None:
-    """Read a file that describes a model's replies, in transformers' format; None without a file.
+    """Read a JSON file in the format of transformers' `response_template`; None if `path` is None.
 
     Raises:
-        ParameterError: it cannot be read, or holds no JSON object.
+        ParameterError: the file cannot be read, or is not a JSON object.
     """
     if path is None:
         return None

@@ -1,4 +1,4 @@
-"""Responses kept for later, each with the conversation that it ends."""
+"""In-memory store of responses (`/v1/responses`), each with its conversation."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ Messages: TypeAlias = list[dict[str, Any]]
 
 
 class StoredResponse(NamedTuple):
-    """A response and the messages up to its answer, both as JSON: what is held is what is counted."""
+    """A response, and the messages up to and including its answer, both as JSON bytes."""
 
     response: bytes
     conversation: bytes
 
     @property
     def num_bytes(self) -> int:
-        """What it takes."""
+        """Size in bytes."""
         return len(self.response) + len(self.conversation)
 
     def messages(self) -> Messages:
-        """The conversation, the answer last."""
+        """Decode the conversation; the last message is the answer."""
         return msgspec.json.decode(self.conversation, type=Messages)
 
 
 class StoredResponses:
-    """The latest responses by their owner and id; for a new one the oldest of the owner that has most goes.
+    """The latest responses by owner and id; thread-safe, because workers write large replies.
 
-    An owner is a digest of the key that a request brought. Any thread may use it: large replies are written
-    by workers.
+    An owner is a digest of the request's API key. When the store is full, the oldest response of the owner
+    with the largest share is evicted.
     """
 
     def __init__(self, max_responses: int, max_bytes: int, max_conversation_bytes: int) -> None:
         self._max_responses, self._max_bytes = max_responses, max_bytes
-        self._max_conversation_bytes = max_conversation_bytes  # which is read in one go
-        self._kept: dict[tuple[bytes, str], StoredResponse] = {}  # the oldest first
+        self._max_conversation_bytes = max_conversation_bytes  # a conversation is decoded in one call
+        self._kept: dict[tuple[bytes, str], StoredResponse] = {}  # oldest first
         self._counts, self._bytes = Counter[bytes](), Counter[bytes]()  # by owner
         self._lock = threading.Lock()
 
     def keep(self, owner: bytes, response: dict[str, Any], messages: Sequence[dict[str, Any]]) -> None:
-        """Keep one, unless it alone is beyond the bounds, or its conversation longer than a body may be."""
+        """Store a response, unless it exceeds `max_bytes` or its conversation `max_conversation_bytes`."""
         stored = StoredResponse(msgspec.json.encode(response), msgspec.json.encode(messages))
         is_long = len(stored.conversation) > self._max_conversation_bytes
         if not self._max_responses or is_long or stored.num_bytes > self._max_bytes:
@@ -63,10 +63,10 @@ class StoredResponses:
             self._bytes[owner] += stored.num_bytes
 
     def find(self, owner: bytes, response_id: str, param: str | None = None) -> StoredResponse:
-        """Get one.
+        """Return a stored response.
 
         Raises:
-            ApiError: 404 where it is not, or no longer, stored, or is another owner's.
+            ApiError: 404 if it is not stored (any more), or belongs to another owner.
         """
         with self._lock:
             stored = self._kept.get((owner, response_id))
@@ -76,14 +76,18 @@ class StoredResponses:
         return stored
 
     def drop(self, owner: bytes, response_id: str) -> None:
-        """Forget one; raises as `find` does."""
+        """Delete a stored response.
+
+        Raises:
+            ApiError: 404, as in `find`.
+        """
         self.find(owner, response_id)
         with self._lock:
             if (owner, response_id) in self._kept:
                 self._pop((owner, response_id))
 
     def _share(self, owner: bytes) -> float:
-        """The part that an owner has of all that is kept at most."""
+        """Return the larger of an owner's shares of the two limits, in [0, 1]."""
         return max(self._counts[owner] / self._max_responses, self._bytes[owner] / self._max_bytes)
 
     def _pop(self, key: tuple[bytes, str]) -> None:

@@ -1,1 +1,1 @@
-"""What every route shares of HTTP: guard, bodies, replies, errors, and the threads beside the event loop."""
+"""HTTP layer shared by all routes: endpoint wrapper, bodies, replies, errors and worker threads."""

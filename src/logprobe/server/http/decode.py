@@ -1,4 +1,4 @@
-"""Read and decode the body of a request; an invalid one is a 400 that names the field."""
+"""Read and decode request bodies; an invalid body is a 400 that names the field."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LARGE_BYTES: Final = 1 << 18
 BODY: Final = "logprobe.body"  # key of the request's scope for a body that was read before the route ran
 _UNKNOWN: Final = re.compile(r"unknown field `([^`]*)`")
 _MISSING: Final = re.compile(r"missing required field `([^`]*)`")
-_ITEM: Final = re.compile(r"\[[^\]]*\]")  # of a list, in a path
+_ITEM: Final = re.compile(r"\[[^\]]*\]")  # list index in a path
 _PATH: Final = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 
 
@@ -50,12 +50,12 @@ async def read(
 ) -> T:
     """Decode a request's body and return the result of `prepare`.
 
-    While the server is full, wait, with the body's bytes alone in memory, and decode it again.
+    While the server is full, keep only the body's bytes in memory, wait, and decode them again.
 
     Raises:
-        ApiError: 415 another media type; 413 too large; 408 too slow; 400 not JSON, an unknown field, a
-            missing one, a wrong type, or above a limit; 429 the server is full; 503 it shuts down meanwhile.
-        ClientGoneError: the client hung up.
+        ApiError: 415 wrong media type; 413 too large; 408 too slow; 400 not JSON, unknown or missing field,
+            wrong type, or above a limit; 429 the server is full; 503 the server shuts down meanwhile.
+        ClientGoneError: the client disconnected.
     """
     check_media_type(request.headers.get("content-type"))
     data = await read_bytes(request, service.settings)
@@ -64,7 +64,7 @@ async def read(
         try:
             return prepare(_decode_checked(data, body_type, service), service)
         except (ApiError, ParameterError) as error:
-            drop_tracebacks(error)  # their frames hold what was read, which is returned now
+            drop_tracebacks(error)  # their frames refer to the decoded body, whose memory is returned below
             raise
         finally:
             if len(data) > LARGE_BYTES:
@@ -100,10 +100,10 @@ async def read_bytes(request: HttpRequest, settings: ServerSettings) -> bytes:
 
     Raises:
         ApiError: 413 too large; 408 too slow.
-        ClientGoneError: the client hung up before the end.
+        ClientGoneError: the client disconnected before the end.
     """
     if BODY in request.scope:
-        kept: bytes = request.scope.pop(BODY)  # once: it may be large
+        kept: bytes = request.scope.pop(BODY)  # drop the reference: it may be large
         return kept
     data = bytearray()
     try:

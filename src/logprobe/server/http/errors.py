@@ -1,4 +1,4 @@
-"""Failures as clients read them: `{"error": {"message", "type", "param", "code"}}` with a status."""
+"""Errors as HTTP replies: a status and `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MAX_MESSAGE_CHARS: Final = 1500
-MAX_PARAM_CHARS: Final = 128  # of a place in the body with a name of the client's at its end
+MAX_PARAM_CHARS: Final = 128  # of a path in the body, which may end with a name from the client
 RETRY_AFTER_S: Final = 1
 
 
 class ClientGoneError(Exception):
-    """The client hung up; there is nobody to answer."""
+    """The client disconnected before the reply."""
 
 
 class ApiError(Exception):
-    """A reply other than 2xx; `param` names the body field at fault.
+    """A reply other than 2xx; `param` names the invalid body field.
 
-    The message is one printable line of bounded length: what a client sent is quoted in it, and shown by logs
-    and terminals.
+    The message is escaped to one printable line of bounded length, because it quotes client input and is
+    shown in logs and terminals.
     """
 
     def __init__(
@@ -56,51 +56,51 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def at(self, field: str) -> ApiError:
-        """Return the same refusal of another field."""
+        """Return the same error for another field."""
         message = self.message.removeprefix(f"{self.param}: ")
         return bad_request(field, message, code=self.code)
 
     @property
     def kind(self) -> str:
-        """OpenAI's word for this class of failure."""
+        """OpenAI's error type for this status."""
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         return kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
     def to_dict(self) -> dict[str, Any]:
-        """The body, all four members present."""
+        """Return the reply's body, always with all four members."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
     def to_json(self) -> bytes:
-        """The body as JSON."""
+        """Return the reply's body as JSON."""
         return msgspec.json.encode(self.to_dict())
 
 
 def bad_request(param: str | None, message: str, *, code: str | None = "invalid_value") -> ApiError:
-    """400 naming the field."""
+    """Return a 400 that names the field `param`."""
     param = param and shortened(param, MAX_PARAM_CHARS)
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
 
 
 def server_full(what: str) -> ApiError:
-    """429 for now, which says what is taken and, as Retry-After, when to come back."""
+    """Return a 429 with `Retry-After`; `what` describes the exhausted capacity."""
     headers = {"Retry-After": str(RETRY_AFTER_S)}
     return ApiError(429, f"the server is full ({what}); try again", code="server_full", headers=headers)
 
 
 def engine_unavailable(why: str) -> ApiError:
-    """503 while no engine process takes requests, with the reason and, as Retry-After, when to come back."""
+    """Return a 503 with `Retry-After`, for a time when no engine process accepts requests."""
     headers = {"Retry-After": str(RETRY_AFTER_S)}
     message = f"the engine takes no requests now: {why}"
     return ApiError(503, message, code="engine_unavailable", headers=headers)
 
 
 def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -> ApiError:
-    """What a failure is to a client; `names` maps our parameters to the fields of this route."""
+    """Convert an exception to a reply; `names` maps our parameter names to the route's field names."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ProcessorError) and isinstance(error.__cause__, ParameterError):
-        error = error.__cause__  # what a client asked of a processor showed to be wrong only while it ran
+        error = error.__cause__  # an invalid processor argument that was detected only at run time
     if isinstance(error, ConflictingParametersError):
         error = error.renamed(names or {})
     if isinstance(error, ParameterError):
@@ -120,10 +120,10 @@ def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -
 
 
 def drop_tracebacks(error: BaseException | None) -> None:
-    """Drop the tracebacks of an error, its cause and its context, once they have been logged.
+    """Drop the tracebacks of a logged error, its cause and its context.
 
-    One of their frames often refers back to the error, such as by a future that it awaited: a request's body
-    would stay until the next full garbage collection.
+    A traceback's frames often refer back to the error, for example through a future: this reference cycle
+    would keep a request's body alive until the next full garbage collection.
     """
     seen: set[int] = set()
     pending = [error]

@@ -1,8 +1,8 @@
-"""The outermost door: who may call by which name, from which web page; a reply's id, pieces and log line.
+"""Outermost ASGI middleware: check `Host` and `Origin`, assign request ids, send in pieces, write access log.
 
-A browser sends what a page tells it to, also to servers on its own machine: it says the page's origin in
-`Origin`, and in `Host` the name that the page called, which whoever owns the name can let point to any
-address.
+Web pages can make a browser send requests to servers on its own machine. The browser puts the page's origin
+in `Origin`, and the requested name in `Host`; the owner of that name can make it resolve to any address (DNS
+rebinding).
 """
 
 from __future__ import annotations
@@ -35,61 +35,61 @@ if TYPE_CHECKING:
     from logprobe.server.settings import ServerSettings
 
 ANY: Final = "*"
-PIECE_BYTES: Final = 1 << 16  # of a reply that wait in the process for a client to take them
+PIECE_BYTES: Final = 1 << 16  # of a reply that are buffered until the client reads them
 
 MANY_OPEN: Final = 64
-"""Requests at once whose replies, once freed, are given back to the system, which glibc would else keep."""
+"""Number of concurrent requests after which freed memory is returned to the system; glibc would keep it."""
 
-REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")  # that is taken from a client: printable, and one word
-PROBES: Final = frozenset({"/health", "/ready", "/ping", "/metrics"})  # are asked all the time: debug
-CALL: Final = "logprobe.call"  # where the scope of a request holds its `Call`
+REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")  # accepted from clients: printable ASCII without spaces
+PROBES: Final = frozenset({"/health", "/ready", "/ping", "/metrics"})  # logged at debug level
+CALL: Final = "logprobe.call"  # key of the `Call` in a request's ASGI scope
 
 access_logger = logging.getLogger("logprobe.access")
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""Of the HTTP request that a task works for, where it does."""
+"""Id of the HTTP request that the current task works for."""
 
 
 @dataclass(slots=True)
 class Call:
-    """What one HTTP request came to; seconds are counted from its header."""
+    """Facts of one HTTP request for the access log and metrics; times are seconds since its header."""
 
     request_id: str
     client: str = ""
     method: str = ""
-    route: str | None = None  # as the table of routes has it; None: none of them
-    status: int | None = None  # None: the client left before there was one
-    model: str | None = None  # or LoRA weights, that answered
+    route: str | None = None  # as in the route table; None: no such route
+    status: int | None = None  # None: the client disconnected before the reply
+    model: str | None = None  # model or LoRA weights that answered
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    prompt_rows: int | None = None  # of log-probabilities; None: none were asked
-    without_effect: list[str] = field(default_factory=list)  # fields that were taken and changed nothing
-    ignored_fields: list[str] = field(default_factory=list)  # unknown fields, by their paths in the body
+    prompt_rows: int | None = None  # rows of prompt log-probabilities; None: not requested
+    without_effect: list[str] = field(default_factory=list)  # known fields without effect
+    ignored_fields: list[str] = field(default_factory=list)  # paths of unknown fields in the body
     has_large_body: bool = False
-    first_token_s: float | None = None  # of a stream
+    first_token_s: float | None = None  # streams only
     seconds: float = 0.0
     _start_s: float = field(default_factory=time.perf_counter)
 
     def note_token(self) -> None:
-        """Note when the first token came."""
+        """Record the time of the first token."""
         if self.first_token_s is None:
             self.first_token_s = time.perf_counter() - self._start_s
 
     @property
     def token_s(self) -> float | None:
-        """Seconds a token after the first of a stream; None where there is none."""
+        """Seconds per token after the first of a stream; None for fewer than two tokens or no stream."""
         if self.first_token_s is None or self.completion_tokens < 2:
             return None
         return (self.seconds - self.first_token_s) / (self.completion_tokens - 1)
 
     def note_output(self, output: RequestOutput) -> None:
-        """Count what an engine request took and gave."""
+        """Add the tokens and rows of a finished engine request."""
         self.prompt_tokens += len(output.prompt_token_ids)
         self.completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
         if output.prompt_logprobs is not None:
             self.prompt_rows = (self.prompt_rows or 0) + len(output.prompt_logprobs)
 
     def end(self) -> None:
-        """Write the line."""
+        """Stop the clock and write the access log line."""
         self.seconds = time.perf_counter() - self._start_s
         level = logging.DEBUG if self.route in PROBES else logging.INFO
         if access_logger.isEnabledFor(level):
@@ -105,15 +105,15 @@ class Call:
         return f"{asked}: {status}{by} in {self.seconds:.3f} s{first}{tokens}"
 
 
-# Of a call's line.
+# Fields of a `Call` that the JSON log line does not have, and those that it has.
 UNTOLD: Final = frozenset({"request_id", "without_effect", "ignored_fields", "has_large_body", "_start_s"})
 FACTS: Final = tuple(one.name for one in fields(Call) if one.name not in UNTOLD)
 
 
 def begin_call(given: str | None, **facts: Any) -> Call:
-    """A request's `Call`, by whose id all lines of this task and of those that it begins are named.
+    """Create a request's `Call`, and set the request id for the log lines of this task and its subtasks.
 
-    A client's own id is taken where it is one word of at most 128 printable characters.
+    `given` is the client's `X-Request-Id`; it is used if it matches `REQUEST_ID`.
     """
     name = given if given is not None and REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
     request_id.set(name)
@@ -121,20 +121,20 @@ def begin_call(given: str | None, **facts: Any) -> Call:
 
 
 class Gate:
-    """ASGI middleware in front of everything."""
+    """Outermost ASGI middleware of the server."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, ended: Callable[[Call], object]) -> None:
-        """`ended` is told what each request came to."""
+        """`ended` is called with the `Call` of each finished request."""
         self._app = app
         self._settings = settings
         self._ended = ended
-        self._lock = asyncio.Lock()  # of large replies
-        self._num_open = self._most_open = 0  # requests now, and at most since memory was given back
+        self._lock = asyncio.Lock()  # held to send one piece of a large reply
+        self._num_open = self._most_open = 0  # requests now, and their maximum since memory was returned
         self._returning: asyncio.Task[None] | None = None
         self._must_return = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or refuse it without looking at more than its header."""
+        """Pass a request on, or reject it by its header."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -166,7 +166,7 @@ class Gate:
                 self._return_freed()
 
     def _return_freed(self) -> None:
-        """Return freed memory to the system in a thread; while it does, one more time is kept for later."""
+        """Return freed memory to the system in a thread; a call during that schedules one more run."""
         self._must_return = True
         if self._returning is None or self._returning.done():
             self._returning = asyncio.create_task(self._returned())
@@ -187,12 +187,12 @@ class Gate:
 
 
 async def send_pieces(message: Message, send: Send, lock: asyncio.Lock) -> None:
-    """Send a body, each piece once the one before it was taken; it ends when the last one was."""
+    """Send a body in pieces, each once the client has read the one before; return after the last piece."""
     body = message.get("body", b"")
     for begin in range(0, len(body), PIECE_BYTES):
         piece = body[begin : begin + PIECE_BYTES]
         if len(body) > PIECE_BYTES:
-            async with lock:  # one piece of all such replies, then whatever else the event loop has to do
+            async with lock:  # one piece of all large replies per iteration of the event loop
                 await asyncio.sleep(0)
         await send({"type": message["type"], "body": piece, "more_body": True})
     if not message.get("more_body", False):
@@ -200,10 +200,10 @@ async def send_pieces(message: Message, send: Send, lock: asyncio.Lock) -> None:
 
 
 def check_caller(headers: Headers, scheme: str, settings: ServerSettings) -> None:
-    """Let in who calls the server by a name of its own, and no page of another origin that is not allowed.
+    """Check `Host` and `Origin` (protection against DNS rebinding and cross-origin requests).
 
     Raises:
-        ApiError: 403.
+        ApiError: 403, the host is neither the server's own nor allowed, or the origin is not allowed.
     """
     host = headers.get("host", "")
     if not is_own_name(host, settings):
@@ -213,7 +213,7 @@ def check_caller(headers: Headers, scheme: str, settings: ServerSettings) -> Non
             code="host_not_allowed",
         )
     origin = headers.get("origin")
-    # Programs may call their machine 0.0.0.0; a page from there is not of a server that listens on loopback.
+    # `Host: 0.0.0.0` is accepted from programs, but is no same origin if the server listens on loopback only.
     has_page = listens_on_all(settings) or not is_unspecified(_name_in(host))
     own = {f"{scheme}://{host}".lower()} if has_page else set()
     allowed = own | {*settings.cors_origin}
@@ -227,10 +227,10 @@ def check_caller(headers: Headers, scheme: str, settings: ServerSettings) -> Non
 
 
 def is_own_name(host: str, settings: ServerSettings) -> bool:
-    """Whether a `Host` is loopback, the bound address, or allowed by name.
+    """Return True if a `Host` is loopback, the bound address, or an allowed name.
 
-    Any address in numbers is the server's own where it listens on all: a page's name is never in numbers. Nor
-    is it the unspecified address, which programs take for loopback.
+    If the server listens on all addresses, any IP address is accepted: DNS rebinding needs a host name. The
+    unspecified address (0.0.0.0), which programs use for loopback, is accepted by a local server as well.
     """
     name = _name_in(host)
     if name in {"localhost", settings.host.lower(), *map(str.lower, settings.allowed_host)}:
@@ -250,18 +250,18 @@ def is_own_name(host: str, settings: ServerSettings) -> bool:
 
 
 def listens_on_all(settings: ServerSettings) -> bool:
-    """Whether it listens on all addresses of the machine."""
+    """Return True if the server listens on all addresses of the machine."""
     return not settings.host or is_unspecified(settings.host)
 
 
 def is_unspecified(name: str) -> bool:
-    """Whether it is 0.0.0.0 or [::], which stand for no address."""
+    """Return True for the unspecified addresses 0.0.0.0 and [::]."""
     address = _address(name)
     return address is not None and address.is_unspecified
 
 
 def _name_in(host: str) -> str:
-    """The name or address of a `Host`, without its port; empty where it has none."""
+    """Return the name or address of a `Host` without its port; "" if it is invalid."""
     if set(host) & set("@/?#\\"):
         return ""
     try:

@@ -1,4 +1,4 @@
-"""The endpoint of a route: check keys, count, and turn failures into replies."""
+"""Endpoint wrapper of a route: check keys, count requests, select the model, convert errors to replies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     Handler = Callable[[HttpRequest, Service], Awaitable[Response]]
     Endpoint = Callable[[HttpRequest], Coroutine[Any, Any, Any]]
 
-# Route → our parameter → the field of its body that gave it, where the two differ.
+# Route → our parameter name → the route's field name, where they differ.
 FIELD_NAMES: Final[dict[str, dict[str, str]]] = {
     "/v1/chat/completions": {"prompt": "messages"},
     "/v1/responses": {"prompt": "input", "response_format": "text"},
@@ -46,26 +46,26 @@ FIELD_NAMES: Final[dict[str, dict[str, str]]] = {
     "/v1/next_token_logprobs": {"prompt": "prompts"},
     "/update_weights_from_disk": {"version": "weight_version", "weights": "model_path"},
 }
-# By which refusals are counted: with names that clients invent, the figures would grow without end.
+# Label values of rejections: with arbitrary names from clients, the metrics would grow without bound.
 FIELDS: Final = frozenset(
     {name for body in BODIES.values() for name in body.__struct_fields__}
     | {query["name"] for queries in QUERIES.values() for query in queries}
 )
 OTHER_FIELD: Final = "other"
-CLIENT_CLOSED = 499  # never sent: nobody reads it; only counted
+CLIENT_CLOSED = 499  # counted, but never sent
 
 logger = logging.getLogger("logprobe.server")
 
 
 class HeldReply:
-    """A reply whose request counts as in progress until it is sent, or its client is gone."""
+    """A reply that releases its request's resources once it is sent or the client has disconnected."""
 
     def __init__(self, reply: Response, release: Callable[[], object]) -> None:
         self._reply = reply
         self._release = release
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the reply."""
         try:
             await self._reply(scope, receive, send)
         finally:
@@ -73,10 +73,10 @@ class HeldReply:
 
 
 def endpoint(path: str, handler: Handler, models: Models, keys: Keys | OperatorKeys | None) -> Endpoint:
-    """A route's function behind keys, on the model that a request names, its failures as replies.
+    """Wrap a route's handler: check the key, select the model, convert errors to replies.
 
-    One that asks for none is no work; of every other route, requests in progress are bounded, which they are
-    until their reply is sent.
+    A route with keys bounds its requests in progress, until their replies are sent. A route without keys
+    (None) does little work and is not bounded.
     """
     most = models.settings.max_requests + models.settings.max_waiting
     in_progress = InProgress(most, "requests of this route")
@@ -86,10 +86,10 @@ def endpoint(path: str, handler: Handler, models: Models, keys: Keys | OperatorK
         call.route = path
         try:
             key = None if keys is None else keys.check(request.headers.get("authorization"))
-            if request.method == "POST" and keys is not None:  # not of `/ping`
+            if request.method == "POST" and keys is not None:  # excludes `POST /ping`
                 models.lifetime.check_open()
             service, caller = models.first, caller_of(request, key)
-            if keys is not None:  # who brings none has no model loaded
+            if keys is not None:  # routes without keys must not load a model
                 resources.enter_context(in_progress.hold(caller))
                 service = await models.enter(request, caller)
                 resources.callback(models.leave, service)
@@ -97,13 +97,13 @@ def endpoint(path: str, handler: Handler, models: Models, keys: Keys | OperatorK
             resources.callback(scoped.release)
             response = await handler(request, scoped)
             num_bytes = len(getattr(response, "body", b""))
-            # Of less nothing waits outside its connection; figures are told when the server is full, too.
+            # Smaller replies are sent in one piece; probes and metrics must work when the server is full.
             if num_bytes > PIECE_BYTES and path not in PROBES:
                 scoped.hold(num_bytes)
         except ClientGoneError:
             models.metrics.aborted()
             response = Response(status_code=CLIENT_CLOSED)
-        except Exception as error:  # noqa: BLE001 - every failure becomes a reply that says what to do
+        except Exception as error:  # noqa: BLE001 - every error becomes a reply
             response = failure(as_api_error(error, FIELD_NAMES.get(path)), models.metrics, error)
             drop_tracebacks(error)
         name_without_effect(response, call, models)
@@ -115,7 +115,7 @@ def endpoint(path: str, handler: Handler, models: Models, keys: Keys | OperatorK
 
 
 def name_without_effect(response: Response, call: Call, models: Models) -> None:
-    """Name the fields of a request that changed nothing: to its client, and once to the operator."""
+    """Report ignored fields: in the reply's `Warning` header, and once per field in the log."""
     for name in call.without_effect:
         response.headers.append("warning", warning(name))
         if name not in models.told:
@@ -124,21 +124,21 @@ def name_without_effect(response: Response, call: Call, models: Models) -> None:
     if call.ignored_fields:
         response.headers.append("warning", ignored_warning(call.ignored_fields))
         models.metrics.ignored_fields.inc(len(call.ignored_fields))
-        if OTHER_FIELD not in models.told:  # once, and without the client's words
+        if OTHER_FIELD not in models.told:  # once, without the names from the client
             models.told.add(OTHER_FIELD)
             logger.warning("a request has unknown fields, which are ignored: its reply's Warning names them")
 
 
 def caller_of(request: HttpRequest, key: int | None) -> str:
-    """Who asks, as far as callers are told apart: by the number of their key, or else by their address."""
+    """Return the identity of a caller for limits: the index of its key, or else its IP address."""
     if key is not None:
         return f"key {key}"
     return request.client.host if request.client else ""
 
 
 def failure(error: ApiError, metrics: Metrics, cause: Exception | None = None) -> Response:
-    """The reply to a failure; what only a bug of ours can cause goes to the log."""
-    if error.status == 500 and not isinstance(cause, ProcessorError):  # the engine has told its author's line
+    """Convert an error to a response; log internal errors, count rejections."""
+    if error.status == 500 and not isinstance(cause, ProcessorError):  # the engine has logged those
         logger.error("a request failed", exc_info=cause)
     if error.status == 400:
         metrics.rejected.labels(field_of(error.param)).inc()
@@ -146,6 +146,6 @@ def failure(error: ApiError, metrics: Metrics, cause: Exception | None = None) -
 
 
 def field_of(param: str | None) -> str:
-    """The field of a body, or of a query, that a refusal named; the empty text where it named none."""
+    """Return the top-level field of an error's `param`: "" if None, `OTHER_FIELD` if unknown."""
     field = (param or "").partition(".")[0].partition("[")[0]
     return field if field in FIELDS or not param else OTHER_FIELD

@@ -1,4 +1,4 @@
-"""The keys that requests bring as `Authorization: Bearer KEY`: clients' and operators'."""
+"""API keys of clients and operators, sent as `Authorization: Bearer KEY`."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
     from logprobe.server.settings import ServerSettings
 
-COMMENT: Final = "#"  # begins a line of a file of keys that is none
+COMMENT: Final = "#"  # begins a comment line of a key file
 
 
 class OperatorKeys:
-    """The keys that do what clients may not; without any nobody does."""
+    """Keys of the operator routes; without any, these routes are disabled."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._keys = settings.operator_key
 
     def check(self, header: str | None) -> int:
-        """The number of the key that is brought.
+        """Return the index of the key in an `Authorization` header.
 
         Raises:
-            ApiError: 401; 403 where the server has none.
+            ApiError: 401, invalid key; 403, the server has no operator keys.
         """
         if not self._keys:
             message = "this is for operators alone; start the server with --operator-key to do it over HTTP"
@@ -38,36 +38,36 @@ class OperatorKeys:
 
 
 class Keys:
-    """The keys that are let in, from any thread."""
+    """API keys of clients; thread-safe."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        """Read them.
+        """Read the keys.
 
         Raises:
-            ParameterError: the file cannot be read, holds no key, or one that is too short.
+            ParameterError: the key file cannot be read, has no keys, or has a key that is too short.
         """
         self._settings = settings
         self._keys = self._read()
 
     def reload(self) -> int:
-        """Read the file again, and give the number of keys; where that fails the old ones stay.
+        """Read the key file again and return the number of keys; keep the old keys if that fails.
 
         Raises:
-            ParameterError: as at first.
+            ParameterError: as in the constructor.
         """
         self._keys = self._read()
         return len(self._keys)
 
     def check(self, header: str | None) -> int | None:
-        """The number of the key that is brought, None without keys.
+        """Return the index of the key in an `Authorization` header; None if the server has no keys.
 
         Raises:
-            ApiError: 401.
+            ApiError: 401, invalid key.
         """
         return _number_of(header, self._keys) if self._keys else None
 
     def owner_of(self, headers: Mapping[str, str]) -> bytes:
-        """Whose a request is: a digest of its key, and the same for all where the server has no keys."""
+        """Return the owner of a request: a digest of its key, the same for all if the server has no keys."""
         key = _key_of(headers.get("authorization")) if self._keys else None
         return hashlib.sha256(key or b"").digest()
 
@@ -90,7 +90,7 @@ class Keys:
 
 
 def _number_of(header: str | None, keys: tuple[str, ...]) -> int:
-    """Which of the keys is brought; each is compared, in constant time."""
+    """Return the index of the key in the header; compares all keys, each in constant time."""
     brought = _key_of(header)
     matches = [hmac.compare_digest(brought or b"", key.encode()) for key in keys]
     if brought is None or not any(matches):
@@ -105,4 +105,4 @@ def _number_of(header: str | None, keys: tuple[str, ...]) -> int:
 
 def _key_of(header: str | None) -> bytes | None:
     scheme, _, key = (header or "").partition(" ")
-    return key.strip().encode("latin-1") if scheme.lower() == "bearer" else None  # as it came
+    return key.strip().encode("latin-1") if scheme.lower() == "bearer" else None  # undo ASGI's latin-1

@@ -1,7 +1,7 @@
-"""uvicorn's HTTP protocol, with limits on how long and how large all of a request but its body may be.
+"""uvicorn's HTTP protocol with limits on the time and size of headers, trailers and chunk framing.
 
-uvicorn itself waits for a header as long as it takes, keeps all trailers, and for any byte a connection; and
-it waits for ever until a reply is read.
+uvicorn itself has no timeout for headers or for clients that do not read replies, no limit on trailers, and
+any received byte cancels its keep-alive timeout. The limits of bodies are in `decode`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from logprobe.server.settings import ServerSettings
 
 MAX_HEADER_BYTES: Final = 1 << 16
-MAX_PIPELINED: Final = 16  # requests that wait for the replies before them
+MAX_PIPELINED: Final = 16  # requests that wait for earlier replies on the connection
 LOG_EVERY_S: Final = 10.0
 UVICORN_LOG: Final = "uvicorn.error"
 SINGLE: Final = (b"host", b"origin", b"authorization", b"content-type", b"content-length")
-"""Headers of one value, of which a proxy and this server might each read another line."""
+"""Headers that must not repeat: a proxy and this server might each use another of the values."""
 
 
 def _reply(status: str, message: str, code: str) -> bytes:
-    """Render the last reply of a connection."""
+    """Encode an error reply that closes the connection."""
     body = ApiError(int(status[:3]), message, code=code).to_json()
     head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\nconnection: close\r\n"
     return b"%bcontent-length: %d\r\n\r\n%b" % (head.encode(), len(body), body)
@@ -63,7 +63,7 @@ logger = logging.getLogger("logprobe.server")
 
 
 class BadConnections:
-    """Counts connections that send no HTTP request and logs them now and then; for one event loop."""
+    """Counts connections without a valid HTTP request, and logs at most one line per `LOG_EVERY_S`."""
 
     def __init__(self, counter: Counter, clock: Callable[[], float] = time.monotonic) -> None:
         self._counter = counter
@@ -73,7 +73,7 @@ class BadConnections:
         logging.getLogger(UVICORN_LOG).addFilter(is_not_counted)
 
     def count(self, what: str, client: tuple[str, int] | None) -> None:
-        """Count one that sent `what`."""
+        """Count a connection that sent `what`."""
         self._counter.inc()
         self._num_unlogged += 1
         now_s = self._clock()
@@ -85,61 +85,58 @@ class BadConnections:
 
 
 def is_not_counted(record: logging.LogRecord) -> bool:
-    """Whether a line of uvicorn's is not the one that it writes for each connection that sends no request."""
+    """Return False for uvicorn's log line about an invalid request, which `BadConnections` replaces."""
     return not str(record.msg).startswith("Invalid HTTP request")
 
 
 class TimedProtocol(HttpToolsProtocol):
-    """Closes a connection whose next header does not come in time, or whose header or trailers do not end.
-
-    Nor does it wait longer for a client that does not take what it is sent.
-    """
+    """Closes a connection whose header is too slow or too large, or whose client does not read its reply."""
 
     def __init__(self, settings: ServerSettings, bad_connections: BadConnections, **options: Any) -> None:
         super().__init__(**options)
         self._bad_connections = bad_connections
         self._timeout_s = settings.header_timeout_s
-        self._deadline: asyncio.TimerHandle | None = None  # while a header is awaited
+        self._deadline: asyncio.TimerHandle | None = None  # set while waiting for a header
         self._write_timeout_s = settings.write_timeout_s
-        self._write_deadline: asyncio.TimerHandle | None = None  # while something sent is not taken
-        self._num_bytes = 0  # that are no body, since a header or a chunk last began
-        self._data = b""  # given to the parser last
-        self._fault = b""  # the reply to a header that is refused
-        self._running: RequestResponseCycle | None = None  # the request whose reply is next
-        self._is_ending = False  # after the replies that are owed: nothing more is read
+        self._write_deadline: asyncio.TimerHandle | None = None  # set while the write buffer is not empty
+        self._num_bytes = 0  # non-body bytes since the last header or chunk began
+        self._data = b""  # latest input of the parser
+        self._fault = b""  # reply to an invalid header
+        self._running: RequestResponseCycle | None = None  # the request in progress
+        self._is_ending = False  # read no more; close after the replies to complete requests
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
-        """Expect a header."""
+        """Start the header timeout of a new connection."""
         super().connection_made(transport)
-        # Whatever is not taken at once pauses who writes; at 0 HTTPS is paused with nothing to write, too.
+        # Pause writing as soon as anything is buffered; with 0, HTTPS would pause on an empty buffer as well.
         transport.set_write_buffer_limits(high=1)
         self._expect_header()
 
     def on_message_begin(self) -> None:
-        """Expect the rest of it."""
+        """Restart the header timeout at the first byte of a request."""
         self._expect_header()
         self._num_bytes = 0
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """Expect it no longer, and begin the request unless the header is faulty."""
+        """Stop the header timeout, and start the request if its header is valid."""
         self._stop_expecting()
         fault = self._fault = self._find_fault()
         if fault:
-            raise ValueError(fault)  # which the parser tells uvicorn as an invalid request
+            raise ValueError(fault)  # the parser reports it to uvicorn as an invalid request
         if self.parser.should_upgrade():
-            return  # begins again without its `Upgrade`
+            return  # parsed again without `Upgrade`
         self._apply_absolute_form()
         super().on_headers_complete()
-        self.headers = []  # of trailers, which are no part of the request
+        self.headers = []  # collects trailers, which are ignored
 
     def on_message_complete(self) -> None:
-        """End the request, unless it begins again without its `Upgrade`."""
+        """Complete the request, unless it is parsed again without `Upgrade`."""
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
     def _find_fault(self) -> bytes:
-        """Return the reply to a faulty header that the parser accepts; empty if it is valid (RFC 9112)."""
+        """Return the error reply to an invalid header that the parser accepts; b"" if valid (RFC 9112)."""
         tally = Tally(name for name, _ in self.headers)
         codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
         num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -160,7 +157,7 @@ class TimedProtocol(HttpToolsProtocol):
         return b""
 
     def _apply_absolute_form(self) -> None:
-        """Take the host from a target that is a whole URL, in the place of `Host` (RFC 9112, 3.2.2)."""
+        """Replace `Host` by the authority of an absolute-form target (RFC 9112, section 3.2.2)."""
         if not self.url.startswith((b"/", b"*")):
             rest = self.url.partition(b"://")[2]
             authority = re.split(rb"[/?#]", rest, maxsplit=1)[0]
@@ -168,23 +165,23 @@ class TimedProtocol(HttpToolsProtocol):
             self.url = b"/" + rest[len(authority) :].removeprefix(b"/")
 
     def on_chunk_header(self) -> None:
-        """Let each chunk of a body have its own frame."""
+        """Reset the count of non-body bytes at each chunk."""
         self._num_bytes = 0
 
     def on_body(self, body: bytes) -> None:
-        """Leave the count of a body's bytes to who reads it."""
+        """Exclude body bytes from the count; `decode.read_bytes` limits them."""
         self._num_bytes -= len(body)
         super().on_body(body)
 
     def on_response_complete(self) -> None:
-        """Expect the next header, whatever else comes before it."""
+        """Start the header timeout for the next request."""
         super().on_response_complete()
-        is_idle = self.timeout_keep_alive_task is not None  # no other request waits for its turn
+        is_idle = self.timeout_keep_alive_task is not None  # no pipelined request is waiting
         if is_idle and self._deadline is None:
             self._expect_header()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes in, and end where too many of them are neither body nor the end of a header."""
+        """Parse bytes; end the connection if there are too many since a header or chunk began."""
         if self._is_ending:
             return
         self._num_bytes += len(data)
@@ -201,16 +198,16 @@ class TimedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's own text
-        """Answer what is no request, after the replies to the requests before it."""
+        """Reply to an invalid request, after the replies to earlier requests."""
         self._bad_connections.count("no HTTP request", self.client)
         self._end_after_replies(self._fault or NO_REQUEST)
 
     def _end_after_replies(self, refusal: bytes) -> None:
-        """Close the connection after the replies to whole requests; then, or at once, with a refusal."""
+        """Close the connection after the replies to complete requests; if none is pending, send `refusal`."""
         self._stop_expecting()
         self._is_ending = True
         last: RequestResponseCycle | None = self.cycle
-        if last is not None and last.more_body:  # the fault is in its body
+        if last is not None and last.more_body:  # the error is in its body
             if self.pipeline:
                 self.pipeline.popleft()
                 last = self.pipeline[0][0] if self.pipeline else self._running
@@ -226,7 +223,7 @@ class TimedProtocol(HttpToolsProtocol):
             self._close()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Read the request again without its `Upgrade`, which lets the parser take its body for requests."""
+        """Parse the request again without `Upgrade`, with which the parser takes its body for requests."""
         self._bad_connections.count("a request for another protocol", self.client)
         error, headers, parser = sys.exception(), self.headers, self.parser
         assert isinstance(error, httptools.HttpParserUpgrade), "uvicorn calls this where it handles one"
@@ -239,23 +236,23 @@ class TimedProtocol(HttpToolsProtocol):
         self._feed(b"\r\n".join([*lines, b"", self._data[error.args[0] :]]))
 
     def pause_writing(self) -> None:
-        """Expect that what was written is taken."""
+        """Start the write timeout."""
         super().pause_writing()
         self._write_deadline = self.loop.call_later(self._write_timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Expect it no longer: all of it was."""
+        """Stop the write timeout."""
         self._stop_writing_deadline()
         super().resume_writing()
 
     def eof_received(self) -> None:
-        """Tell a client that has closed its half why it gets no more; one that has left does not read it."""
+        """Reply with an error if the client has closed its half of the connection before the reply."""
         cycle = self.cycle
         if cycle is not None and not cycle.response_started:
             self.transport.write(HALF_CLOSED)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing comes any more."""
+        """Stop all timeouts."""
         self._stop_expecting()
         self._stop_writing_deadline()
         super().connection_lost(exc)

@@ -1,4 +1,4 @@
-"""Replies as HTTP knows them: JSON, streams that watch their client, documents kept under an ETag."""
+"""HTTP responses: JSON, streams that stop when the client disconnects, and cached documents with an ETag."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ EVENT_HEADERS: Final = {
     "x-accel-buffering": "no",
 }
 DONE = b"data: [DONE]\n\n"
-# Which many clients take for the end of a line (Python's `splitlines`, httpx's `iter_lines`), though neither
-# JSON nor the events' format does.
+# Many clients treat these as line ends (Python's `splitlines`, httpx's `iter_lines`), although JSON and
+# server-sent events do not.
 LINE_ENDS: Final = {end.encode(): f"\\u{ord(end):04x}".encode() for end in ("\u0085", "\u2028", "\u2029")}
 
 
 def json_reply(value: Any) -> Response:
-    """A value as JSON."""
+    """Return a JSON response."""
     return Response(msgspec.json.encode(value), media_type=JSON_TYPE)
 
 
 def event(data: bytes, name: str | None = None) -> bytes:
-    """One server-sent event of a JSON document, which is one line for every client."""
+    """Encode a JSON document as a server-sent event, on one line for every client."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + one_line(data) + b"\n\n"
 
 
 def one_line(data: bytes) -> bytes:
-    """The same JSON document without what anybody takes for the end of a line."""
+    """Escape the characters in a JSON document that some clients treat as line ends."""
     for end, escape in LINE_ENDS.items():
         data = data.replace(end, escape)
     return data
 
 
 class StreamedReply(Response):
-    """Sends parts as they come, at the client's speed; a client that leaves ends their source at once."""
+    """Streams parts with backpressure; closes their source as soon as the client disconnects."""
 
     def __init__(
         self,
@@ -65,7 +65,14 @@ class StreamedReply(Response):
         check: Callable[[], object],
         failed: Callable[[ApiError], bytes] | None = None,
     ) -> None:
-        """Send `parts`, and `failed` of what `check` raises while they are awaited; None: break off there."""
+        """Prepare the response.
+
+        Args:
+            parts: the body's parts.
+            headers: of the response.
+            check: called regularly while parts are awaited; raises ApiError to end the response.
+            failed: encodes that error as the last part; None: break the response off.
+        """
         super().__init__(headers=headers)
         if "content-length" not in headers:
             del self.headers["content-length"]
@@ -74,7 +81,7 @@ class StreamedReply(Response):
         self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
-        """Send all parts, or as many as the client waits for."""
+        """Send the parts until the end or until the client disconnects."""
         sender = asyncio.create_task(self._send_all(send))
         try:
             await _first_of(sender, receive, self._check)
@@ -95,11 +102,11 @@ class StreamedReply(Response):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T], check: Callable[[], object]) -> T:
-    """The result of `work`, which is cancelled as soon as the client hangs up or `check` raises.
+    """Return the result of `work`; cancel it as soon as the client disconnects or `check` raises.
 
     Raises:
-        ClientGoneError: it hung up.
-        ApiError: what `check` raised.
+        ClientGoneError: the client disconnected.
+        ApiError: raised by `check`.
     """
     return await _first_of(asyncio.create_task(work), receive, check)
 
@@ -127,18 +134,18 @@ async def _hung_up(receive: Receive) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """JSON, and what names these bytes."""
+    """JSON bytes and their ETag."""
 
     data: bytes
     etag: str
 
     @classmethod
     def of(cls, data: bytes) -> Document:
-        """These bytes, named by what they say."""
+        """Create a document whose ETag is a hash of its bytes."""
         return cls(data, f'"{hashlib.sha256(data).hexdigest()[:32]}"')
 
     def reply(self, request: HttpRequest) -> Response:
-        """The document, or 304 where `If-None-Match` names it."""
+        """Return the document, or 304 if `If-None-Match` has its ETag."""
         headers = {"ETag": self.etag, "Cache-Control": "no-cache"}
         header = request.headers.get("if-none-match", "")
         known = [tag.strip().removeprefix("W/") for tag in header.split(",")]
@@ -148,7 +155,7 @@ class Document:
 
 
 class Documents:
-    """Makes each document when it is first asked for, in a worker; used from one event loop."""
+    """Cache of documents, each created in a worker on its first request; for one event loop."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
@@ -156,13 +163,13 @@ class Documents:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def reply(self, request: HttpRequest, name: str, make: Callable[[], bytes]) -> Response:
-        """What `make` gave when it was called for this name.
+        """Return the document `name`, created by `make` on the first request.
 
         Raises:
-            ApiError: 429, too many jobs wait for a worker.
+            ApiError: 429, too many jobs are waiting for a worker.
         """
         if name not in self._documents:
-            if name not in self._tasks:  # one for all who ask meanwhile, whoever of them leaves
+            if name not in self._tasks:  # concurrent requests share one task, which outlives each of them
                 self._tasks[name] = asyncio.create_task(self._make(name, make))
             await asyncio.shield(self._tasks[name])
         return self._documents[name].reply(request)

@@ -1,6 +1,6 @@
-"""How the server ends: it takes no more work, lets what runs end, and cuts off the rest with an error.
+"""Graceful shutdown: reject new requests, let running ones finish, and abort the rest with an error.
 
-SIGTERM or Ctrl-C begins it; a second signal ends the process at once.
+SIGTERM or Ctrl-C starts it; a second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
     from logprobe.server.limits import Lifetime
 
 CHECK_S: Final = 0.1
-LAST_S: Final = 10  # in which those that are cut off are told so
+LAST_S: Final = 10  # time to send errors to aborted requests
 
 logger = logging.getLogger("logprobe.server")
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn, which goes on to listen while requests in progress end, so that new ones are told why not."""
+    """uvicorn server that keeps listening while requests drain, so that new ones get a 503."""
 
     def __init__(self, config: uvicorn.Config, lifetime: Lifetime) -> None:
         super().__init__(config)
         self._lifetime = lifetime
-        self._loop: asyncio.AbstractEventLoop | None = None  # once there is something to drain
+        self._loop: asyncio.AbstractEventLoop | None = None  # set at startup
         self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
+        """Start listening."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's
-        """Begin to drain; the second time, end."""
+        """Start draining; on the second signal, exit."""
         if self._lifetime.is_draining or self._loop is None:
             self.should_exit = self.force_exit = True
         else:
@@ -54,7 +54,7 @@ class DrainingServer(uvicorn.Server):
         what = "no new requests; %d in progress may end within %g s; a second signal ends them at once"
         logger.info(what, len(tasks), drain_s)
         deadline_s = time.monotonic() + drain_s
-        while tasks and time.monotonic() < deadline_s:  # noqa: ASYNC110 - uvicorn tells nobody of their end
+        while tasks and time.monotonic() < deadline_s:  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(CHECK_S)
         if tasks:
             logger.warning("%d requests did not end in time, and are told so", len(tasks))

@@ -1,8 +1,8 @@
-"""What is done on the event loop and what beside it, by size alone, and the threads for the latter.
+"""Worker threads for reading bodies and writing replies; only small ones are handled on the event loop.
 
-Reading (decoding, checking, tokenising) runs on the event loop where few bytes bound it to milliseconds, and
-writing where a reply has few numbers; all else runs in a worker. Text and grammars are native code that lets
-other threads run meanwhile; Python code is made to every few milliseconds.
+Reading (decoding, validation, tokenization) runs on the event loop if the size of the body bounds it to
+milliseconds, and writing if the reply has few entries. Everything else runs in a worker thread. Tokenizer and
+grammar code is native and releases the GIL; Python code is preempted every few milliseconds.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-QUICK_BYTES: Final = 1 << 13  # of a body, or of a stored conversation
+QUICK_BYTES: Final = 1 << 13  # of a body or a stored conversation
 QUICK_PROMPTS: Final = 8  # or continuations
-QUICK_ENTRIES: Final = 1 << 11  # tokens of a reply and their alternatives
+QUICK_ENTRIES: Final = 1 << 11  # tokens of a reply, with their alternatives
 NUM_THREADS: Final = 2
 MAX_JOBS: Final = 256  # running and waiting
 
@@ -49,33 +49,33 @@ SLOW_FIELDS: Final = (
     "allowed_token_ids",
     "content_free",
 )
-"""May hold a grammar, stand for a long conversation, make the chat template run more than once, or take tens
-of microseconds for each of their items."""
+"""Fields that may contain a grammar, refer to a long conversation, make the chat template run more than once,
+or take tens of microseconds per item."""
 
 
 def is_bounded(body: Any) -> bool:
-    """Whether the bytes of a body bound the time that it takes to understand."""
+    """Return True if the size of a body bounds the time to process it."""
     if any(getattr(body, name, None) for name in SLOW_FIELDS):
         return False
     for name in ("prompt", "prompts", "continuations"):
         prompts = getattr(body, name, None)
         if isinstance(prompts, list) and len(prompts) > QUICK_PROMPTS and type(prompts[0]) is not int:
-            return False  # many, each of which becomes a request; a list of ids is one
+            return False  # each prompt becomes a request; a list of ids is a single prompt
     if isinstance(body, ScoreBody) and not isinstance(body.context, list) and len(body.continuations) > 1:
-        return False  # a text or a conversation is tokenised with each
+        return False  # the context is tokenized with each continuation
     if isinstance(body, RerankBody) and len(body.documents) > 1:
-        return False  # the query is tokenised with each
+        return False  # the query is tokenized with each document
     if isinstance(body, UncertaintyBody) and body.n > QUICK_PROMPTS:
         return False  # each answer becomes a request
     if isinstance(body, ClassifyBody | JudgeBody):
-        most = 1 if body.input else QUICK_PROMPTS  # a text is tokenised with each answer, a conversation once
+        most = 1 if body.input else QUICK_PROMPTS  # a text is tokenized with each answer, a conversation once
         return not isinstance(body.input, list) and body.num_answers <= most and is_plain(body.messages or [])
     messages = getattr(body, "messages", None) or getattr(body, "input", None) or []
     return not isinstance(messages, list) or is_plain(messages)
 
 
 class TurnQueue:
-    """Jobs that wait, by caller: callers take turns, and each one's jobs run in order of arrival."""
+    """Queue of jobs: round-robin over callers, in order of arrival for each caller; thread-safe."""
 
     def __init__(self) -> None:
         self._jobs: dict[
@@ -84,7 +84,7 @@ class TurnQueue:
         self._lock = threading.Lock()
 
     def add(self, job: Callable[[], T], caller: str) -> Future[T]:
-        """Queue a job; one call of `run_next` has to follow, from any thread."""
+        """Queue a job; the caller must arrange one call of `run_next`, in any thread."""
         future = Future[T]()
         with self._lock:
             self._jobs.setdefault(caller, deque()).append((future, job))
@@ -97,21 +97,21 @@ class TurnQueue:
             jobs = self._jobs.pop(caller)
             future, job = jobs.popleft()
             if jobs:
-                self._jobs[caller] = jobs  # as the last one
+                self._jobs[caller] = jobs  # at the end of the round
         try:
             if future.set_running_or_notify_cancel():
                 future.set_result(job())
-        except BaseException as error:  # noqa: BLE001 - whoever waits for the job is told
+        except BaseException as error:  # noqa: BLE001 - re-raised where the future is awaited
             future.set_exception(error)
         finally:
-            del future, job  # to which this frame would refer from the traceback of the future's error
+            del future, job  # else a reference cycle: future, its error, the traceback, this frame
 
 
 class Workers:
-    """Threads that read a bounded number of bodies, and others that write replies; for one event loop.
+    """Thread pools that read bodies and write replies; for one event loop.
 
-    Readers take turns between callers, writers take their jobs in order of arrival. They are apart, so that
-    what has run does not wait behind what others want to have read.
+    Reading jobs are bounded in number and run round-robin over callers; writing jobs run in order of arrival.
+    The pools are separate, so that finished generations do not wait behind new bodies.
     """
 
     def __init__(self) -> None:
@@ -121,12 +121,12 @@ class Workers:
         self._in_progress = InProgress(MAX_JOBS, "requests that wait to be read")
 
     async def read(self, job: Callable[[], T], num_bytes: int | None, caller: str = "") -> T:
-        """The result of a caller's job that reads so many bytes; None: they do not bound its time.
+        """Run a job that reads `num_bytes`; None if the size does not bound its time.
 
-        A client that leaves does not end it.
+        Small jobs run at once on the event loop. A disconnected client does not stop a job in a thread.
 
         Raises:
-            ApiError: 429, too many wait.
+            ApiError: 429, too many jobs are waiting.
         """
         if num_bytes is not None and num_bytes <= QUICK_BYTES:
             return job()
@@ -134,14 +134,14 @@ class Workers:
             held.enter_context(self._in_progress.hold(caller))
             future = asyncio.wrap_future(self._waiting.add(job, caller))
             self._readers.submit(self._waiting.run_next)
-            end = held.pop_all().close  # once the job has ended, or its client has left
+            end = held.pop_all().close  # called when the job has finished or is cancelled
         future.add_done_callback(lambda _: end())
         return await future
 
     async def write(self, job: Callable[[], T], num_entries: int | None) -> T:
-        """The result of a job that writes so many entries of a request that has run: it waits for room.
+        """Run a job that writes `num_entries` of a reply; None if the number does not bound its time.
 
-        None: they do not bound its time.
+        Small jobs run at once on the event loop. The queue is unbounded: these requests have been admitted.
         """
         if num_entries is not None and num_entries <= QUICK_ENTRIES:
             return job()

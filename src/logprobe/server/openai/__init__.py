@@ -1,1 +1,1 @@
-"""OpenAI's shapes: bodies, their fields as parameters, their prompts as ids, schemas of the replies."""
+"""OpenAI's formats: request bodies, conversion to parameters and token ids, schemas of replies."""

@@ -1,7 +1,6 @@
-"""The bodies and queries that the routes take, typed; a field that is not here is refused by name.
+"""Typed request bodies and queries of the routes; `ignored_fields` handles unknown fields.
 
-Names and meanings are OpenAI's; the extensions of this server stand in a block of their own. None means not
-given.
+Names and meanings are OpenAI's; this server's extensions are in separate blocks. None means not given.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from msgspec import Meta
 from logprobe.analysis.labels import SCALE
 
 Ids = list[int]
-NamedIds = list[int | Ids]  # at all positions, or a list for each
+NamedIds = list[int | Ids]  # ids for all positions, or a list per position
 Prompts = str | list[str | int | Ids]  # one prompt as text or ids, or a list of either
 Count = Annotated[int, Meta(ge=0)]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "both"]
 FieldLogprobs = bool | Literal["members"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-# Within OpenAI's bounds: replies repeat it.
+# OpenAI's bounds; replies repeat the metadata.
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
@@ -70,13 +69,13 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     lora: str | None = None
     # Extensions: how the prompt is encoded.
     add_special_tokens: bool | None = None
-    # Extensions: the form of the text, in other words than `response_format` (`structured`).
+    # Extensions: structured output in vLLM's parameters, instead of `response_format`.
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     structured_outputs: dict[str, Any] | None = None
-    # Extensions: reports; each adds fields to the reply.
+    # Extensions: each adds fields to the reply.
     logprobs_mode: LogprobsMode | None = None
     logprob_token_ids: NamedIds | None = None
     prompt_logprobs: int | None = None
@@ -89,7 +88,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_tokens_as_token_ids: bool | None = None
     field_logprobs: FieldLogprobs | None = None
 
-    # Without effect here (`ignored_fields`), or taken only with the value that changes nothing.
+    # Ignored here (`ignored_fields`), or accepted only with a value that has no effect.
     user: str | None = None
     metadata: Metadata | None = None
     store: bool | None = None
@@ -133,13 +132,13 @@ class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
-    # Extensions: where the reply begins.
+    # Extensions: rendering of the chat template.
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
 
-    # OpenAI's, taken only with the value that changes nothing.
+    # OpenAI's fields that are accepted only with a value that has no effect.
     functions: list[Any] | None = None
     function_call: Any = None
     modalities: list[str] | None = None
@@ -183,10 +182,8 @@ class ScoreBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     unconditional: bool = False
     token_ids: list[NamedIds] | None = None  # for each continuation
-    temperature: Annotated[float, Meta(gt=0)] | None = None  # of the numbers
-    boundary: Literal["auto", "token"] = (
-        "auto"  # how a continuation is measured where a token spans its start
-    )
+    temperature: Annotated[float, Meta(gt=0)] | None = None  # of the scored distribution
+    boundary: Literal["auto", "token"] = "auto"  # how to score a continuation if a token spans its start
     lora: str | None = None
 
 
@@ -209,7 +206,7 @@ class ClassifyBody(AnswersBody, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def num_answers(self) -> int:
-        """The texts of all labels."""
+        """Number of texts of all labels."""
         texts = self.labels.values() if isinstance(self.labels, dict) else self.labels
         return sum(1 if isinstance(text, str) else len(text) for text in texts)
 
@@ -221,7 +218,7 @@ class JudgeBody(AnswersBody, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def num_answers(self) -> int:
-        """The grades."""
+        """Number of grades."""
         return len(SCALE) if self.scale is None else len(self.scale)
 
 
@@ -262,7 +259,7 @@ class RerankBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_documents: bool | None = None
     user: str | None = None  # no effect
 
-    # Extensions: LoRA weights, and how a pair is laid out.
+    # Extensions: LoRA weights, and the prompt template of a pair.
     lora: str | None = None
     task: str | None = None
     template: Annotated[list[str], Meta(min_length=3, max_length=3)] | None = None
@@ -316,14 +313,14 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
 
-    # OpenAI's, taken only with the value that changes nothing.
+    # OpenAI's fields that are accepted only with a value that has no effect.
     background: bool | None = None
     truncation: str | None = None
     max_tool_calls: int | None = None
     conversation: Any = None
     prompt: Any = None
 
-    # Without effect here (`ignored_fields`).
+    # Ignored here (`ignored_fields`).
     user: str | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -338,7 +335,7 @@ class LoadLoraBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     lora_name: str
     lora_path: str
     load_inplace: bool = False
-    model: str | None = None  # of several; None: the first
+    model: str | None = None  # None: the first model
 
 
 class UnloadLoraBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -358,7 +355,7 @@ class UpdateWeightsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 ORDERS: Final = ("asc", "desc")
-MAX_LISTED: Final = 100  # messages a page
+MAX_LISTED: Final = 100  # items per page
 
 BODIES: Final[dict[str, type[msgspec.Struct]]] = {
     "/v1/chat/completions": ChatBody,
@@ -385,7 +382,7 @@ NESTED: Final[dict[str, type[msgspec.Struct]]] = {
     "reasoning": Reasoning,
     "documents": RerankDocument,
 }
-"""A field of a body → the type of the object, or of the objects of a list, that it holds."""
+"""Body field → type of its object, or of the objects in its list."""
 QUERIES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
     "/v1/responses/{response_id}/input_items": (
         {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED}},
@@ -400,6 +397,6 @@ QUERIES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
             "/v1/tokenizer_info",
             "/tokenizer_info",
         ),
-        ({"name": "model", "in": "query", "schema": {"type": "string"}},),  # of several
+        ({"name": "model", "in": "query", "schema": {"type": "string"}},),  # selects one of several models
     ),
 }

@@ -1,4 +1,4 @@
-"""Body fields → `SamplingParams`, by name; what cannot be honoured is refused, never passed over."""
+"""Convert body fields to `SamplingParams`; unsupported values are rejected, never silently dropped."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ SAMPLING_FIELDS: Final = (
     "margin",
     "explain",
 )
-"""Fields that mean on the wire what they mean in `SamplingParams`."""
+"""Fields with the same meaning as in `SamplingParams`."""
 
-PLAIN_TEXT: Final = NEUTRAL_FIELDS["response_format"].accepted or ()  # forms that ask for none
+PLAIN_TEXT: Final = NEUTRAL_FIELDS["response_format"].accepted or ()  # formats without a constraint
 
 MAX_BIAS: Final = 100
 
@@ -73,12 +73,12 @@ LOGPROBS_FIELDS: Final = (
     "responses top_logprobs",
     "prompt_logprobs",
 )
-"""Where clients ask for alternatives; one cap holds for all."""
+"""Fields that request alternatives; `max_logprobs` limits each of them."""
 
 REPORTS: Final = (*KERNEL_EXTRAS, "explain", "logprob_token_ids", "logprobs_mode")
-"""Extensions that come beside logprobs."""
+"""Extensions that require logprobs."""
 
-# vLLM's words for a text of a given form, which `response_format` says here.
+# Keys of vLLM's `structured_outputs`, which are converted to a `response_format`.
 FORMS: Final = ("json", "json_object", "regex", "choice", "grammar")
 STRUCTURED: Final = "structured_outputs."
 
@@ -86,10 +86,16 @@ STRUCTURED: Final = "structured_outputs."
 def chat_params(
     body: ChatBody, settings: ServerSettings, calls: dict[str, Any] | None, *, room: int
 ) -> SamplingParams:
-    """What a chat body asks for.
+    """Convert a chat body to sampling parameters.
 
-    `calls` is the response format of a reply that is to call tools, `room` the number of tokens that fit
-    after the prompt.
+    Args:
+        body: of the request.
+        settings: of the server.
+        calls: response format that enforces tool calls, if the request requires them.
+        room: number of tokens that fit after the prompt, the default of `max_tokens`.
+
+    Raises:
+        ApiError: 400, a field is invalid, unsupported, or conflicts with another.
     """
     if body.top_logprobs is not None and not body.logprobs and has_effect(body, "top_logprobs"):
         raise bad_request("top_logprobs", "comes with logprobs: true")
@@ -108,7 +114,7 @@ def chat_params(
 def responses_params(
     body: ResponsesBody, settings: ServerSettings, calls: dict[str, Any] | None, *, room: int
 ) -> SamplingParams:
-    """What a responses body asks for; see `chat_params`."""
+    """Convert a responses body to sampling parameters; see `chat_params`."""
     unknown = [name for name in body.include or () if name not in INCLUDED]
     if unknown:
         known = " and ".join(map(repr, INCLUDED))
@@ -142,7 +148,7 @@ def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def completion_params(body: CompletionBody, settings: ServerSettings) -> SamplingParams:
-    """What a completions body asks for; with `echo`, its `logprobs` are the prompt's, too."""
+    """Convert a completions body to sampling parameters; with `echo`, `logprobs` includes the prompt."""
     check_max_logprobs("logprobs", body.logprobs, settings)
     fixed: dict[str, Any] = {"logprobs": body.logprobs}
     fixed["max_tokens"] = 16 if body.max_tokens is None else body.max_tokens
@@ -158,10 +164,10 @@ def completion_params(body: CompletionBody, settings: ServerSettings) -> Samplin
 
 
 def uncertainty_params(body: UncertaintyBody) -> SamplingParams:
-    """How each answer of a body is drawn.
+    """Convert an uncertainty body to the sampling parameters of its answers.
 
     Raises:
-        ParameterError: a value that cannot be.
+        ParameterError: a value is invalid.
     """
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "lora")
     given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
@@ -169,7 +175,7 @@ def uncertainty_params(body: UncertaintyBody) -> SamplingParams:
 
 
 def _form_fields(body: ChatBody) -> list[str]:
-    """The fields of a chat that give the form of its text."""
+    """Return the names of the given fields that set the format of a chat reply."""
     is_given = body.response_format is not None and body.response_format not in PLAIN_TEXT
     return [name for name, _ in _forms_of(body)] + ["response_format"] * is_given
 
@@ -177,7 +183,7 @@ def _form_fields(body: ChatBody) -> list[str]:
 def _with_calls(
     form: dict[str, Any] | None, given_by: list[str], calls: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The form that a body gives its text, or the one of the calls that it asks for."""
+    """Return `response_format` from the body or for required tool calls; reject both at once."""
     if calls is None:
         return {} if form is None else {"response_format": form}
     if given_by:
@@ -192,7 +198,7 @@ def _structured(body: GenerationBody) -> dict[str, Any]:
 
 
 def _check_bias(bias: dict[str, float] | None) -> None:
-    """Hold logit_bias to OpenAI's own bound; the processor's own argument has none."""
+    """Check `logit_bias` against OpenAI's bound; the logits processor itself has none."""
     beyond = [value for value in (bias or {}).values() if not abs(value) <= MAX_BIAS]
     if beyond:
         remedy = "logits_processors_args of LogitBiasLogitsProcessor take any"
@@ -200,7 +206,7 @@ def _check_bias(bias: dict[str, float] | None) -> None:
 
 
 def check_max_logprobs(name: str, value: int | None, settings: ServerSettings) -> None:
-    """Refuse a count of alternatives beyond the cap."""
+    """Reject a number of alternatives above `max_logprobs`."""
     max_logprobs = settings.max_logprobs
     if value is None or max_logprobs == -1:
         return
@@ -209,7 +215,7 @@ def check_max_logprobs(name: str, value: int | None, settings: ServerSettings) -
 
 
 def check_neutral(body: Any) -> None:
-    """Refuse what would have to be passed over in silence."""
+    """Reject unsupported fields, unless they have a value without effect."""
     for name, keyword in NEUTRAL_FIELDS.items():
         value = getattr(body, name, None)
         if value is None or keyword.accepts(value) or name in ENGINE_FIELDS:
@@ -247,7 +253,7 @@ def _params(
         return SamplingParams(**values | fixed)
     except ValueError as error:
         raise as_api_error(error, names) from error
-    except TypeError as error:  # a value of the wrong shape inside a free-form field
+    except TypeError as error:  # a value of the wrong type inside an untyped field
         raise ApiError(400, str(error), code="invalid_value") from error
 
 
@@ -256,10 +262,11 @@ def _asks_nothing(name: str, value: Any) -> bool:
 
 
 def structured_format(body: GenerationBody) -> dict[str, Any] | None:
-    """The response format that `guided_*` or `structured_outputs` ask for; None where neither does.
+    """Convert `guided_*` or `structured_outputs` to a response format; None if neither is given.
 
     Raises:
-        ApiError: both, or beside response_format; an unknown form; a grammar in another notation.
+        ApiError: 400, more than one format is given, the format is unknown, or a grammar is not in Lark's
+            notation.
     """
     forms = _forms_of(body)
     for name, _ in forms:
@@ -277,7 +284,7 @@ def structured_format(body: GenerationBody) -> dict[str, Any] | None:
 
 @contextmanager
 def named_as_asked(body: GenerationBody | ResponsesBody, *, is_call: bool = False) -> Iterator[None]:
-    """Errors of the form of the text by the field that gave it, which are the tools of a call."""
+    """Rename errors about `response_format` to the field that set it: `tools` for tool calls."""
     try:
         yield
     except (ParameterError, ApiError) as error:
@@ -291,14 +298,14 @@ def named_as_asked(body: GenerationBody | ResponsesBody, *, is_call: bool = Fals
 
 
 def _form_field(body: GenerationBody | ResponsesBody) -> str | None:
-    """The field that gave a form in other words than `response_format`."""
+    """Return the field other than `response_format` that set the format; None if there is none."""
     if isinstance(body, ResponsesBody):
         return "text"
     return next((name for name, _ in _forms_of(body)), None)
 
 
 def _forms_of(body: GenerationBody) -> list[tuple[str, Any]]:
-    """The fields that give the form of the text, with their values; what is said twice once."""
+    """Return the `guided_*` and `structured_outputs` fields with their values, without duplicates."""
     guided = [
         (name, getattr(body, name))
         for name in GUIDED

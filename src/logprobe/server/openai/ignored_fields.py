@@ -1,10 +1,10 @@
-"""Fields of request bodies that are ignored: those without effect, and unknown ones.
+"""Fields of request bodies that are ignored: known fields without effect, and unknown fields.
 
-A reply names the fields of its request that have no effect in `Warning`, and the log names each of them once.
+A reply names known fields without effect in its `Warning` header; the log names each of them once.
 
-Of unknown fields, refused are a misspelt field, a field of another route, and a field of another server that
-would change the reply: ignoring one of these would give other numbers than were asked for. Any other unknown
-field is ignored, named in `Warning` and counted. What a client wrote is shown shortened and in plain ASCII.
+An unknown field is rejected if it is misspelt, belongs to another route, or belongs to another server's
+interface and would change the reply: ignoring it would return other numbers than requested. Any other unknown
+field is ignored, named in `Warning` and counted. Names from clients are shown shortened and in plain ASCII.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     from logprobe.server.http.errors import ApiError
 
-MAX_UNKNOWN: Final = 32  # of a body: each is compared with every known name
-MAX_NAMED: Final = 8  # in a header
+MAX_UNKNOWN: Final = 32  # per body, because each is compared with every known name
+MAX_NAMED: Final = 8  # names in a `Warning` header
 MAX_EDITS: Final = 2
-CHARS_AN_EDIT: Final = 3  # a name may differ by one edit for so many of its characters
+CHARS_AN_EDIT: Final = 3  # a misspelling may have one edit per 3 characters
 
 
 def _asks_no_alternatives(body: Any) -> bool:
@@ -47,7 +47,7 @@ def _has_no_tools(body: Any) -> bool:
 
 
 def _binds_no_call(body: Any) -> bool:
-    """Whether nothing holds calls to their schemas, though a tool asks for that."""
+    """Return True if a tool sets `strict`, but `tool_choice` does not constrain calls to their schemas."""
     functions = [tool.get("function", tool) for tool in body.tools]
     is_strict = any(isinstance(function, dict) and function.get("strict") for function in functions)
     return is_strict and getattr(body, "tool_choice", None) in (None, "auto")
@@ -60,21 +60,21 @@ CONDITIONS: Final[dict[str, Callable[[Any], bool]]] = {
     "top_logprobs": _asks_no_alternatives,
     **{f"guided_{form}": partial(_repeats, form) for form in ("json", "regex", "choice", "grammar")},
 }
-"""Fields that have no effect in some bodies: path → whether it has none in a body."""
-STORED_FIELDS: Final = frozenset({"metadata", "store"})  # which have an effect on responses, that are kept
+"""Fields that have no effect in some bodies: path → predicate that is True if it has none in a body."""
+STORED_FIELDS: Final = frozenset({"metadata", "store"})  # have an effect only for stored responses
 TEMPLATE_FIELDS: Final = frozenset(
     {"reasoning_effort", "reasoning.effort", "enable_thinking", "chat_template_kwargs.enable_thinking"}
     | {"messages.reasoning_content", "input.reasoning"}
 )
-"""Fields that some chat templates read, and others do not."""
+"""Fields that have an effect only with chat templates that use them."""
 ROUTES: Final = {
     name: path for path, body in reversed(BODIES.items()) for name in reversed(body.__struct_fields__)
 }
-"""A field of a body → the first route that has it."""
+"""Body field → the first route that has it."""
 
 
 def has_effect(body: Any, name: str) -> bool:
-    """Return whether a field that is given changes anything, with any model."""
+    """Return True if a field that is given has an effect with at least some model."""
     if name not in FIELDS_WITHOUT_EFFECT or name in TEMPLATE_FIELDS:
         return True
     if name in STORED_FIELDS:
@@ -83,7 +83,7 @@ def has_effect(body: Any, name: str) -> bool:
 
 
 def fields_without_effect(body: Any, known: Callable[[], AbstractSet[str]]) -> list[str]:
-    """The fields of a body that are given and change nothing, where the chat template `known` variables."""
+    """Return the given fields of a body without effect; `known` returns the chat template's variables."""
     by_model = unread_fields(body, known()) if variables_by_field(body) else []
     return [
         name
@@ -93,7 +93,7 @@ def fields_without_effect(body: Any, known: Callable[[], AbstractSet[str]]) -> l
 
 
 def _is_given(body: Any, path: str) -> bool:
-    """Whether a body has a value at a path, which may go through objects, and end as a value of a list."""
+    """Return True if a body has a value at a dotted path; lists match by any item, or contain the name."""
     if isinstance(body, list):
         return path in body or any(_is_given(item, path) for item in body)
     name, _, rest = path.partition(".")
@@ -102,17 +102,17 @@ def _is_given(body: Any, path: str) -> bool:
 
 
 def reason(name: str) -> str:
-    """That a field changes nothing, and why."""
+    """Return the explanation that a field has no effect, and why."""
     return f"{name} changes nothing here: {FIELDS_WITHOUT_EFFECT[name].reason}"
 
 
 def warning(name: str) -> str:
-    """The value of `Warning` for a field: 299, of an agent without a name (RFC 7234, section 5.5)."""
+    """Return the `Warning` header of a field: code 299, no agent name (RFC 7234, section 5.5)."""
     return f'299 - "{reason(name)}"'
 
 
 def without_unknown(data: bytes, body_type: type[msgspec.Struct]) -> tuple[bytes, list[str]]:
-    """Return a body without its unknown fields, and the paths of those.
+    """Return a body without its unknown fields, and the paths of the removed fields.
 
     Raises:
         ApiError: 400 for a field that must not be ignored, or for more than `MAX_UNKNOWN` unknown fields.
@@ -133,14 +133,14 @@ def without_unknown(data: bytes, body_type: type[msgspec.Struct]) -> tuple[bytes
 def _take_unknown(
     fields: dict[str, Any], known: Collection[str], prefix: str, ignored: dict[str, None]
 ) -> None:
-    """Remove the unknown fields of an object, and add their paths to those that are ignored."""
+    """Remove the unknown fields of an object, and add their paths to `ignored`."""
     for name in [name for name in fields if name not in known]:
         value = fields.pop(name)
         value = msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value
         if value is None:
-            continue  # which says that it is not given
+            continue  # null means not given
         path = f"{prefix}{name}"
-        if path in ignored and path not in FOREIGN_FIELDS:  # of an earlier item of the same list
+        if path in ignored and path not in FOREIGN_FIELDS:  # seen in an earlier item of the same list
             continue
         remedy = remedy_for(path, name, known, value)
         if remedy is not None:
@@ -152,13 +152,13 @@ def _take_unknown(
 
 
 def unknown_field(path: str, remedy: str | None) -> ApiError:
-    """Return the refusal of an unknown field."""
+    """Return the 400 for an unknown field."""
     message = "unknown field" if remedy is None else f"unknown field; {remedy}"
     return bad_request(path, message, code="unknown_parameter")
 
 
 def remedy_for(path: str, name: str, known: Collection[str], value: Any = ...) -> str | None:
-    """Return what to do about a field that must not be ignored; None where it may be."""
+    """Return the remedy for an unknown field that must be rejected; None if it may be ignored."""
     foreign = FOREIGN_FIELDS.get(path)
     if foreign is not None:
         if foreign.accepts(value):
@@ -175,7 +175,7 @@ def remedy_for(path: str, name: str, known: Collection[str], value: Any = ...) -
 
 
 def nearest_spelling(name: str, known: Collection[str]) -> str | None:
-    """Return the known name that is few edits away; case and underscores make no difference."""
+    """Return the closest known name within a few edits, or None; ignores case, hyphens and underscores."""
     if len(name) > MAX_NAME_CHARS:
         return None
     plain = _plain(name)
@@ -193,14 +193,14 @@ def _plain(name: str) -> str:
 
 
 def num_edits(a: str, b: str) -> int:
-    """Return how many insertions, deletions, substitutions and swaps of neighbours turn `a` into `b`.
+    """Return the optimal string alignment distance of two names, capped at `MAX_EDITS` + 1.
 
-    The optimal string alignment distance, where it is at most `MAX_EDITS`; any more is `MAX_EDITS` + 1.
+    It counts insertions, deletions, substitutions and transpositions of adjacent characters.
     """
     too_many = MAX_EDITS + 1
     if abs(len(a) - len(b)) > MAX_EDITS or len({*a} - {*b}) > MAX_EDITS or len({*b} - {*a}) > MAX_EDITS:
         return too_many
-    before = last = list(range(len(b) + 1))  # rows of the table of distances
+    before = last = list(range(len(b) + 1))  # rows of the distance matrix
     for i, char in enumerate(a, start=1):
         row = [i]
         for j, other in enumerate(b, start=1):
@@ -212,7 +212,7 @@ def num_edits(a: str, b: str) -> int:
 
 
 def ignored_warning(paths: Sequence[str]) -> str:
-    """Return the value of `Warning` that names fields which were ignored (RFC 7234, section 5.5)."""
+    """Return the `Warning` header that names ignored unknown fields (RFC 7234, section 5.5)."""
     names = ", ".join(re.sub(r"[^\w.-]", "?", shortened(path), flags=re.ASCII) for path in paths[:MAX_NAMED])
     more = f" and {len(paths) - MAX_NAMED} more" if len(paths) > MAX_NAMED else ""
     return f'299 - "unknown fields were ignored: {names}{more}"'

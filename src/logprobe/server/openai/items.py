@@ -1,6 +1,6 @@
-"""Items of the interface of responses ↔ messages of a conversation.
+"""Convert items of the responses API to and from chat messages.
 
-What an assistant says at once is one message, whose reasoning, text and calls are items of their own.
+One assistant message corresponds to several items: reasoning, text and tool calls.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ if TYPE_CHECKING:
     from logprobe.server.stored import Messages
 
 LABELS: Final = ("type", "id", "status")
-"""Fields of an item that tell of it, and say nothing to the model."""
+"""Metadata of an item, which the model does not see."""
 REPORTS: Final = ("logprobs", "processed_logprobs", "fields", "parsed_arguments")
-"""Those of a reply's own item that comes back: they describe it."""
+"""Fields of output items that are ignored when an item is sent back as input."""
 FIELDS: Final = {
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
     "reasoning": ("content", "summary"),
 }
-"""What items other than messages say."""
+"""Item type → fields with content, for items other than messages."""
 REASONING_PARTS: Final = ("reasoning_text", "summary_text")
 APART: Final = ("role", "content", "reasoning_content", "tool_calls")
-"""Fields of a message that are items, or are told as an item tells them."""
+"""Fields of a message that `as_items` converts."""
 
 
 class InputItems:
-    """The messages that items are, and where an item says what of them."""
+    """Chat messages of input items, with the path in the input of each part of a message."""
 
     def __init__(self, items: str | Sequence[Mapping[str, Any]]) -> None:
-        """Read them.
+        """Convert items, or a text as a user message.
 
         Raises:
-            ApiError: 400 by the path of an item that is none.
+            ApiError: 400 with the path of an invalid item.
         """
         self.messages: Messages = []
-        self._places: list[dict[str, str]] = []  # a message: path in it → path in the input
+        self._places: list[dict[str, str]] = []  # per message: path in the message → path in the input
         if isinstance(items, str):
             self._add({"role": "user", "content": items}, "input", {})
             return
@@ -49,13 +49,13 @@ class InputItems:
             self._read(item, f"input[{index}]")
 
     def path_of(self, message: int, rest: str) -> str:
-        """The path in the input of what a message has at a path, such as `.tool_calls[0].function.name`."""
+        """Return the input path of `rest`, a path in a message such as `.tool_calls[0].function.name`."""
         places = self._places[message]
         for path, place in places.items():
             if path and rest.startswith(path) and rest[len(path) :][:1] in {"", ".", "["}:
                 return place + rest.removeprefix(path)
         where = places[""]
-        return where + rest if where.endswith("]") else where  # a text is no item, and has no fields
+        return where + rest if where.endswith("]") else where  # a text has no fields
 
     def _read(self, item: Mapping[str, Any], where: str) -> None:
         kind = item.get("type", "message")
@@ -77,7 +77,7 @@ class InputItems:
             self._add(message, where, {".tool_call_id": f"{where}.call_id", ".content": f"{where}.output"})
 
     def _say(self, message: dict[str, Any], where: str, places: dict[str, str]) -> None:
-        """Add a message, of an assistant to the reasoning that led to it."""
+        """Add a message; merge an assistant message with the reasoning item before it."""
         last = self.messages[-1] if self.messages else {}
         has_led = last.keys() == {"role", "content", "reasoning_content"} and not last["content"]
         if has_led and message.get("role") == "assistant":
@@ -87,7 +87,7 @@ class InputItems:
             self._add(message, where, places)
 
     def _call(self, fields: Mapping[str, Any], where: str) -> None:
-        """Add a call to what the assistant has said with it."""
+        """Add a tool call to the last assistant message, or to a new one."""
         last = self.messages[-1] if self.messages else {}
         calls = last.get("tool_calls") or []
         if last.get("role") != "assistant" or not isinstance(calls, list):
@@ -104,7 +104,7 @@ class InputItems:
 
 
 def _fields(item: Mapping[str, Any], kind: str, where: str) -> dict[str, Any]:
-    """What an item says, by the names of its kind; a field that is null says nothing."""
+    """Return the content fields of an item; null counts as not given."""
     names = FIELDS[kind]
     unread = item.keys() - {*names, *LABELS, *REPORTS}
     for name in sorted(unread):
@@ -120,7 +120,7 @@ def _fields(item: Mapping[str, Any], kind: str, where: str) -> dict[str, Any]:
 
 
 def _reasoning_text(fields: Mapping[str, Any], where: str) -> str:
-    """The text of a reasoning's parts, or of its summary where it has no other."""
+    """Return the text of a reasoning item: its content, or else its summary."""
     name = "content" if fields["content"] else "summary"
     parts = fields[name]
     are_parts = isinstance(parts, list) and all(
@@ -133,7 +133,7 @@ def _reasoning_text(fields: Mapping[str, Any], where: str) -> str:
 
 
 def as_items(message: Mapping[str, Any], own_id: str) -> Iterator[dict[str, Any]]:
-    """A message as the items that it is; more than one part of text is given back as such."""
+    """Convert a message to items; several text parts stay separate parts of one item."""
     if message["role"] == "tool":
         label = {"id": f"{own_id}-output", "type": "function_call_output", "status": "completed"}
         yield label | {"call_id": message.get("tool_call_id"), "output": message["content"]}

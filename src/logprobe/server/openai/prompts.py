@@ -1,7 +1,7 @@
-"""Prompts and conversations as clients write them → token ids, and the text that an echo repeats.
+"""Convert prompts and conversations of request bodies to token ids, and to the text of an echo.
 
-Texts are refused by their bytes before they are tokenised, and fields of messages that no client of OpenAI's
-has where the chat template is not asked of them.
+The size of texts is checked before tokenization. Unknown fields of messages are rejected unless they have a
+value that the chat template may use.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LARGEST_ID = 2**31 - 1
 MESSAGE_FIELDS: Final = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id", "function_call", "refusal", "audio"}
     | {"annotations", "parsed", "phase"}
-    # What other servers' replies have.
+    # In other servers' replies.
     | {"reasoning", "reasoning_content", "reasoning_details", "images", "provider_specific_fields"}
 )
 PART_FIELDS: Final = frozenset(
@@ -42,25 +42,25 @@ FUNCTION_FIELDS: Final = frozenset({"name", "arguments", "parsed_arguments"})
 
 EFFORT: Final = "reasoning_effort"
 THINKING: Final = "enable_thinking"
-"""Variables by which templates know how to reason."""
+"""Chat template variables that control reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Ids, and for an echo what each of them gives of the text."""
+    """Token ids of a prompt, and for an echo the bytes of each token."""
 
     token_ids: IntArray
-    parts: list[bytes] = field(default_factory=list)  # a token, for an echo alone; together the text
+    parts: list[bytes] = field(default_factory=list)  # per token, concatenated the text; echo only
 
 
 def read_prompts(
     prompt: str | Sequence[Any], service: Service, *, is_echoed: bool, add_special_tokens: bool = True
 ) -> list[Prompt]:
-    """The prompts of a body: one as text or ids, or a list of either.
+    """Read the prompts of a body: one text or list of ids, or a list of either.
 
     Raises:
-        ApiError: empty, of mixed kinds, or more text than a request may have.
-        ParameterError: a text that the tokenizer cannot hold.
+        ApiError: 400, the prompt is empty, mixes texts and ids, or exceeds the limit on text.
+        ParameterError: the tokenizer cannot encode a text.
     """
     text = service.text
 
@@ -69,7 +69,7 @@ def read_prompts(
             return Prompt(text.encode(part, add_special_tokens=add_special_tokens))
         ids, spans = text.encode_with_spans(part, add_special_tokens=add_special_tokens)
         data = part.encode()
-        # To the next token's begin: of those that share a span, all begin with it and the last one has it.
+        # Each part ends where the next token begins: of tokens that share a span, only the last has bytes.
         bounds = [*spans[:, 0].tolist(), len(data)]
         return Prompt(ids, [data[start:end] for start, end in pairwise(bounds)])
 
@@ -93,7 +93,7 @@ def read_prompts(
 
 
 def check_one_of(body: Any, name: str) -> None:
-    """Require a text or ids in the field of this name, or else a conversation in `messages`.
+    """Check that exactly one of the field `name` and `messages` is given.
 
     Raises:
         ApiError: 400, neither or both are given.
@@ -103,10 +103,10 @@ def check_one_of(body: Any, name: str) -> None:
 
 
 def as_ids(ids: Sequence[Any], name: str) -> IntArray:
-    """Token ids as an array; whether the model has them is the engine's to say.
+    """Convert token ids to an int32 array; the engine checks them against the vocabulary.
 
     Raises:
-        ApiError: something else is among them, or a number that no vocabulary has.
+        ApiError: 400, an item is not an integer in [0, 2**31).
     """
     if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
         raise bad_request(name, "a list of token ids holds something else")
@@ -116,9 +116,10 @@ def as_ids(ids: Sequence[Any], name: str) -> IntArray:
 
 
 def check_texts(texts: Sequence[str], param: str, service: Service, *, is_whole: bool = True) -> None:
-    """Refuse texts by their bytes, before they are tokenised: all of them, and any that cannot fit.
+    """Check the total size of texts in bytes before tokenization.
 
-    With `is_whole` each is to fit into the model's context; no token is longer than the longest.
+    With `is_whole`, also reject a text that cannot fit into the model's context, because it has more bytes
+    than a context of the longest tokens.
 
     Raises:
         ApiError: 400.
@@ -132,17 +133,17 @@ def check_texts(texts: Sequence[str], param: str, service: Service, *, is_whole:
 
 
 def encode_messages(messages: Conversation, service: Service, layout: Layout = ANSWER) -> IntArray:
-    """A conversation as ids, by default ready for the assistant's turn.
+    """Convert a conversation to token ids, by default with the generation prompt.
 
     Raises:
-        ApiError: more text than a request may have, or than the model can take.
-        ParameterError: what the model's chat template refuses or passes over.
+        ApiError: 400, an unknown field, or the text exceeds the limit on text or the model's context.
+        ParameterError: the chat template rejects the conversation, or would ignore a part of it.
     """
     return encode_laid_out(render_messages(messages, service, layout), service)
 
 
 def encode_laid_out(text: str, service: Service, *, add_special_tokens: bool = False) -> IntArray:
-    """The ids of a conversation that is laid out."""
+    """Tokenize a rendered conversation."""
     return service.text.encode(text, add_special_tokens=add_special_tokens)
 
 
@@ -153,9 +154,9 @@ def render_messages(
     *,
     reasoning_field: str = "messages.reasoning_content",
 ) -> str:
-    """A conversation as the model's chat template writes it; raises as `encode_messages` does.
+    """Render a conversation with the model's chat template; raises as `encode_messages` does.
 
-    Where the template leaves reasoning out, that of earlier turns or all of it, the reply names the field.
+    If the template drops reasoning, for example of earlier turns, the reply's `Warning` names the field.
     """
     check_fields(messages)
     text, is_whole = (
@@ -172,7 +173,7 @@ def render_messages(
 def layout_of(
     body: ChatBody | ScoreBody | TokenizeBody, service: Service, functions: Sequence[Mapping[str, Any]] | None
 ) -> Layout:
-    """How a body's conversation is to be laid out, with these tools."""
+    """Return the layout (tools, template variables, generation prompt) of a body's conversation."""
     return Layout(
         tools=functions,
         add_generation_prompt=body.add_generation_prompt,
@@ -182,7 +183,7 @@ def layout_of(
 
 
 def variables_by_field(body: Any) -> dict[str, dict[str, Any]]:
-    """The fields of a body that say how to reason, each with the variables that say the same."""
+    """Return the given fields of a body that control reasoning, each with its template variables."""
     reasoning, kwargs = getattr(body, "reasoning", None), getattr(body, "chat_template_kwargs", None) or {}
     efforts = {
         "reasoning_effort": getattr(body, "reasoning_effort", None),
@@ -201,15 +202,15 @@ def variables_by_field(body: Any) -> dict[str, dict[str, Any]]:
 
 
 def unread_fields(body: Any, known: AbstractSet[str]) -> list[str]:
-    """Those that say nothing to a template that reads these variables."""
+    """Return the reasoning fields of a body none of whose variables are in `known`, the template's."""
     return [name for name, variables in variables_by_field(body).items() if known.isdisjoint(variables)]
 
 
 def template_variables(body: Any, known: AbstractSet[str]) -> dict[str, Any]:
-    """The variables that a body gives a template, of those about reasoning the ones that it knows.
+    """Return the chat template variables of a body; reasoning variables only if the template uses them.
 
     Raises:
-        ApiError: 400, two fields say different things.
+        ApiError: 400, two fields give a variable different values.
     """
     given = getattr(body, "chat_template_kwargs", None) or {}
     variables = {name: value for name, value in given.items() if name != THINKING}
@@ -222,7 +223,9 @@ def template_variables(body: Any, known: AbstractSet[str]) -> dict[str, Any]:
 
 
 def check_fields(messages: Conversation) -> None:
-    """Refuse fields of no known name that say nothing; those that say something are the template's to take.
+    """Reject unknown fields of messages that are empty; the chat template decides about those with a value.
+
+    Unknown fields of text parts, tool calls and functions are always rejected.
 
     Raises:
         ApiError: 400 naming the field.

@@ -1,6 +1,6 @@
-"""OpenAI's `response` object and the events that build it, item by item.
+"""OpenAI's `response` object and its stream events.
 
-Reasoning, text and calls are items of their own, in the order in which they were written.
+Reasoning, text and tool calls are separate output items, in the order of their tokens.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
     from logprobe.server.stored import Messages
 
 ROWS: Final = ("logprobs", "processed_logprobs")
-"""Fields that hold the rows of the output, named as the records of a completion."""
+"""Fields with rows of the output, named as the records of a completion."""
 NO_ROWS: Final = msgspec.Raw(b"[]")
 PREFIXES: Final = {"content": "msg", "reasoning": "rs", "tool_call": "fc"}
-"""With which an item's id begins, by its channel."""
+"""Channel → prefix of the item's id."""
 TEXTS: Final = {"content": "response.output_text", "reasoning": "response.reasoning_text"}
-"""Events of an item that is a text, by its channel."""
+"""Channel → event type of a text item."""
 CALL: Final = "response.function_call_arguments"
 NOTHING: Final = ReplySegment("content", "", [])
 
 
 @dataclass(frozen=True, slots=True)
 class ResponsesRequest:
-    """A checked and admitted request, with the conversation so far."""
+    """A validated and admitted request, with the conversation so far."""
 
     owner: bytes
     body: ResponsesBody
@@ -54,7 +54,7 @@ class ResponsesRequest:
 
 @dataclass(slots=True)
 class _Item:
-    """An item of the output, with its segments so far."""
+    """An output item, with its segments so far."""
 
     id: str
     index: int
@@ -63,9 +63,9 @@ class _Item:
 
 
 class ResponseShape:
-    """One response, whole or as events."""
+    """A response, as a whole object or as stream events."""
 
-    terminator = b""  # the last event says that it is the last
+    terminator = b""  # clients recognize the last event by its type
     closing_repeats_all = True
 
     def __init__(self, service: Service, request: ResponsesRequest) -> None:
@@ -76,13 +76,13 @@ class ResponseShape:
         self._splitter = request.splitter
         self._created_at = service.now()
         self._segments: list[ReplySegment] = []
-        self._piece: CompletionPiece | None = None  # the last one
-        self._item: _Item | None = None  # that is open
-        self._output: list[dict[str, Any]] = []  # items that are whole
+        self._piece: CompletionPiece | None = None  # the latest piece
+        self._item: _Item | None = None  # the item in progress
+        self._output: list[dict[str, Any]] = []  # finished items
         self._num_events = 0
 
     def whole(self, pieces: Sequence[CompletionPiece]) -> dict[str, Any]:
-        """The response, stored unless the client asked not to."""
+        """Return the response; store it unless the request sets `store: false`."""
         (piece,) = pieces
         self._piece = piece
         self._segments += self._splitter.take(piece)
@@ -94,14 +94,14 @@ class ResponseShape:
         return self._ended()
 
     def opening(self) -> Iterator[dict[str, Any]]:
-        """What is known before any text."""
+        """Yield the events before any text."""
         yield self._event("response.created", response=self._response("in_progress", []))
         yield self._event("response.in_progress", response=self._response("in_progress", []))
         if not self._splitter.is_split:
             yield from self._begin(NOTHING)
 
     def chunks(self, piece: CompletionPiece) -> Iterator[dict[str, Any]]:
-        """The piece's segments with their rows; an item ends where another begins."""
+        """Yield events of the piece's segments with their rows; an item ends when another begins."""
         self._piece = piece
         for segment in self._splitter.take(piece):
             self._segments.append(segment)
@@ -115,15 +115,15 @@ class ResponseShape:
 
     @property
     def begun_entries(self) -> int:
-        """What the prompt has begun of the reply costs, as entries."""
+        """Cost of the part of the reply that the prompt contains, in entries."""
         return self._splitter.begun_entries
 
     def num_entries(self, pieces: Sequence[CompletionPiece]) -> int:
-        """Return what pieces cost beside their own rows, as entries: what was held back, ends of items."""
+        """Return the cost of pieces beyond their own rows, in entries: held-back text and ends of items."""
         return sum(map(self._splitter.num_entries, pieces)) + num_field_tokens(self._body, pieces)
 
     def closing(self) -> Iterator[dict[str, Any]]:
-        """The end of what is open, then everything once more, whole."""
+        """Yield the end of the item in progress, then the event with the whole response."""
         if self._item is None and not self._output:
             yield from self._begin(NOTHING)
         if self._item is not None:
@@ -132,13 +132,13 @@ class ResponseShape:
         yield self._event(f"response.{response['status']}", response=response)
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        """The error event of this interface."""
+        """Return the `error` event."""
         return self._event("error", code=error.code, message=error.message, param=error.param)
 
     # -- events ----------------------------------------------------------------------------------------------
 
     def _begin(self, segment: ReplySegment) -> Iterator[dict[str, Any]]:
-        """Begin the item of a segment."""
+        """Start an item for a segment."""
         self._item = item = self._new_item(segment)
         begun = self._written(_Item(item.id, item.index, item.channel, [segment] if segment.call else []))
         yield self._event("response.output_item.added", output_index=item.index, item=begun)
@@ -156,7 +156,7 @@ class ResponseShape:
             yield self._item_event(kind, content_index=0, delta=segment.text, **rows)
 
     def _end(self, status: str) -> Iterator[dict[str, Any]]:
-        """The end of the open item."""
+        """Yield the events that finish the item in progress."""
         assert self._item is not None, "there is one"
         item = self._item
         item.segments = item.segments or [NOTHING]
@@ -192,7 +192,7 @@ class ResponseShape:
         return _Item(f"{own_id}-{index}" if index else own_id, index, segment.channel)
 
     def _written(self, item: _Item, status: str | None = None) -> dict[str, Any]:
-        """An item as it ends with a status, or as it begins."""
+        """Return an item as JSON: finished with a status, or empty as it begins (None)."""
         label = {"id": item.id, "status": status or "in_progress"}
         if item.channel == "tool_call":
             return self._written_call(item.segments[0], label, has_ended=status is not None)
@@ -208,7 +208,7 @@ class ResponseShape:
         call = {"type": "function_call", "call_id": segment.call_id, "name": segment.call.name}
         if not has_ended:
             return {**label, **call, "arguments": ""}
-        # It comes whole, whatever becomes of the rest.
+        # A call segment is always complete, even if the reply is cut off later.
         done = {
             **label,
             **call,
@@ -221,7 +221,7 @@ class ResponseShape:
         )
 
     def _part(self, item: _Item, *, has_ended: bool = False) -> dict[str, Any]:
-        """The text of an item, with its rows."""
+        """Return the content part of an item: its text and rows."""
         text, rows = text_of(item.segments), self._text_rows(item.channel, item.segments)
         if item.channel == "reasoning":
             return {"type": "reasoning_text", "text": text, **rows}
@@ -231,11 +231,11 @@ class ResponseShape:
         return {"type": "output_text", "text": text, "annotations": [], **rows, **fields}
 
     def _text_rows(self, channel: str, segments: Sequence[ReplySegment]) -> dict[str, msgspec.Raw]:
-        """The rows of a text; of content an empty list where none were asked, as OpenAI has it."""
+        """Return the rows of a text; as in OpenAI's API, content has an empty list if none are requested."""
         return ({"logprobs": NO_ROWS} if channel == "content" else {}) | self._rows(segments)
 
     def _rows(self, segments: Sequence[ReplySegment]) -> dict[str, msgspec.Raw]:
-        """The rows of segments, of each distribution that was asked for."""
+        """Return the rows of segments from each requested distribution."""
         records = {name: getattr(self._completion, name) for name in ROWS} if segments else {}
         return {
             name: chat_rows(self._service, record, segments, num_top(self._generation))
@@ -310,7 +310,7 @@ class ResponseShape:
 
 
 def _message(channels: ReplyChannels) -> dict[str, Any]:
-    """The reply as a message of the conversation that goes on."""
+    """Return the reply as an assistant message, for the stored conversation."""
     message: dict[str, Any] = {"role": "assistant", "content": text_of(channels.content)}
     if channels.reasoning:
         message["reasoning_content"] = text_of(channels.reasoning)

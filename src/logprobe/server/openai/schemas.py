@@ -1,7 +1,7 @@
-"""Shapes of the replies, typed after OpenAI's published specification, apart from the code that writes them.
+"""Types of replies after OpenAI's published specification, independent of the code that writes replies.
 
-The OpenAPI document is made of them, and tests hold every reply against them. A field that is UNSET by
-default stands in a reply only when it was asked for.
+They are the schemas of the OpenAPI document, and tests validate every reply against them. A field that is
+UNSET by default appears in a reply only if the request asks for it.
 """
 
 from __future__ import annotations
@@ -405,7 +405,7 @@ class Score(msgspec.Struct, kw_only=True):
 
     index: int
     logprob: float
-    boundary: Literal["token", "bytes"]  # whether `logprob` is a sum over the tokens, or over bytes
+    boundary: Literal["token", "bytes"]  # `logprob` is the sum over tokens, or the byte log-probability
     is_greedy: bool
     num_tokens: int
     token_ids: Ids
@@ -448,7 +448,7 @@ class Classified(Shape, kw_only=True):
     corrected: list[float | None]  # nats
     mass: float
     margin: float | None  # nats
-    boundary: Literal["token", "bytes"]  # whether the labels were measured by their tokens, or by their bytes
+    boundary: Literal["token", "bytes"]  # labels are scored as tokens, or as bytes
 
 
 class Classifications(_Answers, kw_only=True):
@@ -467,7 +467,7 @@ class Judged(Shape, kw_only=True):
     scale: list[float]
     probs: list[float | None]
     logprobs: list[float]  # nats
-    boundary: Literal["token", "bytes"]  # as of labels
+    boundary: Literal["token", "bytes"]  # as for labels
 
 
 class Judgements(_Answers, kw_only=True):
@@ -616,4 +616,4 @@ REPLIES: Final[dict[str, type[msgspec.Struct]]] = {
     "POST /detokenize": Text,
     "POST /v1/detokenize": Text,
 }
-"""What each route answers in JSON; the others answer facts."""
+"""Route → type of its JSON reply; all other JSON routes reply with `Facts`."""

@@ -1,4 +1,4 @@
-"""Tools as clients of either interface give them, and which calls a request insists on."""
+"""Read `tools` and `tool_choice` of chat and responses bodies."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
     from logprobe.text.channels import ResponseForm
 
 FLAT_FIELDS: Final = frozenset({"type", "name", "description", "parameters", "strict"})
-"""Fields of a tool in the interface of responses, which has no object `function`."""
+"""Fields of a tool in the responses API, which has no nested object `function`."""
 ANY: Final = "required"
 CHOICES: Final = "none, auto, required or {type: function, function: {name: ...}}"
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The tools that a request tells its model of, and whether its reply is to call one."""
+    """The tools in a request's prompt, and the calls that its reply must make."""
 
     functions: Sequence[Mapping[str, Any]] | None = None  # {type, function}, as chat templates take them
-    form: ResponseForm | None = None  # of a reply that is to call; None: of itself it need not
-    wanted: str = ANY  # or the name of the function that is called once
+    form: ResponseForm | None = None  # format of a reply that must call a tool; None: calls are optional
+    wanted: str = ANY  # "required", or the name of the function to call
     is_single: bool = False
 
     def call_format(self, prompt: str) -> dict[str, Any]:
-        """The response format of a reply to a prompt, which is to call.
+        """Return the response format that enforces the tool calls of a reply to `prompt`.
 
         Raises:
-            ParameterError: what is asked cannot be put as a grammar.
+            ParameterError: the calls cannot be expressed as a grammar.
         """
         assert self.form is not None, "a reply that is to call has a form"
         assert self.functions is not None, "and there is something to call"
@@ -50,10 +50,10 @@ NO_TOOLS: Final = Tools()
 
 
 def tools_of(body: ChatBody | ResponsesBody, form: ResponseForm | None) -> Tools:
-    """The tools of a body; with `tool_choice: none` the model is told of none.
+    """Read the tools of a body; none with `tool_choice: none`.
 
     Raises:
-        ApiError: 400, a tool without a name, a choice that names none of them, or that cannot be promised.
+        ApiError: 400, a tool is invalid, or `tool_choice` is invalid, names no tool or cannot be enforced.
     """
     functions = functions_of(body.tools, is_flat=isinstance(body, ResponsesBody))
     choice, is_single = _choice(body.tool_choice), body.parallel_tool_calls is False
@@ -82,7 +82,7 @@ def tools_of(body: ChatBody | ResponsesBody, form: ResponseForm | None) -> Tools
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A function that is to be called."""
+    """A function that the reply must call."""
 
     name: str
 
@@ -103,10 +103,10 @@ def _choice(choice: str | Mapping[str, Any] | None) -> str | Named:
 
 
 def functions_of(tools: Sequence[Mapping[str, Any]] | None, *, is_flat: bool = False) -> list[dict[str, Any]]:
-    """Tools as chat templates take them; those of responses, which are flat, too.
+    """Convert tools to the form of chat templates; `is_flat` for tools of the responses API.
 
     Raises:
-        ApiError: 400, one is no function with a name of its own and a schema of an object.
+        ApiError: 400, a tool is not a function with a unique name and an object schema.
     """
     functions = [_function(tool, f"tools[{number}]", is_flat) for number, tool in enumerate(tools or ())]
     try:
@@ -118,7 +118,7 @@ def functions_of(tools: Sequence[Mapping[str, Any]] | None, *, is_flat: bool = F
 
 
 def _function(tool: Mapping[str, Any], where: str, is_flat: bool) -> dict[str, Any]:
-    """A tool as chat templates take it; `strict` is for the server, and not told to the model."""
+    """Convert a tool to the form of chat templates, without `strict`, which is for the server alone."""
     if tool.get("type") != "function":
         message = "must be function: other tools are not run here"
         raise bad_request(f"{where}.type", message, code="unsupported_parameter")

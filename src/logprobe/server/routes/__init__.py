@@ -1,1 +1,1 @@
-"""One handler a route."""
+"""Route handlers."""

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: messages in, OpenAI's chat shapes out."""
+"""`POST /v1/chat/completions`: OpenAI's chat completions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def chat_completions(request: HttpRequest, service: Service) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A checked and admitted request."""
+    """A validated and admitted request."""
 
     body: ChatBody
     generation: Generation
@@ -53,7 +53,7 @@ class ChatRequest:
 
 
 def prepare(body: ChatBody, service: Service) -> ChatRequest:
-    """Check and admit what is asked."""
+    """Validate and admit a chat request."""
     service.choose_weights(body)
     service.log_body("chat", body)
     if body.return_tokens_as_token_ids:
@@ -75,9 +75,16 @@ def admit_reply(
     params_of: Callable[..., SamplingParams],
     id_prefix: str,
 ) -> tuple[Generation, Splitter]:
-    """Check and admit the reply to a conversation, which is laid out as `prompt` and its ids.
+    """Validate and admit the generation of a reply to a conversation.
 
-    `params_of` reads the parameters of the body: `chat_params` or `responses_params`.
+    Args:
+        service: of this HTTP request.
+        body: the request.
+        prompt: the rendered conversation.
+        ids: token ids of `prompt`.
+        tools: of the request.
+        params_of: converts the body to sampling parameters: `chat_params` or `responses_params`.
+        id_prefix: of the reply's id.
     """
     room = service.capabilities.max_model_len + 1 - len(ids)
     calls = None if tools.form is None else tools.call_format(prompt)
@@ -100,7 +107,7 @@ class ChatShape(ChoicesShape[ChatBody]):
         self._has_sent_prompt = False
 
     def whole(self, pieces: Sequence[CompletionPiece]) -> dict[str, Any]:
-        """The reply, one choice a completion."""
+        """Return the reply, with one choice per completion."""
         output = self._generation.outputs[0]
         reply = self._frame([self._choice(piece) for piece in pieces])
         reply["usage"] = usage(self._generation)
@@ -108,12 +115,12 @@ class ChatShape(ChoicesShape[ChatBody]):
         return reply | extensions | reply_extensions(self._body, self._generation.params, output)
 
     def opening(self) -> Iterator[dict[str, Any]]:
-        """The role of each choice."""
+        """Yield a chunk with the role for each choice."""
         for index in range(self._generation.params.n):
             yield self._chunk(index, {"role": "assistant", "content": ""})
 
     def chunks(self, piece: CompletionPiece) -> Iterator[dict[str, Any]]:
-        """One chunk for each segment, with its rows, then the finish reason."""
+        """Yield one chunk per segment, with its rows, then one with the finish reason."""
         extras = choice_extensions(self._body, piece)
         num_calls = self._splitter.num_calls(piece.index)
         groups = [[segment] for segment in self._splitter.take(piece)]
@@ -122,18 +129,18 @@ class ChatShape(ChoicesShape[ChatBody]):
             logprobs = chat_logprobs(self._service, self._generation, piece.completion, channels)
             yield self._chunk(piece.index, _delta(channels, num_calls), logprobs, **extras) | self._prompt()
             num_calls += len(channels.calls)
-            extras = {}  # of the whole piece
+            extras = {}  # they cover the whole piece, so only the first chunk has them
         if piece.finish_reason:
             reason, ending = self._end(piece)
             yield self._chunk(piece.index, {}, finish_reason=reason, **ending) | self._prompt()
 
     @property
     def begun_entries(self) -> int:
-        """What the prompt has begun of each choice costs, as entries."""
+        """Cost per choice of the part of the reply that the prompt contains, in entries."""
         return self._splitter.begun_entries
 
     def num_entries(self, pieces: Sequence[CompletionPiece]) -> int:
-        """Return what pieces cost beside their own rows, as entries: what was held back, ends of choices."""
+        """Return the cost of pieces beyond their own rows, in entries: held-back text, ends of choices."""
         return sum(map(self._splitter.num_entries, pieces)) + num_field_tokens(self._body, pieces)
 
     def _choice(self, piece: CompletionPiece) -> dict[str, Any]:
@@ -149,7 +156,7 @@ class ChatShape(ChoicesShape[ChatBody]):
         }
 
     def _end(self, piece: CompletionPiece) -> tuple[str | None, dict[str, Any]]:
-        """Return the finish reason of a choice, and the fields that come with it."""
+        """Return the finish reason of a choice, and the fields of its last chunk."""
         channels = ReplyChannels.of(self._splitter.all_of(piece.index))
         has_called = bool(channels.calls) and piece.finish_reason == "stop"
         reason = "tool_calls" if has_called else piece.finish_reason
@@ -171,7 +178,7 @@ class ChatShape(ChoicesShape[ChatBody]):
         return self._frame([choice | extras], is_chunk=True)
 
     def _prompt(self) -> dict[str, Any]:
-        """The prompt's fields, with the first chunk that has them."""
+        """Return the prompt's fields for the first chunk, {} for all later ones."""
         if self._has_sent_prompt:
             return {}
         self._has_sent_prompt = True
@@ -181,7 +188,7 @@ class ChatShape(ChoicesShape[ChatBody]):
 
 
 def _message(channels: ReplyChannels) -> dict[str, Any]:
-    """The assistant's message; its content is null where there are calls alone, as OpenAI has it."""
+    """Return the assistant's message; as in OpenAI's API, content is null if there are only tool calls."""
     text = text_of(channels.content)
     content = None if channels.calls and not text else text
     calls = {"tool_calls": [_call(segment) for segment in channels.calls]} if channels.calls else {}
@@ -189,7 +196,7 @@ def _message(channels: ReplyChannels) -> dict[str, Any]:
 
 
 def _delta(channels: ReplyChannels, num_calls: int) -> dict[str, Any]:
-    """What a part adds to a message that has so many calls."""
+    """Return the delta of a chunk; `num_calls` is the number of earlier tool calls."""
     calls = [{"index": number, **_call(segment)} for number, segment in enumerate(channels.calls, num_calls)]
     if calls or channels.reasoning:
         return _reasoning(channels) | ({"tool_calls": calls} if calls else {})
@@ -197,7 +204,7 @@ def _delta(channels: ReplyChannels, num_calls: int) -> dict[str, Any]:
 
 
 def _reasoning(channels: ReplyChannels) -> dict[str, str]:
-    """The reasoning by both names that clients know."""
+    """Return the reasoning under both field names in use (vLLM, DeepSeek)."""
     if not channels.reasoning:
         return {}
     return dict.fromkeys(("reasoning_content", "reasoning"), text_of(channels.reasoning))

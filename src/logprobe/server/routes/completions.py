@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: prompts in, OpenAI's text shapes out, with `echo` for scoring."""
+"""`POST /v1/completions`: OpenAI's text completions, with `echo` for scoring."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def completions(request: HttpRequest, service: Service) -> Response:
 
 
 def prepare(body: CompletionBody, service: Service) -> tuple[CompletionBody, list[Prompt], Generation]:
-    """Read the prompts, and check and admit what is asked of them."""
+    """Read the prompts; validate and admit their requests."""
     service.choose_weights(body)
     service.log_body("completions", body)
     if body.return_tokens_as_token_ids:
@@ -65,9 +65,9 @@ def prepare(body: CompletionBody, service: Service) -> tuple[CompletionBody, lis
 
 
 def _fitting(params: SamplingParams, body: CompletionBody, prompt: Prompt, limit: int) -> SamplingParams:
-    """Score without generating where a prompt is one token longer than the model can extend.
+    """Set `max_tokens=0` for an echoed prompt of `limit` + 1 tokens, which leaves no room to generate.
 
-    Evaluation harnesses send such prompts and read the prompt's numbers alone.
+    Evaluation harnesses send such prompts with `max_tokens=1` and read only the prompt's log-probabilities.
     """
     is_scored = body.echo and body.logprobs is not None and params.max_tokens == 1
     return replace(params, max_tokens=0) if is_scored and len(prompt.token_ids) == limit + 1 else params
@@ -75,14 +75,14 @@ def _fitting(params: SamplingParams, body: CompletionBody, prompt: Prompt, limit
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt as the beginning of its reply."""
+    """An echoed prompt: the beginning of its choices."""
 
     text: str
     logprobs: dict[str, list[Any]] | None
 
 
 class CompletionShape(ChoicesShape[CompletionBody]):
-    """OpenAI's `text_completion`; chunks have the same form as the whole."""
+    """OpenAI's `text_completion`; chunks have the same format as whole replies."""
 
     kinds = ("text_completion", "text_completion")
     begun_entries = 0
@@ -92,26 +92,26 @@ class CompletionShape(ChoicesShape[CompletionBody]):
     ) -> None:
         super().__init__(service, body, generation)
         self._prompts = prompts
-        self._begun: set[int] = set()  # choices whose prompt was sent
-        self._echoes: dict[int, Echo] = {}  # by prompt: all its choices begin with one
+        self._begun: set[int] = set()  # choices whose echo has been sent
+        self._echoes: dict[int, Echo] = {}  # by prompt, shared by its choices
 
     def whole(self, pieces: Sequence[CompletionPiece]) -> dict[str, Any]:
-        """The reply, choices in the order of prompts."""
+        """Return the reply, with choices in the order of the prompts."""
         reply = self._frame([self._begin(piece) for piece in pieces])
         return reply | {"usage": usage(self._generation)}
 
     def opening(self) -> Iterator[dict[str, Any]]:
-        """Nothing: the first text opens."""
+        """Yield nothing: a stream begins with its first text."""
         yield from ()
 
     def chunks(self, piece: CompletionPiece) -> Iterator[dict[str, Any]]:
-        """One chunk, the prompt's echo in the first of a choice."""
+        """Yield one chunk; the first of a choice includes the echo."""
         is_first = piece.index not in self._begun
         self._begun.add(piece.index)
         yield self._frame([self._begin(piece) if is_first else self._choice(piece)])
 
     def num_entries(self, pieces: Sequence[CompletionPiece]) -> int:
-        """Return what ends of choices cost beside their own rows, as entries."""
+        """Return the cost of finished choices beyond their own rows, in entries."""
         return num_field_tokens(self._body, pieces)
 
     def _choice(self, piece: CompletionPiece) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class CompletionShape(ChoicesShape[CompletionBody]):
 
 
 def _add_empty_entry(choice: dict[str, Any]) -> None:
-    """Close the arrays with an entry without numbers: nothing fits behind this prompt."""
+    """Append an empty entry to the arrays, in place of the token that did not fit after the prompt."""
     rows = choice["logprobs"]
     for name in ("token_logprobs", "top_logprobs"):
         rows[name].append(None)

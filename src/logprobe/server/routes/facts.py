@@ -1,4 +1,4 @@
-"""Routes about the server itself: its page, health, models, capabilities, processors, metrics, tokenizer."""
+"""Informational routes: web page, health, models, capabilities, processors, metrics and tokenizer."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def model(request: HttpRequest, service: Service) -> Response:
     if name not in entries:
         service.check_model(name)
         owner = service.models.owner_of(name) or service
-        name = owner.model_name  # what else it is called is told as itself
+        name = owner.model_name  # an alias returns the entry of its model
     return json_reply(entries[name])
 
 
@@ -101,8 +101,8 @@ async def server_info(_: HttpRequest, service: Service) -> Response:
             "max_logprobs": service.settings.max_logprobs,
         },
         "parallel_config": {"world_size": 1, "data_parallel_size": _world_size(service)},
-        "lora_config": None,  # an operator alone loads LoRA weights
-        "weight_transfer_config": None,  # weights come as files
+        "lora_config": None,  # only operators load LoRA weights
+        "weight_transfer_config": None,  # weights are loaded from files
     }
     return json_reply({"vllm_config": config})
 
@@ -117,7 +117,7 @@ def _world_size(service: Service) -> int:
 
 
 def _reply_form(service: Service) -> dict[str, Any] | None:
-    """By which form replies are split, and who lays tools out; None where they are not split."""
+    """Describe the format by which replies are split into channels; None if they are not split."""
     form = service.reply_form()
     if form is None:
         return None
@@ -205,13 +205,13 @@ def _tokenizer_info(service: Service) -> bytes:
 
 
 def _models(service: Service) -> list[dict[str, Any]]:
-    """All that a request may name; made anew, in some microseconds: weights come and go at any time."""
+    """Return entries of all names that a request may use; not cached, because LoRA weights can change."""
     loaded = [_model(one, *served) for one in service.models.loaded for served in one.served()]
     asleep = [
         {"id": name, "object": "model", "created": service.created, "owned_by": "logprobe"}
         for name in service.models.asleep()
     ]
-    states = [(loaded, "loaded"), (asleep, "unloaded")]  # as llama.cpp's server says it
+    states = [(loaded, "loaded"), (asleep, "unloaded")]  # as in llama.cpp's server
     return [entry | {"status": {"value": state}} for entries, state in states for entry in entries]
 
 
@@ -242,7 +242,7 @@ async def page(_: HttpRequest, __: Service) -> Response:
 
 @cache
 def assemble() -> tuple[bytes, str]:
-    """The file, and the policy under which a browser runs its own script and style and no others."""
+    """Return the HTML page, and a Content-Security-Policy that allows only its own script and style."""
     folder = resources.files("logprobe.server") / "page"
     style, script = ((folder / name).read_text("utf-8") for name in ("page.css", "page.js"))
     html = (folder / "page.html").read_text("utf-8")

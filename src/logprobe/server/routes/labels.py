@@ -1,7 +1,7 @@
-"""`POST /v1/classify`, `/v1/judge` and `/v1/rerank`: how likely each of some given answers is.
+"""`POST /v1/classify`, `/v1/judge` and `/v1/rerank`: probabilities of given answers.
 
-What `analysis.labels` lays out and sums up; between the two, one engine request an answer, and what answers
-share is computed once.
+`analysis.labels` plans the requests and summarizes the scores. Each answer is one engine request; common
+prefixes are computed once.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ async def _answered(
 
 @dataclass(frozen=True, slots=True)
 class AnswerRequest:
-    """The engine requests of a plan's pairs, and what a reply says of their scores."""
+    """Engine requests of a plan's pairs, and the function that makes the reply from their scores."""
 
     splits: list[Split]
     admitted: list[Admitted]
     requests: Requests
-    fields: Callable[[Sequence[Score], dict[str, Any]], dict[str, Any]]  # of the scores and the usage
+    fields: Callable[[Sequence[Score], dict[str, Any]], dict[str, Any]]  # (scores, usage) → reply
 
 
 def _reply(service: Service, asked: AnswerRequest, results: Sequence[SplitResult]) -> Response:
@@ -109,7 +109,7 @@ def _admit(
 
 
 def prepare_classify(body: ClassifyBody, service: Service) -> AnswerRequest:
-    """Check and admit each text of a label after each prompt."""
+    """Validate and admit a request for each label text after each prompt."""
     prompts = _open(body, "classify", service)
     has_empty = body.correction == "calibrated"
     count = (len(prompts) + has_empty) * body.num_answers
@@ -134,7 +134,7 @@ def prepare_classify(body: ClassifyBody, service: Service) -> AnswerRequest:
 
 
 def prepare_judge(body: JudgeBody, service: Service) -> AnswerRequest:
-    """Check and admit each grade after each prompt."""
+    """Validate and admit a request for each spelling of a grade after each prompt."""
     prompts = _open(body, "judge", service)
     count = len(prompts) * body.num_answers
     check_count(service.settings, "max_requests", "scale", count, "grades times prompts")
@@ -155,7 +155,7 @@ def prepare_judge(body: JudgeBody, service: Service) -> AnswerRequest:
 
 
 def _open(body: HasPrompts, name: str, service: Service) -> list[Asked]:
-    """Settle on weights, and give the prompts: texts, or the one conversation."""
+    """Select the weights, and return the prompts: texts, or a single conversation."""
     service.choose_weights(body)
     service.log_body(name, body)
     check_one_of(body, "input")
@@ -220,7 +220,7 @@ def _judged(one: Judgement) -> dict[str, Any]:
 
 
 def _read(messages: Conversation, body: HasPrompts, num_times: int, service: Service) -> IntArray:
-    """A conversation as ids, which are joined with each answer."""
+    """Convert a conversation to token ids, checking its size times the number of answers."""
     try:
         text = render_messages(messages, service)
         _check_texts("messages", [text], num_times, service)
@@ -236,7 +236,7 @@ def _read(messages: Conversation, body: HasPrompts, num_times: int, service: Ser
 
 
 def prepare_rerank(body: RerankBody, service: Service) -> AnswerRequest:
-    """Check and admit both answers after each document."""
+    """Validate and admit requests for both answers after each document."""
     service.choose_weights(body)
     service.log_body("rerank", body)
     documents = [one if isinstance(one, str) else one.text for one in body.documents]
@@ -252,7 +252,7 @@ def prepare_rerank(body: RerankBody, service: Service) -> AnswerRequest:
     base, model = service.new_id("rerank"), service.name_of(body)
 
     def reply(scores: list[float], usage: dict[str, Any]) -> dict[str, Any]:
-        del usage["completion_tokens"]  # which Jina's and Cohere's form has not
+        del usage["completion_tokens"]  # not in Jina's and Cohere's format
         results = ranked(scores, None if body.return_documents is False else documents)
         return {"id": base, "model": model, "usage": usage, "results": results[: body.top_n or None]}
 
@@ -260,7 +260,7 @@ def prepare_rerank(body: RerankBody, service: Service) -> AnswerRequest:
 
 
 def ranked(scores: Sequence[float], documents: Sequence[str] | None) -> list[dict[str, Any]]:
-    """Places of documents with their scores, the best first, equal ones in their order; NaN comes last."""
+    """Return document indices with scores, best first; ties keep their order, NaN comes last."""
     order = sorted(range(len(scores)), key=lambda place: (math.isnan(scores[place]), -scores[place]))
     results = [finite_fields({"index": place, "relevance_score": scores[place]}) for place in order]
     if documents is None:
@@ -269,7 +269,7 @@ def ranked(scores: Sequence[float], documents: Sequence[str] | None) -> list[dic
 
 
 def _check_texts(param: str, texts: Sequence[str], num_times: int, service: Service) -> None:
-    """Refuse texts by their bytes, each of which is tokenised so many times."""
+    """Check the size of texts in bytes, multiplied by the number of times that each is tokenized."""
     count = num_times * sum(map(utf8_bytes, texts))
     check_count(
         service.settings, "max_text_bytes", param, count, "bytes of text, each as often as it is read"

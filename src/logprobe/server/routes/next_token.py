@@ -1,6 +1,6 @@
-"""`POST /v1/next_token_logprobs`: whole next-token distributions, in binary.
+"""`POST /v1/next_token_logprobs`: full next-token distributions, in binary.
 
-One engine request a prompt; those of all clients share its steps.
+Each prompt is one engine request; requests of all clients are batched.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ TYPE = "application/vnd.safetensors"
 async def next_token_logprobs(request: HttpRequest, service: Service) -> Response:
     """Answer with a safetensors body: `logprobs` (prompts, vocabulary), nats, one row a prompt in order.
 
-    Each row is written as soon as it and those before it are there; a failure after the first breaks off.
+    Rows are streamed in order as they are computed; an error after the first row breaks the reply off.
     """
     body, admitted = await read(request, service, NextTokenBody, prepare)
     outputs = service.results(admitted)
     first = await while_connected(request.receive, anext(outputs), service.check_engine)
     dtype = np.dtype(body.dtype)
     metadata = {"stage": "raw", "unit": "nats", "model": service.name_of(body)}
-    if first.info is not None:  # all rows of a call are of the same weights
+    if first.info is not None:  # the same for all rows of a call
         told = (
             *("weights", "arithmetic", "logits_dtype", "weight_version", "lora_version"),
             "logprobe_version",
@@ -63,32 +63,32 @@ async def _table(
         del first
         async for output in others:
             yield _row_bytes(output, dtype)
-            await asyncio.sleep(0)  # rows that are there do not keep other clients' streams waiting
+            await asyncio.sleep(0)  # let other clients' streams run between rows that are ready
 
 
 def _row_bytes(output: RequestOutput, dtype: np.dtype[Any]) -> bytes:
     row = output.outputs[0].row
     assert row is not None, "it was asked for"
     if dtype == np.float16:
-        # What float16 cannot hold becomes its least number; only real -inf stays that.
+        # Clamp to float16's minimum, so that only true -inf becomes -inf.
         row = np.where(np.isneginf(row), row, np.maximum(row, np.finfo(np.float16).min))
     return row.astype(dtype, copy=False).tobytes()
 
 
 def table_head(shape: tuple[int, int], dtype: np.dtype[Any], metadata: Mapping[str, str]) -> bytes:
-    """What stands before the rows in a safetensors body: the size of its header, and its header.
+    """Return the beginning of a safetensors body, before its rows: header size and header.
 
-    `metadata` is the header's own.
+    `metadata` becomes the header's `__metadata__`.
     """
     num_bytes = shape[0] * shape[1] * dtype.itemsize
     entry = {"dtype": f"F{8 * dtype.itemsize}", "shape": shape, "data_offsets": (0, num_bytes)}
     header = msgspec.json.encode({"__metadata__": metadata, "logprobs": entry})
-    header += b" " * (-len(header) % 8)  # the rows are aligned
+    header += b" " * (-len(header) % 8)  # align the rows
     return len(header).to_bytes(8, "little") + header
 
 
 def prepare(body: NextTokenBody, service: Service) -> tuple[NextTokenBody, list[Admitted]]:
-    """Check and admit a request for each prompt."""
+    """Validate and admit a request for each prompt."""
     service.choose_weights(body)
     service.log_body("next_token_logprobs", body)
     check_texts([prompt for prompt in body.prompts if isinstance(prompt, str)], "prompts", service)

@@ -1,4 +1,4 @@
-"""Routes of an operator: load and drop LoRA weights, replace the model's own, empty the prefix cache."""
+"""Operator routes: load and unload LoRA weights, replace the model's weights, clear the prefix cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: items in, items out; `GET` and `DELETE` of those that are stored."""
+"""`POST /v1/responses`: OpenAI's responses API; `GET` and `DELETE` for stored responses."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def create_response(request: HttpRequest, service: Service) -> Response:
 
 
 def prepare(body: ResponsesBody, service: Service, owner: bytes) -> ResponsesRequest:
-    """Check and admit what an owner asks."""
+    """Validate and admit a request; `owner` is a digest of its API key."""
     service.choose_weights(body)
     service.log_body("responses", body)
     has_tools = body.tools is not None or body.tool_choice is not None
@@ -58,10 +58,10 @@ def prepare(body: ResponsesBody, service: Service, owner: bytes) -> ResponsesReq
 def read_conversation(
     body: ResponsesBody, service: Service, owner: bytes, tools: Tools
 ) -> tuple[Messages, str]:
-    """The conversation so far, with what was stored before, and as text ready for the answer.
+    """Return the conversation, including the stored one before it, as messages and as a rendered prompt.
 
     Raises:
-        ApiError: what cannot be laid out, by the field of this body that said it.
+        ApiError: 404, the previous response is not stored; 400, the conversation cannot be rendered.
     """
     before: Messages = []
     if body.previous_response_id is not None:
@@ -79,7 +79,7 @@ def read_conversation(
 
 
 def _by_item(error: ApiError, items: InputItems, num_system: int, num_before: int) -> ApiError:
-    """An error of a message as one of the field that it came from."""
+    """Map an error about a message to the body field that the message comes from."""
     is_message = _MESSAGE.fullmatch(error.param or "")
     if is_message is None:
         return error
@@ -105,7 +105,7 @@ async def list_input_items(request: HttpRequest, service: Service) -> Response:
     stored, query = _find_stored(request, service), dict(request.query_params)
 
     def written() -> bytes:
-        before = stored.messages()[:-1]  # the last is the answer itself
+        before = stored.messages()[:-1]  # the last message is the answer
         return msgspec.json.encode(list_items(request.path_params["response_id"], before, query))
 
     return Response(
@@ -114,10 +114,10 @@ async def list_input_items(request: HttpRequest, service: Service) -> Response:
 
 
 def list_items(response_id: str, messages: Messages, query: Mapping[str, str]) -> dict[str, Any]:
-    """A page of the messages that a response answered, as OpenAI lists them.
+    """Return a page of a response's input items, in OpenAI's list format.
 
     Raises:
-        ApiError: a parameter that is unknown or out of range.
+        ApiError: 400, a query parameter is unknown or invalid.
     """
     if unknown := query.keys() - {"limit", "order", "after"}:
         raise bad_request(min(unknown), "is no parameter of this route", code="unknown_parameter")

@@ -1,6 +1,6 @@
-"""`POST /v1/score`: what the model gives to continuations of a context or a conversation.
+"""`POST /v1/score`: log-probabilities of continuations of a context or a conversation.
 
-One engine request a continuation; their common context is computed once.
+Each continuation is one engine request; their common context is computed once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 ARROW_TYPE = "application/vnd.apache.arrow.stream"
 LAYOUT_FIELDS: Final = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
-SCORE_ENTRIES: Final = 32  # of a reply, that the measures of a continuation take as long as
+SCORE_ENTRIES: Final = 32  # cost of a continuation's scores, in entries of a reply
 
 
 async def score(request: HttpRequest, service: Service) -> Response:
@@ -93,24 +93,24 @@ def _wants_arrow(request: HttpRequest) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """A score's requests: of each continuation with its context, then, where that is wanted, by itself."""
+    """Engine requests: each continuation with its context, then each alone if `unconditional` is set."""
 
     reply_id: str
-    model: str  # as replies name it
+    model: str  # name in the reply
     pairs: list[Split]
-    splits: list[Split]  # the pairs, then the continuations by themselves
+    splits: list[Split]  # the pairs, then the continuations alone
     admitted: list[Admitted]  # of the splits
     requests: Requests
     sampling: SamplingParams | None
 
 
 def prepare(body: ScoreBody, service: Service) -> ScoreRequest:
-    """Check and admit what is asked."""
+    """Validate and admit the requests of a score."""
     service.choose_weights(body)
     service.log_body("score", body)
     contexts = [body.context] if isinstance(body.context, str) else []
     continuations = [text for text in body.continuations if isinstance(text, str)]
-    # A context is tokenised with each continuation.
+    # The context is tokenized with each continuation.
     check_texts(contexts * max(len(continuations), 1) + continuations, "continuations", service)
     laid_out, before = _read_context(body, len(continuations), service)
     pairs = [
@@ -133,7 +133,7 @@ def prepare(body: ScoreBody, service: Service) -> ScoreRequest:
 def _with_named_ids(
     body: ScoreBody, params: SamplingParams, pairs: Sequence[Split], service: Service
 ) -> list[SamplingParams]:
-    """What is asked of each continuation."""
+    """Return the sampling parameters of each continuation, with its named token ids."""
     if body.token_ids is None:
         return [params] * len(pairs)
     if len(body.token_ids) != len(pairs):
@@ -146,7 +146,7 @@ def _with_named_ids(
 
 
 def _read_context(body: ScoreBody, num_times: int, service: Service) -> tuple[str | None, str | IntArray]:
-    """A conversation as text and as ids; or None and a context, which is either."""
+    """Return a rendered conversation and its ids, or None and the context as text or ids."""
     check_one_of(body, "context")
     for name in LAYOUT_FIELDS if body.messages is None else ():
         if getattr(body, name) is not None:
@@ -155,10 +155,10 @@ def _read_context(body: ScoreBody, num_times: int, service: Service) -> tuple[st
         return None, body.context
     if body.messages is not None:
         text = render_messages(body.messages, service, layout_of(body, service, functions_of(body.tools)))
-        check_texts([text] * num_times, "messages", service)  # it is tokenised with each continuation
+        check_texts([text] * num_times, "messages", service)  # tokenized with each continuation
         return text, service.text.encode(text, add_special_tokens=False)
     ids, limit = as_ids(body.context or [], "context"), service.capabilities.max_model_len
-    if len(ids) > limit:  # they are joined with each continuation
+    if len(ids) > limit:  # checked early, because the ids are copied for each continuation
         message = f"has {len(ids)} tokens; at most {limit} fit into the model with a continuation"
         raise bad_request("context", message, code="context_length_exceeded")
     return None, ids if len(ids) else service.text.prefix()
@@ -188,7 +188,7 @@ def _split(
 
 
 def fields_of(score: Score, table: TokenTable) -> dict[str, Any]:
-    """What a reply says of a continuation; -inf where a token is impossible, which JSON writes as -9999."""
+    """Return the reply's fields of a continuation; -inf for an impossible token (-9999 in JSON)."""
     fields: dict[str, Any] = {
         "logprob": score.logprob,
         "logprob_per_token": score.logprob_per_token,
@@ -221,7 +221,7 @@ def _as_arrow(rows: list[dict[str, Any]], info: LogprobsInfo) -> bytes:
 
     from logprobe.records.forms.arrow import INFO_KEY
 
-    names = dict.fromkeys(name for row in rows for name in row)  # not each has ids that it named
+    names = dict.fromkeys(name for row in rows for name in row)  # not every row has named ids
     columns = {name: [row.get(name) for row in rows] for name in names}
     table = pa.table(columns, metadata={INFO_KEY: info.to_json()})
     sink = pa.BufferOutputStream()

@@ -1,6 +1,6 @@
-"""`POST /v1/uncertainty`: answers that are drawn, and how far they agree.
+"""`POST /v1/uncertainty`: sample answers and measure their agreement.
 
-What `analysis.uncertainty` plans and sums up; between the two, one engine request an answer.
+`analysis.uncertainty` plans the requests and summarizes the answers; each answer is one engine request.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ async def uncertainty(request: HttpRequest, service: Service) -> Response:
 
 
 def prepare(body: UncertaintyBody, service: Service) -> DrawRequest:
-    """Check and admit what each answer asks for."""
+    """Validate and admit a request for each answer."""
     service.choose_weights(body)
     service.log_body("uncertainty", body)
     try:
@@ -94,7 +94,7 @@ def _prompt(body: UncertaintyBody, service: Service) -> IntArray:
 def _reply(service: Service, asked: DrawRequest, outputs: Sequence[RequestOutput]) -> Response:
     found = asked.plan.sum_up(asked.plan.answers(outputs, service.text)).to_dict()
     for answer in found["answers"]:
-        del answer["self_certainty"]  # which takes whole rows
+        del answer["self_certainty"]  # needs full rows
     num_drawn = sum(len(output.outputs[0].token_ids) for output in outputs)
     reply = {
         "id": asked.reply_id,
