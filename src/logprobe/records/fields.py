@@ -31,8 +31,8 @@ class Field:
     """One value of a JSON text and the log-probability (nats) that the model gave it.
 
     A token may cover bytes of the value and of the surrounding text, such as `"pos`. `logprob` includes such
-    tokens and `upper` excludes them, so the value's own conditional log-probability lies between the two. They
-    are equal if there are no such tokens, or if the exact mass at the value's boundaries is known.
+    tokens and `upper` excludes them, so the value's own conditional log-probability lies between the two.
+    They are equal if there are no such tokens, or if the exact mass at the value's boundaries is known.
     """
 
     pointer: str  # JSON Pointer (RFC 6901); the empty string is the whole text
