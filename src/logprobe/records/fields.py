@@ -128,8 +128,8 @@ class Spelt:
 
         Args:
             record: of these tokens.
-            masses: for each of `splits`, the log of the total probability (nats) of all tokens that start with
-                the bytes before the split; None: each value's log-probability has two bounds.
+            masses: for each of `splits`, the log of the total probability (nats) of all tokens that start
+                with the bytes before the split; None: each value's log-probability has two bounds.
         """
         logprobs = record.chosen_entries().logprobs.astype(np.float64)
         if masses is None:
