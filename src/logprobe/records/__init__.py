@@ -1,4 +1,4 @@
-"""What travels: per-step arrays, per-request containers, their byte layout and their Arrow form."""
+"""Log-probability records: per-step arrays, per-request containers, and their byte, Arrow and JSON forms."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         write_parquet,
     )
 
-# Names whose modules load when first used (pyarrow, other projects' classes) -> the module.
+# Names imported on first use (pyarrow, classes of other projects) -> their module.
 _HOMES = {
     "LogprobsLists": "logprobe.compat.logprobs_processor",
     "LogprobsTensors": "logprobe.compat.logprobs_processor",

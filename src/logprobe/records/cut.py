@@ -1,7 +1,4 @@
-"""Whole rows cut to the best tokens that hold a mass.
-
-Before it: rows (n, V). After it: `FlatLogprobs`.
-"""
+"""Truncate full-vocabulary rows to the top tokens that cover a given probability mass."""
 
 from __future__ import annotations
 
@@ -21,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def cut_to_mass(logprobs: npt.ArrayLike, chosen_ids: npt.ArrayLike, mass: float) -> FlatLogprobs:
-    """Whole rows (n, V) nats, cut to the smallest set of best tokens that holds `mass`, plus the chosen (n,).
+    """Truncate rows (n, V), nats, to the fewest top tokens that hold `mass`, plus the chosen ids (n,).
 
-    Ties come by ascending token id; `other_logprob` of the result is what was cut away.
+    Ties are ordered by ascending token id; `other_logprob` of the result is the log of the mass removed.
 
     Raises:
-        ParameterError: a mass outside (0, 1], shapes that do not agree, NaN or +inf.
+        ParameterError: `mass` outside (0, 1], shapes that do not match, NaN or +inf.
     """
     rows, chosen = np.asarray(logprobs), np.asarray(chosen_ids)
     if not 0 < mass <= 1:

@@ -1,4 +1,4 @@
-"""Log-probabilities of each value of a JSON text that a model wrote."""
+"""Log-probability of each value in a JSON text that a model generated."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float64]
 
-MAX_DEPTH: Final = 100  # of values in a text
-MAX_POINTER_CHARS: Final = 1 << 20  # of all fields: a long name may stand in each of them
+MAX_DEPTH: Final = 100  # nesting depth of a text's values
+MAX_POINTER_CHARS: Final = 1 << 20  # of all pointers together; each repeats its parents
 _SPACE: Final = " \t\n\r"
 _read_value: Final = json.JSONDecoder().raw_decode
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One value of a JSON text, and how sure of it the model was; nats.
+    """One value of a JSON text and the log-probability (nats) that the model gave it.
 
-    A token may hold bytes of a value and of the text around it, such as `"pos`. `logprob` counts it whole and
-    `upper` leaves it out: the value's own log-probability, after what stands before it, lies between the two;
-    they are equal where there is no such token.
+    A token may cover bytes of the value and of the surrounding text, such as `"pos`. `logprob` includes such
+    tokens and `upper` excludes them, so the value's own conditional log-probability lies between the two.
+    They are equal if there are no such tokens, or if the exact mass at the value's boundaries is known.
     """
 
-    pointer: str  # RFC 6901: where it stands; the empty text is the whole
+    pointer: str  # JSON Pointer (RFC 6901); the empty string is the whole text
     value: Any
-    logprob: float  # sum over its tokens; of an object or array the sum of its values'
+    logprob: float  # nats, sum over its tokens; for an object or array, over its leaf values
     upper: float
-    tokens: range  # the positions of its tokens; between an object's first and last value stand others, too
-    least_sure: int | None  # the position of the least likely of them; None: it has none
+    tokens: range  # positions of its tokens; for an object or array they include keys and punctuation
+    least_sure: int | None  # position of its least likely token; None if it has no tokens
 
     @property
     def probability(self) -> float:
-        """Of the value as it was written, token by token."""
+        """Probability of the value as spelled: exp(`logprob`)."""
         return float(np.exp(self.logprob))
 
 
 def fields_of(record: FlatLogprobs, text: str) -> list[Field]:
-    """The values of a JSON text in their order, an object or array before its parts.
+    """Return the values of a JSON text in document order; an object or array precedes its members.
 
     Args:
-        record: of the tokens whose bytes begin with the text's.
-        text: one JSON value, with white space around it or not.
+        record: of the tokens whose bytes start with `text`.
+        text: one JSON value, optionally surrounded by white space.
 
     Raises:
-        ParameterError: the text is no JSON, is not what the record's tokens say, or has pointers that come to
-            more than `MAX_POINTER_CHARS`.
+        ParameterError: the record has no token table; the text is not valid JSON, is not a prefix of the
+            record's bytes, or its pointers exceed `MAX_POINTER_CHARS` characters in total.
     """
     table = record.table
     require(table is not None, "record", "has no token table, which tells the bytes of its tokens")
@@ -67,14 +67,14 @@ def fields_of(record: FlatLogprobs, text: str) -> list[Field]:
 
 
 class Split(NamedTuple):
-    """A place within a token where a value begins or ends."""
+    """A position within a token where a value begins or ends."""
 
-    token: int  # its position
-    num_bytes: int  # of it, before the place
+    token: int  # index of the token
+    num_bytes: int  # bytes of the token before the split
 
 
 class Node(NamedTuple):
-    """A value of a text: which leaves are its own, [first, stop), and where it stands, [begin, end)."""
+    """A value of a text: its leaves [first, stop), and its character or byte range [begin, end)."""
 
     pointer: str
     value: Any
@@ -85,14 +85,14 @@ class Node(NamedTuple):
 
 
 class Spelt:
-    """A JSON text by the tokens that spell it, which are consecutive and in their order.
+    """Alignment of a JSON text with the consecutive tokens that spell it.
 
     Args:
-        pieces: the bytes of each token (T,), which begin with the text's.
-        text: one JSON value, with white space around it or not.
+        pieces: the bytes of each token (T,); joined, they start with the bytes of `text`.
+        text: one JSON value, optionally surrounded by white space.
 
     Raises:
-        ParameterError: as `fields_of`.
+        ParameterError: as in `fields_of`.
     """
 
     def __init__(self, pieces: list[bytes], text: str) -> None:
@@ -104,7 +104,7 @@ class Spelt:
         self._ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
         self._begins = self._ends - np.array([len(piece) for piece in pieces], dtype=np.int64)
         places = np.array(leaves, dtype=np.int64).reshape(-1, 2)
-        # Tokens that hold a byte of the leaf, and of these those that hold no other.
+        # Tokens that overlap the leaf, and among these the ones that lie entirely within it.
         self._starts = np.searchsorted(self._ends, places[:, 0], side="right")
         self._stops = np.maximum(np.searchsorted(self._begins, places[:, 1], side="left"), self._starts)
         own_starts = np.searchsorted(self._begins, places[:, 0], side="left")
@@ -114,22 +114,22 @@ class Spelt:
         self._places = places
 
     def token_at(self, place: int) -> tuple[int, int]:
-        """The token that holds a byte of the text, and where that token begins."""
+        """Return the index of the token that contains a byte, and that token's first byte."""
         token = int(np.searchsorted(self._ends, place, side="right"))
         return token, int(self._begins[token])
 
     def splits(self) -> set[Split]:
-        """All places within tokens where a value begins or ends."""
+        """Return all positions strictly within tokens where a value begins or ends."""
         splits = {self._split(leaf, is_end=is_end) for leaf in range(len(self._places)) for is_end in (0, 1)}
         return {split for split in splits if split.num_bytes}
 
     def fields(self, record: FlatLogprobs, masses: Mapping[Split, float] | None = None) -> list[Field]:
-        """The values in their order, by the record of the tokens.
+        """Return the values in document order, with log-probabilities from `record`.
 
         Args:
             record: of these tokens.
-            masses: of each of `splits`, the log of the mass of all tokens that begin as its token does up to
-                there; None: a value's log-probability then has two bounds.
+            masses: for each of `splits`, the log of the total probability (nats) of all tokens that start
+                with the bytes before the split; None: each value's log-probability has two bounds.
         """
         logprobs = record.chosen_entries().logprobs.astype(np.float64)
         if masses is None:
@@ -140,8 +140,8 @@ class Spelt:
         return [self._field(node, logprobs, *sums) for node in self.nodes]
 
     def _bounds(self, logprobs: Floats) -> tuple[Floats, Floats, Floats]:
-        """Of each leaf: its tokens, those that no leaf before it has, and those that hold no other bytes."""
-        # A token of several leaves counts with the first of them in what holds them all.
+        """Sum per leaf: over its tokens, those not in an earlier leaf, and those entirely within it."""
+        # In the sum of an object or array, a token shared by several leaves counts once, with the first.
         news = np.maximum(self._starts, np.concatenate([[0], self._stops])[:-1])
         return (
             _sums(logprobs, self._starts, self._stops),
@@ -150,7 +150,7 @@ class Spelt:
         )
 
     def _exact(self, logprobs: Floats, masses: Mapping[Split, float]) -> Floats:
-        """Of each leaf: all up to its end, without all up to its beginning."""
+        """Per-leaf log-probability: that of the text up to its end minus that of the text up to its start."""
         before = np.concatenate([[0.0], np.cumsum(logprobs)])
         reached = np.zeros(self._places.shape)
         for leaf, is_end in np.ndindex(reached.shape):
@@ -159,7 +159,7 @@ class Spelt:
         return np.minimum(reached[:, 1] - reached[:, 0], 0.0)
 
     def _split(self, leaf: int, *, is_end: int) -> Split:
-        """Where a leaf begins or ends; within no token where it has no bytes of its token before it."""
+        """Return the split at a leaf's start or end; `num_bytes` is 0 at a token boundary."""
         place = self._places[leaf, is_end]
         token = int(self._stops[leaf]) - 1 if is_end else int(self._starts[leaf])
         if is_end and self._ends[token] <= place:
@@ -189,16 +189,16 @@ Leaves = list[tuple[int, int]]
 
 
 def _read(text: str) -> tuple[list[Node], Leaves]:
-    """Each value, and the leaves' bytes.
+    """Return the nodes of a JSON text and the byte range of each leaf.
 
-    A string's are those between its quotes; of an empty one the closing quote, which says that it is empty.
+    A string's range excludes its quotes; an empty string's range is its closing quote.
     """
     reader = _Reader(text)
     try:
         end = reader.read(reader.after_space(0), "")
     except ParameterError:
         raise
-    except (ValueError, RecursionError) as error:  # of an integer of thousands of digits, too
+    except (ValueError, RecursionError) as error:  # ValueError also for integers of thousands of digits
         remedy = "ask for JSON by response_format, and for tokens enough to end it"
         raise ParameterError("text", f"is no JSON that can be read ({error}); {remedy}") from error
     rest = text[end:].strip(_SPACE)
@@ -209,16 +209,16 @@ def _read(text: str) -> tuple[list[Node], Leaves]:
 
 
 class _Reader:
-    """Finds where the values of a text stand."""
+    """Recursive reader that records the position of every value of a JSON text."""
 
     def __init__(self, text: str) -> None:
         self.nodes: list[Node] = []
-        self.leaves: Leaves = []  # by letters
+        self.leaves: Leaves = []  # ranges in characters
         self._text = text
-        self._num_chars = 0  # of all pointers
+        self._num_chars = 0  # of all pointers so far
 
     def read(self, place: int, pointer: str, depth: int = 0) -> int:
-        """Take in the value at a place, then its parts; where it ends."""
+        """Read the value at `place` and its members; return where it ends."""
         require(depth <= MAX_DEPTH, "text", f"is nested deeper than {MAX_DEPTH}")
         self._num_chars += len(pointer)
         is_short = self._num_chars <= MAX_POINTER_CHARS
@@ -249,7 +249,7 @@ class _Reader:
             index += 1
 
     def after_space(self, place: int) -> int:
-        """The next place that is no white space."""
+        """Return the first index from `place` on that is not white space."""
         while place < len(self._text) and self._text[place] in _SPACE:
             place += 1
         return place

@@ -1,7 +1,4 @@
-"""Records of different lengths → tensors of one shape with a mask, as losses over batches take them.
-
-Before it: the records of completions or scores. After it: a trainer.
-"""
+"""Pad records of different lengths into (B, T) tensors with a mask, for batched losses."""
 
 from __future__ import annotations
 
@@ -27,25 +24,25 @@ Padding: TypeAlias = Literal["right", "left"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedLogprobs:
-    """The chosen tokens of B records in T columns; where `mask` is False the numbers are 0."""
+    """Chosen tokens of B records, padded to T columns; where `mask` is False the numbers are 0."""
 
-    token_ids: torch.Tensor  # (B, T) int64, the padding's id where masked
+    token_ids: torch.Tensor  # (B, T) int64, `pad_token_id` where `mask` is False
     logprobs: torch.Tensor  # (B, T) float32, nats
-    mask: torch.Tensor  # (B, T) bool
-    extras: dict[str, torch.Tensor] = field(default_factory=dict)  # (B, T) each, the columns that all have
+    mask: torch.Tensor  # (B, T) bool, True at real tokens
+    extras: dict[str, torch.Tensor] = field(default_factory=dict)  # (B, T) each, those all records have
 
     @property
     def entropy(self) -> torch.Tensor | None:
-        """(B, T) float32, nats; None where a record has none."""
+        """(B, T) float32, nats; None if any record lacks it."""
         return self.extras.get("entropy")
 
     @property
     def log_kept_mass(self) -> torch.Tensor | None:
-        """(B, T) float32, nats; None where a record has none."""
+        """(B, T) float32, nats; None if any record lacks it."""
         return self.extras.get("log_kept_mass")
 
     def to(self, device: torch.device | str) -> PaddedLogprobs:
-        """The same on another device."""
+        """Copy all tensors to a device."""
         return PaddedLogprobs(
             token_ids=self.token_ids.to(device),
             logprobs=self.logprobs.to(device),
@@ -61,16 +58,16 @@ def to_padded(
     side: Padding = "right",
     pad_token_id: int = 0,
 ) -> PaddedLogprobs:
-    """The chosen tokens of records, with their numbers, as tensors of one shape.
+    """Pad the chosen tokens of records, with their numbers, into tensors of one shape.
 
     Args:
-        records: those of completions or scores; a position without numbers (a prompt's first) is refused.
-        length: columns; None: as many as the longest record has positions.
-        side: where the padding stands.
-        pad_token_id: the id that stands there.
+        records: records of completions or scores; every position must have entries (not a prompt's first).
+        length: number of columns T; None: the length of the longest record.
+        side: side on which padding is added.
+        pad_token_id: token id of the padding.
 
     Raises:
-        ParameterError: a record longer than `length`, a position without numbers, an unknown side.
+        ParameterError: a record longer than `length`, a position without entries, an unknown side.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Records as Arrow batches and as Parquet files, which DuckDB and polars open as they are."""
+"""Records as Arrow batches and Parquet files, which DuckDB and polars can read directly."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ def to_arrow(
     byte_offsets: npt.ArrayLike | None = None,
     token_ids: npt.ArrayLike | None = None,
 ) -> pa.RecordBatch:
-    """One record as a batch of T rows.
+    """Convert a record to a batch of T rows.
 
     Args:
         record: the record.
-        request_id: stands in each row.
+        request_id: value of the `request_id` column in every row.
         byte_offsets: (T + 1,) bounds of each position's bytes in the reply.
-        token_ids: (T,) the tokens themselves, for positions that nothing predicts, such as a prompt's first.
+        token_ids: (T,) token ids, also for positions without a prediction, such as a prompt's first.
 
     Raises:
-        ParameterError: byte_offsets or token_ids of another length, or ids that are not the record's.
+        ParameterError: `byte_offsets` or `token_ids` of the wrong length, or ids unlike the record's.
     """
     return batch_of(record.parts(), request_id, byte_offsets=byte_offsets, token_ids=token_ids)
 
 
 def from_arrow(batch: pa.RecordBatch | pa.Table) -> FlatLogprobs:
-    """Read the rows of one request back into a record.
+    """Convert the rows of one request to a record.
 
     Raises:
-        InputError: a column is missing, or the rows belong to several requests.
+        InputError: a column is missing or malformed, or the rows belong to several requests.
     """
     return FlatLogprobs.of(parts_of(batch))
 
 
 def write_parquet(path: str | Path, records: Mapping[str, FlatLogprobs]) -> None:
-    """Write records by request id into one zstd-compressed Parquet file under the first one's info."""
+    """Write records by request id to a zstd-compressed Parquet file, with the first record's `info`."""
     info = next((record.info for record in records.values()), None)
     with ParquetWriter(path, info) as writer:
         for request_id, record in records.items():
@@ -64,10 +64,10 @@ def write_parquet(path: str | Path, records: Mapping[str, FlatLogprobs]) -> None
 
 
 def read_parquet(path: str | Path) -> dict[str, FlatLogprobs]:
-    """All records of a file, by request id.
+    """Read all records of a file, by request id.
 
     Raises:
-        InputError: no such columns, or one request's rows in two places.
+        InputError: not a Parquet file of records, or the rows of one request are not contiguous.
     """
     records: dict[str, FlatLogprobs] = {}
     for request_id, record in iter_parquet(path):
@@ -78,10 +78,10 @@ def read_parquet(path: str | Path) -> dict[str, FlatLogprobs]:
 
 
 def iter_parquet(path: str | Path) -> Iterator[tuple[str, FlatLogprobs]]:
-    """Records of a file one by one, in the memory of a row group and one record.
+    """Yield the records of a file one by one, holding at most one row group and one record in memory.
 
     Raises:
-        InputError: not such a file, or not such columns.
+        InputError: not a Parquet file, or not the columns of records.
     """
     waiting: list[pa.RecordBatch] = []
     with as_input_error(path), pq.ParquetFile(path) as file:
@@ -98,7 +98,7 @@ def iter_parquet(path: str | Path) -> Iterator[tuple[str, FlatLogprobs]]:
 
 
 class ParquetWriter:
-    """Writes record after record into one zstd-compressed Parquet file, in the memory of one row group."""
+    """Writes records to a zstd-compressed Parquet file, buffering at most about one row group."""
 
     def __init__(self, path: str | Path, info: LogprobsInfo | None = None) -> None:
         self._schema = schema(info)
@@ -114,12 +114,12 @@ class ParquetWriter:
         byte_offsets: npt.ArrayLike | None = None,
         token_ids: npt.ArrayLike | None = None,
     ) -> None:
-        """Add one request's record; a record of no positions leaves no row.
+        """Add one request's record; an empty record adds no rows.
 
-        `byte_offsets` and `token_ids` as `to_arrow` has them: with a prompt's ids the file holds all of it.
+        `byte_offsets` and `token_ids` are as in `to_arrow`; pass a prompt's ids to store its first token too.
 
         Raises:
-            ParameterError: byte_offsets or token_ids of another length, or ids that are not the record's.
+            ParameterError: `byte_offsets` or `token_ids` of the wrong length, or ids unlike the record's.
         """
         batch = to_arrow(record, request_id, byte_offsets=byte_offsets, token_ids=token_ids)
         self._waiting.append(batch.replace_schema_metadata(self._schema.metadata))
@@ -128,7 +128,7 @@ class ParquetWriter:
             self._flush()
 
     def close(self) -> None:
-        """Write what waits, and the file's footer."""
+        """Write buffered rows and the file's footer."""
         self._flush()
         self._file.close()
 
@@ -147,7 +147,7 @@ class ParquetWriter:
 
 
 def _split(batch: pa.RecordBatch) -> Iterable[tuple[str, pa.RecordBatch]]:
-    """Runs of rows that belong to one request."""
+    """Split a batch into runs of rows of one request."""
     start = 0
     for request_id, run in groupby(batch.column("request_id").to_pylist()):
         length = sum(1 for _ in run)

@@ -1,7 +1,4 @@
-"""Rows of numbers: `DeviceRows` where they are computed, `HostRows` from there to the record.
-
-Before them: the extraction kernels and the sampler. After them: messages, and the records of requests.
-"""
+"""Per-step rows of log-probabilities: `DeviceRows` on the compute device, `HostRows` on the host."""
 
 from __future__ import annotations
 
@@ -19,27 +16,27 @@ if TYPE_CHECKING:
     from logprobe.records.store.columns import Array
 
 Send: TypeAlias = "Callable[[Tensor], Callable[[], Tensor]]"
-"""Begins to copy a tensor to the host; what it returns waits for the copy and gives it."""
+"""Start copying a tensor to the host; the returned function waits for the copy and returns it."""
 EXTRAS: Final[dict[str, np.dtype[Any]]] = {
-    "entropy": np.dtype(np.float32),  # nats, of the position's whole distribution
-    "log_kept_mass": np.dtype(np.float32),  # nats, of what masks and truncation kept of a processed row
-    "varentropy": np.dtype(np.float32),  # nats squared, variance of the surprisal under the distribution
-    "margin": np.dtype(np.float32),  # nats between the two likeliest; inf where no second one is possible
+    "entropy": np.dtype(np.float32),  # nats, of the position's full distribution
+    "log_kept_mass": np.dtype(np.float32),  # nats, log of the mass that masks and truncation kept of a row
+    "varentropy": np.dtype(np.float32),  # nats², variance of the surprisal under the distribution
+    "margin": np.dtype(np.float32),  # nats, difference of the two best logprobs; inf if only one is finite
 }
-"""The further columns of one number a position.
+"""Optional per-position columns, one number each, and their dtypes.
 
-What is named here crosses every wall and stands in records, bytes, Arrow, tables and JSON as soon as a kernel
-or the sampler fills it. Each that a kernel gives has a flag of its name in `SamplingParams`.
-NaN says that none was given; every other number may stand, the infinite ones too (JSON has -9999 and 9999).
-The order is that of the columns in files: new ones come last, and none is ever moved.
+A name added here is carried through IPC, records, bytes, Arrow, tables and JSON as soon as a kernel or the
+sampler fills it. Each column computed by a kernel has a flag of the same name in `SamplingParams`.
+NaN means not given; any other value is allowed, including infinities (written to JSON as -9999 and 9999).
+The order is the column order in files: append new names, never reorder.
 """
 KERNEL_EXTRAS: Final = tuple(name for name in EXTRAS if name != "log_kept_mass")
-"""Those that a kernel gives to who asks; the sampler knows the other one, with every processed row."""
+"""Columns that a kernel computes on request; `log_kept_mass` comes from the sampler with processed rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenLogprobs:
-    """Log-probabilities of token ids that the caller named, any number a row."""
+    """Log-probabilities of caller-specified token ids, any number per row."""
 
     offsets: Tensor  # (B + 1,) int64: row b owns entries [offsets[b], offsets[b + 1])
     token_ids: Tensor  # (N,) int32
@@ -47,7 +44,7 @@ class GivenLogprobs:
     ranks: Tensor  # (N,) int32: 1 + number of strictly greater logits
 
     def rows(self, start: int, stop: int) -> GivenLogprobs:
-        """Rows [start, stop); the offsets stay absolute, into the same entries."""
+        """Return rows [start, stop); the offsets stay absolute, into the same entries."""
         return GivenLogprobs(
             offsets=self.offsets[start : stop + 1],
             token_ids=self.token_ids,
@@ -58,27 +55,27 @@ class GivenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRows:
-    """Rows of logits, each reduced to the numbers asked for; column 0 is the chosen token."""
+    """Rows of logits, each reduced to the requested numbers; column 0 is the chosen token."""
 
     token_ids: Tensor  # (B, k + 1) int32; row b holds num_logprobs[b] + 1 entries, the rest is undefined
     logprobs: Tensor  # (B, k + 1) float32, nats
     ranks: Tensor  # (B,) int32, of the chosen token: 1 + number of strictly greater logits
     lse: Tensor  # (B,) float32, log-sum-exp of the row's logits
     num_logprobs: Tensor  # (B,) int32, k of each row
-    is_valid: Tensor  # (B,) bool; False where the row held NaN or +inf, or nothing but -inf
-    extras: Mapping[str, Tensor] = field(default_factory=dict)  # (B,) each, the columns of EXTRAS asked for
-    given: GivenLogprobs | None = None  # ids that the caller named; None where there are none
+    is_valid: Tensor  # (B,) bool; False if the row held NaN or +inf, or only -inf
+    extras: Mapping[str, Tensor] = field(default_factory=dict)  # (B,) each, the requested columns of EXTRAS
+    given: GivenLogprobs | None = None  # caller-specified ids; None if there are none
 
     def __repr__(self) -> str:
         return f"<DeviceRows: {len(self.ranks)} rows, k = {self.token_ids.shape[1] - 1}>"
 
     @property
     def entropy(self) -> Tensor | None:
-        """(B,) float32, nats; None where it was not asked for."""
+        """(B,) float32, nats; None if not requested."""
         return self.extras.get("entropy")
 
     def rows(self, start: int, stop: int) -> DeviceRows:
-        """Rows [start, stop) as views; the named ids keep their absolute offsets."""
+        """Return rows [start, stop) as views; `given` keeps its absolute offsets."""
         own = slice(start, stop)
         return DeviceRows(
             token_ids=self.token_ids[own],
@@ -92,11 +89,11 @@ class DeviceRows:
         )
 
     def to_host(self) -> HostRows:
-        """The same rows on the host: views of what lies on the CPU, else one packed copy."""
+        """Return the rows on the host: views of CPU tensors, or one packed copy from another device."""
         return self.arriving(lambda packed: packed.cpu)()
 
     def arriving(self, send: Send) -> Callable[[], HostRows]:
-        """`to_host` in two: what lies elsewhere is sent now, and what is returned waits for it."""
+        """Start `to_host`: begin the copy now and return a function that waits for it."""
         tensors = [self.token_ids, self.logprobs, self.ranks, *self.extras.values()]
         if self.given is not None:
             tensors += [self.given.offsets, self.given.token_ids, self.given.logprobs, self.given.ranks]
@@ -114,7 +111,7 @@ class DeviceRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenLists:
-    """Log-probabilities of ids that the caller named, any number a row, on the host."""
+    """Log-probabilities of caller-specified ids, any number per row, on the host."""
 
     offsets: Array  # (N + 1,) int64: row n owns entries [offsets[n], offsets[n + 1])
     token_ids: Array  # (M,) int32
@@ -123,11 +120,11 @@ class GivenLists:
 
     @classmethod
     def of(cls, offsets: Array, token_ids: Array, logprobs: Array, ranks: Array) -> GivenLists:
-        """The columns in the order of `columns`."""
+        """Create from columns in the order of `columns`."""
         return cls(offsets=offsets, token_ids=token_ids, logprobs=logprobs, ranks=ranks)
 
     def rows(self, start: int, stop: int) -> GivenLists:
-        """Rows [start, stop); shares memory."""
+        """Return rows [start, stop); shares memory."""
         offsets = self.offsets[start : stop + 1]
         entries = slice(int(offsets[0]), int(offsets[-1]))
         return GivenLists(
@@ -139,7 +136,7 @@ class GivenLists:
 
     @classmethod
     def joined(cls, parts: Sequence[HostRows]) -> GivenLists | None:
-        """The named ids of several runs of rows; a run without any has rows without any."""
+        """Concatenate `given` of several runs of rows; a run without it contributes empty rows."""
         if all(part.given is None for part in parts):
             return None
         empty = [np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32)]
@@ -152,25 +149,25 @@ class GivenLists:
         return cls.of(offsets, *(np.concatenate(column) for column in zip(*columns, strict=True)))
 
     def columns(self) -> list[Array]:
-        """Offsets, ids, logprobs and ranks, as `FlatLogprobs.append_rows` takes them."""
+        """Return offsets, ids, logprobs and ranks, in the order that `FlatLogprobs.append_rows` expects."""
         return [self.offsets, self.token_ids, self.logprobs, self.ranks]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptLists:
-    """The ids that masks and truncation kept of each row's distribution, on the host."""
+    """Token ids that masks and truncation kept in each row, on the host."""
 
     offsets: Array  # (N + 1,) int64: row n owns entries [offsets[n], offsets[n + 1])
-    token_ids: Array  # (M,) ascending within a row; the narrowest integers that hold the vocabulary
+    token_ids: Array  # (M,) ascending within a row; narrowest integer type for the vocabulary
 
     @classmethod
     def of(cls, runs: Sequence[Array]) -> KeptLists:
-        """One run of ids a row."""
+        """Concatenate one array of ids per row."""
         return cls(offsets=np.cumsum([0, *map(len, runs)]), token_ids=np.concatenate(runs))
 
     @classmethod
     def joined(cls, parts: Sequence[HostRows]) -> KeptLists | None:
-        """The kept ids of several runs of rows; a run without any has rows without any."""
+        """Concatenate the kept ids of several runs of rows; a run without them contributes empty rows."""
         if all(part.kept is None for part in parts):
             return None
         none = np.empty(0, np.uint16)
@@ -179,34 +176,32 @@ class KeptLists:
         )
 
     def runs(self) -> list[Array]:
-        """The ids of each row."""
+        """Return the ids of each row."""
         return np.split(self.token_ids, self.offsets[1:-1])
 
     def rows(self, start: int, stop: int) -> KeptLists:
-        """Rows [start, stop); shares no memory, so that one row does not keep a step."""
+        """Return rows [start, stop); copies the ids, so that one row does not keep a step's memory alive."""
         offsets = self.offsets[start : stop + 1]
         ids = self.token_ids[int(offsets[0]) : int(offsets[-1])]
         return KeptLists(offsets=offsets - offsets[0], token_ids=ids.copy())
 
 
 class HostRows:
-    """Rows of one width on the host; nothing is changed once they are made.
+    """Rows of one width on the host; immutable once created.
 
-    A row that held NaN or +inf, or nothing but -inf, has rank 0. A row that asked for fewer alternatives than
-    there is room for holds its own first; what follows is undefined, and `narrowed` leaves it away.
+    Rank 0 marks an invalid row, one that held NaN or +inf, or only -inf. A row that requested fewer than k
+    alternatives fills its first columns; the remaining ones are undefined, and `narrowed` drops them.
     """
 
-    # No dataclass: msgspec would write one field by field, and rows cross a wall as ranges of blocks.
+    # Not a dataclass: msgspec would encode it field by field, but rows cross processes as ranges of blocks.
     __slots__ = ("extras", "given", "kept", "logprobs", "ranks", "token_ids")
 
     token_ids: Final[Array]  # (N, k + 1) int32, column 0 the chosen token
     logprobs: Final[Array]  # (N, k + 1) float32, nats
     ranks: Final[Array]  # (N,) int32, of the chosen token: 1 + number of strictly greater logits
-    extras: Final[Mapping[str, Array]]  # (N,) each, the columns of EXTRAS that there are
-    given: Final[GivenLists | None]  # ids that the caller named; None where there are none
-    kept: Final[
-        KeptLists | None
-    ]  # the ids that masks and truncation kept; None where they were not asked for
+    extras: Final[Mapping[str, Array]]  # (N,) each, the columns of EXTRAS present
+    given: Final[GivenLists | None]  # caller-specified ids; None if there are none
+    kept: Final[KeptLists | None]  # ids that masks and truncation kept; None if not requested
 
     def __init__(
         self,
@@ -229,17 +224,17 @@ class HostRows:
 
     @property
     def k(self) -> int:
-        """Alternatives that each row has room for."""
+        """Number of alternatives per row."""
         return int(self.token_ids.shape[1]) - 1
 
     @property
     def is_valid(self) -> Array:
-        """(N,) bool; False where the row held NaN or +inf, or nothing but -inf."""
+        """(N,) bool; False if the row held NaN or +inf, or only -inf."""
         is_valid: Array = self.ranks > 0
         return is_valid
 
     def rows(self, start: int, stop: int) -> HostRows:
-        """Rows [start, stop); shares memory, but for the kept ids."""
+        """Return rows [start, stop); shares memory, except for the kept ids."""
         own = slice(start, stop)
         return HostRows(
             self.token_ids[own],
@@ -251,10 +246,10 @@ class HostRows:
         )
 
     def narrowed(self, k: int) -> HostRows:
-        """The same rows with `k` alternatives each, in a block of its own: it keeps no wider one."""
+        """Return the rows with `k` alternatives each, copied so that the wider arrays can be freed."""
         if k == self.k:
             return self
-        # Single numbers too: what came from a device is one array, with the wide columns in it.
+        # Copy the 1-D columns too: arrays from a device are views of one buffer that holds all columns.
         return HostRows(
             self.token_ids[:, : k + 1].copy(),
             self.logprobs[:, : k + 1].copy(),
@@ -266,7 +261,7 @@ class HostRows:
 
     @classmethod
     def joined(cls, parts: Sequence[HostRows]) -> HostRows:
-        """One or more runs of rows, one after another; narrow ones are filled up with zeros."""
+        """Concatenate one or more runs of rows; narrower ones are padded with zeros."""
         if len(parts) == 1:
             return parts[0]
         k = max(part.k for part in parts)
@@ -286,7 +281,7 @@ def _widened(column: Array, k: int) -> Array:
 
 
 def _joined_extras(parts: Sequence[HostRows]) -> dict[str, Array]:
-    """Each column that one of them has; NaN in the others."""
+    """Concatenate each column that any part has; NaN for the parts without it."""
     return {
         name: np.concatenate(
             [
@@ -300,7 +295,7 @@ def _joined_extras(parts: Sequence[HostRows]) -> dict[str, Array]:
 
 
 def host_array(values: npt.ArrayLike | Tensor) -> Array:
-    """A list, an array or a tensor of any device as an array; bfloat16, which NumPy has not, as float32."""
+    """Convert a list, array or tensor (any device) to an array; bfloat16 becomes float32."""
     if not hasattr(values, "detach"):
         return np.asarray(values)
     import torch
@@ -310,18 +305,18 @@ def host_array(values: npt.ArrayLike | Tensor) -> Array:
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Array]:
-    """Tensors as arrays: views of what lies on the CPU, one packed copy of what lies elsewhere."""
+    """Return tensors as arrays: views of CPU tensors, or one packed copy from another device."""
     return arriving(tensors, lambda packed: packed.cpu)()
 
 
 def arriving(tensors: Sequence[Tensor], send: Send) -> Callable[[], list[Array]]:
-    """`on_host` in two: what lies elsewhere is packed and sent now, and what is returned waits for it."""
+    """Start `on_host`: pack and send tensors now; return a function that waits for the copy."""
     import torch
 
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return lambda: [tensor.numpy() for tensor in tensors]
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    # Each begins at a multiple of 8 bytes, so that its view is aligned.
+    # Start each tensor at a multiple of 8 bytes, so that its view is aligned.
     starts = np.cumsum([0, *(-(-size // 8) * 8 for size in sizes)]).tolist()
     packed = torch.empty(starts[-1], dtype=torch.uint8, device=tensors[0].device)
     for tensor, start, size in zip(tensors, starts, sizes, strict=False):

@@ -1,7 +1,4 @@
-"""One token's numbers as small values, made only when somebody asks for one.
-
-Before it: the arrays of a request (`FlatLogprobs`). After it: user code.
-"""
+"""Values of a single token or position, created on access from a record's arrays."""
 
 from __future__ import annotations
 
@@ -15,31 +12,31 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 IntArray: TypeAlias = npt.NDArray[np.int32]
-"""Token ids, or slots of the key/value pool."""
+"""Token ids, or slot indices of the KV cache."""
 
 
 class TokenTable(Protocol):
-    """Token id → text and exact bytes."""
+    """Map from token id to text and exact bytes."""
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token."""
+        """Return the text of one token."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The token's own bytes."""
+        """Return the exact bytes of one token."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class IdLists:
-    """Token ids position by position, any number each."""
+    """Ragged lists of token ids, one list per position."""
 
     offsets: npt.NDArray[np.int64]  # (P + 1,): position p owns token_ids [offsets[p], offsets[p + 1])
     token_ids: npt.NDArray[np.int64]  # (M,)
 
     @classmethod
     def of(cls, lists: Sequence[npt.NDArray[np.int64]]) -> IdLists:
-        """One array of ids a position."""
+        """Concatenate one array of ids per position."""
         return cls(
             np.cumsum([0, *map(len, lists)], dtype=np.int64), np.concatenate([np.empty(0, np.int64), *lists])
         )
@@ -64,11 +61,11 @@ class IdLists:
 
     @property
     def widest(self) -> int:
-        """The most ids of one position."""
+        """Largest number of ids at one position."""
         return int(np.diff(self.offsets).max(initial=0))
 
     def after(self, num_positions: int) -> IdLists:
-        """The same behind so many positions without ids."""
+        """Prepend `num_positions` positions without ids."""
         return IdLists(np.concatenate([np.zeros(num_positions, np.int64), self.offsets]), self.token_ids)
 
 
@@ -76,8 +73,8 @@ class IdLists:
 class Logprob:
     """One candidate at one position: log-probability (nats), 1-based rank, text.
 
-    A dataclass, so that `asdict`, `replace` and `is_dataclass` know it; not a frozen one, which takes over
-    twice as long to make (docs/decisions.md).
+    A dataclass so that `asdict`, `replace` and `is_dataclass` work; not frozen, because creating a frozen one
+    takes over twice as long (docs/decisions.md).
     """
 
     logprob: float
@@ -86,20 +83,21 @@ class Logprob:
 
 
 LogprobsOnePosition: TypeAlias = dict[int, Logprob]
-"""Token id → its numbers at one position; the chosen token comes first, then the top-k by rank."""
+"""Token id → `Logprob` at one position; the chosen token comes first, then the top-k by rank."""
 
 
 def top_indices(
     values: npt.NDArray[Any], k: int, token_ids: npt.NDArray[Any] | None = None
 ) -> npt.NDArray[np.intp]:
-    """Places of the k largest values (n,), descending, ties by ascending id; k >= n gives all.
+    """Return the indices of the k largest values (n,), descending, ties by ascending id; all if k >= n.
 
-    The host's twin of the kernels' choice: values are no NaN, and without `token_ids` (n,) places are ids.
+    The host counterpart of the kernels' selection. Values must not be NaN; without `token_ids` (n,), an index
+    is its own id.
     """
     k = min(k, len(values))
     if k == 0:
         return np.empty(0, np.intp)
-    # All as large as the k-th largest: a tie may stand on either side of the cut.
+    # Keep every value >= the k-th largest: ties may lie on both sides of the cut.
     least = np.partition(values, len(values) - k)[len(values) - k]
     candidates = np.flatnonzero(values >= least)
     ties = candidates if token_ids is None else token_ids[candidates]

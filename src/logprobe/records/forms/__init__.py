@@ -1,1 +1,1 @@
-"""A record in other forms: bytes, Arrow and Parquet, JSON."""
+"""Serialised and display forms of a record: bytes, Arrow, JSON, HTML, plots."""

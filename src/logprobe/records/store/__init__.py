@@ -1,1 +1,1 @@
-"""Memory of a record: blocks of rows, texts, and what stands beside the rows."""
+"""In-memory storage of a record: blocks of rows, texts, and optional per-position columns."""

@@ -1,4 +1,4 @@
-"""Growing columns of numbers, and the types and checks that all of them share."""
+"""Append-only columns of numbers, and dtype and validity helpers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Array = npt.NDArray[Any]
 
 
 class Column:
-    """Numbers in arrays end to end that are never written to again, so that readers need no lock.
+    """Append-only numbers in a list of immutable arrays, so that readers need no lock.
 
-    New values are joined with the array before them as long as that is not longer: the arrays are few, and
-    how often a value is copied grows with the logarithm of the length.
+    An append merges trailing arrays that are not longer than the new one. This keeps the number of arrays,
+    and of copies of each value, logarithmic in the length.
     """
 
     __slots__ = ("_parts",)
@@ -25,14 +25,14 @@ class Column:
         self._parts: tuple[Array, ...] = (values,)
 
     def append(self, values: Array) -> None:
-        """Add values (n,), which nobody else may write to; the wider of the two types holds all."""
+        """Add values (n,), which must not be modified afterwards; merged arrays take the wider dtype."""
         parts = list(self._parts)
         while parts and len(parts[-1]) <= len(values):
             values = np.concatenate([parts.pop(), values])
         self._parts = (*parts, values)
 
     def read(self, start: int, stop: int) -> Array:
-        """Values [start, stop): a view where one array has them all."""
+        """Return values [start, stop): a view if one array holds them all."""
         found = []
         for part in self._parts:
             if start < len(part) and stop > 0:
@@ -44,25 +44,25 @@ class Column:
 
 
 def narrowed(values: Array) -> Array:
-    """Float32 where every value is one exactly (NaN stays NaN), else float64."""
+    """Convert to float32 if every value is exact in it (NaN included), else to float64."""
     if values.dtype == np.float32:
         return values
     wide = values.astype(np.float64)
-    with np.errstate(over="ignore"):  # what overflows is not equal, so it stays wide
+    with np.errstate(over="ignore"):  # an overflow compares unequal and keeps float64
         narrow = wide.astype(np.float32)
     is_same = narrow == wide
     return narrow if is_same.all() or (is_same | np.isnan(wide)).all() else wide
 
 
 def check_not_negative(**columns: Array) -> None:
-    """Raise `ParameterError` where a column of ids or ranks holds a negative number."""
+    """Raise `ParameterError` if a column of ids or ranks holds a negative number."""
     for name, values in columns.items():
         if values.size and values.min() < 0:
             raise ParameterError(name, f"{int(values.min())} is negative; drop padding before appending")
 
 
 def float_column(logprobs: Array) -> Array:
-    """Float32 where every value is one exactly, else float64.
+    """Convert to float32 if every value is exact in it, else to float64.
 
     Raises:
         ParameterError: a value is +inf.
@@ -73,25 +73,25 @@ def float_column(logprobs: Array) -> Array:
 
 
 def narrowest_id_dtype(largest: int) -> np.dtype[Any]:
-    """uint16, int32 or int64: the narrowest that holds token ids up to `largest`."""
+    """Return the narrowest of uint16, int32 and int64 that holds token ids up to `largest`."""
     if largest <= np.iinfo(np.uint16).max:
         return np.dtype(np.uint16)
     return np.dtype(np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
 
 
 def narrow_copy(numbers: Array) -> Array:
-    """A copy of ids or ranks >= 0 in the narrowest type that holds them."""
+    """Copy ids or ranks >= 0 to the narrowest type that holds them."""
     return numbers.astype(narrowest_id_dtype(int(numbers.max(initial=0))), order="C")
 
 
 def logs_of_rest(listed: Array) -> Array:
-    """Log of the mass that rows of listed log-probabilities (n, m) leave, (n,) float32, nats; -inf: nothing.
+    """Return the log of the mass that rows (n, m) of logprobs leave, (n,) float32, nats; -inf if none.
 
-    Taken as log(-expm1(s)) of a row's log-sum s, which keeps the digits of a small rest.
+    Computed as log(-expm1(s)) from a row's log-sum s, which is accurate for a small remainder.
     """
     values = listed.astype(np.float64)
     largest = values.max(axis=1, initial=np.finfo(np.float64).min)
-    with np.errstate(divide="ignore"):  # a sum or a rest of 0
+    with np.errstate(divide="ignore"):  # log of a sum or remainder of 0
         totals = largest + np.log(np.exp(values - largest[:, None]).sum(axis=1))
         rest: Array = np.log(-np.expm1(np.minimum(totals, 0))).astype(np.float32)
     return rest

@@ -1,4 +1,4 @@
-"""Positions of any width as arrays of entries, and one position as Python values."""
+"""Positions with any number of entries as flat arrays, and single positions as Python values."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
     from logprobe.records.store.columns import Array
     from logprobe.records.values import TokenTable
 
-NO_RANK = -1  # in the typed rank columns only; readers see None
+NO_RANK = -1  # marks a missing rank in integer columns; readers get None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entries:
-    """Entries of n positions, N in all, as arrays; a position's chosen token comes first."""
+    """Entries of n positions, N in total, as arrays; each position's chosen token comes first."""
 
     offsets: Array  # (n + 1,) int64: position i owns entries [offsets[i], offsets[i + 1])
     token_ids: Array  # (N,) unsigned or signed integers
     logprobs: Array  # (N,) float32 or float64, nats
-    ranks: Array  # (N,) integers; NO_RANK where none was given
-    is_none: Array | None = None  # (n,) bool: positions appended as None; None where there are none
-    texts: list[str | None] | None = None  # N texts given with the entries; None where none was
+    ranks: Array  # (N,) integers; NO_RANK if not given
+    is_none: Array | None = None  # (n,) bool: positions appended as None; None if there are none
+    texts: list[str | None] | None = None  # N texts given with the entries; None if none was
 
     @classmethod
     def none(cls, count: int) -> Entries:
-        """Positions that read as None; they take no memory."""
+        """Create None positions; they take no memory."""
         return cls(
             offsets=np.broadcast_to(np.int64(0), count + 1),
             token_ids=np.empty(0, np.uint16),
@@ -44,7 +44,7 @@ class Entries:
 
     @classmethod
     def joined(cls, runs: Sequence[Entries]) -> Entries:
-        """Runs of positions, none with texts, one after another; a single one is not copied."""
+        """Concatenate runs of positions without texts; a single run is returned as is."""
         if len(runs) == 1:
             return runs[0]
         if not runs:
@@ -61,7 +61,7 @@ class Entries:
 
     @property
     def kind(self) -> None:
-        """What two runs have in common that can be one: nothing."""
+        """Key for merging adjacent blocks; None: any two blocks of entries can be merged."""
         return
 
     @property
@@ -81,11 +81,11 @@ class Entries:
         return sum(int(column.nbytes) for column in columns)
 
     def none_flags(self) -> Array:
-        """Whether each position was appended as None, (n,) bool."""
+        """Return whether each position was appended as None, (n,) bool."""
         return np.zeros(self.num_rows, np.bool_) if self.is_none is None else self.is_none
 
     def packed(self) -> Entries:
-        """A copy in the narrowest types that hold the numbers, without texts."""
+        """Copy to the narrowest types that hold the numbers, without texts."""
         largest_id, largest_rank = (int(column.max(initial=0)) for column in (self.token_ids, self.ranks))
         rank_type = np.int32 if largest_rank <= np.iinfo(np.int32).max else np.int64
         return Entries(
@@ -97,7 +97,7 @@ class Entries:
         )
 
     def cut(self, rows: slice | Array) -> Entries:
-        """These positions; a slice, which has no step, shares memory."""
+        """Select positions; a slice must have step 1 and shares memory."""
         is_none, texts = None if self.is_none is None else self.is_none[rows], self.texts
         if isinstance(rows, slice):
             start, stop, _ = rows.indices(self.num_rows)
@@ -118,7 +118,7 @@ class Entries:
         )
 
     def possible(self) -> Entries:
-        """The same positions without the entries that are -inf."""
+        """Drop the entries that are -inf."""
         is_kept = ~np.isneginf(self.logprobs)
         num_kept = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_kept)])
         return Entries(
@@ -131,36 +131,36 @@ class Entries:
         )
 
     def is_valid(self) -> Array:
-        """False where a position holds NaN, (n,) bool."""
+        """Return False where a position holds NaN, (n,) bool."""
         is_valid = np.ones(self.num_rows, np.bool_)
         wrong = np.flatnonzero(np.isnan(self.logprobs))
         is_valid[np.searchsorted(self.offsets, wrong, side="right") - 1] = False
         return is_valid
 
     def rank_list(self) -> list[int | None]:
-        """Ranks as Python values, None where none was given."""
+        """Return ranks as Python values, None if not given."""
         ranks: list[int | None] = self.ranks.tolist()
         return [None if rank == NO_RANK else rank for rank in ranks] if NO_RANK in ranks else ranks
 
     def text_list(self, table: TokenTable | None) -> list[str | None]:
-        """Texts as Python values, None where none is known."""
+        """Return texts as Python values, None if not known."""
         return texts_of(self.token_ids.tolist(), self.texts, table)
 
-    # -- what the rows of a step have too ---------------------------------------------------------------
+    # -- methods shared with `Steps` --------------------------------------------------------------------
 
     def entries(self) -> Entries:
-        """These."""
+        """Return self, for the interface shared with `Steps`."""
         return self
 
     def row(self, row: int) -> RowLists | None:
-        """One position as Python values; None for a None position."""
+        """Return one position as Python values; None for a None position."""
         if self.is_none is not None and self.is_none[row]:
             return None
         entries = self.cut(slice(row, row + 1))
         return RowLists(entries.token_ids.tolist(), entries.logprobs.tolist(), entries.rank_list())
 
     def top_lists(self, row: int) -> TopLists | None:
-        """The chosen token and the k best of one position as Python values; None where it has no entries."""
+        """Return the chosen token and the k best of one position; None if it has no entries."""
         entries = self.cut(slice(row, row + 1))
         ids, logprobs = entries.token_ids.tolist(), entries.logprobs.tolist()
         if not ids:
@@ -171,11 +171,11 @@ class Entries:
         )
 
     def chosen_entries(self) -> Entries:
-        """The chosen token of each position that has entries."""
+        """Return the chosen token of each position that has entries."""
         return self._picked(lambda ids, _: [0] if ids else [])
 
     def top_entries(self) -> Entries:
-        """The k best of each position by rank, the chosen token only where it is one of them."""
+        """Return the k best of each position by rank; the chosen token only if it is one of them."""
         return self._picked(_top_of_row)
 
     def _picked(self, pick: Callable[[list[int], list[int]], list[int]]) -> Entries:
@@ -194,7 +194,7 @@ class Entries:
         )
 
     def other_logprobs(self) -> Array:
-        """Log of the mass outside the tokens that each position lists, (n,) float32, nats; NaN for None."""
+        """Return the log of the mass outside each position's entries, (n,) float32, nats; NaN for None."""
         rest = np.full(self.num_rows, np.nan, np.float32)
         for row in np.flatnonzero(~self.none_flags()).tolist():
             first, last = self.offsets[row : row + 2]
@@ -203,25 +203,25 @@ class Entries:
         return rest
 
     def outside_top_logprobs(self) -> Array:
-        """Log of the mass outside the k best of each position, (n,) float32, nats; NaN for None."""
+        """Return the log of the mass outside each position's k best, (n,) float32, nats; NaN for None."""
         top, rest = self.top_entries(), np.full(self.num_rows, np.nan, np.float32)
         for row in np.flatnonzero(~self.none_flags()).tolist():
             (first, last), (best, end) = self.offsets[row : row + 2], top.offsets[row : row + 2]
             rest[row] = logs_of_rest(top.logprobs[best:end][None])[0]
             if first < last and self.token_ids[first] not in top.token_ids[best:end]:
-                rest[row] = max(rest[row], self.logprobs[first])  # as for the rows of a step
+                rest[row] = max(rest[row], self.logprobs[first])  # as in `Steps.outside_top_logprobs`
         return rest
 
 
 def spans(starts: Array, widths: Array) -> tuple[Array, Array]:
-    """Offsets (n + 1,) of n runs of these widths, and the numbers from each run's start on."""
+    """Return the offsets (n + 1,) of n runs of given widths, and the indices that the runs cover."""
     offsets = np.zeros(len(widths) + 1, np.int64)
     np.cumsum(widths, out=offsets[1:])
     return offsets, np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], widths)
 
 
 def _top_of_row(ids: list[int], ranks: list[int]) -> list[int]:
-    """Entries of one row that are its k best: all but the first, and the first where its place is empty."""
+    """Return the indices of a row's k best: all but the first, and the first if its rank is missing there."""
     rest = list(range(1, len(ids)))
     if not ids or ids[0] in ids[1:]:
         return rest
@@ -234,7 +234,7 @@ def _top_of_row(ids: list[int], ranks: list[int]) -> list[int]:
 def texts_of(
     token_ids: Sequence[int], texts: Sequence[str | None] | None, table: TokenTable | None
 ) -> list[str | None]:
-    """The text of each entry: the one given with it, else the table's, else None."""
+    """Return each entry's text: the one given with it, else the table's, else None."""
     given = list(texts or repeat(None, len(token_ids)))[: len(token_ids)]
     if table is None:
         return given
@@ -243,7 +243,7 @@ def texts_of(
 
 
 def with_holes(entries: Entries) -> Entries:
-    """Entries of at most one a position as exactly one; masked where there is none, over NaN or 0."""
+    """Expand entries of at most one per position to exactly one, masked where missing (over NaN or 0)."""
     is_hole = entries.offsets[1:] == entries.offsets[:-1]
     if not is_hole.any():
         return entries
@@ -264,7 +264,7 @@ def with_holes(entries: Entries) -> Entries:
 
 
 class RowLists(NamedTuple):
-    """The entries of one position as Python values, the chosen token first."""
+    """Entries of one position as Python values, the chosen token first."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -273,7 +273,7 @@ class RowLists(NamedTuple):
 
 
 class TopLists(NamedTuple):
-    """The chosen token of one position and its k best, as Python values."""
+    """Chosen token and k best of one position, as Python values."""
 
     chosen_id: int
     chosen_logprob: float  # nats
@@ -281,7 +281,7 @@ class TopLists(NamedTuple):
     top_logprobs: list[float]  # nats
 
     def possible(self) -> TopLists:
-        """The same without alternatives that are -inf."""
+        """Drop alternatives that are -inf."""
         is_kept = [logprob != -inf for logprob in self.top_logprobs]
         return self._replace(
             top_ids=[*compress(self.top_ids, is_kept)], top_logprobs=[*compress(self.top_logprobs, is_kept)]

@@ -1,7 +1,4 @@
-"""What callers append by hand, checked: columns of Python values, dicts, ids that they name.
-
-Before it: `FlatLogprobs`. After it: `Rows`.
-"""
+"""Validation of appended input: columns of Python values, dicts, caller-specified ids."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ def row_from_columns(
     ranks: Iterable[int | None],
     decoded_tokens: Iterable[str | None],
 ) -> RowLists:
-    """One position from columns; `token_ids` sets the length, further values of the others are left alone.
+    """Build one position from columns; `token_ids` sets the length, extra values of the others are not read.
 
     Raises:
         ParameterError: a column yields too few values.
@@ -49,7 +46,7 @@ def row_from_columns(
 
 
 def row_from_position(position: Mapping[int, Logprob]) -> RowLists:
-    """One position from a dict."""
+    """Build one position from a dict."""
     values = position.values()
     return row_from_columns(
         position,
@@ -60,10 +57,10 @@ def row_from_position(position: Mapping[int, Logprob]) -> RowLists:
 
 
 def row_entries(row: RowLists) -> Entries:
-    """One row as entries.
+    """Convert a row to entries.
 
     Raises:
-        ParameterError: ids, logprobs or ranks that are no such numbers, negative ids or ranks, +inf.
+        ParameterError: values of the wrong type or out of range, negative ids or ranks, +inf.
     """
     ids = _typed("token_ids", "q", row.token_ids)
     check_not_negative(
@@ -79,7 +76,7 @@ def row_entries(row: RowLists) -> Entries:
 
 
 def _typed(name: str, typecode: str, values: list[Any]) -> Array:
-    """Values as int64 or float64; unlike NumPy, an array of Python's takes no 1.5 for an integer."""
+    """Convert to int64 or float64; `array.array`, unlike NumPy, rejects 1.5 as an integer."""
     try:
         return np.array(array(typecode, values))
     except (TypeError, OverflowError) as error:
@@ -87,10 +84,10 @@ def _typed(name: str, typecode: str, values: list[Any]) -> Array:
 
 
 def spans_of(entries: Entries, starts: npt.ArrayLike, ends: npt.ArrayLike) -> Entries:
-    """Positions that hold the entries [starts[i], ends[i]) of one long row.
+    """Build positions that hold the entries [starts[i], ends[i]) of one long row.
 
     Raises:
-        ParameterError: starts and ends of different lengths, or a span that is none of the row's.
+        ParameterError: `starts` and `ends` of different lengths, or a span outside the row.
     """
     first, last = np.asarray(starts, np.int64), np.asarray(ends, np.int64)
     total = len(entries.token_ids)
@@ -110,9 +107,9 @@ def spans_of(entries: Entries, starts: npt.ArrayLike, ends: npt.ArrayLike) -> En
 
 
 def as_step_rows(row: RowLists, entries: Entries, k: int | None) -> Steps | None:
-    """A position of different tokens as chosen + k best, if its ranks say that it is one; None otherwise.
+    """Convert a position of distinct tokens to a step row (chosen + k best); None if its ranks do not fit.
 
-    `k` settles the one case in which ranks leave open whether the chosen token is the k-th best or the next.
+    Ranks alone do not tell whether the chosen token is the k-th best or the next one; `k` then decides.
     """
     ids, logprobs, ranks = entries.token_ids, entries.logprobs, list(row.ranks)
     if not ranks or ranks[0] is None:
@@ -129,7 +126,7 @@ def as_step_rows(row: RowLists, entries: Entries, k: int | None) -> Steps | None
 
 
 def as_given_steps(entries: Entries) -> Steps | None:
-    """Positions that are chosen + k best as they were given; None otherwise."""
+    """Convert positions to step rows if all have one width and the ranks [r, 1, 2, ...]; else return None."""
     widths = np.diff(entries.offsets)
     width = int(widths[0]) if len(widths) else 0
     if not width or (widths != width).any():
@@ -142,10 +139,10 @@ def as_given_steps(entries: Entries) -> Steps | None:
 
 
 def given_columns(given: Sequence[npt.ArrayLike]) -> Entries:
-    """Entries of ids that the caller named: offsets (n + 1,), ids, logprobs and ranks (N,).
+    """Convert caller-specified ids to entries: offsets (n + 1,), ids, logprobs and ranks (N,).
 
     Raises:
-        ParameterError: shapes that do not agree, negative ids or ranks, +inf.
+        ParameterError: shapes that do not match, negative ids or ranks, +inf.
     """
     offsets, ids, logprobs, ranks = (np.asarray(column) for column in given)
     if not ids.shape == logprobs.shape == ranks.shape == (int(offsets[-1] - offsets[0]),):

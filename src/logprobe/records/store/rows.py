@@ -1,4 +1,4 @@
-"""The rows of one record: blocks of a step's rows, blocks of entries with offsets, and the last rows to come.
+"""Rows of one record: fixed-width blocks, ragged blocks with offsets, and a buffer of the last rows.
 
 A block never changes; a small one is joined with the next one of its kind.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Block: TypeAlias = Steps | Entries
 Held: TypeAlias = "tuple[tuple[Block, ...], tuple[int, ...], Waiting | None]"
-"""Blocks, the first row of each and of the rows that wait, and the latter."""
+"""Blocks; the first row of each block and of the buffer; the buffer of waiting rows."""
 
 MAX_WAITING: Final = 4096  # entries that wait
 MAX_WAITING_WIDTH: Final = 65  # of a row; wider ones are quicker as arrays
@@ -37,14 +37,14 @@ MAX_BLOCKS: Final = 64  # of any kind; beyond them, small blocks of different ki
 MAX_BLOCK_BYTES: Final = 1 << 16  # a larger block is not joined any more
 FLOAT32: Final = np.dtype(np.float32)
 INTEGERS: Final = {np.dtype(np.int32), np.dtype(np.int64)}
-_ndarray, _ONE = np.ndarray, (1,)  # looked up once: `append_one` is called a token
+_ndarray, _ONE = np.ndarray, (1,)  # bound once: `append_one` runs for every token
 
 
 class Rows:
-    """The rows of one record and the texts given with them.
+    """Rows of one record and the texts given with them.
 
-    Single rows wait in Python's typed arrays until there are many: NumPy takes as long for one row as for
-    a hundred. One thread may append while others read: a reader takes `_held` once, `num_rows` is set last.
+    Single rows are buffered in `array.array`s: NumPy takes as long for one row as for a hundred. One thread
+    may append while others read: a reader loads `_held` once, and a writer sets `num_rows` last.
     """
 
     __slots__ = ("_held", "_waiting", "num_rows", "texts")
@@ -52,19 +52,19 @@ class Rows:
     def __init__(self, blocks: Sequence[Block] = (), texts: Texts | None = None) -> None:
         starts = (0, *accumulate(block.num_rows for block in blocks))
         self._held: Held = tuple(blocks), starts, None
-        self._waiting: Waiting | None = None  # the writer's
-        self.texts = texts  # None: no text was given so far
+        self._waiting: Waiting | None = None  # used by the writer only
+        self.texts = texts  # None: no text given so far
         self.num_rows = starts[-1]
 
     # -- growing -----------------------------------------------------------------------------------------
 
     def append_none(self, count: int = 1) -> None:
-        """Add positions without entries that read as None."""
+        """Add None positions."""
         if count:
             self._add(Entries.none(count))
 
     def append_one(self, token_ids: Any, logprobs: Any, ranks: Any) -> bool:
-        """Add one row of the last one's shape and types in little time; False: `append_step` should look."""
+        """Fast path for one row of the previous row's shape and types; False: use `append_step` instead."""
         waiting = self._waiting
         if not (
             waiting is not None
@@ -85,7 +85,7 @@ class Rows:
         return True
 
     def append_step(self, steps: Steps, *, texts: list[str | None] | None = None) -> None:
-        """Add a step's rows, as `Steps.of` checks them; `texts` are of the entries that are read."""
+        """Add rows validated by `Steps.of`; `texts` are those of the entries that readers see."""
         if steps.logprobs.dtype != np.float32:
             self.append_entries(replace(steps.entries(), texts=texts))
             return
@@ -96,7 +96,7 @@ class Rows:
             self._add(steps.packed())
 
     def _wait_for(self, steps: Steps) -> bool:
-        """Let one row wait; False where it has ids or ranks that cannot."""
+        """Buffer one row; return False if its ids or ranks do not fit the buffer's types."""
         waiting = self._waiting
         if waiting is None or waiting.kind != steps.kind or self.num_rows >= waiting.stop:
             types = steps.token_ids.dtype, steps.ranks.dtype
@@ -106,7 +106,7 @@ class Rows:
         return is_added
 
     def append_position(self, row: RowLists, entries: Entries) -> None:
-        """Add one row of different tokens, whose `row_entries` these are."""
+        """Add one row of distinct tokens; `entries` is its `row_entries`."""
         blocks, _, waiting = self._held
         last = waiting if waiting is not None and waiting.num_rows else blocks[-1] if blocks else None
         k = None if last is None or last.kind is None else last.width - 1
@@ -117,13 +117,13 @@ class Rows:
             self.append_step(steps, texts=row.texts)
 
     def append_entries(self, entries: Entries) -> None:
-        """Add a run of positions exactly as given."""
+        """Add positions exactly as given."""
         if entries.texts is not None or self.texts is not None:
             self._write_texts(entries)
         self._add(entries.packed())
 
     def append_given(self, entries: Entries) -> None:
-        """`append_entries` of positions that take no offsets where they are a step's."""
+        """Add positions, stored without offsets if they have the form of step rows."""
         steps = as_given_steps(entries)
         if steps is None:
             self.append_entries(entries)
@@ -137,12 +137,12 @@ class Rows:
         ranks: Iterable[int | None],
         decoded_tokens: Iterable[str | None],
     ) -> RowLists | None:
-        """Let one row wait, exactly as given; what is unusual is given back for `append_entries`.
+        """Buffer one row exactly as given; an unusual row is returned for `append_entries` instead.
 
         Raises:
             ParameterError: a column yields too few values.
         """
-        # Each step counts here: a list of the right length is not copied.
+        # Hot path: a list of the right length is not copied.
         ids = token_ids if type(token_ids) is list else [*token_ids]
         n = len(ids)
         values = logprobs if type(logprobs) is list and len(logprobs) == n else [*islice(logprobs, n)]
@@ -162,7 +162,7 @@ class Rows:
         return None
 
     def extend(self, other: Rows) -> None:
-        """Add the rows that another record holds now."""
+        """Add the current rows of another record."""
         if other.texts is not None or self.texts is not None:
             self._write_texts(other.entries(0, other.num_rows))
         self._add(*other._runs(0, other.num_rows))
@@ -176,7 +176,7 @@ class Rows:
         return waiting
 
     def _add(self, *new: Block) -> None:
-        """Add blocks behind the rows that wait."""
+        """Flush the buffer to a block, then add blocks."""
         blocks, starts, waiting = [*self._held[0]], [*self._held[1]], self._held[2]
         if waiting is not None and waiting.num_rows:
             new = (waiting.block(0, waiting.num_rows), *new)
@@ -196,7 +196,7 @@ class Rows:
         self.num_rows = starts[-1]
 
     def _write_texts(self, entries: Entries) -> None:
-        """Note the texts of positions that are about to be added."""
+        """Store the texts of positions that are about to be added."""
         known, bounds, ids = self.texts or Texts(), entries.offsets.tolist(), entries.token_ids.tolist()
         for row in range(entries.num_rows):
             place = slice(bounds[row], bounds[row + 1])
@@ -206,7 +206,7 @@ class Rows:
     # -- reading -----------------------------------------------------------------------------------------
 
     def _parts(self, start: int, stop: int) -> list[Block]:
-        """Rows [start, stop) as they are held; views where they do not wait."""
+        """Return rows [start, stop) as stored: views of blocks, a copy of buffered rows."""
         blocks, starts, waiting = self._held
         number, found = bisect_right(starts, start) - 1, list[Block]()
         while start < stop:
@@ -222,12 +222,12 @@ class Rows:
         return found
 
     def _runs(self, start: int, stop: int) -> list[Block]:
-        """Rows [start, stop), those of one kind that follow one another as one block."""
+        """Return rows [start, stop) with adjacent blocks of one kind merged."""
         groups = groupby(self._parts(start, stop), key=lambda block: block.kind)
         return [_joined([*group]) for _, group in groups]
 
     def row(self, row: int) -> RowLists | None:
-        """One row as Python values; None for a None row."""
+        """Return one row as Python values; None for a None row."""
         blocks, starts, waiting = self._held
         number = bisect_right(starts, row) - 1
         part = blocks[number] if number < len(blocks) else waiting
@@ -238,7 +238,7 @@ class Rows:
         return lists._replace(texts=texts.read(row, lists.token_ids))
 
     def top_lists(self, row: int) -> TopLists | None:
-        """The chosen token and the k best of one row as Python values; None where it has no entries."""
+        """Return the chosen token and the k best of one row; None if it has no entries."""
         blocks, starts, waiting = self._held
         number = bisect_right(starts, row) - 1
         part = blocks[number] if number < len(blocks) else waiting
@@ -246,29 +246,29 @@ class Rows:
         return part.top_lists(row - starts[number])
 
     def entries(self, start: int, stop: int) -> Entries:
-        """The entries of rows [start, stop)."""
+        """Return the entries of rows [start, stop)."""
         entries = self._entries(start, stop, lambda block: block.entries())
         if self.texts is None:
             return entries
         return replace(entries, texts=self.texts.read_rows(start, entries.offsets, entries.token_ids))
 
     def chosen_entries(self, start: int, stop: int) -> Entries:
-        """The chosen token of each row of [start, stop) that has entries."""
+        """Return the chosen token of each row of [start, stop) that has entries."""
         return self._entries(start, stop, lambda block: block.chosen_entries())
 
     def top_entries(self, start: int, stop: int) -> Entries:
-        """The k best of each row of [start, stop), by rank."""
+        """Return the k best of each row of [start, stop), by rank."""
         return self._entries(start, stop, lambda block: block.top_entries())
 
     def _entries(self, start: int, stop: int, read: Callable[[Block], Entries]) -> Entries:
         return Entries.joined([read(block) for block in self._runs(start, stop)])
 
     def other_logprobs(self, start: int, stop: int) -> Array:
-        """Log of the mass outside the tokens that each row lists, (n,) float32, nats; NaN for a None row."""
+        """Return the log of the mass outside each row's entries, (n,) float32, nats; NaN for a None row."""
         return self._numbers(start, stop, lambda block: block.other_logprobs())
 
     def outside_top_logprobs(self, start: int, stop: int) -> Array:
-        """Log of the mass outside the k best of each row, (n,) float32, nats; NaN for a None row."""
+        """Return the log of the mass outside each row's k best, (n,) float32, nats; NaN for a None row."""
         return self._numbers(start, stop, lambda block: block.outside_top_logprobs())
 
     def _numbers(self, start: int, stop: int, read: Callable[[Block], Array]) -> Array:
@@ -276,18 +276,18 @@ class Rows:
 
     @property
     def num_entries(self) -> int:
-        """Entries of all rows."""
+        """Number of entries of all rows."""
         return sum(block.num_entries for block in self._parts(0, self.num_rows))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values held; texts are not counted."""
+        """Number of bytes of the values, without texts."""
         return sum(block.nbytes for block in self._parts(0, self.num_rows))
 
-    # -- cutting and carrying ----------------------------------------------------------------------------
+    # -- slicing and serialising -------------------------------------------------------------------------
 
     def cut(self, places: range) -> Rows:
-        """The rows at `places`; without a copy where they are consecutive."""
+        """Select rows; no copy if they are consecutive."""
         if places.step == 1 or not places:
             start, stop = places.start, places.start + len(places)
             return Rows(self._parts(start, stop), self.texts and self.texts.view(start, stop))
@@ -306,9 +306,9 @@ class Rows:
         return part
 
     def layout(self, max_none: int | None = None) -> tuple[int, Steps, Entries | None]:
-        """How many None positions come first, the step's rows of one kind behind them, and all that follows.
+        """Split the rows into leading None positions (count), then step rows of one kind, then all others.
 
-        Of more than `max_none` of the former each is one of the latter.
+        If there are more than `max_none` leading None positions, they are returned among the others.
         """
         runs, num_none = self._runs(0, self.num_rows), 0
         if runs and isinstance(runs[0], Entries):
@@ -326,7 +326,7 @@ class Rows:
         return num_none, steps, Entries.joined([run.entries() for run in runs]) if runs else None
 
     def state(self, max_none: int) -> tuple[dict[str, Any], dict[str, Array]]:
-        """Scalars and columns from which `from_state` builds the same rows, as `layout` has them."""
+        """Return the scalars and columns of `layout`, from which `from_state` restores the rows."""
         num_none, steps, entries = self.layout(max_none)
         columns = {"token_ids": steps.token_ids, "logprobs": steps.logprobs, "ranks": steps.ranks}
         scalars: dict[str, Any] = {
@@ -351,7 +351,7 @@ class Rows:
 
     @classmethod
     def from_state(cls, scalars: dict[str, Any], columns: dict[str, Array]) -> Rows:
-        """Build rows on columns that `state` gave, without a copy."""
+        """Restore rows from the result of `state`, without a copy."""
         steps = Steps(columns["token_ids"], columns["logprobs"], columns["ranks"], scalars["repeats_chosen"])
         blocks: list[Block] = [Entries.none(scalars["num_none"]), steps]
         if "ends" in columns:
@@ -379,7 +379,7 @@ def _joined(blocks: list[Block]) -> Block:
 
 
 class Waiting:
-    """Rows of one width with the ranks [r, 1, 2, ...], in Python's typed arrays, which take lists whole."""
+    """Write buffer of rows of one width with ranks [r, 1, 2, ...]; `array.array` appends lists fast."""
 
     __slots__ = (
         "_add_ids",
@@ -398,40 +398,40 @@ class Waiting:
     )
 
     def __init__(self, width: int, stop: int, *types: np.dtype[Any]) -> None:
-        """`types` are those of a step's ids and ranks; without them the rows are those of `append_fast`."""
+        """Create a buffer; `types` are a step's id and rank dtypes, absent for rows from `append_fast`."""
         self.width = width
-        self.stop = stop  # rows of the record up to here wait
+        self.stop = stop  # row number at which the buffer is full
         self.order, self.no_texts = [*range(1, width)], [None] * width
         self.shape = (1, width) if types else None
-        self.id_type: np.dtype[Any] | None = None  # None: every row is looked at by `append_step`
+        self.id_type: np.dtype[Any] | None = None  # None: `append_one` does not apply
         self.rank_type: np.dtype[Any] | None = None
         if types and INTEGERS.issuperset(types):
             self.id_type, self.rank_type = types
-        # Unsigned, so that a negative number is refused while it is copied.
+        # Unsigned, so that appending a negative number raises OverflowError.
         self._ids, self._logprobs, self._ranks = array("I"), array("d"), array("I")
         self._add_ids, self._add_logprobs = self._ids.fromlist, self._logprobs.fromlist
         self._add_rank: Callable[[Any], None] = self._ranks.append
 
     @property
     def kind(self) -> tuple[int, bool]:
-        """That of the block which the rows will be."""
+        """Kind of the block that the rows become."""
         return self.width, self.shape is None
 
     @property
     def num_rows(self) -> int:
-        """Rows that are whole."""
+        """Number of complete rows."""
         return len(self._ranks)
 
     def add(self, ids: list[int], logprobs: list[float], rank: Any) -> bool:
-        """Add one row; False where it is not all unsigned 32-bit integers and numbers."""
+        """Add one row; return False if it is not all unsigned 32-bit integers and numbers."""
         try:
             self._add_ids(ids)
             self._add_logprobs(logprobs)
-            self._add_rank(rank)  # last: a row that is counted is whole
+            self._add_rank(rank)  # last, so that every counted row is complete
         except (TypeError, OverflowError):
             self._forget_unfinished()
             return False
-        except BaseException:  # of the caller's numbers, or an interrupt
+        except BaseException:  # raised by the caller's number types, or an interrupt
             self._forget_unfinished()
             raise
         return True
@@ -441,11 +441,11 @@ class Waiting:
         del self._ids[num_entries:], self._logprobs[num_entries:]
 
     def row(self, row: int) -> RowLists:
-        """One row as Python values."""
+        """Return one row as Python values."""
         return row_lists(*self._lists(row), self._ranks[row], repeats_chosen=self.shape is None)
 
     def top_lists(self, row: int) -> TopLists:
-        """The chosen token and the k best of one row as Python values."""
+        """Return the chosen token and the k best of one row as Python values."""
         return top_lists(*self._lists(row))
 
     def _lists(self, row: int) -> tuple[list[int], list[float]]:
@@ -453,7 +453,7 @@ class Waiting:
         return self._ids[place].tolist(), [logprob + 0.0 for logprob in self._logprobs[place]]  # no -0.0
 
     def block(self, first: int, last: int) -> Block:
-        """Rows [first, last) as a block."""
+        """Return rows [first, last) as a block."""
         place, shape = slice(first * self.width, last * self.width), (last - first, self.width)
         ids = np.array(self._ids[place]).reshape(shape)
         logprobs = narrowed(np.array(self._logprobs[place])).reshape(shape)

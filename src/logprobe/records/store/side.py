@@ -1,4 +1,4 @@
-"""What stands beside a record's positions: further columns, ids that the caller named, ids that were kept."""
+"""Optional data per position of a record: extra columns, caller-specified ids, kept ids."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class IdRuns:
-    """Ascending token ids position by position, packed: one array of ids, and where each run ends."""
+    """Ascending token ids per position, packed as one array of ids and the end offset of each run."""
 
     __slots__ = ("_offsets", "_token_ids", "length")
 
@@ -37,7 +37,7 @@ class IdRuns:
         """Add n positions: offsets (n + 1,), and the ids between them.
 
         Raises:
-            ParameterError: offsets that do not end where the ids do.
+            ParameterError: the offsets' span differs from the number of ids.
         """
         bounds, ids = _checked_runs(offsets, token_ids)
         self._token_ids.append(ids)
@@ -51,24 +51,24 @@ class IdRuns:
         return self.length
 
     def __getitem__(self, position: int) -> Array:
-        """The ids of one position, ascending."""
+        """Return the ids of one position, ascending."""
         place = range(self.length)[position]
         return self._token_ids.read(self._end(place), self._end(place + 1))
 
     def arrays(self, num_positions: int | None = None) -> tuple[Array, Array]:
-        """Offsets (T + 1,) int64 of the first positions, or of all, and their ids."""
+        """Return offsets (T + 1,) int64 and ids, of all positions or of the first `num_positions`."""
         length = self.length if num_positions is None else num_positions
         offsets = self._offsets.read(0, length + 1)
         return offsets, self._token_ids.read(0, int(offsets[-1]))
 
     def cut(self, places: range) -> IdRuns:
-        """The ids of these positions."""
+        """Select positions."""
         runs = [self[place] for place in places]
         return IdRuns(np.cumsum([0, *map(len, runs)]), np.concatenate([np.empty(0, np.uint16), *runs]))
 
 
 def _checked_runs(offsets: npt.ArrayLike, token_ids: npt.ArrayLike) -> tuple[Array, Array]:
-    """Both as arrays of their own; a ParameterError where the offsets do not end where the ids do."""
+    """Return copies as arrays; raise `ParameterError` if the offsets' span differs from the number of ids."""
     bounds, ids = np.array(offsets, np.int64), np.array(token_ids)
     if bounds.ndim != 1 or ids.shape != (int(bounds[-1] - bounds[0]),):
         raise ParameterError("kept", f"offsets end at {bounds[-1:]}, but {ids.shape} ids came with them")
@@ -76,7 +76,7 @@ def _checked_runs(offsets: npt.ArrayLike, token_ids: npt.ArrayLike) -> tuple[Arr
 
 
 class Parts(NamedTuple):
-    """What of a record travels."""
+    """Data of a record that is serialised: everything but its token table."""
 
     rows: Rows
     extras: dict[str, Array]  # of `EXTRAS`, (T,) each
@@ -86,7 +86,7 @@ class Parts(NamedTuple):
 
 
 class Side:
-    """The columns beside the rows of one record, as many positions as these."""
+    """Optional data of one record, with as many positions as its rows."""
 
     __slots__ = ("_extras", "given", "is_empty", "kept")
 
@@ -97,27 +97,27 @@ class Side:
         kept: IdRuns | None = None,
     ) -> None:
         self._extras = {name: Column(values) for name, values in (extras or {}).items()}
-        self.given = given  # the named ids, position by position; None: none so far
-        self.kept = kept  # the ids that truncation and masks kept; None: none so far
+        self.given = given  # caller-specified ids per position; None: none so far
+        self.kept = kept  # ids that truncation and masks kept; None: none so far
         self.is_empty = not self._extras and given is None and kept is None
 
     def column(self, name: str, length: int) -> Array | None:
-        """One of `EXTRAS` for the first `length` positions; None where none was given."""
+        """Return a column of `EXTRAS` for the first `length` positions; None if it was never given."""
         column = self._extras.get(name)
         return None if column is None else column.read(0, length)
 
     def extras(self, length: int) -> dict[str, Array]:
-        """Those of `EXTRAS` that were given, for the first `length` positions."""
-        present = self._extras.copy()  # the writer may add one meanwhile
+        """Return the columns of `EXTRAS` that were given, for the first `length` positions."""
+        present = self._extras.copy()  # a concurrent writer may add one
         return {name: present[name].read(0, length) for name in EXTRAS if name in present}
 
     def columns(self, length: int) -> tuple[dict[str, Array], Rows | None, tuple[Array, Array] | None]:
-        """The further columns of the first `length` positions, the named ids, and the kept ids."""
+        """Return the extra columns, caller-specified ids and kept ids of the first `length` positions."""
         given = None if self.given is None else self.given.cut(range(length))
         return self.extras(length), given, None if self.kept is None else self.kept.arrays(length)
 
     def nbytes(self, length: int) -> int:
-        """Bytes of the values held."""
+        """Return the number of bytes of the values."""
         extras, given, kept = self.columns(length)
         own = sum(int(array.nbytes) for array in [*extras.values(), *(kept or ())])
         return own if given is None else own + given.nbytes
@@ -130,10 +130,10 @@ class Side:
         given: Entries | None = None,
         kept: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
     ) -> None:
-        """Add what belongs to `num_new` positions from `at` on; None: nothing was given for them.
+        """Add the data of `num_new` positions starting at `at`; None: not given for them.
 
         Raises:
-            ParameterError: no such column, another number of values than of positions. Nothing is added then.
+            ParameterError: unknown column, or a number of values other than `num_new`. Nothing is added then.
         """
         for name in extras.keys() - EXTRAS.keys():
             raise ParameterError(name, f"is no further column; there are {', '.join(EXTRAS)}")
@@ -174,7 +174,7 @@ class Side:
             self._extras[name] = column
 
     def cut(self, places: range, length: int) -> Side:
-        """What belongs to the positions named, of the `length` that there are."""
+        """Select positions out of the first `length`."""
         picked = np.array(places, np.intp)
         return Side(
             {name: values[picked] for name, values in self.extras(length).items()},
@@ -184,4 +184,4 @@ class Side:
 
 
 NOTHING: Final = Side()
-"""What stands beside the rows of most records, to which nothing is ever added."""
+"""Shared empty instance, used by most records; nothing is ever added to it."""

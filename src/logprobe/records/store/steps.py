@@ -1,4 +1,4 @@
-"""Rows of one width as a step gives them: the chosen token, the k best, and the chosen token's rank."""
+"""Rows of one width as produced by an engine step: chosen token, k best, and the chosen token's rank."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 
 
 class Steps(NamedTuple):
-    """Rows without offsets: k + 1 entries and one rank each.
+    """Fixed-width rows: k + 1 entries and one rank each.
 
-    A chosen token that is among the k best is there twice. It is read once, unless `repeats_chosen` says that
-    the caller's own columns have it twice.
+    A chosen token that is among the k best is stored twice. Readers see it once, unless `repeats_chosen` says
+    that the caller's own columns contained it twice.
     """
 
     token_ids: Array  # (n, k + 1) integers >= 0, column 0 the chosen token
-    logprobs: Array  # (n, k + 1) float32, nats; float64 only until the rows are added
+    logprobs: Array  # (n, k + 1) float32, nats; float64 only before the rows are added
     ranks: Array  # (n,) integers >= 0, of the chosen token
     repeats_chosen: bool = False
 
     @classmethod
     def of(cls, token_ids: npt.ArrayLike, logprobs: npt.ArrayLike, ranks: npt.ArrayLike) -> Steps:
-        """Check a step's arrays; logprobs become float32 where that is exact.
+        """Validate a step's arrays; logprobs become float32 if that is exact.
 
         Raises:
-            ParameterError: shapes that do not agree, ids or ranks that are no integers or negative, +inf.
+            ParameterError: shapes that do not match, ids or ranks that are not integers or negative, +inf.
         """
         rows = cls(np.asarray(token_ids), np.asarray(logprobs), np.asarray(ranks))
         shape = rows.token_ids.shape
@@ -53,7 +53,7 @@ class Steps(NamedTuple):
 
     @classmethod
     def joined(cls, runs: Sequence[Steps]) -> Steps:
-        """Runs of one kind, one after another."""
+        """Concatenate runs of one `kind`."""
         return cls(
             np.concatenate([run.token_ids for run in runs]),
             np.concatenate([run.logprobs for run in runs]),
@@ -63,12 +63,12 @@ class Steps(NamedTuple):
 
     @property
     def kind(self) -> tuple[int, bool]:
-        """What two runs have in common that can be one."""
+        """Key for merging: adjacent blocks of equal kind can be merged."""
         return self.width, self.repeats_chosen
 
     @property
     def width(self) -> int:
-        """Entries of a row: k + 1."""
+        """Stored entries per row: k + 1."""
         return int(self.token_ids.shape[1])
 
     @property
@@ -78,7 +78,7 @@ class Steps(NamedTuple):
 
     @property
     def num_entries(self) -> int:
-        """Number of entries that are read."""
+        """Number of entries that readers see."""
         return int(self.widths().sum())
 
     @property
@@ -87,37 +87,37 @@ class Steps(NamedTuple):
         return int(self.token_ids.nbytes + self.logprobs.nbytes + self.ranks.nbytes)
 
     def packed(self) -> Steps:
-        """A copy in the narrowest types that hold the numbers; -0.0 becomes 0.0."""
+        """Copy to the narrowest types that hold the numbers; -0.0 becomes 0.0."""
         logprobs = np.ascontiguousarray(self.logprobs + np.float32(0))
         return self._replace(
             token_ids=narrow_copy(self.token_ids), logprobs=logprobs, ranks=narrow_copy(self.ranks)
         )
 
     def cut(self, rows: slice | Array) -> Steps:
-        """These rows; a slice shares memory."""
+        """Select rows; a slice shares memory."""
         return Steps(self.token_ids[rows], self.logprobs[rows], self.ranks[rows], self.repeats_chosen)
 
     def repeats(self) -> Array:
-        """Where the k best hold the chosen token, (n, k) bool."""
+        """Return where the k best contain the chosen token, (n, k) bool."""
         is_repeat: Array = self.token_ids[:, 1:] == self.token_ids[:, :1]
         return is_repeat
 
     def widths(self) -> Array:
-        """Number of entries that are read of each row, (n,) int64."""
+        """Return the number of entries of each row that readers see, (n,) int64."""
         widths = np.full(self.num_rows, self.width)
         return widths if self.repeats_chosen else widths - np.count_nonzero(self.repeats(), axis=1)
 
     def row(self, row: int) -> RowLists:
-        """One row as Python values."""
+        """Return one row as Python values."""
         lists = self.token_ids[row].tolist(), self.logprobs[row].tolist()
         return row_lists(*lists, int(self.ranks[row]), repeats_chosen=self.repeats_chosen)
 
     def top_lists(self, row: int) -> TopLists:
-        """The chosen token and the k best of one row as Python values."""
+        """Return the chosen token and the k best of one row as Python values."""
         return top_lists(self.token_ids[row].tolist(), self.logprobs[row].tolist())
 
     def entries(self) -> Entries:
-        """The entries that are read."""
+        """Return the entries that readers see."""
         n, width = self.token_ids.shape
         is_shown = np.ones((n, width), np.bool_)
         if not self.repeats_chosen:
@@ -134,8 +134,8 @@ class Steps(NamedTuple):
         )
 
     def chosen_entries(self) -> Entries:
-        """The chosen token of each row."""
-        return Entries(  # copies: what a caller writes there does not change the record
+        """Return the chosen token of each row."""
+        return Entries(  # copies, so that a caller's writes do not change the record
             offsets=np.arange(self.num_rows + 1),
             token_ids=self.token_ids[:, 0].copy(),
             logprobs=self.logprobs[:, 0].copy(),
@@ -143,7 +143,7 @@ class Steps(NamedTuple):
         )
 
     def top_entries(self) -> Entries:
-        """The k best of each row, by rank."""
+        """Return the k best of each row, by rank."""
         k = self.width - 1
         return Entries(
             offsets=np.arange(self.num_rows + 1) * k,
@@ -153,22 +153,22 @@ class Steps(NamedTuple):
         )
 
     def other_logprobs(self) -> Array:
-        """Log of the mass outside the tokens that each row lists, (n,) float32, nats."""
+        """Return the log of the mass outside each row's entries, (n,) float32, nats."""
         return logs_of_rest(np.column_stack([self.logprobs[:, 1:], self._alone()]))
 
     def outside_top_logprobs(self) -> Array:
-        """Log of the mass outside the k best of each row, (n,) float32, nats."""
-        # Where rounding leaves the k best all of the mass, there is still that of a chosen token outside.
+        """Return the log of the mass outside each row's k best, (n,) float32, nats."""
+        # If rounding gives the k best all of the mass, the mass of a chosen token outside them still remains.
         return np.maximum(logs_of_rest(self.logprobs[:, 1:]), self._alone())
 
     def _alone(self) -> Array:
-        """Log-probability of each chosen token that is none of the k best, (n,) float32, nats; else -inf."""
+        """Return each chosen token's logprob if it is not among the k best, else -inf; (n,) float32, nats."""
         alone: Array = np.where(self.repeats().any(axis=1), np.float32(-np.inf), self.logprobs[:, 0])
         return alone
 
 
 def row_lists(ids: list[int], logprobs: list[float], rank: int, *, repeats_chosen: bool) -> RowLists:
-    """One row of a step as it is read."""
+    """Return one step row as readers see it."""
     ranks = [rank, *range(1, len(ids))]
     if not repeats_chosen:
         chosen_id = ids[0]
@@ -179,5 +179,5 @@ def row_lists(ids: list[int], logprobs: list[float], rank: int, *, repeats_chose
 
 
 def top_lists(ids: list[int], logprobs: list[float]) -> TopLists:
-    """The chosen token and the k best of one row of a step."""
+    """Return the chosen token and the k best of one step row."""
     return TopLists(ids[0], logprobs[0], ids[1:], logprobs[1:])

@@ -1,6 +1,6 @@
-"""Texts that were given with entries: one a token id, and those that differ apart.
+"""Texts given with entries, stored once per token id, with exceptions stored per entry.
 
-A token's text hardly ever changes within a record, so a text costs once for each id, not once for each entry.
+A token's text rarely changes within a record: memory grows with distinct ids, not with entries.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 
 class Texts:
-    """The text of each entry of a record, or None."""
+    """Text of each entry of a record, or None."""
 
     __slots__ = ("_apart_places", "_apart_rows", "_apart_texts", "_base", "_since", "_text_of")
 
     def __init__(self, base: int = 0) -> None:
-        self._base = base  # number of the first row, in a slice of a record; the numbers below count on
-        self._text_of: dict[int, str] = {}  # token id → its first text
-        self._since: dict[int, int] = {}  # token id → the row with which that text came
-        self._apart_rows = array("q")  # of each entry whose text is another one or none, ascending
-        self._apart_places = array("q")  # and its place in the row
+        self._base = base  # row number of the first row, in a slice of a record; row numbers below include it
+        self._text_of: dict[int, str] = {}  # token id → the first text given for it
+        self._since: dict[int, int] = {}  # token id → row in which that text was first given
+        self._apart_rows = array("q")  # rows of entries whose text is not that of `_text_of`, ascending
+        self._apart_places = array("q")  # and their indices in the row
         self._apart_texts: list[str | None] = []
 
     def write(self, row: int, token_ids: list[int], texts: Sequence[str | None] | None) -> None:
-        """Note the texts of a row's entries; None: they have none."""
+        """Store the texts of a row's entries; None: they have none."""
         given = [None] * len(token_ids) if texts is None else list(texts)
         if list(map(self._text_of.get, token_ids)) == given:
             return
@@ -40,7 +40,7 @@ class Texts:
         for place, (token_id, text) in enumerate(zip(token_ids, given, strict=True)):
             known = self._text_of.get(token_id)
             if known is None and text is not None and token_id not in token_ids[:place]:
-                # The row before its text: a reader that finds the text knows from where on it counts.
+                # Row before text, so that a concurrent reader that finds the text also finds its row.
                 self._since[token_id] = row
                 self._text_of[token_id] = text
             elif known != text:
@@ -49,7 +49,7 @@ class Texts:
                 self._apart_rows.append(row)
 
     def read(self, row: int, token_ids: list[int]) -> list[str | None]:
-        """The texts of a row's entries."""
+        """Return the texts of a row's entries."""
         row += self._base
         text_of, since = self._text_of.get, self._since.get
         texts = [text_of(token_id) if since(token_id, row + 1) <= row else None for token_id in token_ids]
@@ -60,14 +60,14 @@ class Texts:
         return texts
 
     def read_rows(self, row: int, offsets: Array, token_ids: Array) -> list[str | None]:
-        """The texts of the entries of all rows from `row` on."""
+        """Return the texts of the entries of consecutive rows starting at `row`."""
         ids, texts = token_ids.tolist(), []
         for number, (first, last) in enumerate(pairwise(offsets.tolist()), row):
             texts += self.read(number, ids[first:last])
         return texts
 
     def view(self, start: int, stop: int) -> Texts:
-        """The texts of rows [start, stop), to grow on their own."""
+        """Return the texts of rows [start, stop) as a copy that can grow on its own."""
         first, last = self._base + start, self._base + stop
         part = Texts(first)
         part._since = {token_id: row for token_id, row in self._since.copy().items() if row < last}
@@ -78,7 +78,7 @@ class Texts:
         return part
 
     def state(self) -> tuple[list[str | None], dict[str, Array]]:
-        """The different texts and then those apart, and the columns that say whose they are."""
+        """Return the texts (per id, then exceptions) and the columns that assign them to entries."""
         return [*self._text_of.values(), *self._apart_texts], {
             "text_ids": np.array(list(self._text_of), np.int64),
             "text_since": np.array(list(self._since.values()), np.int64) - self._base,
@@ -89,7 +89,7 @@ class Texts:
 
     @classmethod
     def from_state(cls, texts: Sequence[str | None], columns: dict[str, Array]) -> Texts:
-        """Read what `state` gave."""
+        """Restore the result of `state`."""
         part, ids = cls(), columns["text_ids"].tolist()
         part._text_of = {
             token_id: text for token_id, text in zip(ids, texts, strict=False) if text is not None
