@@ -1,6 +1,6 @@
-"""Logits → logits, a request at a time: the interface, the built-ins, the registry and the pipeline.
+"""Logits processors: interface, built-ins, registry and pipeline.
 
-Each name loads when first used.
+Names are imported on first access.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a request asks of its processors: typed arguments, from plain values or from the request's own fields.
+"""Typed processor arguments, converted from plain values or from the request's own fields.
 
-The built-in processors' arguments become JSON Schema, and the fields of `SamplingParams` are checked by the
-same types; every default means 'nothing asked'. Processors trust every value.
+The argument types of built-in processors produce JSON Schema and validate fields of `SamplingParams`; every
+default means "not requested". Processors do not validate values again.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from logprobe.errors import ParameterError, require
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-LARGEST_FLOAT: Final = 3.4e38  # what float32 holds
+LARGEST_FLOAT: Final = 3.4e38  # largest accepted magnitude, within float32
 PLAIN_TYPES: Final = frozenset({type(None), bool, int, float, str})
 
 S = TypeVar("S", bound=msgspec.Struct)
 
 
 def plain(value: Any) -> Any:
-    """A copy made of dicts, lists, texts and numbers alone: the caller's later changes do not matter.
+    """Return a copy made only of dicts, lists, strings and numbers, independent of the caller's objects.
 
     Raises:
-        TypeError: a key of a mapping that is neither a text nor a number.
+        TypeError: a mapping key becomes unhashable, such as a tuple, which is converted to a list.
     """
     if type(value) in PLAIN_TYPES:
         return value
@@ -46,7 +46,7 @@ def plain(value: Any) -> Any:
 
 
 def to_args(values: dict[str, Any], args_type: type[S], parameter: str) -> S:
-    """Typed arguments from plain ones; keys that are numbers may be texts, as in JSON.
+    """Convert plain values to typed arguments; numeric keys may be strings, as in JSON.
 
     Raises:
         ParameterError: a wrong type, a value out of bounds, or a number that is not finite.
@@ -60,12 +60,12 @@ def to_args(values: dict[str, Any], args_type: type[S], parameter: str) -> S:
 
 
 def keys_of(args_type: type[msgspec.Struct]) -> tuple[str, ...]:
-    """The names of the arguments, as they are written."""
+    """Return the argument names, as encoded."""
     return tuple(field.encode_name for field in msgspec.structs.fields(args_type))
 
 
 def check_token_ids(args: msgspec.Struct, vocab_size: int, parameter: str) -> None:
-    """Raise `ParameterError` where a value of type `TokenId` lies outside [0, vocab_size)."""
+    """Raise `ParameterError` if a value of type `TokenId` is outside [0, vocab_size)."""
     for name, field_type in _token_fields(type(args)):
         where = "" if name == parameter else f"{name}: "
         for token_id in _token_ids(field_type, getattr(args, name)):
@@ -92,7 +92,7 @@ def _holds_token_ids(kind: Any) -> bool:
 
 
 def _token_ids(kind: Any, value: Any) -> Iterator[int]:
-    """The token ids within a value of this type."""
+    """Yield the token ids in a value of this type."""
     if isinstance(kind, inspect.Metadata):
         if (kind.extra or {}).get("is_token_id"):
             yield value
@@ -123,21 +123,21 @@ def _check_finite(parameter: str, value: Any) -> None:
 
 
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, extra={"is_token_id": True})]
-"""An id that admission checks against the model's vocabulary; usable in any processor's `Args`."""
+"""A token id that is validated against the model's vocabulary; usable in any processor's `Args`."""
 
 Penalty: TypeAlias = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 
 
 Word: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-"""A text whose tokens a processor keeps beyond the request."""
+"""A string whose tokens a processor caches beyond the request."""
 
 
 class _Args(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Frozen, by keyword alone; an unknown key is an error."""
+    """Frozen and keyword-only; unknown keys are errors."""
 
 
 class LogitBiasArgs(_Args, frozen=True):
-    """Added to the logits of single tokens."""
+    """Biases added to the logits of single tokens."""
 
     logit_bias: dict[TokenId, float] = {}  # nats
 
@@ -149,20 +149,20 @@ class AllowedTokensArgs(_Args, frozen=True):
 
 
 class BannedWordsArgs(_Args, frozen=True):
-    """What must not be generated: texts, or sequences of ids."""
+    """Texts or token id sequences that must not be generated."""
 
     bad_words: list[Word] = []
     bad_words_token_ids: list[Annotated[list[TokenId], msgspec.Meta(min_length=1)]] = []
 
 
 class MinTokensArgs(_Args, frozen=True):
-    """The least number of tokens to generate before one that ends the text."""
+    """Minimum number of tokens to generate before an end token."""
 
     min_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class PenaltiesArgs(_Args, frozen=True):
-    """Penalties on tokens that were seen already."""
+    """Penalties on tokens that already occurred."""
 
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     presence_penalty: Penalty = 0.0
@@ -170,40 +170,40 @@ class PenaltiesArgs(_Args, frozen=True):
 
 
 class ThinkingBudgetArgs(_Args, frozen=True):
-    """The most tokens between the marker that starts thinking and the one that ends it."""
+    """Maximum number of tokens between the start and the end marker of thinking."""
 
     thinking_budget: Annotated[int, msgspec.Meta(ge=0)] | None = None
     # Written before the end marker, inside the budget.
     think_stop_sentence: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
     think_start: Word = "<think>"
     think_end: Word = "</think>"
-    think_start_token_ids: list[TokenId] = []  # in place of `think_start`, as are the next two of theirs
+    think_start_token_ids: list[TokenId] = []  # replaces `think_start`; likewise the next two
     think_end_token_ids: list[TokenId] = []
     think_stop_sentence_token_ids: list[TokenId] = []
 
 
 class GrammarArgs(_Args, frozen=True):
-    """One of these: the form that the text must have."""
+    """The form that the text must have; exactly one field is set."""
 
     json_schema: dict[str, Any] | str | None = None  # a schema, or its JSON text
     json_object: bool = False  # any JSON object
     regex: str | None = None
     choice: Annotated[list[str], msgspec.Meta(min_length=1)] | None = None
-    ebnf: str | None = None  # in Lark's notation, as llguidance reads it
+    ebnf: str | None = None  # llguidance's dialect of Lark
 
 
 class CaptureArgs(_Args, frozen=True):
-    """True keeps the request's rows under its id, a text keeps them under that name."""
+    """True keeps the request's rows under its id, a string keeps them under that name."""
 
     capture: bool | str = False
 
 
 class NoArgs(_Args, frozen=True):
-    """For a processor without arguments."""
+    """Arguments of a processor without arguments."""
 
 
 class RequestParams(Protocol):
-    """What a processor may read of a request's `SamplingParams`."""
+    """The parts of a request's `SamplingParams` that processors read."""
 
     @property
     def stop_token_ids(self) -> Any:
@@ -211,19 +211,19 @@ class RequestParams(Protocol):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is picked without a draw."""
+        """True if the most likely token is always chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldArgs:
-    """What one field, or one group of fields, asks of a built-in processor."""
+    """Arguments for a built-in processor from one field, or one group of fields."""
 
     parameter: str
     processor: str
     args: msgspec.Struct
 
 
-# Built-in processor, its arguments, the name that errors give, the request's fields of the same names.
+# Built-in processor, its arguments, the request fields of the same names.
 _FIELDS: tuple[tuple[str, type[msgspec.Struct], tuple[str, ...]], ...] = (
     ("AllowedTokensLogitsProcessor", AllowedTokensArgs, ("allowed_token_ids",)),
     ("BannedWordsLogitsProcessor", BannedWordsArgs, ("bad_words",)),
@@ -237,17 +237,17 @@ _FIELDS: tuple[tuple[str, type[msgspec.Struct], tuple[str, ...]], ...] = (
 )
 _DEFAULTS = {name: getattr(kind(), name) for _, kind, names in _FIELDS for name in names}
 field_values = attrgetter(*_DEFAULTS, "response_format")
-"""The values of all these fields of a request."""
+"""Return the values of all these fields of a request."""
 DEFAULT_VALUES = (*(_DEFAULTS | {"bad_words": (), "logit_bias": None}).values(), None)
-"""What a request that asks nothing holds in them."""
+"""The values of these fields in a request that sets none of them."""
 _FORMATS = {"json_schema": "json_schema", "regex": "regex", "choice": "choice", "ebnf": "ebnf"}
 
 
 def field_args(params: Any) -> list[FieldArgs]:
-    """What a request's own fields ask of the built-in processors; fields left at their defaults ask nothing.
+    """Return the arguments for built-in processors from a request's own fields; defaults are skipped.
 
     Raises:
-        ParameterError: a value that no processor takes; it names the field.
+        ParameterError: an invalid value; `parameter` is the field.
     """
     if field_values(params) == DEFAULT_VALUES:
         return []
@@ -266,7 +266,7 @@ def field_args(params: Any) -> list[FieldArgs]:
 
 
 def _checked(asked: dict[str, Any], kind: type[msgspec.Struct]) -> msgspec.Struct:
-    """Check each field under its own name, then all together."""
+    """Validate each field under its own name, then all together."""
     for name, value in asked.items():
         args = to_args({name: value}, kind, name)
     return args if len(asked) == 1 else to_args(asked, kind, next(iter(asked)))
@@ -279,13 +279,13 @@ def _is_asked(name: str, value: Any) -> bool:
 
 
 def format_args(response_format: Any) -> GrammarArgs | None:
-    """The grammar that a response format asks for; None for plain text.
+    """Return the grammar for a response format; None for plain text.
 
-    The types are OpenAI's `text`, `json_object` and `json_schema`, and beside them `regex`, `choice` and
-    `ebnf`, each with a value of the same name.
+    Types are OpenAI's `text`, `json_object` and `json_schema`, plus `regex`, `choice` and `ebnf`, each with
+    a value of the same name.
 
     Raises:
-        ParameterError: another type, or a value that is missing.
+        ParameterError: an unknown type, or a missing value.
     """
     name = "response_format"
     is_mapping = isinstance(response_format, Mapping)

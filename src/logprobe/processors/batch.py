@@ -1,4 +1,4 @@
-"""Which sample each row of logits belongs to: the argument of a processor's `update_state`."""
+"""Rows of a step and the samples they belong to: the argument of a processor's `update_state`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RowKey: TypeAlias = tuple[str, int, int]
 
 @final
 class ArgsView(Mapping[str, Any]):
-    """A request's arguments as plain values: `a["x"]` and `a.x` give the same, None where it is missing."""
+    """A request's arguments as plain values: `a["x"]` and `a.x` are equal, None if missing."""
 
     def __init__(self, values: Mapping[str, Any] | None = None) -> None:
         self._values = dict(values or {})
@@ -31,12 +31,12 @@ class ArgsView(Mapping[str, Any]):
         return self._values.get(key)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # what copying and pickling ask for
+        if name.startswith("_"):  # probed by copy and pickle
             raise AttributeError(name)
         return self._values.get(name)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of `key`, or `default` where it is missing."""
+        """Return the value of `key`, or `default` if it is missing."""
         return self._values.get(key, default)
 
     def __contains__(self, key: object) -> bool:
@@ -54,36 +54,36 @@ class ArgsView(Mapping[str, Any]):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchRow:
-    """One row of logits: the sample it belongs to and what its request asks of this processor."""
+    """One row of logits: its sample, and its request's arguments for this processor."""
 
     request_id: str
-    args: Any  # the processor's `Args`; an `ArgsView` where it declares none
+    args: Any  # the processor's `Args`; an `ArgsView` if it declares none
     prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]  # those observed so far; the list grows between steps
+    output_token_ids: Sequence[int]  # tokens observed so far; the list grows between steps
     params: RequestParams | None = None  # the request's `SamplingParams`
-    sample: int = 0  # which of the request's samples
-    serial: int = 0  # tells apart two requests that used the same id one after the other
+    sample: int = 0  # index of the sample in its request
+    serial: int = 0  # distinguishes requests that reuse an id one after the other
     arguments: ArgsView = field(default_factory=ArgsView)  # all arguments of the request, as plain values
 
     @property
     def key(self) -> RowKey:
-        """What a state is kept under: it stays the same from step to step, wherever the row stands."""
+        """Key for per-sample state; it stays the same across steps, whatever the row's index."""
         return (self.request_id, self.sample, self.serial)
 
     @property
     def name(self) -> str:
-        """The request id, with the sample's number where it is not the first."""
+        """The request id, with the sample's index unless it is 0."""
         return f"{self.request_id}#{self.sample}" if self.sample else self.request_id
 
 
 @final
 class BatchState(Mapping[str, Any]):
-    """The rows of a step in the order of the logits' rows, and how they differ from the step before.
+    """The rows of a step, in the order of the logits' rows, and the changes since the previous step.
 
-    It also reads as a mapping, as slot-based engines hand it out: `stop_flags` (B, 1) bool, all False;
-    `req_ids`, B strings; `logits_processors_args`, B `ArgsView`s; `prompt_ids` (B, longest) int64 padded
-    with -1, and `prompt_lens` (B, 1); `pre_ids` (B, longest) int64, the tokens generated, padded with -1;
-    `next_tokens` (B, 1), the last of them or -1; `step_idx` (B, 1), how many there are.
+    It is also a mapping in the format of slot-based engines: `stop_flags` (B, 1) bool, all False; `req_ids`,
+    B strings; `logits_processors_args`, B `ArgsView`s; `prompt_ids` (B, longest) int64 padded with -1, and
+    `prompt_lens` (B, 1); `pre_ids` (B, longest) int64, the generated tokens, padded with -1; `next_tokens`
+    (B, 1), the last of them or -1; `step_idx` (B, 1), their number.
     """
 
     def __init__(self, rows: Sequence[BatchRow], previous: Sequence[BatchRow] = ()) -> None:
@@ -97,13 +97,13 @@ class BatchState(Mapping[str, Any]):
 
     @cached_property
     def added(self) -> list[int]:
-        """Rows that were not there at the step before, or were paused then: their history is whole."""
+        """Indices of rows that were not in the previous step: new or resumed; their history is complete."""
         before = {row.key for row in self._previous}
         return [index for index, row in enumerate(self.rows) if row.key not in before]
 
     @cached_property
     def removed(self) -> list[BatchRow]:
-        """Rows of the step before that are not there now: ended or paused."""
+        """Rows of the previous step that are gone: finished or preempted."""
         return [row for row in self._previous if row.key not in self.keys_of_rows]
 
     @cached_property
@@ -115,7 +115,7 @@ class BatchState(Mapping[str, Any]):
 
     @cached_property
     def is_same(self) -> bool:
-        """Whether rows and arguments are those of the step before, in the same order."""
+        """True if rows and arguments equal those of the previous step, in the same order."""
         return len(self.rows) == len(self._previous) and all(
             row.key == before.key and row.args is before.args
             for row, before in zip(self.rows, self._previous, strict=True)
@@ -132,7 +132,7 @@ class BatchState(Mapping[str, Any]):
 
 
 def as_batch(batch: BatchState | Mapping[str, Any], args_type: type[msgspec.Struct]) -> BatchState:
-    """A batch as it is, or one made of a slot-based engine's inputs: the slots whose stop flag is not set."""
+    """Return the batch, converting a slot-based engine's inputs; slots whose stop flag is set are skipped."""
     if isinstance(batch, BatchState):
         return batch
     slots = [slot for slot, is_stopped in enumerate(plain(batch["stop_flags"])) if not _first(is_stopped)]

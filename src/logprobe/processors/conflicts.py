@@ -1,6 +1,6 @@
-"""Find the masks of one request that leave no token to draw together.
+"""Find masks of one request that together leave no token to draw.
 
-Two masks that each leave a token may leave none together. Any thread may ask while the engine runs.
+Each mask may leave tokens on its own. Functions may be called from any thread while the engine runs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     Masks = Sequence[tuple[MaskLogitsProcessor, BatchRow]]
 
-MAX_PROBES: Final = 32  # rows tried for one request: texts of masks that leave more are not all looked at
-MAX_BRANCHES: Final = 16  # tokens left possible from which on masks are taken to agree
+MAX_PROBES: Final = 32  # rows tried per request; the search is not exhaustive beyond that
+MAX_BRANCHES: Final = 16  # with more possible tokens than this, masks are assumed not to conflict
 
 
 def possible_tokens(masks: Masks, vocab_size: int) -> NDArray[np.int64]:
@@ -35,9 +35,9 @@ def possible_tokens(masks: Masks, vocab_size: int) -> NDArray[np.int64]:
 
 
 def can_end(masks: Masks, params: Any, eos_token_ids: Collection[int], vocab_size: int) -> bool:
-    """Return False where no text that the masks allow reaches an end or `max_tokens`.
+    """Return False if no text allowed by the masks reaches an end token or `max_tokens`.
 
-    Texts are searched depth first. Where that would take more than `MAX_PROBES` rows, the answer is True.
+    Searches depth first. Returns True if the search would take more than `MAX_PROBES` rows.
     """
     ends = {*eos_token_ids, *params.stop_token_ids}
     pending: list[list[int]] = [[]]
@@ -50,7 +50,7 @@ def can_end(masks: Masks, params: Any, eos_token_ids: Collection[int], vocab_siz
         rows = [(processor, replace(row, output_token_ids=output)) for processor, row in masks]
         try:
             token_ids = possible_tokens(rows, vocab_size).tolist()
-        except ParameterError:  # a grammar that cannot be followed so far, which a draw may never reach
+        except ParameterError:  # the grammar parser hit a limit here; sampling may never get to this text
             return True
         is_open = len(token_ids) > MAX_BRANCHES or not ends.isdisjoint(token_ids)
         if is_open or (token_ids and params.stop):
@@ -60,7 +60,7 @@ def can_end(masks: Masks, params: Any, eos_token_ids: Collection[int], vocab_siz
 
 
 def smallest_conflict(masks: Masks, is_conflict: Callable[[Masks], bool]) -> Masks:
-    """Return the masks of a conflict without those that it does not need."""
+    """Return a minimal subset of the masks that still conflicts."""
     for mask in masks:
         others = [other for other in masks if other is not mask]
         if others and is_conflict(others):

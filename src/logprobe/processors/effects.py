@@ -1,4 +1,4 @@
-"""What a processor did to one position: the answer to `explain`."""
+"""Effect of a processor on one position, as returned for `explain`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class ProcessorEffect(msgspec.Struct, frozen=True):
-    """What one processor did to one position.
+    """The effect of one processor on one position.
 
-    `changes` holds the listed candidates whose logit it changed, by how much (nats; -inf: made impossible,
-    +inf: made possible again). `mass_moved` is the probability that went from some tokens to others: half
-    the sum of all absolute changes (total variation distance), in [0, 1].
+    `changes` maps listed candidates whose logit changed to the difference in nats (-inf: masked, +inf:
+    unmasked). `mass_moved` is the probability moved between tokens: half the sum of all absolute changes in
+    probability (total variation distance), in [0, 1].
     """
 
     processor: str
@@ -26,14 +26,14 @@ class ProcessorEffect(msgspec.Struct, frozen=True):
 
 
 class RowEffect(msgspec.Struct):
-    """A row before and after one processor, (V,) float32 each."""
+    """A row of logits before and after one processor, (V,) float32 each."""
 
     processor: str
     before: Tensor
     after: Tensor
 
     def among(self, token_ids: Iterable[int]) -> ProcessorEffect:
-        """The effect on these candidates; ids may repeat, in any order."""
+        """Return the effect on these candidates; ids may repeat, in any order."""
         import torch
 
         ids = torch.tensor(sorted(set(token_ids)), dtype=torch.int64)

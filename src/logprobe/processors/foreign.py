@@ -1,7 +1,7 @@
-"""Other people's processors, unchanged: one instance a request, each on a private copy of its row.
+"""Adapters for processors of other libraries: one instance per request, on a private copy of its row.
 
-A factory makes the instance from the request's arguments; what comes back is a `LogitsProcessor` class to
-register. So their state never meets another request's, and `raw` stays raw.
+A factory creates the instance from the request's arguments; the adapters return a `LogitsProcessor` class to
+register. State of different requests is therefore never shared, and the raw logits are never modified.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from logprobe.config import EngineConfig
 
 Factory: TypeAlias = Callable[[Any], Any]
-"""A request's arguments (the `args` type, or an `ArgsView`) → that request's own instance."""
+"""Create a request's own instance from its arguments (the `args` type, or an `ArgsView`)."""
 
 
 class Rule(Protocol):
-    """One request's instance behind one interface."""
+    """Common interface of one request's instance."""
 
     def observe(self, row: BatchRow) -> None:
-        """Take in the tokens observed so far; called once a step."""
+        """Process the tokens observed so far; called once per step."""
         ...
 
     def change(self, row: BatchRow, scores: Tensor) -> Tensor:
-        """Change the row's private copy, (1, V)."""
+        """Change the row's private copy, (1, V), and return it."""
         ...
 
 
@@ -101,8 +101,9 @@ def adapt_vllm(
 ) -> type[LogitsProcessor]:
     """Adapt vLLM's batch class: `update_state(batch_update)`, `is_argmax_invariant()`, `apply(logits)`.
 
-    It is made as `processor(config, device, is_pin_memory)` and sees a batch of one: its request's
-    parameters with the arguments as `extra_args`, its prompt, and the live list of its output tokens.
+    It is created as `processor(facts, device, is_pin_memory)`, where `facts` are `ModelFacts`, and
+    sees a batch of one: its request's parameters with the arguments as `extra_args`, its prompt, and the live
+    list of its output tokens.
     """
 
     def make(row: BatchRow, model: ModelFacts) -> Rule:
@@ -122,13 +123,13 @@ def _as_dict(args: Any) -> dict[str, Any]:
 
 @final
 class _CallRule:
-    """A rule without a state of its own."""
+    """A stateless rule."""
 
     def __init__(self, call: Callable[[BatchRow, Tensor], Tensor]) -> None:
         self._call = call
 
     def observe(self, row: BatchRow) -> None:
-        """Nothing: each call gets all tokens."""
+        """Do nothing: each call gets all tokens."""
 
     def change(self, row: BatchRow, scores: Tensor) -> Tensor:
         return self._call(row, scores)
@@ -144,14 +145,14 @@ class _MatcherRule:
         self._num_observed = 0
 
     def observe(self, row: BatchRow) -> None:
-        """Advance by the tokens that were not observed yet."""
+        """Advance by the tokens not observed yet."""
         for token_id in row.output_token_ids[self._num_observed :]:
             if not self._matcher.accept(token_id) and token_id not in self._model.eos_token_ids:
                 raise OverruledError(f"the matcher does not accept token {token_id}")
         self._num_observed = len(row.output_token_ids)
 
     def change(self, row: BatchRow, scores: Tensor) -> Tensor:
-        """Mask what may not come next; an ended text leaves the ends only."""
+        """Mask the tokens that may not come next; after the end of the text only EOS tokens are left."""
         del row
         mask = self._matcher.mask()
         if mask is None:
@@ -184,7 +185,7 @@ class _BatchOfOne:
 
 
 class PerRequestProcessor(LogitsProcessor):
-    """Gives each request a rule of its own, on a private copy of its row."""
+    """Give each request its own rule, applied to a private copy of its row."""
 
     make_rule: ClassVar[MakeRule]
     own_check: ClassVar[Callable[[Any], object]]
@@ -196,15 +197,15 @@ class PerRequestProcessor(LogitsProcessor):
         self._rules: dict[RowKey, Rule] = {}
 
     def bind(self, model: ModelFacts) -> None:
-        """Learn the model's facts, which matchers need."""
+        """Receive the model's facts, which matchers need."""
         self._model = model
 
     def check_args(self, args: Any) -> None:
-        """Ask the other library's own validation, where it has one."""
+        """Call the other library's own validation, if it has one."""
         type(self).own_check(args)
 
     def update_state(self, batch: BatchState) -> None:
-        """Make the rules of new rows, and pass every rule the tokens observed."""
+        """Create rules for new rows, and pass every rule its observed tokens."""
         assert self._model is not None, "bind comes first"
         known, self._rules, self._rows = self._rules, {}, batch.rows
         for row in batch.rows:
@@ -212,7 +213,7 @@ class PerRequestProcessor(LogitsProcessor):
             self._rules[row.key].observe(row)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Let each rule change its row."""
+        """Apply each rule to its row."""
         for index, row in enumerate(self._rows):
             scores = logits[index : index + 1].clone()
             changed = self._rules[row.key].change(row, scores)

@@ -1,4 +1,4 @@
-"""`LogitsProcessor`: a rule that changes logits for those requests that ask for it."""
+"""`LogitsProcessor`: the base class of rules that change the logits of requests that ask for it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class TokenizerView(Protocol):
-    """A model's tokenizer, as an engine has it."""
+    """The parts of a model's tokenizer that processors read."""
 
     @property
     def tokenizer(self) -> Any:
-        """As transformers has it."""
+        """The transformers tokenizer."""
 
     @property
     def vocabulary(self) -> TokenTable:
@@ -30,49 +30,49 @@ class TokenizerView(Protocol):
 
     @property
     def eos_token_id(self) -> int | None:
-        """What ends a text; None where there is no such token."""
+        """Id of the EOS token; None if there is none."""
 
     @property
     def special_token_ids(self) -> frozenset[int]:
-        """Ids that are no text."""
+        """Ids that are not text."""
 
     def plain_ids(self, text: str) -> list[int]:
-        """The token ids of a text, special tokens within it included, none added."""
+        """Encode a text; special tokens in it are parsed, none are added."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What a processor may know of the model that it works for."""
+    """Properties of the model that are available to processors."""
 
-    vocab_size: int  # width of a row of logits
+    vocab_size: int  # width of a row of logits; may exceed the tokenizer's
     eos_token_ids: frozenset[int]
     text: TokenizerView
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer as transformers has it, loaded when first asked for."""
+        """The transformers tokenizer, loaded on first access."""
         return self.text.tokenizer
 
     @property
     def vocabulary(self) -> TokenTable:
-        """The exact bytes of every id of the tokenizer."""
+        """The exact bytes of every token id."""
         return self.text.vocabulary
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text, special tokens within it included, none added."""
+        """Encode a text; special tokens in it are parsed, none are added."""
         return self.text.plain_ids(text)
 
 
 class OverruledError(ValueError):
-    """A token was drawn that a processor had made impossible: a later processor made it possible again."""
+    """A token that a processor had masked was drawn, since a later processor unmasked it."""
 
 
 @dataclass(slots=True)
 class ProcessorCounter:
-    """One processor's totals since the engine's start."""
+    """Totals of one processor since the engine started."""
 
-    num_steps: int = 0  # steps with a row for it
-    num_rows: int = 0  # rows that it was given
+    num_steps: int = 0  # steps with at least one row for it
+    num_rows: int = 0  # rows passed to it
     num_failures: int = 0  # samples that it failed
     seconds: float = 0.0  # wall time in update_state and apply
 
@@ -86,50 +86,50 @@ class ProcessorCounter:
 
 
 class LogitsProcessor(ABC):
-    """Changes the rows of requests that give it arguments; the rows of others never reach it.
+    """Base class of logits processors; only rows of requests that give its arguments are passed to it.
 
-    One instance serves all requests. What it knows of a request must follow from the request's own row
-    (arguments, prompt, tokens observed), because a paused request comes back with all its tokens at once.
-    `Args` types the arguments (its fields are the keys of `logits_processors_args`), `arg_names` names them
-    alone; a processor with neither runs on requests that give a key which no other registered one has.
+    One instance serves all requests. State about a request must be derivable from the request's own row
+    (arguments, prompt, tokens observed), because a preempted request resumes with all its tokens at once.
+    `Args` declares typed arguments (its fields are keys of `logits_processors_args`); `arg_names` only their
+    names. A processor with neither runs on requests that give a key that no other registered processor has.
     """
 
     Args: ClassVar[type[msgspec.Struct] | None] = None
     arg_names: ClassVar[
         tuple[str, ...]
-    ] = ()  # keys of a processor without `Args`, which reach it as they are
-    applies_to_all: ClassVar[bool] = False  # to requests without its arguments, too: defaults then
-    # From step to step; one that does not may be given several rows of a sample, one for each of its drafts.
+    ] = ()  # argument keys of a processor without `Args`; values are passed unchanged
+    applies_to_all: ClassVar[bool] = False  # also run, with defaults, on requests without its arguments
+    # True if it has state across steps. Otherwise it may get several rows of a sample, one per draft token.
     keeps_state: ClassVar[bool] = True
-    # For somebody to read. One that `is_argmax_invariant` then meets greedy rows, too, and where it applies
-    # to all requests, the prompts of one call come in one step.
+    # True if it records rows for later reading. If `is_argmax_invariant`, it then still gets greedy rows, and
+    # if it also applies to all requests, the prompts of one call are processed in one step.
     keeps_rows: ClassVar[bool] = False
 
     @abstractmethod
     def __init__(self, config: EngineConfig) -> None:
-        """Make the one instance, at the engine's start; one that takes nothing is made without `config`."""
+        """Create the single instance at engine start; `config` is passed only if the signature takes it."""
 
     def bind(self, model: ModelFacts) -> None:  # noqa: B027 - a processor that needs no model has nothing to do
-        """Learn the model's facts, once, after `__init__`."""
+        """Receive the model's facts; called once, after `__init__`."""
 
     def check_args(self, args: Any) -> None:  # noqa: B027 - types and bounds say all for most processors
-        """Raise `ValueError` where arguments of the right types can never be served; from any thread."""
+        """Raise `ValueError` if arguments of valid types can never be served; called from any thread."""
 
     def is_argmax_invariant(self) -> bool:
-        """Whether the most likely token stays the same: greedy rows skip it then, unless it `keeps_rows`."""
+        """Return True if the argmax never changes; greedy rows then skip it, unless `keeps_rows`."""
         return False
 
     def update_state(self, batch: BatchState) -> None:  # noqa: B027 - a stateless rule has nothing to do
-        """Learn the rows of the next logits, in their order; before each forward pass."""
+        """Receive the rows of the next logits, in order; called before each forward pass."""
 
     @abstractmethod
     def apply(self, logits: Tensor) -> Tensor:
-        """Change (rows, V) float32 logits, in place or not, and return them; never change the state."""
+        """Change (rows, V) float32 logits, in place or not, and return them; must not change the state."""
 
 
 class MaskLogitsProcessor(LogitsProcessor):
-    """A built-in that makes tokens impossible and does nothing else."""
+    """A built-in that only masks tokens."""
 
     @abstractmethod
     def forbid(self, row: BatchRow, possible: NDArray[np.bool_]) -> None:
-        """Set the tokens that a row may not draw to False in (V,) bool; from any thread, without a batch."""
+        """Set the tokens masked for a row to False in `possible`, (V,) bool; thread-safe, needs no batch."""

@@ -1,4 +1,4 @@
-"""`Pipeline`: one step's rows of logits through the processors of their requests."""
+"""`Pipeline`: runs one step's rows of logits through the processors of their requests."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("logprobe")
 NO_ARGS: Final = ArgsView()
-MAX_TOLD: Final = 256  # failures of different lines that are logged
+MAX_TOLD: Final = 256  # failures at distinct source lines that are logged
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActiveSample:
-    """One sample that some processor concerns: its row for each of these stages."""
+    """A sample with at least one processor: its row for each of those stages."""
 
-    rows: dict[int, BatchRow]  # index of the stage → row
+    rows: dict[int, BatchRow]  # stage index -> row
     is_explained: bool
-    skips_invariant: bool  # greedy, and nobody asks for its processed numbers
+    skips_invariant: bool  # greedy, and processed log-probabilities are not requested
 
     def after(self, token_ids: list[int]) -> ActiveSample:
-        """The same sample once these tokens, too, have come."""
+        """Return a copy of the sample with these tokens appended to its output."""
         rows = {
             index: replace(row, output_token_ids=[*row.output_token_ids, *token_ids])
             for index, row in self.rows.items()
@@ -49,71 +49,71 @@ class ActiveSample:
 
 @dataclass(slots=True)
 class ProcessedRows:
-    """What the processors made of a step's rows; a failed row is raw, and so are all where nothing ran."""
+    """The processors' output for a step; a failed row holds the raw logits."""
 
     logits: Tensor  # (R, V) float32
     errors: dict[int, LogprobeError] = field(default_factory=dict)
-    effects: dict[int, list[RowEffect]] = field(default_factory=dict)  # of the rows to be explained
+    effects: dict[int, list[RowEffect]] = field(default_factory=dict)  # of rows with `explain`
 
 
 class Pipeline:
-    """Runs every processor on the rows that it concerns, and keeps each row's failure to that row.
+    """Run every processor on the rows it applies to; a failure is confined to its row.
 
-    In this order, of which the pipeline does 2 to 5 and the sampler the rest:
+    The order of operations; the pipeline does 2 to 5, the sampler the rest:
 
-    1. the logits as the model gave them are kept as *raw*;
-    2. masks: allowed tokens, banned words, least length, grammar;
+    1. the model's logits are kept as *raw*;
+    2. masks: allowed tokens, banned words, minimum length, grammar;
     3. bias on single tokens;
-    4. the registered processors, in the order of declaration;
-    5. penalties on tokens seen already;
+    4. the registered processors, in declaration order;
+    5. penalties on tokens that already occurred;
     6. temperature;
     7. top-k;
     8. top-p;
     9. min-p;
-    10. what is left, renormalised, is *processed*;
+    10. the remaining tokens, renormalized, are *processed*;
     11. the draw.
 
-    A batch that fails in a processor (an error, a wrong shape or dtype, a NaN, no token left) is run again
-    row by row, and only the rows that fail alone are failed. An error is any: on the engine's own thread
-    `SystemExit` or `KeyboardInterrupt` can only come from a processor.
+    A batch that fails in a processor (an exception, a wrong shape or dtype, a NaN, no token left) is rerun
+    row by row, and only rows that fail on their own are failed. Every `BaseException` counts: on the engine
+    thread `SystemExit` and `KeyboardInterrupt` can only come from a processor.
     """
 
     def __init__(self, config: EngineConfig, model: ModelFacts) -> None:
         self._stages = Stages.build(config, model)
-        # Some processor concerns requests that give it no arguments, too.
+        # True if a processor also applies to requests that give it no arguments.
         self.applies_to_all = any(stage.processor.applies_to_all for stage in self._stages.registered)
         self._seeing = [index for index, stage in enumerate(self._stages.ordered) if stage.sees_all]
-        self._members: dict[int, list[int]] = {}  # of this step: stage → rows
+        self._members: dict[int, list[int]] = {}  # of this step: stage -> rows
         self._samples: Sequence[ActiveSample] = ()
-        self._others: Sequence[BatchRow] = ()  # those after them, which concern no stage
-        self._told: set[tuple[type[BaseException], tuple[str, int] | None]] = set()  # failures in the log
+        self._others: Sequence[BatchRow] = ()  # rows after the samples, without a stage
+        self._told: set[tuple[type[BaseException], tuple[str, int] | None]] = set()  # logged failures
         self._broken: set[int] = set()  # stages whose update failed in this step
 
     @property
     def gathers_calls(self) -> bool:
-        """Whether the prompts of one call are to come in one step, for somebody to read their rows."""
+        """True if the prompts of one call should be processed in one step, since a processor records rows."""
         return any(stage.is_read and stage.processor.applies_to_all for stage in self._stages.registered)
 
     @property
     def counters(self) -> Mapping[str, ProcessorCounter]:
-        """What each processor has cost so far, by name."""
+        """Totals of each processor so far, by name."""
         return self._stages.counters
 
     @property
     def registered(self) -> dict[str, LogitsProcessor]:
-        """The registered instances by name, in the order of execution."""
+        """The registered instances by name, in execution order."""
         return {stage.name: stage.processor for stage in self._stages.registered}
 
     def admit(self, params: Any) -> dict[int, Any]:
-        """Index of each stage that concerns a request → its typed arguments; errors as `Stages.admit`."""
+        """Return the typed arguments of each stage that applies, by stage index; raises as `Stages.admit`."""
         return self._stages.admit(params)
 
     def take_in(self, plain: Mapping[int, Any]) -> dict[int, Any]:
-        """What `admit` gave in another process, with this one's types; errors as `Stages.take_in`."""
+        """Convert another process's `admit` result to this process's types; raises as `Stages.take_in`."""
         return self._stages.take_in(plain)
 
     def open(self, row: BatchRow, args_by_stage: Mapping[int, Any]) -> ActiveSample | None:
-        """A new sample's rows, made after the pattern of `row`; None where no processor concerns it."""
+        """Create a new sample's rows from the template `row`; None if no processor applies."""
         params: Any = row.params
         if not args_by_stage:
             return None
@@ -124,14 +124,14 @@ class Pipeline:
         return ActiveSample(rows, params.explain, skips)
 
     def sees_all(self, samples: Sequence[ActiveSample]) -> bool:
-        """Whether one that concerns any of these is to be shown all rows of the step."""
+        """Return True if a processor of any of these samples must get all rows of the step."""
         stages = [(self._stages.ordered[index], index) for index in self._seeing]
         return any(_concerns(stage, index, sample) for stage, index in stages for sample in samples)
 
     def prepare(self, samples: Sequence[ActiveSample], others: Sequence[BatchRow] = ()) -> None:
-        """Pass every processor the rows of the step's logits, in their order; before the forward pass.
+        """Pass every processor the rows of the step's logits, in order; call it before the forward pass.
 
-        `others` are the rows after them that no processor changes, where `sees_all` says so.
+        `others` are the rows after them that no processor changes; needed if `sees_all` returns True.
         """
         self._samples, self._others, self._members, self._broken = samples, others, {}, set()
         for index, stage in enumerate(self._stages.ordered):
@@ -144,15 +144,15 @@ class Pipeline:
                 stage.counter.num_rows += len(members)
             try:
                 self._update(stage, self._shown(index, members))
-            except BaseException as error:  # noqa: BLE001 - `apply` finds the rows that bring it about
+            except BaseException as error:  # noqa: BLE001 - `apply` finds the rows that cause it
                 self._broken.add(index)
-                if not members:  # there is no request to fail
+                if not members:  # no request to fail
                     logger.warning("%s failed to let its rows go: %r", stage.name, error)
 
     def apply(self, raw: Tensor) -> ProcessedRows:
-        """Run the processors on (R, V) float32 logits of the prepared rows; `raw` is left as it is.
+        """Run the processors on (R, V) float32 logits of the prepared rows; `raw` is not modified.
 
-        Rows of `others` are read alone: what comes back are those of the samples.
+        Rows of `others` are only read: the result holds the rows of the samples.
         """
         run = ProcessedRows(raw)
         explained = {row for row, sample in enumerate(self._samples) if sample.is_explained}
@@ -171,7 +171,7 @@ class Pipeline:
         return run
 
     def keeping_state(self, sample: ActiveSample) -> list[str]:
-        """The names of a sample's processors that keep state from step to step."""
+        """Return the names of a sample's processors that keep state across steps."""
         stages = ((index, self._stages.ordered[index]) for index in sample.rows)
         return [
             stage.name
@@ -180,7 +180,7 @@ class Pipeline:
         ]
 
     def dead_end(self, row: int) -> ConflictingParametersError:
-        """Return the error of a prepared row in which its processors together left no token."""
+        """Return the error for a prepared row in which its processors together left no token."""
         return self._stages.dead_end(self._samples[row].rows)
 
     def _shown(self, index: int, members: list[int]) -> list[BatchRow]:
@@ -190,13 +190,13 @@ class Pipeline:
 
     def _update(self, stage: Stage, rows: list[BatchRow]) -> None:
         batch = BatchState(rows, stage.previous)
-        stage.previous = ()  # what a failed update leaves behind is not known
+        stage.previous = ()  # the state is unknown if the update fails
         with timed(stage.counter):
             stage.show(batch)
         stage.previous = batch.rows
 
     def _run(self, index: int, run: ProcessedRows, raw: Tensor) -> None:
-        """One stage; the logits change only where it succeeds."""
+        """Run one stage; the logits change only if it succeeds."""
         stage, members = self._stages.ordered[index], self._members[index]
         if index in self._broken:
             self._run_one_by_one(index, run, raw)
@@ -208,7 +208,7 @@ class Pipeline:
             return
         try:
             changed = _checked_apply(stage, run.logits, members, shows_all=stage.sees_all)
-        except BaseException:  # noqa: BLE001 - the rows that bring it about are found one by one
+        except BaseException:  # noqa: BLE001 - the rows that cause it are found one by one
             self._run_one_by_one(index, run, raw)
             return
         _put(run, raw, members, changed)
@@ -220,7 +220,7 @@ class Pipeline:
             try:
                 self._update(stage, [batch_row])
                 changed = _checked_apply(stage, run.logits, [row])
-            except BaseException as error:  # noqa: BLE001 - the request of this row ends with it
+            except BaseException as error:  # noqa: BLE001 - it fails this row's request
                 stage.counter.num_failures += 1
                 if row not in run.errors:
                     run.errors[row] = failure = self._failure(index, row, error, raw)
@@ -230,7 +230,7 @@ class Pipeline:
             _put(run, raw, [row], changed)
 
     def _failure(self, index: int, row: int, error: BaseException, raw: Tensor) -> LogprobeError:
-        """The error of a row: the processor's fault, or that of a request that contradicts itself."""
+        """Return the error for a row: a processor's fault, or a request that contradicts itself."""
         stage, rows = self._stages.ordered[index], self._samples[row].rows
         involved: list[int] = []
         if isinstance(error, OverruledError):
@@ -247,7 +247,7 @@ class Pipeline:
         return failure
 
     def _tell(self, failure: ProcessorError, error: BaseException) -> None:
-        """Log what a processor raised, with its author's own line: once for each line that raises."""
+        """Log a processor's exception with its traceback, once for each source line that raises."""
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
@@ -259,7 +259,7 @@ class Pipeline:
 
 @contextmanager
 def timed(counter: ProcessorCounter) -> Iterator[None]:
-    """Add the wall time of a block to a processor's counter."""
+    """Add the wall time of the block to a processor's counter."""
     start = time.perf_counter()
     try:
         yield
@@ -281,7 +281,7 @@ def _row_for(row: BatchRow, args: Any, all_args: ArgsView) -> BatchRow:
 
 
 def _row_of(sample: ActiveSample, index: int) -> BatchRow:
-    """A sample's row for a stage, as one without arguments where it is not concerned."""
+    """Return a sample's row for a stage, without arguments if the stage does not apply to it."""
     row = sample.rows.get(index)
     return replace(next(iter(sample.rows.values())), args=NO_ARGS) if row is None else row
 
@@ -299,7 +299,7 @@ def _processor_error(stage: Stage, row: BatchRow, error: BaseException) -> Proce
 
 
 class _UnusableLogitsError(Exception):
-    """A processor gave logits that cannot be used."""
+    """A processor returned logits that cannot be used."""
 
 
 class _NoTokenError(_UnusableLogitsError):
@@ -307,7 +307,7 @@ class _NoTokenError(_UnusableLogitsError):
 
 
 def _leaves_some(stage: Stage, raw: Tensor, row: int) -> bool:
-    """Return whether a stage that was updated with this row leaves tokens where no other has taken some."""
+    """Return True if the stage alone, updated with this row, leaves tokens to draw from the raw logits."""
     try:
         _checked_apply(stage, raw, [row])
     except BaseException:  # noqa: BLE001 - the processor is at fault by itself
@@ -316,7 +316,7 @@ def _leaves_some(stage: Stage, raw: Tensor, row: int) -> bool:
 
 
 def _apply_own(stage: Stage, logits: Tensor, members: list[int]) -> None:
-    """A built-in works in place; rows that do not lie together are copied out and back."""
+    """Run a built-in in place; rows that are not contiguous are copied out and back."""
     start, end = members[0], members[-1] + 1
     if end - start == len(members):
         stage.processor.apply(logits[start:end])
@@ -325,7 +325,7 @@ def _apply_own(stage: Stage, logits: Tensor, members: list[int]) -> None:
 
 
 def _checked_apply(stage: Stage, logits: Tensor, members: list[int], *, shows_all: bool = False) -> Tensor:
-    """A stage's logits for some rows, from a private copy; raises where they cannot be used."""
+    """Return a stage's logits for some rows, computed on a private copy; raise if they are invalid."""
     before = logits.clone() if shows_all else logits[members]
     changed: Any = stage.processor.apply(before)
     if not isinstance(changed, torch.Tensor):
@@ -338,16 +338,16 @@ def _checked_apply(stage: Stage, logits: Tensor, members: list[int], *, shows_al
         raise _UnusableLogitsError(f"apply gave {changed.dtype} in place of {before.dtype}")
     if shows_all:
         changed = before = changed[members]
-    best = changed.amax(1).cpu()  # NaN where a row holds one
+    best = changed.amax(1).cpu()  # NaN if the row contains one
     if not bool(best.isfinite().all()):
-        # A row that came in with the fault is not the processor's.
+        # A row that was already invalid is not this processor's fault.
         is_new = ~best.isfinite() & logits[members].amax(1).cpu().isfinite()
         if bool(is_new.any()):
             kind = float(best[is_new][0])
             if kind == -torch.inf:
                 raise _NoTokenError("apply gave a row with no possible token")
             raise _UnusableLogitsError(f"apply gave {'+inf' if kind == torch.inf else 'NaN'}")
-    # What the processor may have kept for itself is not changed by those after it.
+    # The processor may keep a reference: do not let later stages modify its tensor.
     return changed if changed is before else changed.clone(memory_format=torch.contiguous_format)
 
 

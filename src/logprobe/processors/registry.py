@@ -1,4 +1,4 @@
-"""Names → processor classes: built-ins, `module:Class`, classes, and entry points of other packages."""
+"""Resolve processor classes from built-in names, `module:Class`, classes and entry points."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ _WHERE: Final = "logits_processors"
 
 
 def available_processors() -> list[str]:
-    """Every name that can be registered: the built-ins, then the entry points that are installed."""
+    """Return all names that can be registered: the built-ins, then the installed entry points."""
     return [*BUILT_INS, *sorted(entry_points(group=ENTRY_POINT_GROUP).names - set(BUILT_INS))]
 
 
 def load_processor(given: str | type) -> type[LogitsProcessor]:
-    """Find the class that a name, a `module.path:ClassName`, an entry point or a class stands for.
+    """Resolve a built-in name, a `module.path:ClassName`, an entry point or a class to a processor class.
 
     Raises:
-        ParameterError: there is no such thing, or it is no processor; the message says what there is.
+        ParameterError: it does not exist, or it is not a processor.
     """
     target = given if not isinstance(given, str) else _named(given)
-    # A built-in reads a `BatchState`, whatever it calls it.
+    # A built-in takes a `BatchState`, whatever its argument is called.
     if isinstance(target, type) and not target.__module__.startswith(_BUILT_IN_HOME):
         target = styles.styled(target)
     is_processor = isinstance(target, type) and issubclass(target, LogitsProcessor)
@@ -68,10 +68,10 @@ def load_processor(given: str | type) -> type[LogitsProcessor]:
 
 
 def load_processors(specs: Iterable[str | type]) -> dict[str, type[LogitsProcessor]]:
-    """The classes of several specifications by their names, in the order of declaration.
+    """Resolve several specifications to classes by name, in declaration order.
 
     Raises:
-        ParameterError: as `load_processor`, or a class is named twice.
+        ParameterError: see `load_processor`; or a class is named twice.
     """
     loaded: dict[str, type[LogitsProcessor]] = {}
     for spec in specs:
@@ -83,12 +83,12 @@ def load_processors(specs: Iterable[str | type]) -> dict[str, type[LogitsProcess
 
 
 def make_processor(processor: type[LogitsProcessor], config: EngineConfig) -> LogitsProcessor:
-    """Make an instance; an `__init__` that does not ask for the configuration is not given it."""
+    """Create an instance; pass the configuration only if `__init__` takes it."""
     if issubclass(processor, styles.UpdateStyle):
         return processor(*styles.arguments_of(processor, config))
     first = next(iter(inspect.signature(processor).parameters.values()), None)
     if first is None or first.kind is first.KEYWORD_ONLY:
-        return processor()  # type: ignore[call-arg]  # an `__init__` of its own
+        return processor()  # type: ignore[call-arg]  # custom `__init__`
     is_optional = first.default is not first.empty or first.kind is first.VAR_KEYWORD
     if is_optional and first.name != "config":
         return processor()  # type: ignore[call-arg]
@@ -96,7 +96,7 @@ def make_processor(processor: type[LogitsProcessor], config: EngineConfig) -> Lo
 
 
 def describe_processor(given: str | type) -> dict[str, Any]:
-    """A processor's name, the first paragraph of its documentation, and its arguments as JSON Schema."""
+    """Return a processor name, the first paragraph of its docstring, and the JSON Schema of its arguments."""
     processor = load_processor(given)
     doc = (inspect.getdoc(processor) or "").split("\n\n", maxsplit=1)[0]
     return {
@@ -107,7 +107,7 @@ def describe_processor(given: str | type) -> dict[str, Any]:
 
 
 def built_in_with(key: str) -> str | None:
-    """The built-in processor that takes an argument of this name."""
+    """Return the name of the built-in processor that takes this argument."""
     owners = {arg: name for name in BUILT_INS for arg in keys_of(_args_of(load_processor(name)))}
     return owners.get(key)
 
@@ -124,7 +124,7 @@ def _check_names(processor: type[LogitsProcessor], given: object) -> None:
 
 
 def _check_types(args: type[msgspec.Struct], given: object) -> None:
-    """Types that cannot be resolved are refused at the start instead of at the first request."""
+    """Refuse unresolvable types at startup rather than at the first request."""
     try:
         msgspec.inspect.type_info(args)
     except (NameError, TypeError, AttributeError) as error:
@@ -163,7 +163,7 @@ def _imported(spec: str) -> Any:
     require(is_well_formed, _WHERE, f"{spec!r} is malformed; write module.path:ClassName")
     folder = str(Path.cwd())
     if folder not in sys.path:
-        sys.path.append(folder)  # last, so that it hides nothing; an installed command does not search it
+        sys.path.append(folder)  # last, so that it shadows nothing; console scripts do not search the cwd
     try:
         module = import_module(module_name)
     except Exception as error:

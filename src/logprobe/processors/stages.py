@@ -1,4 +1,4 @@
-"""The pipeline's stages in their order, and which of them a request's parameters concern."""
+"""The pipeline's stages in execution order, and the selection of stages for a request."""
 
 from __future__ import annotations
 
@@ -36,65 +36,65 @@ BEFORE_CUSTOM: Final = (
     "LogitBiasLogitsProcessor",
 )
 AFTER_CUSTOM: Final = ("PenaltiesLogitsProcessor",)
-# Built-ins that leave possible tokens possible and impossible ones impossible.
+# Built-ins that neither mask nor unmask tokens.
 NEUTRAL: Final = frozenset(
     {"LogitBiasLogitsProcessor", *AFTER_CUSTOM, "CaptureLogitsProcessor", "GlobalLogprobsCapture"}
 )
 CUSTOM_PARAMETER: Final = "logits_processors_args"
-NEAR: Final = 0.8  # likeness from which another's key is taken for a typing error
+NEAR: Final = 0.8  # similarity above which an unknown key is reported as a typing error
 
 
 @dataclass(slots=True, eq=False)
 class Stage:
-    """One processor at its place in the order of execution."""
+    """One processor at its position in the execution order."""
 
     name: str
     processor: LogitsProcessor
     args_type: type[msgspec.Struct] | None
     is_registered: bool  # by the operator; otherwise it serves the request's own fields
-    is_own: bool  # a built-in, whose logits need no check
-    is_invariant: bool  # the most likely token stays the same
-    is_read: bool  # and what it was shown is for somebody to read
+    is_own: bool  # a built-in, whose output is not checked
+    is_invariant: bool  # `is_argmax_invariant`
+    is_read: bool  # argmax-invariant, and `keeps_rows`
     counter: ProcessorCounter
-    show: Callable[[BatchState], object]  # the rows of the next logits: `update_state`, in its own words
+    show: Callable[[BatchState], object]  # calls the processor's `update_state` in its own style
     previous: tuple[BatchRow, ...] = ()  # rows of its latest update
 
     @property
     def sees_all(self) -> bool:
-        """Whether it is shown every row of a step, also of requests that it does not concern."""
+        """True if it gets every row of a step, including those of requests that it does not apply to."""
         return isinstance(self.processor, SlotStyle)
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The names of its arguments; none where it does not say."""
+        """The names of its arguments; empty if it does not declare any."""
         return self.processor.arg_names if self.args_type is None else keys_of(self.args_type)
 
     @property
     def is_neutral(self) -> bool:
-        """True for a built-in that leaves possible tokens possible and impossible ones impossible."""
+        """True for a built-in that neither masks nor unmasks tokens."""
         return self.is_own and self.name in NEUTRAL
 
     @property
     def takes_any(self) -> bool:
-        """Whether it takes the keys that no other has."""
+        """True if it accepts all keys that no other processor has."""
         return self.args_type is None and not self.processor.arg_names
 
 
 @dataclass(slots=True)
 class Stages:
-    """All stages in order of execution; the same for every request."""
+    """All stages in execution order; the same for every request."""
 
     ordered: list[Stage]
     model: ModelFacts
     counters: dict[str, ProcessorCounter] = field(default_factory=dict)
-    _consistent: Any = None  # the latest parameters whose masks were found to agree
+    _consistent: Any = None  # the latest parameters whose masks passed the conflict check
 
     @classmethod
     def build(cls, config: EngineConfig, model: ModelFacts) -> Stages:
-        """Make the one instance of each processor.
+        """Create the single instance of each processor.
 
         Raises:
-            ParameterError: a processor that is registered cannot be loaded or made.
+            ParameterError: a registered processor cannot be loaded or created.
         """
         stages = cls([], model)
         for name in BEFORE_CUSTOM:
@@ -111,12 +111,12 @@ class Stages:
         return [stage for stage in self.ordered if stage.is_registered]
 
     def admit(self, params: Any) -> dict[int, Any]:
-        """Index of each stage that concerns a request → its typed arguments; from any thread.
+        """Return the typed arguments of each stage that applies to a request, by stage index; thread-safe.
 
         Raises:
-            ParameterError: arguments that nobody takes, or that can never be served.
-            ConflictingParametersError: several masks together can never be served.
-            ProcessorError: a processor's own check failed otherwise than by a `ValueError`.
+            ParameterError: no processor takes an argument, or arguments can never be served.
+            ConflictingParametersError: several masks together leave no possible text.
+            ProcessorError: a processor's own check raised something other than `ValueError`.
         """
         asked = {}
         for index, args, parameter in self._asked(params):
@@ -128,14 +128,14 @@ class Stages:
         return asked
 
     def conflict(self, indices: Iterable[int], params: Any, fault: str) -> ConflictingParametersError:
-        """Return the error of a request whose stages of these indices contradict each other."""
+        """Return the error for a request whose stages with these indices contradict each other."""
         fields = {asked.processor: asked.parameter for asked in field_args(params)}
         stages = [self.ordered[index] for index in indices]
         names = [CUSTOM_PARAMETER if stage.is_registered else fields[stage.name] for stage in stages]
         return ConflictingParametersError(names, [stage.name for stage in stages], fault)
 
     def dead_end(self, rows: Mapping[int, BatchRow]) -> ConflictingParametersError:
-        """Return the error of a sample whose stages, by index, leave its next row without a token."""
+        """Return the error for a sample whose stages (keys of `rows`) leave no token to draw."""
 
         def is_conflict(masks: conflicts.Masks) -> bool:
             return not len(conflicts.possible_tokens(masks, self.model.vocab_size))
@@ -149,9 +149,9 @@ class Stages:
         return self.conflict(indices, first.params, fault)
 
     def take_in(self, plain: Mapping[int, Any]) -> dict[int, Any]:
-        """The typed arguments of a request that another process admitted, from their plain values.
+        """Convert the plain argument values of a request admitted by another process to typed arguments.
 
-        Each processor checks them here, too, for the sake of what it prepares then. Raises as `admit`.
+        Each processor checks them in this process, too, since checks may prepare state. Raises as `admit`.
         """
         taken: dict[int, Any] = {}
         for index, values in plain.items():
@@ -163,7 +163,7 @@ class Stages:
         return taken
 
     def _asked(self, params: Any) -> Iterator[tuple[int, Any, str]]:
-        """Index of a stage, its arguments, and the parameter that gave them."""
+        """Yield (stage index, arguments, name of the parameter that gave them)."""
         if fields := field_args(params):
             own = {stage.name: index for index, stage in enumerate(self.ordered) if not stage.is_registered}
             for asked in fields:
@@ -172,10 +172,10 @@ class Stages:
             yield index, args, CUSTOM_PARAMETER
 
     def _check_masks(self, asked: Mapping[int, Any], params: Any) -> None:
-        """Raise `ConflictingParametersError` where the masks of a request allow no text that can end."""
+        """Raise `ConflictingParametersError` if the masks of a request allow no text that can end."""
         stages = [self.ordered[index] for index in asked]
         if not all(stage.is_neutral or isinstance(stage.processor, MaskLogitsProcessor) for stage in stages):
-            return  # another processor may make tokens possible again
+            return  # another processor may unmask tokens
 
         def is_conflict(masks: conflicts.Masks) -> bool:
             return not conflicts.can_end(masks, params, self.model.eos_token_ids, self.model.vocab_size)
@@ -195,7 +195,7 @@ class Stages:
         return [(item, row) for item, row in processors if isinstance(item, MaskLogitsProcessor)]
 
     def _smallest(self, masks: conflicts.Masks, is_conflict: Callable[[conflicts.Masks], bool]) -> list[int]:
-        """Indices of the stages of a conflict, without those that it does not need."""
+        """Return the stage indices of a minimal conflict."""
         needed = [processor for processor, _ in conflicts.smallest_conflict(masks, is_conflict)]
         return [index for index, stage in enumerate(self.ordered) if stage.processor in needed]
 
@@ -209,7 +209,7 @@ class Stages:
             is_invariant = bool(processor.is_argmax_invariant())
         except Exception as error:
             raise ParameterError("logits_processors", f"{name} cannot be made: {error!r}") from error
-        # Both uses of a built-in, by field and by registration, share a counter.
+        # A built-in used by field and by registration shares one counter.
         counter = self.counters.setdefault(name, ProcessorCounter())
         is_own = name in registry.BUILT_INS and registry.load_processor(name) is processor_type
         update_state: Any = processor.update_state
@@ -265,7 +265,7 @@ class Stages:
             raise ParameterError(parameter, f"{stage.name}: {error}") from error
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-                raise  # the person at the keyboard
+                raise  # Ctrl-C
             raise ProcessorError(stage.name, f"could not check its arguments: {error!r}") from error
 
     def _unknown(self, key: str) -> str:

@@ -1,8 +1,9 @@
-"""Processors written for other engines, registered as they are: one instance, shown a step in its own words.
+"""Run processors written for other engines unchanged: one instance, updated in its own style.
 
-A class says its style by the argument of its `update_state`: `batch` is this library's own; `batch_update` is
-told what has changed of the batch, and meets every row; `share_inputs` looks at all slots that run, and meets
-the requests that give its arguments. It need not know this library: `styled` derives what the pipeline runs.
+The name of `update_state`'s argument selects the style: `batch` is this library's own; `batch_update` (vLLM)
+gets the changes of the batch, and every row; `share_inputs` (slot-based engines) gets all running slots, and
+changes rows of requests that give its arguments. The class need not import this library: `styled` derives the
+class that the pipeline runs.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
 
 
 class MoveDirectionality(Enum):
-    """Whether a row is moved to another's index, or two change places."""
+    """A row moves to another index, or two rows swap."""
 
     UNIDIRECTIONAL = "one way"
     SWAP = "both ways"
 
     def __eq__(self, other: object) -> bool:
-        """By name: a processor may compare with the same words of the engine that it was written for."""
+        """Compare by name, so that members equal those of the enum of the engine it was written for."""
         return self.name == getattr(other, "name", None)
 
     def __hash__(self) -> int:
@@ -40,9 +41,9 @@ class MoveDirectionality(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BatchUpdate:
-    """What has changed of a batch, to be taken in this order: removed, added, moved.
+    """Changes of a batch, to be applied in this order: removed, added, moved.
 
-    An added row at an index that was taken replaces what was there.
+    An added row at an occupied index replaces the previous row.
     """
 
     batch_size: int
@@ -53,7 +54,7 @@ class BatchUpdate:
 
 @final
 class StyledParams:
-    """A request's parameters with its processors' arguments as `extra_args`, None where it gives none."""
+    """A request's parameters with its processor arguments as `extra_args` (None if it gives none)."""
 
     def __init__(self, params: Any, extra_args: dict[str, Any] | None) -> None:
         self._params = params
@@ -61,7 +62,7 @@ class StyledParams:
 
     @classmethod
     def of(cls, params: Any) -> StyledParams:
-        """Those of a request's `SamplingParams`."""
+        """Create from a request's `SamplingParams`."""
         return cls(params, dict(getattr(params, "logits_processors_args", None) or {}))
 
     def __getattr__(self, name: str) -> Any:
@@ -69,43 +70,43 @@ class StyledParams:
 
 
 class UpdateStyle(LogitsProcessor):
-    """Is told what has changed of the batch (`batch_update`), and meets every row."""
+    """Base of processors that get changes of the batch (`batch_update`), and every row."""
 
     applies_to_all: ClassVar[bool] = True
-    keeps_rows: ClassVar[bool] = True  # it does not say otherwise
+    keeps_rows: ClassVar[bool] = True  # cannot be declared in this style, so assume it records rows
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Nothing: where the class's own calls `super().__init__`, it means another's."""
+        """Accept any arguments: a derived class may call `super().__init__` with those of its engine."""
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Raise `ValueError` where a request's parameters can never be served; from any thread."""
+        """Raise `ValueError` if a request's parameters can never be served; called from any thread."""
 
 
 class SlotStyle(LogitsProcessor):
-    """Looks at all slots that run (`share_inputs`), and meets the requests that give its arguments."""
+    """Base of processors that get all running slots (`share_inputs`), and change rows of their requests."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Nothing, as above."""
+        """Accept any arguments; see `UpdateStyle`."""
 
 
 STYLES: dict[str, Any] = {"batch_update": UpdateStyle, "share_inputs": SlotStyle}
 
 
 def styled(kind: Any) -> Any:
-    """The class that a class written in another style runs as, derived from it; any other as it is.
+    """Return a class derived from `kind` and its style's base, or `kind` itself if it has no foreign style.
 
-    What the class itself says (`applies_to_all`, `keeps_rows`, `Args`, ...) comes before its style's.
+    Attributes that the class sets (`applies_to_all`, `keeps_rows`, `Args`, ...) take precedence.
 
     Raises:
-        ParameterError: it cannot be derived from.
+        ParameterError: the class cannot be subclassed.
     """
     style = _style_of(kind)
     return kind if style is None or issubclass(kind, style) else _derived(kind, style)
 
 
 def arguments_of(kind: type, config: EngineConfig) -> list[Any]:
-    """What `__init__` of an `UpdateStyle` gets of (config, device, is_pin_memory): as much as it asks for."""
+    """Return the arguments of (config, device, is_pin_memory) that an `UpdateStyle`'s `__init__` takes."""
     import torch
 
     device = torch.device("cpu" if config.device == "auto" else config.device)
@@ -125,15 +126,15 @@ def arguments_of(kind: type, config: EngineConfig) -> list[Any]:
 
 
 class Updates:
-    """Tells one instance of `UpdateStyle` what has changed since it was told last."""
+    """Compute the changes since the last update for one `UpdateStyle` instance."""
 
     def __init__(self, update_state: Callable[[BatchUpdate | None], object]) -> None:
         self._update_state = update_state
-        self._told: list[RowKey] | None = []  # by index; None: it failed, and may hold anything
-        self._num_told = 0  # the most rows that it was ever told of
+        self._told: list[RowKey] | None = []  # by index; None after a failure: its state is unknown
+        self._num_told = 0  # largest number of rows in any update
 
     def show(self, batch: BatchState) -> None:
-        """Call `update_state`, with None where the rows are the same in the same order."""
+        """Call `update_state` with the changes; with None if rows and order are unchanged."""
         known, self._told = self._told, None
         keys = [row.key for row in batch.rows]
         if known is None:
@@ -161,7 +162,7 @@ def _derived(kind: Any, style: Any) -> Any:
         "__doc__": kind.__doc__,
     }
     if style is UpdateStyle:
-        names["keeps_state"] = True  # a row of a draft has no index to be told by
+        names["keeps_state"] = True  # a draft token's row has no index of its own
     try:
         return types.new_class(kind.__name__, (kind, style), exec_body=lambda body: body.update(names))
     except TypeError as error:
@@ -177,13 +178,13 @@ def _added(index: int, row: BatchRow) -> tuple[int, Any, list[int], Sequence[int
 
 
 def _anew(rows: Sequence[BatchRow], num_told: int) -> BatchUpdate:
-    """All rows from the start: each replaces what may be there, and what is beyond them goes."""
+    """Return an update that adds all rows again and removes any beyond them."""
     added = [_added(index, row) for index, row in enumerate(rows)]
     return BatchUpdate(len(rows), [*range(len(rows), num_told)][::-1], added, [])
 
 
 def _changes(known: Sequence[RowKey], rows: Sequence[BatchRow]) -> BatchUpdate:
-    """From one order of rows to another: new ones take freed indices, the last ones what is left of these."""
+    """Return the update from one row order to another; new rows take freed indices, then the last rows do."""
     keys = [row.key for row in rows]
     wanted, before = set(keys), set(known)
     at: list[RowKey | None] = [key if key in wanted else None for key in known]

@@ -1,1 +1,1 @@
-"""Where text meets ids: prompts in, a text that grows, conversations."""
+"""Text handling: tokenization, incremental decoding of completions, chat templates."""

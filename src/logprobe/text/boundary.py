@@ -1,14 +1,15 @@
-"""Split a text into a context and continuations: by tokens if a token ends between the two, else by bytes.
+"""Split a text into a context and continuations: by tokens if a token ends at the boundary, else by bytes.
 
-The tokens of "The capital of Fra" are not the first tokens of "The capital of France is": one token covers
-bytes of both. The tokens that both share are then given, and the bytes after them are summed (`Healing`):
+The tokens of "The capital of Fra" are not a prefix of the tokens of "The capital of France is": one token
+spans the boundary. In that case the tokens that both share are given, and the bytes after them are
+marginalized over tokenizations (`Healing`):
 
     p(continuation | context) = P(tail + continuation | given tokens) / P(tail | given tokens)
 
-`tail` is what the context holds after the given tokens, and P(bytes) is the sum over all token sequences
-that cover these bytes, of which the last token may reach beyond them (Phan et al. 2024,
-https://arxiv.org/abs/2410.09303; Vieira et al. 2024, https://arxiv.org/abs/2412.03719). `analysis.covers` has
-the sums.
+`tail` is the rest of the context after the given tokens, and P(bytes) is the sum over all token sequences
+that cover these bytes, where the last token may extend beyond them (Phan et al. 2024,
+https://arxiv.org/abs/2410.09303; Vieira et al. 2024, https://arxiv.org/abs/2412.03719). `analysis.covers`
+computes the sums.
 """
 
 from __future__ import annotations
@@ -27,39 +28,39 @@ if TYPE_CHECKING:
     from logprobe.text.edge import TextEdge
 
 Boundary: TypeAlias = Literal["token", "bytes"]
-"""How a continuation was measured: after the tokens of its context, or after its bytes."""
+"""How a continuation was scored: conditional on the tokens of its context, or on its bytes."""
 BoundaryRule: TypeAlias = Literal["auto", "token"]
-"""`auto`: by bytes where a token spans the boundary; `token`: as lm-evaluation-harness splits, always."""
+"""`auto`: by bytes if a token spans the boundary; `token`: always split as lm-evaluation-harness does."""
 BOUNDARY_RULES: Final = ("auto", "token")
-MAX_BYTES: Final = 24  # after the given tokens; of more, those up to the end of the spanning token are summed
+MAX_BYTES: Final = 24  # to sum over; if there are more, only those up to the end of the spanning token
 
 
 @dataclass(frozen=True, slots=True)
 class Healing:
-    """The bytes to sum over where no token ends between a context and its continuation."""
+    """The bytes to marginalize over if no token ends between a context and its continuation."""
 
-    first: int  # tokens before this one are given
-    stop: int  # tokens from this one on are scored as they are
-    tail: bytes  # of the context, after the given tokens
-    text: bytes  # the tail and what follows it, up to token `stop`
-    is_open: bool  # whether the last token that covers `text` may reach beyond it
-    num_bytes: int  # of the continuation that these tokens hold, up to the end of the sequence
+    first: int  # tokens before this index are given
+    stop: int  # tokens from this index on are scored as they are
+    tail: bytes  # rest of the context after the given tokens
+    text: bytes  # `tail` and the bytes after it, up to token `stop`
+    is_open: bool  # True if the last token that covers `text` may extend beyond it
+    num_bytes: int  # of the continuation in tokens [first, end of sequence)
 
     def moved(self, num_tokens: int) -> Healing:
-        """The same in a sequence whose first `num_tokens` tokens were cut."""
+        """Return a copy with indices shifted for a sequence whose first `num_tokens` tokens were cut."""
         return replace(self, first=self.first - num_tokens, stop=self.stop - num_tokens)
 
 
 class Split(NamedTuple):
-    """A context and its continuation as one sequence; the continuation begins at `start`.
+    """A context and its continuation as one sequence; the continuation starts at index `start`.
 
-    With `healing`, token `start` is the first that reaches into the continuation.
+    With `healing`, token `start` is the first that contains bytes of the continuation.
     """
 
     token_ids: IntArray  # (num_tokens,) int32
     start: int
     healing: Healing | None = None
-    data: bytes | None = None  # UTF-8 of the text that the continuation comes from; None: it is ids
+    data: bytes | None = None  # UTF-8 of the continuation's text; None if it was given as ids
 
     @property
     def context(self) -> IntArray:
@@ -73,22 +74,22 @@ class Split(NamedTuple):
 
     @property
     def pair(self) -> tuple[IntArray, IntArray] | Split:
-        """What `LLM.score` takes: two lists of ids, or the split itself where its bytes are summed."""
+        """The argument for `LLM.score`: two lists of ids, or the split itself if it is summed over bytes."""
         return (self.context, self.continuation) if self.healing is None else self
 
 
 Pair: TypeAlias = "tuple[IntArray, IntArray] | Split"
-"""Ids of a context and of its continuation, or a split whose bytes are summed."""
+"""Ids of a context and of its continuation, or a split that is summed over bytes."""
 
 
 def given_bytes(split: Split) -> bytes:
-    """Return the UTF-8 of the text that the continuation of a split of texts comes from."""
+    """Return the UTF-8 of the continuation of a split that was made from text."""
     assert split.data is not None, "texts were split"
     return split.data
 
 
 def check_rule(rule: BoundaryRule) -> None:
-    """Raise `ParameterError` for a rule other than `BOUNDARY_RULES`."""
+    """Raise `ParameterError` if the rule is not in `BOUNDARY_RULES`."""
     require(rule in BOUNDARY_RULES, "boundary", f"must be one of {', '.join(BOUNDARY_RULES)}", got=rule)
 
 
@@ -100,23 +101,23 @@ def split_texts(
     rule: BoundaryRule = "auto",
     is_laid_out: bool = False,
 ) -> list[Split]:
-    """Split the joined text of a context and each continuation; all are measured in the same way.
+    """Split the joined text of a context and each continuation; all are scored by the same method.
 
-    White space that ends the context counts to the continuation, and an empty context becomes the model's
-    BOS, or its EOS where it has none (lm-evaluation-harness's rule). If a token spans the boundary of any
-    continuation, all of them are measured by bytes after the tokens that all share with the context.
+    Trailing white space of the context is moved to the continuation, and an empty context becomes the model's
+    BOS, or EOS if it has no BOS (as in lm-evaluation-harness). If a token spans the boundary for any
+    continuation, all of them are scored by bytes after the tokens that all share with the context.
 
     Args:
         edge: the model's tokenizer.
         context: the text before the continuations.
-        continuations: texts.
-        rule: `token` splits as lm-evaluation-harness does, whatever spans the boundary.
-        is_laid_out: whether the context is a rendered chat template, which has its special tokens and the
-            white space that ends it.
+        continuations: the texts to score.
+        rule: `token` splits as lm-evaluation-harness does, even if a token spans the boundary.
+        is_laid_out: True if the context is a rendered chat template, which contains its special tokens and
+            whose trailing white space belongs to it.
 
     Raises:
-        ParameterError: an empty continuation, or a context that cannot be measured by bytes: nothing predicts
-            the token that spans its end, a special token does, or the tokenizer rewrites text across it.
+        ParameterError: a continuation is empty, or the context cannot be scored by bytes: the token spanning
+            its end has no context or is special, or the tokenizer rewrites text across the boundary.
     """
     require(all(continuations), "continuation", "is empty; there is nothing to score")
     stripped = context.rstrip()
@@ -131,7 +132,7 @@ def split_texts(
         before = edge.encode(stripped, add_special_tokens=add)
         splits = [_by_tokens(before, whole) for whole in wholes]
         return _with_data(edge, splits, context, len(stripped), continuations, add_special_tokens=add)
-    # White space that ends a template is its own, unless a token spans that, too.
+    # A template keeps its trailing white space unless a token spans that boundary, too.
     for text in [context, stripped] if is_laid_out else [stripped]:
         before = edge.encode(text, add_special_tokens=add)
         shared = [_num_shared(before, whole) for whole in wholes]
@@ -153,7 +154,7 @@ def _with_data(
     *,
     add_special_tokens: bool,
 ) -> list[Split]:
-    """Add the bytes that each continuation comes from: those of the given text, from character `start` on."""
+    """Set `data` of each split: the bytes of the given text from character `start` on."""
     return [
         split._replace(
             data=edge.bytes_from(
@@ -176,14 +177,14 @@ def _by_tokens(before: IntArray, whole: IntArray) -> Split:
 
 
 def _num_shared(before: IntArray, whole: IntArray) -> int:
-    """The number of tokens that both begin with."""
+    """Return the length of the common prefix."""
     num = min(len(before), len(whole))
     is_same = before[:num] == whole[:num]
     return num if is_same.all() else int(is_same.argmin())
 
 
 def _without_end(edge: TextEdge, before: IntArray, shared: Sequence[int]) -> IntArray:
-    """The context without special tokens that the tokenizer puts behind every text, such as EOS."""
+    """Strip special tokens that the tokenizer appends to every text, such as EOS, from the context."""
     end = len(before)
     while end > max(shared) and int(before[end - 1]) in edge.special_token_ids:
         end -= 1
@@ -206,7 +207,7 @@ def _by_bytes(edge: TextEdge, before: IntArray, whole: IntArray, first: int) -> 
     is_special = [token_id in special for token_id in whole[first:].tolist()]
     remedy = "a special token spans its end; score token ids, or give boundary='token'"
     require(not any(is_special[: start + 1]), "context", remedy)
-    # Up to the first special token after the boundary, if that is not too far away.
+    # Sum up to the first special token after the boundary, unless that exceeds MAX_BYTES.
     stop = is_special.index(True) if any(is_special) else len(pieces)
     if ends[stop - 1] > MAX_BYTES:
         stop = start + 1

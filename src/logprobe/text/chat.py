@@ -1,7 +1,7 @@
-"""A conversation → the text or the ids that the model's own chat template makes of it.
+"""Render a conversation with the model's chat template, to text or token ids.
 
-Messages are as OpenAI's clients write them. Nothing of them is dropped in silence: the template lays it out,
-or it is refused by its path, such as `messages[2].name`.
+Messages have OpenAI's format. Nothing is dropped silently: a field is either rendered by the template or
+refused by its path, such as `messages[2].name`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Conversation: TypeAlias = "Sequence[Mapping[str, Any]]"
 Conversations: TypeAlias = "str | Conversation | Sequence[Conversation]"
-"""A text or the content parts of one user's message, one conversation, or many."""
+"""A text, the content parts of one user message, one conversation, or a list of conversations."""
 
 OWN_VARIABLES: Final = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception"}
@@ -33,24 +33,24 @@ OWN_VARIABLES: Final = frozenset(
 )
 GENERATION_TAG: Final = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 TEXT_PARTS: Final = ("text", "input_text", "output_text")
-EMPTY: Final[tuple[Any, ...]] = (None, "", [], {})  # a field of one of these says nothing
-FILLER: Final = "-"  # in place of an empty content that is to be continued
+EMPTY: Final[tuple[Any, ...]] = (None, "", [], {})  # field values that mean "not set"
+FILLER: Final = "-"  # replaces an empty content that is to be continued
 MAX_TEMPLATE_CHARS: Final = 1 << 18
-MAX_SHAPES: Final = 1024  # of conversations that are known to be laid out whole
+MAX_SHAPES: Final = 1024  # conversation shapes known to be rendered completely
 MAX_SHAPE_MESSAGES: Final = 128
-MAX_SHAPE_CHARS: Final = 256  # of the template's variables
-# Of a reply's part that comes back: they describe its text.
+MAX_SHAPE_CHARS: Final = 256  # repr of the template variables
+# Fields of a reply's content part that a client may send back; they annotate its text.
 PART_REPORTS: Final = ("annotations", "logprobs", "processed_logprobs")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """How a conversation is laid out, beside its messages; names are those of transformers and of servers."""
+    """Options for rendering a conversation; names as in transformers and OpenAI-compatible servers."""
 
     tools: Sequence[Mapping[str, Any]] | None = None
-    add_generation_prompt: bool | None = None  # None: where the last message is not continued
+    add_generation_prompt: bool | None = None  # None: True unless the last message is continued
     continue_final_message: bool = False
-    chat_template_kwargs: Mapping[str, Any] | None = None  # the template's own variables
+    chat_template_kwargs: Mapping[str, Any] | None = None  # extra template variables
 
     def __post_init__(self) -> None:
         both = self.continue_final_message and self.add_generation_prompt
@@ -59,19 +59,19 @@ class Layout:
 
     @property
     def begins_a_message(self) -> bool:
-        """Whether the text ends where the assistant's turn begins."""
+        """True if the text ends with the start of the assistant's turn."""
         return self.add_generation_prompt is not False and not self.continue_final_message
 
 
 ANSWER: Final = Layout()
-"""Ready for the assistant's turn."""
+"""Ends with a prompt for the assistant's turn."""
 
 
 def as_conversations(messages: Conversations) -> list[Conversation]:
-    """The messages of each conversation; a text, or content parts, are one user's message.
+    """Return a list of conversations; a text or a list of content parts becomes one user message.
 
     Raises:
-        ParameterError: nothing of the kind, or a conversation without a message.
+        ParameterError: not a conversation, or a conversation is empty.
     """
     if isinstance(messages, str):
         return [[{"role": "user", "content": messages}]]
@@ -95,25 +95,26 @@ def _is_part(item: Mapping[str, Any]) -> bool:
 
 
 def is_plain(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a conversation is laid out without trials: known roles, and nothing beside contents."""
+    """Return True if all roles are known and all messages have only role and content."""
     return all(
         message.keys() <= {"role", "content"} and message.get("role") in KNOWN_ROLES for message in messages
     )
 
 
 def read_messages(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> IntArray:
-    """A conversation as ids; see `lay_out`."""
+    """Render a conversation and encode it to ids; see `lay_out`."""
     return text.encode(lay_out(messages, text, layout), add_special_tokens=False)
 
 
 def lay_out(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> str:
-    """A conversation laid out by the model's chat template; `developer` is the system role.
+    """Render a conversation with the model's chat template; `developer` becomes the system role.
 
-    Where a template takes no tools they are said in a text, as are calls and results (`tools.TOOLS_TEXT`).
+    If the template does not support tools, they are described in a text, as are calls and results
+    (`tools.TOOLS_TEXT`).
 
     Raises:
-        ParameterError: no template, no role, parts other than text, what the template refuses or would pass
-            over, such as whitespace around a message that is to be continued.
+        ParameterError: there is no template, a role is missing, a part is not text, the template raises or
+            would ignore something, such as whitespace around a message that is to be continued.
     """
     tokenizer = text.tokenizer
     if tokenizer.chat_template is None:
@@ -133,7 +134,7 @@ def lay_out(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> 
     _check_variables(variables, tokenizer.chat_template)
 
     def render(messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None = tools) -> str:
-        # Where a template trims contents, transformers takes the line breaks before an empty one for its own.
+        # If a template trims contents, transformers also strips the line breaks before an empty last message.
         is_empty = layout.continue_final_message and not messages[-1]["content"]
         if is_empty:
             messages = [*messages[:-1], messages[-1] | {"content": FILLER}]
@@ -163,10 +164,10 @@ def _render(
     layout: Layout,
     variables: Mapping[str, Any],
 ) -> str:
-    """Return the text of the chat template, which renders in a process of its own where it may cost anything.
+    """Render the chat template, in a subprocess unless its cost is bounded.
 
     Raises:
-        ParameterError: it takes too long.
+        ParameterError: rendering exceeds the time limit.
     """
     template = tokenizer.get_chat_template(None, tools)
     options = {
@@ -179,7 +180,7 @@ def _render(
         return text
     size = len(template)
     require(size <= MAX_TEMPLATE_CHARS, "messages", f"the model's chat template has {size} characters")
-    # What `apply_chat_template` gives its template.
+    # The same arguments that `apply_chat_template` passes to the template.
     given = [{name: value for name, value in message.items() if value is not None} for message in messages]
     shown = {**tokenizer.special_tokens_map, **options}
     return PROCESS.render(template, {"conversations": [given], "tools": tools, **shown})
@@ -188,16 +189,16 @@ def _render(
 def _first_rendered(
     render: Callable[[Sequence[dict[str, Any]]], str], ways: Sequence[tuple[list[dict[str, Any]], list[int]]]
 ) -> tuple[list[dict[str, Any]], list[int], str]:
-    """The first of some ways to say messages that the template takes, with what it makes of it.
+    """Return the first variant of the messages that the template accepts, with the rendered text.
 
     Raises:
-        ParameterError: it takes none of them; the message is of the first.
+        ParameterError: the template accepts none; the message is the error of the first variant.
     """
     errors: list[Exception] = []
     for messages, numbers in ways:
         try:
             return messages, numbers, render(messages)
-        except ParameterError:  # it takes too long
+        except ParameterError:  # time limit
             raise
         except Exception as error:  # noqa: BLE001 - a template is a program of the model's and may raise anything
             errors.append(error)
@@ -205,7 +206,7 @@ def _first_rendered(
 
 
 def _with_argument_texts(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose calls have the JSON text of their arguments, as some templates take them."""
+    """Return the message with its calls' arguments as JSON text, which some templates expect."""
     if "tool_calls" not in message:
         return message
     functions = [call["function"] for call in message["tool_calls"]]
@@ -218,7 +219,7 @@ def _with_argument_texts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shape_of(messages: Sequence[dict[str, Any]], layout: Layout) -> str | None:
-    """All of a plain conversation and its layout but the texts themselves; None for one of another kind."""
+    """Return a key for a plain conversation and its layout, without the texts; None for other kinds."""
     if layout.tools or len(messages) > MAX_SHAPE_MESSAGES or not is_plain(messages):
         return None
     turns = [f"{message['role']}{':' if message['content'] else ''}" for message in messages]
@@ -247,7 +248,7 @@ def _check_tools(render_bare: Any, laid_out: str) -> None:
 
 
 def chat_template_of(tokenizer: Any) -> str | None:
-    """The chat template for conversations with tools; None where there is none."""
+    """Return the chat template used for conversations with tools; None if there is none."""
     template: str | dict[str, str] | None = tokenizer.chat_template
     if isinstance(template, dict):
         return template.get("tool_use", template.get("default"))
@@ -256,25 +257,25 @@ def chat_template_of(tokenizer: Any) -> str | None:
 
 @functools.lru_cache(maxsize=16)
 def takes_tools(template: str) -> bool:
-    """Whether a chat template lays tools out."""
+    """Return True if a chat template renders tools."""
     from jinja2 import TemplateSyntaxError
 
     try:
         return "tools" in variables_of(template)
     except TemplateSyntaxError:
-        return True  # whoever lays something out by it is told
+        return True  # the syntax error is reported when it is rendered
 
 
 def _says_tools(tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None) -> bool:
-    """Whether tools, calls and results are to be texts, since the template takes none."""
+    """Return True if tools, calls and results must be described in text since the template ignores them."""
     template = chat_template_of(tokenizer)
     assert template is not None, "it was checked"
-    # One that lays calls out by itself goes on with that as long as no tools are given.
+    # A template that renders calls itself keeps doing so as long as no tools are given.
     return not takes_tools(template) and (bool(tools) or "tool_calls" not in template)
 
 
 def _check_variables(variables: Mapping[str, Any], template: str) -> None:
-    """Refuse variables that the template does not read, and those that say something else here."""
+    """Refuse variables that the template does not read, and reserved names."""
     for name in variables:
         require(
             name not in OWN_VARIABLES, f"chat_template_kwargs.{name}", "is given otherwise; see the route"
@@ -286,18 +287,18 @@ def _check_variables(variables: Mapping[str, Any], template: str) -> None:
 
 @functools.lru_cache(maxsize=16)
 def variables_of(template: str) -> frozenset[str]:
-    """The names that a chat template reads and does not set."""
+    """Return the undeclared variables of a chat template, that is, the names it reads and does not set."""
     from jinja2 import meta, nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     if len(template) > MAX_TEMPLATE_CHARS:
         return frozenset()
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
-    plain = GENERATION_TAG.sub("", template)  # transformers' own, around what an assistant says
+    plain = GENERATION_TAG.sub("", template)  # a transformers extension that marks assistant text
     try:
         tree = environment.parse(plain)
         for constant in tree.find_all(nodes.Const):
-            constant.value = ""  # jinja2 computes what is constant, as large as it may be
+            constant.value = ""  # otherwise jinja2 folds constants, whose size is unbounded
         return frozenset(meta.find_undeclared_variables(tree))
     except RecursionError:
         return frozenset()
@@ -316,7 +317,7 @@ def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
         content = ""
     if not isinstance(content, str):
         raise ParameterError(f"{where}.content", "must be a string or a list of text parts")
-    # Clients send back null for what a reply did not have.
+    # Clients send null for fields that a reply did not have.
     fields = {name: value for name, value in message.items() if value not in EMPTY}
     if "tool_calls" in fields:
         fields["tool_calls"] = _plain_calls(fields["tool_calls"], f"{where}.tool_calls")
@@ -324,7 +325,7 @@ def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def _plain_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects, which is what templates take."""
+    """Return tool calls with their arguments parsed to objects, as templates expect."""
     require(isinstance(calls, list), where, "must be a list of calls")
     return [_plain_call(call, f"{where}[{number}]") for number, call in enumerate(calls)]
 

@@ -1,8 +1,8 @@
-"""Whether a chat template lays out everything in a conversation.
+"""Check that a chat template renders every field of a conversation.
 
-A template is a program and may pass over whatever it was not written for. So the conversation is rendered
-once more with a mark in place of each field, and each field whose mark is missing is left out by itself. What
-makes no difference then, the model would never see.
+A template is a program and may ignore fields that its author did not expect. The conversation is therefore
+rendered once more with a unique mark in place of each field. Each field whose mark is missing is then removed
+on its own; if the output does not change, the model would never see that field and it is refused.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Render: TypeAlias = Callable[[Messages], str]
 
 KNOWN_ROLES: Final = ("user", "assistant", "system")
 MARK: Final = re.compile(r"Mark\d+End")
-MAX_TRIALS: Final = 128  # renderings of one conversation
+MAX_TRIALS: Final = 128  # renderings per conversation
 OWN_TEXT: Final = -1
-"""The number of a message that nobody wrote: it says the tools."""
+"""Index of the generated system message that describes the tools; the caller did not write it."""
 
 
 class FieldPath(NamedTuple):
-    """Where a conversation holds a field of a message, or one of a message's tool calls."""
+    """Path of a message field, or of one tool call of a message."""
 
     message: int
     field: str
@@ -38,14 +38,15 @@ class FieldPath(NamedTuple):
 def check_laid_out(
     messages: Messages, render: Render, laid_out: str, numbers: Sequence[int] | None = None
 ) -> bool:
-    """Refuse what the template passed over when it made `laid_out` of the messages.
+    """Refuse fields that had no effect on `laid_out`, the template's output for the messages.
 
-    `numbers` are those that errors call the messages by, where others were made of what was given; `OWN_TEXT`
-    is the number of a message that says the tools. Returns whether every mark was rendered, so that other
-    texts in the same fields are, too.
+    `numbers` maps messages to the indices used in errors, for messages that were derived from the caller's;
+    `OWN_TEXT` stands for a generated message that describes the tools. Return True if every mark was
+    rendered, so that conversations of the same shape with other texts are rendered completely, too.
 
     Raises:
-        ParameterError: a content, a field or a role without effect, by its path; or too many to try.
+        ParameterError: a content, field or role has no effect (`parameter` is its path), or too many
+            renderings would be needed to check.
     """
     marks = {path: f"Mark{number}End" for number, path in enumerate(_field_paths(messages))}
     text = _rendered(render, _marked(messages, marks)) or ""
@@ -76,7 +77,7 @@ def _field_paths(messages: Messages) -> Iterator[FieldPath]:
 
 
 def _marked(messages: Messages, marks: dict[FieldPath, str]) -> list[dict[str, Any]]:
-    """The messages with a mark in place of each text and of each called function's name."""
+    """Return the messages with a mark in place of each text and of each called function's name."""
 
     def value_of(index: int, field: str, value: Any) -> Any:
         if field == "tool_calls":
@@ -84,7 +85,7 @@ def _marked(messages: Messages, marks: dict[FieldPath, str]) -> list[dict[str, A
             return [
                 call | {"function": call["function"] | name} for call, name in zip(value, named, strict=True)
             ]
-        # Templates check the form of ids: a mark would not pass.
+        # Templates validate ids, so a mark would be rejected.
         is_text = isinstance(value, str) and field != "tool_call_id"
         return marks.get(FieldPath(index, field), value) if is_text else value
 
@@ -95,7 +96,7 @@ def _marked(messages: Messages, marks: dict[FieldPath, str]) -> list[dict[str, A
 
 
 def _without(messages: Messages, path: FieldPath) -> list[dict[str, Any]]:
-    """The messages without one field; a content, on which templates rely, is replaced instead."""
+    """Return the messages without one field; content, which templates require, is replaced instead."""
     others = [dict(message) for message in messages]
     message = others[path.message]
     if path.field == "content":
@@ -110,7 +111,7 @@ def _without(messages: Messages, path: FieldPath) -> list[dict[str, Any]]:
 
 
 def is_implied(messages: Messages, path: FieldPath) -> bool:
-    """Whether a field of a tool's result only names the call that the result answers by its position, too."""
+    """Return True if a tool result's field only repeats what its position shows: which call it answers."""
     if path.field not in {"tool_call_id", "name"} or messages[path.message]["role"] != "tool":
         return False
     first = path.message
@@ -125,7 +126,7 @@ def is_implied(messages: Messages, path: FieldPath) -> bool:
 
 
 def _check_role(messages: Messages, role: str, number: int, render: Render, laid_out: str) -> None:
-    """Refuse a role that the template takes for another."""
+    """Refuse a role that the template renders exactly like another one."""
     for known in KNOWN_ROLES:
         renamed = [message | {"role": known} if message["role"] == role else message for message in messages]
         if _rendered(render, renamed) == laid_out:
@@ -135,17 +136,17 @@ def _check_role(messages: Messages, role: str, number: int, render: Render, laid
 
 
 def _rendered(render: Render, messages: Messages) -> str | None:
-    """The text, or None where the template refuses these messages, which it then has read."""
+    """Return the rendered text, or None if the template raises, which shows that it read the change."""
     try:
         return render(messages)
-    except ParameterError:  # it takes too long
+    except ParameterError:  # time limit
         raise
     except Exception:  # noqa: BLE001 - a template is a program of the model's and may raise anything
         return None
 
 
 def refusal(path: FieldPath) -> str:
-    """What is said of a field that goes nowhere."""
+    """Return the error message for a field that the template ignores."""
     if path.field == "tool_call_id":
         return "the model's chat template passes it over; give results in the order of their calls"
     return "the model's chat template passes it over; leave it out, or say it in a message that it lays out"

@@ -1,7 +1,7 @@
-"""Where text meets ids: prompts in, completions out.
+"""Tokenize prompts and decode completions.
 
-Only this edge knows text; between it and the records everything is ids. Text of completions comes from the
-exact bytes of their tokens, special tokens left out.
+All other layers work on token ids. Completion text is decoded from the exact bytes of the tokens, without
+special tokens.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ logger = logging.getLogger("logprobe")
 
 @dataclass(frozen=True, slots=True)
 class TextEdge:
-    """A model's tokenizer with the exact bytes of its tokens.
+    """A model's tokenizer together with the exact bytes of its tokens.
 
-    Texts are cut by the backend that transformers has set up; transformers is loaded for who asks for its own
-    `tokenizer`.
+    Texts are encoded with the `tokenizers` backend as transformers configured it; transformers itself is only
+    imported when `tokenizer` is accessed.
     """
 
     backend: Tokenizer
     facts: TokenizerFacts
     vocabulary: Vocabulary
-    load_tokenizer: Callable[[], Any]  # gives the same one each time, from any thread
-    # Chat template → shapes of conversations of which it is known to drop nothing (`chat.lay_out`).
+    load_tokenizer: Callable[[], Any]  # thread-safe; returns the same object each time
+    # Chat template -> conversation shapes that it is known to render completely (`chat.lay_out`).
     sound_shapes: dict[str, set[str]] = field(default_factory=dict, compare=False, repr=False)
     logged_warnings: set[str] = field(default_factory=set, compare=False, repr=False)
-    # How replies are written, by chat template (`channels.template_of`).
+    # Cache of response forms, by chat template (`channels.template_of`).
     response_forms: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, tokenizer: Any) -> Self:
-        """Of a tokenizer that transformers has loaded."""
+        """Create from a tokenizer that transformers has loaded."""
         backend: Tokenizer = tokenizer.backend_tokenizer
         vocabulary = Vocabulary.from_tokenizer(backend)
         return cls(backend, TokenizerFacts.of(tokenizer), vocabulary, lambda: tokenizer)
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer as transformers has it, loaded when first asked for.
+        """The transformers tokenizer, loaded on first access.
 
         Raises:
-            ModelError: its files can no longer be read.
+            ModelError: the tokenizer files can no longer be read.
         """
         return self.load_tokenizer()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> IntArray:
-        """Token ids of a text, (num_tokens,) int32; BOS comes first where the model wants one.
+        """Encode a text to token ids, (num_tokens,) int32, with a leading BOS if the model uses one.
 
         Raises:
             ParameterError: the text is not valid Unicode, or the tokenizer would drop part of it.
@@ -76,10 +76,10 @@ class TextEdge:
         return np.array(ids, dtype=np.int32)
 
     def encode_with_starts(self, text: str) -> tuple[IntArray, IntArray]:
-        """Token ids of a text without special tokens, and the character at which each begins.
+        """Encode a text without adding special tokens; return its ids and the first character of each token.
 
         Raises:
-            ParameterError: as `encode` does.
+            ParameterError: see `encode`.
         """
         data = _utf8(text)
         coded = self._encoding(text, add_special_tokens=False)
@@ -89,12 +89,12 @@ class TextEdge:
         return np.array(ids, dtype=np.int32), np.array(starts, dtype=np.int32)
 
     def encode_with_spans(self, text: str, *, add_special_tokens: bool = False) -> tuple[IntArray, Spans]:
-        """Token ids of a text, and the bytes [start, end) of it that each comes from, (num_tokens, 2).
+        """Encode a text; return its ids and the bytes [start, end) that each comes from, (num_tokens, 2).
 
-        Tokens that the tokenizer adds (BOS) have an empty span. See `text.spans.byte_spans`.
+        Tokens that the tokenizer adds (BOS, EOS) have an empty span. See `text.spans.byte_spans`.
 
         Raises:
-            ParameterError: as `encode` does.
+            ParameterError: see `encode`.
         """
         data = _utf8(text)
         coded = self._encoding(text, add_special_tokens=add_special_tokens)
@@ -107,79 +107,79 @@ class TextEdge:
             for token_id, added in zip(ids, is_added, strict=True)
             if not added
         ]
-        spans = np.full((len(ids), 2), len(data), np.int64)  # of EOS
-        spans[: len(pieces) and is_added.argmin()] = 0  # of BOS
+        spans = np.full((len(ids), 2), len(data), np.int64)  # correct for EOS
+        spans[: len(pieces) and is_added.argmin()] = 0  # leading added tokens (BOS)
         spans[~is_added] = byte_spans(text, pieces, lambda: list(compress(coded.offsets, ~is_added)))
         return np.array(ids, dtype=np.int32), spans
 
     def bytes_from(
         self, text: str, token_ids: IntArray, start: int, *, expected: str, add_special_tokens: bool = False
     ) -> bytes:
-        """The UTF-8 of the part of `text` that its tokens from `start` on come from.
+        """Return the UTF-8 of the part of `text` that the tokens from `start` on come from.
 
         Args:
-            text: what was encoded.
+            text: the text that was encoded.
             token_ids: its tokens, (num_tokens,).
-            start: the first of those that are asked for.
-            expected: the likely answer, which saves encoding the text once more.
-            add_special_tokens: as the text was encoded.
+            start: index of the first token of the requested part.
+            expected: the likely result; if its bytes match the tokens, the text is not encoded again.
+            add_special_tokens: the value with which the text was encoded.
         """
         if self.vocabulary.bytes_of(token_ids[start:].tolist()) == expected.encode():
             return expected.encode()
         _, spans = self.encode_with_spans(text, add_special_tokens=add_special_tokens)
-        num_tokens = len(token_ids) - start  # `token_ids` may begin with a BOS of the caller's
+        num_tokens = len(token_ids) - start  # `token_ids` may start with a BOS added by the caller
         before = spans[: len(spans) - num_tokens, 1]
         return text.encode()[before[-1] if len(before) else 0 :]
 
     def plain_ids(self, text: str) -> list[int]:
-        """Token ids of a text, special tokens within it included, none added; it may drop some of it."""
+        """Encode a text without adding special tokens; unlike `encode`, some of it may be dropped."""
         return self._encoding(text, add_special_tokens=False).ids
 
     @property
     def bos_token_id(self) -> int | None:
-        """What the model puts before a text; None where it has no such token."""
+        """Id of the BOS token; None if the tokenizer has none."""
         return self.facts.bos_token_id
 
     @property
     def eos_token_id(self) -> int | None:
-        """What ends a text; None where the tokenizer has no such token."""
+        """Id of the EOS token; None if the tokenizer has none."""
         return self.facts.eos_token_id
 
     @property
     def special_token_ids(self) -> frozenset[int]:
-        """Ids whose text is left out of a completion."""
+        """Ids that are omitted from the text of a completion."""
         return self.facts.special_token_ids
 
     def prefix(self) -> IntArray:
-        """What stands before a text that has no context: BOS, or EOS where the model has no BOS."""
+        """Return the prefix for a text without context: BOS, or EOS if the model has no BOS."""
         first = self.eos_token_id if self.bos_token_id is None else self.bos_token_id
         if first is None:
             raise ParameterError("context", "is empty and the model has no BOS or EOS; give a context")
         return np.array([first], dtype=np.int32)
 
     def text_of(self, token_ids: Sequence[int], num_bytes: int | None = None) -> str:
-        """The text of tokens, of its first `num_bytes` bytes; incomplete characters show as U+FFFD."""
+        """Decode tokens, or the first `num_bytes` bytes of them; incomplete UTF-8 is shown as U+FFFD."""
         return self.bytes_of(token_ids)[:num_bytes].decode("utf-8", "replace")
 
     def bytes_of(self, token_ids: Sequence[int]) -> bytes:
-        """The bytes of tokens without the special ones."""
+        """Return the bytes of tokens, without special tokens."""
         special = self.special_token_ids
         return self.vocabulary.bytes_of(i for i in token_ids if i not in special)
 
     def _encoding(self, text: str, *, add_special_tokens: bool) -> Encoding:
         backend, splits = self.backend, self.facts.splits_special_tokens
-        # As transformers does at each call: one that shares the backend may have had it do otherwise.
+        # transformers resets these at each call too: another user of the backend may have changed them.
         if backend.truncation is not None:
             backend.no_truncation()
         if backend.padding is not None:
             backend.no_padding()
         if backend.encode_special_tokens != splits:
             backend.encode_special_tokens = splits
-        # Of a batch: other threads run meanwhile.
+        # encode_batch releases the GIL.
         return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def _warn_of_second_bos(self, ids: Sequence[int]) -> None:
-        """Log once that a text begins with BOS, and the tokenizer puts another before it."""
+        """Log a warning, once, if the text starts with BOS and the tokenizer added a second one."""
         bos = self.bos_token_id
         if bos is None or "two BOS" in self.logged_warnings or list(ids[:2]) != [bos, bos]:
             return
@@ -211,18 +211,18 @@ def _utf8(text: str) -> bytes:
 
 
 def as_token_ids(prompt: Any, name: str = "prompt") -> IntArray:
-    """Token ids of any integer sequence, (num_tokens,) int32, an array of its own.
+    """Convert an integer sequence to token ids, (num_tokens,) int32; the result is a copy.
 
     Raises:
-        ParameterError: it is nothing of the kind, or an id lies outside every vocabulary.
+        ParameterError: it is not a flat sequence of integers, or an id is negative or exceeds int32.
     """
     try:
         ids = np.asarray(prompt)
-    except ValueError:  # lists of different lengths within
+    except ValueError:  # ragged nested lists
         ids = np.array(None)
     is_ids = ids.ndim == 1 and (ids.size == 0 or np.issubdtype(ids.dtype, np.integer))
     require(is_ids, name, "must be a list of token ids", got=prompt)
     outside = ids[(ids < 0) | (ids > np.iinfo(np.int32).max)][:1]
-    if len(outside):  # numpy takes longer to print an array than all the rest here
+    if len(outside):  # do not include the array in the message: numpy is slow to print it
         raise ParameterError(name, f"token id {outside} lies outside every vocabulary")
     return ids.astype(np.int32)

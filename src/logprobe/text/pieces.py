@@ -1,7 +1,6 @@
-"""A completion that grows → increments of whole tokens with exactly their text, and where it must stop.
+"""Split a growing completion into increments of whole tokens with their exact text, and find stop strings.
 
-Before it: the engine's tokens. After it: replies and screens. A whole reply is the one piece that holds
-everything; a stream is the same pieces earlier.
+A stream yields several pieces; a non-streamed reply is a single piece that holds everything.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class GrowingCompletion(Protocol):
-    """What is read of a completion while it grows."""
+    """The attributes of a running completion that `Cutter` reads."""
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -26,11 +25,11 @@ class GrowingCompletion(Protocol):
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended; None while it grows."""
+        """Reason why it finished; None while it is running."""
 
     @property
     def num_text_bytes(self) -> int | None:
-        """Where a stop string cut its text; None: not cut."""
+        """Number of text bytes before the stop string that ended it; None if not cut."""
 
 
 C = TypeVar("C", bound=GrowingCompletion)
@@ -45,30 +44,30 @@ class Piece(Generic[C]):
     start: int
     stop: int
     text: str
-    offsets: list[int] = field(default_factory=list)  # a token; characters from the start of the text
-    text_tokens: list[int] = field(default_factory=list)  # tokens of [start, stop) that gave text
+    offsets: list[int] = field(default_factory=list)  # (num_rows,) first character in the whole text
+    text_tokens: list[int] = field(default_factory=list)  # positions in [start, stop) of tokens with text
     finish_reason: str | None = None
 
     @property
     def num_rows(self) -> int:
-        """Tokens in the piece."""
+        """Number of tokens in the piece."""
         return self.stop - self.start
 
 
 class TextWalk:
-    """Decodes tokens one by one and knows at which character each begins."""
+    """Incremental UTF-8 decoder that reports the character at which each token starts."""
 
     def __init__(self) -> None:
         self._decoder = _Decoder("replace")
-        self.num_chars = 0  # decided so far
+        self.num_chars = 0  # decoded so far
 
     @property
     def pending(self) -> bytes:
-        """The bytes of a character that is not whole yet."""
+        """The bytes of an incomplete character."""
         return self._decoder.getstate()[0]
 
     def feed(self, data: bytes, *, final: bool = False) -> tuple[str, int]:
-        """Text that became certain, and the character at which `data` begins."""
+        """Decode `data`; return the text that is now complete and the character at which `data` starts."""
         pending = self.pending if data else b""
         begins_at, text = self.num_chars, ""
         if pending:
@@ -82,9 +81,9 @@ class TextWalk:
 
 
 class Cutter(Generic[C]):
-    """Takes from one completion what may be published: no half character, nothing that may be a stop string.
+    """Release the final part of a completion: no partial character, no possible start of a stop string.
 
-    `bytes_of` gives the bytes of tokens; before `min_tokens` tokens no stop string counts.
+    `bytes_of` returns the bytes of tokens; stop strings do not apply before `min_tokens` tokens.
     """
 
     def __init__(
@@ -101,16 +100,16 @@ class Cutter(Generic[C]):
         self._min_tokens = min_tokens
         self._index = index
         self._walk = walk or TextWalk()
-        self._num_taken = 0  # tokens handed out
-        self._num_bytes = 0  # bytes of those
+        self._num_taken = 0  # tokens released
+        self._num_bytes = 0  # bytes of released tokens
         self._is_done = False
-        self._held: list[bytes] = []  # bytes of tokens that came after them
+        self._held: list[bytes] = []  # bytes of tokens not yet released
 
     def take(self, completion: C) -> Piece[C] | None:
-        """What is new and certain; None where nothing is."""
+        """Return the new tokens that are final; None if there are none."""
         if self._is_done:
             return None
-        reason = completion.finish_reason  # before the tokens: whatever came before it is there
+        reason = completion.finish_reason  # read before token_ids: the tokens are complete once it is set
         self._is_done = reason is not None
         ids = completion.token_ids
         for token_id in ids[self._num_taken + len(self._held) : len(ids)]:
@@ -143,14 +142,14 @@ class Cutter(Generic[C]):
                 piece.text_tokens.append(piece.start + index)
         if piece.finish_reason:
             texts.append(self._walk.feed(b"", final=True)[0])
-            # What comes after the last text begins at its end, behind a character that was cut short, too.
+            # Tokens after the last text start at its end, also after an incomplete character (U+FFFD).
             last = max(piece.text_tokens, default=piece.start - 1)
             for index in range(last + 1 - piece.start, len(parts)):
                 piece.offsets[index] = self._walk.num_chars
         piece.text = "".join(texts)
 
     def _num_certain(self) -> int:
-        """How many held tokens end before any stop string could begin, and with a whole character."""
+        """Count the held tokens that end before any possible stop string and on a character boundary."""
         held = b"".join(self._held)
         limit = len(held) - self._held_back(held)
         certain = end = 0
@@ -166,7 +165,7 @@ class Cutter(Generic[C]):
         return certain
 
     def _held_back(self, held: bytes) -> int:
-        """Bytes at the end of `held` that are, or may become, part of a stop string."""
+        """Count the bytes at the end of `held` that are, or may become, part of a stop string."""
         starts = [start for stop in self._stops if (start := held.find(stop)) >= 0]
         if starts and self._num_taken + len(self._held) >= self._min_tokens:
             return len(held) - min(starts)
@@ -174,12 +173,12 @@ class Cutter(Generic[C]):
 
 
 def _overlap(text: bytes, stop: bytes) -> int:
-    """Return the length of the longest beginning of `stop` that `text` ends with."""
+    """Return the length of the longest prefix of `stop` that `text` ends with."""
     return next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class StopMatcher:
-    """Finds the first stop string in the bytes of a growing text, which ends there, without it or with it."""
+    """Find the first stop string in a growing text, which is cut before it, or after it if `is_included`."""
 
     def __init__(self, stops: Sequence[str], *, is_included: bool = False) -> None:
         self._stops = [(stop, stop.encode()) for stop in stops]
@@ -188,7 +187,7 @@ class StopMatcher:
         self._text = bytearray()
 
     def feed(self, piece: bytes) -> tuple[str, int] | None:
-        """Add a token's bytes; the stop string that now stands in the text and where that ends, if any."""
+        """Add a token's bytes; return the stop string found and the byte at which to cut the text, if any."""
         search_from = max(0, len(self._text) - self._longest + 1)
         self._text += piece
         starts = [(self._text.find(needle, search_from), stop) for stop, needle in self._stops]

@@ -1,4 +1,4 @@
-"""Reasoning that comes back in a conversation, as the model's own chat template reads it."""
+"""Pass reasoning that clients send back to the field that the model's chat template reads."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from logprobe.text.edge import TextEdge
 
 FIELDS: Final = ("reasoning_content", "reasoning")
-"""A message's fields in which clients send reasoning back; a reply has both, with one text."""
+"""Message fields in which clients send reasoning back; our replies contain both, with the same text."""
 READ_AS: Final = (*FIELDS, "thinking")
 _LEFT_OUT: Final = re.compile(rf"messages\[\d+\]\.({'|'.join(READ_AS)})")
 
 
 def lay_out_reasoning(messages: Conversation, text: TextEdge, layout: Layout) -> tuple[str, bool]:
-    """A conversation laid out, and whether with all of its reasoning.
+    """Render a conversation; also return whether all of its reasoning was rendered.
 
-    Models are made not to read what they thought in earlier turns, so that of those is left out where the
-    template passes it over, and what it thought since the last question where it passes that over, too.
+    Chat templates usually drop the reasoning of earlier turns. Reasoning that the template ignores is
+    therefore left out: first that of turns before the last user message, then the rest.
 
     Raises:
-        ParameterError: as `lay_out` does.
+        ParameterError: see `lay_out`.
     """
     bare = [_without_reasoning(message) for message in messages]
     if bare == [*messages]:
@@ -47,13 +47,13 @@ def lay_out_reasoning(messages: Conversation, text: TextEdge, layout: Layout) ->
 
 @functools.lru_cache(maxsize=16)
 def _field_read(template: str) -> str:
-    """The field of a message in which a template looks for reasoning."""
+    """Return the message field from which a template reads reasoning."""
     read = (name for name in READ_AS if re.search(rf"""[.'"]{name}\b""", template))
     return next(read, READ_AS[0])
 
 
 def _in_one_field(message: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A message with its reasoning in the field that is read; as it is where it has two of them."""
+    """Move a message's reasoning to field `name`; unchanged if it has none or two different texts."""
     texts = {message[field] for field in FIELDS if _is_reasoning(message, field)}
     if len(texts) != 1:
         return message

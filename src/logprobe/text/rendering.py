@@ -1,7 +1,7 @@
-"""Render chat templates that may cost anything, in a process of their own with limits of time and memory.
+"""Render chat templates of unbounded cost in a subprocess with time and memory limits.
 
-The process runs this file. It renders by transformers, as `apply_chat_template` does, one request at a time,
-and ends with its parent: requests and replies are JSON texts behind their length, over its standard streams.
+The subprocess runs this file. It renders with transformers, as `apply_chat_template` does, one request at a
+time, and exits with its parent. Requests and replies are length-prefixed JSON over stdin and stdout.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from logprobe.errors import ParameterError, shortened
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-LIMIT_S: Final = 5.0  # of one rendering
-START_LIMIT_S: Final = 60.0  # of the process, which loads transformers
-MAX_TEXT_BYTES: Final = 1 << 26  # of what a template writes
-MAX_MORE_BYTES: Final = 1 << 29  # that a rendering may map
-MAX_TIMEOUTS: Final = 3  # of one template, which is not tried again then
+LIMIT_S: Final = 5.0  # per rendering
+START_LIMIT_S: Final = 60.0  # for the subprocess to start, which imports transformers
+MAX_TEXT_BYTES: Final = 1 << 26  # of rendered text
+MAX_MORE_BYTES: Final = 1 << 29  # address space that rendering may add (RLIMIT_AS)
+MAX_TIMEOUTS: Final = 3  # per template; after that it is rejected without rendering
 MAX_REASON_CHARS: Final = 300
 _LENGTH_BYTES: Final = 8
 
@@ -39,11 +39,11 @@ class _Reply(msgspec.Struct):
 
 
 class TemplateError(Exception):
-    """The template refused what it was given, in its own words."""
+    """The template raised an error; the message is the template's own."""
 
 
 class TemplateProcess:
-    """One process that renders for all threads, started when it is first needed and after a timeout."""
+    """A rendering subprocess shared by all threads, started on first use and restarted after a timeout."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -52,11 +52,11 @@ class TemplateProcess:
         self._owner = os.getpid()
 
     def render(self, template: str, arguments: Mapping[str, Any]) -> str:
-        """Return what a template makes of the arguments of transformers' `render_jinja_template`.
+        """Render a template with the arguments of transformers' `render_jinja_template`.
 
         Raises:
-            ParameterError: the template takes too long.
-            TemplateError: it raised, or took too much memory.
+            ParameterError: the template exceeded the time limit.
+            TemplateError: the template raised, or the subprocess died, for example out of memory.
         """
         with self._lock:
             if self._timeouts[template] >= MAX_TIMEOUTS:
@@ -68,7 +68,7 @@ class TemplateProcess:
                 self._timeouts[template] += 1
                 self.close()
                 raise _too_slow() from None
-            except (OSError, EOFError, msgspec.MsgspecError) as error:  # killed, by the system too
+            except (OSError, EOFError, msgspec.MsgspecError) as error:  # died, maybe out of memory
                 self.close()
                 raise TemplateError("its process ended, which may be out of memory") from error
         if reply.error is not None:
@@ -76,7 +76,7 @@ class TemplateProcess:
         return reply.text
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the subprocess."""
         process, self._process = self._process, None
         if process is None or self._owner != os.getpid():
             return
@@ -85,7 +85,7 @@ class TemplateProcess:
             pass
 
     def _reply_to(self, request: bytes) -> _Reply:
-        if self._owner != os.getpid():  # a fork has pipes to its parent's
+        if self._owner != os.getpid():  # after a fork the pipes belong to the parent's subprocess
             self._process, self._owner = None, os.getpid()
         if self._process is None or self._process.poll() is not None:
             self.close()
@@ -93,7 +93,7 @@ class TemplateProcess:
         assert self._process is not None
         until = time.monotonic() + LIMIT_S
         assert self._process.stdin is not None
-        # The process reads all of a request before it does anything else.
+        # No deadlock: the subprocess reads the whole request before it writes.
         _write(self._process.stdin, request)
         return msgspec.json.decode(self._read(until), type=_Reply)
 
@@ -144,18 +144,18 @@ def _write(stream: IO[bytes], data: bytes) -> None:
 
 
 def _main() -> None:
-    """Render until the parent closes the pipe."""
+    """Render requests until the parent closes the pipe."""
     import resource
     from pathlib import Path
 
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    if sys.platform == "linux":  # others do not say what is mapped
+    if sys.platform == "linux":  # only Linux has /proc/self/statm
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         limit = pages * os.sysconf("SC_PAGE_SIZE") + MAX_MORE_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no reply
+    os.dup2(2, 1)  # keep library output off the reply pipe
     _write(out, b"{}")
     while head := sys.stdin.buffer.read(_LENGTH_BYTES):
         data = sys.stdin.buffer.read(int.from_bytes(head, "little"))

@@ -1,13 +1,13 @@
-"""Map tokens to the bytes of the text that was given.
+"""Map tokens to the bytes of the text they were encoded from.
 
-The bytes of the tokens are not always those of the text: a normaliser may compose characters (NFC), replace
-them (lower case, NFKC) or remove some, an added token may swallow the spaces around it, and SentencePiece
-puts a space first. The offsets of `tokenizers` say which characters a token comes from, with gaps: trimmed
-spaces, the marks that a composed character takes in, and removed characters belong to no token there.
+The bytes of the tokens may differ from those of the text: a normalizer may compose characters (NFC), replace
+them (lower case, NFKC) or remove some, an added token may absorb the spaces around it, and SentencePiece
+prepends a space. The offsets of `tokenizers` map tokens to characters, with gaps: trimmed spaces, combining
+marks merged into a composed character, and removed characters belong to no token.
 
-Plan: where the tokens spell the text, their lengths are exact. Otherwise the text is cut where offsets do not
-overlap and no character combines with the one before. Within such a segment the tokens either spell it, which
-is exact again, or each of them covers the whole segment.
+Plan: if the concatenated tokens equal the text, token lengths give exact spans. Otherwise cut the text where
+offsets do not overlap and the next character is not a combining mark. Within such a segment the tokens either
+equal the segment, which is exact again, or each of them gets the whole segment as its span.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-PREFIX_SPACE = b" "  # that SentencePiece tokenizers put before a text
+PREFIX_SPACE = b" "  # which SentencePiece tokenizers prepend to a text
 
 
 Spans: TypeAlias = "NDArray[np.int64]"
-"""Bytes [start, end) of a text's UTF-8, (num_tokens, 2)."""
+"""Bytes [start, end) of a text's UTF-8, (num_tokens, 2) int64."""
 
 Offsets: TypeAlias = "Sequence[tuple[int, int]]"
-"""Characters [start, end) of each token, as `tokenizers` has them."""
+"""Characters [start, end) of each token, as returned by `tokenizers`."""
 
 
 def byte_spans(text: str, pieces: Sequence[bytes], offsets: Callable[[], Offsets]) -> Spans:
-    """Bytes [start, end) of a text's UTF-8 that each token comes from, (num_tokens, 2) int64.
+    """Return the bytes [start, end) of a text's UTF-8 that each token comes from, (num_tokens, 2) int64.
 
-    Both columns ascend, and the spans cover the text. Tokens of a segment that the tokenizer rewrote share
-    one span, the whole segment; all others follow one another.
+    Both columns are non-decreasing, and the spans cover the text. Tokens of a segment that the tokenizer
+    rewrote all have the whole segment as their span; all other spans are consecutive.
 
     Args:
-        text: what was encoded.
+        text: the text that was encoded.
         pieces: the bytes of each token.
-        offsets: gives the tokens' offsets; not called where the tokens spell the text.
+        offsets: returns the tokens' offsets; not called if the concatenated tokens equal the text.
     """
     data = text.encode()
     exact = _spelled(pieces, data, may_have_prefix=True)
@@ -63,7 +63,7 @@ def _array(spans: Sequence[tuple[int, int]]) -> Spans:
 
 
 def _spelled(pieces: Sequence[bytes], data: bytes, *, may_have_prefix: bool) -> list[tuple[int, int]] | None:
-    """Spans of tokens whose bytes are `data`, or `data` after one more space; None where they are not."""
+    """Return spans of tokens that concatenate to `data`, optionally after one extra space; None if not."""
     joined = b"".join(pieces)
     if joined == data:
         shift = 0
@@ -76,12 +76,12 @@ def _spelled(pieces: Sequence[bytes], data: bytes, *, may_have_prefix: bool) -> 
 
 
 def _cuts(text: str, offsets: Offsets) -> list[tuple[int, int]]:
-    """Where the text can be cut between tokens, as (token, character), both ends included."""
+    """Return (token, character) pairs at which the text can be cut between tokens, both ends included."""
     cuts, reached = [(0, 0)], 0
     for token, (start, end) in enumerate(offsets):
         if token and start >= reached:
             gap = text[reached:start]
-            # Marks that were composed belong to the token before; trimmed spaces to the one after.
+            # Composed combining marks belong to the previous token, trimmed spaces to the next one.
             at = next((reached + i for i, character in enumerate(gap) if character.isspace()), start)
             if at == len(text) or not unicodedata.combining(text[at]):
                 cuts.append((token, at))

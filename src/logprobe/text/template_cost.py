@@ -1,7 +1,8 @@
-"""Tell chat templates whose cost their input bounds from those that are rendered in a process of their own.
+"""Decide whether a chat template has bounded cost or must be rendered in a subprocess (`rendering`).
 
-A template is a program of the model's. One of the known nodes below, without nested loops, runs each of them
-at most once a message and doubles a text few times: milliseconds for what is rendered on an event loop.
+A template is a program that ships with the model. If it uses only the node types below, without nested loops,
+it visits each node at most once per message and doubles a text only a few times; it then renders in
+milliseconds and may run on the event loop.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 MAX_CHARS: Final = 1 << 15
 MAX_NODES: Final = 1024
-MAX_SUMS: Final = 8  # of two texts, each of which may double what a variable holds
+MAX_SUMS: Final = 8  # concatenations of two texts; each can double the size of a variable
 _NODES: Final = frozenset(
     {
         "Template",
@@ -60,7 +61,7 @@ _METHODS: Final = frozenset({"strip", "lstrip", "rstrip", "startswith", "endswit
 
 @functools.lru_cache(maxsize=16)
 def is_cheap(template: str) -> bool:
-    """Return True if the size of a conversation bounds the time and memory of its rendering."""
+    """Return True if rendering time and memory are bounded by the size of the conversation."""
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -68,7 +69,7 @@ def is_cheap(template: str) -> bool:
         return False
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     try:
-        tree = environment.parse(template)  # which computes nothing
+        tree = environment.parse(template)  # does not evaluate anything
         nodes = [tree, *_descendants(tree)]
     except (TemplateError, RecursionError):
         return False
@@ -86,15 +87,15 @@ def _is_cheap_node(node: Any) -> bool:
         called = node.node
         is_function = _kind(called) == "Name" and called.name in _FUNCTIONS
         return is_function or (_kind(called) == "Getattr" and called.attr in _METHODS)
-    if kind == "Mod":  # of numbers: a text is a format, which may be as wide as it says
+    if kind == "Mod":  # numbers only: on a string it is a format, whose width is unbounded
         return _kind(node.left) == "Getattr" and getattr(node.left.node, "name", "") == "loop"
-    if kind == "Assign" and _kind(node.target) == "NSRef":  # outlives an iteration
+    if kind == "Assign" and _kind(node.target) == "NSRef":  # persists across iterations
         return all(_kind(inner) not in {"Add", "Concat"} for inner in _descendants(node))
     return kind in _NODES
 
 
 def _num_texts(node: Any) -> int:
-    """Count the operands of a sum that are no constants."""
+    """Count the operands of a sum that are not constants."""
     parts = node.nodes if _kind(node) == "Concat" else [node.left, node.right]
     return sum(any(_kind(inner) == "Name" for inner in [part, *_descendants(part)]) for part in parts)
 

@@ -1,6 +1,7 @@
-"""Tools, calls and results for chat templates that take none, in the words that Hermes and Qwen 2.5 know.
+"""Describe tools, calls and results in plain text for chat templates without tool support.
 
-Tools become a system text, calls the text of the assistant's message, results a user's message.
+Uses the prompt format of Hermes and Qwen 2.5: tools become a system message, calls become text of the
+assistant message, results become a user message.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ class Tool(NamedTuple):
     """A function that may be called."""
 
     name: str
-    parameters: Mapping[str, Any]  # a JSON schema
+    parameters: Mapping[str, Any]  # JSON schema
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
-    """The functions of tools as OpenAI's clients write them.
+    """Parse tools in OpenAI's format.
 
     Raises:
-        ParameterError: one has no name or that of another, or parameters that are no schema of an object.
+        ParameterError: a tool has no name or a duplicate one, or its parameters are not an object schema.
     """
     found: dict[str, Tool] = {}
     for number, tool in enumerate(tools):
@@ -68,14 +69,14 @@ def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
 def as_texts(
     messages: Messages, tools: Sequence[Mapping[str, Any]] | None
 ) -> list[tuple[list[dict[str, Any]], list[int]]]:
-    """Ways to say messages without tools, calls and results in fields of their own, the better first.
+    """Return variants of the messages with tools, calls and results as text, the preferred one first.
 
-    Tools are a system text; or, for templates that refuse one, they begin the first user's message. The
-    results of several calls become one message. With each way come the numbers of the messages that were
-    given; that of a system message which only says the tools is `OWN_TEXT`.
+    Tools go into a system message or, for templates that refuse one, before the first user message's text.
+    Consecutive tool results are merged into one message. Each variant comes with the indices of the caller's
+    messages; a generated system message that only describes the tools has index `OWN_TEXT`.
 
     Raises:
-        ParameterError: a tool is malformed, or a result has a field that its text does not say.
+        ParameterError: a tool is malformed, or a result has a field that its text does not express.
     """
     said, numbers = _without_fields(messages)
     if not tools:
@@ -134,7 +135,7 @@ def _result_text(messages: Messages, number: int) -> str:
 
 
 def _json_text(value: Mapping[str, Any], where: str) -> str:
-    """As templates write JSON."""
+    """Serialize as chat templates do."""
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,9 +1,9 @@
-"""Cut token sequences that are longer than a model's context into windows, each token scored once.
+"""Split token sequences longer than the model's context into windows, scoring each token once.
 
-Window i holds tokens [i · stride, i · stride + window); it scores those that no window before it has, so that
-all but the first window's tokens have at least window - stride tokens of context. With a stride of a whole
-window the windows are disjoint, and nothing predicts the first token of each. This is the usual loop around a
-model of fixed length (Hugging Face's guide to perplexity), over ids that come piece by piece.
+Window i holds tokens [i · stride, i · stride + window) and scores those that no earlier window has scored, so
+every scored token outside the first window has at least window - stride tokens of context. With stride ==
+window the windows are disjoint and the first token of each is not scored. This is the strided evaluation of
+Hugging Face's perplexity guide for fixed-length models, over token ids that arrive in pieces.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Some tokens of a longer sequence; those from `first_scored` on are scored here."""
+    """A slice of a longer sequence; tokens from `first_scored` on are scored in this window."""
 
     token_ids: IntArray
-    start: int  # of the window in the sequence
-    first_scored: int  # within the window; at least 1, as nothing predicts a first token
+    start: int  # index of the window's first token in the sequence
+    first_scored: int  # index within the window; >= 1, since the first token has no context
     num_unscored: int = (
-        0  # tokens before it that no window scores: the first of a text, or of a disjoint window
+        0  # unscored tokens just before the window's scored ones: the first of a text or window
     )
 
     @property
     def num_scored(self) -> int:
-        """Tokens that are scored here; none where all that is left of a text is a first token."""
+        """Number of tokens scored in this window; 0 if only a text's first token is left."""
         return len(self.token_ids) - self.first_scored
 
     @property
     def pair(self) -> tuple[IntArray, IntArray]:
-        """What stands before the scored tokens, and these."""
+        """The context and the tokens to score."""
         return self.token_ids[: self.first_scored], self.token_ids[self.first_scored :]
 
 
 def windows(pieces: Iterable[IntArray], window: int, stride: int) -> Iterator[Window]:
-    """Cut a sequence that comes in pieces into windows; a sequence of one token or none gives none."""
+    """Yield the windows of a sequence that arrives in pieces; none if it has fewer than two tokens."""
     held = np.empty(0, np.int32)
     start = num_seen = 0
 
@@ -54,7 +54,7 @@ def windows(pieces: Iterable[IntArray], window: int, stride: int) -> Iterator[Wi
 
     for piece in pieces:
         held = np.concatenate([held, piece])
-        while len(held) > window:  # one token more than the window shows that another follows
+        while len(held) > window:  # wait for one extra token, which shows that another window follows
             yield first(held[:window])
             num_seen = start + window
             held, start = held[stride:], start + stride
@@ -65,9 +65,9 @@ def windows(pieces: Iterable[IntArray], window: int, stride: int) -> Iterator[Wi
 def window_pairs(
     ids: IntArray, start: int, window: int, stride: int | None = None
 ) -> Iterator[tuple[IntArray, IntArray]]:
-    """The tokens from `start` on by window, each after what that window holds before it.
+    """Yield (context, tokens to score) pairs that cover the tokens from `start` on, one pair per window.
 
-    `stride` is half a window unless given.
+    `stride` defaults to half of `window`.
     """
     for part in windows([ids], window, stride or max(window // 2, 1)):
         first = max(part.first_scored, start - part.start)
@@ -76,10 +76,10 @@ def window_pairs(
 
 
 def last_tokens(ids: IntArray, start: int, limit: int) -> tuple[IntArray, IntArray]:
-    """The tokens from `start` on after as much of what stands before them as `limit` tokens hold.
+    """Split at `start` and drop the oldest context tokens, so that both parts fit in `limit` tokens.
 
     Raises:
-        ParameterError: they do not fit after even one.
+        ParameterError: the tokens from `start` on do not fit in `limit` with at least one context token.
     """
     num_scored = len(ids) - start
     require(num_scored < limit, "text", f"has {num_scored} tokens without its context, but {limit - 1} fit")
@@ -88,27 +88,27 @@ def last_tokens(ids: IntArray, start: int, limit: int) -> tuple[IntArray, IntArr
 
 
 def last_of_split(split: Split, limit: int) -> Split:
-    """A continuation after as much of its context as `limit` tokens hold.
+    """Drop the oldest context tokens of a split, so that it fits in `limit` tokens.
 
     Raises:
-        ParameterError: it does not fit after even one token.
+        ParameterError: the continuation does not fit with at least one context token.
     """
     ids, start, healing, data = split
     if healing is None:
         context, continuation = last_tokens(ids, start, limit)
         return Split(np.concatenate([context, continuation]), len(context), data=data)
-    last_tokens(ids, healing.first, limit)  # what follows the given tokens fits
-    # Other tokens that spell the bytes are more of them, at most one a byte.
+    last_tokens(ids, healing.first, limit)  # raises if the tokens after the shared prefix do not fit
+    # An alternative tokenization of the bytes is longer by at most one token per byte.
     num_more = len(healing.text) - (healing.stop - healing.first)
     num_cut = min(max(len(ids) + num_more - limit, 0), healing.first - 1)
     return Split(ids[num_cut:], start - num_cut, healing.moved(num_cut), data)
 
 
 def window_splits(split: Split, window: int, stride: int | None = None) -> list[Split]:
-    """A continuation by window; what is summed over bytes comes first, after as much as one window holds.
+    """Split a continuation into windows; a part summed over bytes comes first and must fit in one window.
 
     Raises:
-        ParameterError: that does not fit.
+        ParameterError: the part summed over bytes does not fit.
     """
     ids, start, healing, data = split
     parts = []

@@ -1,1 +1,1 @@
-"""The logits processors that every engine has."""
+"""Built-in logits processors."""

@@ -1,4 +1,4 @@
-"""Processors that keep whole rows and change nothing: of the requests that ask for it, or of every one."""
+"""Processors that record whole rows without changing them: for requests that ask for it, or for all."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ DEFAULT_MAX_BYTES = 256 << 20
 
 @final
 class CaptureLogitsProcessor(LogitsProcessor):
-    """Keeps the log-softmax of every row of the requests with `capture`, by request; changes nothing.
+    """Records the log-softmax of every row of requests with `capture`, by request; changes nothing.
 
-    It holds the logits as they are at its place among the processors. The store is bounded: the rows of
-    the request that was captured longest ago go first. All methods may be called from any thread; a row
-    comes whole or not at all, and is read-only.
+    The rows are taken at its position among the processors. The store is bounded: the rows of the least
+    recently captured request are dropped first. All methods are thread-safe; a row is stored whole or not
+    at all, and is read-only.
     """
 
     Args = CaptureArgs
@@ -48,18 +48,18 @@ class CaptureLogitsProcessor(LogitsProcessor):
         del config
         self._max_bytes = _checked(max_bytes)
         self._lock = threading.Lock()
-        # All below is guarded by `_lock`: name → position → row; the row of each captured row of a step.
+        # `_lock` guards these three: name -> position -> row, and the rows of the latest step.
         self._rows: OrderedDict[str, dict[int, FloatArray]] = OrderedDict()
         self._last: list[FloatArray] = []
         self._num_bytes = 0
-        self._targets: list[tuple[int, str, int]] = []  # row of the logits, name, position
+        self._targets: list[tuple[int, str, int]] = []  # engine thread only: logits row, name, position
 
     def is_argmax_invariant(self) -> bool:
-        """Yes: nothing changes."""
+        """Return True: nothing changes."""
         return True
 
     def update_state(self, batch_update: BatchState | None) -> None:
-        """Note whose rows come next, and which positions they are; None: the same as before."""
+        """Record the names and positions of the next rows; None means unchanged."""
         if batch_update is None:
             return
         batch = as_batch(batch_update, CaptureArgs)
@@ -74,7 +74,7 @@ class CaptureLogitsProcessor(LogitsProcessor):
         ]
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Keep the rows and hand the logits on untouched."""
+        """Store the rows and return the logits unchanged."""
         if not self._targets:
             return logits
         part = logits[[index for index, _, _ in self._targets]].float()
@@ -87,26 +87,26 @@ class CaptureLogitsProcessor(LogitsProcessor):
         return logits
 
     def get_logprobs(self, batch_index: int = 0) -> FloatArray | None:
-        """One row of the latest step, (V,) nats, by its index among the captured ones; None: no such row.
+        """Return a row of the latest step, (V,) nats, by its index among captured rows; None if out of range.
 
-        -1 is the last.
+        -1 is the last row.
         """
         with self._lock:
             return _at(self._last, batch_index)
 
     def get_all_logprobs(self) -> FloatArray | None:
-        """All rows captured in the latest step, (n, V) nats; None where nothing was captured."""
+        """Return all rows captured in the latest step, (n, V) nats; None if there are none."""
         with self._lock:
             last = self._last
         return np.stack(last) if last else None
 
     def get_rows(self, name: str) -> dict[int, FloatArray]:
-        """The rows of one request (its id or its `capture` text): number of tokens before it → (V,) nats."""
+        """Return a request's rows by its id or `capture` text: number of tokens before it -> (V,) nats."""
         with self._lock:
             return dict(self._rows.get(name, {}))
 
     def names(self) -> list[str]:
-        """The requests of which rows are kept, the one captured longest ago first."""
+        """Return the names of requests with stored rows, the least recently captured first."""
         with self._lock:
             return list(self._rows)
 
@@ -132,11 +132,11 @@ class CaptureLogitsProcessor(LogitsProcessor):
 
 
 class GlobalLogprobsCapture(LogitsProcessor):
-    """Keeps the log-softmax of every row of the latest step, whosever it is; changes nothing.
+    """Records the log-softmax of every row of the latest step, for all requests; changes nothing.
 
-    Made without arguments; so are classes derived from it. Rows are tensors of the
-    logits' dtype on their device, and each caller gets tensors of its own. A step replaces the one before as
-    a whole, and may be read from any thread. Of a step above `max_bytes` the first rows are kept.
+    It and derived classes are created without arguments. Rows are tensors of the logits' dtype on their
+    device, and each caller gets its own copies. A step replaces the previous one as a whole; all methods are
+    thread-safe. If a step exceeds `max_bytes`, only its first rows are kept.
     """
 
     Args = NoArgs
@@ -148,34 +148,34 @@ class GlobalLogprobsCapture(LogitsProcessor):
         self._max_bytes = _checked(max_bytes)
         self._has_warned = False
         self._lock = threading.Lock()
-        self._captured_batch: Sequence[Tensor | FloatArray] = ()  # guarded by `_lock`; never written to
+        self._captured_batch: Sequence[Tensor | FloatArray] = ()  # guarded by `_lock`; never modified
 
     def is_argmax_invariant(self) -> bool:
-        """Yes: nothing changes."""
+        """Return True: nothing changes."""
         return True
 
     def update_state(self, batch_update: Any = None) -> None:
-        """Nothing: rows are known by their index alone."""
+        """Do nothing: rows are identified by their index only."""
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Keep the step and hand the logits on untouched."""
+        """Store the step and return the logits unchanged."""
         self.keep(_log_softmax(self._kept_part(logits)))
         return logits
 
     def keep(self, logprobs: Tensor | Sequence[FloatArray]) -> None:
-        """Take n (V,) rows of log-probabilities, nats, as the latest step; nobody writes to them."""
+        """Store n (V,) rows of log-probabilities (nats) as the latest step; do not modify them later."""
         rows = tuple(self._kept_part(logprobs))
         with self._lock:
             self._captured_batch = rows
 
     def get_logprobs(self, batch_index: int = 0) -> Tensor | None:
-        """One row of the latest step, (V,) nats, -1 the last; None: no such row."""
+        """Return a row of the latest step, (V,) nats; -1 is the last row; None if out of range."""
         with self._lock:
             row = _at(self._captured_batch, batch_index)
         return None if row is None else _own(row)
 
     def get_all_logprobs(self) -> Tensor | None:
-        """All rows of the latest step, (n, V) nats; None where nothing is kept."""
+        """Return all rows of the latest step, (n, V) nats; None if there are none."""
         with self._lock:
             latest = self._captured_batch
         return torch.stack([_own(row) for row in latest]) if len(latest) else None
@@ -186,7 +186,7 @@ class GlobalLogprobsCapture(LogitsProcessor):
             self._captured_batch = ()
 
     def _kept_part(self, rows: Rows) -> Rows:
-        """The first rows, as many as there is room for."""
+        """Return the first rows that fit in `max_bytes`."""
         num_kept = self._max_bytes // rows[0].nbytes if len(rows) else 0
         if num_kept < len(rows) and not self._has_warned:
             self._has_warned = True
@@ -201,10 +201,10 @@ class GlobalLogprobsCapture(LogitsProcessor):
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
-    """That of each row, in the logits' dtype."""
+    """Return the log-softmax of each row, in the logits' dtype."""
     if logits.dtype == torch.float64:
         return torch.log_softmax(logits, -1)
-    # Our own log-normaliser: torch's float32 log_softmax is off by 1e-5 on wide vocabularies.
+    # Use our own log-normalizer: torch's float32 log_softmax is off by 1e-5 on wide vocabularies.
     lse = extract(logits, [0] * len(logits), 0).lse
     return (logits.float() - lse[:, None]).to(logits.dtype)
 

@@ -1,8 +1,9 @@
-"""`GrammarLogitsProcessor`: only tokens that keep the text within a JSON schema, a regex or a grammar.
+"""`GrammarLogitsProcessor`: constrains text to a JSON schema, a regex or a grammar.
 
 The grammar engine is llguidance (extra `grammar`), over the exact bytes of the model's tokens. It bounds its
-own work but for one thing: it follows references by recursion, so a long chain of them would overflow the
-stack and end the process. A grammar's parts are counted first, and compiled on a stack that holds so many.
+own work with one exception: it follows references recursively, so a long chain of them would overflow the
+stack and kill the process. The parts of a grammar are therefore counted and limited first, and it is compiled
+on a thread with a stack large enough for that many.
 """
 
 from __future__ import annotations
@@ -38,27 +39,27 @@ MAX_GRAMMAR_BYTES: Final = 1 << 18
 MAX_GRAMMAR_PARTS: Final = 10_000
 """Objects and lists of a schema; rules, terminals, groups, classes and repetitions of a grammar."""
 MAX_GRAMMAR_DEPTH: Final = 100
-MAX_CHOICES: Final = 2_000  # as many as the engine follows at once
-# Addresses, not memory: a chain of as many parts as are let through took less than a quarter of it.
+MAX_CHOICES: Final = 2_000  # the engine's limit on alternatives tracked at once
+# Address space, not memory: the longest accepted chain of parts used less than a quarter of it.
 COMPILE_STACK_BYTES: Final = 128 << 20
-# Of the parser for one token's mask: an ambiguous grammar would take longer with every token. A choice of as
-# many texts as are let through takes fewer, as do schemas of as many parts.
+# Parser items for one token's mask: an ambiguous grammar would take longer with every token. The largest
+# accepted choice and the largest accepted schemas need fewer.
 MAX_STEP_ITEMS: Final = 5_000
-# Of a forced text behind the next two tokens, so that those are as they are in the whole text.
+# Bytes of forced text to encode after the next two tokens, so that those match the encoding of the whole.
 CONTEXT_BYTES: Final = 1_000
 PART_MARKS: Final = (
-    ":([{"  # each part of a grammar or a regex, and of a schema within it, writes one of these
+    ":([{"  # every part of a grammar, a regex, or a schema in a grammar, contains one of these
 )
-# One way to write each value, as Python's own json writes it: a small model cannot lose itself in spaces.
+# One serialization per value, as Python's json writes it, so small models cannot loop on white space.
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 @final
 class GrammarLogitsProcessor(MaskLogitsProcessor):
-    """Keeps a text within `json_schema`, `json_object`, `regex`, `choice` or `ebnf` (one of them).
+    """Constrains text to `json_schema`, `json_object`, `regex`, `choice` or `ebnf` (exactly one of them).
 
-    Where the text is complete only end-of-sequence tokens are left. The processor fails a request whose
-    tokens leave the grammar, which only a later processor can bring about.
+    Once the text is complete only end-of-sequence tokens are possible. A request whose tokens leave the
+    grammar fails; only a later processor can cause that.
     """
 
     Args = GrammarArgs
@@ -68,26 +69,26 @@ class GrammarLogitsProcessor(MaskLogitsProcessor):
         self._model: ModelFacts | None = None
         self._states: dict[RowKey, GrammarState] = {}
         self._masks: list[tuple[int, Tensor]] = []
-        self._lock = threading.Lock()  # guards the two below: requests are checked on other threads
+        self._lock = threading.Lock()  # guards the next two: requests are checked on other threads
         self._compiled: OrderedDict[str, Any] = OrderedDict()
         self._tokenizer: Any = None
 
     def bind(self, model: ModelFacts) -> None:
-        """Learn the bytes of the model's tokens."""
+        """Receive the model's facts."""
         self._model = model
 
     def check_args(self, args: Any) -> None:
-        """Refuse a grammar that cannot be read."""
+        """Refuse an invalid grammar."""
         self._template(grammar_of(args))
 
     def update_state(self, batch: BatchState) -> None:
-        """Advance by the tokens observed and work out which may come next."""
+        """Advance by the observed tokens and compute which may come next."""
         batch = as_batch(batch, GrammarArgs)
         self._states = {row.key: self._states.get(row.key) or self._new_state(row) for row in batch.rows}
         self._masks = [(index, self._states[row.key].next_mask(row)) for index, row in enumerate(batch.rows)]
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Put -inf on the tokens that the grammar does not allow."""
+        """Set the logits of tokens that the grammar does not allow to -inf."""
         for index, forbidden in self._masks:
             logits[index].masked_fill_(forbidden.to(logits.device), -torch.inf)
         return logits
@@ -97,7 +98,7 @@ class GrammarLogitsProcessor(MaskLogitsProcessor):
         possible &= self._new_state(row).allowed(row).numpy()
 
     def matcher(self, args: GrammarArgs) -> LlguidanceMatcher:
-        """What follows a text through a grammar, at its beginning; errors as `check_args`."""
+        """Return a matcher at the start of the grammar; raises as `check_args`."""
         return LlguidanceMatcher(self._template(grammar_of(args))).copy()
 
     def _new_state(self, row: BatchRow) -> GrammarState:
@@ -105,7 +106,7 @@ class GrammarLogitsProcessor(MaskLogitsProcessor):
         return GrammarState(self.matcher(row.args), self._model)
 
     def _template(self, grammar: str) -> Any:
-        """A fresh matcher of this grammar, to be copied; compiled once, while others go on."""
+        """Return a matcher of this grammar to copy from; compiled outside the lock and cached."""
         with self._lock:
             if grammar in self._compiled:
                 self._compiled.move_to_end(grammar)
@@ -133,7 +134,7 @@ class GrammarLogitsProcessor(MaskLogitsProcessor):
 
 @final
 class GrammarState:
-    """Where one sample stands in its grammar."""
+    """State of one sample in its grammar."""
 
     def __init__(self, matcher: Matcher, model: ModelFacts) -> None:
         self._matcher = matcher
@@ -141,11 +142,11 @@ class GrammarState:
         self._num_observed = 0
 
     def next_mask(self, row: BatchRow) -> Tensor:
-        """The forbidden tokens after those observed, (vocabulary,) bool."""
+        """Return the forbidden tokens after the observed ones, (vocab_size,) bool."""
         return ~self.allowed(row)
 
     def allowed(self, row: BatchRow) -> Tensor:
-        """The allowed tokens after those observed, (vocabulary,) bool."""
+        """Return the allowed tokens after the observed ones, (vocab_size,) bool."""
         for token_id in row.output_token_ids[self._num_observed :]:
             is_end = token_id in self._model.eos_token_ids
             if not self._matcher.accept(token_id) and not is_end:
@@ -160,10 +161,10 @@ class GrammarState:
 
 
 def grammar_of(args: GrammarArgs) -> str:
-    """The text of a grammar as llguidance reads it.
+    """Return the grammar in llguidance's serialized form.
 
     Raises:
-        ParameterError: none or several forms are asked for, or the schema is no JSON.
+        ParameterError: no form or several are given, or the schema is not JSON.
     """
     forms = [name for name in GrammarArgs.__struct_fields__ if getattr(args, name) not in (None, False)]
     require(len(forms) == 1, "grammar", f"needs exactly one form, got {', '.join(forms) or 'none'}")
@@ -182,32 +183,32 @@ def grammar_of(args: GrammarArgs) -> str:
 
 
 def byte_tokenizer(model: ModelFacts) -> Any:
-    """The model's tokens as llguidance knows them, from their exact bytes."""
+    """Build an llguidance tokenizer from the exact bytes of the model's tokens."""
     llguidance = _llguidance()
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Tokens(model)), n_vocab=model.vocab_size)
 
 
 class _Tokens:
-    """The part of a tokenizer that llguidance reads: the bytes of each token, and texts as token ids."""
+    """The tokenizer interface that llguidance reads: the bytes of each token, and encoding of text."""
 
     def __init__(self, model: ModelFacts) -> None:
         self._model = model
         self.eos_token_id = model.text.eos_token_id
         self.bos_token_id = None
         self.special_token_ids = sorted(model.text.special_token_ids)
-        # Rows of logits may be wider than the tokenizer; those ids have no bytes and are never allowed.
+        # Logits may be wider than the tokenizer; the extra ids have no bytes and are never allowed.
         self.tokens = [model.vocabulary.token_bytes(token_id) for token_id in range(model.vocab_size)]
         self._max_token_bytes = max(map(len, self.tokens))
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Return the first token ids of a text that the grammar forces; their bytes are exactly the text's.
+        """Return the first token ids of a text that the grammar forces; their bytes equal the text's start.
 
-        llguidance gives the last token written and all that is forced after it. It then allows the next token
-        of the result and nothing else, even if that does not fit the grammar.
+        llguidance passes the last token written and all forced text after it. It then allows only the next
+        token of the result, even if that does not match the grammar.
 
-        The ids are the tokenizer's own where it keeps the text as it is. If it prepends a space to a text
-        (Llama 2, Mistral), they are those behind a line break. If it rewrites the text (Unicode
-        normalization, lower-casing, special tokens), they are the longest tokens that match.
+        The ids are the tokenizer's own if it preserves the text. If it prepends a space (Llama 2, Mistral),
+        they are those after a line break. If it rewrites the text (Unicode normalization, lower-casing,
+        special tokens), they are the longest matching tokens.
         """
         data = text.encode() if isinstance(text, str) else text
         beginning = data[: 2 * self._max_token_bytes + CONTEXT_BYTES].decode("utf-8", "ignore")
@@ -219,7 +220,7 @@ class _Tokens:
         return self._longest_tokens(data)
 
     def _last_tokens(self, text: str, data: bytes) -> list[int] | None:
-        """Return the last tokens of an encoded text whose bytes are `data`; None if there are none."""
+        """Return the last tokens of the encoded `text` whose bytes are `data`; None if there are none."""
         try:
             token_ids = self._model.encode(text)
         except Exception:  # noqa: BLE001 - no token for a character; raised from here it would be a Rust panic
@@ -232,9 +233,9 @@ class _Tokens:
         return token_ids[start:] if b"".join(pieces) == data else None
 
     def _longest_tokens(self, data: bytes) -> list[int]:
-        """Return the longest token at each place, for one place more than a token can cover.
+        """Return greedy longest-match tokens, for one byte more than a token can cover.
 
-        They end before a byte that no token begins with.
+        They end before a byte that no token starts with.
         """
         token_ids: list[int] = []
         place = 0
@@ -248,20 +249,20 @@ class _Tokens:
         return token_ids
 
     def _plain_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token; none of a special one, or of one that the model has no logit for."""
+        """Return the bytes of a token; empty if it is special or the model has no logit for it."""
         is_plain = token_id < len(self.tokens) and token_id not in self._model.text.special_token_ids
         return self.tokens[token_id] if is_plain else b""
 
     @cached_property
     def _ids(self) -> dict[bytes, int]:
-        """Plain tokens by their bytes; the last of several, as byte fallback (`<0x20>`) comes first."""
+        """Plain tokens by bytes; the highest id wins, since byte fallback tokens (`<0x20>`) have low ids."""
         ids = {self._plain_bytes(token_id): token_id for token_id in range(len(self.tokens))}
         ids.pop(b"", None)
         return ids
 
 
 def _check_size(name: str, value: Any) -> None:
-    """Bytes, parts and choices, before anything is built of them."""
+    """Check the size in characters, parts and choices before anything is built."""
     texts = value if name == "choice" else [value] if isinstance(value, str) else []
     require(
         name != "choice" or len(value) <= MAX_CHOICES, name, f"has {len(texts)} texts; at most {MAX_CHOICES}"
@@ -273,7 +274,7 @@ def _check_size(name: str, value: Any) -> None:
 
 
 def _check_shape(schema: Any) -> None:
-    """Parts and depth of a schema, without recursion."""
+    """Check the parts and depth of a schema, iteratively."""
     level, depth, num_parts, num_chars = [schema], 0, 0, 0
     while level:
         parts = [value for value in level if isinstance(value, dict | list)]
@@ -298,17 +299,17 @@ def _check_parts(name: str, num_parts: int) -> None:
     )
 
 
-_STACK_SIZE = threading.Lock()  # the size for new threads is the process's
+_STACK_SIZE = threading.Lock()  # `threading.stack_size` is process-wide
 
 
 def _on_deep_stack(compile_grammar: Callable[[], T]) -> T:
-    """The result of a call on a thread of its own whose stack is deep."""
+    """Run a function on a thread with a large stack and return its result."""
     result: Future[T] = Future()
 
     def run() -> None:
         try:
             result.set_result(compile_grammar())
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the caller's: a native panic is no Exception
+        except BaseException as error:  # noqa: BLE001 - passed to the caller: a Rust panic is no Exception
             result.set_exception(error)
 
     thread = threading.Thread(target=run, name="logprobe-grammar", daemon=True)

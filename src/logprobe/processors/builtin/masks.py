@@ -1,6 +1,6 @@
-"""Masks and biases: only some tokens, no banned words, no end before so many tokens, OpenAI's `logit_bias`.
+"""Masks and biases: allowed tokens, banned words, minimum length, and OpenAI's `logit_bias`.
 
-They change single cells of a batch of logits, named by flat index tensors: one operation for all rows.
+All but the allowed tokens change single logits through flat index tensors: one operation for all rows.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """n cells: (n,) int64 rows and (n,) int64 token ids."""
+    """Indices of n logits: (n,) int64 rows and (n,) int64 token ids."""
 
     rows: Tensor
     token_ids: Tensor
 
     @classmethod
     def of(cls, ids_by_row: Sequence[Sequence[int] | NDArray[Any]]) -> Cells | None:
-        """The cells of each row's ids; None where there are none."""
+        """Create from the token ids of each row; None if there are none."""
         counts = [len(ids) for ids in ids_by_row]
         if not sum(counts):
             return None
@@ -44,13 +44,13 @@ class Cells:
         return cls(torch.from_numpy(rows), torch.from_numpy(ids))
 
     def on(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The indices into these logits, on their device."""
+        """Return the index tensors on the device of the logits."""
         return self.rows.to(logits.device), self.token_ids.to(logits.device)
 
 
 @final
 class AllowedTokensLogitsProcessor(MaskLogitsProcessor):
-    """Makes every token impossible but `allowed_token_ids`."""
+    """Masks every token except `allowed_token_ids`."""
 
     Args = AllowedTokensArgs
     keeps_state = False
@@ -60,14 +60,14 @@ class AllowedTokensLogitsProcessor(MaskLogitsProcessor):
         self._allowed: list[tuple[int, Tensor]] = []
 
     def update_state(self, batch: BatchState) -> None:
-        """Note which tokens each row may use."""
+        """Record the allowed tokens of each row."""
         batch = as_batch(batch, AllowedTokensArgs)
         if not batch.is_same:
             asked = [(index, row.args.allowed_token_ids) for index, row in enumerate(batch.rows)]
             self._allowed = [(index, torch.tensor(ids)) for index, ids in asked if ids is not None]
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Fill the rows with -inf, keeping the logits of the allowed tokens."""
+        """Set all logits but those of the allowed tokens to -inf, in place."""
         for index, ids in self._allowed:
             ids_here = ids.to(logits.device)
             kept = logits[index, ids_here]
@@ -76,7 +76,7 @@ class AllowedTokensLogitsProcessor(MaskLogitsProcessor):
         return logits
 
     def forbid(self, row: BatchRow, possible: NDArray[np.bool_]) -> None:
-        """Forbid all but the allowed tokens."""
+        """Forbid all tokens but the allowed ones."""
         ids = row.args.allowed_token_ids
         if ids is not None:
             kept = possible[ids]
@@ -86,7 +86,7 @@ class AllowedTokensLogitsProcessor(MaskLogitsProcessor):
 
 @final
 class MinTokensLogitsProcessor(MaskLogitsProcessor):
-    """Makes the tokens that end a text impossible before `min_tokens` were generated.
+    """Masks the tokens that end a text until `min_tokens` were generated.
 
     These are the model's end-of-sequence tokens and the request's `stop_token_ids`.
     """
@@ -100,20 +100,20 @@ class MinTokensLogitsProcessor(MaskLogitsProcessor):
         self._cells: Cells | None = None
 
     def bind(self, model: ModelFacts) -> None:
-        """Learn which tokens end a text."""
+        """Receive the end-of-sequence tokens."""
         self._eos_token_ids = model.eos_token_ids
 
     def update_state(self, batch: BatchState) -> None:
-        """Find the rows that are too short to end."""
+        """Find the rows that have not reached their minimum length."""
         batch = as_batch(batch, MinTokensArgs)
         self._cells = Cells.of([self._ends(row) for row in batch.rows])
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Put -inf where an end would come too early."""
+        """Set the logits of end tokens to -inf in these rows."""
         return banned_(logits, self._cells)
 
     def forbid(self, row: BatchRow, possible: NDArray[np.bool_]) -> None:
-        """Forbid the ends of a row that is too short."""
+        """Forbid the end tokens if the row has not reached its minimum length."""
         possible[self._ends(row)] = False
 
     def _ends(self, row: BatchRow) -> list[int]:
@@ -124,11 +124,11 @@ class MinTokensLogitsProcessor(MaskLogitsProcessor):
 
 @final
 class BannedWordsLogitsProcessor(MaskLogitsProcessor):
-    """Keeps `bad_words` (texts) and `bad_words_token_ids` (sequences of ids) from being generated.
+    """Prevents `bad_words` (texts) and `bad_words_token_ids` (id sequences) from being generated.
 
-    The last token of a sequence is made impossible where the tokens generated end with the others. A text is
-    banned with a leading space and without one, each as the tokens that the tokenizer gives it; the same
-    letters cut into other tokens are not.
+    The last token of a sequence is masked if the output ends with the tokens before it. A text is banned with
+    and without a leading space, each as tokenized by the model's tokenizer; other tokenizations of the same
+    text are not banned.
     """
 
     Args = BannedWordsArgs
@@ -140,11 +140,11 @@ class BannedWordsLogitsProcessor(MaskLogitsProcessor):
         self._cells: Cells | None = None
 
     def bind(self, model: ModelFacts) -> None:
-        """Learn how texts become tokens."""
+        """Receive the tokenizer."""
         self._sequences = lru_cache(maxsize=4096)(lambda word: word_sequences(model, word))
 
     def check_args(self, args: Any) -> None:
-        """Refuse a text that has no tokens."""
+        """Refuse a text without tokens."""
         for word in args.bad_words:
             message = f"{shortened(word)!r} has no tokens in this model's vocabulary"
             require(self._sequences(word), "bad_words", message)
@@ -155,7 +155,7 @@ class BannedWordsLogitsProcessor(MaskLogitsProcessor):
         self._cells = Cells.of([self._completing(row.args, row.output_token_ids) for row in batch.rows])
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Put -inf on the tokens that would complete a sequence."""
+        """Set the logits of tokens that would complete a sequence to -inf."""
         return banned_(logits, self._cells)
 
     def forbid(self, row: BatchRow, possible: NDArray[np.bool_]) -> None:
@@ -169,9 +169,9 @@ class BannedWordsLogitsProcessor(MaskLogitsProcessor):
 
 
 def word_sequences(model: ModelFacts, word: str) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of a text as it continues another: without a leading space, and with one.
+    """Return the token sequences of a text that continues another: without and with a leading space.
 
-    White space alone is taken as it is.
+    A text of white space only is used unchanged.
     """
     bare = word.lstrip(" ")
     texts = (bare, " " + bare) if bare.strip() else (word,)
@@ -180,14 +180,14 @@ def word_sequences(model: ModelFacts, word: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _continuing(model: ModelFacts, text: str) -> tuple[int, ...]:
-    """Return the tokens of a text that continues another, without the space that a tokenizer may prepend."""
+    """Return the tokens of a text that continues another, without a space prepended by the tokenizer."""
 
     def bytes_of(ids: list[int]) -> bytes:
         return b"".join(map(model.vocabulary.token_bytes, ids))
 
     ids, data = model.encode(text), text.encode("utf-8", "replace")
     if bytes_of(ids) == b" " + data:
-        # Behind a line break no space is prepended; the break is a token of its own in these tokenizers.
+        # No space is prepended after a line break, which is a token of its own in these tokenizers.
         behind = model.encode("\n" + text)
         starts = range(len(behind))
         ids = next((behind[start:] for start in starts if bytes_of(behind[start:]) == data), ids)
@@ -195,7 +195,7 @@ def _continuing(model: ModelFacts, text: str) -> tuple[int, ...]:
 
 
 def banned_(logits: Tensor, cells: Cells | None) -> Tensor:
-    """Put -inf into some cells, in place."""
+    """Set the logits of some cells to -inf, in place."""
     if cells is not None:
         logits[cells.on(logits)] = -torch.inf
     return logits
@@ -211,7 +211,7 @@ def _no_tokenizer(word: str) -> tuple[tuple[int, ...], ...]:
 
 @final
 class LogitBiasLogitsProcessor(LogitsProcessor):
-    """Adds `logit_bias` (token id → nats) to the logits of its tokens; an impossible one stays impossible."""
+    """Adds `logit_bias` (token id -> nats) to the logits; a masked token stays masked."""
 
     Args = LogitBiasArgs
     keeps_state = False
@@ -222,7 +222,7 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
         self._biases = torch.empty(0)
 
     def update_state(self, batch: BatchState) -> None:
-        """Collect the cells, unless rows and arguments are those of the step before."""
+        """Collect the cells, unless rows and arguments are unchanged."""
         batch = as_batch(batch, LogitBiasArgs)
         if batch.is_same:
             return

@@ -1,4 +1,4 @@
-"""Bitmask matchers (llguidance's, xgrammar's): one interface, and the mask of a row."""
+"""Common interface of bitmask matchers (llguidance, xgrammar), and conversion of their masks."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("logprobe")
 
-BITS = 32  # of one word of a mask
+BITS = 32  # per word of a mask
 MAX_PROBLEM_CHARS = 500
 _DETAILS = re.compile(r"\n<(?:backtrace|state|grammar|non-verbose)\b")  # what llguidance appends to a message
 
 
 class Matcher(Protocol):
-    """Follows a text token by token and reports which tokens may come next."""
+    """Tracks a text token by token and reports which tokens may come next."""
 
     def accept(self, token_id: int) -> bool:
-        """Advance by a token; False where the matcher does not allow it."""
+        """Advance by a token; return False if the matcher does not allow it."""
         ...
 
     def mask(self) -> NDArray[np.uint8] | None:
-        """One bit a token id, lowest bit first; None where the text has ended."""
+        """Return one bit per token id, lowest bit first; None if the text has ended."""
         ...
 
 
@@ -41,25 +41,25 @@ class LlguidanceMatcher:
         self._matcher = matcher
 
     def copy(self) -> LlguidanceMatcher:
-        """Another one, at the same place of its text."""
+        """Return an independent copy in the same state."""
         return LlguidanceMatcher(self._matcher.deep_copy())
 
     def accept(self, token_id: int) -> bool:
-        """Advance by a token; after the end of the text any token is accepted."""
+        """Advance by a token; after the end of the text every token is accepted."""
         matcher = self._matcher
         has_ended = matcher.is_stopped() and not matcher.is_error()  # an error stops it, too
         return has_ended or bool(matcher.consume_token(token_id))
 
     def mask(self) -> NDArray[np.uint8] | None:
-        """The allowed tokens.
+        """Return the bitmask of allowed tokens; None if the text has ended.
 
         Raises:
-            ParameterError: the grammar cannot be followed within its limits.
+            ParameterError: the grammar exceeds the parser's limits, or the parser failed.
         """
         matcher = self._matcher
         bits = None if matcher.is_stopped() else matcher.compute_bitmask()
         problem = problem_of(matcher)
-        if problem is not None:  # which it takes for the end of the text
+        if problem is not None:  # llguidance reports it as the end of the text
             is_ambiguous = "too many" in problem.lower()
             what = "can be read in too many ways to follow it" if is_ambiguous else "cannot be followed"
             raise ParameterError("grammar", f"{what} further: {problem}")
@@ -74,20 +74,20 @@ class XgrammarMatcher:
         self._bits = torch.empty((1, -(-vocab_size // BITS)), dtype=torch.int32)
 
     def accept(self, token_id: int) -> bool:
-        """Advance by a token; after the end of the text any token is accepted."""
+        """Advance by a token; after the end of the text every token is accepted."""
         return self._matcher.is_terminated() or bool(self._matcher.accept_token(token_id))
 
     def mask(self) -> NDArray[np.uint8] | None:
-        """The allowed tokens."""
+        """Return the bitmask of allowed tokens; None if the text has ended."""
         if self._matcher.is_terminated():
             return None
-        self._bits.fill_(-1)  # left as it is where every token is allowed
+        self._bits.fill_(-1)  # not written if every token is allowed
         self._matcher.fill_next_token_bitmask(self._bits, 0)
         return self._bits[0].numpy().view(np.uint8)
 
 
 def problem_of(matcher: Any) -> str | None:
-    """Return in one line why an `llguidance.LLMatcher` failed, None if it did not; the log has the rest."""
+    """Return a one-line reason why an `llguidance.LLMatcher` failed, else None; details go to the log."""
     if not matcher.is_error():
         return None
     text: str = matcher.get_error()
@@ -101,7 +101,7 @@ def problem_of(matcher: Any) -> str | None:
 
 
 def as_matcher(matcher: Any, vocab_size: int) -> Matcher:
-    """Recognise a matcher by its methods.
+    """Wrap a matcher, recognized by its methods.
 
     Raises:
         ParameterError: it is neither llguidance's nor xgrammar's.
@@ -116,7 +116,7 @@ def as_matcher(matcher: Any, vocab_size: int) -> Matcher:
 
 
 def allowed_tokens(mask: NDArray[np.uint8], vocab_size: int) -> Tensor:
-    """A mask's bits as (vocab_size,) bool; ids beyond the mask are not allowed."""
+    """Convert a bitmask to (vocab_size,) bool; ids beyond the mask are not allowed."""
     bits = np.unpackbits(mask, count=min(vocab_size, 8 * len(mask)), bitorder="little")
     allowed = np.zeros(vocab_size, dtype=np.bool_)
     allowed[: len(bits)] = bits

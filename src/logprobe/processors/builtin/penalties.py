@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @final
 class PenaltiesLogitsProcessor(LogitsProcessor):
-    """Makes tokens that were seen already less likely.
+    """Makes tokens that already occurred less likely.
 
-    First `repetition_penalty` r (Keskar et al. 2019): the logit of a token of the prompt or the completion
-    is divided by r where it is positive, else multiplied by it. Then, for tokens of the completion alone,
+    First `repetition_penalty` r (Keskar et al. 2019): the logit of a token in the prompt or the completion is
+    divided by r if it is positive, else multiplied by r. Then, for tokens of the completion only,
     `frequency_penalty` times their count and `presence_penalty` are subtracted, as OpenAI defines them.
     """
 
@@ -39,7 +39,7 @@ class PenaltiesLogitsProcessor(LogitsProcessor):
         self._repetition = self._minus = torch.empty(0)
 
     def update_state(self, batch: BatchState) -> None:
-        """Count the tokens observed since the step before."""
+        """Count the tokens observed since the previous step."""
         batch = as_batch(batch, PenaltiesArgs)
         seen = [self._seen.get(row.key) or SeenTokens(row) for row in batch.rows]
         self._seen = {row.key: tokens for row, tokens in zip(batch.rows, seen, strict=True)}
@@ -58,7 +58,7 @@ class PenaltiesLogitsProcessor(LogitsProcessor):
         self._minus = torch.from_numpy(frequency * counts + presence * (counts > 0))
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Penalise the cells of seen tokens in place."""
+        """Penalize the logits of seen tokens in place."""
         if self._cells is not None:
             cells = self._cells.on(logits)
             values, repetition = logits[cells], self._repetition.to(logits)
@@ -69,10 +69,10 @@ class PenaltiesLogitsProcessor(LogitsProcessor):
 
 @final
 class SeenTokens:
-    """The different tokens of a request, and how often each was generated."""
+    """The distinct tokens of a request, and how often each was generated."""
 
     def __init__(self, row: BatchRow) -> None:
-        # Prompt tokens count for repetition alone.
+        # Prompt tokens only matter for the repetition penalty.
         prompt = np.unique(np.asarray(row.prompt_token_ids)) if row.args.repetition_penalty != 1 else ()
         self._indices = {int(token_id): index for index, token_id in enumerate(prompt)}
         self._ids = np.empty(max(64, 2 * len(prompt)), dtype=np.int64)
@@ -82,16 +82,16 @@ class SeenTokens:
 
     @property
     def ids(self) -> NDArray[Any]:
-        """The different tokens, (n,) int64."""
+        """The distinct tokens, (n,) int64."""
         return self._ids[: len(self._indices)]
 
     @property
     def counts(self) -> NDArray[Any]:
-        """How often each was generated, (n,) float32."""
+        """Number of times each was generated, (n,) float32; 0 for tokens of the prompt only."""
         return self._counts[: len(self._indices)]
 
     def observe(self, output: Sequence[int]) -> None:
-        """Count the tokens that were not counted yet."""
+        """Count the tokens not counted yet."""
         for token_id in output[self._num_observed :]:
             index = self._indices.setdefault(token_id, len(self._indices))
             if index == len(self._ids):

@@ -1,4 +1,4 @@
-"""`ThinkingBudgetLogitsProcessor`: ends a reasoning model's thinking after so many tokens."""
+"""`ThinkingBudgetLogitsProcessor`: ends a reasoning model's thinking after a number of tokens."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ Ids: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """What starts or ends thinking: a text, or the exact token ids that a request gave in its place."""
+    """A start or end marker: a text, or the exact token ids that the request gave instead."""
 
-    ids: Ids  # what is written; also what is looked for, where there is no text
+    ids: Ids  # tokens to write; also the tokens to match if there is no text
     text: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """What starts thinking, what ends it, and what is written before the end."""
+    """The start marker, the end marker, and the sentence to write before the end marker."""
 
     start: Marker
     end: Marker
@@ -43,33 +43,33 @@ class Markers:
 
 @dataclass(slots=True)
 class Thinking:
-    """Where one sample stands; it follows from the tokens observed and nothing else."""
+    """State of one sample; derived only from the tokens observed."""
 
     markers: Markers
     budget: int
     is_on: bool = False
-    num_thought: int = 0  # tokens since the start marker, those of the prompt apart
-    forced: Ids = ()  # what is being written, token by token
+    num_thought: int = 0  # tokens since the start marker, not counting the prompt
+    forced: Ids = ()  # tokens to write
     num_forced: int = 0
     num_observed: int = 0
-    tail: Ids = ()  # the latest tokens since a marker, as many as the longest marker of ids
-    tail_text: bytes = b""  # the latest bytes since a marker, as many as the longest marker of text
+    tail: Ids = ()  # latest tokens since a marker, up to the length of the longest marker in ids
+    tail_text: bytes = b""  # latest bytes since a marker, up to the length of the longest marker text
 
     def read_prompt(self, prompt: Sequence[int]) -> None:
-        """Find out whether the prompt leaves the model thinking; its tokens cost no budget."""
+        """Determine whether thinking is on after the prompt; its tokens do not use the budget."""
         for token_id in prompt:
             self._look(int(token_id))
         self._start_forcing()
 
     def observe(self, output: Sequence[int]) -> None:
-        """Advance by the tokens that were not observed yet."""
+        """Advance by the tokens not observed yet."""
         for token_id in output[self.num_observed :]:
             self._advance(token_id)
         self.num_observed = len(output)
 
     @property
     def next_forced(self) -> int | None:
-        """The only token that may come next; None where the model is free."""
+        """The only token that may come next; None if nothing is forced."""
         return self.forced[self.num_forced] if self.num_forced < len(self.forced) else None
 
     def _advance(self, token_id: int) -> None:
@@ -89,19 +89,19 @@ class Thinking:
         self._start_forcing()
 
     def _look(self, token_id: int) -> None:
-        """Add a token to the tail and see whether it completes a marker."""
+        """Add a token to the tail and check whether it completes a marker."""
         start, end = self.markers.start, self.markers.end
         tail = (*self.tail, token_id)
         text = self.tail_text + self.markers.token_bytes(token_id)
         rest = self._behind_marker(tail, text)
-        while rest is not None:  # one token may hold the ends of several
+        while rest is not None:  # one token may complete several markers
             self.is_on, self.num_thought, tail, text = not self.is_on, 0, (), rest
             rest = self._behind_marker(tail, text)
         self.tail = tail[-max(len(start.ids), len(end.ids)) :]
         self.tail_text = text[-max(len(start.text), len(end.text), 1) :]
 
     def _behind_marker(self, tail: Ids, text: bytes) -> bytes | None:
-        """Return the text behind the marker that is looked for; None where it is not complete."""
+        """Return the text after the awaited marker; None if the marker is not complete."""
         awaited = self.markers.end if self.is_on else self.markers.start
         if not awaited.text:
             return b"" if tail[-len(awaited.ids) :] == awaited.ids else None
@@ -112,11 +112,11 @@ class Thinking:
         room = max(self.budget - len(self.markers.sentence), 0)
         if self.is_on and self.num_thought >= room:
             self.forced = self.markers.sentence + self.markers.end.ids
-            # Where the model has begun the end marker by itself, only its rest is written.
+            # If the model already started the end marker, only the rest is forced.
             self.num_forced = 0 if self.markers.sentence else self._num_begun()
 
     def _num_begun(self) -> int:
-        """Return how many tokens of the end marker are written already."""
+        """Return the number of tokens of the end marker that are already written."""
         end = self.markers.end
         sizes = range(len(end.ids) - 1, 0, -1)
         if not end.text:
@@ -129,10 +129,10 @@ class Thinking:
 class ThinkingBudgetLogitsProcessor(LogitsProcessor):
     """Ends thinking after `thinking_budget` tokens by forcing `think_stop_sentence`, then the end marker.
 
-    Thinking starts after the marker `think_start`, in the prompt or the completion; tokens of the prompt
-    cost no budget, and the stop sentence is written within it. A forced token has logit 0.0 and every other
-    one -inf. A second start marker starts a second round. Markers are found in the text, whatever tokens it
-    is cut into; those given as `..._token_ids` are found as exactly these tokens.
+    Thinking starts after the marker `think_start`, in the prompt or the completion. Prompt tokens do not
+    use the budget, the stop sentence does. A forced token has logit 0.0 and all others -inf. Each further
+    start marker starts a new budget. Text markers match in any tokenization; markers given as `..._token_ids`
+    match exactly these tokens.
     """
 
     Args = ThinkingBudgetArgs
@@ -145,19 +145,19 @@ class ThinkingBudgetLogitsProcessor(LogitsProcessor):
         self._forced: list[tuple[int, int]] = []
 
     def bind(self, model: ModelFacts) -> None:
-        """Learn how texts become tokens."""
+        """Receive the tokenizer."""
         self._encode = lru_cache(maxsize=1024)(lambda text: tuple(model.encode(text)))
         self._token_bytes = model.vocabulary.token_bytes
 
     def check_args(self, args: Any) -> None:
-        """Refuse markers that cannot be found."""
+        """Refuse markers without tokens, and equal markers."""
         markers = self._markers(args)
         require(markers.start.ids, "think_start", "has no tokens in this model's vocabulary")
         require(markers.end.ids, "think_end", "has no tokens in this model's vocabulary")
         require(markers.start != markers.end, "think_end", "must differ from think_start")
 
     def update_state(self, batch: BatchState) -> None:
-        """Observe new tokens and find the rows in which the next one is forced."""
+        """Observe new tokens and find the rows in which the next token is forced."""
         batch = as_batch(batch, ThinkingBudgetArgs)
         rows = [row for row in batch.rows if row.args.thinking_budget is not None]
         self._states = {row.key: self._state(row) for row in rows}
@@ -171,7 +171,7 @@ class ThinkingBudgetLogitsProcessor(LogitsProcessor):
         self._forced = [(index, token_id) for index, token_id in forced if token_id is not None]
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Leave only the forced token of each row in which one is forced."""
+        """Mask all but the forced token in each of these rows."""
         for index, token_id in self._forced:
             logits[index] = -torch.inf
             logits[index, token_id] = 0.0

@@ -1,7 +1,7 @@
-"""What a chat model writes → its channels: content, reasoning and tool calls, token by token.
+"""Split a chat model's output into content, reasoning and tool calls, token by token.
 
-Which marks a model sets stands in a response template (`forms`); `split` follows them through the tokens of a
-completion, and `grammar` makes the calls of a model a form that its text must have.
+A response template (`forms`) describes the markers that a model writes; `split` follows them through the
+tokens of a completion, and `grammar` turns a model's call syntax into a grammar for constrained decoding.
 """
 
 from logprobe.text.channels.calls import ToolCall

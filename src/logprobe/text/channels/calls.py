@@ -1,4 +1,4 @@
-"""The text between the marks of a call → calls, the JSON text of their arguments, and where each stands."""
+"""Parse the text between call markers into calls, the JSON text of their arguments, and their byte spans."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 ARGUMENTS: Final = ("arguments", "parameters")
-"""What models call the arguments of a call."""
+"""Keys under which models write a call's arguments."""
 MAX_DEPTH: Final = 100
-"""Of values within each other in a call; what is nested deeper is content."""
+"""Maximum nesting depth of a call's values; deeper text is treated as content."""
 _SPACE: Final = re.compile(r"[ \t\n\r]*")
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _TOKEN: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]')  # a JSON string, or a bracket
@@ -23,14 +23,14 @@ _read: Final = json.JSONDecoder().raw_decode
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool."""
+    """A tool call."""
 
     name: str
     arguments: str  # JSON text of an object
 
 
 class FoundCall(NamedTuple):
-    """A call, and the bytes [start, stop) of a text that are its."""
+    """A call and its bytes [start, stop) in the text."""
 
     call: ToolCall
     start: int
@@ -40,14 +40,14 @@ class FoundCall(NamedTuple):
 def read_calls(
     field: Any, data: bytes, captures: Mapping[str, str], typed: Callable[[Any], Any]
 ) -> list[FoundCall]:
-    """The calls that the region of a response template's field holds; none where something in it is no call.
+    """Return the calls in a region of a response template's field; empty if any of them is invalid.
 
-    `typed` gives values that were written as texts the types that the tools' schemas say.
+    `typed` converts values written as strings to the types of the tools' schemas.
     """
     try:
         return _read_calls(field, data.decode(), captures, typed)
     except (ValueError, KeyError, RecursionError):
-        return []  # that it cannot be read is what was asked
+        return []  # invalid calls are an expected result
 
 
 def _read_calls(
@@ -70,7 +70,7 @@ def _read_calls(
 
 
 def _spans(body: str, value: Any, *, is_json: bool) -> list[tuple[int, int]]:
-    """Where each call stands; where that cannot be told apart, the first has all of it."""
+    """Return the span of each call; if they cannot be separated, the first gets the whole text."""
     start = _after_space(body, 0)
     stop = max(start, len(body.rstrip()))
     if not isinstance(value, list):
@@ -80,11 +80,11 @@ def _spans(body: str, value: Any, *, is_json: bool) -> list[tuple[int, int]]:
 
 
 def _call(value: Any, source: str) -> ToolCall:
-    """A call of what a template's field was parsed to.
+    """Build a call from the parsed value of a template's field.
 
     Raises:
-        ValueError: it is none.
-        KeyError: likewise.
+        ValueError: the value is not a call.
+        KeyError: the value is not a call.
     """
     function = value
     while isinstance(function, Mapping) and "function" in function:
@@ -92,24 +92,24 @@ def _call(value: Any, source: str) -> ToolCall:
     if not isinstance(function, Mapping) or not isinstance(function["name"], str) or not function["name"]:
         raise ValueError("no function with a name")
     arguments = next((function[key] for key in ARGUMENTS if key in function), None)
-    if isinstance(arguments, str):  # JSON within JSON
+    if isinstance(arguments, str):  # JSON text inside JSON
         text, arguments = arguments, json.loads(arguments)
         check_depth(arguments)
     else:
         arguments = {} if arguments is None else arguments
         text = _own_text(source, arguments) or _dumped(arguments)
     if not isinstance(arguments, Mapping):
-        raise ValueError("the arguments are no object")  # noqa: TRY004 - of a text, not of a caller
-    json.dumps(arguments, allow_nan=False)  # what is no JSON was none before, either
+        raise ValueError("the arguments are no object")  # noqa: TRY004 - the text is wrong, not a type
+    json.dumps(arguments, allow_nan=False)  # raises for values that are not JSON (NaN)
     if _SURROGATE.search(function["name"] + text):
         raise ValueError("a text that cannot be sent")
     return ToolCall(function["name"], text)
 
 
 def _own_text(source: str, arguments: Any) -> str | None:
-    """Return the arguments of a call as its model wrote them; None where that is not their JSON.
+    """Return a call's arguments as the model wrote them; None if that text is not the JSON of `arguments`.
 
-    The text is read once; values within it are then found by the places where they end.
+    The text is parsed once; nested values are then located by a table of end positions.
     """
     try:
         value, stop = _read(source)
@@ -119,7 +119,7 @@ def _own_text(source: str, arguments: Any) -> str | None:
     while isinstance(value, dict):
         if value == arguments:
             return source[start:stop]
-        spans = {key: span for key, *span in _members(source, start, stops)}  # of equal keys the last counts
+        spans = {key: span for key, *span in _members(source, start, stops)}  # the last duplicate key wins
         for key in ARGUMENTS:
             if key in value and value[key] == arguments:
                 found = source[slice(*spans[key])]
@@ -130,10 +130,10 @@ def _own_text(source: str, arguments: Any) -> str | None:
 
 
 def check_depth(value: Any) -> None:
-    """Refuse a value that is nested deeper than `MAX_DEPTH`, without recursion.
+    """Check iteratively that a value is not nested deeper than `MAX_DEPTH`.
 
     Raises:
-        ValueError: it is.
+        ValueError: it is nested deeper.
     """
     level = [value]
     for _ in range(MAX_DEPTH + 1):
@@ -154,7 +154,7 @@ def _dumped(arguments: Any) -> str:
 
 
 def _stops(source: str) -> dict[int, int]:
-    """Where each text, object and array of a JSON document ends, by where it begins."""
+    """Return the end of each string, object and array of a JSON document, by its start."""
     stops: dict[int, int] = {}
     opened: list[int] = []
     for match in _TOKEN.finditer(source):
@@ -167,18 +167,18 @@ def _stops(source: str) -> dict[int, int]:
 
 
 def _members(source: str, at: int, stops: Mapping[int, int]) -> Iterator[tuple[str, int, int]]:
-    """The keys of a JSON object that begins at a place, and where their values start and stop."""
+    """Yield (key, start, stop) of each value of the JSON object that starts at `at`."""
     at = _after_space(source, at + 1)
     while source[at] != "}":
         key, at = _read(source, at)
         start = _after_space(source, _after_space(source, at) + 1)
-        stop = stops[start] if start in stops else _read(source, start)[1]  # a number or a word
+        stop = stops[start] if start in stops else _read(source, start)[1]  # number or literal
         yield key, start, stop
         at = _after_separator(source, stop)
 
 
 def _items(source: str, at: int) -> Iterator[tuple[int, int]]:
-    """Where the items of a JSON array stand."""
+    """Yield (start, stop) of each item of the JSON array that starts at `at`."""
     at = _after_space(source, at + 1)
     while source[at] != "]":
         _, stop = _read(source, at)

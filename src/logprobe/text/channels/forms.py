@@ -1,7 +1,7 @@
-"""Which marks a model sets around its reasoning and its tool calls, by what its chat template says.
+"""Determine a model's reasoning and tool-call markers from its chat template.
 
-The forms are transformers' own `response_template`s, put together from two tables: marks of reasoning, and
-marks of calls. A model's name decides nothing: a row is a template's where its marks stand in it.
+Forms are transformers `response_template`s, assembled from two tables: reasoning markers and call markers. A
+row applies if its markers appear in the chat template; the model's name is not used.
 """
 
 from __future__ import annotations
@@ -21,49 +21,49 @@ if TYPE_CHECKING:
 Fields = Mapping[str, Any]
 
 REASONING: Final = ("reasoning_content", "reasoning", "thinking")
-"""What response templates call the field of a model's reasoning."""
+"""Names that response templates use for the reasoning field."""
 CALLS: Final = "tool_calls"
 CONTENT: Final = {"content": {"content": "text"}}
-MAX_FORMS: Final = 16  # kept with a tokenizer
+MAX_FORMS: Final = 16  # cached per tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallMarks:
-    """How a reply's calls are written, as a grammar needs it; `{name}` stands for the called function's."""
+    """Call syntax of a reply, as needed for a grammar; `{name}` stands for the function name."""
 
     first: str = ""  # before all calls
     open: str = ""  # before each call's JSON
-    close: str = ""  # after it
-    between: str | None = None  # between two calls; None: a reply has one at most
+    close: str = ""  # after each call's JSON
+    between: str | None = None  # between two calls; None: at most one call per reply
     last: str = ""  # after all calls
-    arguments: str | None = "arguments"  # their key in a call's JSON; None: they are all of it
+    arguments: str | None = "arguments"  # key of the arguments in the JSON; None: the JSON is the arguments
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseForm:
-    """How a model writes its reply."""
+    """Syntax of a model's replies."""
 
     name: str
     spec: Fields  # transformers' `response_template`
     has_reasoning: bool
-    # Who lays tools out: the chat template; or it takes none, and a system text says them; None: it takes
-    # them, and how it has calls written is not known.
+    # What describes the tools to the model: the chat template, or a generated system text if the template
+    # does not support tools. None: the template supports them, but its call syntax is unknown.
     tools: Literal["template", "text"] | None
-    calls: CallMarks | None = None  # None: they cannot be put as a grammar
-    thought_end: str | None = None  # the mark that ends a reasoning
-    special: Mapping[str, int] = field(default_factory=dict)  # of these marks: special tokens and their ids
-    template: Any = field(default=None, repr=False, compare=False)  # the spec as transformers has read it
+    calls: CallMarks | None = None  # None: no grammar for this call syntax
+    thought_end: str | None = None  # marker that ends reasoning
+    special: Mapping[str, int] = field(default_factory=dict)  # special tokens in these markers -> ids
+    template: Any = field(default=None, repr=False, compare=False)  # `spec` as loaded by transformers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Calls:
-    """A row of the table of calls."""
+    """A row of the call table."""
 
     name: str
-    marks: tuple[str, ...]  # all of them stand in the chat template,
+    marks: tuple[str, ...]  # all of them must appear in the chat template
     fields: Fields
     calls: CallMarks | None
-    others: tuple[str, ...] = ()  # and none of these: it writes something else between the marks
+    others: tuple[str, ...] = ()  # none of these may: they indicate another syntax with the same markers
 
 
 def _called(name: str, arguments: str) -> dict[str, Any]:
@@ -106,10 +106,10 @@ def _mistral(first: str) -> _Calls:
     )
 
 
-# Names and white space in the marks are bounded: a mark that may still come true is held, and looked for anew
-# with each token.
+# Names and white space in the patterns are bounded: a partial match is held back and searched again with each
+# token.
 def _deepseek(name: str, before: str, after: str, *, between: str, marks: tuple[str, ...] = ()) -> _Calls:
-    """`before` and `after` stand around a call's arguments, within its two marks."""
+    """Build a row; `before` and `after` surround a call's arguments, inside its two markers."""
     first, call, end = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
     last = "<｜tool▁calls▁end｜>"
     opened = re.escape(call + before).replace(r"\{name\}", r"(?P<name>[^\n<]{1,128})")
@@ -144,7 +144,7 @@ CALL_ROWS: Final = (
                 "join": "\n",
             },
             CALLS: {
-                # A recipient stands before its channel or after it.
+                # The recipient may come before the channel or after it.
                 "open_pattern": _START
                 + rf"(?:{_TO}<\|channel\|>(?:commentary|analysis)"
                 + rf"|<\|channel\|>(?:commentary|analysis){_TO})"
@@ -216,7 +216,7 @@ CALL_ROWS: Final = (
                 "content": "xml-inline",
                 "content_args": {
                     "tag_pattern": r"<parameter=(?P<key>[^>\n]{1,128})>(?P<value>.*?)</parameter>",
-                    "value_parser": {"name": "text"},  # without the white space around it
+                    "value_parser": {"name": "text"},  # strips white space
                 },
                 "transform": _NAMED,
             }
@@ -247,7 +247,7 @@ CALL_ROWS: Final = (
         marks=("<|start_header_id|>", '{"name": function name, "parameters": '),
         fields={
             CALLS: {
-                # The calls of this form have no mark of their own: a message that begins with one is one.
+                # Calls of this form have no marker of their own: a message that starts like one is a call.
                 "open_pattern": r"(?:<\|python_tag\|>|\A)\s{0,4}"
                 r'(?=\{\s{0,8}"(?:name|type|function)"\s{0,4}:)',
                 "close": ["<|eot_id|>", "<|eom_id|>"],
@@ -278,20 +278,20 @@ _ANCHORS: Final = (
     "<|start|>assistant",
     "<|assistant|>",
 )
-"""What stands before a reply, in the layouts that are known."""
-# Elsewhere a reply begins where the prompt ends, or where a reasoning opens that ends it.
+"""Text directly before a reply in known chat formats."""
+# In other formats a reply starts at the end of the prompt, or at a reasoning marker that ends the prompt.
 _NO_ANCHOR: Final = r"\A.*?(?=(?:(?:<think>|\[THINK\])\s*)?\Z)"
 
 
 def template_of(text: TextEdge, override: Fields | None = None) -> ResponseForm | None:
-    """How the model writes its reply; None: nothing is known, and all of it is content.
+    """Return the syntax of the model's replies; None if it is unknown, so that all text is content.
 
-    The tokenizer's own `response_template` goes before the tables, and `override`, of the same format, before
-    both. Where the chat template takes no tools, their calls have Hermes' form, in which `lay_out` asks for
-    them.
+    `override` (a `response_template`) takes precedence over the tokenizer's own `response_template`, which
+    takes precedence over the tables. If the chat template does not support tools, calls have Hermes syntax,
+    which `lay_out` asks the model for.
 
     Raises:
-        ParameterError: `override` is no response template.
+        ParameterError: `override` is not a response template.
     """
     chat_template = chat_template_of(text.tokenizer)
     if chat_template is None:
@@ -329,7 +329,7 @@ def _form_of(
     if spec is None:
         return None
     fields = spec["fields"]
-    # What calls are like in a form that a caller gives, the tables cannot say.
+    # The tables do not describe the call syntax of a template given by the caller.
     is_listed = row is not None and (is_own or fields.get(CALLS) == row.fields[CALLS])
     calls = row.calls if row is not None and is_listed else None
     thought_end = _thought_end(fields)
@@ -346,7 +346,7 @@ def _form_of(
 
 
 def _row_of(chat_template: str) -> _Calls | None:
-    """The first row whose marks, and no others, stand in a chat template."""
+    """Return the first row whose markers are all in the chat template, and none of whose `others` are."""
     for row in CALL_ROWS:
         is_other = any(mark in chat_template for mark in row.others)
         if all(mark in chat_template for mark in row.marks) and not is_other:
@@ -355,7 +355,7 @@ def _row_of(chat_template: str) -> _Calls | None:
 
 
 def _spec_of(chat_template: str, row: _Calls | None) -> dict[str, Any] | None:
-    """A response template of what a chat template shows; None where it shows no mark."""
+    """Build a response template from the markers in a chat template; None if it has none."""
     fields: dict[str, Any] = {}
     for mark, reasoning in _REASONING_ROWS:
         if mark in chat_template:
@@ -369,7 +369,7 @@ def _spec_of(chat_template: str, row: _Calls | None) -> dict[str, Any] | None:
 
 
 def _completed(given: Fields, row: _Calls | None) -> dict[str, Any]:
-    """A response template that was given, with the calls that `lay_out` asks for where it has none."""
+    """Add the calls that `lay_out` asks for to a given response template that has none."""
     _loaded(given)
     fields = given["fields"]
     if row is not None and CALLS not in fields:
@@ -378,7 +378,7 @@ def _completed(given: Fields, row: _Calls | None) -> dict[str, Any]:
 
 
 def _loaded(spec: Fields) -> Any:
-    """A response template as transformers reads it."""
+    """Load a response template with transformers."""
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
     try:
@@ -388,14 +388,14 @@ def _loaded(spec: Fields) -> Any:
 
 
 def _thought_end(fields: Fields) -> str | None:
-    """What ends a reasoning, where that is one text or the first of several."""
+    """Return the text that ends reasoning, the first if there are several; None if there is none."""
     closes = [fields[name].get("close") for name in REASONING if name in fields]
     first = closes[0] if closes else None
     return first[0] if isinstance(first, list) else first
 
 
 def _special_tokens(text: TextEdge, calls: CallMarks, thought_end: str) -> dict[str, int]:
-    """Those of a model's special tokens that stand in the marks of a grammar."""
+    """Return the special tokens that appear in a grammar's markers, with their ids."""
     marks = "\n".join((calls.first, calls.open, calls.close, calls.between or "", calls.last, thought_end))
     tokens = {
         text.vocabulary.token_bytes(token_id).decode("utf-8", "replace"): token_id

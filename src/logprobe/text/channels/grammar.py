@@ -1,6 +1,6 @@
-"""Tools → a grammar of the replies that call them, in Lark's notation as llguidance reads it.
+"""Build a Lark grammar (llguidance's dialect) for replies that call tools.
 
-Each call has its model's marks around it, and arguments within the JSON schema of its tool.
+Each call has the model's markers around it, and arguments that match the tool's JSON schema.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def call_format(
     parallel: bool,
     prefix: str = "",
 ) -> dict[str, Any]:
-    """The `response_format` of replies that call tools, in the form that the model writes calls in.
+    """Return the `response_format` for replies that call tools in the model's own call syntax.
 
     Args:
-        form: how the model writes its reply.
-        tools: as OpenAI's clients write them.
-        choice: `required` for any of them, or the name of one, which is called once.
-        parallel: whether there may be several calls.
-        prefix: the conversation as it was laid out. A reasoning that it has opened comes to its end first.
+        form: the syntax of the model's replies.
+        tools: tools in OpenAI's format.
+        choice: `required` for any tool, or the name of one, which is called exactly once.
+        parallel: True to allow several calls.
+        prefix: the rendered conversation. If it opens reasoning, the reply finishes the reasoning first.
 
     Raises:
-        ParameterError: a malformed tool, an unknown name, or a form that cannot be put as a grammar.
+        ParameterError: a malformed tool, an unknown name, or a call syntax that has no grammar.
     """
     known = read_tools(tools)
     called = [number for number, tool in enumerate(known) if choice in (ANY_TOOL, tool.name)]
@@ -69,7 +69,7 @@ def _calls(form: ResponseForm, marks: CallMarks, called: Sequence[int], *, is_on
 
 
 def _call(form: ResponseForm, marks: CallMarks, tool: Tool, number: int) -> list[str]:
-    """The rules of a tool's call."""
+    """Return the grammar rules of a tool's call."""
     is_plain = "{name}" not in marks.open or PLAIN_NAME.fullmatch(tool.name)
     problem = f"cannot stand in a call in the form {form.name!r}; use letters, digits, _, - and ."
     require(is_plain, f"tools[{number}].function.name", problem, got=tool.name)
@@ -93,17 +93,17 @@ def _schema_text(tool: Tool, number: int) -> str:
 
 
 def _thought(form: ResponseForm) -> list[str]:
-    """The rest of a reasoning, up to its mark."""
+    """Return the rules for the rest of the reasoning, up to its end marker."""
     end = form.thought_end
     if end is None:
         raise ParameterError("tool_choice", "the end of the model's reasoning cannot be put as a grammar")
-    if end in form.special:  # which no text holds
+    if end in form.special:  # ordinary text cannot contain it
         return [f"thought: THOUGHT {_terminals(form, end)}", r"THOUGHT: /(.|\n)*/"]
     return [f"thought[suffix={json.dumps(end, ensure_ascii=False)}]: /(.|\\n)*/"]
 
 
 def _terminals(form: ResponseForm, text: str) -> str:
-    """A text as a sequence of terminals, special tokens by their ids."""
+    """Return a text as a sequence of terminals, with special tokens by id."""
     contents = sorted(form.special, key=len, reverse=True)
     pieces = re.split(f"({'|'.join(map(re.escape, contents))})", text) if contents else [text]
     return " ".join(_terminal(form, piece) for piece in pieces if piece)

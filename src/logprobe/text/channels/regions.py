@@ -1,7 +1,7 @@
-"""transformers' parser of replies, told where in the text its regions and their marks lie.
+"""transformers' response parser, extended to report where regions and their markers are in the text.
 
-It gives what it finds as steps that cover the text without a gap, as far as that is decided. Its own message
-is not built: what a region holds is read by whoever follows the steps.
+It emits steps that cover the text without gaps, as far as parsing is decided. It does not build a message:
+the caller parses the contents of the regions.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from transformers.utils.chat_parsing import ResponseParser
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-BLOCK_CHARS: Final = 256  # shown at a time: each pattern is sought from one mark to the end of what was shown
-KEPT_CHARS: Final = 256  # before the place that was reached: patterns may look back
+BLOCK_CHARS: Final = 256  # fed at a time: each pattern searches from a marker to the end of the buffer
+KEPT_CHARS: Final = 256  # kept before the current position for lookbehind
 MAX_PASSED_CHARS: Final = 2048
 
 
 class Text(NamedTuple):
-    """Text of a field's region up to a place; a field of None: text that the template takes for nothing."""
+    """Text up to `stop` in the region of a field; None: text that the template discards."""
 
     field: str | None
     stop: int
 
 
 class Open(NamedTuple):
-    """A mark up to a place, which opens the region of a field, and what its pattern captured."""
+    """A marker up to `stop` that opens the region of a field, with the groups that its pattern captured."""
 
     field: str
     stop: int
@@ -34,7 +34,7 @@ class Open(NamedTuple):
 
 
 class Close(NamedTuple):
-    """A mark up to a place, which ends the region of a field; a field of None: it ends none."""
+    """A marker up to `stop` that closes the region of a field; None: it closes no explicit region."""
 
     field: str | None
     stop: int
@@ -44,11 +44,11 @@ Step: TypeAlias = Text | Open | Close
 
 
 class Regions(ResponseParser):
-    """Follows a text that grows; places are characters of it."""
+    """Incremental parser of a growing text; positions are character indices."""
 
     def __init__(self, template: Any, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self._steps: list[Step] = []
-        self._num_passed = 0  # characters that were let go
+        self._num_passed = 0  # characters dropped from the buffer
         super().__init__(template, prefix="", tools=[dict(tool) for tool in tools])
 
     @property
@@ -57,7 +57,7 @@ class Regions(ResponseParser):
         return self._current
 
     def advance(self, text: str, *, final: bool = False) -> list[Step]:
-        """What became certain with more of the text."""
+        """Add text; return the steps that are now decided."""
         for start in range(0, len(text), BLOCK_CHARS):
             self._buffer += text[start : start + BLOCK_CHARS]
             self._process([], eos=False)
@@ -68,7 +68,7 @@ class Regions(ResponseParser):
         return steps
 
     def typed(self, value: Any) -> Any:
-        """A call with those of its arguments that are texts as the types that its tool's schema says."""
+        """Return a call with its string arguments converted to the types of the tool's schema."""
         return self._coerce_tool_calls(value)
 
     def _let_go(self) -> None:
@@ -80,13 +80,13 @@ class Regions(ResponseParser):
 
     def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
         del events
-        if text:  # it begins at `_pos`
+        if text:  # it starts at `_pos`
             self._opened = self._current is not None
             self._steps.append(Text(self._current, self._num_passed + self._pos + len(text)))
 
     def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
         del events
-        self._steps.pop()  # the end of the region before it: this mark is no mark of that one
+        self._steps.pop()  # drop the implicit Close: this marker does not belong to the previous region
         self._current, self._opened = field.name, True
         captures = {name: text for name, text in m.groupdict().items() if text is not None}
         self._steps.append(Open(field.name, self._num_passed + m.end(), captures))

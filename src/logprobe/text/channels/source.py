@@ -1,7 +1,7 @@
-"""The tokens of a completion → the text that a parser of marks is shown, and back to each token's bytes.
+"""Convert a completion's tokens to the text that the marker parser reads, and map that text back to bytes.
 
-The text holds special tokens as they are written, since marks are often such. Bytes of ordinary tokens become
-text together, as they do in a completion's own text, whatever special tokens stand between them.
+The text contains special tokens as written, since markers are often special tokens. Bytes of ordinary tokens
+are decoded as one stream, as in the completion's own text, even if special tokens come between them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from logprobe.text.edge import TextEdge
     from logprobe.text.pieces import Piece
 
-PROMPT: Final = -1  # the position of what the prompt has written of a reply
+PROMPT: Final = -1  # position of reply text that the prompt already contains
 _Decoder: Final = codecs.getincrementaldecoder("utf-8")
 
 
 class Bit(NamedTuple):
-    """Bytes that a token gave."""
+    """Bytes contributed by one token."""
 
     position: int
     data: bytes
@@ -29,37 +29,37 @@ class Bit(NamedTuple):
 
 
 class TokenText:
-    """Takes tokens and gives their text; what of it is certain is then cut off as the tokens' bytes."""
+    """Append tokens and return their text; decided text is then cut off as bits of the tokens."""
 
     def __init__(self, text: TextEdge) -> None:
         self._text = text
-        self._decoder = _Decoder("surrogateescape")  # so that each character knows its bytes
-        # Not cut off yet: texts with the positions of special tokens, and the bytes of the ordinary ones.
+        self._decoder = _Decoder("surrogateescape")  # keeps the bytes of invalid UTF-8
+        # Not cut off yet: texts, with the position of a special token or None, and bits of ordinary tokens.
         self._chunks: deque[tuple[str, int | None]] = deque()
         self._ordinary: deque[Bit] = deque()
-        self.num_chars = 0  # added
-        self._num_cut = 0  # of them
-        self._num_bytes = 0  # of the ordinary tokens so far
+        self.num_chars = 0  # characters added
+        self._num_cut = 0  # characters cut off
+        self._num_bytes = 0  # bytes of ordinary tokens so far
 
     @property
     def first_position(self) -> int | None:
-        """The first ordinary token of which something is not cut off."""
+        """Position of the first ordinary token that is not completely cut off."""
         return first_position(self._ordinary)
 
     @property
     def num_held_chars(self) -> int:
-        """Characters that are not cut off yet."""
+        """Number of characters not cut off yet."""
         return self.num_chars - self._num_cut
 
     def add_prompt(self, text: str) -> str:
-        """Add what the prompt has written of a reply."""
+        """Add reply text that the prompt already contains."""
         data = text.encode("utf-8", "replace")
         if data:
             self._ordinary.append(Bit(PROMPT, data))
         return self._shown(data.decode())
 
     def add(self, piece: Piece[Any]) -> str:
-        """Add the tokens of a completion's next piece."""
+        """Add the tokens of the completion's next piece; return their text."""
         ids, is_last = piece.completion.token_ids, piece.finish_reason is not None
         end = piece.completion.num_text_bytes if is_last else None
         texts = [self._add(position, int(ids[position]), end) for position in range(piece.start, piece.stop)]
@@ -86,7 +86,7 @@ class TokenText:
         return text
 
     def cut(self, stop: int) -> list[Bit]:
-        """Cut off the characters up to a place, counted from the first that was ever added."""
+        """Cut off the text up to character `stop`, counted from the start; return it as bits."""
         bits: list[Bit] = []
         while self._num_cut < stop:
             text, special = self._chunks.popleft()
@@ -102,7 +102,7 @@ class TokenText:
         return bits
 
     def _draw(self, num_bytes: int) -> Iterator[Bit]:
-        """The next bytes of ordinary tokens."""
+        """Consume the next `num_bytes` bytes of ordinary tokens."""
         while num_bytes:
             bit = self._ordinary.popleft()
             if len(bit.data) > num_bytes:
@@ -113,12 +113,12 @@ class TokenText:
 
 
 def first_position(bits: Iterable[Bit]) -> int | None:
-    """The position of the first of some bits that the completion wrote."""
+    """Return the position of the first bit that does not come from the prompt."""
     return next((bit.position for bit in bits if bit.position != PROMPT), None)
 
 
 def slices(bits: list[Bit], spans: Iterable[tuple[int, int]]) -> Iterator[list[Bit]]:
-    """The bits of each of some spans of bytes, which ascend."""
+    """Yield the bits of each byte span; spans must be in ascending order."""
     index = at = 0
     for start, stop in spans:
         found: list[Bit] = []
@@ -128,7 +128,7 @@ def slices(bits: list[Bit], spans: Iterable[tuple[int, int]]) -> Iterator[list[B
             if first < last:
                 found.append(Bit(position, data[first:last], is_special))
             if at + len(data) > stop:
-                break  # it has bytes of what comes after, too
+                break  # it also has bytes after the span
             at += len(data)
             index += 1
         yield found

@@ -1,11 +1,9 @@
-"""One completion → what each channel says, with the share that each token has in it.
+"""Split one completion into channels, with the bytes that each token contributes to each channel.
 
-Before it: the pieces of a completion (`text/pieces.py`). After it: replies.
-
-Special tokens have no bytes in a channel, as everywhere, except within a tool's call, which is told as it was
-written. White space next to a mark belongs to it, on both sides; where a reply has no mark it all stays. A
-call is what has a name, and arguments that are a JSON object. Anything else between the marks of a call is
-content, together with the marks.
+Special tokens have no bytes in a channel, except within a tool call, which is reported as it was written.
+White space next to a marker, on both sides, belongs to the marker; a reply without markers keeps all of it. A
+tool call must have a name, and arguments that are a JSON object. Anything else between call markers is
+content, including the markers.
 """
 
 from __future__ import annotations
@@ -32,35 +30,35 @@ Channel = Literal["content", "reasoning", "tool_call"]
 class Part:
     """What one piece adds to a channel.
 
-    `rows` are (position in the completion, the bytes that the token gave to this text), in their order. Whole
-    or streamed, a token is in one part of a channel at most, with all the bytes that it has there.
+    `rows` are pairs (position in the completion, bytes of the token in this text), in order. Streamed or not,
+    a token is in at most one part per channel, with all of its bytes in that channel.
     """
 
     channel: Channel
-    index: int  # of the tool's call; else 0
+    index: int  # index of the tool call; 0 for other channels
     text: str
     rows: list[tuple[int, bytes]]
-    call: ToolCall | None = None  # of a tool's call, which comes whole
+    call: ToolCall | None = None  # tool calls only; a call is never split into several parts
 
 
 @dataclass(slots=True)
 class _Region:
-    """A region of calls that has not ended."""
+    """An open region of tool calls."""
 
     captures: dict[str, str]
     opening: list[Bit]
     body: list[Bit]
-    num_bytes: int = 0  # of its body
+    num_bytes: int = 0  # size of `body`
 
 
 class Channels:
-    """Takes one completion's pieces in their order and gives what they add to each channel.
+    """Route one completion's pieces, in order, to channels.
 
     Args:
-        form: how the model writes its reply.
-        prefix: the conversation as it was laid out, which may have begun the reply.
+        form: the syntax of the model's replies.
+        prefix: the rendered conversation, which may contain the start of the reply.
         text: the model's tokenizer.
-        tools: what may be called; without them calls are not looked for and stay content.
+        tools: the tools that may be called; without them calls are not parsed and stay content.
     """
 
     def __init__(
@@ -77,20 +75,20 @@ class Channels:
         self._source = TokenText(text)
         self._regions = Regions(form.template, tools or ())
         self._speech = _Speech()
-        self._region: _Region | None = None  # of calls
-        self._calls: list[Part] = []  # not given out yet
+        self._region: _Region | None = None  # open region of calls
+        self._calls: list[Part] = []  # not yet returned
         self._num_calls = 0
         self._follow(self._regions.advance(self._source.add_prompt(begun_reply(form, prefix))))
 
     def take(self, piece: Piece[Any]) -> list[Part]:
-        """What a piece makes certain: at most one part of content, one of reasoning, and calls.
+        """Return what is decided after this piece: at most one content part, one reasoning part, and calls.
 
-        After the piece with a finish reason all has been given out.
+        After the piece with a finish reason everything has been returned.
         """
         is_last = piece.finish_reason is not None
         self._follow(self._regions.advance(self._source.add(piece), final=is_last))
         if is_last:
-            if rest := self._source.cut(self._source.num_chars):  # which no step covers
+            if rest := self._source.cut(self._source.num_chars):  # not covered by any step
                 self._speech.say("content", rest)
             self._speech.end()
         parts = self._speech.release(None if is_last else self._first_undecided()) + self._calls
@@ -99,11 +97,11 @@ class Channels:
 
     @property
     def num_held_chars(self) -> int:
-        """Characters that are not given out yet, which the next piece may have read once more."""
+        """Number of characters not yet returned, which the next piece may cause to be parsed again."""
         return self._source.num_held_chars + (0 if self._region is None else self._region.num_bytes)
 
     def _first_undecided(self) -> int | None:
-        """The first token of which bytes may still come to a channel."""
+        """Return the first token with bytes that are not assigned to a channel yet."""
         first = [self._source.first_position, first_position(self._speech.space)]
         if self._region is not None:
             first += [first_position(self._region.opening), first_position(self._region.body)]
@@ -137,10 +135,10 @@ class Channels:
                 self._region.num_bytes += sum(len(bit.data) for bit in bits)
 
     def _end_calls(self, region: _Region, closing: list[Bit]) -> None:
-        """Give out the calls of a region, or take it for content."""
+        """Emit the calls of a region, or treat the region as content if a call is invalid."""
         self._region = None
         stop = len(region.body)
-        while stop and not closing and _is_empty(region.body[stop - 1]):  # the text ended in the call
+        while stop and not closing and _is_empty(region.body[stop - 1]):  # the text ended inside the call
             stop -= 1
         data = b"".join(bit.data for bit in region.body[:stop])
         found = read_calls(self._calls_field, data, region.captures, self._regions.typed)
@@ -155,13 +153,13 @@ class Channels:
 
 
 def begun_reply(form: ResponseForm, prefix: str) -> str:
-    """What a prompt has written of the reply: nothing where it cannot be seen where that begins."""
+    """Return the part of the reply that the prompt already contains; empty if its start cannot be found."""
     ends = [match.end() for match in form.template.start_anchor_re.finditer(prefix)]
     return prefix[ends[-1] :] if ends else ""
 
 
 def opens_reasoning(form: ResponseForm, prefix: str) -> bool:
-    """Whether a prompt ends within a reasoning."""
+    """Return True if a prompt ends within reasoning."""
     from logprobe.text.channels.regions import Regions
 
     regions = Regions(form.template)
@@ -187,16 +185,16 @@ def _part(channel: Channel, bits: Iterable[Bit], index: int = 0, call: ToolCall 
 
 
 class _Speech:
-    """What is said in content and reasoning; white space waits until it is known whether a mark follows."""
+    """Text of content and reasoning; white space is held until it is known whether a marker follows."""
 
     def __init__(self) -> None:
-        self.space: list[Bit] = []  # at the end of what was said
-        self._bits: dict[Channel, list[Bit]] = {}  # not given out yet
-        self._channel: Channel = "content"  # that spoke last
+        self.space: list[Bit] = []  # trailing white space
+        self._bits: dict[Channel, list[Bit]] = {}  # not yet returned
+        self._channel: Channel = "content"  # channel of the latest text
         self._is_after_mark = False
 
     def say(self, channel: Channel, bits: Iterable[Bit]) -> None:
-        """Add text to a channel; special tokens have none."""
+        """Add text to a channel; special tokens are skipped."""
         self._channel = channel
         for position, data, is_special in bits:
             text = data.lstrip() if self._is_after_mark else data
@@ -211,13 +209,13 @@ class _Speech:
                 self.space.append(Bit(position, text[len(words) :]))
 
     def mark(self, bits: list[Bit]) -> None:
-        """A mark, with the white space around it; where the text ends a region has none."""
+        """Add a marker, which absorbs white space around it; the end of text has no bits."""
         if bits:
             self.space = []
             self._is_after_mark = True
 
     def end(self) -> None:
-        """The text has ended: no mark follows."""
+        """End the text: no marker follows, so held white space is kept."""
         self._give(self.space)
         self.space = []
 
@@ -225,7 +223,7 @@ class _Speech:
         self._bits.setdefault(self._channel, []).extend(bits)
 
     def release(self, limit: int | None) -> list[Part]:
-        """What was said by tokens before a position, a part a channel; all of it where there is no limit."""
+        """Return one part per channel with the text of tokens before position `limit`; None: all text."""
         parts = []
         for channel, bits in self._bits.items():
             count = sum(limit is None or bit.position < limit for bit in bits)
@@ -239,5 +237,5 @@ class _Speech:
 
 
 def _are_one(bit: Bit, following: Bit) -> bool:
-    """Whether two bits are of one token, or of one character."""
+    """Return True if two bits belong to the same token or the same UTF-8 character."""
     return bit.position == following.position or following.data[0] & 0xC0 == 0x80
