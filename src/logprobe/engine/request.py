@@ -48,7 +48,7 @@ class CompletionOutput:
     text: str = ""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop string or token id that ended it
-    num_text_bytes: int | None = None  # length of the text before the stop string, bytes; None: not cut
+    num_text_bytes: int | None = None  # where a stop string cut the text, bytes; None: not cut
     raw_logprob: float | None = None  # sum of the chosen tokens' raw logprobs, nats; None: not computed
     explanations: list[list[ProcessorEffect]] | None = None  # per token: effects of the processors
     row: NDArray[np.float32] | None = None  # (vocabulary,) nats, read-only; for `wants_row`

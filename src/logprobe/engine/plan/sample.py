@@ -196,7 +196,7 @@ class Sample:
         return self._slots[kept:end]
 
     def append_token(self, token_id: int) -> None:
-        """Add a generated token; if it differs from the draft there, discard all later drafts."""
+        """Add a generated token; if it differs from the draft there, discard it and all later drafts."""
         if self.num_tokens < self.num_computed and self._token_ids[self.num_tokens] != token_id:
             self.num_computed = self.num_tokens
         self._token_ids[self.num_tokens] = token_id
