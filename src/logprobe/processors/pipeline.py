@@ -61,7 +61,7 @@ class Pipeline:
 
     The order of operations; the pipeline does 2 to 5, the sampler the rest:
 
-    1. the model's logits are kept as *raw*;
+    1. the logits as the model gave them are kept as *raw*;
     2. masks: allowed tokens, banned words, minimum length, grammar;
     3. bias on single tokens;
     4. the registered processors, in declaration order;
@@ -70,7 +70,7 @@ class Pipeline:
     7. top-k;
     8. top-p;
     9. min-p;
-    10. the remaining tokens, renormalized, are *processed*;
+    10. what is left, renormalised, is *processed*;
     11. the draw.
 
     A batch that fails in a processor (an exception, a wrong shape or dtype, a NaN, no token left) is rerun
