@@ -32,7 +32,7 @@ SIDE_BY_SIDE := -n 3 --dist loadfile --max-worker-restart 0 --durations 40 -o fa
 quick test test-all cover: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: quick test-all
-quick: $(VENV)/.test  ## what a contributor runs: under 3 minutes on two cores, no downloads, no processes
+quick: $(VENV)/.test  ## what a contributor runs: the quicker tests, no downloads
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not real_model and not slow and not exhaustive and not fuzz"
 
 test: $(VENV)/.test  ## the suite with a sample of the largest tables of cases; the default model is fetched once
