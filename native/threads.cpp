@@ -167,6 +167,7 @@ EXPORT int logprobe_run(Stage* stages, int64_t num_stages, int64_t num_threads) 
   for (Stage* stage = stages; stage < stages + num_stages; stage++) {
     Work& work = *static_cast<Work*>(stage->args);
     work.next = 0;
+    stage->num_inside = 0;  // a fork may have copied the stages of a job that ran
     std::fill(work.taken, work.taken + MAX_GROUPS, 0);
   }
   Job job{stages, num_stages};
