@@ -16,6 +16,7 @@ from harness import OURS, ROOT, Figure, Options, Target, alternate, parse_option
 from logprobe import LLM, SamplingParams
 from logprobe.engine.request import RequestOutput
 
+TEXT = ROOT / "benchmarks" / "texts" / "coriolanus.txt"
 PLAIN = "speculate off"
 BATCHES = (1, 4)
 COPYING = [Target(against=PLAIN, at_least=1.5)]
@@ -42,13 +43,13 @@ STORIES = ["a lighthouse in the desert", "a baker who hears rain", "a late train
 
 @cache
 def conversations(kind: str, num_chars: int) -> list[list[dict[str, str]]]:
-    """What is asked of the beginnings of real texts of this repository, and how the answer begins."""
+    """Return chats about real texts, each with the first words of its answer."""
     if kind == "code editing":
         return [_edit(*one, num_chars) for one in EDITS]
     if kind == "summaries with quotes":
-        text = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8")
-        sections = [part for part in text.split("\n### ") if 1200 < len(part) < 2400]
-        return [_sum_up(part[:num_chars]) for part in sections[: max(BATCHES)]]
+        text = TEXT.read_text(encoding="utf-8")
+        parts = [text[start : start + 2000] for start in range(0, 2000 * max(BATCHES), 2000)]
+        return [_sum_up(part[:num_chars]) for part in parts]
     return [_talk(TELL.format(text=text), "Once upon a time") for text in STORIES]
 
 
@@ -59,7 +60,7 @@ def _edit(name: str, old: str, new: str, num_chars: int) -> list[dict[str, str]]
 
 
 def _sum_up(text: str) -> list[dict[str, str]]:
-    first = text.partition("**Decision.** ")[2].split(" ")[:3]
+    first = text.partition(":\n")[2].split()[:3]
     return _talk(SUM_UP.format(text=text), SUMMED_UP.format(first=" ".join(first)))
 
 

@@ -1,14 +1,16 @@
-"""How far log-probabilities of a long text, and their sum, are from float64: ours and transformers' own.
+"""Measure how far log-probabilities of a long text, and their sum, are from float64.
 
-The default model scores some tokens of a text in windows, each token once. The reference is transformers'
-model in float64 over the same windows, so that what a window cannot see is no part of the difference. Beside
-it are transformers' model in float32, its logits with other log-sum-exps, and ours; the second table is the
-largest difference by the token's position.
-
-Rotary angles are float32 in transformers' model whatever its dtype: the product of a position and a float32
-frequency, rounded to float32. Our decoder uses the same ones. The last line of each table replaces these
-alone by exact ones, in float64: what that convention changes is no rounding error of an engine.
-docs/scoring.md shows the tables; the reference takes minutes.
+The default model scores a text in windows, each token once. The reference is transformers' model in float64
+over the same windows, so that what lies outside a window causes no difference. Rows of the tables:
+- transformers' model in float32, and its logits with other log-softmaxes;
+- this library;
+- transformers' model in float64 with float32 storage: the output of each module is rounded to float32, with
+  all arithmetic exact. An engine that stores its values in float32 cannot be expected to be more accurate;
+- transformers' model in float64 with exact rotary angles. Its angles are float32 whatever its dtype (the
+  product of a position and a float32 frequency, rounded to float32), and this library uses the same ones. The
+  row shows what that convention changes, which is no rounding error of an engine.
+The second table is the largest error by the token's position. docs/scoring.md shows both; a run takes about
+10 minutes. The text is the beginning of Shakespeare's Coriolanus (public domain).
 """
 
 from __future__ import annotations
@@ -40,12 +42,14 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[np.float64]]
     Normalise = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-TEXT = Path(__file__).resolve().parents[1] / "docs" / "decisions.md"
+TEXT = Path(__file__).resolve().parent / "texts" / "coriolanus.txt"
 NUM_TOKENS, WINDOW = 8192, 8192
 RANGE = 1024  # positions of a column of the second table
 ROWS = 256  # of logits that are held at once
 KV_BYTES = 1 << 29
+STORING = ("layernorm", "norm", "_proj", "act_fn", "self_attn", "mlp", "lm_head")  # and each layer
 EXACT = "transformers, float64, exact angles"
+STORED = "transformers, float64, float32 storage"
 
 
 def log_softmax(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -78,6 +82,25 @@ def exact_angles(rotary: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tu
     return tuple((part * rotary.attention_scaling).to(x.dtype) for part in (angles.cos(), angles.sin()))
 
 
+def use_exact_angles(model: Any) -> None:
+    """Make a model compute rotary angles in float64."""
+    rotary = model.model.rotary_emb
+    rotary.forward = partial(exact_angles, rotary)
+
+
+def store_in_float32(model: Any) -> None:
+    """Round the output of each module of a model to float32."""
+
+    def round_output(_module: Any, _inputs: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (output[0].float().double(), *output[1:])
+        return output.float().double()
+
+    for name, module in model.named_modules():
+        if name.endswith(STORING) or name.rpartition(".")[2].isdigit():
+            module.register_forward_hook(round_output)
+
+
 @torch.inference_mode()
 def of_transformers(
     folder: Path,
@@ -85,13 +108,12 @@ def of_transformers(
     cut: list[Window],
     ways: dict[str, Normalise],
     *,
-    has_exact_angles: bool = False,
+    change: Callable[[Any], None] | None = None,
 ) -> dict[str, Array]:
-    """The log-probabilities of all scored tokens, nats, each way."""
+    """Return the log-probabilities of all scored tokens, in nats, by each log-softmax of `ways`."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    if has_exact_angles:
-        rotary = model.model.rotary_emb
-        rotary.forward = partial(exact_angles, rotary)
+    if change is not None:
+        change(model)
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in ways}
     for window in cut:
         for logits, chosen in rows_of(model, window):
@@ -112,8 +134,8 @@ def measure(text: str, num_tokens: int, window: int) -> dict[str, Any]:
     with LLM(DEFAULT_MODEL, kv_bytes=KV_BYTES) as llm:
         ids = llm.text.encode(text, add_special_tokens=False)[:num_tokens]
     cut = list(windows([ids], window, window // 2))
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "float32"
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "float32"
         export_model(resolve(DEFAULT_MODEL), folder, dtype=torch.float32)
         (reference,) = of_transformers(folder, torch.float64, cut, {"": log_softmax}).values()
         ways = {
@@ -122,10 +144,12 @@ def measure(text: str, num_tokens: int, window: int) -> dict[str, Any]:
             "… its logits, the rest by our kernel": extracted,
         }
         found = of_transformers(folder, torch.float32, cut, ways)
-        exact = of_transformers(folder, torch.float64, cut, {EXACT: log_softmax}, has_exact_angles=True)
+        changed = {}
+        for name, change in ((STORED, store_in_float32), (EXACT, use_exact_angles)):
+            changed |= of_transformers(folder, torch.float64, cut, {name: log_softmax}, change=change)
     found["logprobe"] = of_ours(cut)
     found["logprobe, weights plain"] = of_ours(cut, weights="plain")
-    found |= exact
+    found |= changed
     positions = np.concatenate([np.arange(one.first_scored, len(one.token_ids)) for one in cut])
     return {
         "num_scored": len(reference),

@@ -71,8 +71,9 @@ class Recipe:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the recipe: an environment built from another one is brought up to date."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()
+        """Digest of the recipe and, where this project is installed, of its dependencies."""
+        own = OWN_DEPENDENCIES if any("-e" in step for step in self.steps) else ()
+        return hashlib.sha256(repr((self, own) if own else self).encode()).hexdigest()
 
 
 RECIPES = {
