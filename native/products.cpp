@@ -11,7 +11,7 @@ namespace logprobe {
 namespace {
 
 constexpr int PIECE = 96;  // inputs of a panel that stay in the first-level cache beside the rows
-constexpr int direct_rows(Form form) { return LANES == 8 ? 4 : has_scales(form) ? 8 : 4; }  // measured
+constexpr int DIRECT_ROWS = LANES == 8 ? 4 : 8;  // measured
 
 struct Block {  // of rows, packed piece by piece: a row's inputs of one piece lie together
   int64_t first, num_rows;
@@ -81,7 +81,7 @@ void multiply_directly(const ProductArgs& args, const Block& block, const uint8_
   for (int64_t start = 0; start < args.num_inputs; start += PIECE) {
     const int64_t count = std::min<int64_t>(PIECE, args.num_inputs - start);
     const uint8_t* source = panel + start / block_inputs(form) * block_bytes(form);
-    multiply_rows<form, direct_rows(form), RUN>(block.num_rows, source, count, RowsOf{block.piece(start), PIECE},
+    multiply_rows<form, DIRECT_ROWS, RUN>(block.num_rows, source, count, RowsOf{block.piece(start), PIECE},
                                                 products);
   }
 }
@@ -141,7 +141,7 @@ void multiply(ProductArgs& args) {
   scratch.reserve(sizeof(float) * (2 * rows * PANEL + PIECE * PANEL + rows * padded), 4);
   float *products = scratch.array<float>(rows * PANEL), *values = scratch.array<float>(rows * PANEL);
   float *piece = scratch.array<float>(PIECE * PANEL), *packed = scratch.array<float>(rows * padded);
-  const bool is_direct = args.num_rows <= direct_rows(form);
+  const bool is_direct = args.num_rows <= DIRECT_ROWS;
   int64_t group = -1, packed_from = -1;
   for (int64_t ticket; (ticket = take(args.work)) >= 0;) {
     const int64_t item = own_item(args, ticket, group), first = item / items * args.block_rows;
