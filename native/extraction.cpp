@@ -3,6 +3,7 @@
 // The k-th largest maximum of k or more groups of values bounds the k-th largest value from below: each of k
 // groups holds a value that is at least as large. Only blocks whose maximum reaches the bound are read again.
 #include <functional>
+#include <numeric>
 
 #include "common.hpp"
 #include "vector.hpp"
@@ -80,11 +81,10 @@ struct Row {
   }
 };
 
-// The maxima of a block's groups; how many of its values are greater than `bound`.
-int64_t maxima_of(const float* values, float bound, float* maxima, int64_t num_groups) {
+// The maxima of a block's groups; adds to `counts` how many of its values are greater than `bound`.
+void maxima_of(const float* values, float bound, float* maxima, int64_t num_groups, Ints (&counts)[2]) {
   constexpr int NUM = GROUPS / LANES;
   Floats greatest[NUM];
-  Ints counts[2] = {};  // two, which do not wait for each other
   for (int i = 0; i < NUM; i++) greatest[i] = broadcast(-INFINITE);
   for (int64_t start = 0; start < BLOCK; start += GROUPS)
     for (int i = 0; i < NUM; i++) {
@@ -92,16 +92,16 @@ int64_t maxima_of(const float* values, float bound, float* maxima, int64_t num_g
       greatest[i] = greater(x, greatest[i]);
       counts[i % 2] -= x > bound;
     }
+  int64_t size = GROUPS;
+  for (int num = NUM / 2; num >= 1 && LANES * num >= num_groups; num /= 2, size /= 2)
+    for (int i = 0; i < num; i++) greatest[i] = greater(greatest[i], greatest[num + i]);
   float all[GROUPS];
   for (int i = 0; i < NUM; i++) store(all + LANES * i, greatest[i]);
-  int32_t lanes[LANES], total = 0;
-  counts[0] += counts[1];
-  std::memcpy(lanes, counts, sizeof lanes);
-  for (int lane = 0; lane < LANES; lane++) total += lanes[lane];
-  for (int64_t size = GROUPS / 2; size >= num_groups; size /= 2)
+  while (size > num_groups) {
+    size /= 2;
     for (int64_t i = 0; i < size; i++) all[i] = all[i] > all[size + i] ? all[i] : all[size + i];
+  }
   std::memcpy(maxima, all, sizeof(float) * num_groups);
-  return total;
 }
 
 struct Sums {  // of a row: the greatest value m; of e**d and d * e**d for d = x - m; how many values exceed one
@@ -112,6 +112,7 @@ struct Sums {  // of a row: the greatest value m; of e**d and d * e**d for d = x
 
 Sums one_pass(Row& row, float chosen, bool with_products) {
   Sums sums{-INFINITE, 0, 0, 0};
+  Ints counts[2] = {};  // two, which do not wait for each other
   alignas(64) float padded[BLOCK];
   for (int64_t block = 0; block < row.num_blocks; block++) {
     const float* values = row.values + block * BLOCK;
@@ -121,7 +122,7 @@ Sums one_pass(Row& row, float chosen, bool with_products) {
       std::fill(padded + size, padded + BLOCK, -INFINITE);
     }
     float* maxima = row.group_maxima + block * row.num_groups;
-    sums.num_greater += maxima_of(size < BLOCK ? padded : values, chosen, maxima, row.num_groups);
+    maxima_of(size < BLOCK ? padded : values, chosen, maxima, row.num_groups, counts);
     float greatest = -INFINITE;
     for (int64_t group = 0; group < row.num_groups; group++) greatest = std::max(greatest, maxima[group]);
     row.block_maxima[block] = greatest;
@@ -147,6 +148,10 @@ Sums one_pass(Row& row, float chosen, bool with_products) {
       sums.total += weight * sum_of(values, size, [reference](auto x) { return exponential(x - reference); });
     }
   }
+  int32_t lanes[LANES];
+  counts[0] += counts[1];
+  std::memcpy(lanes, counts, sizeof lanes);
+  sums.num_greater = std::accumulate(lanes, lanes + LANES, int64_t{0});
   return sums;
 }
 
