@@ -227,7 +227,7 @@ def test_the_version_of_lora_weights_is_what_sha256sum_says_of_their_files(tmp_p
 def test_a_broken_gguf_file_leaves_nothing(tmp_path: Path, home: Path) -> None:
     path = tmp_path / "broken.gguf"
     path.write_bytes(b"GGUF" + b"\xff" * 64)
-    with pytest.raises(InputError, match=r"broken\.gguf: not a readable GGUF file"):
+    with pytest.raises(InputError, match=r"broken\.gguf: not a valid GGUF file"):
         resolve(str(path))
     assert not list((home / "models").glob("[!.]*"))
 
