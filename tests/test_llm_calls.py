@@ -25,7 +25,7 @@ def test_sampling_params_is_another_name_for_params(tiny_llm: LLM) -> None:
     [named] = tiny_llm.generate("the cat", sampling_params=GREEDY)
     [placed] = tiny_llm.generate("the cat", GREEDY)
     assert named.outputs[0].token_ids == placed.outputs[0].token_ids
-    with pytest.raises(ParameterError, match="give one of the two"):
+    with pytest.raises(ParameterError, match="give only one of them"):
         tiny_llm.generate("the cat", GREEDY, sampling_params=GREEDY)
 
 

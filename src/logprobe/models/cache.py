@@ -178,9 +178,9 @@ def new_entry(
     Only one process at a time runs the block of an entry. Others wait, and get None if the entry exists then.
 
     Args:
-        folder: The entry.
-        resumes: Keep the files of an interrupted block and yield them to the next one.
-        is_damaged: Called if the entry exists; True means to create it again.
+        folder: the entry.
+        resumes: keep the files of an interrupted block and yield them to the next one.
+        is_damaged: called if the entry exists; True means to create it again.
 
     Raises:
         DownloadError: the cache cannot be written, for instance because the disk is full.

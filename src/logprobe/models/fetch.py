@@ -134,7 +134,7 @@ def snapshot(repository: str, *, download: bool) -> Path:
 
     Args:
         repository: Hugging Face id (owner/name).
-        download: Download missing files; False uses only the local cache.
+        download: download missing files; False uses only the local cache.
 
     Raises:
         ModelNotFoundError: the hub has no such repository, or `download` is False and it is not in the cache.

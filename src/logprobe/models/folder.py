@@ -167,8 +167,8 @@ def check_counts(folder: Path, files: list[Path]) -> None:
     """Check that config.json does not have more layers or experts than its weights can have.
 
     Args:
-        folder: The model's folder.
-        files: Its safetensors files.
+        folder: the model's folder.
+        files: its safetensors files.
 
     Raises:
         UnsupportedModelError: a count is too large, or the file is not a JSON object.

@@ -39,9 +39,9 @@ class LoadProgress:
         """Show the bar; if standard error is not a terminal, print one line instead.
 
         Args:
-            source: The weights that will be read.
-            num_bytes: Size of the weights on disk.
-            num_times: How often the load reads all weights.
+            source: the weights that will be read.
+            num_bytes: size of the weights on disk.
+            num_times: how often the load reads all weights.
         """
         if num_bytes < MIN_BYTES:
             return

@@ -43,7 +43,7 @@ def resolve(name: str, *, download: bool = True) -> ModelFiles:
 
     Args:
         name: Known name, path or Hugging Face id.
-        download: Download missing files; False uses only files that are already on this machine.
+        download: download missing files; False uses only files that are already on this machine.
 
     Raises:
         ModelNotFoundError: there is no such model, or it is not on this machine and `download` is False.

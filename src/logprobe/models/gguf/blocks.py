@@ -32,7 +32,7 @@ def panels_of_blocks(raw: Array, type_name: str, order: Array | None = None) -> 
 
     Args:
         raw: (num_outputs, bytes per row) uint8, as `gguf.GGUFReader` returns them.
-        type_name: The tensor's quantisation type, for example `Q4_1`.
+        type_name: the tensor's quantisation type, for example `Q4_1`.
         order: (num_outputs,) integers: the row of `raw` for each output; None keeps the order of `raw`.
     """
     layout = _LAYOUTS.get(type_name)

@@ -74,7 +74,7 @@ def left_by_others(known: Collection[Path]) -> dict[str, OnDisk]:
     """Return the cache entries of all other models, by hub id or folder name.
 
     Args:
-        known: Folders of the models to leave out.
+        known: folders of the models to leave out.
     """
     known_stems = {folder.name[:_MAX_STEM_CHARS] for folder in known}
     left: dict[str, OnDisk] = {}

@@ -53,9 +53,9 @@ def write_panels(
     """Write panels to a folder and sync it; resume after the panels of an interrupted call.
 
     Args:
-        parts: For each matrix, the names of all modules that share it.
-        packed: Returns the panels of all parts from an index on.
-        folder: The target, which the caller renames afterwards.
+        parts: for each matrix, the names of all modules that share it.
+        packed: returns the panels of all parts from an index on.
+        folder: the target, which the caller renames afterwards.
 
     Raises:
         OSError: the folder cannot be written.

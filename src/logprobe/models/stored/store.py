@@ -68,8 +68,8 @@ class LoadStore:
         Complete panels that another process has written in the meantime are used instead.
 
         Args:
-            parts: For each matrix, the names of all modules that share it.
-            packed: Returns the panels of all parts from an index on.
+            parts: for each matrix, the names of all modules that share it.
+            packed: returns the panels of all parts from an index on.
         """
 
         def is_damaged() -> bool:
