@@ -153,15 +153,21 @@ class EngineConfig:
         object.__setattr__(self, "logits_processors", processors)
         if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
-        require(self.device in {"auto", "cpu", "cuda"}, "device", f"{self.device!r} is not auto, cpu or cuda")
+        require(
+            self.device in {"auto", "cpu", "cuda"},
+            "device",
+            f"must be auto, cpu or cuda, got {self.device!r}",
+        )
         dtype = str(self.dtype).removeprefix("torch.")
         object.__setattr__(self, "dtype", OTHER_DTYPES.get(dtype, dtype))
-        require(self.dtype in DTYPES, "dtype", f"{self.dtype!r} is not one of {', '.join(DTYPES)}")
+        require(self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         weights = ("auto", "plain", "published")
-        require(self.weights in weights, "weights", f"{self.weights!r} is not one of {', '.join(weights)}")
+        require(
+            self.weights in weights, "weights", f"must be one of {', '.join(weights)}, got {self.weights!r}"
+        )
         for name, kind in (("arithmetic", Arithmetic), ("kv_dtype", KVDtype)):
             value, known = getattr(self, name), get_args(kind)
-            require(value in known, name, f"{value!r} is not one of {', '.join(known)}")
+            require(value in known, name, f"must be one of {', '.join(known)}, got {value!r}")
         for name in ("max_model_len", "kv_bytes"):
             value = getattr(self, name)
             is_limit = value is None or (_is_int(value) and value > 0)
@@ -177,7 +183,7 @@ class EngineConfig:
         object.__setattr__(self, "engine_options", _options(self.engine_options))
         has_options = self.engine in ENGINES or self.engine_options is None
         remedy = f"use engine={' or '.join(map(repr, ENGINES))}, or leave them out"
-        require(has_options, "engine_options", f"are not for the native engine; {remedy}")
+        require(has_options, "engine_options", f"are not supported by the native engine; {remedy}")
         require(_is_int(self.seed), "seed", f"must be an integer, got {self.seed!r}")
         is_name = isinstance(self.model, str) and self.model
         require(is_name, "model", "must be a name or a path", got=self.model)

@@ -132,8 +132,8 @@ def test_every_command_explains_itself() -> None:
 @pytest.mark.parametrize(
     ("flag", "value", "named"),
     [
-        ("--device", "tpu", "--device: 'tpu' is not auto, cpu or cuda"),
-        ("--dtype", "int4", "--dtype: 'int4' is not one of auto, float32"),
+        ("--device", "tpu", "--device: must be auto, cpu or cuda, got 'tpu'"),
+        ("--dtype", "int4", "--dtype: must be one of auto, float32"),
         ("--kv-bytes", "0", "--kv-bytes: must be a positive integer"),
         ("--weights", "int3", "--weights"),
     ],

@@ -297,7 +297,7 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # untyped without inspect-ai
             return {"role": "assistant", "content": completion.text}
         cutter: Cutter[CompletionOutput] = Cutter(self.text.bytes_of, (), 0)
         piece = cutter.take(completion)
-        assert piece is not None, "it has ended"
+        assert piece is not None, "the completion has ended"
         channels = Channels(form, asked.begun, self.text, asked.functions)
         parts = channels.take(piece)
         said = {

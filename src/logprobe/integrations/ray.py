@@ -240,7 +240,7 @@ def _table(*messages: bytes) -> pa.Table:
     return pa.table({MESSAGE: pa.array(messages, pa.binary())})
 
 
-# -- beside the driver ---------------------------------------------------------------------------------------
+# -- in the driver -------------------------------------------------------------------------------------------
 
 
 def _opened(data: bytes) -> ScoredBatch:

@@ -133,7 +133,7 @@ def snapshot(repository: str, *, download: bool) -> Path:
     """Return a repository's snapshot folder with safetensors, config and tokenizer files.
 
     Args:
-        repository: Hugging Face id (owner/name).
+        repository: a Hugging Face id (owner/name).
         download: download missing files; False uses only the local cache.
 
     Raises:

@@ -42,7 +42,7 @@ def resolve(name: str, *, download: bool = True) -> ModelFiles:
     Use `./name` for a local folder that has the name of a known model.
 
     Args:
-        name: Known name, path or Hugging Face id.
+        name: a known name, path or Hugging Face id.
         download: download missing files; False uses only files that are already on this machine.
 
     Raises:
@@ -160,7 +160,7 @@ def _check_linked(folder: Path) -> None:
     try:
         sha256 = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["source_sha256"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ModelNotFoundError(f"{folder}: its {MANIFEST} cannot be read; remove the folder") from error
+        raise ModelNotFoundError(f"{folder}: {MANIFEST} cannot be read; remove the folder") from error
     if checksum_of(path) != sha256:
         raise ModelNotFoundError(
             f"{path}: has changed since it was converted; load it by its path to convert it again"

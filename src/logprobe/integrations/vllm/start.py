@@ -134,9 +134,7 @@ def engine_args(config: EngineConfig, files: ModelFiles) -> Any:
     from vllm.platforms import current_platform
 
     device = current_platform.device_type
-    require(
-        config.device in {"auto", device}, "device", f"must be 'auto' or {device}, the device of this vLLM"
-    )
+    require(config.device in {"auto", device}, "device", f"must be auto or {device}, the device of this vLLM")
     assert not isinstance(config.engine_options, str), "parsed by EngineConfig"
     options = dict(config.engine_options or {})
     known = {field.name for field in fields(AsyncEngineArgs)}
