@@ -142,5 +142,5 @@ def test_no_call_asks_for_more_alternatives_than_the_cap(
             with pytest.raises(ParameterError, match="max_logprobs"):
                 one.score([("the", " cat")], logprobs=2)
             assert one.score([("the", " cat")], logprobs=1)[0].record is not None
-    with pytest.raises(ParameterError, match="max_logprobs: must be -1"):
+    with pytest.raises(ParameterError, match="max_logprobs: must be >= -1"):
         LLM(tiny_model_folder, max_logprobs=-2)

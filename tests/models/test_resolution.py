@@ -134,7 +134,7 @@ def test_an_entry_whose_manifest_is_damaged_says_so(
     folder = entry_of(write_gguf(tmp_path / "tiny.gguf"))
     assert home.is_dir()
     (folder / "logprobe.json").write_text(manifest)
-    with pytest.raises(ModelNotFoundError, match=r"its logprobe\.json cannot be read; remove the folder"):
+    with pytest.raises(ModelNotFoundError, match=r"logprobe\.json cannot be read; remove the folder"):
         resolve(str(folder))
 
 
@@ -227,7 +227,7 @@ def test_the_version_of_lora_weights_is_what_sha256sum_says_of_their_files(tmp_p
 def test_a_broken_gguf_file_leaves_nothing(tmp_path: Path, home: Path) -> None:
     path = tmp_path / "broken.gguf"
     path.write_bytes(b"GGUF" + b"\xff" * 64)
-    with pytest.raises(InputError, match=r"broken\.gguf: not a valid GGUF file"):
+    with pytest.raises(InputError, match=r"broken\.gguf: is not a valid GGUF file"):
         resolve(str(path))
     assert not list((home / "models").glob("[!.]*"))
 
