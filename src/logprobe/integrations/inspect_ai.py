@@ -79,7 +79,7 @@ class Asked:
     token_ids: list[int]
     params: SamplingParams
     functions: list[dict[str, Any]]  # that may be called
-    begun: str  # the prompt, which may contain the beginning of the reply; "" with a response format
+    begun: str  # the prompt, which may begin the reply; "" if a format applies from its first token
     room: int  # tokens that fit after the prompt
 
 

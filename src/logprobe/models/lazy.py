@@ -48,7 +48,10 @@ class LazyModel:
         return cls(module, StateSource(state), {})
 
     def reading(self, *, has_numbers: bool = True) -> AbstractContextManager[Any]:
-        """Return a context in which the module can run; `has_numbers=False` reads matrices as zeros."""
+        """Return a context in which the module can run.
+
+        With `has_numbers=False`, products with unread matrices are zeros.
+        """
         return _Reading(self, has_numbers=has_numbers)
 
     @torch.no_grad()

@@ -106,7 +106,7 @@ class LowRank:
     up: torch.Tensor  # (rank, out_features), multiplied by the scale
     gain: torch.Tensor | None = None  # (out_features,): DoRA's magnitude / norm - 1
     shift: torch.Tensor | None = None  # (out_features,)
-    weight: Dense | None = None  # replaces the layer's weight and bias: P + b is then x @ weight
+    weight: Dense | None = None  # replaces the layer's weight: P + b is then x @ weight
 
     @property
     def matrices(self) -> tuple[torch.Tensor, ...]:

@@ -90,7 +90,7 @@ class StateSource:
         return {name: tuple(tensor.shape) for name, tensor in self._state.items()}
 
     def read(self, name: str, rows: Rows = EVERY) -> torch.Tensor:
-        """Return rows of one tensor, not copied for a slice."""
+        """Return rows of one tensor; a slice is a view."""
         tensor = self._state[name]
         return tensor if rows is EVERY else tensor[rows]
 
