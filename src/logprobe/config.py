@@ -54,7 +54,9 @@ def _without_ignored(kwargs: Mapping[str, Any], known: Collection[str], *, of: s
         if keyword is None or keyword.use:
             raise UnknownParameterError(name, known, of=of)
         if engine != "native":
-            raise ParameterError(name, f"is for engine={engine!r} to take: engine_options={{{name!r}: ...}}")
+            raise ParameterError(
+                name, f"must be passed to engine={engine!r} as engine_options={{{name!r}: ...}}"
+            )
         if not keyword.accepts(value):
             values = " or ".join(map(repr, keyword.accepted or ()))
             raise ParameterError(name, f"must be {values}, got {value!r:.60}: {keyword.reason}")
@@ -80,47 +82,46 @@ OTHER_DTYPES: Final = {"half": "float16", "float": "float32"}
 @strict_keywords
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """Settings of an engine; limits are in the unit that their name states.
+    """Settings of an engine.
 
     Args:
         model: a known name (`smollm2`), a Hugging Face id, a local folder, or a `.gguf` file.
-        device: `auto` (a GPU when there is one), `cpu`, or `cuda`.
-        dtype: `auto` (float32; bfloat16 where a model runs by transformers' modules on a GPU), `float32`,
-            `bfloat16`, or `float16`, also by torch's own names.
-        max_model_len: longest sequence in tokens; `None` takes the model's context.
-        max_batch_tokens: most tokens that one step runs through the model.
-        max_batch_rows: most requests that run at once.
-        kv_bytes: bytes of the key/value pool with its hidden rows; `None` takes a quarter of
-            what the weights leave free, at most 1 GiB; on a GPU 70 % of it.
+        device: `auto` (a GPU if there is one), `cpu`, or `cuda`.
+        dtype: `auto` (float32; bfloat16 if transformers' modules run the model on a GPU), `float32`,
+            `bfloat16`, or `float16`; torch dtypes and their names are accepted as well.
+        max_model_len: maximum sequence length in tokens; `None`: the model's context.
+        max_batch_tokens: maximum number of tokens per step.
+        max_batch_rows: maximum number of requests that run at once.
+        kv_bytes: size of the KV cache, including its hidden states, in bytes; `None`: a quarter of the memory
+            that the weights leave free, at most 1 GiB; on a GPU 70 % of it.
         weights: `auto` (`published` in float32 on a CPU where the native kernels run, else `plain`),
-            `published` (float32 numbers from the bytes of the model's own file, or from the narrowest float
-            that holds its weights exactly, widened where they are used), or `plain` (transformers' own
-            modules).
+            `published` (weights stay in memory as in the model's file, or in the narrowest float type that
+            represents them exactly, and are converted to float32 as they are used), or `plain` (transformers'
+            own modules).
         arithmetic: how products with weights are computed. On a CPU `fma` (float32 fused multiply-adds); on a
             GPU `bf16x3` (each float32 activation as three bfloat16 numbers on tensor cores, accurate to
             float32) or `bf16` (activations rounded to bfloat16: faster for long prompts, less accurate).
             `auto`: `fma`, or `bf16x3`.
-        kv_dtype: of cached keys and values: `float32`, or on a GPU `bfloat16` (half the memory, less
+        kv_dtype: dtype of cached keys and values: `float32`, or on a GPU `bfloat16` (half the memory, less
             accurate).
-        seed: base of the seeds of requests that bring none.
-        overlap: run the next step while the rows of the last one are copied and handed to their readers;
-            the numbers are the same.
+        seed: base seed for requests without a seed.
+        overlap: run the next step while the results of the last one are copied and delivered; results are
+            the same.
         speculate: guess the next tokens of a text that repeats itself or its prompt, and verify several in
-            one step; tokens, seeds and numbers are the same.
-        batch_invariant: refuse a model whose rows' bits depend on what runs beside them. On a CPU, families
-            that run without transformers' modules give a row the same bits in any batch, however its prompt
-            is cut into steps or kept, with or without this: drawn tokens that are scored again have the bits
-            they were drawn with.
-        logits_processors: those that requests may use by `logits_processors_args`, in order of execution:
-            names of built-ins or entry points, `module.path:ClassName` (the current folder is searched, too),
-            or classes; several names may stand in one text with commas between.
-        process: run the engine in a process of its own, so that this one and the engine share no interpreter.
-        data_parallel: engine processes, each with its share of the threads and a pool of `kv_bytes` (`None`:
-            all pools together take that quarter); every request runs on one of them. 2 or more imply
-            `process`.
+            one step; tokens, seeds and results are the same.
+        batch_invariant: reject a model whose results depend on the other requests in a batch. On a CPU, model
+            families that run without transformers' modules give bit-identical results in any batch, however
+            a prompt is chunked or cached, with or without this option: sampled tokens that are scored again
+            get the same bits.
+        logits_processors: processors that requests may use with `logits_processors_args`, in order of
+            execution: names of built-ins or entry points, `module.path:ClassName` (also searched in the
+            current folder), or classes; a string may list several names, separated by commas.
+        process: run the engine in a separate process, so that it does not share an interpreter with this one.
+        data_parallel: number of engine processes, each with its share of the threads and a KV cache of
+            `kv_bytes` (`None`: the quarter is shared by all); each request runs on one of them. 2 or more
+            imply `process`.
         engine: `native`, or `vllm` (extra `vllm`).
-        engine_options: options of vLLM's own engine by their names there, such as `tensor_parallel_size`; a
-            dict, or a text of JSON.
+        engine_options: vLLM's engine options, such as `tensor_parallel_size`; a dict or a JSON string.
     """
 
     model: str = "smollm2"
@@ -152,15 +153,21 @@ class EngineConfig:
         object.__setattr__(self, "logits_processors", processors)
         if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
-        require(self.device in {"auto", "cpu", "cuda"}, "device", f"{self.device!r} is not auto, cpu or cuda")
+        require(
+            self.device in {"auto", "cpu", "cuda"},
+            "device",
+            f"must be auto, cpu or cuda, got {self.device!r}",
+        )
         dtype = str(self.dtype).removeprefix("torch.")
         object.__setattr__(self, "dtype", OTHER_DTYPES.get(dtype, dtype))
-        require(self.dtype in DTYPES, "dtype", f"{self.dtype!r} is not one of {', '.join(DTYPES)}")
+        require(self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         weights = ("auto", "plain", "published")
-        require(self.weights in weights, "weights", f"{self.weights!r} is not one of {', '.join(weights)}")
+        require(
+            self.weights in weights, "weights", f"must be one of {', '.join(weights)}, got {self.weights!r}"
+        )
         for name, kind in (("arithmetic", Arithmetic), ("kv_dtype", KVDtype)):
             value, known = getattr(self, name), get_args(kind)
-            require(value in known, name, f"{value!r} is not one of {', '.join(known)}")
+            require(value in known, name, f"must be one of {', '.join(known)}, got {value!r}")
         for name in ("max_model_len", "kv_bytes"):
             value = getattr(self, name)
             is_limit = value is None or (_is_int(value) and value > 0)
@@ -176,7 +183,7 @@ class EngineConfig:
         object.__setattr__(self, "engine_options", _options(self.engine_options))
         has_options = self.engine in ENGINES or self.engine_options is None
         remedy = f"use engine={' or '.join(map(repr, ENGINES))}, or leave them out"
-        require(has_options, "engine_options", f"are not for the native engine; {remedy}")
+        require(has_options, "engine_options", f"are not supported by the native engine; {remedy}")
         require(_is_int(self.seed), "seed", f"must be an integer, got {self.seed!r}")
         is_name = isinstance(self.model, str) and self.model
         require(is_name, "model", "must be a name or a path", got=self.model)
@@ -188,11 +195,11 @@ def _options(given: Mapping[str, Any] | str | None) -> dict[str, Any] | None:
     try:
         options = json.loads(given) if isinstance(given, str) else given
     except ValueError as error:
-        raise ParameterError(name, f"is no JSON: {error}") from error
+        raise ParameterError(name, f"is not valid JSON: {error}") from error
     is_dict = options is None or (
         isinstance(options, Mapping) and all(isinstance(key, str) for key in options)
     )
-    require(is_dict, name, "must be options by name, such as {'enable_lora': true}", got=given)
+    require(is_dict, name, "must map names to values, such as {'enable_lora': true}", got=given)
     return None if options is None else dict(options)
 
 

@@ -28,11 +28,11 @@ def ignored(reason: str, accepted: tuple[Any, ...] | None = None) -> Keyword:
 
 SWITCH: Final = (True, False)
 ONE_DEVICE: Final = "one device holds the whole model"
-PARALLEL: Final = f"{ONE_DEVICE}; engine='vllm' shares it out, with engine_options="
-NEWEST: Final = "the hub's newest is read; fetch another revision into a folder, and name that as the model"
-LAUNCHES: Final = "how a step is launched is the engine's own affair, and its numbers are the same"
-OWN_TOKENIZER: Final = "texts are read by the model's own fast tokenizer"
-LORAS: Final = "LoRA weights of any rank can always be loaded (add_lora), as many as the memory holds"
+PARALLEL: Final = f"{ONE_DEVICE}; use engine='vllm' to distribute it, with engine_options="
+NEWEST: Final = "the newest revision is used; download another one to a folder, and give that as the model"
+LAUNCHES: Final = "the engine decides how it launches a step; results are the same"
+OWN_TOKENIZER: Final = "the model's own fast tokenizer is always used"
+LORAS: Final = "LoRA adapters of any rank can be loaded at any time (add_lora), as many as memory allows"
 
 ENGINE: Final[dict[str, Keyword]] = {
     "async_scheduling": Keyword(("overlap",)),
@@ -42,36 +42,40 @@ ENGINE: Final[dict[str, Keyword]] = {
     "max_num_seqs": Keyword(("max_batch_rows",)),
     "num_gpu_blocks_override": Keyword(("kv_bytes",)),
     "speculative_config": Keyword(("speculate",)),
-    "engine_worker_queue_port": ignored("the engine is reached without a port"),
-    "cache_queue_port": ignored("the cache is the engine's own, and is reached without a port"),
-    "gpu_memory_utilization": ignored("no share of a device is set aside; the cache takes kv_bytes"),
-    "swap_space": ignored("nothing is swapped out; what gives way is computed again"),
-    "cpu_offload_gb": ignored("all weights lie where they run", (0, None)),
+    "engine_worker_queue_port": ignored("the engine needs no port"),
+    "cache_queue_port": ignored("the cache is part of the engine and needs no port"),
+    "gpu_memory_utilization": ignored("no share of the GPU is reserved; kv_bytes sets the size of the cache"),
+    "swap_space": ignored("preempted requests are recomputed, not swapped out"),
+    "cpu_offload_gb": ignored("weights are not offloaded", (0, None)),
     "block_size": ignored("the cache shares prefixes token by token, not in blocks"),
-    "enable_prefix_caching": ignored("prefixes are shared, and numbers the same as without", SWITCH),
-    "enable_chunked_prefill": ignored("prompts run in chunks of max_batch_tokens, numbers the same", SWITCH),
-    "kv_cache_dtype": ignored("kv_dtype is the dtype of cached keys and values", ("auto",)),
+    "enable_prefix_caching": ignored("prefixes are always shared, with the same results as without", SWITCH),
+    "enable_chunked_prefill": ignored(
+        "prompts run in chunks of max_batch_tokens; results are the same", SWITCH
+    ),
+    "kv_cache_dtype": ignored("kv_dtype sets the dtype of cached keys and values", ("auto",)),
     "enforce_eager": ignored(LAUNCHES, SWITCH),
     "max_seq_len_to_capture": ignored(LAUNCHES),
     "disable_custom_all_reduce": ignored(ONE_DEVICE, SWITCH),
     "tensor_parallel_size": ignored(PARALLEL + "{'tensor_parallel_size': N}", (1,)),
     "pipeline_parallel_size": ignored(PARALLEL + "{'pipeline_parallel_size': N}", (1,)),
-    "quantization": ignored("weights are those of the model's files, quantised or not", (None,)),
-    "load_format": ignored("files are read by what they are: safetensors or GGUF", ("auto", "safetensors")),
-    "trust_remote_code": ignored("code that comes with a model is never run", (False,)),
+    "quantization": ignored("the model's files determine the quantisation", (None,)),
+    "load_format": ignored(
+        "the format is detected from the files: safetensors or GGUF", ("auto", "safetensors")
+    ),
+    "trust_remote_code": ignored("code in model folders is never run", (False,)),
     "revision": ignored(NEWEST, (None, "main")),
     "tokenizer_revision": ignored(NEWEST, (None, "main")),
     "tokenizer_mode": ignored(OWN_TOKENIZER, ("auto", "hf")),
     "skip_tokenizer_init": ignored(OWN_TOKENIZER, (False,)),
-    "runner": ignored("a model generates and scores", ("auto", "generate")),
-    "generation_config": ignored("what SamplingParams does not say has its default there", ("vllm",)),
-    "logprobs_mode": ignored("SamplingParams.logprobs_mode says it, request by request", ("raw_logprobs",)),
-    "enable_logprob": ignored("log-probabilities are always to be had", (True,)),
+    "runner": ignored("every model can generate and score", ("auto", "generate")),
+    "generation_config": ignored("unset parameters have the defaults of SamplingParams", ("vllm",)),
+    "logprobs_mode": ignored("it is set per request, by SamplingParams.logprobs_mode", ("raw_logprobs",)),
+    "enable_logprob": ignored("log-probabilities are always available", (True,)),
     "enable_lora": ignored(LORAS, SWITCH),
     "max_loras": ignored(LORAS),
     "max_lora_rank": ignored(LORAS),
-    "served_model_name": ignored("clients' names for a model are the server's"),
-    "disable_log_stats": ignored("figures are told when they are asked for (stats(), /metrics)", SWITCH),
+    "served_model_name": ignored("the server sets the model names that clients use"),
+    "disable_log_stats": ignored("statistics are reported on request (stats(), /metrics)", SWITCH),
 }
 """Keywords of `EngineConfig`; also flags of `logprobe serve`."""
 
@@ -81,42 +85,42 @@ SAMPLING: Final[dict[str, Keyword]] = {
         Keyword(("response_format",)),
     ),
     "truncate_prompt_tokens": Keyword(("truncation",)),
-    "detokenize": ignored("texts always come beside the ids", SWITCH),
-    "flat_logprobs": ignored("records are flat, and read as a list of dicts as well", SWITCH),
+    "detokenize": ignored("outputs always have the text and the token ids", SWITCH),
+    "flat_logprobs": ignored("records are flat, and can also be used as a list of dicts", SWITCH),
     "skip_special_tokens": ignored(
-        "a text leaves special tokens out; its token_ids and its record hold them", (True,)
+        "texts have no special tokens; token_ids and logprobs include them", (True,)
     ),
-    "spaces_between_special_tokens": ignored("a text leaves special tokens out", SWITCH),
-    "skip_reading_prefix_cache": ignored("numbers are the same with cached prefixes", SWITCH),
+    "spaces_between_special_tokens": ignored("texts have no special tokens", SWITCH),
+    "skip_reading_prefix_cache": ignored("results are the same with cached prefixes", SWITCH),
 }
 """Keywords of `SamplingParams`, and of calls that take text."""
 
 CLASSES: Final = {"EngineConfig": ENGINE, "SamplingParams": SAMPLING}
 
-BY_KEY: Final = "clients are told apart by their keys, or else by their addresses"
-KEPT_PREFIXES: Final = "prefixes are shared token by token as long as there is room, with the same numbers"
-NOT_READ: Final = "the model's chat template reads no such variable"
-NO_SUMMARY: Final = "reasoning comes as it was written"
-LEFT_OUT: Final = "the chat template leaves it out, of earlier turns or always"
-NOT_BOUND: Final = "calls are held to their schemas where tool_choice asks for one"
+BY_KEY: Final = "clients are identified by their API keys, or else by their addresses"
+KEPT_PREFIXES: Final = "prefixes are cached token by token while memory allows, with the same results"
+NOT_READ: Final = "the model's chat template has no such variable"
+NO_SUMMARY: Final = "reasoning is returned in full"
+LEFT_OUT: Final = "the chat template omits it, in earlier turns or always"
+NOT_BOUND: Final = "schemas are enforced only if tool_choice requires a call"
 
 FIELDS_WITHOUT_EFFECT: Final[dict[str, Keyword]] = {
     # OpenAI.
     "user": ignored(BY_KEY),
     "safety_identifier": ignored(BY_KEY),
-    "metadata": ignored("replies of this route are not kept"),
-    "store": ignored("replies of this route are not kept"),
+    "metadata": ignored("replies of this route are not stored"),
+    "store": ignored("replies of this route are not stored"),
     "prompt_cache_key": ignored(KEPT_PREFIXES),
     "prompt_cache_options": ignored(KEPT_PREFIXES),
     "prompt_cache_retention": ignored(KEPT_PREFIXES),
     "stream_options.include_obfuscation": ignored("no padding is ever sent"),
     "reasoning.summary": ignored(NO_SUMMARY),
     "reasoning.generate_summary": ignored(NO_SUMMARY),
-    "include.reasoning.encrypted_content": ignored("reasoning comes as text, and is read back as such"),
+    "include.reasoning.encrypted_content": ignored("reasoning is returned and accepted as plain text"),
     # Other servers.
     "cache_prompt": ignored(KEPT_PREFIXES),
-    "guided_decoding_backend": ignored("one compiler serves all grammars"),
-    "spaces_between_special_tokens": ignored("a text leaves special tokens out"),
+    "guided_decoding_backend": ignored("all grammars use the same compiler"),
+    "spaces_between_special_tokens": ignored("texts have no special tokens"),
     # Fields without effect for some models.
     "reasoning_effort": ignored(NOT_READ),
     "reasoning.effort": ignored(NOT_READ),
@@ -128,9 +132,9 @@ FIELDS_WITHOUT_EFFECT: Final[dict[str, Keyword]] = {
     "parallel_tool_calls": ignored("there are no tools"),
     "tools.strict": ignored(NOT_BOUND),
     "tools.function.strict": ignored(NOT_BOUND),
-    "top_logprobs": ignored("logprobs: false asks for none"),
+    "top_logprobs": ignored("logprobs is false"),
     **{
-        f"guided_{form}": ignored(f"structured_outputs.{form} says the same")
+        f"guided_{form}": ignored(f"structured_outputs.{form} has the same value")
         for form in ("json", "regex", "choice", "grammar")
     },
 }
@@ -165,9 +169,9 @@ FORM: Final = ("structured_outputs", "text")
 PROMPT: Final = ("prompt", "messages", "input")
 THINKING: Final = ("enable_thinking", "reasoning_effort", "reasoning")
 PROCESSORS: Final = ("logits_processors_args",)
-TRUNCATION: Final = "shorten the text; POST /tokenize counts its tokens"
+TRUNCATION: Final = "shorten the text (POST /tokenize counts its tokens)"
 TOP_LEVEL: Final = "send its members as fields of the body"
-CONTEXT: Final = "the operator sets the context, by --max-model-len"
+CONTEXT: Final = "the server's option --max-model-len sets the context length"
 
 FOREIGN_FIELDS: Final[dict[str, Keyword]] = {
     # Sampling parameters under other names.
@@ -221,7 +225,9 @@ FOREIGN_FIELDS: Final[dict[str, Keyword]] = {
     "no_repeat_ngram_size": Keyword(accepted=OFF),
     "num_beams": Keyword(accepted=(1,)),
     "penalty_alpha": Keyword(accepted=OFF),
-    "repeat_last_n": Keyword(accepted=(-1,), reason="repetition_penalty counts the whole text; leave it out"),
+    "repeat_last_n": Keyword(
+        accepted=(-1,), reason="repetition_penalty applies to the whole text; leave it out"
+    ),
     "samplers": Keyword(),
     "smoothing_factor": Keyword(accepted=OFF),
     "tfs": Keyword(accepted=(1,)),
@@ -240,7 +246,7 @@ FOREIGN_FIELDS: Final[dict[str, Keyword]] = {
     "num_logprobs": Keyword(LOGPROBS, OFF),
     "post_sampling_probs": Keyword(("logprobs_mode",), OFF),
     "return_logprob": Keyword(("logprobs", "top_logprobs"), OFF),
-    "self_certainty": Keyword(accepted=OFF, reason="it reads whole rows; ask in Python, or leave it out"),
+    "self_certainty": Keyword(accepted=OFF, reason="is available only in Python; leave it out"),
     "token_ids_logprob": Keyword(("logprob_token_ids",), OFF),
     "top_logprobs_num": Keyword(LOGPROBS, OFF),
     "top_n_tokens": Keyword(LOGPROBS, OFF),
@@ -267,7 +273,9 @@ FOREIGN_FIELDS: Final[dict[str, Keyword]] = {
     "vllm_xargs": Keyword(PROCESSORS, OFF),
     # The prompt.
     "add_bos_token": Keyword(("add_special_tokens",)),
-    "chat_template": Keyword(accepted=OFF, reason="POST /v1/completions takes a text that you have laid out"),
+    "chat_template": Keyword(
+        accepted=OFF, reason="apply it yourself and send the text to POST /v1/completions"
+    ),
     "documents": Keyword(("chat_template_kwargs",), OFF),
     "images": Keyword(accepted=OFF),
     "input_ids": Keyword(PROMPT),

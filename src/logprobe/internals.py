@@ -30,15 +30,15 @@ INTERNALS = (
         owner="atexit",
         names=("_run_exitfuncs",),
         used_in=("cli/app.py",),
-        purpose="runs what registered for the exit, before the command ends the process at once",
+        purpose="runs exit handlers before the command ends the process immediately",
         without="the command ends with an AttributeError",
     ),
     Internals(
         owner="torch.nn:Module",
         names=("_modules",),
         used_in=("engine/forward/transformers_decoder.py",),
-        purpose="gives a shallow copy of a model other submodules than the model's own",
-        without="models that the transformers decoder runs cannot be loaded",
+        purpose="replaces submodules in a shallow copy of a model",
+        without="models that need the transformers decoder cannot be loaded",
     ),
     Internals(
         owner="transformers.utils.chat_parsing:ResponseParser",
@@ -47,7 +47,7 @@ INTERNALS = (
             *("_coerce_tool_calls", "_buffer", "_current", "_implicit_name", "_opened", "_pos"),
         ),
         used_in=("text/channels/regions.py",),
-        purpose="tells where the regions of a reply lie while it grows, not only at its end",
+        purpose="finds the regions of a reply while it is generated, not only at its end",
         without="replies are not split into content, reasoning and tool calls",
     ),
     Internals(
@@ -67,7 +67,7 @@ INTERNALS = (
             *("argmax_invariant", "non_argmax_invariant", "output_handler"),
         ),
         used_in=("integrations/vllm/existing.py", "integrations/vllm/offline.py"),
-        purpose="takes in a `vllm.LLM` or `AsyncLLM` that was started without this library",
-        without="only engines made with this library's options are taken in",
+        purpose="wraps a `vllm.LLM` or `AsyncLLM` that was created without this library",
+        without="only engines created with this library's options can be used",
     ),
 )

@@ -112,7 +112,7 @@ def _num_done(output: RequestOutput) -> int:
 
 def _one_of(params: AskedParams, sampling_params: AskedParams) -> AskedParams:
     is_one = params is None or sampling_params is None
-    require(is_one, "sampling_params", "is another name for params; give one of the two")
+    require(is_one, "sampling_params", "is an alias of params; give only one of them")
     return sampling_params if params is None else params
 
 
@@ -145,7 +145,7 @@ class LLM:
         from logprobe.models.given import as_name, drop_copied_weights
 
         is_cap = isinstance(max_logprobs, int) and max_logprobs >= -1
-        require(is_cap, "max_logprobs", "must be -1 (no cap), 0 or positive", got=max_logprobs)
+        require(is_cap, "max_logprobs", "must be >= -1 (-1: no limit)", got=max_logprobs)
         with ExitStack() as copied:
             name = copied.enter_context(as_name(model, tokenizer))
             self.config = EngineConfig(model=name, **settings)
@@ -343,7 +343,7 @@ class LLM:
         from logprobe.analysis.client import ScoringClient
 
         is_name = name is None or isinstance(name, str)
-        require(is_name, "lora", f"must be the name of LoRA weights or None, got {name!r}")
+        require(is_name, "lora", f"must be the name of a LoRA adapter or None, got {name!r}")
         if name is not None:
             self.engine.lora_number(name)
         view = copy(self)
@@ -412,7 +412,9 @@ class LLM:
         if temperature is not None:
             from logprobe.analysis.score_requests import at_temperature
 
-            require(sampling is None, "temperature", "is also a field of sampling; give it there alone")
+            require(
+                sampling is None, "temperature", "cannot be combined with sampling; set sampling.temperature"
+            )
             sampling = at_temperature(temperature)
         watch = partial(progress_bar, shown=progress)
         work = self.client.score(

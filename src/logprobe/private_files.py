@@ -118,7 +118,8 @@ def _is_private(path: Path) -> bool:
     if str(path) not in _told:
         _told.add(str(path))
         logger.warning(
-            "%s: is ignored, as other users own it or may write to it; remove it, or run chmod -R go-w on it",
+            "%s: ignored, because other users own it or can write to it; remove it, or run "
+            "chmod -R go-w on it",
             path,
         )
     return False

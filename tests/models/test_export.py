@@ -81,5 +81,5 @@ def test_files_have_the_mode_of_the_umask(
 
 def test_safetensors_are_not_written_again(files: ModelFiles, tmp_path: Path) -> None:
     export_model(files, tmp_path / "out", dtype=torch.float32)
-    with pytest.raises(UnsupportedModelError, match="lies in safetensors already"):
+    with pytest.raises(UnsupportedModelError, match="is stored as safetensors already"):
         export_model(resolve(str(tmp_path / "out")), tmp_path / "again", dtype=torch.float32)

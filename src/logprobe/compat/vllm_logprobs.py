@@ -1,4 +1,4 @@
-"""vLLM's `vllm.logprobs`: `Logprob`, `FlatLogprobs` and the functions that create and grow containers."""
+"""vLLM's `vllm.logprobs`: `Logprob`, `FlatLogprobs` and the functions that create and extend containers."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ SampleLogprobs: TypeAlias = FlatLogprobs | list[LogprobsOnePosition]
 
 
 def create_prompt_logprobs(flat_logprobs: bool) -> PromptLogprobs:
-    """Start a prompt's log-probabilities: its first token has none."""
+    """Create a container of a prompt's log-probabilities; the first token has none."""
     return FlatLogprobs([None]) if flat_logprobs else [None]
 
 
 def create_sample_logprobs(flat_logprobs: bool) -> SampleLogprobs:
-    """Start the log-probabilities of generated tokens, none so far."""
+    """Create an empty container of generated tokens' log-probabilities."""
     return FlatLogprobs() if flat_logprobs else []
 
 
@@ -46,15 +46,15 @@ def append_logprobs_for_next_position(
     rank: int,
     num_logprobs: int,
 ) -> None:
-    """Add one position: the chosen token with `rank`, then ranks 1..num_logprobs; further columns are cut.
+    """Append one position: the chosen token with `rank`, then ranks 1..num_logprobs; ignore further columns.
 
-    `num_logprobs == -1` means as many as given.
+    `num_logprobs == -1` keeps all columns.
 
     Raises:
-        ParameterError: num_logprobs below -1; with a flat container also what `append_fast` refuses.
+        ParameterError: num_logprobs is below -1; for a flat container also as `append_fast`.
     """
     if num_logprobs < -1:
-        raise ParameterError("num_logprobs", f"{num_logprobs} is below -1, which means all")
+        raise ParameterError("num_logprobs", f"must be >= -1 (-1 keeps all), got {num_logprobs}")
     kept = list(token_ids) if num_logprobs == -1 else list(token_ids)[: num_logprobs + 1]
     ranks = chain((rank,), range(1, len(kept)))
     if isinstance(request_logprobs, FlatLogprobs):

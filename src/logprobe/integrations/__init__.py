@@ -1,6 +1,6 @@
-"""Plug-ins: what has its own users and needs a package of its own; nothing else imports them.
+"""Optional integrations with other packages; the rest of this library does not import them.
 
-A door finds one by name: an engine in `config.ENGINES`, a language model in the lazy names of `logprobe`.
+They are loaded by name: engines from `config.ENGINES`, language models from the lazy names of `logprobe`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A model as tools that evaluate ask it: scores of pairs of ids, texts that go on from ids, many at once.
+"""Models for evaluation tools: score pairs of token ids, and generate from token ids, in large batches.
 
-`InProcess` runs one here, `Served` asks a server of this library. Before it: `lm_eval`, `lighteval`.
+`InProcess` runs a model in this process, `Served` uses a server of this library. Used by `lm_eval` and
+`lighteval`.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Sequence
 
 Pair = tuple[list[int], list[int]]
-PAIRS_A_CALL: Final = 4096  # bounds the records held at once
-EXCHANGES: Final = 8  # at once
-CONTINUATIONS_A_BODY: Final = 16  # after one context
-TIMEOUT_S: Final = 600.0  # of one exchange, waits for a full server included
-TOKEN_BYTES: Final = 512  # of one token of a reply, with its text and numbers
-REPLY_BYTES: Final = 1 << 16  # of what stands around them
+PAIRS_A_CALL: Final = 4096  # bounds the records in memory
+EXCHANGES: Final = 8  # default number of concurrent HTTP requests
+CONTINUATIONS_A_BODY: Final = 16  # of one context
+TIMEOUT_S: Final = 600.0  # of one HTTP request, including retries while the server is full
+TOKEN_BYTES: Final = 512  # upper bound per token of a reply, with its text and numbers
+REPLY_BYTES: Final = 1 << 16  # upper bound of the rest of a reply
 CARRIED: Final = (
     "n",
     "max_tokens",
@@ -44,29 +45,29 @@ CARRIED: Final = (
     "frequency_penalty",
     "presence_penalty",
 )
-"""What is asked of a server of `SamplingParams`, under the same names."""
+"""Fields of `SamplingParams` that are sent to a server, under the same names."""
 DEFAULTS: Final = SamplingParams()
 
 
 class Scored(NamedTuple):
-    """A continuation after its context."""
+    """The score of a continuation after its context."""
 
     logprob: float  # nats
     is_greedy: bool
 
 
 class Text(NamedTuple):
-    """One text that a model went on with."""
+    """One generated text."""
 
     text: str
     token_ids: list[int]
 
 
 def prefix_token_id(model: InProcess | Served) -> int:
-    """What stands before a text without context: BOS, or EOS where the model has none.
+    """Return the token before a text without context: BOS, or EOS if the model has no BOS.
 
     Raises:
-        ParameterError: it has neither.
+        ParameterError: the model has neither.
     """
     tokenizer = model.tokenizer
     first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
@@ -83,46 +84,46 @@ def open_model(
     num_concurrent: int | None = None,
     **settings: Any,
 ) -> InProcess | Served:
-    """A model of this process, or behind a server's address; it ends with the process.
+    """Open a model in this process or on a server; it is closed when the process exits.
 
     Args:
-        name: a known name, a folder, a `.gguf` file or a Hugging Face id; of a server, a name that it serves.
-            None: `smollm2`, or the server's own.
+        name: a known name, a folder, a `.gguf` file or a Hugging Face id; with `base_url`, a name that the
+            server serves. None: `smollm2`, or the server's default model.
         base_url: the server's address, with or without `/v1`.
-        api_key: a key that the server lets in.
-        lora: a folder of LoRA weights to run on; of a server, the name of weights that are loaded there.
-        num_concurrent: exchanges with the server at once; None: 8.
-        settings: those of `EngineConfig`, of a model of this process.
+        api_key: the server's API key.
+        lora: folder of a LoRA adapter; with `base_url`, the name of an adapter that the server has loaded.
+        num_concurrent: number of concurrent requests to the server; None: 8.
+        settings: fields of `EngineConfig`, for a model in this process.
 
     Raises:
-        ModelError: the model cannot be had or used.
-        ParameterError: a setting that cannot be used, or does not exist.
-        ServerError: there is no such server.
+        ModelError: the model cannot be loaded.
+        ParameterError: an invalid or unknown setting.
+        ServerError: the server cannot be reached, or failed.
     """
     if base_url is None:
         for setting, value in {"api_key": api_key, "num_concurrent": num_concurrent}.items():
-            require(value is None, setting, "is for a server; give its base_url")
+            require(value is None, setting, "is only for a server; set base_url")
         return InProcess("smollm2" if name is None else name, lora, **settings)
     for setting in settings:
-        require(False, setting, "is the server's to set; leave it out beside base_url")
+        require(False, setting, "cannot be combined with base_url; set it on the server")
     num_concurrent = EXCHANGES if num_concurrent is None else num_concurrent
     return Served(base_url, api_key, model=name, lora=lora, num_concurrent=num_concurrent)
 
 
 @final
 class InProcess:
-    """A model on an engine of this process.
+    """A model in this process.
 
     Attributes:
-        tokenizer: the model's own, as transformers has it.
-        max_model_len: tokens that the model takes; a scored sequence may have one more.
+        tokenizer: the transformers tokenizer.
+        max_model_len: maximum number of tokens that the model runs; a scored sequence may have one more.
     """
 
     def __init__(self, model: str, lora: str | None, **settings: Any) -> None:
         from logprobe.llm import LLM
 
         llm = LLM(model, **settings)
-        atexit.register(llm.close)  # tools have no word for the end; threads must not outlive it
+        atexit.register(llm.close)  # evaluation tools do not close models
         if lora is not None:
             llm.add_lora("lora", lora)
         self.llm = llm if lora is None else llm.with_lora("lora")
@@ -130,12 +131,12 @@ class InProcess:
         self.max_model_len = llm.engine.capabilities().max_model_len
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
+        """Encode a text to token ids."""
         ids: list[int] = self.llm.text.encode(text, add_special_tokens=add_special_tokens).tolist()
         return ids
 
     def score(self, pairs: Sequence[Pair]) -> list[Scored]:
-        """(context, continuation) pairs, by one call for thousands: what contexts share is computed once."""
+        """Score (context, continuation) pairs, thousands per call; shared contexts are computed once."""
         return [
             Scored(score.logprob, score.is_greedy)
             for start in range(0, len(pairs), PAIRS_A_CALL)
@@ -143,7 +144,7 @@ class InProcess:
         ]
 
     def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[Text]]:
-        """The texts of each prompt, `n` of them, by one call."""
+        """Generate `n` texts for each prompt, in one call."""
         outputs = self.llm.generate(prompts, params, progress=True)
         return [[Text(one.text, one.token_ids) for one in output.outputs] for output in outputs]
 
@@ -169,7 +170,7 @@ class _Completion(msgspec.Struct):
 
 @final
 class Served:
-    """A model behind a server of this library, with what `InProcess` has; its tokenizer runs here."""
+    """A model on a server of this library, with the interface of `InProcess`; its tokenizer runs locally."""
 
     def __init__(
         self, base_url: str, api_key: str | None, *, model: str | None, lora: str | None, num_concurrent: int
@@ -199,18 +200,18 @@ class Served:
             raise
 
     def close(self) -> None:
-        """Let the connections go; the server stays as it is."""
+        """Close the connections to the server."""
         atexit.unregister(self.close)
         self._bridge.run(self._link.close())
         self._bridge.close()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
+        """Encode a text to token ids."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return ids
 
     def score(self, pairs: Sequence[Pair]) -> list[Scored]:
-        """By `/v1/score`: pairs that follow each other with one context are one body."""
+        """Score pairs with `/v1/score`; consecutive pairs with the same context share a request."""
         bodies = [
             (context, [continuation for _, continuation in some])
             for context, group in groupby(pairs, itemgetter(0))
@@ -219,17 +220,17 @@ class Served:
         return [*chain.from_iterable(self._all(self._scores, bodies))]
 
     def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[Text]]:
-        """By `/v1/completions`.
+        """Generate with `/v1/completions`.
 
         Raises:
-            ParameterError: a field that no exchange carries, or what the server refuses.
+            ParameterError: a field that is not sent to servers, or one that the server rejects.
         """
         for one in params:
             _check_carried(one)
         return self._all(self._texts, zip(prompts, params, strict=True))
 
     def _all(self, exchange: Callable[..., Coroutine[Any, Any, Any]], asked: Iterable[Any]) -> list[Any]:
-        """Exchanges, some at once, in their order; where one fails the others are given up."""
+        """Run requests concurrently and return their results in order; a failure cancels the others."""
 
         async def run() -> list[Any]:
             room = asyncio.Semaphore(self._num_concurrent)
@@ -253,7 +254,7 @@ class Served:
         data = await self._posted("/v1/score", body, num_tokens, _Scores)
         if len(data.data) != len(continuations):
             raise ServerError(
-                f"{self._link.url}/v1/score: gave {len(data.data)} of {len(continuations)} scores"
+                f"{self._link.url}/v1/score: returned {len(data.data)} of {len(continuations)} scores"
             )
         return [Scored(one.logprob, one.is_greedy) for one in data.data]
 
@@ -263,7 +264,7 @@ class Served:
         num_tokens = params.n * params.max_tokens
         choices = (await self._posted("/v1/completions", body, num_tokens, _Completion)).choices
         if sorted(choice.index for choice in choices) != [*range(params.n)]:
-            raise ServerError(f"{self._link.url}/v1/completions: gave no {params.n} texts")
+            raise ServerError(f"{self._link.url}/v1/completions: did not return {params.n} texts")
         return [Text(one.text, one.token_ids) for one in sorted(choices, key=lambda choice: choice.index)]
 
     async def _posted(self, path: str, body: dict[str, Any], num_tokens: int, kind: type[Any]) -> Any:
@@ -277,7 +278,7 @@ class Served:
 def _check_carried(params: SamplingParams) -> None:
     for field in fields(params):
         is_asked = getattr(params, field.name) != getattr(DEFAULTS, field.name)
-        remedy = "is not asked of a server here; leave it out, or run the model in this process"
+        remedy = "is not supported with a server; leave it out, or run the model in this process"
         require(field.name in CARRIED or not is_asked, field.name, remedy)
 
 

@@ -1,7 +1,7 @@
-"""genlm-backend's `AsyncLM` on ours, so that genlm-control and its kin run on this library unchanged.
+"""genlm-backend's `AsyncLM` implemented with this library's, for genlm-control and similar packages.
 
-`PromptedLLM(LogprobeLM.from_name("smollm2"))` hands a model over, `LogprobeVirtualLM` one that runs in vLLM;
-`serve_by_name()` makes `PromptedLLM.from_name(name, backend="hf")`, or "vllm", load it through this library.
+Use `PromptedLLM(LogprobeLM.from_name("smollm2"))`, or `LogprobeVirtualLM` for a model that runs in vLLM.
+Within `serve_by_name()`, `PromptedLLM.from_name(name, backend="hf")`, or "vllm", loads it with this library.
 """
 
 from __future__ import annotations
@@ -23,31 +23,32 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-# transformers' names for what `EngineConfig` calls otherwise; others are refused.
+# Supported options of transformers: name → field of `EngineConfig`.
 HF_OPTIONS = {"torch_dtype": "dtype", "dtype": "dtype", "device_map": "device"}
-# What importing genlm-backend makes of vLLM for its own class: one process, and the runner that CPUs lack.
+# Set when genlm-backend is imported, for its own class: one process, and the runner that CPUs do not support.
 GENLMS_VLLM: Final = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
 class GenlmLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no types
-    """A language model of this library as genlm-backend's: rows are torch tensors, tokens genlm's `Token`.
+    """A language model of this library as genlm-backend's `AsyncLM`; rows are torch tensors.
 
-    Each row is its caller's own. `lora_name` selects LoRA weights a call, as in genlm-backend from 0.3.
+    The caller owns each row and may modify it. `lora_name` selects a LoRA adapter per call, as in
+    genlm-backend since 0.3.
     """
 
     def __init__(self, lm: AsyncLM | AsyncVirtualLM) -> None:
-        # Not the base's own: it would derive the vocabulary from the tokenizer, less exactly and wide.
+        # Does not call the base's `__init__`, which derives a less exact vocabulary from the tokenizer.
         self.lm = lm
         self.tokenizer = lm.tokenizer
         num_tokens = max(token.token_id for token in lm.byte_vocab if token) + 1
-        # Ids of the model alone end the vocabulary and have no bytes; genlm-control would draw them for ever.
+        # Trailing ids that only the model has have no bytes; genlm-control would draw them endlessly.
         tokens = lm.byte_vocab[:num_tokens]
         self.byte_vocab = [GenlmToken(token.token_id, token.byte_string) for token in tokens]
         self.str_vocab = lm.str_vocab[:num_tokens]
 
     @property
     def batch_size(self) -> int:
-        """Asks that start a step at once where the engine is idle; may be set."""
+        """Number of pending requests that starts a step immediately if the engine is idle; may be set."""
         return self.lm.batch_size
 
     @batch_size.setter
@@ -56,7 +57,7 @@ class GenlmLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no types
 
     @property
     def timeout(self) -> float:
-        """Seconds after which the first of fewer asks starts a step; may be set."""
+        """Seconds after which fewer requests start a step; may be set."""
         return self.lm.timeout
 
     @timeout.setter
@@ -64,10 +65,10 @@ class GenlmLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no types
         self.lm.timeout = timeout
 
     async def next_token_logprobs(self, token_ids: Sequence[int], lora_name: str | None = None) -> Any:
-        """The distribution of the next token: (V,) float32 tensor, nats.
+        """Return the distribution of the next token: (V,) float32 tensor, nats.
 
         Raises:
-            ParameterError: no token ids, which genlm-backend refuses of every model; or as `AsyncLM` does.
+            ParameterError: `token_ids` is empty, which genlm-backend always rejects; or as `AsyncLM`.
         """
         _check_given(token_ids)
         return _tensor(await self.lm.next_token_logprobs(token_ids, lora=lora_name))
@@ -75,29 +76,29 @@ class GenlmLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no types
     async def batch_next_token_logprobs(
         self, token_ids_list: Sequence[Sequence[int]], lora_name: str | None = None
     ) -> Any:
-        """The distributions after each prefix: (n, V) float32 tensor, nats."""
+        """Return the distributions after each prefix: (n, V) float32 tensor, nats."""
         for token_ids in token_ids_list:
             _check_given(token_ids)
         return _tensor(await self.lm.batch_next_token_logprobs(token_ids_list, lora=lora_name))
 
     def next_token_logprobs_sync(self, token_ids: Sequence[int], lora_name: str | None = None) -> Any:
-        """`next_token_logprobs` without an event loop."""
+        """Call `next_token_logprobs` without an event loop."""
         _check_given(token_ids)
         return _tensor(self.lm.next_token_logprobs_sync(token_ids, lora=lora_name))
 
     def next_token_logprobs_uncached(self, token_ids: Sequence[int], lora_name: str | None = None) -> Any:
-        """`next_token_logprobs_sync` without the rows that are kept."""
+        """Like `next_token_logprobs_sync`, but bypass the cache of rows."""
         _check_given(token_ids)
         return _tensor(self.lm.next_token_logprobs_uncached(token_ids, lora=lora_name))
 
     def cache_kv(self, prompt_tokens: Sequence[int], lora_name: str | None = None) -> None:
-        """Run a prompt now, so that what begins with it costs its own tokens alone."""
+        """Run a prompt now, so that later prompts that begin with it reuse its KV cache."""
         self.next_token_logprobs_uncached(prompt_tokens, lora_name)
 
     def batch_next_token_logprobs_sync(
         self, token_ids_list: Sequence[Sequence[int]], lora_name: str | None = None
     ) -> Any:
-        """`batch_next_token_logprobs` without an event loop."""
+        """Call `batch_next_token_logprobs` without an event loop."""
         for token_ids in token_ids_list:
             _check_given(token_ids)
         return _tensor(self.lm.batch_next_token_logprobs_sync(token_ids_list, lora=lora_name))
@@ -111,7 +112,7 @@ class GenlmLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no types
         seed: int | None = None,
         lora_name: str | None = None,
     ) -> list[int]:
-        """Draw tokens, ending before the first of `eos_token_ids`; no other token ends it."""
+        """Draw tokens until one of `eos_token_ids`, which is not returned; no other token ends the sample."""
         return await self.lm.sample(
             prompt_token_ids, max_tokens, eos_token_ids, temperature, seed, lora=lora_name, ignore_eos=True
         )
@@ -125,7 +126,7 @@ class GenlmLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no types
         seed: int | None = None,
         lora_name: str | None = None,
     ) -> list[list[int]]:
-        """Draw from each prompt at once; with a seed, samples of equal prompts still differ."""
+        """Draw from all prompts at once; with a seed, samples of equal prompts still differ."""
         samples = await self.lm.batch_sample(
             prompt_token_ids_list,
             max_tokens,
@@ -138,41 +139,41 @@ class GenlmLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no types
         return [*samples]
 
     def add_new_lora(self, lora_path: str | Path, lora_name: str = "lora_1") -> None:
-        """Load LoRA weights from a folder."""
+        """Load a LoRA adapter from a folder."""
         self.lm.add_lora(lora_name, lora_path)
 
     def remove_lora(self, lora_name: str) -> None:
-        """Refuse new asks for LoRA weights."""
+        """Unload a LoRA adapter; new requests for it fail."""
         self.lm.remove_lora(lora_name)
 
     def clear_cache(self) -> None:
-        """Forget the rows kept whole."""
+        """Clear the cache of rows."""
         self.lm.clear_cache()
 
     def clear_kv_cache(self) -> None:
-        """Let the engine forget every prefix that no request stands on."""
+        """Clear the engine's prefix cache, except for prefixes in use."""
         self.lm.clear_kv_cache()
 
     def reset_async_queries(self) -> None:
-        """End every ask in flight with an error."""
+        """Fail every request in flight with an error."""
         self.lm.reset_async_queries()
 
     def cleanup(self) -> None:
-        """Let the model go."""
+        """Release the model."""
         self.lm.cleanup()
 
 
 @final
 class LogprobeLM(GenlmLM):
-    """An `AsyncLM` as genlm-backend's."""
+    """An `AsyncLM` of this library as genlm-backend's."""
 
     @classmethod
     def from_name(cls, name: str, *, hf_opts: dict[str, Any] | None = None, **settings: Any) -> Self:
         """Load a model; `settings` are those of `AsyncLM.from_name`.
 
         Raises:
-            ModelError: the model cannot be had or used.
-            ParameterError: a setting that cannot be used; of `hf_opts` dtype and device are known.
+            ModelError: the model cannot be loaded.
+            ParameterError: an invalid setting, or an option in `hf_opts` other than dtype and device.
         """
         for option, value in (hf_opts or {}).items():
             if option not in HF_OPTIONS:
@@ -183,7 +184,7 @@ class LogprobeLM(GenlmLM):
 
 @final
 class LogprobeVirtualLM(GenlmLM):
-    """An `AsyncVirtualLM` as genlm-backend's: the model runs in vLLM."""
+    """An `AsyncVirtualLM` of this library as genlm-backend's; the model runs in vLLM."""
 
     @classmethod
     def from_name(cls, name: str, engine_opts: Mapping[str, Any] | None = None, **settings: Any) -> Self:
@@ -191,15 +192,15 @@ class LogprobeVirtualLM(GenlmLM):
 
         Raises:
             MissingPackageError: vLLM is not installed; an `ImportError`.
-            ModelError: the model cannot be had or used.
-            ParameterError: a setting that cannot be used, or an option that vLLM refuses.
+            ModelError: the model cannot be loaded.
+            ParameterError: an invalid setting, or an option that vLLM rejects.
         """
         with _vllm_as_it_comes():
             return cls(AsyncVirtualLM.from_name(name, engine_opts, **settings))
 
 
 def _tensor(rows: Any) -> torch.Tensor:
-    """Rows of the caller's own; one that is kept is copied."""
+    """Convert rows to a tensor that the caller may modify; a cached (read-only) row is copied."""
     if isinstance(rows, torch.Tensor):
         return rows
     return torch.from_numpy(rows) if rows.flags.writeable else torch.tensor(rows)
@@ -207,7 +208,7 @@ def _tensor(rows: Any) -> torch.Tensor:
 
 @contextmanager
 def _vllm_as_it_comes() -> Iterator[None]:
-    """While it lasts, vLLM starts as if genlm-backend had not been imported."""
+    """Remove the environment variables that importing genlm-backend sets for vLLM; restore them at exit."""
     set_by_genlm = {name: value for name, value in GENLMS_VLLM.items() if os.environ.get(name) == value}
     for name in set_by_genlm:
         del os.environ[name]
@@ -218,7 +219,7 @@ def _vllm_as_it_comes() -> Iterator[None]:
 
 
 def _word_of(value: Any) -> str:
-    """A dtype or device as `EngineConfig` says it: transformers takes torch's own objects and short names."""
+    """Convert a dtype or device to its name in `EngineConfig`; transformers takes torch objects and names."""
     dtype = getattr(torch, value, None) if isinstance(value, str) else value
     return str(dtype if isinstance(dtype, torch.dtype) else value).removeprefix("torch.")
 
@@ -229,7 +230,7 @@ def _check_given(token_ids: Sequence[int]) -> None:
 
 @contextmanager
 def serve_by_name() -> Iterator[None]:
-    """While it lasts, `backend="hf"` and "vllm" of genlm-backend and genlm-control name this library."""
+    """Within the block, `backend="hf"` and "vllm" of genlm-backend and genlm-control load this library."""
     own = genlm_llm.AsyncTransformer, genlm_llm.AsyncVirtualLM
     genlm_llm.AsyncTransformer, genlm_llm.AsyncVirtualLM = LogprobeLM, LogprobeVirtualLM
     try:

@@ -1,7 +1,7 @@
-"""Inspect on this library, in process: `inspect eval TASK --model logprobe/smollm2`.
+"""Inspect's model provider `logprobe`, in this process: `inspect eval TASK --model logprobe/smollm2`.
 
-Inspect finds the model by the entry point `inspect_ai` of this package. Samples that run at once share the
-engine's steps, and what their conversations begin with is computed once. Needs the extra `inspect`.
+Inspect finds it by the entry point `inspect_ai` of this package. Concurrent samples share the engine's steps,
+and common prefixes of conversations are computed once. Needs the extra `inspect`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from logprobe.engine.request import CompletionOutput, RequestOutput
     from logprobe.text.channels import ResponseForm
 
-MAX_TOKENS: Final = 2048  # of a reply where nothing says more, as Inspect's `hf` has it
+MAX_TOKENS: Final = 2048  # default length of a reply, as in Inspect's `hf` provider
 SAMPLING: Final = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -52,7 +52,7 @@ SAMPLING: Final = {
     "logit_bias": "logit_bias",
     "prompt_logprobs": "prompt_logprobs",
 }
-"""Fields of `GenerateConfig` that are fields of `SamplingParams`."""
+"""Fields of `GenerateConfig` → fields of `SamplingParams`."""
 READ: Final = frozenset(SAMPLING) | {
     "max_tokens",
     "logprobs",
@@ -66,40 +66,40 @@ OF_INSPECT: Final = frozenset(
     {"max_retries", "timeout", "attempt_timeout", "max_connections", "adaptive_connections", "system_message"}
     | {"max_tool_output", "internal_tools", "reasoning_history", "cache"}
 )
-"""Fields that Inspect itself acts on."""
+"""Fields that Inspect itself handles."""
 OF_HTTP: Final = frozenset({"extra_headers", "cache_prompt", "reasoning_summary", "batch"})
-"""Fields that change no number of a model in this process."""
+"""Fields that have no effect on a model in this process; ignored."""
 TEMPLATE: Final = "chat_template_kwargs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """One request of Inspect's."""
+    """One request of Inspect."""
 
     token_ids: list[int]
     params: SamplingParams
     functions: list[dict[str, Any]]  # that may be called
-    begun: str  # the prompt, which may have begun the reply; empty where a form holds from its first token on
+    begun: str  # the prompt, which may begin the reply; "" if a format applies from its first token
     room: int  # tokens that fit after the prompt
 
 
 @modelapi(name="logprobe")
-class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # of another package, which may not be there
+class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # untyped without inspect-ai
     """A model of this library for Inspect.
 
     Args:
         model_name: a known name, a local folder, a `.gguf` file or a Hugging Face id.
-        base_url: refused: a server is asked by `vllm/NAME` or `openai-api/NAME`.
-        api_key: taken and not needed.
-        config: what requests ask by default.
-        use_chat_template: lay messages out by the model's chat template; False: the one user's message is the
-            prompt as it is, for perplexities and for models without a template.
-        lora: a folder of LoRA weights to run on.
-        settings: those of `EngineConfig`.
+        base_url: not supported; use the providers `vllm/NAME` or `openai-api/NAME` for a server.
+        api_key: accepted and ignored.
+        config: defaults of requests.
+        use_chat_template: format messages with the model's chat template; False: a single user message is the
+            prompt, for perplexities and for models without a template.
+        lora: folder of a LoRA adapter.
+        settings: fields of `EngineConfig`.
 
     Raises:
-        ModelError: the model cannot be had or used.
-        ParameterError: a setting that cannot be used, or that does not exist.
+        ModelError: the model cannot be loaded.
+        ParameterError: an invalid or unknown setting.
     """
 
     def __init__(
@@ -107,18 +107,18 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # of another package, which 
         model_name: str,
         base_url: str | None = None,
         api_key: str | None = None,
-        config: GenerateConfig = GenerateConfig(),  # noqa: B008 - as every provider of Inspect's has it
+        config: GenerateConfig = GenerateConfig(),  # noqa: B008 - as in Inspect's own providers
         *,
         use_chat_template: bool = True,
         lora: str | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(model_name=model_name, base_url=base_url, api_key=api_key, config=config)
-        remedy = "is for servers; ask one by vllm/NAME or openai-api/NAME (docs/evaluators.md)"
+        remedy = "is not supported in process; use vllm/NAME or openai-api/NAME (docs/evaluators.md)"
         require(base_url is None, "base_url", remedy, got=base_url)
         self.use_chat_template = use_chat_template
         self.llm = LLM(model_name, **settings)
-        atexit.register(self.llm.close)  # models that Inspect keeps are never closed
+        atexit.register(self.llm.close)  # Inspect does not close models that it keeps
         if lora is not None:
             self.llm.add_lora("lora", lora)
         self.client = (self.llm if lora is None else self.llm.with_lora("lora")).client
@@ -132,13 +132,13 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # of another package, which 
         tool_choice: Any,
         config: GenerateConfig,
     ) -> ModelOutput:
-        """The next message of a conversation, with the log-probabilities that `config` asks for; nats.
+        """Generate the next message of a conversation, with the requested log-probabilities (nats).
 
-        `logprobs` has a row for each token of the reply, marks of reasoning and calls too. A prompt that does
-        not fit ends as `model_length`, as does a reply that fills the model's context.
+        `logprobs` has a row for each token of the reply, including markers of reasoning and tool calls. If
+        the prompt is too long, or the reply fills the model's context, the stop reason is `model_length`.
 
         Raises:
-            ParameterError: a field that cannot be honoured, or what the chat template refuses.
+            ParameterError: a field is not supported, or the chat template rejects the messages.
         """
         asked = await self._asked(input, tools, tool_choice, config)
         try:
@@ -153,32 +153,32 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # of another package, which 
         return reply
 
     async def tokenize(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens."""
+        """Encode a text without special tokens."""
         ids: list[int] = self.text.encode(text, add_special_tokens=False).tolist()
         return ids
 
     async def count_text_tokens(self, text: str) -> int:
-        """How many tokens a text has."""
+        """Return the number of tokens of a text."""
         return len(await self.tokenize(text))
 
     def max_connections(self) -> int:
-        """As many samples at once as a step has rows."""
+        """Return the number of concurrent samples: `max_batch_rows`."""
         return self.llm.config.max_batch_rows
 
     def connection_key(self) -> str:
-        """Each model has its own engine."""
+        """Return the model's name, because each model has its own engine."""
         return str(self.model_name)
 
     def collapse_user_messages(self) -> bool:
-        """Templates want turns that alternate."""
+        """Return True: chat templates expect alternating turns."""
         return True
 
     def collapse_assistant_messages(self) -> bool:
-        """Templates want turns that alternate."""
+        """Return True: chat templates expect alternating turns."""
         return True
 
     def close(self) -> None:
-        """End the engine."""
+        """Close the engine."""
         self.llm.close()
 
     async def _asked(
@@ -203,7 +203,11 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # of another package, which 
         calls = self._calls(functions, tool_choice, config, prompt)
         if calls is not None:
             is_free = params.response_format is None
-            require(is_free, "response_schema", "and tool_choice both give the form of the reply")
+            require(
+                is_free,
+                "response_schema",
+                "cannot be combined with tool_choice any or a tool; leave one of them out",
+            )
             params = replace(params, response_format=calls)
         is_formed = calls is None and params.response_format is not None
         begun = "" if is_formed else prompt
@@ -212,10 +216,10 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # of another package, which 
     def _plain_prompt(
         self, messages: list[Any], functions: Sequence[Any], variables: Mapping[str, Any]
     ) -> tuple[str, list[int]]:
-        """One user's message as it is, as a text or as the ids of its metadata."""
+        """Return the prompt of a single user message: its text, or `prompt_token_ids` of its metadata."""
         [*before, message] = messages
         is_one = not before and isinstance(message, ChatMessageUser) and not functions and not variables
-        remedy = "goes with one user's message, without tools and template variables; leave it out"
+        remedy = "supports only a single user message without tools or template variables; leave it out"
         require(is_one, "use_chat_template=false", remedy)
         ids = (message.metadata or {}).get("prompt_token_ids")
         return message.text, self.text.encode(message.text).tolist() if ids is None else ids
@@ -227,31 +231,33 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # of another package, which 
         known = variables_of(str(self.text.tokenizer.chat_template))
         ways = [{"reasoning_effort": effort}, *([{"enable_thinking": False}] if effort == "none" else [])]
         read = [way for way in ways if way.keys() <= known]
-        require(read, "reasoning_effort", "says nothing to the model's chat template; leave it out")
+        require(read, "reasoning_effort", "is not supported by the model's chat template; leave it out")
         return variables | read[0]
 
     def _calls(
         self, functions: Sequence[dict[str, Any]], tool_choice: Any, config: GenerateConfig, prompt: str
     ) -> dict[str, Any] | None:
-        """The form of a reply that must call; None where the model is free."""
+        """Return the response format that enforces a tool call; None if none is enforced."""
         is_named = isinstance(tool_choice, ToolFunction)
         is_single = config.parallel_tool_calls is False
         if not functions or not (is_named or tool_choice == "any"):
-            remedy = "cannot be promised where the model is free to call; give tool_choice any, or a tool"
+            remedy = "False needs tool_choice any or a tool; set it, or leave parallel_tool_calls out"
             require(not (functions and is_single), "parallel_tool_calls", remedy)
             return None
         form = self._form()
         if form is None or form.tools is None:
-            raise ParameterError("tool_choice", "how this model writes calls is not known; give auto")
+            raise ParameterError(
+                "tool_choice", "the format of this model's tool calls is not known; use auto"
+            )
         wanted = tool_choice.name if is_named else "required"
         return call_format(form, functions, wanted, parallel=not is_single, prefix=prompt)
 
     def _form(self) -> ResponseForm | None:
-        """How the model writes its replies."""
+        """Return the format of the model's replies; None if unknown or without chat template."""
         return template_of(self.text) if self.use_chat_template else None
 
     def _reply(self, asked: Asked, output: RequestOutput) -> dict[str, Any]:
-        """What was generated in the shape of OpenAI's chat, as servers of this library and vLLM's have it."""
+        """Format an output as an OpenAI chat completion, like the servers of this library and vLLM."""
         num_prompt, num_tokens = (
             len(output.prompt_token_ids),
             sum(len(one.token_ids) for one in output.outputs),
@@ -284,14 +290,14 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # of another package, which 
         }
 
     def _message(self, asked: Asked, completion: CompletionOutput) -> dict[str, Any]:
-        """What the assistant says: content, reasoning and calls apart, where the model's form is known."""
+        """Split a completion into content, reasoning and tool calls, if the model's format is known."""
         form = self._form()
         may_call = bool(asked.functions) and form is not None and form.tools is not None
         if form is None or not (form.has_reasoning or may_call):
             return {"role": "assistant", "content": completion.text}
         cutter: Cutter[CompletionOutput] = Cutter(self.text.bytes_of, (), 0)
         piece = cutter.take(completion)
-        assert piece is not None, "it has ended"
+        assert piece is not None, "the completion has ended"
         channels = Channels(form, asked.begun, self.text, asked.functions)
         parts = channels.take(piece)
         said = {
@@ -315,21 +321,21 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # of another package, which 
 
 
 def _function(tool: Any) -> dict[str, Any]:
-    """A tool as chat templates take it."""
+    """Convert a tool to OpenAI's format, which chat templates take."""
     return {"type": "function", "function": tool.model_dump(exclude={"options"}, exclude_none=True)}
 
 
 def _params(config: GenerateConfig, further: Mapping[str, Any]) -> SamplingParams:
-    """What a configuration asks for, and what `extra_body` says in the words of `SamplingParams`.
+    """Convert a configuration and `further`, fields of `SamplingParams` that override it.
 
     Raises:
-        ParameterError: a field that is not honoured here.
+        ParameterError: a field is not supported.
     """
     given = {name: value for name, value in config.model_dump().items() if value is not None}
     for name in given.keys() - READ - OF_INSPECT - OF_HTTP:
         raise UnknownParameterError(name, READ, of="logprobe/")
     asked = {own: given[name] for name, own in SAMPLING.items() if name in given}
-    require(config.logprobs or not config.top_logprobs, "top_logprobs", "comes with logprobs")
+    require(config.logprobs or not config.top_logprobs, "top_logprobs", "needs logprobs; set logprobs=True")
     if config.logprobs:
         asked["logprobs"] = config.top_logprobs or 0
     if config.response_schema is not None:

@@ -1,13 +1,12 @@
-"""lighteval on this library: a custom model, in process or behind a server's address.
+"""A custom model for lighteval, in this process or on a server.
 
     python -m logprobe.integrations.lighteval smollm2 TASKS [lighteval's own options]
     python -m logprobe.integrations.lighteval model_name=smollm2,dtype=float32 TASKS
     python -m logprobe.integrations.lighteval base_url=http://127.0.0.1:8000 TASKS
 
-is lighteval's own `lighteval custom MODEL THIS_FILE TASKS`; in Python, `Pipeline(model=LogprobeModel(...))`.
-Prompts, splits and truncation are those of lighteval's `transformers` model, and so are the scores. Nothing
-is cached on the disk, since lighteval's cache does not know when weights have changed. Needs the extra
-`lighteval`.
+runs `lighteval custom MODEL THIS_FILE TASKS`; in Python, use `Pipeline(model=LogprobeModel(...))`. Prompts,
+splits and truncation are the same as in lighteval's `transformers` model, and so are the scores. Nothing is
+cached on disk, because lighteval's cache does not notice changed weights. Needs the extra `lighteval`.
 """
 
 from __future__ import annotations
@@ -38,17 +37,19 @@ if TYPE_CHECKING:
 
 
 class LogprobeConfig(ModelConfig, extra="allow"):  # type: ignore[misc,call-arg]  # lighteval has no types
-    """What `LogprobeModel` is; further fields are settings of `EngineConfig`; of a server, `num_concurrent`.
+    """Settings of `LogprobeModel`.
+
+    Further fields are those of `EngineConfig` or, with `base_url`, `num_concurrent`.
 
     Attributes:
-        model_name: a known name, a folder, a `.gguf` file or a Hugging Face id; of a server, a name that it
-            serves. None: `smollm2`, or the server's own.
-        base_url: the address of a server of this library; None: the model runs in this process.
-        api_key: a key that the server lets in.
-        lora: a folder of LoRA weights to run on; of a server, the name of weights that are loaded there.
-        max_length: longest sequence in tokens; None: the model's context.
-        add_special_tokens: put BOS before prompts where the tokenizer does.
-        override_chat_template: lay prompts out by the chat template, or do not; None: where there is one.
+        model_name: a known name, a folder, a `.gguf` file or a Hugging Face id; with `base_url`, a name that
+            the server serves. None: `smollm2`, or the server's default model.
+        base_url: the address of a server of this library; None: run the model in this process.
+        api_key: the server's API key.
+        lora: folder of a LoRA adapter; with `base_url`, the name of an adapter that the server has loaded.
+        max_length: maximum sequence length in tokens; None: the model's context.
+        add_special_tokens: add BOS before prompts if the tokenizer does.
+        override_chat_template: True or False to use the chat template or not; None: use it if there is one.
     """
 
     model_name: str | None = None
@@ -64,12 +65,12 @@ class LogprobeModel(LightevalModel):  # type: ignore[misc]
     """A model of this library for lighteval.
 
     Args:
-        config: a `LogprobeConfig`, or lighteval's own of a custom model, whose name says the same as text.
+        config: a `LogprobeConfig`, or lighteval's config of a custom model; see `config_of` for its name.
 
     Raises:
-        ModelError: the model cannot be had or used.
-        ParameterError: a setting that cannot be used, or does not exist.
-        ServerError: there is no such server.
+        ModelError: the model cannot be loaded.
+        ParameterError: an invalid or unknown setting.
+        ServerError: the server cannot be reached, or failed.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -86,32 +87,32 @@ class LogprobeModel(LightevalModel):  # type: ignore[misc]
             tokenizer=self.tokenizer, override_chat_template=own.override_chat_template
         )
         self.prompt_manager = PromptManager(self.use_chat_template, self.tokenizer, own.system_prompt)
-        # lighteval tells every model's cache of its tasks; there is none.
+        # lighteval registers its tasks in each model's cache; this one does nothing.
         self._cache = SimpleNamespace(_init_registry=lambda _: None)
 
     @property
     def tokenizer(self) -> Any:
-        """The model's own."""
+        """The model's tokenizer."""
         return self.model.tokenizer
 
     @property
     def add_special_tokens(self) -> bool:
-        """Whether BOS stands before prompts."""
+        """True if BOS is added before prompts."""
         return bool(self._add_special_tokens)
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest sequence."""
+        """Maximum sequence length in tokens."""
         return int(self._max_length)
 
     def loglikelihood(self, docs: list[Doc]) -> list[ModelResponse]:
-        """The logprob of each choice after its prompt, cut on the left where it is too long; nats."""
+        """Return the log-probability of each choice after its prompt, truncated on the left; nats."""
         pairs = [self._pairs(doc) for doc in docs]
         scores = iter(self.model.score([self._cut(*pair) for own in pairs for pair in own]))
         return [self._response(own, [next(scores) for _ in own]) for own in pairs]
 
     def loglikelihood_rolling(self, docs: list[Doc]) -> list[ModelResponse]:
-        """The logprob of each whole text after its prompt, or after BOS or EOS, in sliding windows; nats."""
+        """Return the log-probability of each text after its prompt, BOS or EOS, in sliding windows; nats."""
         pairs = [self._pairs(doc) for doc in docs]
         windows = [[self._windows(*pair) for pair in own] for own in pairs]
         flat = [window for own in windows for of_text in own for window in of_text]
@@ -120,7 +121,7 @@ class LogprobeModel(LightevalModel):  # type: ignore[misc]
         return [self._response(*both) for both in zip(pairs, sums, strict=True)]
 
     def greedy_until(self, docs: list[Doc]) -> list[ModelResponse]:
-        """Texts up to their stop strings; greedy, unless the generation parameters say otherwise."""
+        """Generate up to the stop strings; greedy, unless the generation parameters set a temperature."""
         prompts = [self._prompt_ids(doc) for doc in docs]
         params = [self._params(doc, len(ids)) for doc, ids in zip(docs, prompts, strict=True)]
         cut = [
@@ -138,7 +139,7 @@ class LogprobeModel(LightevalModel):  # type: ignore[misc]
         ]
 
     def _pairs(self, doc: Doc) -> list[Pair]:
-        """A document's prompt and each of its choices, as lighteval splits them."""
+        """Return a document's prompt paired with each of its choices, split as lighteval does."""
         context = self.prompt_manager.prepare_prompt(doc)
         contexts, continuations = self.tok_encode_pair(context, doc.choices, pairwise=True)
         return [
@@ -147,7 +148,7 @@ class LogprobeModel(LightevalModel):  # type: ignore[misc]
         ]
 
     def _cut(self, context: list[int], continuation: list[int]) -> Pair:
-        """The last `max_length` tokens."""
+        """Keep the last `max_length` tokens."""
         excess = len(context) + len(continuation) - self.max_length
         return (context[excess:], continuation) if excess > 0 else (context, continuation)
 
@@ -170,16 +171,14 @@ class LogprobeModel(LightevalModel):  # type: ignore[misc]
         return self.model.encode(prompt, add_special_tokens=self.add_special_tokens)
 
     def _params(self, doc: Doc, num_prompt: int) -> SamplingParams:
-        """What the configuration and the task ask of a document's texts.
+        """Return the sampling parameters of a document, from the configuration and the task.
 
         Raises:
-            ParameterError: a parameter that is not known here, or several texts of one greedy choice.
+            ParameterError: an unknown parameter, or several samples with temperature 0.
         """
         asked = {name: value for name, value in self.sampling.items() if value is not None}
         is_greedy = asked.get("temperature", 0) == 0
-        require(
-            doc.num_samples == 1 or not is_greedy, "temperature", "0 gives one text; raise it for samples"
-        )
+        require(doc.num_samples == 1 or not is_greedy, "temperature", "must be > 0 for several samples")
         stop = [] if self.use_chat_template else list(doc.stop_sequences or ())
         asked["stop"] = [*asked.get("stop", ()), *(term for term in stop if term)]
         asked.setdefault("max_tokens", doc.generation_size or max(self.max_length - num_prompt, 1))
@@ -187,14 +186,14 @@ class LogprobeModel(LightevalModel):  # type: ignore[misc]
 
 
 def _sum(scores: Sequence[Scored]) -> Scored:
-    """All windows of a text."""
+    """Combine the scores of all windows of a text."""
     return scores[0]._replace(
         logprob=sum(score.logprob for score in scores), is_greedy=all(score.is_greedy for score in scores)
     )
 
 
 def config_of(text: str) -> LogprobeConfig:
-    """A model's name, or `field=value` with commas between, as lighteval's own commands take them."""
+    """Parse a model's name, or comma-separated `field=value` pairs as in lighteval's own commands."""
     config: LogprobeConfig = (
         LogprobeConfig.from_args(text) if "=" in text else LogprobeConfig(model_name=text)
     )
@@ -202,7 +201,7 @@ def config_of(text: str) -> LogprobeConfig:
 
 
 def value_of(value: Any) -> Any:
-    """A setting from a text of JSON, or the text itself."""
+    """Parse a setting as JSON; return the string itself if it is not JSON."""
     if not isinstance(value, str):
         return value
     try:
@@ -212,7 +211,7 @@ def value_of(value: Any) -> Any:
 
 
 def main() -> None:
-    """Be lighteval's own command on a model of this library."""
+    """Run lighteval's own command with a model of this library."""
     from lighteval.__main__ import app
 
     model, *rest = sys.argv[1:] or ["--help"]

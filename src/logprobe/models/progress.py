@@ -1,4 +1,4 @@
-"""How far a first load is: one bar on the terminal, of the model's bytes each time that they are read."""
+"""Progress bar of a model's first load, which reads all weights several times."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.models.sources import Rows, Source
 
-MIN_BYTES: Final = 1 << 28  # of a model that is worth a bar
+MIN_BYTES: Final = 1 << 28  # smallest model that gets a progress bar
 
 
 class LoadProgress:
-    """The bar of a load that reads all weights several times; of a small model there is none."""
+    """A progress bar on standard error; models smaller than `MIN_BYTES` get none."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -36,7 +36,13 @@ class LoadProgress:
             self._bar.stop()
 
     def start(self, source: Source, num_bytes: int, num_times: int) -> None:
-        """Show a bar for weights of so many bytes, or say on what is no terminal that it takes a while."""
+        """Show the bar; if standard error is not a terminal, print one line instead.
+
+        Args:
+            source: the weights that will be read.
+            num_bytes: size of the weights on disk.
+            num_times: how often the load reads all weights.
+        """
         if num_bytes < MIN_BYTES:
             return
         from rich.console import Console
@@ -44,7 +50,7 @@ class LoadProgress:
 
         console = Console(stderr=True)
         if not console.is_terminal:
-            say(f"{self._name}: a first load packs and proves {num_bytes / 1e9:.1f} GB; later ones do not")
+            say(f"{self._name}: packing and verifying {num_bytes / 1e9:.1f} GB on first load")
             return
         num_weights = sum(map(math.prod, source.shapes.values()))
         self._scale = num_bytes / num_weights
@@ -54,35 +60,35 @@ class LoadProgress:
         self._bar.start()
 
     def say(self, what: str) -> None:
-        """What is done from here on: `packing`, `proving`."""
+        """Set the bar's description, for example `packing`."""
         if self._bar is not None:
             self._bar.update(self._task, description=f"{self._name}: {what}")
 
     def advance(self, num_weights: int) -> None:
-        """So many weights have been read."""
+        """Advance the bar by a number of weights that have been read."""
         if self._bar is not None:
             self._bar.advance(self._task, num_weights * self._scale)
 
 
 class CountedSource:
-    """A source whose reading is told to a bar."""
+    """A source that advances a progress bar as it is read."""
 
     def __init__(self, source: Source, progress: LoadProgress) -> None:
         self._source, self._progress = source, progress
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """What there is."""
+        """Shapes of the tensors by name."""
         return self._source.shapes
 
     def read(self, name: str, rows: Rows = EVERY) -> Tensor:
-        """Some rows of one tensor."""
+        """Read rows of one tensor."""
         tensor = self._source.read(name, rows)
         self._progress.advance(tensor.numel())
         return tensor
 
     def panels(self, name: str) -> PanelWeights | None:
-        """A matrix that lies in blocks, as panels of those."""
+        """Return a quantised matrix as panels; see `Source.panels`."""
         panels = self._source.panels(name)
         if panels is not None:
             self._progress.advance(panels.num_outputs * panels.num_inputs)

@@ -1,4 +1,4 @@
-"""What other libraries say while they and a model load, kept from standard error."""
+"""Suppress the warnings and progress bars of other libraries while a model loads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Import what imports tqdm, which in a notebook asks for ipywidgets for bars that nobody wants."""
+    """Suppress tqdm's warning about missing ipywidgets when it is imported in a notebook."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="IProgress not found")
         yield
@@ -20,7 +20,7 @@ def quiet_imports() -> Iterator[None]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keep transformers' progress bar and advice from standard error while a model loads."""
+    """Suppress transformers' progress bar and warnings while a model loads."""
     with quiet_imports():
         from transformers.utils import logging as transformers_logging
 

@@ -1,6 +1,6 @@
-"""A model's name → the folder with its files, fetched and read if they are not there yet.
+"""Resolve a model's name to the folder with its files, and download or convert them if needed.
 
-The command line and the engine call `resolve`; `loading` and `vocabulary` take what it returns.
+The command line and the engine call `resolve`; `loading` and `vocabulary` take the `ModelFiles` it returns.
 """
 
 from __future__ import annotations
@@ -28,26 +28,28 @@ from logprobe.models.sources import weight_files
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A folder with config, weights and tokenizer files, and the name it was asked for by."""
+    """The folder with a model's config, weights and tokenizer files, and the name it was requested by."""
 
     name: str
     folder: Path
-    version: str | None = (
-        None  # of the weights, where the name alone tells: `sha256:` of a GGUF file, or `commit:`
-    )
+    # Of the weights, if known without reading them: `sha256:` of a GGUF file, or `commit:` of a repository.
+    version: str | None = None
 
 
 def resolve(name: str, *, download: bool = True) -> ModelFiles:
     """Find a model's files by known name, local folder, local `.gguf` file or Hugging Face id, in this order.
 
-    With `download=False` only what is on this machine is used. `./name` means a folder that is named like a
-    known model.
+    Use `./name` for a local folder that has the name of a known model.
+
+    Args:
+        name: a known name, path or Hugging Face id.
+        download: download missing files; False uses only files that are already on this machine.
 
     Raises:
-        ModelNotFoundError: there is no such model, or it is not here and `download` is False.
-        DownloadError: the files could not be fetched or stored.
-        ChecksumError: what was fetched is not what was published.
-        UnsupportedModelError: the files are not such as can be used here.
+        ModelNotFoundError: there is no such model, or it is not on this machine and `download` is False.
+        DownloadError: the files could not be downloaded or stored.
+        ChecksumError: a downloaded file does not have the published checksum.
+        UnsupportedModelError: the model or the format of its files is not supported.
         InputError: a GGUF file cannot be read.
     """
     if known := KNOWN_MODELS.get(name):
@@ -65,10 +67,10 @@ def resolve(name: str, *, download: bool = True) -> ModelFiles:
 
 
 def weight_version(files: ModelFiles) -> str:
-    """Which weights some files hold, as records say it.
+    """Return the version of a model's weights, as stored in records.
 
-    Of a folder: `sha256:` and the digest of its one file of weights; of several, that of the lines that
-    `sha256sum` writes of them. Files that have not changed since they were read are not read again.
+    For a folder with one weight file, `sha256:` and the file's digest; with several, `sha256:` and the digest
+    of the lines that `sha256sum` prints for them. Unchanged files are not hashed again.
 
     Raises:
         InputError: a file cannot be read.
@@ -80,13 +82,13 @@ def weight_version(files: ModelFiles) -> str:
         digests = checksums_of(paths)
     except OSError as error:
         raise InputError(
-            f"{files.folder}: cannot be read ({error.strerror}); look who may read it"
+            f"{files.folder}: cannot be read ({error.strerror}); check its permissions"
         ) from error
     return f"sha256:{digests[0]}" if len(digests) == 1 else listed_version(paths, digests)
 
 
 def quantization(files: ModelFiles) -> str | None:
-    """Quantisation of a checkpoint by llama.cpp's name, such as `Q4_1`; None for weights that have none.
+    """Return a checkpoint's quantisation as llama.cpp names it, such as `Q4_1`; None if not quantised.
 
     Raises:
         InputError: a GGUF file cannot be read.
@@ -99,71 +101,70 @@ def quantization(files: ModelFiles) -> str | None:
     if "quantization" in manifest:
         own: str | None = manifest["quantization"]
         return own
-    # An entry of an earlier version.
+    # A manifest written by an earlier version.
     from logprobe.models.gguf.file import GgufFile
 
     return GgufFile(files.folder / GGUF).quantization
 
 
 def known_folder(model: KnownModel) -> Path:
-    """Give the folder of a known model, whether it is there or not."""
+    """Return the cache folder of a known model, which need not exist."""
     return entry_folder(model.name, model.gguf_sha256)
 
 
 def checked_folder(folder: Path) -> Path:
-    """Give the folder back if it holds a config, weights and a tokenizer.
+    """Return `folder` if it has a config, weights and a tokenizer.
 
-    Weights are safetensors; or, in an entry of the cache, a GGUF file or a link to one.
+    Weights are safetensors or, in a cache entry, a GGUF file or a link to one.
 
     Raises:
         ModelNotFoundError: one of the three is missing, or a linked file has been moved or changed.
-        UnsupportedModelError: the weights or the tokenizer are only there in a form that is not read, or a
-            file is not what its name says.
+        UnsupportedModelError: the weights are pickled, or a file fails a check of `folder`.
     """
     check_files(folder)
     if not (folder / "config.json").is_file():
-        raise ModelNotFoundError(
-            f"{folder}: no config.json there; name the folder that holds the model's files"
-        )
+        raise ModelNotFoundError(f"{folder}: has no config.json; give the folder with the model's files")
     if has_gguf(folder):
         _check_linked(folder)
     elif not any(folder.glob("*.safetensors")):
         pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
         if pickled:
             raise UnsupportedModelError(
-                f"{folder}: {pickled[0]} is a pickle, which can run code, and is not read; "
+                f"{folder}: {pickled[0]} is a pickle, which can execute code and is not loaded; "
                 "save the weights as safetensors"
             )
-        raise ModelNotFoundError(f"{folder}: no *.safetensors there; the weights are missing")
+        raise ModelNotFoundError(f"{folder}: has no *.safetensors; give a folder with the weights")
     check_shards(folder)
     if not has_gguf(folder):
         check_counts(folder, weight_files(folder))
     if not (folder / "tokenizer.json").is_file():
         raise ModelNotFoundError(
-            f"{folder}: no tokenizer.json there; save the fast tokenizer there (save_pretrained)"
+            f"{folder}: has no tokenizer.json; save the fast tokenizer there (save_pretrained)"
         )
     return folder
 
 
 def has_gguf(folder: Path) -> bool:
-    """Whether it is an entry of the cache whose weights are a GGUF file's."""
+    """Return True if the folder is a cache entry with a GGUF file."""
     return (folder / MANIFEST).is_file() and ((folder / GGUF).is_symlink() or (folder / GGUF).is_file())
 
 
 def _check_linked(folder: Path) -> None:
-    """Refuse a user's file that is not what the entry was made of."""
+    """Raise if the entry links to a file that is gone or has changed since the entry was made."""
     link = folder / GGUF
     if not link.is_symlink():
         return
     path = link.readlink()
     if not path.is_file():
-        raise ModelNotFoundError(f"{path}: is not there any more; name the .gguf file where it is now")
+        raise ModelNotFoundError(f"{path}: no longer exists; give the present path of the .gguf file")
     try:
         sha256 = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["source_sha256"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ModelNotFoundError(f"{folder}: its {MANIFEST} cannot be read; remove the folder") from error
+        raise ModelNotFoundError(f"{folder}: {MANIFEST} cannot be read; remove the folder") from error
     if checksum_of(path) != sha256:
-        raise ModelNotFoundError(f"{path}: is another file by now; name it to read it anew")
+        raise ModelNotFoundError(
+            f"{path}: has changed since it was converted; load it by its path to convert it again"
+        )
 
 
 def _known_folder(model: KnownModel, *, download: bool) -> Path:
@@ -190,9 +191,7 @@ def _known_folder(model: KnownModel, *, download: bool) -> Path:
 
 def _gguf_files(name: str, path: Path) -> ModelFiles:
     if path.suffix != ".gguf":
-        raise UnsupportedModelError(
-            f"{path}: is a file, but no .gguf file; name a model folder or a .gguf file"
-        )
+        raise UnsupportedModelError(f"{path}: is not a .gguf file; give a model folder or a .gguf file")
     sha256 = checksum_of(path)
     folder = entry_folder("gguf", sha256)
     if not is_there(folder):
@@ -207,13 +206,13 @@ def _gguf_files(name: str, path: Path) -> ModelFiles:
 
 
 def _link_anew(link: Path, path: Path) -> None:
-    """Let an entry be of the same file at the place where it was named last."""
+    """Point an entry's link at the path by which the file was given last."""
     if link.is_symlink() and link.readlink() != path.absolute():
         try:
             point_at(link, path)
         except OSError as error:
             reason = error.strerror or error
-            raise DownloadError(f"{link}: cannot be made to point at {path} ({reason})") from error
+            raise DownloadError(f"{link}: cannot be linked to {path} ({reason})") from error
 
 
 def _hub_folder(name: str, *, download: bool) -> Path:
@@ -232,7 +231,7 @@ def _remove_tree(folder: Path) -> None:
 
 
 def looks_like_hub_id(name: str) -> bool:
-    """Whether a name has the form owner/name."""
+    """Return True if a name has the form `owner/name`."""
     owner, slash, repository = name.partition("/")
     return bool(slash and owner and repository) and "/" not in repository and not name.startswith((".", "~"))
 
@@ -242,5 +241,5 @@ def _not_found(name: str) -> str:
     hint = f"did you mean {near!r}? " if near else ""
     return (
         f"no model {name!r}: {hint}known names are {', '.join(KNOWN_MODELS)}; "
-        "else name a local folder, a .gguf file, or a Hugging Face id (owner/name)"
+        "or give a local folder, a .gguf file, or a Hugging Face id (owner/name)"
     )

@@ -1,7 +1,4 @@
-"""A model's weights where they lie, read one tensor at a time; nothing of them is held.
-
-Before it: the folder of a model, or a `state_dict`. After it: panels, and transformers' module (`lazy`).
-"""
+"""Read a model's weights one tensor at a time, from files or from a `state_dict`, without holding them."""
 
 from __future__ import annotations
 
@@ -32,20 +29,20 @@ class Source(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """What there is."""
+        """Shapes of the tensors by name."""
 
     def read(self, name: str, rows: Rows = EVERY) -> torch.Tensor:
-        """Some rows of one tensor, of the dtype in which it lies; float32 where it lies in blocks."""
+        """Read rows of one tensor in its stored dtype; float32 if it is quantised."""
 
     def panels(self, name: str) -> PanelWeights | None:
-        """A matrix that lies in blocks, as panels of those; None where it lies in floats."""
+        """Return a quantised matrix as panels; None for float tensors and types without a panel format."""
 
 
 class FolderSource:
-    """The safetensors files of a folder, mapped while a tensor of them is in use."""
+    """The safetensors files of a folder, mapped only while a tensor of them is in use."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the names.
+        """Read the names and shapes of all tensors.
 
         Raises:
             UnsupportedModelError: a file cannot be read.
@@ -66,11 +63,11 @@ class FolderSource:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """What there is."""
+        """Shapes of the tensors by name."""
         return self._shapes
 
     def read(self, name: str, rows: Rows = EVERY) -> torch.Tensor:
-        """Some rows of one tensor, on the file's own pages: they go with it."""
+        """Read rows of one tensor; the file stays mapped as long as the tensor exists."""
         from safetensors import safe_open
 
         with safe_open(self._files[name], framework="pt") as file:
@@ -78,51 +75,51 @@ class FolderSource:
         return tensor if rows is EVERY else tensor[rows]
 
     def panels(self, name: str) -> PanelWeights | None:
-        """None: floats."""
+        """Return None: the tensors are floats."""
 
 
 class StateSource:
-    """Weights that are in memory."""
+    """Weights in memory."""
 
     def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
         self._state = state
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """What there is."""
+        """Shapes of the tensors by name."""
         return {name: tuple(tensor.shape) for name, tensor in self._state.items()}
 
     def read(self, name: str, rows: Rows = EVERY) -> torch.Tensor:
-        """Some rows of one tensor; no copy."""
+        """Return rows of one tensor; a slice is a view."""
         tensor = self._state[name]
         return tensor if rows is EVERY else tensor[rows]
 
     def panels(self, name: str) -> PanelWeights | None:
-        """None: floats."""
+        """Return None: the tensors are floats."""
 
 
 class RenamedSource:
-    """A source by other names."""
+    """A source under other names; `names` maps each new name to the source's."""
 
     def __init__(self, source: Source, names: Mapping[str, str]) -> None:
         self._source, self._names = source, names
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """What there is."""
+        """Shapes of the tensors by name."""
         return {name: self._source.shapes[own] for name, own in self._names.items()}
 
     def read(self, name: str, rows: Rows = EVERY) -> torch.Tensor:
-        """Some rows of one tensor."""
+        """Read rows of one tensor."""
         return self._source.read(self._names[name], rows)
 
     def panels(self, name: str) -> PanelWeights | None:
-        """A matrix that lies in blocks, as panels of those."""
+        """Return a quantised matrix as panels; see `Source.panels`."""
         return self._source.panels(self._names[name])
 
 
 def made_ahead(tasks: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """What each task gives, in their order, done on all cores, as many ahead of who takes them."""
+    """Run tasks on all cores and yield their results in order, with one task per core computed ahead."""
     num_threads = os.cpu_count() or 1
     waiting: deque[Future[T]] = deque()
     with ThreadPoolExecutor(num_threads) as pool:
@@ -135,12 +132,12 @@ def made_ahead(tasks: Iterable[Callable[[], T]]) -> Iterator[T]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a folder's weights: of those that transformers writes, or else all safetensors.
+    """List a folder's weight files: those that transformers would load, else all safetensors and GGUF files.
 
-    Some repositories hold the same weights twice, in files of another program's names beside these.
+    Some repositories also contain the same weights in files named by another program.
 
     Raises:
-        UnsupportedModelError: the index of its shards cannot be read.
+        UnsupportedModelError: the index of the shards cannot be read.
     """
     whole = folder / "model.safetensors"
     if whole.is_file():
@@ -151,5 +148,5 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_bytes(folder: Path) -> int:
-    """What the files of a model's weights take."""
+    """Return the total size of a folder's weight files."""
     return sum(file.stat().st_size for file in weight_files(folder))

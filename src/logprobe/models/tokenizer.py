@@ -1,4 +1,4 @@
-"""The tokenizer class that adds nothing on its own."""
+"""A fast tokenizer that adds no special tokens by default."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 @final
 class ExactTokenizer(PreTrainedTokenizerFast):
-    """transformers' fast tokenizer, with special tokens added only where the call asks for them."""
+    """transformers' fast tokenizer with `add_special_tokens=False` as the default."""
 
     def __call__(self, *args: Any, add_special_tokens: bool = False, **options: Any) -> BatchEncoding:
         """Encode text or a batch of texts; see transformers' `PreTrainedTokenizerBase.__call__`."""

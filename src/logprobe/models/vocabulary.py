@@ -1,8 +1,7 @@
-"""Token ids → the exact bytes that each one stands for, from the tokenizer's own files.
+"""Map token ids to the exact bytes of their tokens.
 
-Made once from what `loading` gives; the text of tokens is looked up here wherever records reach a person or
-the wire. Two alphabets are known: byte-level (each character of a piece is one byte) and marked spaces with
-byte fallback (`▁` is a space, `<0x0A>` is a byte), which SentencePiece models use.
+Two kinds of vocabulary are supported: byte-level (each character of a piece is one byte), and SentencePiece
+with byte fallback (`▁` is a space, `<0x0A>` is a byte).
 """
 
 from __future__ import annotations
@@ -30,15 +29,14 @@ _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class Vocabulary:
     """The bytes of every token id, in one blob.
 
-    Concatenating the bytes of `encode(text, add_special_tokens=False)` gives `text.encode()`, with these
-    exceptions, all of them the tokenizer's: a normaliser's changes (Qwen's NFC) show; a byte that a
-    byte-level vocabulary lacks is dropped (`missing_bytes`); a marked-space tokenizer writes a space and the
-    character `▁` (U+2581) the same way, so `▁` comes back as a space; and one that puts a space before the
-    text gives that space back.
+    Concatenating the bytes of the tokens of `encode(text, add_special_tokens=False)` gives `text.encode()`,
+    except where the tokenizer itself changes the text: a normaliser (NFC in Qwen's tokenizers) changes
+    characters; a byte that a byte-level vocabulary lacks is dropped (`missing_bytes`); a SentencePiece
+    tokenizer encodes `▁` (U+2581) as a space; and one that adds a space before the text also decodes it.
     """
 
     def __init__(self, pieces: Iterable[bytes | None]) -> None:
-        """Store the pieces: `pieces[i]` is the bytes of id `i`, or None where there is no such id."""
+        """Store the pieces: `pieces[i]` is the bytes of id `i`, or None if there is no such id."""
         known = list(pieces)
         lengths = np.fromiter((len(piece or b"") for piece in known), np.int64, len(known))
         self._blob = b"".join(piece for piece in known if piece)
@@ -49,10 +47,10 @@ class Vocabulary:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: PreTrainedTokenizerFast | Tokenizer) -> Vocabulary:
-        """Read a fast tokenizer's pieces and decode each by the rule of the tokenizer's own decoder.
+        """Decode each piece of a fast tokenizer's vocabulary by the rule of the tokenizer's decoder.
 
         Raises:
-            UnsupportedModelError: the decoder's pieces have no exact bytes (WordPiece, for instance), or an
+            UnsupportedModelError: the tokenizer has no exact bytes per token (WordPiece, for instance), or an
                 id is not below `MAX_TOKENS`.
         """
         backend: Any = getattr(tokenizer, "backend_tokenizer", tokenizer)
@@ -64,7 +62,7 @@ class Vocabulary:
         largest = max(*own.values(), *added, -1, -1)
         if largest >= MAX_TOKENS:
             raise UnsupportedModelError(
-                f"tokenizer.json: has the token id {largest}, and ids must be below {MAX_TOKENS}; "
+                f"tokenizer.json: has the token id {largest}, but ids must be below {MAX_TOKENS}; "
                 "fetch the model again"
             )
         pieces: list[bytes | None] = [None] * (largest + 1)
@@ -76,34 +74,34 @@ class Vocabulary:
         return cls(pieces)
 
     def __len__(self) -> int:
-        """Count the ids: one more than the tokenizer's largest."""
+        """Return the number of ids: the tokenizer's largest id plus one."""
         return len(self._is_known)
 
     @cached_property
     def missing_bytes(self) -> bytes:
-        """The byte values that no token holds alone, ascending: a byte-level tokenizer drops them from text.
+        """Byte values without a single-byte token, ascending; a byte-level tokenizer drops them from text.
 
-        A vocabulary may hold only the bytes of its training text: SmolLM2's lacks six control characters and
-        the bytes that begin code points of unassigned planes.
+        A vocabulary may contain only the bytes of its training text: SmolLM2's lacks six control characters
+        and the lead bytes of unassigned planes.
         """
         lengths = np.diff(self._offsets)
         single = np.frombuffer(self._blob, np.uint8)[self._offsets[:-1][lengths == 1]]
         return bytes(np.setdiff1d(np.arange(256, dtype=np.uint8), single))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Give the exact bytes of one token; none for an id that only the model has (a padded head).
+        """Return the exact bytes of one token; b"" for an id beyond the tokenizer's (a padded output head).
 
         Raises:
             ParameterError: the id is negative.
         """
         if token_id < 0:
-            raise ParameterError("token_id", f"is {token_id}; ids count from 0")
+            raise ParameterError("token_id", f"must be >= 0, got {token_id}")
         if token_id >= len(self):
             return b""
         return self._blob[self._offsets[token_id] : self._offsets[token_id + 1]]
 
     def token_text(self, token_id: int) -> str:
-        r"""Give one token as valid text: bytes that are no whole UTF-8 show as `\xNN`, unknown ids as `<id>`.
+        r"""Return one token as text: bytes that are not valid UTF-8 become `\xNN`, unknown ids `<id>`.
 
         Raises:
             ParameterError: the id is negative.
@@ -114,7 +112,7 @@ class Vocabulary:
         return piece.decode("utf-8", "backslashreplace")
 
     def bytes_of(self, token_ids: Iterable[int]) -> bytes:
-        """Concatenate the bytes of some tokens.
+        """Concatenate the bytes of tokens.
 
         Raises:
             ParameterError: an id is negative.
@@ -130,7 +128,7 @@ def _piece_decoder(backend: Tokenizer) -> Callable[[str], bytes]:
     if kinds and kinds <= {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}:
         return _from_marked_spaces(steps)
     raise UnsupportedModelError(
-        f"tokenizer decoder {' + '.join(sorted(kinds)) or 'none'}: its tokens have no exact bytes; "
+        f"tokenizer.json: decoder {' + '.join(sorted(kinds)) or 'none'} gives tokens no exact bytes; "
         "use a model with a byte-level or SentencePiece tokenizer"
     )
 
@@ -151,7 +149,7 @@ def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _alphabet() -> dict[int, int]:
-    """Map the 256 characters of byte-level pieces to their bytes (GPT-2's table, turned round)."""
+    """Map the 256 characters of byte-level pieces to their bytes (the inverse of GPT-2's table)."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     shifted = [byte for byte in range(256) if byte not in set(plain)]
     return {byte: byte for byte in plain} | {256 + place: byte for place, byte in enumerate(shifted)}
@@ -164,7 +162,7 @@ def _from_byte_level(piece: str) -> bytes:
     try:
         return bytes([_BYTE_OF_CHARACTER[ord(character)] for character in piece])
     except KeyError:
-        # Not of the alphabet: the tokenizer's decoder, too, takes such a piece as it is written.
+        # The tokenizer's decoder also takes a piece with other characters literally.
         return piece.encode()
 
 

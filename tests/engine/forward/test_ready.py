@@ -205,7 +205,7 @@ def test_a_cache_that_cannot_be_written_costs_speed_alone(
     with open_llm(llama) as llm:
         assert not is_recalled(llm)
         assert len(scored(llm)) > 0
-    assert "at each load" in caplog.text
+    assert "each load verifies and packs again" in caplog.text
 
 
 def test_a_recalled_model_runs_lora_weights(
@@ -254,7 +254,7 @@ def test_a_copied_folder_is_recalled_and_other_weights_are_not(llama: Path, tmp_
 def test_why_nothing_is_kept_is_said_once(llama: Path, home: Path, caplog: pytest.LogCaptureFixture) -> None:
     home.write_text("no folder")
     with open_llm(llama):
-        messages = [line for line in caplog.messages if "proven and packed again at each load" in line]
+        messages = [line for line in caplog.messages if "each load verifies and packs again" in line]
     assert len(messages) == 1
     assert "cannot write below" in messages[0]
 

@@ -167,10 +167,10 @@ def test_no_server_there_is_an_error_at_once() -> None:
 @pytest.mark.parametrize(
     ("reply", "word"),
     [
-        (http("200 OK", b"<html>"), "no server of this library"),
-        (http("200 OK", b"{}"), "no server of this library"),
-        (http("404 Not Found", b"gone"), "is it one"),
-        (http("404 Not Found", b'{"detail": "Not Found"}'), "is it one"),
+        (http("200 OK", b"<html>"), "is not a logprobe server"),
+        (http("200 OK", b"{}"), "is not a logprobe server"),
+        (http("404 Not Found", b"gone"), "without an error of a logprobe server"),
+        (http("404 Not Found", b'{"detail": "Not Found"}'), "without an error of a logprobe server"),
     ],
 )
 def test_another_kind_of_server_is_told_as_such(reply: bytes, word: str) -> None:

@@ -97,7 +97,7 @@ class TestOptions:
     def test_what_vllm_refuses_is_told_in_its_words(self, vllm_config: EngineConfig) -> None:
         with pytest.raises((ParameterError, ModelError), match="max_model_len"):
             start_engine(replace(vllm_config, max_model_len=100_000))
-        with pytest.raises(ParameterError, match="this vLLM runs on cpu"):
+        with pytest.raises(ParameterError, match="the device of this vLLM"):
             start_engine(replace(vllm_config, device="cuda"))
 
     @pytest.mark.real_model

@@ -96,7 +96,7 @@ def test_a_header_that_cannot_be_believed_is_refused_at_once(name: str, tmp_path
     path = tmp_path / "x.gguf"
     path.write_bytes(HOSTILE[name])
     start = time.monotonic()
-    with pytest.raises(InputError, match=r"not a readable GGUF file|is empty"):
+    with pytest.raises(InputError, match=r"not a valid GGUF file|is empty"):
         GgufFile(path)
     assert time.monotonic() - start < LIMIT_S
 
@@ -133,7 +133,7 @@ def test_sizes_that_no_model_has_are_refused_at_once(
     place = data.index(name) + len(name) + 4
     data[place : place + 4] = struct.pack("<I", value)
     path.write_bytes(data)
-    with pytest.raises(ModelError, match=r"no model has|layers and"):
+    with pytest.raises(ModelError, match=r"is not a valid size|layers but only"):
         build_config(GgufFile(path))
 
 

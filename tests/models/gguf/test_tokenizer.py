@@ -190,7 +190,7 @@ def tiny_byte_level(tmp_path_factory: pytest.TempPathFactory, write_gguf: Callab
 
 def test_an_unknown_rule_is_refused_by_name(tmp_path: Path, write_gguf: Callable[..., Path]) -> None:
     gguf = GgufFile(write_gguf(tmp_path / "tiny.gguf", rule="tekken"))
-    with pytest.raises(UnsupportedModelError, match="splitting rule 'tekken'"):
+    with pytest.raises(UnsupportedModelError, match="pre-tokenizer 'tekken'"):
         build_tokenizer(gguf)
 
 

@@ -1,1 +1,1 @@
-"""A server of this project as an engine, and `RemoteLM` on it; needs httpx."""
+"""`RemoteLM`, next-token distributions from a server of this library; needs httpx."""

@@ -1,4 +1,4 @@
-"""`Link`: exchanges with one server, its failures as this library's errors.
+"""`Link`: HTTP requests to one server, with its failures raised as this library's errors.
 
 A link belongs to one event loop.
 """
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FACTS_BYTES: Final = 1 << 20  # of a reply about the server; of what stands around others
+FACTS_BYTES: Final = 1 << 20  # maximum reply about the server; also allowed for the rest of other replies
 TOKENIZER_BYTES: Final = 1 << 28
-TOKEN_BYTES: Final = 256  # of one token of a sample: its id and its text as JSON
-MAX_OF_ANY: Final = 1 << 48  # no size is as large
+TOKEN_BYTES: Final = 256  # maximum per token of a sample: its id and text as JSON
+MAX_OF_ANY: Final = 1 << 48  # upper bound of any size that a server reports
 MASS_TOLERANCE: Final = 1e-3
 
 
 class Told(msgspec.Struct):
-    """What a server says of a failure."""
+    """Error object of a server's reply."""
 
     message: str = ""
     param: str | None = None
@@ -55,28 +55,28 @@ class Failure(msgspec.Struct):
 
 @final
 class Link(HttpClient):
-    """Exchanges with the server at `url`, each within `timeout_s`, waits for a full server included.
+    """HTTP client of the server at `url`; `timeout_s` includes retries while the server is full.
 
     Raises:
         ModelError: httpx is not installed.
-        ParameterError: a value that cannot be used.
+        ParameterError: an invalid value.
     """
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
         super().__init__(url, api_key, timeout_s, timeout_name="request_timeout")
 
     async def get(self, path: str, max_bytes: int) -> bytes:
-        """Return the body of a reply.
+        """Return the body of the reply to a GET request.
 
         Raises:
-            ParameterError: the server refuses a value, or the key.
+            ParameterError: the server rejects a value or the API key.
             ServerError: the server failed, stayed full, cannot be reached or took too long, or its reply is
                 longer than `max_bytes`.
         """
         return await self._body("GET", path, None, max_bytes)
 
     async def post(self, path: str, body: Any, max_bytes: int) -> bytes:
-        """Return the body of the reply to a JSON body; errors as `get`."""
+        """Return the body of the reply to a POST request with a JSON body; errors as `get`."""
         return await self._body("POST", path, msgspec.json.encode(body), max_bytes)
 
     async def _body(self, method: str, path: str, content: bytes | None, max_bytes: int) -> bytes:
@@ -87,11 +87,13 @@ class Link(HttpClient):
 
 
 def as_error(status: int, content: bytes, what: str) -> LogprobeError:
-    """What a reply other than 2xx means to the caller."""
+    """Convert a reply with a status other than 2xx to an exception."""
     try:
         failure = msgspec.json.decode(content, type=Failure).error
     except (ValueError, RecursionError):
-        return ServerError(f"{what}: status {status}, and no word of this library's server; is it one?")
+        return ServerError(
+            f"{what}: status {status} without an error of a logprobe server; check the address"
+        )
     message, param = printable(failure.message), failure.param and printable(failure.param)
     if status in {401, 403}:
         return ParameterError("api_key", message)
@@ -104,15 +106,17 @@ def as_error(status: int, content: bytes, what: str) -> LogprobeError:
 
 
 def decoded(data: bytes, kind: type[T], what: str) -> T:
-    """A reply's JSON.
+    """Decode a JSON reply.
 
     Raises:
-        ServerError: it is no JSON, or of another shape.
+        ServerError: the reply is not JSON, or does not match `kind`.
     """
     try:
         return msgspec.json.decode(data, type=kind)
     except (ValueError, RecursionError) as error:
-        raise ServerError(f"{what}: is no server of this library ({printable(str(error))})") from error
+        raise ServerError(
+            f"{what}: is not a logprobe server ({printable(str(error))}); check the address"
+        ) from error
 
 
 ROWS = "/v1/next_token_logprobs"
@@ -127,11 +131,11 @@ CARRIED: Final = (
     "ignore_eos",
     "lora",
 )
-"""What a remote sample takes of `SamplingParams`, under the same names."""
+"""Fields of `SamplingParams` that are sent with a sample, under the same names."""
 
 
 class Limits(msgspec.Struct):
-    """What a server lets through at once."""
+    """Limits of a server."""
 
     max_body_bytes: int
     max_requests: int
@@ -142,11 +146,11 @@ class Limits(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a server is, when it is met."""
+    """Facts about a server, fetched when it is first contacted."""
 
     capabilities: Capabilities
     limits: Limits
-    loras: dict[str, str]  # name → path over there
+    loras: dict[str, str]  # name → path on the server
 
 
 class _Settings(msgspec.Struct):
@@ -156,7 +160,7 @@ class _Settings(msgspec.Struct):
 class _Model(msgspec.Struct):
     id: str
     root: str = ""
-    parent: str | None = None  # LoRA weights have one
+    parent: str | None = None  # set for LoRA adapters
 
 
 class _Models(msgspec.Struct):
@@ -173,11 +177,11 @@ class _Completion(msgspec.Struct):
 
 
 async def meet(link: Link) -> ServerFacts:
-    """Ask a server what it is.
+    """Fetch a server's capabilities, limits and LoRA adapters.
 
     Raises:
-        ParameterError: it refuses the key.
-        ServerError: it cannot be reached, or is another kind of server.
+        ParameterError: the server rejects the API key.
+        ServerError: the server cannot be reached, or is not a logprobe server.
     """
     facts, listed = await asyncio.gather(
         link.get("/v1/capabilities", FACTS_BYTES), link.get("/v1/models", FACTS_BYTES)
@@ -191,38 +195,38 @@ async def meet(link: Link) -> ServerFacts:
         **msgspec.structs.asdict(limits),
     }.items():
         if not 0 < size < MAX_OF_ANY:
-            raise ServerError(f"{link.url}: is no server of this library ({name} is {size})")
-    first = models[0].id if models else None  # the one whose capabilities these are
+            raise ServerError(f"{link.url}: is not a logprobe server ({name} is {size}); check the address")
+    first = models[0].id if models else None  # the model that /v1/capabilities describes
     loras = {model.id: model.root for model in models if model.parent is not None and model.parent == first}
     return ServerFacts(capabilities, limits, loras)
 
 
 class RowsSource(msgspec.Struct, frozen=True):
-    """What gave the rows of an exchange, as far as its server says."""
+    """The source of a reply's rows, as reported by the server."""
 
     weight_version: str | None = None
-    weights: str | None = None  # their layout
+    weights: str | None = None  # precision and layout
     logits_dtype: str | None = None
     lora_version: str | None = None
 
 
 class _Head(msgspec.Struct):
-    """The header of a safetensors body, as far as it says where its numbers come from."""
+    """The metadata in the header of a safetensors body."""
 
     source: RowsSource = msgspec.field(name="__metadata__", default_factory=RowsSource)
 
     @classmethod
     def of(cls, data: bytes) -> _Head:
-        """The header of a body that was read."""
+        """Decode the header of a valid safetensors body."""
         stop = 8 + int.from_bytes(data[:8], "little")
         return msgspec.json.decode(data[8:stop], type=cls)
 
 
 async def ask_rows(link: Link, prefixes: Sequence[Prefix], vocab_size: int) -> tuple[list[Row], RowsSource]:
-    """Whole rows of prefixes under the same LoRA weights, in order, and what gave them.
+    """Fetch the rows of prefixes with the same LoRA adapter, in order, and their source.
 
     Raises:
-        LogprobeError: the exchange failed, or gave something else.
+        LogprobeError: the request failed, or the reply is not valid.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import load
@@ -234,21 +238,23 @@ async def ask_rows(link: Link, prefixes: Sequence[Prefix], vocab_size: int) -> t
     try:
         table, source = load(data)["logprobs"], _Head.of(data).source
     except (SafetensorError, KeyError, ValueError) as error:
-        raise ServerError(f"{where}: the reply holds no rows ({printable(str(error))})") from error
+        raise ServerError(f"{where}: the reply has no rows ({printable(str(error))})") from error
     want = (len(prefixes), vocab_size)
     if table.shape != want or table.dtype != np.float32:
-        raise ServerError(f"{where}: gave {table.dtype} {table.shape}, not float32 {want}")
+        raise ServerError(f"{where}: returned {table.dtype} {table.shape}, expected float32 {want}")
     with np.errstate(over="ignore"):
         masses = np.exp(table).sum(axis=1)
-    # NaN and +inf fail as well, and nothing above 0 can be part of a sum of 1.
+    # NaN, +inf and log-probabilities above 0 fail this check as well.
     if not (np.abs(masses - 1) < MASS_TOLERANCE).all():
-        raise ServerError(f"{where}: gave rows that are no log-probabilities: a row's mass is not 1")
+        raise ServerError(
+            f"{where}: returned rows that are not log-probabilities: probabilities do not sum to 1"
+        )
     return [_owned(row) for row in table], source
 
 
 async def ask_sample(link: Link, prompt: IntArray, params: SamplingParams, vocab_size: int) -> SampledIds:
-    """One completion, without the stop id that ended it; errors as `ask_rows`."""
-    if not params.max_tokens:  # a server refuses to be asked for nothing
+    """Fetch one completion, without the stop id that ended it; errors as `ask_rows`."""
+    if not params.max_tokens:  # which a server rejects
         return SampledIds()
     carried = {name: getattr(params, name) for name in CARRIED}
     body = {"prompt": prompt.tolist(), **carried, "return_token_ids": True}
@@ -257,12 +263,12 @@ async def ask_sample(link: Link, prompt: IntArray, params: SamplingParams, vocab
     choices = decoded(data, _Completion, where).choices
     ids = choices[0].token_ids if len(choices) == 1 else [-1]
     if len(ids) > params.max_tokens or not all(0 <= token_id < vocab_size for token_id in ids):
-        raise ServerError(f"{where}: the reply is no sample of up to {params.max_tokens} tokens")
+        raise ServerError(f"{where}: the reply is not a sample of up to {params.max_tokens} tokens")
     return SampledIds.before_stop(ids, choices[0].finish_reason, params)
 
 
 def _owned(row: Any) -> Any:
-    """A row of its own memory: a view would keep its whole exchange."""
+    """Copy a row: a view would keep the whole reply in memory."""
     own = row.copy()
     own.flags.writeable = False
     return own

@@ -1,6 +1,6 @@
-"""`RemoteLM`: the async front door to a model behind HTTP, with the interface of `AsyncLM`.
+"""`RemoteLM`: next-token distributions from a server, with the interface of `AsyncLM`.
 
-It is `next_token`, which holds rows and asks, with a server started by `logprobe serve` as its source.
+`NextTokenLM` batches requests and caches rows; their source is a server started by `logprobe serve`.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from logprobe.next_token.rows import Row, RowCache
 
 @final
 class RemoteLM(NextTokenLM[Row]):
-    """A model behind HTTP asked for next-token distributions; see `NextTokenLM` for all that it answers.
+    """A model on a server that returns next-token distributions; see `NextTokenLM` for its methods.
 
-    Rows hold the server's float32 bits. Concurrent asks become one exchange, equal ones are computed once,
-    and rows are kept on this side; prefixes are known on the server's. While the server is full, asks wait.
-    `tokenizer`, `byte_vocab` and `str_vocab` come from the server when first used, and are the model's own.
-    `list_loras` gives the LoRA weights that the server was started with. What is the server's alone, which is
-    loading weights and forgetting prefixes, is refused here; labels have routes of their own there.
+    Rows have exactly the server's float32 values. Concurrent requests share an HTTP request, equal ones are
+    computed once, and rows are cached locally; the server caches prefixes. While the server is full, requests
+    wait. `tokenizer`, `byte_vocab` and `str_vocab` are fetched from the server on first use. `list_loras`
+    returns the LoRA adapters that the server had when this object was created. Loading weights and clearing
+    the prefix cache are not supported; for labels, use the server's routes.
 
     Args:
         url: the server's address, with or without `/v1`.
-        api_key: a key that the server lets in.
-        cache_bytes: bytes of rows that are kept whole, least recently used out first; 0 keeps none.
-        batch_size: asks that start an exchange at once.
-        timeout: seconds after which the first of fewer asks starts one.
-        request_timeout: seconds that one exchange may take, waits for a full server included.
+        api_key: the server's API key.
+        cache_bytes: size of the LRU cache of whole rows, bytes; 0 disables it.
+        batch_size: number of pending requests that starts an HTTP request immediately.
+        timeout: seconds after which fewer requests start one.
+        request_timeout: timeout of one HTTP request in seconds, including retries while the server is full.
 
     Raises:
         ModelError: httpx is not installed (`pip install 'logprobe[remote]'`).
-        ParameterError: a setting that cannot be used, or the server refuses the key.
-        ServerError: there is no such server, or it failed.
+        ParameterError: an invalid setting, or the server rejects the API key.
+        ServerError: the server cannot be reached, or failed.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class RemoteLM(NextTokenLM[Row]):
         timeout: float = 0.001,
         request_timeout: float = 600.0,
     ) -> None:
-        cache = RowCache(cache_bytes)  # refused before the server is met
+        cache = RowCache(cache_bytes)  # validates before the server is contacted
         with ExitStack() as undone:
             bridge = LoopThread()
             undone.callback(bridge.close)

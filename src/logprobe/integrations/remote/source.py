@@ -1,7 +1,7 @@
-"""`ServerRows`: a server of this library as what begins rows and samples.
+"""`ServerRows`: fetch rows and samples from a server of this library.
 
-Every exchange runs on the loop of `Batcher`. A few with rows are on their way at once; what comes meanwhile
-is gathered for the next.
+All HTTP requests run on the event loop of `bridge`. Up to `ROW_EXCHANGES` requests for rows run at once; rows
+requested in the meantime are gathered for the next one.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from logprobe.next_token.source import BegunRow
     from logprobe.records.values import IntArray
 
-ROW_EXCHANGES: Final = 4  # at once: some are computed while others travel
-MAX_ROWS: Final = 64  # an exchange
-SHARE: Final = 2  # one client takes at most half of what the server lets through
-ROW_BYTES: Final = 12  # that a server counts for each id of a whole row
-ID_BYTES: Final = 12  # most that one id takes in JSON
-NOT_CARRIED: Final[dict[str, Any]] = {  # what a sample must leave as it is, rather than lose on the way
+ROW_EXCHANGES: Final = 4  # concurrent requests: some are computed while others are transferred
+MAX_ROWS: Final = 64  # per request
+SHARE: Final = 2  # one client uses at most half of the server's limits
+ROW_BYTES: Final = 12  # that a server counts per id of a whole row
+ID_BYTES: Final = 12  # maximum size of one id in JSON
+NOT_CARRIED: Final[dict[str, Any]] = {  # fields that are not sent; a sample must leave them at the default
     field.name: getattr(SamplingParams(), field.name)
     for field in fields(SamplingParams)
     if field.name not in CARRIED
@@ -44,7 +44,7 @@ NOT_CARRIED: Final[dict[str, Any]] = {  # what a sample must leave as it is, rat
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Asked:
-    """A prefix and its row, which was begun."""
+    """A prefix and the future of its row."""
 
     prefix: Prefix
     begun: BegunRow
@@ -52,12 +52,12 @@ class Asked:
 
 @final
 class ServerRows:
-    """Implements `RowSource` on the server at `url`, by exchanges on the loop of `bridge`.
+    """Implements `RowSource` with the server at `url`; HTTP requests run on the loop of `bridge`.
 
     Raises:
         ModelError: httpx is not installed.
-        ParameterError: a value that cannot be used, or the server refuses the key.
-        ServerError: there is no such server, or it failed.
+        ParameterError: an invalid value, or the server rejects the API key.
+        ServerError: the server cannot be reached, or failed.
     """
 
     def __init__(self, bridge: LoopThread, url: str, api_key: str | None, timeout_s: float) -> None:
@@ -70,33 +70,33 @@ class ServerRows:
             raise
         self._most_rows, self._most_tokens = _portion(self._facts)
         self._sample_room = asyncio.Semaphore(max(self._facts.limits.max_requests // SHARE, 1))
-        # All below is changed on the bridge's loop alone.
-        self._source: RowsSource | None = None  # what answered last, whatever LoRA weights
-        self._weights_number = 0  # one more each time that other weights of the model answer
-        self._loras: dict[str, tuple[str | None, int]] = {}  # name → version that answered last, and as above
+        # The attributes below are changed only on the bridge's loop.
+        self._source: RowsSource | None = None  # of the last reply, ignoring its LoRA adapter
+        self._weights_number = 0  # incremented when a reply comes from other model weights
+        self._loras: dict[str, tuple[str | None, int]] = {}  # name → version in the last reply, its number
         self._gathered: list[Asked] = []
-        self._exchanges: dict[asyncio.Task[None], list[Asked]] = {}  # with rows
+        self._exchanges: dict[asyncio.Task[None], list[Asked]] = {}  # requests for rows
         self._samples: set[asyncio.Task[Any] | None] = set()
         self._is_closed = False
 
     def fetch(self, path: str) -> bytes:
-        """What the server has at `path`, for callers without an event loop; errors as when it was met."""
+        """Return the server's reply at `path`, for callers without an event loop; errors as `Link.get`."""
         return self._bridge.run(self._link.get(path, TOKENIZER_BYTES))
 
     @property
     def is_busy(self) -> bool:
-        """Never: what the server runs is not seen from here, so asks are gathered first."""
+        """False: the server's load is not known, so requests are always gathered first."""
         return False
 
     def capabilities(self) -> Capabilities:
-        """What the server's engine can do."""
+        """Return the capabilities of the server's engine."""
         return self._facts.capabilities
 
     def loads(self, lora: str | None) -> tuple[int, int]:
-        """How often other weights than before answered, as LoRA weights of a name, and as the model's own.
+        """Return how often a reply came from changed weights, of a LoRA adapter and of the model.
 
         Raises:
-            ParameterError: the server had no such LoRA weights when it was met.
+            ParameterError: the server had no such LoRA adapter when it was first contacted.
         """
         if lora is not None:
             known, asked = ", ".join(self._facts.loras) or "none", shortened(lora)
@@ -106,14 +106,14 @@ class ServerRows:
         return self._lora_number(lora), self._weights_number
 
     def list_loras(self) -> dict[str, str]:
-        """The LoRA weights that the server had when it was met: name → path over there."""
+        """Return the LoRA adapters that the server had when first contacted: name → path on the server."""
         return dict(self._facts.loras)
 
     def begin(self, prefixes: Sequence[Prefix]) -> list[BegunRow]:
-        """Gather rows for the exchanges that may be on their way.
+        """Gather rows and send requests for them, as far as `ROW_EXCHANGES` allows.
 
         Raises:
-            EngineClosedError: it was closed.
+            EngineClosedError: the source was closed.
         """
         self._check_open()
         loop = asyncio.get_running_loop()
@@ -123,21 +123,21 @@ class ServerRows:
         return [request.begun for request in asked]
 
     async def sample(self, prompt: IntArray, params: SamplingParams) -> SampledIds:
-        """Draw by an exchange of its own.
+        """Draw a sample with one HTTP request.
 
         Raises:
-            ParameterError: a value that can never be served, or that no exchange carries.
-            LogprobeError: the exchange failed.
+            ParameterError: a field that is not sent to servers, or a request that cannot be served.
+            LogprobeError: the request failed.
         """
         for name, default in NOT_CARRIED.items():
-            elsewhere = "does not come with a remote sample; POST /v1/completions gives it"
+            elsewhere = "is not supported by remote samples; use POST /v1/completions"
             require(getattr(params, name) == default, name, elsewhere)
         limits = self.capabilities()
         check_tokens(prompt, params, max_len=limits.max_model_len, vocab_size=limits.vocab_size)
         return await asyncio.wrap_future(self._bridge.start(self._sample(prompt, params)))
 
     def close(self) -> None:
-        """End all that is on its way with `EngineClosedError`; the loop is its owner's."""
+        """Fail everything in flight with `EngineClosedError`; the loop's owner closes the loop."""
         self._bridge.run(self._end_all())
 
     async def _end_all(self) -> None:
@@ -156,7 +156,7 @@ class ServerRows:
             raise _closed()
 
     def _send_gathered(self) -> None:
-        """Fill the exchanges that may be on their way, each with rows under the same weights."""
+        """Send gathered rows while fewer than `ROW_EXCHANGES` requests run, one LoRA adapter per request."""
         self._gathered = [request for request in self._gathered if not request.begun.done()]
         while self._gathered and len(self._exchanges) < ROW_EXCHANGES:
             self._send(self._take_portion())
@@ -188,11 +188,11 @@ class ServerRows:
         ends: Sequence[tuple[Prefix, Row] | Exception]
         try:
             ends = await self._rows([request.prefix for request in asked])
-        except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
+        except Exception as error:  # noqa: BLE001 - whatever it is, all waiting callers must get it
             ends = [error] * len(asked)
         for request, end in zip(asked, ends, strict=True):
             if isinstance(end, ParameterError) and len(asked) > 1 and not request.begun.done():
-                self._send([request])  # alone, so that only the one at fault hears of it
+                self._send([request])  # again, alone, so that only the invalid one fails
             else:
                 settle(request.begun, end)
 
@@ -208,7 +208,7 @@ class ServerRows:
         return self._loras[lora][1] if lora in self._loras else 0
 
     def _note(self, lora: str | None, source: RowsSource) -> None:
-        """Count what answered now where it is not what answered last: rows kept of that are of no use."""
+        """Update the weight numbers if a reply comes from other weights, which invalidates cached rows."""
         version = source.lora_version
         if lora is not None:
             before, number = self._loras.get(lora, (version, 0))
@@ -225,23 +225,23 @@ class ServerRows:
             async with self._sample_room:
                 return await ask_sample(self._link, prompt, params, self.capabilities().vocab_size)
         except asyncio.CancelledError:
-            self._check_open()  # else its caller gave it up
+            self._check_open()  # otherwise the caller cancelled it
             raise
         finally:
             self._samples.discard(task)
 
 
 def _closed() -> EngineClosedError:
-    return EngineClosedError("this model was cleaned up; make a new one")
+    return EngineClosedError("this model was closed by cleanup(); create a new one")
 
 
 def _give_up_unwanted(exchange: asyncio.Task[None], asked: Sequence[Asked], _: BegunRow) -> None:
     if all(request.begun.cancelled() for request in asked):
-        exchange.cancel()  # the server sees its client leave, and gives the rows up
+        exchange.cancel()  # disconnecting makes the server abort the rows
 
 
 def _portion(facts: ServerFacts) -> tuple[int, int]:
-    """Rows and prompt tokens that one exchange may hold."""
+    """Return the maximum numbers of rows and prompt tokens per request."""
     limits = facts.limits
     row_bytes = ROW_BYTES * facts.capabilities.vocab_size * SHARE * ROW_EXCHANGES
     rows = min(
@@ -250,6 +250,6 @@ def _portion(facts: ServerFacts) -> tuple[int, int]:
     tokens = min(
         limits.max_tokens_in_flight // (SHARE * ROW_EXCHANGES),
         limits.max_body_bytes // ID_BYTES,
-        limits.max_body_values // 2,  # the rest is for lists and keys
+        limits.max_body_values // 2,  # the other half is for lists and keys
     )
     return max(rows, 1), tokens

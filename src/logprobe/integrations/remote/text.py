@@ -1,4 +1,4 @@
-"""`RemoteText`: a server's tokenizer, fetched when it is first needed; rows need none of it."""
+"""`RemoteText`: a server's tokenizer, fetched on first use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Facts(msgspec.Struct):
-    """`/tokenizer_info`."""
+    """Reply of `/tokenizer_info`."""
 
     bos_token_id: int | None = None
     bos_token: str | None = None
@@ -29,7 +29,7 @@ class Facts(msgspec.Struct):
 
 @final
 class RemoteText:
-    """Implements `ModelText` on what a server tells of its tokenizer; `fetch` gives what it has at a path."""
+    """Implements `ModelText` with a server's tokenizer; `fetch` returns the server's reply at a path."""
 
     def __init__(self, fetch: Callable[[str], bytes]) -> None:
         self._facts = decoded(fetch("/tokenizer_info"), Facts, "/tokenizer_info")
@@ -37,15 +37,15 @@ class RemoteText:
 
     @property
     def bos_token_id(self) -> int | None:
-        """What the model puts before a text; None where it has no such token."""
+        """The model's BOS token; None if it has none."""
         return self._facts.bos_token_id
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The server's own tokenizer, of this process from now on.
+        """The server's tokenizer, which then runs in this process.
 
         Raises:
-            ServerError: the server cannot be reached any more, failed, or gave no tokenizer.
+            ServerError: the server cannot be reached, failed, or returned no valid tokenizer.
         """
         from tokenizers import Tokenizer
 
@@ -56,8 +56,10 @@ class RemoteText:
         data = self._fetch("/v1/tokenizer")
         try:
             whole = Tokenizer.from_str(data.decode())
-        except Exception as error:  # `tokenizers` raises this very class
-            raise ServerError(f"/v1/tokenizer: gave no tokenizer ({printable(str(error))})") from error
+        except Exception as error:  # `tokenizers` raises plain `Exception`
+            raise ServerError(
+                f"/v1/tokenizer: returned no valid tokenizer ({printable(str(error))})"
+            ) from error
         tokenizer = make(
             tokenizer_object=whole,
             clean_up_tokenization_spaces=False,

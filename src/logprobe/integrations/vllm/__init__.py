@@ -1,8 +1,8 @@
-"""vLLM as the engine: its scheduler, cache and model, this library's draw and numbers.
+"""vLLM as the engine: vLLM schedules and runs the model, this library samples and computes log-probabilities.
 
-A logits processor in vLLM's workers (`worker`) draws for our requests and keeps what it found; the front
-(`engine`) fetches that by `collective_rpc`. The attributes of vLLM that no documentation names, by which
-`existing` takes an engine in, are listed in `internals.py`.
+A logits processor in vLLM's workers (`worker`) samples the tokens of our requests and stores the results; the
+front end (`engine`) fetches them with `collective_rpc`. `internals.py` lists the undocumented attributes of
+vLLM that `existing` uses.
 """
 
 from __future__ import annotations

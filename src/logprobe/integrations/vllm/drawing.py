@@ -1,8 +1,8 @@
-"""`WorkerDraw`: this library's draw on rows of logits that vLLM computed.
+"""`WorkerDraw`: sample tokens with this library's pipeline from logits that vLLM computed.
 
-vLLM may throw a draw away (the rows of a prompt that is only partly computed, a request that it puts off): a
-draw counts once the next token of its sample is asked for, or the front has seen it; until then the same
-token may be drawn again, from the same random number.
+vLLM may discard a sampled token (of a partly computed prompt, or a preempted request). A token therefore
+counts only once vLLM requests the next one of its sample, or the front end has seen it; until then it may be
+sampled again with the same random number.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """One sample while it is drawn."""
+    """State of a running sample."""
 
     sample: Sample
-    drawn: Drawn | None = None  # does not count yet
+    drawn: Drawn | None = None  # sampled, does not count yet
     deltas: list[Delta] = field(default_factory=list)  # not fetched yet
-    is_done: bool = False  # its end is among them, or was fetched
+    is_done: bool = False  # the final delta is in `deltas`, or was fetched
 
 
 class WorkerDraw:
-    """Draws the tokens of samples, and keeps their deltas; one thread calls."""
+    """Samples tokens and stores their deltas until they are fetched; not thread-safe."""
 
     def __init__(self, config: EngineConfig, facts: ModelFacts, text: TextEdge, max_len: int) -> None:
         self._seed, self._max_len = config.seed, max_len
@@ -50,7 +50,7 @@ class WorkerDraw:
         self._runs: dict[str, Run] = {}
 
     def open(self, tag: str, work: bytes) -> Run:
-        """The sample of a tag, which is known again when vLLM, or the front, had put it off."""
+        """Return the run of a tag; a sample that was preempted or paused continues its run."""
         if tag not in self._runs:
             self._runs[tag] = self._new_run(WORKS.decode(work))
         return self._runs[tag]
@@ -62,35 +62,37 @@ class WorkerDraw:
         try:
             args = self._sampling.pipeline.take_in(work.admitted.processor_args)
             self._sampling.open(run.sample, work.number, args)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this request and no other
-            self._end(run, _as_ours(error, "cannot take a request in"))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must end only this request
+            self._end(run, _as_ours(error, "cannot start a request"))
         return run
 
     @torch.inference_mode()
     def draw(self, logits: Tensor, rows: Mapping[int, tuple[Run, int]]) -> None:
-        """Leave each of these rows of (R, V) float32 logits one token; all else stays.
+        """Sample one token per row in place: all other logits of the row become -inf.
 
-        `rows`: row → its sample, and how many tokens of that vLLM has taken.
+        Args:
+            logits: (R, V) float32; rows that are not in `rows` stay unchanged.
+            rows: row → its sample, and the number of the sample's tokens that vLLM has accepted.
         """
         for run, num_taken in rows.values():
             self._settle(run, num_taken)
             has = run.sample.num_generated
             if not run.is_done and has > num_taken:
                 self._end(
-                    run, EngineError(f"vLLM forgot {has - num_taken} tokens of a text that it has taken")
+                    run, EngineError(f"vLLM lost {has - num_taken} tokens of a text that it had accepted")
                 )
         live = {row: run for row, (run, _) in rows.items() if not run.is_done}
         if not live:
             return
         try:
             self._draw(logits, live)
-        except BaseException as error:  # noqa: BLE001 - vLLM's engine must outlive it
-            reason = _as_ours(error, "failed to draw")
+        except BaseException as error:  # noqa: BLE001 - it must not end vLLM's engine
+            reason = _as_ours(error, "failed to sample")
             for run in live.values():
                 self._end(run, reason)
 
     def take(self, data: bytes) -> bytes:
-        """What is new of the samples of an `Ask`."""
+        """Return the new deltas of the samples in an encoded `Ask`, as an encoded `Answer`."""
         ask = ASKS.decode(data)
         answer = Answer({}, {})
         for tag, num_seen in ask.num_seen.items():
@@ -114,7 +116,7 @@ class WorkerDraw:
             chunk = sample_rows[rows_of_chunk]
             own = [live_of[row] for row in chunk]
             rows = [row for row, _ in own]
-            # Most steps hold our requests alone, in their order: no copy then.
+            # Most steps have only our requests, in order: no copy is needed.
             is_all = rows == list(range(len(logits)))
             sampled = self._sampling.draw(chunk, logits if is_all else logits[rows]).sent(None)
             for index, (row, run) in enumerate(own):
@@ -125,7 +127,7 @@ class WorkerDraw:
         logits[rows, ids] = 0.0
 
     def _settle(self, run: Run, num_taken: int) -> None:
-        """Let a draw count that vLLM has taken."""
+        """Count the pending token if vLLM has accepted it."""
         if run.is_done:
             return
         if run.drawn is not None and num_taken > run.sample.num_generated:
@@ -133,7 +135,9 @@ class WorkerDraw:
             self._count(run, drawn)
         has = run.sample.num_generated
         if not run.is_done and has < num_taken:
-            self._end(run, EngineError(f"vLLM took {num_taken} tokens of a text of which {has} were drawn"))
+            self._end(
+                run, EngineError(f"vLLM accepted {num_taken} tokens of a text, but only {has} were sampled")
+            )
 
     def _count(self, run: Run, drawn: Drawn) -> None:
         run.deltas += self._recorder.record((), [drawn]).arrived()
@@ -150,6 +154,6 @@ class WorkerDraw:
 def _as_ours(error: BaseException, what: str) -> LogprobeError:
     if isinstance(error, LogprobeError):
         return error
-    reason = ForwardError(f"the draw in vLLM's worker {what}: {error!r}")
+    reason = ForwardError(f"sampling in vLLM's worker {what}: {error!r}")
     reason.__cause__ = error
     return reason

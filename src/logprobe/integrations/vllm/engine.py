@@ -1,8 +1,8 @@
 """`VllmEngine`: vLLM's `AsyncLLM` as a `Core`.
 
-Each sample is one request of vLLM's, whose tokens the draw in vLLM's workers picks (`worker`); the deltas of
-all samples that went on are fetched by one call. A paused sample leaves vLLM and comes back with its tokens
-in the prompt, of which vLLM's prefix cache knows most.
+Each sample is one vLLM request, whose tokens are sampled in vLLM's workers (`worker`). One call fetches the
+deltas of all samples with new tokens. A paused sample is aborted in vLLM and resubmitted with its tokens in
+the prompt, most of which vLLM's prefix cache has.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ logger = logging.getLogger("logprobe")
 
 
 class VllmEngine:
-    """Implements `Core` on an `AsyncLLM` that lives in the loop of `bridge`.
+    """Implements `Core` with an `AsyncLLM` that runs on the event loop of `bridge`.
 
     `end_ids` are the tokens that end a text.
     """
@@ -70,46 +70,46 @@ class VllmEngine:
         self._loras = VllmLoras(llm, capabilities.device)
         self._end_ids = sorted(end_ids)
         self._is_closed = False
-        # All below is touched on the event loop alone.
-        self._resets: list[asyncio.Future[Any]] = []  # of prefix caches, under way
+        # The attributes below are used only on the event loop.
+        self._resets: list[asyncio.Future[Any]] = []  # resets of the prefix cache in progress
         self._follows: dict[str, list[Follow]] = {}
         self._numbers, self._runs = itertools.count(), itertools.count()
-        self._prefix = uuid.uuid4().hex[:8]  # the workers may know samples of another engine around this vLLM
+        self._prefix = uuid.uuid4().hex[:8]  # the workers may know samples of another wrapper of this engine
         self._fetcher = Fetcher(llm, self._receive, self._fail_all)
         self._thread_id: int | None = None
         self._num_cached, self._num_pauses = 0, 0
         self._heard_at = time.monotonic()
 
     def start(self, publish: Callable[[Iterable[Event]], None], end: Callable[[LogprobeError], None]) -> None:
-        """Hand what comes of requests to `publish`, and why nothing more will to `end`."""
+        """Pass events of requests to `publish`, and the final error to `end`."""
         self._publish, self._end = publish, end
 
     def admit(self, request: Request) -> Admitted:
-        """Say yes to a request.
+        """Validate a request.
 
         Raises:
-            ParameterError: it can never be served.
+            ParameterError: the request can never be served.
         """
         admitted = self._admission.admit(request)
         check_prompt(request, self._capabilities.vocab_size)
         is_safe = request.params.prompt_logprobs is None or not self._loras.spoils_prompts
-        remedy = "ends vLLM on a CPU that is ready for LoRA weights; start it without enable_lora"
+        remedy = "crashes vLLM on a CPU with enable_lora; start it without enable_lora"
         require(is_safe, "prompt_logprobs", remedy)
         if request.params.max_tokens == 0:
             fits = len(request.prompt_token_ids) <= self._capabilities.max_model_len
             require(
-                fits, "prompt", f"has one token more than the {self._capabilities.max_model_len} that fit"
+                fits, "prompt", f"has one token more than the limit of {self._capabilities.max_model_len}"
             )
         return admitted
 
     def send(self, command: Command) -> None:
-        """Have this done on the event loop; a request's pause or end at once where this is called there."""
+        """Run a command on the event loop; there, `Abort`, `Pause` and `Resume` run immediately."""
         is_on_loop = threading.get_ident() == self._thread_id
         match command:
             case Abort() | Pause() | Resume() if is_on_loop:
                 self._handle(command)
             case _ if self._is_closed:
-                return  # and with that every request has ended, or ends now
+                return  # all requests have ended, or are ending
             case Submit(requests):
                 self._bridge.post(self._begin, requests)
             case ForgetPrefixes():
@@ -121,26 +121,26 @@ class VllmEngine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests run or wait."""
+        """True if requests are running or waiting."""
         return bool(self._follows)
 
     def ask(self, command: Asked) -> None:
-        """Load LoRA weights; errors as `VllmLoras.load`.
+        """Load a LoRA adapter; further errors as `VllmLoras.load`.
 
         Raises:
-            ParameterError: other weights of the model.
+            ParameterError: the command replaces the model's weights, which is not supported.
         """
         is_lora = isinstance(command, LoadLora)
-        require(is_lora, "weights", "are replaced in the native engine; make a new LLM")
+        require(is_lora, "weights", "can only be replaced in the native engine; create a new LLM")
         assert isinstance(command, LoadLora)
         self._bridge.run(self._loras.load(command))
 
     def capabilities(self) -> Capabilities:
-        """What this engine can do."""
+        """Return the engine's capabilities."""
         return self._capabilities
 
     def stats(self) -> EngineStats:
-        """What it is doing and has done, as far as vLLM shows it; read while it runs."""
+        """Return current statistics, as far as vLLM reports them."""
         active = [follow for many in list(self._follows.values()) for follow in many if not follow.is_over]
         running = [follow for follow in active if follow.vllm_request is not None]
         held = sum(follow.num_running for follow in running)
@@ -156,8 +156,8 @@ class VllmEngine:
             processors=dict(self._fetcher.processors),
         )
 
-    def stalled_s(self, request_ids: Collection[str] = ()) -> float:  # noqa: ARG002 - it runs all of them
-        """How long nothing has come, s: 0 while it waits for work, infinite once vLLM has died."""
+    def stalled_s(self, request_ids: Collection[str] = ()) -> float:  # noqa: ARG002 - one engine runs all of them
+        """Return the seconds since vLLM's last output: 0 without running requests, inf once vLLM has died."""
         if self._is_closed or self._llm.errored:
             return math.inf
         is_waiting = any(
@@ -166,7 +166,7 @@ class VllmEngine:
         return time.monotonic() - self._heard_at if is_waiting else 0.0
 
     def close(self) -> None:
-        """End vLLM's processes; a second call does nothing."""
+        """Shut vLLM down; a second call does nothing."""
         if not self._is_closed:
             self._is_closed = True
             self._bridge.run(self._shut_down())
@@ -228,11 +228,11 @@ class VllmEngine:
         return follow
 
     async def _run(self, follow: Follow) -> None:
-        """Run a sample to its end; while it is paused vLLM does not have it."""
+        """Run a sample to its end; while it is paused, vLLM has no request of it."""
         try:
             while not follow.is_done:
                 await follow.may_run.wait()
-                if follow.is_done:  # it was given up meanwhile
+                if follow.is_done:  # aborted in the meantime
                     break
                 follow.vllm_request = asyncio.ensure_future(self._run_in_vllm(follow))
                 await asyncio.wait([follow.vllm_request])
@@ -241,13 +241,13 @@ class VllmEngine:
                 if not (follow.is_done or follow.is_scored_only):
                     await self._fetcher.note(follow)
                 if has_ended and not follow.is_done:
-                    early = EngineError(f"vLLM ended a text of request {follow.request_id!r} before its end")
+                    early = EngineError(f"vLLM ended a text of request {follow.request_id!r} too early")
                     self._fail_all([follow], early)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this request by name
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must end this request
             self._fail_all([follow], error)
 
     async def _run_in_vllm(self, follow: Follow) -> bool:
-        """Follow one request of vLLM's to its end."""
+        """Run one vLLM request to its end; return True."""
         request, num_before = follow.admitted.request, len(follow.token_ids)
         prompt = [*request.prompt_token_ids.tolist(), *follow.token_ids]
         if follow.is_scored_only:
@@ -269,14 +269,14 @@ class VllmEngine:
             self._heard_at = time.monotonic()
             if is_new:
                 self._num_cached += output.num_cached_tokens or 0
-                if follow.num_cached is None:  # a sample that comes back finds its own tokens, too
+                if follow.num_cached is None:  # a resumed sample also finds its own tokens in the cache
                     follow.num_cached = output.num_cached_tokens
                 is_new = False
             await self._see(follow, output)
         return True
 
     async def _see(self, follow: Follow, output: Any) -> None:
-        """Take in what vLLM shows: a prompt's rows, and that there are tokens."""
+        """Process an output of vLLM: take the prompt's rows, and note that there are new tokens to fetch."""
         num_tokens = len(output.outputs[0].token_ids)
         follow.num_seen += num_tokens
         follow.num_running += num_tokens
@@ -312,7 +312,7 @@ class VllmEngine:
         self._flush([follow for follow, _ in replies.values()])
 
     def _flush(self, follows: Iterable[Follow]) -> None:
-        """Publish what waits of samples that are not paused, a step at a time: a reader may pause them."""
+        """Publish pending deltas of samples that are not paused, in steps, because readers may pause them."""
         follows = list(follows)
         while ready := [follow for follow in follows if follow.outbox and not follow.paused_by]:
             self._publish([follow.outbox.popleft() for follow in ready])
@@ -325,7 +325,7 @@ class VllmEngine:
         follow.outbox.append(Delta(request_id=follow.request_id, index=follow.index, finish=finish))
 
     def _fail_all(self, follows: Iterable[Follow], error: BaseException) -> None:
-        """End the requests of samples by name, at once."""
+        """End the requests of samples with an error."""
         reason = _as_ours(error)
         for request_id in {follow.request_id for follow in follows if not follow.is_over}:
             self._drop(self._follows.get(request_id, []))
@@ -336,7 +336,7 @@ class VllmEngine:
             follow.is_done = True
             follow.outbox.clear()
             follow.leave_vllm()
-            follow.may_run.set()  # its runner finds that it is done
+            follow.may_run.set()  # wake its runner, which then ends
             self._fetcher.forget(follow.tag)
             self._forget_request(follow.request_id)
 
@@ -345,7 +345,7 @@ class VllmEngine:
             self._follows.pop(request_id, None)
 
     def _reset_prefixes(self) -> None:
-        """Let go of every cached prefix; vLLM keeps them while any request runs."""
+        """Clear the prefix cache; vLLM keeps it while any request runs."""
         self._resets = [reset for reset in self._resets if not reset.done()]
         self._resets.append(asyncio.ensure_future(self._llm.reset_prefix_cache()))
 
@@ -354,7 +354,7 @@ class VllmEngine:
         self._drop(follows)
         await asyncio.gather(*(follow.runner for follow in follows if follow.runner), return_exceptions=True)
         await self._fetcher.close()
-        # What vLLM was asked beside requests would wait for ever for an answer after this.
+        # Calls in flight would never get an answer after the shutdown.
         await asyncio.gather(*self._loras.removals, *self._resets, return_exceptions=True)
         self._llm.shutdown()
 
@@ -362,6 +362,6 @@ class VllmEngine:
 def _as_ours(error: BaseException) -> LogprobeError:
     if isinstance(error, LogprobeError):
         return error
-    reason = EngineError(f"vLLM could not go on: {error!r}")
+    reason = EngineError(f"vLLM failed: {error!r}")
     reason.__cause__ = error
     return reason

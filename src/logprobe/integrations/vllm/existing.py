@@ -1,4 +1,4 @@
-"""An engine of vLLM's that somebody else has started: what it is started with, and how it is taken in."""
+"""Use a vLLM engine that the caller has created: the options it needs, and how it is wrapped."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WHERE: Final = "llm_engine"
 
 @final
 class BorrowedClient:
-    """An `AsyncLLM` that stays its owner's; after `shutdown` nothing here refers to it."""
+    """An `AsyncLLM` owned by the caller; `shutdown` only drops the reference to it."""
 
     def __init__(self, llm: Any) -> None:
         self._llm: Any = llm
@@ -39,17 +39,17 @@ class BorrowedClient:
         return getattr(self._llm, name)
 
     def shutdown(self) -> None:
-        """Drop the reference; the owner ends it."""
+        """Drop the reference; the owner shuts the engine down."""
         self._llm = None
 
 
 def options_of(config: EngineConfig) -> dict[str, Any]:
-    """What `vllm.LLM(**options)` or `AsyncEngineArgs(**options)` must be given for `existing_engine`.
+    """Return the options of `vllm.LLM(**options)` or `AsyncEngineArgs(**options)` for `existing_engine`.
 
     Raises:
-        ImportError: vLLM is missing.
-        ModelError: the model cannot be had.
-        ParameterError: an option that does not exist, or cannot be set.
+        ImportError: vLLM is not installed.
+        ModelError: the model cannot be loaded.
+        ParameterError: an option is unknown or cannot be set.
     """
     args = engine_args(config, resolve(config.model))
     defaults = type(args)(model=args.model)
@@ -60,13 +60,15 @@ def options_of(config: EngineConfig) -> dict[str, Any]:
 
 
 def existing_engine(llm: Any, *, is_owned: bool = False) -> LoadedModel:
-    """Put a running `vllm.LLM` or `AsyncLLM` behind a `Front`; closing that ends an LLM if it `is_owned`.
+    """Wrap a running `vllm.LLM` or `AsyncLLM` in a `Front`; closing it ends a `vllm.LLM` that `is_owned`.
 
-    An LLM whose worker runs in this process is given what captures rows; others were made with it.
+    If the worker runs in this process, our logits processor is added to it; otherwise the engine must have
+    been created with it.
 
     Raises:
-        EngineError: rows captured in vLLM's workers are not vLLM's own.
-        ParameterError: it is neither, was made without this library's processor, or belongs to a loop.
+        EngineError: the rows captured in vLLM's workers differ from vLLM's own.
+        ParameterError: `llm` is neither, was created without this library's processor, or belongs to a
+            running event loop.
     """
     from vllm import LLM
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -78,20 +80,21 @@ def existing_engine(llm: Any, *, is_owned: bool = False) -> LoadedModel:
     worker = _along(llm, VLLM_WORKER)
     if not _is_fitted_out(vllm_config) and _along(worker, VLLM_PROCESSORS) is not None:
         _fit_out(worker, vllm_config)
-    remedy = (
-        "was made without what captures rows; make it as vllm.LLM(**AsyncVirtualLM.engine_options(model))"
-    )
+    remedy = "was created without our logits processor; use vllm.LLM(**AsyncVirtualLM.engine_options(model))"
     require(_is_fitted_out(vllm_config), WHERE, remedy)
     is_free = is_offline or llm.output_handler is None
-    owned = "belongs to a running event loop; make it outside of one: await asyncio.to_thread(make_it)"
+    owned = "belongs to a running event loop; create it outside of one: await asyncio.to_thread(create)"
     require(is_free, WHERE, owned)
     config = EngineConfig(engine="vllm", **vllm_config.additional_config[SETTINGS]["config"])
     client: Any = OfflineClient(llm, is_owned=is_owned) if is_offline else BorrowedClient(llm)
     bridge = LoopThread()
     model_config = vllm_config.model_config
-    max_logprobs, model_config.max_logprobs = model_config.max_logprobs, -1  # the proof asks for a whole row
+    max_logprobs, model_config.max_logprobs = (
+        model_config.max_logprobs,
+        -1,
+    )  # `check_routes` requests a whole row
     try:
-        # Which weights it runs by now is its owner's to know.
+        # The owner may have replaced the weights, so their version is not known.
         loaded = adopt(client, bridge, config, replace(resolve(config.model), version=None))
     except BaseException:
         client.shutdown()
@@ -103,12 +106,12 @@ def existing_engine(llm: Any, *, is_owned: bool = False) -> LoadedModel:
 
 
 def new_llm(config: EngineConfig) -> Any:
-    """A `vllm.LLM` with what captures rows.
+    """Create a `vllm.LLM` with our logits processor.
 
     Raises:
-        ImportError: vLLM is missing.
-        ModelError: the model cannot be had, or vLLM cannot run it.
-        ParameterError: an option that vLLM refuses, or that this engine cannot serve.
+        ImportError: vLLM is not installed.
+        ModelError: the model cannot be loaded, or vLLM cannot run it.
+        ParameterError: an option that vLLM rejects, or that this engine does not support.
     """
     from vllm import LLM
 
@@ -119,14 +122,14 @@ def new_llm(config: EngineConfig) -> Any:
 
 
 def runs_here() -> bool:
-    """Whether vLLM starts a `vllm.LLM` in this process: `VLLM_ENABLE_V1_MULTIPROCESSING=0`."""
+    """Return True if vLLM runs a `vllm.LLM` in this process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`)."""
     from vllm import envs
 
     return not envs.VLLM_ENABLE_V1_MULTIPROCESSING
 
 
 def watchers(llm: Any) -> list[Any]:
-    """Those of vLLM's processors in this process that change no greedy token; an empty list elsewhere."""
+    """Return vLLM's list of argmax-invariant processors in this process; empty if vLLM runs elsewhere."""
     processors = _along(llm, (*VLLM_WORKER, *VLLM_PROCESSORS))
     return [] if processors is None else processors.argmax_invariant
 
@@ -137,13 +140,21 @@ def _is_fitted_out(vllm_config: Any) -> bool:
 
 
 def _fit_out(worker: Any, vllm_config: Any) -> None:
-    """Give a worker what `engine_args` has vLLM load: the settings, the processor, and one more method."""
+    """Add to a worker what `engine_args` makes vLLM load: settings, processor and worker extension."""
     from logprobe.integrations.vllm.worker import LogprobeLogitsProcessor, RowsExtension
 
     model = vllm_config.model_config
     is_alone = vllm_config.speculative_config is None
-    require(is_alone, WHERE, "speculates, which cannot stand beside the capture of rows")
-    require(model.tokenizer == model.model, WHERE, "has another tokenizer than the model's own")
+    require(
+        is_alone,
+        WHERE,
+        "uses speculative decoding, which is not supported; create it without speculative_config",
+    )
+    require(
+        model.tokenizer == model.model,
+        WHERE,
+        "has a tokenizer other than the model's own, which is not supported",
+    )
     files = resolve(model.model)
     dtype, device = str(model.dtype).removeprefix("torch."), vllm_config.device_config.device_type
     config = EngineConfig(engine="vllm", model=str(files.folder), seed=model.seed)
@@ -157,13 +168,13 @@ def _fit_out(worker: Any, vllm_config: Any) -> None:
 
 
 def _module_of(worker: ref[Any]) -> Any:
-    """Return the module that a worker runs; None once its engine was freed."""
+    """Return the module that a worker runs; None if its engine was freed."""
     alive = worker()
     return None if alive is None else alive.get_model()
 
 
 def _along(start: Any, names: tuple[str, ...]) -> Any:
-    """What lies at the end of a path of attributes; None where it leads nowhere."""
+    """Return a nested attribute; None if any of the names is missing."""
     for name in names:
         start = getattr(start, name, None)
     return start

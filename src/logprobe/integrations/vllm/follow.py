@@ -1,4 +1,4 @@
-"""One sample of a request while vLLM runs it, and `Fetcher`, which brings the deltas of many."""
+"""`Follow`, the front end's state of a sample in vLLM, and `Fetcher`, which fetches deltas in batches."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Follow:
-    """One sample; touched on the engine's event loop alone."""
+    """State of one sample; used only on the engine's event loop."""
 
     admitted: Admitted
     index: int  # of the sample in its request
     tag: str
     work: bytes
-    token_ids: list[int] = field(default_factory=list)  # drawn, as far as they were fetched
-    num_seen: int = 0  # tokens that vLLM has shown
-    num_running: int = 0  # tokens that vLLM holds for it now
-    num_cached: int | None = None  # prompt tokens that vLLM's prefix cache had; None: it has not said
-    has_prompt_rows: bool = False  # they were published, or are not asked
-    is_done: bool = False  # its end is published, or waits in the outbox
+    token_ids: list[int] = field(default_factory=list)  # sampled and fetched
+    num_seen: int = 0  # tokens in vLLM's outputs so far
+    num_running: int = 0  # tokens that vLLM stores for it now
+    num_cached: int | None = None  # prompt tokens found in vLLM's prefix cache; None: not reported yet
+    has_prompt_rows: bool = False  # published, or not requested
+    is_done: bool = False  # its final delta is published, or in the outbox
     paused_by: set[PausedBy] = field(default_factory=set)
     may_run: asyncio.Event = field(default_factory=asyncio.Event)
     vllm_request: asyncio.Future[bool] | None = None  # while vLLM runs it
     runner: asyncio.Future[None] | None = None
-    outbox: deque[Delta] = field(default_factory=deque)  # what comes while it is paused
+    outbox: deque[Delta] = field(default_factory=deque)  # pending deltas, also while it is paused
 
     @property
     def request_id(self) -> str:
-        """The name of its request."""
+        """The id of its request."""
         return self.admitted.request.request_id
 
     @property
     def is_scored_only(self) -> bool:
-        """Whether no token is asked for."""
+        """True if no token is requested."""
         return self.admitted.request.params.max_tokens == 0
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to publish."""
+        """True if nothing is left to publish."""
         return self.is_done and not self.outbox
 
     def leave_vllm(self) -> None:
-        """Let vLLM drop it."""
+        """Abort its vLLM request."""
         if self.vllm_request is not None:
             self.vllm_request.cancel()
 
 
 class Fetcher:
-    """Asks the workers for deltas: one call at a time, for all samples that went on."""
+    """Fetches deltas from the workers, with one call at a time for all samples with new tokens."""
 
     def __init__(
         self,
@@ -72,12 +72,12 @@ class Fetcher:
         self._dirty: dict[str, Follow] = {}
         self._forget: list[str] = []
         self._task: asyncio.Future[None] | None = None
-        self._next: asyncio.Future[None] | None = None  # the call that will ask for what is dirty
+        self._next: asyncio.Future[None] | None = None  # done when the next call has fetched `_dirty`
         self.processors: dict[str, ProcessorCounter] = {}
         self.num_calls = 0
 
     def note(self, follow: Follow) -> asyncio.Future[None]:
-        """Ask for what is new of a sample, soon; what is returned is done once that was received."""
+        """Schedule a fetch of a sample's new deltas; return a future that is done when they were received."""
         self._dirty[follow.tag] = follow
         if self._next is None:
             self._next = asyncio.get_running_loop().create_future()
@@ -86,12 +86,12 @@ class Fetcher:
         return self._next
 
     def forget(self, tag: str) -> None:
-        """Let the workers forget a sample, with the next call."""
+        """Remove a sample from the workers with the next call."""
         self._dirty.pop(tag, None)
         self._forget.append(tag)
 
     async def close(self) -> None:
-        """Ask no more."""
+        """Stop fetching."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -102,7 +102,7 @@ class Fetcher:
             self._dirty, self._next, self._forget = {}, None, []
             try:
                 await self._ask(dirty, forget)
-            except Exception as error:  # noqa: BLE001 - it ends what was asked for, and not the next call
+            except Exception as error:  # noqa: BLE001 - it fails these samples, not the next call
                 self._fail(dirty.values(), error)
             finally:
                 if not done.done():

@@ -1,6 +1,6 @@
-"""`OfflineClient`: a `vllm.LLM`, which blocks its caller, behind the few async methods of vLLM's `AsyncLLM`.
+"""`OfflineClient`: the methods of vLLM's `AsyncLLM` that `VllmEngine` uses, for a blocking `vllm.LLM`.
 
-`VllmEngine` calls either alike; one thread steps vLLM's own engine.
+One thread steps vLLM's engine.
 """
 
 from __future__ import annotations
@@ -23,49 +23,49 @@ Order: TypeAlias = "Callable[[], None]"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sink:
-    """Where the outputs of one request go: to the loop that asked."""
+    """Queue of one request's outputs on the event loop of its caller."""
 
     loop: asyncio.AbstractEventLoop
     items: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)  # outputs, or the error that ended it
 
     def put(self, item: Any) -> None:
-        """Hand an item over; from any thread."""
+        """Add an item; may be called from any thread."""
         self.loop.call_soon_threadsafe(self.items.put_nowait, item)
 
 
 @final
 class OfflineClient:
-    """Steps the engine of an open `vllm.LLM` while there are requests of its own.
+    """Steps the engine of an open `vllm.LLM` while this client has requests.
 
-    The LLM stays its owner's unless it `is_owned`. vLLM's engine is used by one thread at a time: its owner
-    calls `generate` only while nothing runs here. After `shutdown` nothing here refers to the engine, which
-    vLLM ends when its last reference goes: frames and callbacks reach it by `_call_engine` alone.
+    `shutdown` ends the engine only if it `is_owned`. vLLM's engine is not thread-safe: its owner may call
+    `generate` only while nothing runs here. After `shutdown` nothing here refers to the engine, which vLLM
+    ends when its last reference is gone; therefore frames and callbacks use it only through `_call_engine`.
     """
 
     def __init__(self, llm: Any, *, is_owned: bool = False) -> None:
-        self._engine: Any = llm.llm_engine  # None after `shutdown`, as is the configuration
+        self._engine: Any = llm.llm_engine  # None after `shutdown`, like the configuration
         self.vllm_config: Any = self._engine.vllm_config
         self._is_owned = is_owned
         self.dead_error: BaseException | None = None  # what ended vLLM's engine
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._is_closed = False  # guarded by `_lock`: no order comes after None
-        self._sinks: dict[str, Sink] = {}  # by request id; of the thread alone
+        self._is_closed = False  # guarded by `_lock`: no order follows None
+        self._sinks: dict[str, Sink] = {}  # by request id; used only on the thread
         self._thread = threading.Thread(target=self._drive, name="logprobe-vllm", daemon=True)
         self._thread.start()
 
     @property
     def errored(self) -> bool:
-        """Whether vLLM's engine has died."""
+        """True if vLLM's engine has died."""
         return self.dead_error is not None
 
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, *, lora_request: Any = None
     ) -> AsyncGenerator[Any]:
-        """The outputs of a request as they come; leaving early aborts it.
+        """Yield the outputs of a request; closing the generator early aborts the request.
 
         Raises:
-            EngineClosedError: after `shutdown`. Other errors are vLLM's own.
+            EngineClosedError: the client was shut down. Other errors are vLLM's own.
         """
         sink = Sink(asyncio.get_running_loop())
         add = partial(self._call_engine, "add_request", request_id, prompt, sampling_params)
@@ -83,31 +83,31 @@ class OfflineClient:
                 await self.abort(request_id)
 
     async def abort(self, request_id: str) -> None:
-        """Give a request up; one that has ended is left alone."""
+        """Abort a request; ignore one that has ended."""
         try:
             self._post(partial(self._give_up, request_id))
         except EngineClosedError:
-            return  # and with the thread its requests have ended
+            return  # all requests ended with the thread
 
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
-        """What each worker's method of this name gives, called between two steps."""
+        """Call a method of each worker between two steps, and return the results."""
         answers: list[Any] = await self._call("collective_rpc", method, args=args)
         return answers
 
     async def add_lora(self, lora_request: Any) -> bool:
-        """Load LoRA weights."""
+        """Load a LoRA adapter."""
         return bool(await self._call("add_lora", lora_request))
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Let LoRA weights go."""
+        """Remove a LoRA adapter."""
         return bool(await self._call("remove_lora", lora_id))
 
     async def reset_prefix_cache(self) -> None:
-        """Forget every prefix."""
+        """Clear the prefix cache."""
         await self._call("reset_prefix_cache")
 
     def shutdown(self) -> None:
-        """End this client's requests, its thread, and an engine of its own; a second call does nothing."""
+        """End this client's requests, its thread, and an owned engine; a second call does nothing."""
         with self._lock:
             if self._is_closed:
                 return
@@ -121,7 +121,7 @@ class OfflineClient:
     def _post(self, order: Order) -> None:
         with self._lock:
             if self._is_closed:
-                raise EngineClosedError("the engine is closed; make a new one")
+                raise EngineClosedError("the engine is closed; create a new one")
             self._orders.put(order)
 
     async def _call(self, method: str, *args: Any, **options: Any) -> Any:
@@ -143,7 +143,7 @@ class OfflineClient:
             self._give_up(request_id)
 
     def _take_orders(self) -> bool:
-        """Do what was ordered, and wait for it while nothing runs; False: nothing more will be."""
+        """Execute pending orders, waiting for one if no request runs; return False after the last order."""
         is_waiting = not self._sinks
         while True:
             try:
@@ -161,7 +161,7 @@ class OfflineClient:
             return
         try:
             add()
-        except Exception as error:  # noqa: BLE001 - a request that vLLM refuses ends alone
+        except Exception as error:  # noqa: BLE001 - a request that vLLM rejects must not end others
             sink.put(error)
             return
         self._sinks[request_id] = sink
@@ -173,7 +173,7 @@ class OfflineClient:
     def _step(self) -> None:
         try:
             outputs = self._engine.step()
-        except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
+        except Exception as error:  # noqa: BLE001 - whatever it is, all waiting callers must get it
             self.dead_error = error
             sinks, self._sinks = self._sinks, {}
             for sink in sinks.values():
@@ -181,7 +181,7 @@ class OfflineClient:
             return
         for output in outputs:
             if output.request_id not in self._sinks:
-                continue  # given up
+                continue  # aborted
             self._sinks[output.request_id].put(output)
             if output.finished:
                 del self._sinks[output.request_id]
@@ -192,5 +192,5 @@ def _settle(outcome: Future[Any], work: Callable[[], Any]) -> None:
         return
     try:
         outcome.set_result(work())
-    except Exception as error:  # noqa: BLE001 - whoever asked for it must hear of it
+    except Exception as error:  # noqa: BLE001 - raised in the caller
         outcome.set_exception(error)

@@ -1,4 +1,4 @@
-"""What crosses between the front and the draw in vLLM's workers, as bytes in what vLLM carries anyway."""
+"""Messages between the front end and `WorkerDraw` in vLLM's workers, sent as bytes in vLLM's own fields."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from logprobe.transport.codec import Codec
 from logprobe.transport.messages import Admitted, Delta  # noqa: TC001
 
 # Keys of a request's `extra_args`.
-TAG: Final = "logprobe_tag"  # the name of the sample, which it keeps when it is paused and goes on
-WORK: Final = "logprobe_work"  # bytes of a `Work`
-BEFORE: Final = "logprobe_before"  # tokens of the sample that stand in vLLM's prompt
-SETTINGS: Final = "logprobe"  # of vLLM's `additional_config`: what a `WorkerDraw` is made of
-FORMAT: Final = "logprobe"  # vLLM's `load_format` of weights that `worker.SourceLoader` reads
+TAG: Final = "logprobe_tag"  # name of the sample, unchanged when it is paused and resumed
+WORK: Final = "logprobe_work"  # an encoded `Work`
+BEFORE: Final = "logprobe_before"  # number of the sample's tokens in vLLM's prompt
+SETTINGS: Final = "logprobe"  # key in vLLM's `additional_config`: settings of `WorkerDraw`
+FORMAT: Final = "logprobe"  # vLLM's `load_format` for `worker.SourceLoader`
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -28,14 +28,14 @@ class Work(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """Fetch what was found for some samples, and forget others."""
+    """Fetch the new deltas of samples, and remove other samples."""
 
-    num_seen: dict[str, int]  # tag → tokens of the sample that vLLM has let the front see
+    num_seen: dict[str, int]  # tag → tokens of the sample that the front end has seen from vLLM
     forget: list[str] = []
 
 
 class Answer(msgspec.Struct, frozen=True, eq=False):
-    """What was found since the last answer."""
+    """Deltas since the last answer."""
 
     deltas: dict[str, list[Delta]]
     processors: dict[str, ProcessorCounter]

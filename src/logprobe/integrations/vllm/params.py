@@ -1,4 +1,4 @@
-"""What vLLM is asked for one sample: a greedy token at a time, of whatever row the worker's draw has left."""
+"""vLLM sampling parameters of a sample: greedy, because the worker leaves a single token in each row."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def scoring_params(request: Request) -> Any:
-    """Of a request that only scores its prompt: vLLM must generate a token, which nobody sees."""
+    """Parameters of a request that only scores its prompt; vLLM must generate one token, which is dropped."""
     return _params(max_tokens=1, prompt_logprobs=asked_of_vllm(request))
 
 
 def drawing_params(
     request: Request, tag: str, work: bytes, num_before: int, *, end_ids: Sequence[int], is_first: bool
 ) -> Any:
-    """Of one sample, of which `num_before` tokens stand in the prompt already."""
+    """Parameters of a sample that has `num_before` of its tokens in the prompt already."""
     params = request.params
     stops = [] if request.forced_token_ids is not None else [*params.stop_token_ids]
     if request.forced_token_ids is None and not params.ignore_eos:
@@ -38,12 +38,12 @@ def drawing_params(
 
 
 def portable_params() -> Any:
-    """Of a whole row in vLLM's own form: exact, and slow, but with nothing of ours inside vLLM."""
+    """Parameters of a whole row from vLLM itself: exact but slow, and independent of our worker code."""
     return _params(max_tokens=1, logprobs=-1)
 
 
 def portable_row(output: Any, vocab_size: int) -> Array:
-    """The row that `portable_params` asked for, (V,) float32, nats, read-only."""
+    """Return the row of an output of `portable_params`: (V,) float32, nats, read-only."""
     flat = output.outputs[0].logprobs
     row = np.full(vocab_size, -np.inf, np.float32)
     row[np.asarray(flat.token_ids)] = np.asarray(flat.logprobs, np.float32)
@@ -57,7 +57,7 @@ def _params(**asked: Any) -> Any:
 
     return SamplingParams(
         temperature=0.0,
-        ignore_eos=True,  # ends are given as ids
+        ignore_eos=True,  # the end tokens are in stop_token_ids
         detokenize=False,
         flat_logprobs=True,
         output_kind=RequestOutputKind.DELTA,

@@ -1,8 +1,8 @@
-"""Prompt positions: vLLM's flat record → this library's rows.
+"""Convert vLLM's flat prompt log-probabilities to this library's rows.
 
-vLLM's `RequestOutput.prompt_logprobs` has raw log-probabilities, k a position or the whole vocabulary. Named
-ids, further columns and the distribution drawn from are computed from whole rows: vLLM's own given ids carry
-no true ranks.
+vLLM's `RequestOutput.prompt_logprobs` has raw log-probabilities, k per position or the whole vocabulary.
+Requested token ids, extra columns and processed distributions are computed from whole rows, because vLLM does
+not compute true ranks for requested ids.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from logprobe.sampling.params import NamedIds
     from logprobe.transport.messages import Request
 
-MAX_ENTRIES: Final = 1 << 25  # vLLM holds some 70 bytes for each
+MAX_ENTRIES: Final = 1 << 25  # vLLM uses about 70 bytes per entry
 
 
 def asked_of_vllm(request: Request) -> int | None:
-    """The `prompt_logprobs` that answer a request: what it asks, or whole rows."""
+    """Return vLLM's `prompt_logprobs` for a request: its own value, or -1 if whole rows are needed."""
     params = request.params
     if params.prompt_logprobs is None:
         return None
@@ -38,7 +38,7 @@ def asked_of_vllm(request: Request) -> int | None:
 
 
 def check_prompt(request: Request, vocab_size: int) -> None:
-    """Raise `ParameterError` where a prompt's whole rows are more than vLLM can hand over."""
+    """Raise `ParameterError` if a prompt needs more whole rows than vLLM can return."""
     if asked_of_vllm(request) != -1:
         return
     limit = MAX_ENTRIES // vocab_size
@@ -46,30 +46,30 @@ def check_prompt(request: Request, vocab_size: int) -> None:
         name = "logprob_token_ids" if request.params.logprob_token_ids else "prompt_logprobs"
         raise ParameterError(
             name,
-            f"needs whole rows of {len(request.prompt_token_ids)} prompt tokens, but the vLLM engine hands "
-            f"over at most {limit} of them; score it in windows, or with engine='native'",
+            f"needs whole rows of {len(request.prompt_token_ids)} prompt tokens, but the vLLM engine "
+            f"returns at most {limit} of them; score the prompt in windows, or use engine='native'",
         )
 
 
 def prompt_rows(flat: Any, request: Request, vocab_size: int) -> HostRows:
-    """The rows of prompt positions from the first that is wanted on.
+    """Return the rows of prompt positions from `request.first_scored` on.
 
     Raises:
-        EngineError: vLLM gave the record of another prompt.
-        NonFiniteLogitsError: a row holds NaN.
+        EngineError: vLLM returned the log-probabilities of another prompt.
+        NonFiniteLogitsError: a row has NaN.
     """
     ids, width = request.prompt_token_ids, _width(request, vocab_size)
     num_rows = len(ids) - 1
     token_ids = np.array(flat.token_ids, dtype=np.int32)
     if token_ids.size != num_rows * width or not np.array_equal(token_ids[::width], ids[1:]):
-        raise EngineError(f"vLLM gave the prompt logprobs of another prompt to {request.request_id!r}")
+        raise EngineError(f"vLLM returned the prompt logprobs of another prompt for {request.request_id!r}")
     own = slice(request.first_scored - 1, None)
     table = token_ids.reshape(num_rows, width)[own]
     logprobs = np.array(flat.logprobs, dtype=np.float32).reshape(num_rows, width)[own]
     if np.isnan(logprobs).any():
         position = request.first_scored + int(np.isnan(logprobs).any(axis=1).argmax())
         raise NonFiniteLogitsError(
-            f"the model gave NaN or +inf, or nothing but -inf, at prompt position {position} of request "
+            f"the model returned NaN or +inf, or only -inf, at prompt position {position} of request "
             f"{request.request_id!r}; check the weights and the dtype"
         )
     if asked_of_vllm(request) == -1:
@@ -90,11 +90,11 @@ def _width(request: Request, vocab_size: int) -> int:
 
 
 def _narrow(token_ids: Array, logprobs: Array, ranks: Array) -> HostRows:
-    """Rows as vLLM gives them, but for ties: alternatives by ascending id, the chosen one's rank the best."""
+    """Sort vLLM's rows so that ties are ordered by ascending id and the chosen token gets the best rank."""
     order = np.lexsort((token_ids[:, 1:], -logprobs[:, 1:]), axis=1) + 1
     best = np.take_along_axis(logprobs, order, axis=1)
     chosen = logprobs[:, :1]
-    # Where it stands among the alternatives, all that are greater are there too.
+    # If the chosen token is among the alternatives, so are all tokens with greater values.
     is_listed = (best <= chosen).any(axis=1)
     ranks = np.where(is_listed, 1 + (best > chosen).sum(axis=1), ranks).astype(np.int32)
     return HostRows(
@@ -106,7 +106,7 @@ def _narrow(token_ids: Array, logprobs: Array, ranks: Array) -> HostRows:
 
 @torch.inference_mode()
 def _from_whole_rows(token_ids: Array, logprobs: Array, request: Request, vocab_size: int) -> HostRows:
-    """What is asked, from rows of the whole vocabulary in descending order."""
+    """Compute the requested values from rows of the whole vocabulary in descending order."""
     params, size = request.params, default_chunk_rows(vocab_size)
     parts = []
     for start in range(0, len(token_ids), size):

@@ -1,4 +1,4 @@
-"""From a configuration to a running vLLM: its options, its processes, and the proof of its rows."""
+"""Start vLLM from an `EngineConfig`, and verify the rows that its workers capture."""
 
 from __future__ import annotations
 
@@ -40,42 +40,42 @@ PROCESSOR: Final = "logprobe.integrations.vllm.worker:LogprobeLogitsProcessor"
 EXTENSION: Final = "logprobe.integrations.vllm.worker.RowsExtension"
 MISSING: Final = "engine='vllm' needs vLLM; pip install 'logprobe[vllm]' (docs/vllm.md: on a CPU)"
 OPTIONS: Final = "engine_options"
-# Set here, or against what this engine promises.
+# Options that callers cannot set: set by this library, or incompatible with it.
 OWN_OPTIONS: Final = {
-    "model": "is `model`",
-    "tokenizer": "is the model's own",
-    "seed": "is `seed`",
-    "logits_processors": "is `logits_processors`, of this library's interface",
-    "worker_extension_cls": "is this library's own",
-    "additional_config": "is this library's own",
-    "max_logprobs": "has no bound here; the server's limits are",
-    "logprobs_mode": "is asked for by request, as SamplingParams.logprobs_mode",
-    "speculative_config": "cannot stand beside the capture of rows; leave it out",
-    "return_sampling_mask": "cannot stand beside the capture of rows; leave it out",
-    "data_parallel_size": "lets vLLM's first engine alone answer for rows; start a server for each",
-    "skip_tokenizer_init": "would leave texts without a tokenizer; leave it out",
+    "model": "is set by `model`",
+    "tokenizer": "is the model's own; leave it out",
+    "seed": "is set by `seed`",
+    "logits_processors": "is set by `logits_processors`, with this library's interface",
+    "worker_extension_cls": "is set by this library; leave it out",
+    "additional_config": "is set by this library; leave it out",
+    "max_logprobs": "is unlimited here; leave it out (servers have their own limits)",
+    "logprobs_mode": "is set per request; use SamplingParams.logprobs_mode",
+    "speculative_config": "is not supported with the capture of rows; leave it out",
+    "return_sampling_mask": "is not supported with the capture of rows; leave it out",
+    "data_parallel_size": "is not supported: only vLLM's first engine returns rows; use a server per replica",
+    "skip_tokenizer_init": "is not supported: texts need the tokenizer; leave it out",
 }
-TOLERANCES: Final = {"float32": 1e-4}  # nats, between the two routes of a row
-COARSE: Final = 0.1  # of narrower dtypes: two passes may round differently
+TOLERANCES: Final = {"float32": 1e-4}  # nats, between a captured row and vLLM's own
+COARSE: Final = 0.1  # nats, for narrower dtypes: two forward passes may round differently
 CHECKED_PROMPT: Final = (5, 6)
-# Tokens of a cached block. vLLM's own on a CPU is 128, and a prompt finds whole blocks alone; multiples of 32
-# are what its kernels take.
+# Tokens per cache block. vLLM's default on a CPU is 128, but prefixes are only reused in whole blocks; its
+# kernels support multiples of 32.
 CPU_BLOCK_SIZE: Final = 32
-CPU_LORAS: Final = 8  # places, of which the last stays empty (`loras`)
+CPU_LORAS: Final = 8  # adapter slots; the last stays empty (`loras`)
 
 logger = logging.getLogger("logprobe")
 
 
 def start_vllm_engine(config: EngineConfig) -> LoadedModel:
-    """Load the model that `config` names into vLLM; errors as `start_engine`.
+    """Load the model of `config` into vLLM; further errors as `start_engine`.
 
     Raises:
-        ModelError: vLLM is missing, or cannot run the model.
-        ParameterError: an option that vLLM refuses, or that this engine cannot serve.
-        EngineError: rows captured in vLLM's workers are not vLLM's own.
+        ModelError: vLLM is not installed, or cannot run the model.
+        ParameterError: an option that vLLM rejects, or that this engine does not support.
+        EngineError: the rows captured in vLLM's workers differ from vLLM's own.
     """
     began = time.perf_counter()
-    load_processors(config.logits_processors)  # a wrong name is told before the weights are read
+    load_processors(config.logits_processors)  # reports a wrong name before the weights are read
     check_settings(config)
     files = resolve(config.model)
     files = replace(files, version=weight_version(files))
@@ -97,11 +97,11 @@ def start_vllm_engine(config: EngineConfig) -> LoadedModel:
 
 @contextmanager
 def telling_refusals(model: str) -> Iterator[None]:
-    """What vLLM raises while it starts, as this library's errors."""
+    """Convert exceptions that vLLM raises on startup to this library's errors."""
     try:
         yield
     except (ValueError, TypeError) as error:
-        raise ParameterError(OPTIONS, f"vLLM refuses them: {error}") from error
+        raise ParameterError(OPTIONS, f"vLLM rejects them: {error}") from error
     except Exception as error:
         raise ModelError(f"{model}: vLLM cannot run it: {error}") from error
 
@@ -114,30 +114,28 @@ async def _new_llm(args: Any) -> Any:
 
 def check_settings(config: EngineConfig) -> None:
     """Raise `ParameterError` for settings that only the native engine has."""
-    remedy = "is the native engine's; leave it out, or use engine='native'"
+    remedy = "is only supported by the native engine; leave it out, or use engine='native'"
     require(config.weights == "auto", "weights", remedy)
-    require(not config.overlap, "overlap", f"{remedy}; vLLM overlaps by itself")
+    require(not config.overlap, "overlap", f"{remedy}; vLLM overlaps steps by itself")
     require(not config.speculate, "speculate", remedy)
     require(not config.batch_invariant, "batch_invariant", remedy)
-    require(not config.process, "process", f"{remedy}; vLLM has processes of its own")
-    require(
-        config.data_parallel == 1, "data_parallel", f"{remedy}; start one server for each replica of vLLM"
-    )
+    require(not config.process, "process", f"{remedy}; vLLM starts its own processes")
+    require(config.data_parallel == 1, "data_parallel", f"{remedy}; start one server per replica of vLLM")
 
 
 def engine_args(config: EngineConfig, files: ModelFiles) -> Any:
-    """What vLLM is started with: `AsyncEngineArgs` for a configuration and the options that it passes on.
+    """Return the `AsyncEngineArgs` of a configuration, including its `engine_options`.
 
     Raises:
-        ImportError: vLLM is missing.
-        ParameterError: an option that does not exist, or cannot be set.
+        ImportError: vLLM is not installed.
+        ParameterError: an option is unknown or cannot be set.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
     device = current_platform.device_type
-    require(config.device in {"auto", device}, "device", f"this vLLM runs on {device}; use device='auto'")
-    assert not isinstance(config.engine_options, str), "the configuration has read it"
+    require(config.device in {"auto", device}, "device", f"must be auto or {device}, the device of this vLLM")
+    assert not isinstance(config.engine_options, str), "parsed by EngineConfig"
     options = dict(config.engine_options or {})
     known = {field.name for field in fields(AsyncEngineArgs)}
     for name, value in options.items():
@@ -161,7 +159,7 @@ def engine_args(config: EngineConfig, files: ModelFiles) -> Any:
 
 
 def _own_args(config: EngineConfig, files: ModelFiles, device: str) -> dict[str, Any]:
-    """What the fields of `EngineConfig` say; vLLM's own defaults stand where a field has its default."""
+    """Convert fields of `EngineConfig`; a field at its default keeps vLLM's default."""
     dtype = config.dtype if config.dtype != "auto" else "float32" if device == "cpu" else "auto"
     args: dict[str, Any] = {
         "model": str(files.folder),
@@ -170,7 +168,7 @@ def _own_args(config: EngineConfig, files: ModelFiles, device: str) -> dict[str,
         "seed": config.seed,
         "enable_prefix_caching": True,
         "disable_log_stats": True,
-        "generation_config": "vllm",  # a model's own settings of temperature and the like are not asked for
+        "generation_config": "vllm",  # do not use the model's own temperature and other sampling defaults
     }
     if has_gguf(files.folder):
         args["load_format"] = FORMAT
@@ -182,12 +180,12 @@ def _own_args(config: EngineConfig, files: ModelFiles, device: str) -> dict[str,
     if config.kv_bytes is not None:
         args["kv_cache_memory_bytes"] = config.kv_bytes
     if config.max_model_len is not None:
-        args["max_model_len"] = config.max_model_len + 1  # the last token generated is never run
+        args["max_model_len"] = config.max_model_len + 1  # the last generated token is never run
     return args
 
 
 def worker_settings(config: EngineConfig, files: ModelFiles, dtype: str, device: str) -> dict[str, Any]:
-    """What a `WorkerDraw` is made of, as plain values: vLLM hashes and sends it."""
+    """Return the settings of a `WorkerDraw` as plain values, because vLLM hashes and sends them."""
     return {
         "engine": uuid.uuid4().hex,
         "eos_token_ids": sorted(end_ids(files, text_edge(files))),
@@ -202,7 +200,7 @@ def worker_settings(config: EngineConfig, files: ModelFiles, dtype: str, device:
 
 
 def end_ids(files: ModelFiles, text: TextEdge) -> frozenset[int]:
-    """Every id that ends a text, by the model's settings and by its tokenizer."""
+    """Return all ids that end a text, from the model's configuration, generation settings and tokenizer."""
     from transformers import GenerationConfig
 
     sources: list[Any] = [load_config(files), text]
@@ -216,24 +214,24 @@ def end_ids(files: ModelFiles, text: TextEdge) -> frozenset[int]:
 
 
 def adopt(llm: Any, bridge: LoopThread, config: EngineConfig, files: ModelFiles) -> LoadedModel:
-    """Put a running `AsyncLLM`, which was made of `engine_args`, behind a `Front`.
+    """Wrap a running `AsyncLLM`, which was created with `engine_args`, in a `Front`.
 
     Raises:
-        EngineError: rows captured in vLLM's workers are not vLLM's own.
-        ParameterError: it was made without the logits processor of this library.
+        EngineError: the rows captured in vLLM's workers differ from vLLM's own.
+        ParameterError: it was created without the logits processor of this library.
     """
     with quiet_transformers():
         text = text_edge(files)
     capabilities = _capabilities(llm, files)
     is_ours = SETTINGS in (llm.vllm_config.additional_config or {})
-    require(is_ours, "llm_engine", f"runs without {PROCESSOR}; make it of engine_args()")
+    require(is_ours, "llm_engine", f"runs without {PROCESSOR}; create it with engine_args()")
     ends = end_ids(files, text)
     facts = ModelFacts(
         vocab_size=capabilities.vocab_size,
         eos_token_ids=ends,
         text=text,
     )
-    resolved = replace(config, dtype=capabilities.dtype)  # what processors are told
+    resolved = replace(config, dtype=capabilities.dtype)  # as processors see it
     core = VllmEngine(
         llm,
         bridge,
@@ -251,10 +249,10 @@ def adopt(llm: Any, bridge: LoopThread, config: EngineConfig, files: ModelFiles)
 
 
 def check_routes(engine: Front, llm: Any, bridge: LoopThread) -> float:
-    """Compare a captured row with vLLM's own: the largest difference, nats.
+    """Compare a captured row with vLLM's own; return the largest difference in nats.
 
     Raises:
-        EngineError: they are rows of two distributions.
+        EngineError: the difference is larger than rounding can explain.
     """
     capabilities = engine.capabilities()
     ids = np.array(CHECKED_PROMPT, dtype=np.int32) % capabilities.vocab_size
@@ -265,13 +263,13 @@ def check_routes(engine: Front, llm: Any, bridge: LoopThread) -> float:
     if not difference <= TOLERANCES.get(capabilities.dtype, COARSE):
         raise EngineError(
             f"a row captured in vLLM's worker differs by {difference:.2g} nats from vLLM's own; this version "
-            "of vLLM changes logits before its logits processors: please report it"
+            "of vLLM changes logits before its logits processors; please report it"
         )
     return difference
 
 
 async def captured_row(engine: Front, ids: Array) -> Array:
-    """The next-token distribution, through the logits processor and `collective_rpc`."""
+    """Return a next-token distribution captured by the logits processor and fetched with `collective_rpc`."""
     admitted = Requests(engine).admit(ids, SamplingParams(max_tokens=1), wants_row=True)
     engine.submit([admitted])
     [completion] = (await engine.result(admitted.request.request_id)).outputs
@@ -282,13 +280,13 @@ async def captured_row(engine: Front, ids: Array) -> Array:
 
 
 async def own_row(llm: Any, ids: Array, vocab_size: int) -> Array:
-    """The next-token distribution in vLLM's own portable form."""
+    """Return a next-token distribution from vLLM's own `logprobs`."""
     row: Array | None = None
     name = f"logprobe-check-{uuid.uuid4().hex}"
     async for output in llm.generate({"prompt_token_ids": ids.tolist()}, portable_params(), name):
         if output.outputs[0].token_ids:
             row = portable_row(output, vocab_size)
-    assert row is not None, "one token was asked for"
+    assert row is not None, "one token was requested"
     return row
 
 

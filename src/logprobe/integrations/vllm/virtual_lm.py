@@ -1,6 +1,6 @@
-"""`AsyncVirtualLM`: next-token distributions from vLLM's engine, as genlm-backend's users ask for them.
+"""`AsyncVirtualLM`: next-token distributions from vLLM, with genlm-backend's interface.
 
-`next_token` holds rows and asks; the engine on vLLM has the one scheduler.
+`NextTokenLM` batches requests and caches rows; vLLM schedules them.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ ENGINE_DEFAULTS = {
     "disable_log_stats": True,
     "gpu_memory_utilization": 0.9,
 }
-CACHE_OPTIONS = ("move_to_cpu",)  # rows are there anyway
+CACHE_OPTIONS = ("move_to_cpu",)  # rows are always on the CPU
 FLOAT_BYTES = ID_BYTES = 4
 
 
 class Capture(Protocol):
-    """A logits processor that keeps what it is shown, such as `GlobalLogprobsCapture` or one of vLLM's."""
+    """A logits processor that stores the rows it gets, such as `GlobalLogprobsCapture`."""
 
     def apply(self, logits: torch.Tensor, /) -> torch.Tensor:
-        """Keep the log-softmax of (n, V) logits, and hand them on untouched."""
+        """Store the log-softmax of (n, V) logits, and return the logits unchanged."""
 
     def clear(self) -> None:
-        """Drop what is kept."""
+        """Drop the stored rows."""
 
 
 @final
 class KeptRows:
-    """The rows that an `AsyncVirtualLM` keeps whole: token ids → row, under the LoRA weights set now."""
+    """Cache of an `AsyncVirtualLM`: token ids → row, for the LoRA adapter that is set now."""
 
     def __init__(self, rows: RowCache, prefix_of: Callable[[TokenIds], Prefix], maxsize: int) -> None:
         self._rows, self._prefix_of = rows, prefix_of
@@ -72,32 +72,32 @@ class KeptRows:
         return _as_tensor(row)
 
     def clear(self) -> None:
-        """Forget every row."""
+        """Remove all rows."""
         self._rows.clear()
 
 
 @AsyncLM.register
 class AsyncVirtualLM(NextTokenLM[torch.Tensor]):
-    """A model in vLLM asked for next-token distributions; see `NextTokenLM` for all that it answers.
+    """A model in vLLM that returns next-token distributions; see `NextTokenLM` for its methods.
 
-    Rows are float32 tensors on the CPU, of the caller's own. vLLM schedules what is asked; whatever it runs
-    together, each row is its prefix's own. `sample` ends at the model's own end of text, too.
+    Rows are float32 tensors on the CPU that the caller may modify. vLLM schedules and batches the requests.
+    `sample` also ends at the model's EOS.
 
     Args:
-        llm_engine: a `vllm.LLM` or `vllm.v1.engine.async_llm.AsyncLLM` that was made with `engine_options()`,
-            any `vllm.LLM` that runs in this process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`), or an open
-            `logprobe.LLM`. It stays its owner's: `cleanup` leaves it running, and lets go of it, so that
-            vLLM frees an engine that its owner has deleted. The attribute is None from then on.
-        logprobs_capture: shown the rows of each answer, where it is given. In vLLM's in-process mode it also
-            stands among vLLM's own processors until `cleanup`, and sees each step that is drawn at random.
-        cache_size: most rows that are kept whole, least recently used out first; 0 keeps none.
-        cache_opts: genlm-backend's `move_to_cpu`, which changes nothing here.
-        batch_size: asks that start a step at once where the engine is idle.
-        timeout: seconds after which the first of fewer asks starts a step; a busy engine takes asks at once.
+        llm_engine: a `vllm.LLM` or `vllm.v1.engine.async_llm.AsyncLLM` that was created with
+            `engine_options()`, any `vllm.LLM` that runs in this process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`),
+            or an open `logprobe.LLM`. The caller keeps the ownership: `cleanup` leaves the engine running and
+            sets this attribute to None, so that vLLM frees the engine when its owner deletes it.
+        logprobs_capture: gets the rows of each reply. In vLLM's in-process mode it is also added to vLLM's
+            logits processors until `cleanup`, and gets each step with random sampling.
+        cache_size: maximum number of rows in the LRU cache; 0 disables it.
+        cache_opts: genlm-backend's `move_to_cpu`, which has no effect here.
+        batch_size: number of pending requests that starts a step immediately if the engine is idle.
+        timeout: seconds after which fewer requests start a step; a busy engine takes requests immediately.
 
     Raises:
         MissingPackageError: vLLM is not installed; an `ImportError`.
-        ParameterError: a setting that cannot be used, or an engine that was made without what rows need.
+        ParameterError: an invalid setting, or an engine that was created without our logits processor.
     """
 
     default_params: ClassVar[dict[str, Any]] = {
@@ -107,7 +107,7 @@ class AsyncVirtualLM(NextTokenLM[torch.Tensor]):
         "stop": None,
         "ignore_eos": True,
     }
-    """What an ask for a row is to vLLM, as genlm-backend says it; for reading alone."""
+    """vLLM sampling parameters of a request, as in genlm-backend; changes have no effect."""
 
     _ignores_eos = False
 
@@ -145,18 +145,18 @@ class AsyncVirtualLM(NextTokenLM[torch.Tensor]):
     def from_name(
         cls, model_name: str | Path, engine_opts: Mapping[str, Any] | None = None, **settings: Any
     ) -> Self:
-        """Load a model into vLLM, in processes of its own or, where vLLM is told so, in this one.
+        """Load a model into vLLM, in separate processes or, as vLLM is configured, in this one.
 
         Args:
             model_name: a known name, a folder or a Hugging Face id.
-            engine_opts: vLLM's own engine options by name, such as `tensor_parallel_size` or `enable_lora`;
-                unless told, prefixes are cached, statistics are off and `gpu_memory_utilization` is 0.9.
+            engine_opts: vLLM's engine options, such as `tensor_parallel_size` or `enable_lora`; the defaults
+                enable prefix caching, disable statistics and set `gpu_memory_utilization` to 0.9.
             settings: `cache_size`, `cache_opts`, `batch_size` and `timeout`.
 
         Raises:
             MissingPackageError: vLLM is not installed; an `ImportError`.
-            ModelError: the model cannot be had or used.
-            ParameterError: a setting that cannot be used, or an option that vLLM refuses.
+            ModelError: the model cannot be loaded.
+            ParameterError: an invalid setting, or an option that vLLM rejects.
         """
         from logprobe.processors import GlobalLogprobsCapture
 
@@ -182,12 +182,12 @@ class AsyncVirtualLM(NextTokenLM[torch.Tensor]):
     def engine_options(
         model_name: str | Path, engine_opts: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """What an engine that is given here is made of: `vllm.LLM(**AsyncVirtualLM.engine_options(model))`.
+        """Return options for an engine that this class can use, as in `vllm.LLM(**options)`.
 
         Raises:
             MissingPackageError: vLLM is not installed; an `ImportError`.
-            ModelError: the model cannot be had.
-            ParameterError: an option that does not exist, or cannot be set.
+            ModelError: the model cannot be loaded.
+            ParameterError: an option is unknown or cannot be set.
         """
         _need_vllm()
         from logprobe.integrations.vllm.existing import options_of
@@ -196,22 +196,22 @@ class AsyncVirtualLM(NextTokenLM[torch.Tensor]):
 
     @property
     def cache(self) -> KeptRows | None:
-        """The rows that are kept whole, by their token ids; None where none are."""
+        """The cache of rows by token ids; None if `cache_size` is 0."""
         return KeptRows(self._cache, self._prefix_of, self._cache_size) if self._cache_size else None
 
     def batch_next_token_logprobs_sync(
         self, token_ids_list: Sequence[TokenIds], *, lora: str | None = None, use_cache: bool = False
     ) -> torch.Tensor:
-        """`batch_next_token_logprobs` for callers without an event loop; no kept row answers unless told."""
+        """Call `batch_next_token_logprobs` without an event loop, by default without cached rows."""
         return super().batch_next_token_logprobs_sync(token_ids_list, lora=lora, use_cache=use_cache)
 
     @staticmethod
     def hash_to_int(value: str) -> int:
-        """The number of LoRA weights of this name in vLLM: the same in every process, in [1, 2**31 - 1]."""
+        """Return vLLM's id of a LoRA adapter name, in [1, 2**31 - 1] and the same in every process."""
         return stable_id(value)
 
     def cleanup(self) -> None:
-        """End what is in flight and let go of all; a second call does nothing, asking afterwards raises."""
+        """Fail requests in flight and release the engine; later requests raise. May be called twice."""
         super().cleanup()
         if self.logprobs_capture is not None:
             self.logprobs_capture.clear()
@@ -220,7 +220,7 @@ class AsyncVirtualLM(NextTokenLM[torch.Tensor]):
         self.llm_engine, self._watchers = None, []
 
     def _prefix_of(self, token_ids: TokenIds) -> Prefix:
-        """What an ask that names no LoRA weights asks for now."""
+        """Return the cache key of token ids for the LoRA adapter that is set now."""
         lora = self._chosen_lora(None)
         return Prefix(lora, *self._source.loads(lora), self._as_prompt(token_ids).tobytes())
 
@@ -230,19 +230,19 @@ def _as_tensor(rows: npt.NDArray[np.float32]) -> torch.Tensor:
 
 
 def _shown_to(capture: Capture) -> Callable[[list[Row]], object]:
-    """How a capture is shown the rows of an answer."""
+    """Return the function that passes the rows of a reply to a capture."""
     return getattr(capture, "keep", None) or partial(_apply, capture)
 
 
 def _apply(capture: Capture, rows: list[Row]) -> None:
-    """Show an answer as a step of logits, of which a capture takes the log-softmax: the same rows again."""
+    """Pass rows to a capture as the logits of a step; their log-softmax is the rows themselves."""
     capture.clear()
     if rows:
         capture.apply(torch.from_numpy(np.stack(rows)))
 
 
 def _join_watchers(llm_engine: Any, capture: Capture | None) -> list[Any]:
-    """Put a capture among vLLM's processors of this process; a list that it is to be taken out of."""
+    """Add a capture to vLLM's processors in this process; return the list to remove it from, or []."""
     from logprobe.integrations.vllm.existing import watchers
 
     joined = watchers(llm_engine)
@@ -258,10 +258,10 @@ def _check_settings(
     batch_size: int = 20,
     timeout: float = 0.02,
 ) -> None:
-    """Refuse what cannot be before a model is loaded."""
+    """Validate the settings before a model is loaded."""
     check_batching(batch_size=batch_size, timeout=timeout)
     is_count = isinstance(cache_size, int) and not isinstance(cache_size, bool) and cache_size >= 0
-    require(is_count, "cache_size", f"must be a number of rows (0 keeps none), got {cache_size!r}")
+    require(is_count, "cache_size", f"must be an integer >= 0 (0 disables the cache), got {cache_size!r}")
     for name in cache_opts or {}:
         if name not in CACHE_OPTIONS:
             raise UnknownParameterError(name, CACHE_OPTIONS, of="cache_opts")
@@ -278,7 +278,7 @@ def _config(model_name: str | Path, engine_opts: Mapping[str, Any] | None) -> En
 
 
 def _loaded(llm_engine: Any, *, is_owned: bool) -> tuple[LoadedModel, bool]:
-    """An engine that exists with its words, and whether what stands around it is made here."""
+    """Return the loaded model of an engine, and True if it was wrapped here."""
     loaded: Any = getattr(llm_engine, "loaded", llm_engine)
     if hasattr(loaded, "engine") and hasattr(loaded, "text"):
         return loaded, False

@@ -1,8 +1,8 @@
-"""What vLLM's workers load: a logits processor for both of its model runners, and a worker's one more method.
+"""Code that vLLM's workers load: a logits processor for both model runners, and a worker extension.
 
-Importing it registers the loader of weights that are no safetensors. The logits go to `WorkerDraw`. The first
-runner moves rows about and reports it (`update_state`); the second gives each request a slot and each step a
-map (`ctx`).
+Importing this module registers the loader of GGUF weights. The logits go to `WorkerDraw`. The first model
+runner reorders rows and reports it (`update_state`); the second assigns a slot to each request and passes a
+mapping with each step (`ctx`).
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ if TYPE_CHECKING:
     from logprobe.integrations.vllm.drawing import Run
 
 DRAWS: Final[dict[str, WorkerDraw]] = {}
-"""By the name of the engine: a processor and its worker know each other by nothing else that is public."""
+"""By engine name, which is the only public value that a processor and its worker share."""
 
 
 class LogprobeLogitsProcessor(FirstInterface, SecondInterface):
-    """Draws for the requests that `VllmEngine` sends; the rows of others stay as they are."""
+    """Samples tokens for requests of `VllmEngine`; the rows of other requests stay unchanged."""
 
     def __init__(self, vllm_config: Any, *_: Any) -> None:
         self._rows: dict[
             int, tuple[Run, int, list[int]]
-        ] = {}  # of the first runner: row → sample, before, output
+        ] = {}  # of the first runner: row → sample, tokens before, output tokens
         self._slots: dict[int, Run] = {}  # of the second runner
         settings = vllm_config.additional_config[SETTINGS]
         self._draw = DRAWS[settings["engine"]] = _new_draw(settings, vllm_config)
 
     def is_argmax_invariant(self) -> bool:
-        """No: a greedy batch would pass it by."""
+        """Return False, so that vLLM also calls it for greedy batches."""
         return False
 
     def update_state(self, batch_update: Any) -> None:
-        """Learn whose rows come, in the first runner."""
+        """Update the rows of our requests (first runner)."""
         if batch_update is None:
             return
         for row in batch_update.removed:
@@ -71,7 +71,7 @@ class LogprobeLogitsProcessor(FirstInterface, SecondInterface):
                 self._rows[source] = replaced
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """Learn whose slot it is, in the second runner."""
+        """Register the slot of a request (second runner); return True if it is ours."""
         self._slots.pop(req_idx, None)
         run = self._run_of(sampling_params)
         if run is not None:
@@ -79,7 +79,7 @@ class LogprobeLogitsProcessor(FirstInterface, SecondInterface):
         return run is not None
 
     def apply(self, logits: Tensor, ctx: Any = None) -> Tensor:
-        """Draw; `ctx` is the second runner's."""
+        """Sample a token for each of our rows; `ctx` is passed by the second runner only."""
         rows = self._moved_rows() if ctx is None else self._slot_rows(ctx)
         if rows:
             self._draw.draw(logits, rows)
@@ -98,19 +98,19 @@ class LogprobeLogitsProcessor(FirstInterface, SecondInterface):
             zip(ctx.idx_mapping_np.tolist(), ctx.seq_lens_upper_bound_np.tolist(), strict=False)
         ):
             run = self._slots.get(slot)
-            # A prompt that is only partly computed draws nothing.
+            # Skip prompts that are only partly computed.
             if run is not None and num_tokens >= run.sample.num_prompt:
                 rows[row] = (run, num_tokens - run.sample.num_prompt)
         return rows
 
 
 class RowsExtension:
-    """A worker's one more method; vLLM mixes it into its own."""
+    """A worker extension: a mix-in that vLLM adds to its worker class."""
 
     vllm_config: Any
 
     def logprobe_take(self, ask: bytes) -> bytes:
-        """What was found for some samples; of the workers that share a model one alone tells."""
+        """Return the new deltas of samples; only one of the workers that share a model returns them."""
         draw = DRAWS.get(self.vllm_config.additional_config[SETTINGS]["engine"])
         answer = b"" if draw is None else draw.take(ask)
         is_first = get_tensor_model_parallel_rank() == 0 and get_pp_group().is_last_rank
@@ -125,21 +125,21 @@ def _new_draw(settings: Mapping[str, Any], vllm_config: Any) -> WorkerDraw:
         eos_token_ids=frozenset(settings["eos_token_ids"]),
         text=text,
     )
-    # The last token generated is never run, so it needs no place in the context.
+    # The last generated token is never run through the model and needs no position in the context.
     return WorkerDraw(config, facts, text, vllm_config.model_config.max_model_len - 1)
 
 
 @register_model_loader(FORMAT)
 class SourceLoader(DefaultModelLoader):
-    """vLLM's loader of weights that are no safetensors: they are read in place, tensor by tensor."""
+    """Loader for vLLM that reads GGUF weights tensor by tensor."""
 
     def download_model(self, model_config: Any) -> None:
-        """Do nothing: the files are here."""
+        """Do nothing: the files are local."""
 
     def get_all_weights(self, model_config: Any, _model: Any) -> Generator[tuple[str, Tensor], None, None]:
-        """Yield every tensor by its name in transformers."""
+        """Yield every tensor with its name in transformers."""
         self.counter_before_loading_weights = time.perf_counter()
         source = source_of(ModelFiles(model_config.model, Path(model_config.model)))
-        assert source is not None, "the folder was resolved"
+        assert source is not None, "the folder has weights"
         for name in source.shapes:
             yield name, source.read(name)

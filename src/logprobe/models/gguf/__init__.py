@@ -1,1 +1,1 @@
-"""GGUF files → configuration, tokenizer and weights as transformers keeps them."""
+"""Read GGUF files as a transformers configuration, tokenizer and weights."""

@@ -1,7 +1,7 @@
-"""Quantised blocks of GGUF files → panels that widen to the very numbers of `gguf`'s own dequantisation.
+"""Repack quantised GGUF blocks into panels that dequantise to exactly the values of the `gguf` package.
 
-Block layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Four bits stay four; five and
-six become eight, since a panel has no such fields. Before it: a tensor's raw rows. After it: `panels`.
+Block layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. 4-bit types stay 4-bit; 5- and
+6-bit types become int8, because panels have no 5- or 6-bit format.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
-LARGEST_EIGHTH = 65504 / 8  # scales beyond it leave float16 when they are multiplied by 8
-CHUNK_NUMBERS = 1 << 18  # that are unpacked at a time: what is made on the way stays in a cache
+LARGEST_EIGHTH = 65504 / 8  # 8 times a larger scale overflows float16
+CHUNK_NUMBERS = 1 << 18  # weights unpacked at a time, so that intermediate arrays fit in the CPU cache
 
 
 def panels_of_blocks(raw: Array, type_name: str, order: Array | None = None) -> PanelWeights | None:
-    """Panels of a tensor's rows; None where its type has no form here.
+    """Repack a tensor's rows as panels; return None if its quantisation type has no panel format.
 
     Args:
-        raw: (outputs, bytes of a row) uint8, as `gguf.GGUFReader` gives them.
-        type_name: of the tensor's quantisation, for example `Q4_1`.
-        order: (outputs,) the row of `raw` that each output is; as they stand without.
+        raw: (num_outputs, bytes per row) uint8, as `gguf.GGUFReader` returns them.
+        type_name: the tensor's quantisation type, for example `Q4_1`.
+        order: (num_outputs,) integers: the row of `raw` for each output; None keeps the order of `raw`.
     """
     layout = _LAYOUTS.get(type_name)
     if layout is None:
@@ -52,7 +52,7 @@ def panels_of_blocks(raw: Array, type_name: str, order: Array | None = None) -> 
 
 
 def form_of_blocks(type_name: str) -> str | None:
-    """The name of the form of such panels; None where the type has none."""
+    """Return the name of the panel format for a quantisation type, or None if it has none."""
     layout = _LAYOUTS.get(type_name)
     return None if layout is None else layout.form.name
 
@@ -62,7 +62,7 @@ def _halves(blocks: Array, start: int) -> Array:
 
 
 def _low_and_high(packed: Array) -> Array:
-    """Return the low four bits of (..., n) bytes, then the high ones: (..., 2, n)."""
+    """Split (..., n) bytes into their low and high four bits: (..., 2, n) uint8."""
     values = np.empty((*packed.shape[:-1], 2, packed.shape[-1]), np.uint8)
     np.bitwise_and(packed, 15, out=values[..., 0, :])
     np.right_shift(packed, 4, out=values[..., 1, :])
@@ -70,7 +70,7 @@ def _low_and_high(packed: Array) -> Array:
 
 
 def _int4(packed: Array) -> Array:
-    """The same, eight to a number: (..., 2, n / 8) uint32."""
+    """Like `_low_and_high`, but with eight 4-bit values packed per element: (..., 2, n / 8) uint32."""
     twos = np.ascontiguousarray(packed).view(np.uint16)
     values = np.empty((*twos.shape[:-1], 2, twos.shape[-1]), np.uint8)
     values[..., 0, :] = twos & 0x0F | twos >> 4 & 0xF0
@@ -88,7 +88,7 @@ def _q4_1(blocks: Array) -> tuple[Array, Array]:
 
 
 def _fours(packed: Array) -> Array:
-    """Blocks of 32."""
+    """Unpack the 4-bit values of blocks of 32: (rows, blocks, 4) uint32."""
     return _int4(packed).reshape(*packed.shape[:2], 4)
 
 
@@ -105,7 +105,7 @@ def _q8_0(blocks: Array) -> tuple[Array, Array]:
 
 
 def _q4_k(blocks: Array) -> tuple[Array, Array]:
-    """Blocks of 256: eight scales and eight summands of six bits each, over two of float16."""
+    """Blocks of 256: eight 6-bit scales and eight 6-bit minimums, each with a float16 factor."""
     fields = blocks[..., 4:16].reshape(*blocks.shape[:2], 3, 4)
     low, middle, high = fields[..., 0, :], fields[..., 1, :], fields[..., 2, :]
     scales = np.concatenate([low & 63, (high & 15) | low >> 6 << 4], axis=-1)
@@ -118,8 +118,8 @@ def _q4_k(blocks: Array) -> tuple[Array, Array]:
 
 
 def _q6_k(blocks: Array) -> tuple[Array, Array]:
-    """Blocks of 256: four low bits, two high ones, and a scale of eight bits for each 16 values."""
-    low = _low_and_high(blocks[..., :128].reshape(*blocks.shape[:2], 2, 64))  # of halves of a block
+    """Blocks of 256: four low bits and two high bits per value, and an 8-bit scale per 16 values."""
+    low = _low_and_high(blocks[..., :128].reshape(*blocks.shape[:2], 2, 64))  # per half of a block
     fours = low.reshape(*blocks.shape[:2], 2, 4, 32)
     high = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 32)
     for place in range(4):
@@ -132,7 +132,7 @@ def _q6_k(blocks: Array) -> tuple[Array, Array]:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How a type's blocks lie, and how some rows of them become a panel's headers and groups."""
+    """Block layout of a quantisation type, and the function that unpacks rows to panel headers and groups."""
 
     inputs: int
     block_bytes: int

@@ -1,7 +1,7 @@
-"""GGUF metadata → the transformers config of the same model, with no key left unread.
+"""Build a model's transformers config from its GGUF metadata.
 
-A key that is not understood is refused rather than skipped: a skipped one (a rotary scaling, a soft cap)
-would give log-probabilities that are wrong and look right.
+An unknown architecture key is an error: ignoring one (rotary scaling or a soft cap, for instance) would give
+plausible but wrong log-probabilities.
 Sources: llama.cpp's model loaders, transformers' config classes.
 """
 
@@ -55,11 +55,12 @@ _SIZES: Final = (
     "num_attention_heads",
 )
 _MAX_OF_ANY: Final = 1 << 24
-# llama.cpp's own constants for what a gemma3 file leaves out (src/models/gemma3.cpp).
+# llama.cpp's defaults for keys that a gemma3 file leaves out (src/models/gemma3.cpp).
 _GEMMA3_PATTERN: Final = 6
 _GEMMA3_LOCAL_THETA: Final = 10_000.0
 _GEMMA3_27B_LAYERS: Final = 62
-# Of all Llama 3 models; llama.cpp's converter writes what they make of frequencies (convert_hf_to_gguf.py).
+# The same in all Llama 3 models; llama.cpp's converter stores only the resulting frequency factors
+# (convert_hf_to_gguf.py).
 _LLAMA3: Final = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -71,7 +72,7 @@ def build_config(gguf: GgufFile) -> PreTrainedConfig:
     """Build the config, including the special token ids.
 
     Raises:
-        UnsupportedModelError: the architecture, or one of its keys or values, is not known here.
+        UnsupportedModelError: the architecture, or one of its keys or values, is not supported.
     """
     from transformers import AutoConfig
 
@@ -86,14 +87,14 @@ def _architecture(gguf: GgufFile) -> _Architecture:
     architecture = _ARCHITECTURES.get(gguf.architecture)
     if architecture is None:
         raise UnsupportedModelError(
-            f"{gguf.path.name}: GGUF architecture {gguf.architecture!r:.80} is not converted "
-            f"(known: {', '.join(_ARCHITECTURES)}); use the model's safetensors folder or hub id instead"
+            f"{gguf.path.name}: GGUF architecture {gguf.architecture!r:.80} is not supported "
+            f"(supported: {', '.join(_ARCHITECTURES)}); use the model's safetensors folder or hub id instead"
         )
     unread = gguf.own_keys() - _COMMON_KEYS.keys() - _CHECKED_KEYS - architecture.extra_keys
     if unread:
         listed = ", ".join(gguf.architecture + key for key in sorted(unread))
         raise UnsupportedModelError(
-            f"{gguf.path.name}: {listed:.300} is not understood and could change the results; "
+            f"{gguf.path.name}: unknown key {listed:.300}, which could change the results; "
             "use the model's safetensors folder or hub id instead"
         )
     return architecture
@@ -107,7 +108,9 @@ def _common_settings(gguf: GgufFile) -> dict[str, Any]:
         _check_size(gguf, name, settings[name])
     layers = settings["num_hidden_layers"]
     if isinstance(layers, int) and layers > len(gguf.shapes):
-        raise UnsupportedModelError(f"{gguf.path.name}: has {layers} layers and {len(gguf.shapes)} tensors")
+        raise UnsupportedModelError(
+            f"{gguf.path.name}: has {layers} layers but only {len(gguf.shapes)} tensors"
+        )
     heads = settings["num_attention_heads"]
     settings["num_key_value_heads"] = gguf.value(".attention.head_count_kv", heads)
     settings["rms_norm_eps"] = _positive(gguf, ".attention.layer_norm_rms_epsilon")
@@ -119,16 +122,17 @@ def _common_settings(gguf: GgufFile) -> dict[str, Any]:
     lists = sorted(name for name, value in settings.items() if isinstance(value, list))
     if lists:
         raise UnsupportedModelError(
-            f"{gguf.path.name}: {', '.join(lists)} differs between layers; that is not converted"
+            f"{gguf.path.name}: {', '.join(lists)} differs between layers, which is not supported; "
+            "use the model's safetensors folder or hub id instead"
         )
     return settings
 
 
 def _check_size(gguf: GgufFile, name: str, value: Any) -> None:
-    if isinstance(value, list):  # told below, with the others that differ between layers
+    if isinstance(value, list):  # `_common_settings` reports values that differ between layers
         return
     if not isinstance(value, int) or not 0 < value <= _MAX_OF_ANY:
-        raise UnsupportedModelError(f"{gguf.path.name}: {name} is {value!r:.80}, which no model has")
+        raise UnsupportedModelError(f"{gguf.path.name}: {name} is {value!r:.80}, which is not a valid size")
 
 
 def _head_dim(gguf: GgufFile, default: int) -> int:
@@ -136,8 +140,8 @@ def _head_dim(gguf: GgufFile, default: int) -> int:
     for key in (".attention.value_length", ".rope.dimension_count"):
         if gguf.value(key, width) != width:
             raise UnsupportedModelError(
-                f"{gguf.path.name}: {gguf.architecture}{key} is {gguf.value(key)!r:.80}, the heads are "
-                f"{width!r:.80} wide; such heads are not converted"
+                f"{gguf.path.name}: {gguf.architecture}{key} is {gguf.value(key)!r:.80}, but the head "
+                f"dimension is {width!r:.80}; models whose head dimensions differ are not supported"
             )
     return int(width)
 
@@ -158,10 +162,12 @@ def _plain_rope(gguf: GgufFile) -> dict[str, Any]:
 
 
 def _llama_rope(gguf: GgufFile) -> dict[str, Any]:
-    """Of Llama 3.1 and later where the file has factors of frequencies, whose largest is the only unknown.
+    """Return `rope_parameters`: type `llama3` if the file has frequency factors (Llama 3.1 and later).
+
+    The scaling factor is the largest frequency factor; the other parameters are constants of Llama 3.
 
     Raises:
-        UnsupportedModelError: they are not those of `llama3` in transformers.
+        UnsupportedModelError: the factors are not those that transformers computes for `llama3`.
     """
     rope = _plain_rope(gguf)["rope_parameters"]
     if ROPE_FACTORS not in gguf.shapes:
@@ -177,7 +183,7 @@ def _llama_rope(gguf: GgufFile) -> dict[str, Any]:
     wanted = 1 / ((1 - smooth) / rope["factor"] + smooth)
     if not has_all or not np.allclose(found, wanted, rtol=1e-5):
         raise UnsupportedModelError(
-            f"{gguf.path.name}: the factors in {ROPE_FACTORS} are not those of Llama 3, and not converted; "
+            f"{gguf.path.name}: the rotary factors in {ROPE_FACTORS} are not those of Llama 3; "
             "use the model's safetensors folder or hub id instead"
         )
     return {"rope_parameters": rope}
@@ -220,15 +226,15 @@ def _theta(gguf: GgufFile) -> float:
 
 
 def _positive(gguf: GgufFile, key: str, default: float | None = None) -> float:
-    """Return a number that a model divides by or takes powers of.
+    """Return a metadata value that must be a positive finite number.
 
     Raises:
-        UnsupportedModelError: it is missing without a default, or no finite number above 0.
+        UnsupportedModelError: the key is missing and has no default, or the value is not finite and > 0.
     """
     value = gguf.value(key) if default is None else gguf.value(key, default)
     if not isinstance(value, int | float) or not 0 < value < math.inf:
         raise UnsupportedModelError(
-            f"{gguf.path.name}: {gguf.architecture}{key} is {value!r:.80}, which no model has"
+            f"{gguf.path.name}: {gguf.architecture}{key} must be a finite number > 0, got {value!r:.80}"
         )
     return _shortest(value)
 
@@ -237,13 +243,13 @@ def _require_scaling(gguf: GgufFile, known: set[str]) -> None:
     found = gguf.value(".rope.scaling.type", "none")
     if found not in known:
         raise UnsupportedModelError(
-            f"{gguf.path.name}: rotary scaling {found!r:.80} is not converted; "
+            f"{gguf.path.name}: rotary scaling {found!r:.80} is not supported; "
             "use the model's safetensors folder or hub id instead"
         )
 
 
 def _shortest(value: float) -> float:
-    """Undo the widening of a float32: 1e-5 is stored as 9.99999974e-06."""
+    """Return the shortest decimal with the same float32 value (a file stores 1e-5 as 9.99999974e-06)."""
     return float(str(np.float32(value)))
 
 

@@ -1,7 +1,7 @@
-"""A GGUF file → a folder with the configuration and tokenizer files of its model, as transformers has them.
+"""Write the transformers configuration and tokenizer files for a GGUF file.
 
-Its tensors stay where they are: `weights.GgufSource` reads them. `fetch` or the user brings the file;
-`resolve` puts the folder into the cache; `loading` reads it.
+The tensors are not copied: `weights.GgufSource` reads them from the GGUF file. `resolve` stores the folder in
+the cache, and `loading` reads it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 def convert(path: Path, folder: Path, *, name: str, sha256: str) -> None:
-    """Write what the file says into `folder`, which exists; a manifest of name and source is written last.
+    """Write config and tokenizer files into `folder`, which must exist; the manifest is written last.
 
     Raises:
-        InputError: the file is no GGUF file, or is broken.
-        UnsupportedModelError: the model cannot be read without a change of its results.
+        InputError: the file is not a GGUF file, or is damaged.
+        UnsupportedModelError: the model cannot be reproduced exactly.
         OSError: the folder cannot be written.
     """
     say(f"{name}: reading {path.name}")
@@ -37,7 +37,7 @@ def convert(path: Path, folder: Path, *, name: str, sha256: str) -> None:
         config.save_pretrained(folder)
     except (LogprobeError, OSError):
         raise
-    except Exception as error:  # libraries read the file's own words, each with errors of its own
+    except Exception as error:  # libraries parse values from the file and may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise InputError(f"{path}: cannot be converted ({reason:.300}); fetch it again") from error
     manifest = {

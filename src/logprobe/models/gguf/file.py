@@ -1,7 +1,7 @@
-"""What a GGUF file says of itself: typed look-ups of its metadata, and its tensors where they lie.
+"""Metadata and memory-mapped tensors of a GGUF file.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. `config`, `weights` and `tokenizer` read
-through this.
+GGUF files through `GgufFile`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-CHUNK_NUMBERS: Final = 1 << 19  # that are dequantised together: what is made on the way stays in a cache
-ROPE_FACTORS: Final = "rope_freqs.weight"  # of frequencies: no weight of the model's
-NO_TOKEN: Final = (-1, 2**32 - 1)  # as tools write the id of a special token that a model lacks
+CHUNK_NUMBERS: Final = 1 << 19  # weights dequantised at a time, so that they fit in the CPU cache
+ROPE_FACTORS: Final = "rope_freqs.weight"  # factors of the rotary frequencies, not a weight
+NO_TOKEN: Final = (-1, 2**32 - 1)  # written by some tools for a special token that the model lacks
 FLOATS: Final = ("F64", "F32", "F16", "BF16")
 _MISSING: Final = object()
 
 
 class GgufFile:
-    """A GGUF file; keys that begin with a dot are the architecture's own.
+    """A GGUF file. A key that begins with a dot is prefixed with the architecture's name.
 
     Raises:
-        InputError: the file is no GGUF file, or is cut off.
+        InputError: the file is not a GGUF file, or is truncated.
         UnsupportedModelError: it does not name its architecture.
     """
 
@@ -47,7 +47,7 @@ class GgufFile:
         self._keys, self._tensors = header.keys, header.tensors
 
     def value(self, key: str, default: Any = _MISSING) -> Any:
-        """Give one metadata value as Python numbers, strings and lists.
+        """Return one metadata value as a Python number, string or list.
 
         Raises:
             UnsupportedModelError: the file lacks the key and no default was given.
@@ -62,10 +62,10 @@ class GgufFile:
     def token_id(self, name: str) -> int | None:
         """Return the id of a special token, such as `bos`; None if the file has none.
 
-        Tools write -1 or 2**32 - 1 where a model has no padding or unknown token, which change no score.
+        For the padding and unknown tokens, -1 and 2**32 - 1 count as none; neither affects any score.
 
         Raises:
-            UnsupportedModelError: it is no id of the file's vocabulary.
+            UnsupportedModelError: the id is outside the file's vocabulary.
         """
         key = f"tokenizer.ggml.{name}_token_id"
         found, size = self.value(key, None), len(self.value("tokenizer.ggml.tokens"))
@@ -78,20 +78,20 @@ class GgufFile:
         return found
 
     def own_keys(self) -> set[str]:
-        """List the architecture's own keys, each with its leading dot."""
+        """Return the architecture's keys, each with its leading dot."""
         prefix = f"{self.architecture}."
         return {"." + key.removeprefix(prefix) for key in self._keys if key.startswith(prefix)}
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The tensors' names and shapes, outermost dimension first, in the file's order."""
+        """Shapes of the tensors by name, outermost dimension first, in the file's order."""
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     @property
     def quantization(self) -> str | None:
-        """The file's quantisation by llama.cpp's name, such as `Q4_K_M`; None for float weights.
+        """The file's quantisation as llama.cpp names it, such as `Q4_K_M`; None for float weights.
 
-        A file that does not say it has that of most of its bytes.
+        A file without `general.file_type` gets the tensor type that takes most of its bytes.
         """
         from gguf import LlamaFileType
 
@@ -107,18 +107,16 @@ class GgufFile:
         return None if name in FLOATS else name
 
     def type_name(self, name: str) -> str:
-        """Of a tensor's numbers: `F32`, or that of a quantisation, for example `Q4_1`."""
+        """Return a tensor's data type: `F32`, or a quantisation type such as `Q4_1`."""
         return self._tensors[name].type_name
 
     def raw(self, name: str) -> NDArray[np.uint8]:
-        """One tensor's rows on the file's own pages, (rows, bytes): all but its innermost dimension are rows.
+        """Map one tensor's rows, (rows, bytes): all dimensions but the innermost are flattened to rows.
 
-        The pages go with the array.
+        The mapping is closed with the array.
         """
         tensor = self._tensors[name]
-        data = np.memmap(
-            self.path, np.uint8, "c", tensor.start, tensor.num_bytes
-        )  # what is written stays here
+        data = np.memmap(self.path, np.uint8, "c", tensor.start, tensor.num_bytes)  # copy-on-write
         return np.asarray(data).reshape(int(np.prod(tensor.shape[:-1])), -1)
 
     def _full(self, key: str) -> str:
@@ -126,7 +124,7 @@ class GgufFile:
 
 
 def dequantised(raw: NDArray[np.uint8], type_name: str) -> NDArray[np.float32]:
-    """Rows as they stand in a file, (rows, bytes), as float32."""
+    """Dequantise rows as stored in the file, (rows, bytes), to float32."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -135,7 +133,7 @@ def dequantised(raw: NDArray[np.uint8], type_name: str) -> NDArray[np.float32]:
     numbers = np.empty((len(raw), raw.shape[1] // block_bytes * block_len), np.float32)
     step = max(1, CHUNK_NUMBERS // numbers.shape[1])
     for start in range(0, len(raw), step):
-        # As one row: the library takes sixteen at a time.
+        # As a single row: `dequantize` processes sixteen rows at a time.
         piece = raw[start : start + step].reshape(1, -1)
         numbers[start : start + step] = dequantize(piece, kind).reshape(-1, numbers.shape[1])
     return numbers

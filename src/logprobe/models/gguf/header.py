@@ -1,8 +1,7 @@
-"""A GGUF file's header, believed as far as the file's bytes go: its keys' values, and where its tensors lie.
+"""Parse a GGUF file's header: its metadata and the offsets of its tensors.
 
-Before it: any bytes. After it: `file`. The gguf package's reader takes as many entries as a count tells it
-to, in the file or not, and seconds for a vocabulary of 128,256 (it makes two arrays of each). Here every
-count is held against the bytes that are there.
+Every count is checked against the size of the file before anything is allocated. The `gguf` package's reader
+trusts the counts, and takes seconds for a vocabulary of 128,256 tokens (two arrays per entry).
 """
 
 from __future__ import annotations
@@ -30,37 +29,37 @@ SCALARS: Final = {
     }.items()
 }  # fmt: skip
 LENGTH: Final = struct.Struct("<Q")  # of a string, in bytes
-MAX_ENTRIES: Final = 1 << 22  # of all arrays; vocabularies and their merges have some hundred thousand
+MAX_ENTRIES: Final = 1 << 22  # of all arrays together; vocabularies and merges have a few hundred thousand
 MAX_DIMENSIONS: Final = 4  # as in ggml
-NUMBER_BYTES: Final = 8  # of the widest number: the least alignment
+NUMBER_BYTES: Final = 8  # of the widest number: the smallest alignment allowed
 ALIGNMENT_KEY: Final = "general.alignment"
-DEFAULT_ALIGNMENT: Final = 32  # bytes; where the key says nothing
+DEFAULT_ALIGNMENT: Final = 32  # bytes; if the file has no such key
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """One tensor of a file."""
+    """Type, shape and position of one tensor in the file."""
 
-    type_name: str  # of its numbers: `F32`, or that of a quantisation
+    type_name: str  # `F32`, or a quantisation type
     shape: tuple[int, ...]  # outermost dimension first
-    start: int  # bytes from the file's beginning
+    start: int  # byte offset from the beginning of the file
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of itself: its keys as Python numbers, strings and lists, and its tensors."""
+    """A file's metadata, as Python numbers, strings and lists, and its tensors."""
 
     keys: dict[str, Any]
     tensors: dict[str, TensorPlace]
 
 
 def read_header(path: Path) -> Header:
-    """Walk through a file's keys and tensors once.
+    """Read a GGUF file's header.
 
     Raises:
-        InputError: it is no GGUF file, is cut off, or holds what no such file holds.
-        OSError: it cannot be read.
+        InputError: the file is not a GGUF file, is truncated, or its header is not valid.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         size = file.seek(0, 2)
@@ -71,7 +70,7 @@ def read_header(path: Path) -> Header:
 
 
 class _Walk:
-    """A place in the file, and what was read on the way there."""
+    """A cursor over the bytes of a header."""
 
     def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
         self._path, self._data, self._size = path, data, size
@@ -79,37 +78,37 @@ class _Walk:
         self._num_entries = 0
 
     def read(self) -> Header:
-        """Everything up to the tensors' numbers."""
+        """Read everything before the tensor data."""
         if self._size < 4 or self._bytes(4) != MAGIC:
-            raise self._error("does not begin as one")
+            raise self._error("does not start with 'GGUF'")
         version, num_tensors, num_keys = self._number("<I"), self._number("<Q"), self._number("<Q")
         if version not in {2, 3}:
-            raise self._error(f"has version {version}; 2 and 3 are read")
+            raise self._error(f"has version {version}, but only versions 2 and 3 are supported")
         keys: dict[str, Any] = {}
         for _ in range(num_keys):
             [key] = self._strings(1)
             if key in keys:
-                raise self._error(f"has two keys {key!r:.80}")
+                raise self._error(f"has the key {key!r:.80} twice")
             keys[key] = self._value(self._number("<I"))
         places: dict[str, TensorPlace] = {}
         for _ in range(num_tensors):
             name, place = self._take_tensor()
             if name in places:
-                raise self._error(f"has two tensors {name!r:.80}")
+                raise self._error(f"has the tensor {name!r:.80} twice")
             places[name] = place
         alignment = keys.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < NUMBER_BYTES or alignment & (alignment - 1):
-            raise self._error(f"has an alignment of {alignment!r:.80} bytes")
+            raise self._error(f"has an invalid alignment of {alignment!r:.80} bytes")
         begin = self._at + -self._at % alignment
         end = 0
         for name, place in sorted(places.items(), key=lambda item: item[1].start):
             if place.start % alignment:
-                raise self._error(f"has the tensor {name!r:.80} at the odd place {place.start}")
+                raise self._error(f"has the tensor {name!r:.80} at the unaligned offset {place.start}")
             if place.start < end:
-                raise self._error(f"has the tensor {name!r:.80} where another one lies")
+                raise self._error(f"has the tensor {name!r:.80} overlapping another one")
             end = place.start + place.num_bytes
         if begin + end > self._size:
-            raise self._error("ends before its tensors do")
+            raise self._error("is truncated within its tensors")
         tensors = {name: replace(place, start=begin + place.start) for name, place in places.items()}
         return Header(keys, tensors)
 
@@ -124,12 +123,12 @@ class _Walk:
         if self._num_entries > MAX_ENTRIES:
             raise self._error(f"has arrays of more than {MAX_ENTRIES} entries")
         if kind == ARRAY:
-            raise self._error("holds an array of arrays")
+            raise self._error("has an array of arrays, which is not supported")
         return self._strings(count) if kind == STRING else self._scalars(kind, count)
 
     def _scalars(self, kind: int, count: int) -> list[Any]:
         if kind not in SCALARS:
-            raise self._error(f"has a value of the unknown type {kind}")
+            raise self._error(f"has a value with the unknown type {kind}")
         values: list[Any] = np.frombuffer(self._bytes(count * SCALARS[kind].itemsize), SCALARS[kind]).tolist()
         return values
 
@@ -145,28 +144,28 @@ class _Walk:
         except struct.error:
             at = self._size + 1
         except UnicodeDecodeError as error:
-            raise self._error("holds a text that is no UTF-8") from error
+            raise self._error("has a string that is not valid UTF-8") from error
         self._move_to(at)
         return found
 
     def _take_tensor(self) -> tuple[str, TensorPlace]:
-        """A tensor's name, and its place from where the numbers of all begin."""
+        """Read a tensor's name and its entry; its `start` is relative to the beginning of the tensor data."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         [name] = self._strings(1)
         num_dimensions = self._number("<I")
         if num_dimensions > MAX_DIMENSIONS:
-            raise self._error(f"has a tensor of {num_dimensions} dimensions")
+            raise self._error(f"has a tensor with {num_dimensions} dimensions")
         shape = [self._number("<Q") for _ in range(num_dimensions)]
         number, start = self._number("<I"), self._number("<Q")
         try:
             kind = GGMLQuantizationType(number)
             block_len, block_bytes = GGML_QUANT_SIZES[kind]
         except (KeyError, ValueError) as error:
-            raise self._error(f"has a tensor of the unknown type {number}") from error
+            raise self._error(f"has a tensor with the unknown type {number}") from error
         num_values = math.prod(shape)
         if not shape or not num_values or shape[0] % block_len:
-            raise self._error(f"has a tensor of the shape {shape}, which its type does not allow")
+            raise self._error(f"has a tensor with the shape {shape}, which its type does not allow")
         return name, TensorPlace(kind.name, tuple(shape[::-1]), start, num_values // block_len * block_bytes)
 
     def _number(self, form: str) -> int:
@@ -180,8 +179,8 @@ class _Walk:
 
     def _move_to(self, end: int) -> None:
         if end > self._size:
-            raise self._error("ends before its header does")
+            raise self._error("is truncated within its header")
         self._at = end
 
     def _error(self, what: str) -> InputError:
-        return InputError(f"{self._path}: not a readable GGUF file: it {what}; fetch it again")
+        return InputError(f"{self._path}: is not a valid GGUF file: it {what}; fetch it again")

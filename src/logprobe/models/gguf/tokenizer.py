@@ -1,7 +1,7 @@
-"""A GGUF file's own tokenizer, rebuilt exactly: vocabulary, merges, splitting rule, special tokens, template.
+"""Rebuild a GGUF file's tokenizer: vocabulary, merges, pre-tokenizer, special tokens, chat template.
 
-The rule by which text is split before merging is only named in the file (`tokenizer.ggml.pre`), so it is
-looked up in a table; a name that is not in the table is refused, because any guess gives other tokens.
+The file only names its pre-tokenizer (`tokenizer.ggml.pre`), so a table maps the name to a rule. An unknown
+name is an error, because a wrong rule gives other tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NORMAL: Final = 1
 _UNKNOWN: Final = 2
 _CONTROL: Final = 3
 _USER_DEFINED: Final = 4
-MAX_TOKEN_CHARS: Final = 4096  # the time of finding merges grows with their square
+MAX_TOKEN_CHARS: Final = 4096  # finding merges takes time quadratic in it
 _SPACE_MARK: Final = "▁"
 
 _CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -32,17 +32,19 @@ _WORDS_AND_SPACES: Final = r"[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n
 
 
 def build_tokenizer(gguf: GgufFile) -> PreTrainedTokenizerFast:
-    """Build the tokenizer in transformers' form; asked for special tokens, it adds those the file asks for.
+    """Build the transformers tokenizer of a GGUF file.
+
+    With `add_special_tokens=True` it adds BOS and EOS as the file specifies.
 
     Raises:
-        UnsupportedModelError: the kind of vocabulary or its splitting rule is not known here.
+        UnsupportedModelError: the kind of vocabulary or the pre-tokenizer is not supported.
     """
     from transformers import PreTrainedTokenizerFast
 
     model = gguf.value("tokenizer.ggml.model")
     if model not in ("gpt2", "llama"):
         raise UnsupportedModelError(
-            f"{gguf.path.name}: tokenizer model {model!r:.80} is not rebuilt (known: gpt2, llama); "
+            f"{gguf.path.name}: tokenizer model {model!r:.80} is not supported (supported: gpt2, llama); "
             "use the model's safetensors folder or hub id instead"
         )
     backend = _byte_level(gguf) if model == "gpt2" else _sentencepiece(gguf)
@@ -58,7 +60,7 @@ def build_tokenizer(gguf: GgufFile) -> PreTrainedTokenizerFast:
     template = gguf.value("tokenizer.chat_template", None)
     if not isinstance(template, str | None):
         raise UnsupportedModelError(
-            f"{gguf.path.name}: tokenizer.chat_template is no text; fetch a complete file"
+            f"{gguf.path.name}: tokenizer.chat_template is not a string; fetch a complete file"
         )
     tokenizer.chat_template = template
     return tokenizer
@@ -69,13 +71,13 @@ def _vocabulary(gguf: GgufFile) -> dict[str, int]:
     longest = max(map(len, tokens), default=0)
     if longest > MAX_TOKEN_CHARS:
         raise UnsupportedModelError(
-            f"{gguf.path.name}: the vocabulary holds a token of {longest} characters; at most "
-            f"{MAX_TOKEN_CHARS} are read"
+            f"{gguf.path.name}: the vocabulary has a token of {longest} characters; at most "
+            f"{MAX_TOKEN_CHARS} are supported"
         )
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         raise UnsupportedModelError(
-            f"{gguf.path.name}: the vocabulary holds the same token twice; it cannot be rebuilt"
+            f"{gguf.path.name}: the vocabulary has the same token twice, which is not supported"
         )
     return vocabulary
 
@@ -87,8 +89,8 @@ def _byte_level(gguf: GgufFile) -> Tokenizer:
     make = _RULES.get(rule)
     if make is None:
         raise UnsupportedModelError(
-            f"{gguf.path.name}: splitting rule {rule!r:.80} (tokenizer.ggml.pre) is not known "
-            f"(known: {', '.join(_RULES)}); use the model's safetensors folder or hub id instead"
+            f"{gguf.path.name}: pre-tokenizer {rule!r:.80} (tokenizer.ggml.pre) is not supported "
+            f"(supported: {', '.join(_RULES)}); use the model's safetensors folder or hub id instead"
         )
     merges = [tuple(merge.split(" ")) for merge in gguf.value("tokenizer.ggml.merges")]
     backend = Tokenizer(models.BPE(vocab=_vocabulary(gguf), merges=merges, ignore_merges=rule == "llama-bpe"))
@@ -159,7 +161,7 @@ def _sentencepiece(gguf: GgufFile) -> Tokenizer:
 
 
 def _merges_of_scores(gguf: GgufFile, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """List every way to join two pieces to a third, the piece of highest score first."""
+    """List every pair of pieces that joins to a third, by the score of the joined piece, descending."""
     scores, types = gguf.value("tokenizer.ggml.scores"), gguf.value("tokenizer.ggml.token_type")
     merges: list[tuple[float, int, int, tuple[str, str]]] = []
     for piece, token_id in vocabulary.items():
@@ -192,10 +194,10 @@ def _special_tokens(gguf: GgufFile) -> dict[str, str]:
 
 
 def _add_edges(gguf: GgufFile, backend: Tokenizer) -> None:
-    """Let the tokenizer put BOS before and EOS after, where the file asks for it."""
+    """Make the tokenizer add BOS and EOS as the file specifies."""
     from tokenizers.processors import TemplateProcessing
 
-    # What a file leaves unsaid, llama.cpp settles by the kind of vocabulary.
+    # llama.cpp's defaults for files without these keys.
     by_kind = (
         gguf.value("tokenizer.ggml.model") == "llama" or gguf.value("tokenizer.ggml.pre", "") == "llama-bpe"
     )

@@ -1,7 +1,4 @@
-"""A GGUF file's tensors where they lie, as transformers' own parameters: `GgufSource`.
-
-Before it: a file and its configuration (`config`). After it: panels, and transformers' module (`lazy`).
-"""
+"""`GgufSource`: read a GGUF file's tensors under the names and in the layout of transformers' parameters."""
 
 from __future__ import annotations
 
@@ -52,18 +49,18 @@ _GEMMA3_BLOCK: Final = _BLOCK | {
 
 
 class GgufSource:
-    """The tensors of a GGUF file; its pages are mapped while something is read of them."""
+    """The tensors of a GGUF file, mapped only while one is in use."""
 
     def __init__(self, path: Path, config: PreTrainedConfig) -> None:
         """Read the header.
 
         Raises:
-            InputError: it is no GGUF file, or is cut off.
-            UnsupportedModelError: a tensor that transformers does not know.
-            OSError: it cannot be read.
+            InputError: the file is not a GGUF file, or is truncated.
+            UnsupportedModelError: a tensor has no counterpart in transformers.
+            OSError: the file cannot be read.
         """
         self._gguf, self._config = GgufFile(path), config
-        has_factors = self._gguf.architecture == "llama"  # which its configuration holds
+        has_factors = self._gguf.architecture == "llama"  # already part of the configuration
         own = {
             name: shape
             for name, shape in self._gguf.shapes.items()
@@ -74,16 +71,16 @@ class GgufSource:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """What there is, by transformers' names."""
+        """Shapes of the tensors by their names in transformers."""
         return self._shapes
 
     def check(self) -> None:
-        """Hold the tensors against those of transformers' own module.
+        """Check that the tensors match the parameters of transformers' module one to one.
 
-        A tensor that has no place there, or a place that gets no tensor, would be a random weight.
+        transformers would fill a parameter without a tensor with random numbers.
 
         Raises:
-            UnsupportedModelError: they are not exactly the model's, or of a type that cannot be read.
+            UnsupportedModelError: names or shapes differ, or a tensor has a type that is not supported.
         """
         _check_against_module(self._gguf.path, self._config, self._shapes)
         for name, shape in self._shapes.items():
@@ -91,12 +88,12 @@ class GgufSource:
                 self.read(name, slice(0, 1) if len(shape) > 1 else EVERY)
             except NotImplementedError as error:
                 raise UnsupportedModelError(
-                    f"{self._gguf.path.name}: {name} is of the type "
-                    f"{self._gguf.type_name(self._own_names[name])}, which is not read"
+                    f"{self._gguf.path.name}: {name} has the type "
+                    f"{self._gguf.type_name(self._own_names[name])}, which is not supported"
                 ) from error
 
     def read(self, name: str, rows: Rows = EVERY) -> torch.Tensor:
-        """Some rows of one tensor: float32 where it lies in blocks, else of the file's own type."""
+        """Read rows of one tensor: float32 if it is quantised, else the file's dtype."""
         own, shape = self._own_names[name], self._shapes[name]
         raw, type_name = self._gguf.raw(own), self._gguf.type_name(own)
         chosen = rows.numpy() if isinstance(rows, torch.Tensor) else rows
@@ -112,14 +109,15 @@ class GgufSource:
         else:
             numbers = torch.from_numpy(dequantised(raw, type_name))
         if self._gguf.architecture == "gemma3" and own.endswith("norm.weight"):
-            # The file holds what the norm multiplies by; the module adds the one itself.
+            # The file stores 1 + weight; transformers' module adds the 1 itself.
             return numbers.float() - 1
         return numbers
 
     def _order(self, own: str) -> NDArray[np.int64] | None:
-        """The row of the file that each row of a module's tensor is; None where they are the same.
+        """Return the file's row for each row of the module's tensor; None if the order is the same.
 
-        llama.cpp pairs the rotary rows of a head: (0, n/2, 1, n/2 + 1, ...) are transformers' (0, 1, 2, ...).
+        llama.cpp interleaves the rotary rows of a head: its rows (0, 1, 2, 3, ...) are transformers' rows
+        (0, n/2, 1, n/2 + 1, ...).
         """
         heads = {"attn_q": self._config.num_attention_heads, "attn_k": self._config.num_key_value_heads}
         part = own.split(".")[-2]
@@ -128,16 +126,16 @@ class GgufSource:
         return np.arange(self._gguf.shapes[own][0]).reshape(heads[part], -1, 2).swapaxes(1, 2).ravel()
 
     def panels(self, name: str) -> PanelWeights | None:
-        """A matrix's blocks as panels; None where it lies in floats, or in blocks that have no form."""
+        """Repack a quantised matrix as panels; None if it is floats, or its type has no panel format."""
         own = self._own_names[name]
         return panels_of_blocks(self._gguf.raw(own), self._gguf.type_name(own), self._order(own))
 
 
 def transformers_name(architecture: str, source: str) -> str:
-    """The name under which transformers knows a tensor of a GGUF file.
+    """Return the transformers name of a GGUF tensor.
 
     Raises:
-        UnsupportedModelError: it knows none.
+        UnsupportedModelError: the tensor has no counterpart in transformers.
     """
     stem, _, kind = source.rpartition(".")
     block = _GEMMA3_BLOCK if architecture == "gemma3" else _BLOCK
@@ -148,7 +146,7 @@ def transformers_name(architecture: str, source: str) -> str:
     if prefix == "blk" and part in block:
         return f"model.layers.{layer}.{block[part]}.{kind}"
     raise UnsupportedModelError(
-        f"tensor {source!r:.80} of a {architecture!r:.80} GGUF file is not converted; "
+        f"tensor {source!r:.80} of a {architecture!r:.80} GGUF file is not supported; "
         "use the model's safetensors folder or hub id instead"
     )
 
@@ -165,6 +163,6 @@ def _check_against_module(path: Path, config: PreTrainedConfig, found: Mapping[s
     if wrong:
         name = wrong[0]
         raise UnsupportedModelError(
-            f"{path.name}: {len(wrong)} tensors do not fit {config.model_type}, first {name:.80}: "
-            f"the file has {found.get(name, 'none')}, the model {wanted.get(name, 'none')}"
+            f"{path.name}: {len(wrong)} tensors do not match {config.model_type}, such as {name:.80}: "
+            f"the shape is {found.get(name, 'none')} in the file and {wanted.get(name, 'none')} in the model"
         )

@@ -1,1 +1,1 @@
-"""What a load leaves in the cache for the next one: panels of weights, and what was proven of a model."""
+"""Files that a load stores in the cache for later loads: packed weights, verification records, tokenizers."""

@@ -1,7 +1,7 @@
-"""What of each model lies on the disk: its files, and the panels and records that loads left in the cache.
+"""Disk usage of models: their files, and the panels and records that loads stored in the cache.
 
-Their folders are named `<stem>-<source key>-<digest>` (`identity`): they are found by the model's own folder,
-or by the stem alone where nobody knows that folder any more. After it: `logprobe models`.
+Cache folders are named `<stem>-<source key>-<digest>` (`identity`): they are found by the model's folder, or
+by the stem if that folder is not known. `logprobe models` prints the result.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from logprobe.models.cache import cached, entry_size_bytes, home
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-FILES, PANELS, RECORDS = "models", "panels", "loads"  # what the cache's entries are, by their folder
-_KEY: Final = "-[0-9a-f]{16}"  # of the source, or of code and machine
+FILES, PANELS, RECORDS = "models", "panels", "loads"  # folders of the cache, by kind of entry
+_KEY: Final = "-[0-9a-f]{16}"  # of the source, or of code and libraries
 _MAX_STEM_CHARS: Final = 40
-_COMMIT: Final = re.compile(r"[0-9a-f]{40}")  # a snapshot of the hub is named so
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")  # name of a snapshot of the hub
 
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
-    """What of one model lies on the disk."""
+    """Files and cache entries of one model."""
 
-    folder: Path | None  # of its files, in the cache or elsewhere; None where it is gone or not known
-    entries: tuple[Path, ...]  # of the cache, which may be removed; whole, half made, or both
+    folder: Path | None  # of its files, in the cache or elsewhere; None if it is gone or not known
+    entries: tuple[Path, ...]  # in the cache, which may be removed; finished, partial, or both
 
     @property
     def files_bytes(self) -> int | None:
-        """Of its files; None where nobody knows them."""
+        """Size of the model's files; None if their folder is not known."""
         folders = {*self._of(FILES), *([] if self.folder is None else [self.folder])}
         return sum(map(entry_size_bytes, folders)) if folders else None
 
     @property
     def panels_bytes(self) -> int:
-        """Of its panels."""
+        """Size of its panels."""
         return sum(map(entry_size_bytes, self._of(PANELS)))
 
     @property
     def records_bytes(self) -> int:
-        """Of what was proven of it."""
+        """Size of its verification records and tokenizers."""
         return sum(map(entry_size_bytes, self._of(RECORDS)))
 
     @property
     def size_bytes(self) -> int:
-        """Of all that is known."""
+        """Total size."""
         return (self.files_bytes or 0) + self.panels_bytes + self.records_bytes
 
     def _of(self, kind: str) -> list[Path]:
@@ -56,12 +56,12 @@ class OnDisk:
 
 
 def of_folder(folder: Path) -> OnDisk:
-    """What lies there of a model: one that the cache keeps, or once did, or one in a folder of the caller's.
+    """Return the disk usage of a model, whose folder is in the cache (or was) or elsewhere.
 
-    Of the latter that is what was made of its files as they are now.
+    For a folder outside the cache, only entries made from the present files count.
 
     Raises:
-        InputError: they cannot be read.
+        InputError: the files cannot be read.
     """
     is_ours = folder.parent == home() / FILES
     prefix = re.escape(folder.name[:_MAX_STEM_CHARS]) + _KEY if is_ours else re.escape(_prefix(folder))
@@ -71,9 +71,10 @@ def of_folder(folder: Path) -> OnDisk:
 
 
 def left_by_others(known: Collection[Path]) -> dict[str, OnDisk]:
-    """What lies in the cache of models that it does not keep, by the names of those, or of their folders.
+    """Return the cache entries of all other models, by hub id or folder name.
 
-    `known` are the folders of those that it keeps.
+    Args:
+        known: folders of the models to leave out.
     """
     known_stems = {folder.name[:_MAX_STEM_CHARS] for folder in known}
     left: dict[str, OnDisk] = {}
@@ -93,11 +94,11 @@ def _prefix(folder: Path) -> str:
     try:
         return panels_folder(folder, source_key(folder)).name.rpartition("-")[0]
     except OSError as error:
-        raise InputError(f"{folder}: cannot be read ({error.strerror}); look who may read it") from error
+        raise InputError(f"{folder}: cannot be read ({error.strerror}); check its permissions") from error
 
 
 def _hub_snapshot(stem: str) -> Path | None:
-    """Where the hub's cache has the commit that a folder is named by."""
+    """Return the folder of a commit in the hub's cache; None if `stem` is not a commit or not there."""
     if _COMMIT.fullmatch(stem) is None:
         return None
     from huggingface_hub import constants

@@ -1,6 +1,6 @@
-"""What stored files are valid for: the source they came from, the code and the machine that made them.
+"""Cache keys of stored files: they cover the model's files, and the code and libraries that made the files.
 
-A key changes with each of them, so that nothing stored for others is ever read.
+A change of any of them gives another key, so that stale files are never read.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from logprobe.models.cache import MANIFEST, home
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_HEADER_BYTES: Final = 1 << 20  # of a safetensors file: its names, shapes and places
-_SMALL_BYTES: Final = 1 << 25  # of a file that is read whole in no time
+_HEADER_BYTES: Final = 1 << 20  # read of a large safetensors file: names, shapes and offsets
+_SMALL_BYTES: Final = 1 << 25  # largest file that is hashed whole
 _SETTINGS: Final = ("config.json", "generation_config.json")
 _LIBRARIES: Final = ("torch", "transformers", "tokenizers", "numpy")
-_TOKENIZER_FILES: Final = "*token*"  # tokenizer.json, tokenizer_config.json, special_tokens_map.json ...
+_TOKENIZER_FILES: Final = "*token*"  # tokenizer.json, tokenizer_config.json, special_tokens_map.json, ...
 _CODE: Final = ("engine", "kernels", "models")
 
 
 def source_key(folder: Path) -> str:
-    """Of a model's folder: its settings, and the bytes of its weights; of large files size, time and header.
+    """Return a key of a model's configuration and weights; of large files it covers size, time and header.
 
     Raises:
         OSError: a file cannot be read.
     """
     digest = hashlib.sha256()
-    for name in (*_SETTINGS, MANIFEST):  # which has the checksum of a GGUF file
+    for name in (*_SETTINGS, MANIFEST):  # the manifest has the checksum of a GGUF file
         if (folder / name).is_file():
             digest.update((folder / name).read_bytes())
     for file in sorted(folder.glob("*.safetensors")):
@@ -47,17 +47,17 @@ def source_key(folder: Path) -> str:
 
 
 def panels_folder(folder: Path, source: str) -> Path:
-    """Where the panels of a model lie that has none of its own."""
+    """Return the cache folder of a model's panels."""
     return home() / "panels" / f"{_stem(folder)}-{source}-{_digest([LAYOUT])}"
 
 
 def record_folder(folder: Path, source: str) -> Path:
-    """Where what was proven of a model lies."""
+    """Return the cache folder of a model's verification record."""
     return home() / "loads" / f"{_stem(folder)}-{source}-{_digest([LAYOUT, *_code()])}"
 
 
 def tokenizer_folder(folder: Path, source: str) -> Path:
-    """Where the tokenizer lies that was made of the model's own files as they are now.
+    """Return the cache folder of the tokenizer made from the model's present files.
 
     Raises:
         OSError: a file cannot be read.
@@ -77,7 +77,7 @@ def _digest(parts: Iterable[Any]) -> str:
 
 @functools.cache
 def _code() -> tuple[str, ...]:
-    """Versions of libraries, and a digest of our own files: numbers are proven for these alone."""
+    """Return digests of our code and the versions of libraries: a verification is valid only for these."""
     digest = hashlib.sha256()
     root = Path(__file__).parents[2]
     for name in _CODE:

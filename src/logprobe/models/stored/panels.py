@@ -1,10 +1,10 @@
-"""Panels in a file that is mapped and never converted again.
+"""Store packed weights (panels) in a file that later loads map into memory.
 
-PANELS holds the bytes of all panels, INDEX the place, form and shape of each module's, and the length and
-checksum of the whole. The map is read-only and shared, so that all processes on one model hold one copy.
-Both files are on the disk before their folder gets its name. Until then JOURNAL has a checksum for each
-matrix that was written, so that an interrupted load continues after the last one that is whole. The file is
-written, not mapped: on a full disk that is an error, where a write to a map would be a signal.
+PANELS has the bytes of all panels; INDEX has the offset, format and shape of each module's panels, and the
+length and checksum of PANELS. The mapping is read-only and shared, so that all processes of a model share one
+copy. Both files are synced to disk before their folder gets its final name. Until then, JOURNAL has a
+checksum per written matrix, so that an interrupted load resumes after the last complete one. PANELS is
+written with `write`, because on a full disk a write to a mapping raises SIGBUS instead of an error.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ JOURNAL: Final = "panels.journal"
 ALIGNMENT: Final = 64  # bytes of a cache line
 _CHUNK_BYTES: Final = 1 << 22
 _READ_AS_ONE: Final = {"q_proj": 0, "k_proj": 1, "v_proj": 2}
-_MOST: Final = 1 << 40  # no number of outputs or inputs is as large
+_MOST: Final = 1 << 40  # upper bound of the number of outputs or inputs
 
 
 class _Line(msgspec.Struct, frozen=True, array_like=True):
-    """A line of JOURNAL: one matrix that was written."""
+    """A line of JOURNAL: one written matrix."""
 
     layout: int
     names: tuple[str, ...]
@@ -50,12 +50,12 @@ class _Line(msgspec.Struct, frozen=True, array_like=True):
 def write_panels(
     parts: Sequence[tuple[str, ...]], packed: Callable[[int], Iterable[PanelWeights]], folder: Path
 ) -> None:
-    """Write panels one after another, after those of an interrupted call, and wait for the disk.
+    """Write panels to a folder and sync it; resume after the panels of an interrupted call.
 
     Args:
-        parts: the names of all modules that share each.
-        packed: gives those of all parts from a number on.
-        folder: where to; it gets its name afterwards.
+        parts: for each matrix, the names of all modules that share it.
+        packed: returns the panels of all parts from an index on.
+        folder: the target, which the caller renames afterwards.
 
     Raises:
         OSError: the folder cannot be written.
@@ -90,7 +90,7 @@ def _encode(line: _Line) -> bytes:
 
 
 def _written(parts: Sequence[tuple[str, ...]], folder: Path) -> list[_Line]:
-    """Return the matrices that an interrupted call wrote, up to the first that is missing or damaged."""
+    """Return the journal of an interrupted call, up to the first missing or damaged matrix."""
     lines: list[_Line] = []
     end, crc32 = 0, 0
     with suppress(OSError, msgspec.MsgspecError), (folder / PANELS).open("rb") as file:
@@ -105,16 +105,16 @@ def _written(parts: Sequence[tuple[str, ...]], folder: Path) -> list[_Line]:
 
 
 def reading_order(name: str) -> tuple[str, int, str]:
-    """Sorts names of modules so that what is read as one lies side by side."""
+    """Return a sort key for module names that puts q_proj, k_proj and v_proj next to each other."""
     parent, _, last = name.rpartition(".")
     return parent, _READ_AS_ONE.get(last, len(_READ_AS_ONE)), last
 
 
 def read_panels(folder: Path, *, is_checked: bool = True) -> dict[str, PanelWeights]:
-    """Map a folder's panels, by the name of their module; empty if it has none that can be used.
+    """Map a folder's panels, by module name; return an empty dict if they cannot be used.
 
-    Panels of another layout, a file of another length than the index says, or (if `is_checked`) of another
-    checksum are not used.
+    Panels are not used if the layout version, the file's length or (with `is_checked`) its checksum differs
+    from the index.
     """
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
@@ -128,7 +128,7 @@ def read_panels(folder: Path, *, is_checked: bool = True) -> dict[str, PanelWeig
 
 
 def stored_forms(folder: Path) -> set[str]:
-    """Return the names of the forms of a folder's panels."""
+    """Return the names of the formats of a folder's panels."""
     return {panels.form.name for panels in read_panels(folder, is_checked=False).values()}
 
 
@@ -147,23 +147,23 @@ def _checksum(file: BinaryIO, num_bytes: int, crc32: int = 0) -> int:
 
 
 def _mapped(path: Path, entries: dict[str, Any]) -> dict[str, PanelWeights]:
-    """Views of one map.
+    """Map a file and return its panels as views.
 
     Raises:
-        ValueError: an entry lies outside the file, or is no entry.
+        ValueError: an entry is not valid, or lies outside the file.
     """
     with path.open("rb") as file, warnings.catch_warnings():
         whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nothing writes
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nothing writes to it
         memory = torch.frombuffer(whole, dtype=torch.uint8)
     panels: dict[str, PanelWeights] = {}
     for name, (form, num_outputs, num_inputs, start) in entries.items():
         are_counts = all(isinstance(n, int) and 0 < n < _MOST for n in (num_outputs, num_inputs))
         if not are_counts or not isinstance(start, int) or start < 0 or start % ALIGNMENT:
-            raise ValueError(f"{name}: is no entry of panels")
+            raise ValueError(f"{name}: is not a valid entry")
         shape = PanelWeights(FORMS[form], num_outputs, num_inputs, memory[:0])
         end = start + shape.num_bytes
         if end > len(memory):
-            raise ValueError(f"{name}: lies beyond the end of {path.name}")
+            raise ValueError(f"{name}: extends beyond the end of {path.name}")
         panels[name] = PanelWeights(FORMS[form], num_outputs, num_inputs, memory[start:end])
     return panels

@@ -1,7 +1,7 @@
-"""The record of a model's first load here: what was proven of it, for the next load to build on.
+"""The record of a model's first, verified load, from which later loads are built.
 
-One file holds the record, as JSON of the caller's schema, and its tensors: the small ones of the model
-(norms, biases, rotary frequencies), and some of transformers' own logits, which every later load has to give.
+One file contains the record, as JSON of the caller's schema, and its tensors: the model's small ones (norms,
+biases, rotary frequencies), and some logits of transformers, which every later load must reproduce.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _KEY: Final = "record"
 
 
 def write_record(folder: Path, record: str, tensors: dict[str, Tensor]) -> None:
-    """Write record and tensors as one file.
+    """Write a record and its tensors to one file.
 
     Raises:
         OSError: the folder cannot be written.
@@ -30,7 +30,7 @@ def write_record(folder: Path, record: str, tensors: dict[str, Tensor]) -> None:
 
 
 def read_record(folder: Path) -> tuple[str, dict[str, Tensor]] | None:
-    """Return record and tensors; None if there are none, or they cannot be read."""
+    """Return the record and its tensors; None if there is none or it cannot be read."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -1,6 +1,6 @@
-"""`LoadStore`: what earlier loads of one model left in the cache, and a place for what this one leaves.
+"""`LoadStore`: read and write the files that loads of one model store in the cache.
 
-`engine.forward.ready` asks here before it does the work anew.
+`engine.forward.ready` uses it to skip packing and verification after the first load.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from logprobe.models.resolution import ModelFiles
     from logprobe.models.stored.tokenizer import TokenizerFacts
 
-MAX_RECORDS: Final = 16  # of one model, with its tokenizers; some megabytes each
+MAX_RECORDS: Final = 16  # of one model, including its tokenizers; a few megabytes each
 
 logger = logging.getLogger("logprobe")
 
 
 class LoadStore:
-    """The stored files of one model on this machine; a folder that cannot be written stores nothing."""
+    """The cached files of one model; nothing is stored if the cache cannot be written."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -46,34 +46,34 @@ class LoadStore:
 
     @classmethod
     def of(cls, files: ModelFiles) -> Self | None:
-        """The store of a model; None for the copy of a loaded one, which goes with its engine."""
+        """Return a model's store; None without weights, and for the temporary copy of a loaded model."""
         has_weights = any(files.folder.glob("*.safetensors")) or (files.folder / MANIFEST).is_file()
         return cls(files.folder) if has_weights and not is_copy(files.folder) else None
 
     def panels(self, *, is_checked: bool = True) -> dict[str, PanelWeights]:
-        """The mapped panels of the model, by the name of their module; none where there are none yet."""
+        """Return the model's mapped panels by module name; empty if none are stored."""
         return (
             read_panels(self._panels_folder, is_checked=is_checked) if is_there(self._panels_folder) else {}
         )
 
     def forms(self) -> set[str]:
-        """The forms of those panels."""
+        """Return the names of the formats of the stored panels."""
         return stored_forms(self._panels_folder) if is_there(self._panels_folder) else set()
 
     def write_panels(
         self, parts: Sequence[tuple[str, ...]], packed: Callable[[int], Iterable[PanelWeights]]
     ) -> dict[str, PanelWeights]:
-        """Write the panels of a model and map them; none where they cannot be written.
+        """Write the model's panels and map them; return an empty dict if they cannot be written.
 
-        Whole panels that another process has written meanwhile stay.
+        Complete panels that another process has written in the meantime are used instead.
 
         Args:
-            parts: the names of all modules that share each.
-            packed: gives those of all parts from a number on.
+            parts: for each matrix, the names of all modules that share it.
+            packed: returns the panels of all parts from an index on.
         """
 
         def is_damaged() -> bool:
-            stored = self.panels()  # none where they are of another layout
+            stored = self.panels()  # empty for another layout version
             return not all(any(name in stored for name in names) for names in parts)
 
         try:
@@ -86,35 +86,35 @@ class LoadStore:
         return self.panels(is_checked=False)
 
     def record(self) -> tuple[str, Mapping[str, Any]] | None:
-        """Return the record, JSON, and its tensors that this code has stored on this machine."""
+        """Return the JSON record and tensors stored by this version of the code; None if there are none."""
         return read_record(self._record_folder) if is_there(self._record_folder) else None
 
     def write_record(self, record: str, tensors: dict[str, Any]) -> None:
-        """Store a record; the oldest of other code or libraries for this model are removed."""
+        """Store a record, and remove this model's oldest ones beyond `MAX_RECORDS`."""
         try:
             self._write(self._record_folder, lambda partial: write_record(partial, record, tensors))
         except (DownloadError, OSError) as error:
             self._refuse(error)
 
     def tokenizer(self) -> tuple[Tokenizer, TokenizerFacts] | None:
-        """The tokenizer as transformers made it of these very files; None where there is none to be had."""
+        """Return the tokenizer that transformers made from the present files; None if none is stored."""
         try:
             folder = tokenizer_folder(self._folder, self._source)
             return read_tokenizer(folder) if is_there(folder) else None
-        except OSError:  # of the model's own files: who reads them for a tokenizer says which
+        except OSError:  # of the model's own files: reported when the tokenizer is loaded from them
             return None
 
     def write_tokenizer(self, backend: Tokenizer, facts: TokenizerFacts) -> None:
-        """Store it where it comes back exactly; of what others stored of this model, the oldest go."""
+        """Store a tokenizer if it can be restored exactly; remove this model's oldest entries."""
         if (state := exact_state(backend)) is not None:
             folder = tokenizer_folder(self._folder, self._source)
             with suppress(DownloadError, OSError):
                 self._write(folder, lambda partial: write_tokenizer(partial, state, facts))
 
     def _write(self, folder: Path, write: Callable[[Path], None]) -> None:
-        """Make an entry anew."""
+        """Create an entry, replacing an existing one; remove the oldest entries beyond `MAX_RECORDS`."""
         names = (one for one in folder.parent.glob(f"*-{self._source}-*") if one != folder)
-        stored = [one for one in names if not one.name.startswith(".")]  # no locks, and nothing half written
+        stored = [one for one in names if not one.name.startswith(".")]  # no lock files and partial entries
         for older in sorted(stored, key=_modified_s)[: 1 - MAX_RECORDS]:
             shutil.rmtree(older, ignore_errors=True)
         with new_entry(folder, is_damaged=lambda: True) as partial:
@@ -122,14 +122,18 @@ class LoadStore:
                 write(partial)
 
     def _refuse(self, error: Exception) -> None:
-        """Say once why nothing can be kept."""
+        """Log once why nothing can be stored."""
         if not self._is_refused:
-            logger.warning("%s: is proven and packed again at each load: %s", self._folder.name, error)
+            logger.warning(
+                "%s: cannot store packed weights, so each load verifies and packs again: %s",
+                self._folder.name,
+                error,
+            )
         self._is_refused = True
 
 
 def _modified_s(path: Path) -> float:
-    """Return when a path was modified; 0 where another process has just removed it."""
+    """Return when a path was modified, in seconds; 0 if another process has just removed it."""
     try:
         return path.stat().st_mtime
     except OSError:

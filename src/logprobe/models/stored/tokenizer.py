@@ -1,7 +1,7 @@
-"""A tokenizer as transformers has set it up, kept so that a later start reads it with `tokenizers` alone.
+"""Store a tokenizer as transformers has set it up, so that later loads need only the `tokenizers` library.
 
-What transformers makes of a model's files is a tokenizer of that library, its backend, and a few facts beside
-it. TOKENIZER has the one as the library itself writes it, FACTS the others, with a checksum of both.
+TOKENIZER has the backend of transformers' tokenizer as `tokenizers` serialises it; FACTS has the remaining
+settings, and a checksum of both.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ FACTS: Final = "facts.json"
 
 
 class TokenizerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What transformers knows of a tokenizer beside the backend."""
+    """Settings of a transformers tokenizer that its backend does not have."""
 
     bos_token_id: int | None
     eos_token_id: int | None
     special_token_ids: frozenset[int]
-    splits_special_tokens: bool  # whether a text that spells a special token is cut like any other
+    splits_special_tokens: bool  # a special token's text is split like other text
 
     @classmethod
     def of(cls, tokenizer: Any) -> Self:
-        """Of a tokenizer of transformers."""
+        """Read the settings of a transformers tokenizer."""
         return cls(
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
@@ -44,17 +44,17 @@ class _Kept(msgspec.Struct, frozen=True):
 
 
 def exact_state(backend: Tokenizer) -> bytes | None:
-    """A backend as JSON; None where the library would read another one from that.
+    """Serialise a backend as JSON; return None if `tokenizers` would not restore it exactly.
 
-    It reads decimal numbers, as a Unigram model's scores, with an error in the last place. Those that it has
-    read before came back as they were in all that was tried; each tokenizer is asked.
+    `tokenizers` parses decimal numbers, such as the scores of a Unigram model, with errors in the last digit,
+    so each tokenizer is parsed and serialised again to compare.
     """
     state = backend.to_str()
     return state.encode() if Tokenizer.from_str(state).to_str() == state else None
 
 
 def write_tokenizer(folder: Path, state: bytes, facts: TokenizerFacts) -> None:
-    """Write what `exact_state` gave, and facts.
+    """Write the result of `exact_state`, and the facts.
 
     Raises:
         OSError: the folder cannot be written.
@@ -64,7 +64,7 @@ def write_tokenizer(folder: Path, state: bytes, facts: TokenizerFacts) -> None:
 
 
 def read_tokenizer(folder: Path) -> tuple[Tokenizer, TokenizerFacts] | None:
-    """Backend and facts; None where there are none, or none that are whole."""
+    """Return the backend and facts; None if there are none or they are damaged."""
     try:
         kept = msgspec.json.decode((folder / FACTS).read_bytes(), type=_Kept)
         state = (folder / TOKENIZER).read_bytes()
