@@ -367,9 +367,9 @@ def test_other_weights_give_no_part_of_an_answer(tiny_model_folder: Path) -> Non
         sums = FieldSums(llm.loaded, SpellingTools(llm.loaded), output, None, index=0, max_rows=9)
         asks = sums.next_asks()
         llm.load_weights(tiny_model_folder, version="second")
-        with pytest.raises(WeightsReplacedError, match="generate it anew"):
+        with pytest.raises(WeightsReplacedError):
             sums.take(asks, [np.zeros(1, np.float32)] * len(asks))
-        with raises(ParameterError, parameter="output", match="generate it anew"):
+        with raises(ParameterError, parameter="output"):
             llm.fields(output)
 
 
