@@ -536,7 +536,7 @@ def test_what_cannot_be_asked_names_the_parameter_and_a_remedy(fake: Fake) -> No
         ("text", "tokens enough", fake.reply(asking(enum, max_tokens=2)), {}),
         (
             "logprobs",
-            "give logprobs=0",
+            "set logprobs=0",
             fake.reply(asking(enum, logprobs=None, logprobs_mode="raw_logprobs")),
             {},
         ),

@@ -248,7 +248,7 @@ PROMPT_ONLY: dict[str, Any] = {"max_tokens": 0, "prompt_logprobs": 0}
         ({"logprobs": 0, "logprob_token_ids": [[1], [True]]}, "at 1 is"),
         ({"logprobs": 0, "logprob_token_ids": [[1], [[2], [3, 4]]]}, "at 1 is"),
         ({"logprobs": 0, "logprob_token_ids": [1, [2]]}, "must be an integer"),
-        ({"logprob_token_ids": [[1]]}, "comes with logprobs"),
+        ({"logprob_token_ids": [[1]]}, "needs logprobs"),
     ],
 )
 def test_lists_that_cannot_be_are_refused_by_name(tiny_llm: LLM, params: dict[str, Any], said: str) -> None:

@@ -336,7 +336,7 @@ def _texts(name: str, values: Any) -> tuple[str, ...]:
     texts = tuple(map(plain, _items(name, values, "strings")))
     for text in texts:
         require(isinstance(text, str), name, f"must hold strings, got {text!r}")
-        require(text, name, "an empty string would stop immediately; remove it")
+        require(text, name, "an empty string would stop at once; leave it out")
         _unicode(name, text)
     return texts
 
