@@ -363,7 +363,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         return cls.of(wire.decode(data))
 
     def to_arrow(self) -> pa.Table:
-        """Return a table for reading, one row per position with token texts; for files: `records.to_arrow`."""
+        """Return a table for reading, one row per position with texts; for files: `records.to_arrow`."""
         return frames.table(self.parts(), self.table)
 
     def to_pandas(self) -> Any:

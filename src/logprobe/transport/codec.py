@@ -142,9 +142,7 @@ class _Outgoing:
         if isinstance(value, Mapping):
             return dict(value)
         kind = type(value).__name__
-        raise ParameterError(
-            "params", f"holds {value!r:.60} ({kind}), which cannot be sent to another process"
-        )
+        raise ParameterError("params", f"holds {value!r:.60} ({kind}), which cannot be serialized")
 
     def blocks(self) -> list[Parts]:
         """Return the parts of each block, in the order of their numbers."""

@@ -112,9 +112,7 @@ def check_runs(offsets: Array, ids: Array, num_rows: int) -> None:
     Raises:
         InputError: they do not.
     """
-    require(
-        offsets.shape == (num_rows + 1,) and ids.ndim == 1, "the number of kept ids does not match the rows"
-    )
+    require(offsets.shape == (num_rows + 1,) and ids.ndim == 1, "the kept ids do not have one run per row")
     is_rising = int(offsets[0]) == 0 and (offsets[1:] >= offsets[:-1]).all()
     require(is_rising and int(offsets[-1]) == len(ids), "the offsets of the kept ids do not cover them")
     require(ids.min(initial=0) >= 0, "the kept ids contain a negative number")
