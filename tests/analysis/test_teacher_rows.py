@@ -238,7 +238,7 @@ PROMPT_ONLY: dict[str, Any] = {"max_tokens": 0, "prompt_logprobs": 0}
         (PROMPT_ONLY | {"logprob_token_ids": [[], [1], [10**6], [], []]}, "id 1000000 lies outside"),
         (PROMPT_ONLY | {"logprob_token_ids": [[], [-1], [], [], []]}, "id -1 lies outside"),
         ({"logprobs": 0, "max_tokens": 2, "logprob_token_ids": [[1]] * 3}, "3 lists for at most 2"),
-        ({"logprobs": 0, "prompt_logprobs": 0, "logprob_token_ids": [[1]]}, "ask for one of them"),
+        ({"logprobs": 0, "prompt_logprobs": 0, "logprob_token_ids": [[1]]}, "set only one of them"),
         ({"logprobs": 0, "logprob_token_ids": [[1], 2]}, "at 1 is 2"),
         ({"logprobs": 0, "logprob_token_ids": [[1], "ab"]}, "at 1 is 'ab'"),
         ({"logprobs": 0, "logprob_token_ids": [[1], ""]}, "at 1 is ''"),
@@ -248,7 +248,7 @@ PROMPT_ONLY: dict[str, Any] = {"max_tokens": 0, "prompt_logprobs": 0}
         ({"logprobs": 0, "logprob_token_ids": [[1], [True]]}, "at 1 is"),
         ({"logprobs": 0, "logprob_token_ids": [[1], [[2], [3, 4]]]}, "at 1 is"),
         ({"logprobs": 0, "logprob_token_ids": [1, [2]]}, "must be an integer"),
-        ({"logprob_token_ids": [[1]]}, "comes with logprobs"),
+        ({"logprob_token_ids": [[1]]}, "needs logprobs"),
     ],
 )
 def test_lists_that_cannot_be_are_refused_by_name(tiny_llm: LLM, params: dict[str, Any], said: str) -> None:

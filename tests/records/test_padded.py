@@ -54,7 +54,7 @@ def test_what_has_no_shape_is_refused(
     with pytest.raises(ParameterError) as caught:
         to_padded(records, **options)
     assert caught.value.parameter == parameter
-    with pytest.raises(ParameterError, match="number 0 has a position without numbers"):
+    with pytest.raises(ParameterError, match="record 0 has a position without entries"):
         to_padded([FlatLogprobs([None])])
 
 

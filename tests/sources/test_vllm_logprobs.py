@@ -111,5 +111,5 @@ def test_a_record_with_texts_is_written_as_a_chat_reply() -> None:
         "logprob",
         "top_logprobs",
     }
-    with pytest.raises(ParameterError, match="token 5 came without a text"):
+    with pytest.raises(ParameterError, match="token 5 has no text"):
         ChatEncoder().content(FlatLogprobs([{5: Logprob(-0.5, 1)}]))

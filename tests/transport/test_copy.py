@@ -16,6 +16,7 @@ import torch
 
 from logprobe.errors import ParameterError
 from logprobe.transport import AsyncCPUTransfer
+from refusals import raises
 
 LIMIT_S = 120  # nothing takes as long, also on a busy machine
 SOON_S = 0.05  # that something is watched not to happen
@@ -126,7 +127,7 @@ def test_two_copies_are_under_way_at_once_and_a_third_waits_for_a_buffer() -> No
         device.wait_for(2)
         device.finish()
         first, second = transfer.get_result(0, LIMIT_S), transfer.get_result(1, LIMIT_S)
-        with pytest.raises(TimeoutError, match="transfer 2 has not come within"):
+        with pytest.raises(TimeoutError, match="transfer 2"):
             transfer.get_result(2, SOON_S)
         assert len(device.copies) == 2, "a buffer that is read was written to"
         assert {first.item(), second.item()} == {0, 1}
@@ -257,7 +258,7 @@ def test_sizes_below_one_are_refused(name: str) -> None:
 
 
 def test_another_device_is_refused() -> None:
-    with AsyncCPUTransfer() as transfer, pytest.raises(ParameterError, match="cuda and cpu are copied from"):
+    with AsyncCPUTransfer() as transfer, raises(ParameterError, parameter="tensor"):
         transfer.submit_transfer(torch.empty(2, device="meta"), "a")
 
 

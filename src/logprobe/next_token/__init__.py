@@ -1,8 +1,7 @@
-"""Whole next-token distributions: a bounded row cache, batches of concurrent calls, tokens as bytes.
+"""Next-token distributions over the whole vocabulary, with a bounded row cache and request batching.
 
-`lm` joins the methods by concern; `base` looks rows up in the cache of `rows` by `Prefix`, which holds the
-numbers of loads; `batcher` gathers what is missing, and `source` asks an engine, here or behind HTTP.
-`AsyncLM`, `AsyncVirtualLM` and `RemoteLM` are what users call.
+`lm` defines `NextTokenLM`, the base class of the public `AsyncLM`, `AsyncVirtualLM` and `RemoteLM`. `base`
+looks up rows in the cache (`rows`), `batcher` batches the misses, and `source` computes them on an engine.
 """
 
 from __future__ import annotations

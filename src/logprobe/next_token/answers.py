@@ -1,4 +1,4 @@
-"""`Answers`: the methods of `NextTokenLM` that analyse a model's answers, for callers in an event loop."""
+"""`Answers`: async methods of `NextTokenLM` that classify, rerank, judge and measure uncertainty."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SCORED: Final = SamplingParams(max_tokens=0, prompt_logprobs=0)
 
 
 class Answers(BaseLM):
-    """Classification, reranking, judging, fields of JSON replies, and uncertainty of sampled answers."""
+    """Classification, reranking, judging, JSON field probabilities, and uncertainty of sampled answers."""
 
     async def classify(
         self,
@@ -41,10 +41,10 @@ class Answers(BaseLM):
         content_free: Asked | None = None,
         lora: str | None = None,
     ) -> Classification | list[Classification]:
-        """`LLM.classify` for callers in an event loop.
+        """Async version of `LLM.classify`.
 
         Raises:
-            ParameterError: as there, an unknown name of LoRA weights, or the model is a server's.
+            ParameterError: invalid arguments, an unknown LoRA name, or the model runs on a server.
             BatchError: some requests failed.
         """
 
@@ -56,7 +56,7 @@ class Answers(BaseLM):
     async def rerank(
         self, query: str, documents: Sequence[str], *, lora: str | None = None, **layout: Any
     ) -> list[float]:
-        """`LLM.rerank` for callers in an event loop; errors as `classify`."""
+        """Async version of `LLM.rerank`; raises the same errors as `classify`."""
         return await self._summed_up(lambda text: rerank_plan(text, query, documents, **layout), lora)
 
     async def judge(
@@ -66,7 +66,7 @@ class Answers(BaseLM):
         *,
         lora: str | None = None,
     ) -> Judgement | list[Judgement]:
-        """`LLM.judge` for callers in an event loop; errors as `classify`."""
+        """Async version of `LLM.judge`; raises the same errors as `classify`."""
         return as_asked(prompts, await self._summed_up(lambda text: judge_plan(text, prompts, scale), lora))
 
     async def fields(
@@ -77,14 +77,14 @@ class Answers(BaseLM):
         index: int = 0,
         max_rows: int = MAX_ROWS,
     ) -> list[FieldDistribution]:
-        """`LLM.fields` for callers in an event loop.
+        """Async version of `LLM.fields`.
 
         Raises:
-            ParameterError: as there, or the model is a server's.
-            EngineError: the engine failed, was closed, got other weights meanwhile, or gave a row up.
+            ParameterError: invalid arguments, or the model runs on a server.
+            EngineError: the engine failed, was closed, aborted a row, or its weights were replaced meanwhile.
         """
         self._check_open()
-        loaded = self._here("ask it for field_logprobs")
+        loaded = self._here("request field_logprobs from it")
         sums = await asyncio.to_thread(
             lambda: FieldSums(loaded, self._spelling_tools, output, schema, index, max_rows)
         )
@@ -106,24 +106,24 @@ class Answers(BaseLM):
         self_certainty: bool = False,
         lora: str | None = None,
     ) -> Uncertainty:
-        """`LLM.uncertainty` for callers in an event loop; `same` is called on a thread.
+        """Async version of `LLM.uncertainty`; `same` is called on a worker thread.
 
         Raises:
-            ParameterError: as there, an unknown name of LoRA weights, or the model is a server's.
+            ParameterError: invalid arguments, an unknown LoRA name, or the model runs on a server.
             BatchError: some answers failed.
-            WeightsReplacedError: other weights took over amid the answers.
+            WeightsReplacedError: the weights were replaced while the answers ran.
         """
         self._check_open()
-        loaded, chosen = self._here("ask where the model runs"), self._chosen_lora(lora)
+        loaded, chosen = self._here("call uncertainty where the model is loaded"), self._chosen_lora(lora)
         plan = draw_plan(n, params, stop_when=stop_when, window=window, k=k, self_certainty=self_certainty)
         answers = await ScoringClient(loaded.engine, loaded.text, lora=chosen).draw(prompt, plan)
         return await asyncio.to_thread(plan.sum_up, answers, same)
 
     async def _summed_up(self, lay_out: Callable[[TextEdge], Plan[T]], lora: str | None) -> T:
         self._check_open()
-        loaded = self._here("ask it by POST /v1/classify, /v1/rerank and /v1/judge")
+        loaded = self._here("call its POST /v1/classify, /v1/rerank and /v1/judge")
         chosen = self._chosen_lora(lora)
-        plan = await asyncio.to_thread(lay_out, loaded.text)  # many texts take a while to tokenise
+        plan = await asyncio.to_thread(lay_out, loaded.text)  # tokenizing many texts is slow
         scores = await ScoringClient(loaded.engine, loaded.text, lora=chosen).score(plan.pairs, SCORED)
         return plan.sum_up(scores)
 

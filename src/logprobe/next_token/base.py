@@ -1,4 +1,4 @@
-"""`BaseLM`: an open model, its row cache and its batcher; what every method of `NextTokenLM` uses."""
+"""`BaseLM`: row lookup, lifetime and settings, shared by all methods of `NextTokenLM`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 
 class BaseLM:
-    """Rows of one model by prefix: those in the cache, and the rest from its source by way of the batcher.
+    """Look up rows by prefix: in the cache first, then from the source through the batcher.
 
-    The arguments are those of `NextTokenLM`.
+    For the arguments see `NextTokenLM`.
     """
 
     def __init__(
@@ -58,35 +58,39 @@ class BaseLM:
         self._bridge = LoopThread() if bridge is None else bridge
         self._batcher = Batcher(source, cache, self._bridge, batch_size=batch_size, timeout_s=timeout)
         self._parts = (self._batcher, self._bridge, source if owns_source else None)
-        # For an object that is dropped without `cleanup`; a thread, since the collector may run on any.
+        # For an object dropped without `cleanup`. The garbage collector may run on any thread, so the
+        # shutdown runs on its own.
         self._finalizer = weakref.finalize(self, shut_down_elsewhere, *self._parts)
         self._finalizer.atexit = False
 
     def clear_cache(self) -> None:
-        """Forget the rows kept whole; what the engine knows of prefixes stays."""
+        """Clear the row cache; the engine's prefix cache is kept."""
         self._cache.clear()
 
     def clear_kv_cache(self) -> None:
-        """Let the engine forget every prefix that no request stands on.
+        """Clear the engine's prefix cache, except prefixes that running requests use.
 
         Raises:
-            ParameterError: the model is a server's.
+            ParameterError: the model runs on a server.
         """
         self._loaded.engine.forget_prefixes()
 
     def reset_async_queries(self) -> None:
-        """End every ask in flight with `RequestAbortedError`."""
+        """Abort all row requests in flight with `RequestAbortedError`."""
         self._check_open()
         self._batcher.reset()
 
     def cleanup(self) -> None:
-        """End what is in flight and let go of all; a second call does nothing, asking afterwards raises."""
+        """Abort requests in flight and release all resources; idempotent.
+
+        Later requests raise `EngineClosedError`.
+        """
         if self._finalizer.detach() is not None:
             self._cache.clear()
             shut_down(*self._parts)
 
     def close(self) -> None:
-        """`cleanup`, by the name that `LLM` has for it."""
+        """Alias of `cleanup`, as in `LLM`."""
         self.cleanup()
 
     def __enter__(self) -> Self:
@@ -107,7 +111,7 @@ class BaseLM:
 
     @property
     def batch_size(self) -> int:
-        """Asks that start a step at once where the engine is idle; may be set."""
+        """Number of waiting requests that starts a step at once on an idle engine; settable."""
         return self._batcher.batch_size
 
     @batch_size.setter
@@ -117,7 +121,7 @@ class BaseLM:
 
     @property
     def timeout(self) -> float:
-        """Seconds after which the first of fewer asks starts a step; may be set."""
+        """Seconds from the first request after which fewer than `batch_size` start a step; settable."""
         return self._batcher.timeout_s
 
     @timeout.setter
@@ -127,16 +131,16 @@ class BaseLM:
 
     @property
     def underlying_model(self) -> Any:
-        """The module of transformers, or of vLLM; None where the model lives in another process.
+        """The transformers or vLLM module; None if the model runs in another process.
 
-        Where an earlier load has proven the model here, the module is loaded when it is first asked for.
+        If an earlier load has verified the model on this machine, the module is loaded on first access.
         """
         load = self._source.loaded.load_module if isinstance(self._source, EngineRows) else None
         return None if load is None else load()
 
     @property
     def vocab_size(self) -> int:
-        """The width of every row: the model's, which may exceed the tokenizer's."""
+        """Width of every row: the model's vocabulary size, which may exceed the tokenizer's."""
         return self._source.capabilities().vocab_size
 
     @property
@@ -146,12 +150,12 @@ class BaseLM:
 
     @cached_property
     def byte_vocab(self) -> list[Token]:
-        """The exact bytes of every id, `byte_vocab[i].token_id == i`; empty for an id of the model only."""
+        """Exact bytes of every id, `byte_vocab[i].token_id == i`; empty for ids the tokenizer lacks."""
         return [Token(i, self._text.vocabulary.token_bytes(i)) for i in range(self.vocab_size)]
 
     @cached_property
     def str_vocab(self) -> list[str]:
-        r"""Every id as text: bytes that are no whole UTF-8 show as `\xNN`, others as `<id>`."""
+        r"""Text of every id; bytes that are not complete UTF-8 as `\xNN`, unknown ids as `<id>`."""
         return [self._text.vocabulary.token_text(i) for i in range(self.vocab_size)]
 
     async def _rows(
@@ -162,12 +166,12 @@ class BaseLM:
         use_cache: bool = True,
         is_urgent: bool = False,
     ) -> list[Row]:
-        """Return the rows of prefixes in their order: those in the cache, and the rest from the batcher."""
+        """Return the rows of prefixes in order, from the cache or the batcher."""
         self._check_open()
         loads = self._source.loads(lora)
         keys = [Prefix(lora, *loads, self._as_prompt(ids).tobytes()) for ids in prefixes]
         rows = [self._cache.get(key) if use_cache else None for key in keys]
-        # The longest first: it runs as one chunk, and its own prefixes are then known.
+        # Longest first: it runs as one chunk, and the shorter ones then hit the prefix cache.
         missing = sorted(
             (i for i, row in enumerate(rows) if row is None), key=lambda i: -len(keys[i].token_bytes)
         )
@@ -175,10 +179,10 @@ class BaseLM:
             self._check(keys[i])
         waiters = self._batcher.ask((keys[i] for i in missing), is_urgent=is_urgent, uses_cache=use_cache)
         waits = map(asyncio.wrap_future, waiters)
-        # Most calls wait for one row: no `gather` for those.
+        # Most calls wait for one row and need no `gather`.
         computed = [await next(waits)] if len(waiters) == 1 else await asyncio.gather(*waits)
         if 0 < len(missing) < len(keys) and self._has_other_weights(lora, loads):
-            # The cached rows are of weights that have been replaced meanwhile.
+            # The weights were replaced meanwhile: the cached rows belong to the old ones.
             ids = [key.token_ids for key in keys]
             return await self._rows(ids, lora, use_cache=use_cache, is_urgent=is_urgent)
         for i, row in zip(missing, computed, strict=True):
@@ -189,12 +193,12 @@ class BaseLM:
         return answer
 
     def _has_other_weights(self, lora: str | None, loads: tuple[int, int]) -> bool:
-        """Return True if other weights answer now; after LoRA weights were removed, the old rows stand."""
+        """Return True if the weights were replaced since `loads`; rows of removed LoRA weights stay valid."""
         is_loaded = lora is None or lora in self._source.list_loras()
         return is_loaded and self._source.loads(lora) != loads
 
     def _check(self, prefix: Prefix) -> None:
-        """Refuse a prefix that can never be served, before any row of the call is computed."""
+        """Validate a prefix before any row of the call is computed."""
         limits = self._source.capabilities()
         check_tokens(
             prefix.token_ids,
@@ -204,7 +208,7 @@ class BaseLM:
         )
 
     def _as_prompt(self, token_ids: TokenIds) -> IntArray:
-        """Return the ids as an array; BOS alone for an empty prefix."""
+        """Return the ids as an array; an empty prefix becomes the BOS token."""
         ids = as_token_ids(token_ids, "token_ids")
         if len(ids):
             return ids
@@ -213,20 +217,20 @@ class BaseLM:
         return np.array([bos], dtype=np.int32)
 
     def _chosen_lora(self, lora: str | None) -> str | None:
-        """Return the LoRA weights of a call: its own, or those of `set_lora`."""
+        """Return the LoRA name of a call: its own, or that of `set_lora`."""
         chosen = self._lora if lora is None else lora
         if chosen is not None:
-            self._source.loads(chosen)  # refuses weights that were removed, which a cached row would not
+            self._source.loads(chosen)  # raises if they were removed; a cached row would hide that
         return chosen
 
     @property
     def _loaded(self) -> LoadedModel:
-        return self._here("what its engine has and knows is changed over there")
+        return self._here("change its weights and caches there")
 
     def _here(self, remedy: str) -> LoadedModel:
-        """Return the engine of this process; a model of a server has none."""
+        """Return the model loaded in this program; raise for a model on a server."""
         if not isinstance(self._source, EngineRows):
-            raise ParameterError("url", f"names a server: {remedy}")
+            raise ParameterError("url", f"the model runs on a server; {remedy}")
         return self._source.loaded
 
     def _check_open(self) -> None:

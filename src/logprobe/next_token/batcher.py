@@ -1,8 +1,8 @@
-"""`Batcher`: concurrent asks for rows → prefixes whose rows are begun, each distinct one once.
+"""`Batcher`: batch concurrent row requests and compute each distinct prefix once.
 
-All of it happens on the loop of a `LoopThread`, but the gathering of what one iteration of a caller's loop
-asks, so that no event loop of a caller is ever needed to finish another caller's ask: loops may come, die and
-be cancelled as they like.
+Requests of one iteration of a caller's event loop are collected there; everything else runs on the loop of a
+`LoopThread`. A request therefore never depends on another caller's event loop, which may be closed or
+cancelled at any time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class LoopBatch(Generic[T]):
-    """What was gathered since the event loop's iteration began."""
+    """Items collected since the event loop's iteration began."""
 
     loop: asyncio.AbstractEventLoop
     items: list[T] = field(default_factory=list)
@@ -36,24 +36,24 @@ class LoopBatch(Generic[T]):
 
 @final
 class LoopBatches(Generic[T]):
-    """Gathers items by event loop; `hand_over` gets those of one iteration at its end, in their order."""
+    """Collect items per event loop; call `hand_over` with them, in order, at the end of an iteration."""
 
     def __init__(self, hand_over: Callable[[list[T]], None]) -> None:
         self._hand_over = hand_over
-        self._here = threading.local()  # `batch`: the one that is open in this thread, or None
+        self._here = threading.local()  # `batch`: the open batch of this thread, or None
 
     def add(self, items: Iterable[T]) -> None:
-        """Gather items in the running event loop's iteration."""
+        """Add items to the batch of the running event loop's iteration."""
         loop = asyncio.get_running_loop()
         batch: LoopBatch[T] | None = getattr(self._here, "batch", None)
-        # One of another loop was cut off with it, or ends by its own callback.
+        # A batch of another loop was lost with that loop, or is handed over by its own callback.
         if batch is None or batch.loop is not loop:
             batch = self._here.batch = LoopBatch(loop)
             loop.call_soon(self._end, batch)
         batch.items.extend(items)
 
     def end(self) -> None:
-        """Hand over at once what this thread has gathered."""
+        """Hand over at once what this thread has collected."""
         batch: LoopBatch[T] | None = getattr(self._here, "batch", None)
         if batch is not None:
             self._end(batch)
@@ -67,13 +67,13 @@ class LoopBatches(Generic[T]):
 
 
 def check_batching(*, batch_size: object = 1, timeout: object = 0) -> None:
-    """Refuse a batch or a wait that cannot be.
+    """Validate the batch size and the timeout.
 
     Raises:
-        ParameterError: naming the one at fault.
+        ParameterError: one of them is out of range.
     """
     is_count = isinstance(batch_size, int) and batch_size >= 1
-    require(is_count, "batch_size", f"must be a positive number of asks, got {batch_size!r}")
+    require(is_count, "batch_size", f"must be a positive number of requests, got {batch_size!r}")
     is_time = isinstance(timeout, int | float) and 0 <= timeout < threading.TIMEOUT_MAX
     require(is_time, "timeout", f"must be a number of seconds, 0 or more, got {timeout!r}")
 
@@ -83,29 +83,29 @@ Waiter: TypeAlias = "Future[Row]"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ask:
-    """One caller's wish for one row."""
+    """Request of one caller for one row."""
 
     prefix: Prefix
     waiter: Waiter
-    is_urgent: bool  # whoever asks asks nothing more until it is there: a wait would gather nothing
-    uses_cache: bool  # the rows that are kept
+    is_urgent: bool  # start at once: the caller sends nothing more until the row arrives
+    uses_cache: bool  # read and write the row cache
 
 
 @dataclass(eq=False, slots=True)
 class Computation:
-    """One row on its way, and all who wait for it."""
+    """A row being computed, and the requests that wait for it."""
 
     prefix: Prefix
     waiters: list[Waiter] = field(default_factory=list)
-    is_kept: bool = False  # in the cache, once it is there
-    begun: BegunRow | None = None  # None while it is held
+    is_kept: bool = False  # put the row into the cache
+    begun: BegunRow | None = None  # None until the source has started it
 
 
 @final
 class Batcher:
-    """Begins rows: at once while the source works, else once `batch_size` wait or `timeout_s` passed.
+    """Start row requests: at once if the source is busy, else after `batch_size` requests or `timeout_s`.
 
-    Both may be changed at any time, for asks that come then.
+    Both can be changed at any time; they apply to later requests.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Batcher:
         self.batch_size = batch_size
         self.timeout_s = timeout_s
         self._gathered: LoopBatches[Ask] = LoopBatches(self._send)
-        # All below belongs to the bridge's loop.
+        # Everything below is accessed on the bridge's loop only.
         self._in_flight: dict[Prefix, Computation] = {}
         self._held: list[Computation] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -126,18 +126,18 @@ class Batcher:
     def ask(
         self, prefixes: Iterable[Prefix], *, is_urgent: bool = False, uses_cache: bool = True
     ) -> list[Waiter]:
-        """Ask for the rows of prefixes, in any event loop; each waiter ends in a row or an error."""
+        """Request the rows of prefixes, from any event loop; each waiter ends with a row or an error."""
         asks = [Ask(prefix, Future(), is_urgent, uses_cache) for prefix in prefixes]
         self._gathered.add(asks)
         return [ask.waiter for ask in asks]
 
     def reset(self) -> None:
-        """End every ask in flight with `RequestAbortedError`."""
-        self._gathered.end()  # what was asked before the reset must meet it
-        self._bridge.post(self._end_all, RequestAbortedError("the ask was given up by a reset"))
+        """Abort all requests in flight with `RequestAbortedError`."""
+        self._gathered.end()  # requests made before the reset must be aborted, too
+        self._bridge.post(self._end_all, RequestAbortedError("the request was aborted by a reset"))
 
     def close(self) -> None:
-        """End every ask, those in flight and those that still come, with `EngineClosedError`."""
+        """Fail all requests, current and future, with `EngineClosedError`."""
         self._bridge.post(self._close)
 
     def _close(self) -> None:
@@ -159,11 +159,11 @@ class Batcher:
         elif self._source.is_busy or any(ask.is_urgent for ask in asks) or self._is_full():
             self._start()
         elif self._held and self._timer is None:
-            # Armed by the first ask and never again until it fires: later asks cannot push it back.
+            # Started by the first request and not restarted until it fires: later ones cannot delay it.
             self._timer = asyncio.get_running_loop().call_later(self.timeout_s, self._start)
 
     def _is_full(self) -> bool:
-        """Whether `batch_size` asks wait; equal ones share a row, and count each."""
+        """Return True if `batch_size` requests wait; requests that share a row count separately."""
         waiting = (not waiter.cancelled() for computation in self._held for waiter in computation.waiters)
         return sum(waiting) >= self.batch_size
 
@@ -196,11 +196,11 @@ class Batcher:
     def _begin(self, computations: Sequence[Computation]) -> None:
         try:
             rows = self._source.begin([computation.prefix for computation in computations])
-        except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
+        except Exception as error:  # noqa: BLE001 - the waiters get the error, whatever it is
             if len(computations) == 1:
                 self._end(computations[0], error)
                 return
-            for computation in computations:  # none was begun: find the ones at fault
+            for computation in computations:  # none was started: find the invalid ones
                 self._begin([computation])
             return
         for computation, begun in zip(computations, rows, strict=True):
@@ -209,12 +209,12 @@ class Batcher:
 
     def _on_row(self, computation: Computation, begun: BegunRow) -> None:
         if begun.cancelled():
-            return  # nobody waits any more
+            return  # no request waits for it
         error = begun.exception()
         if isinstance(error, Exception):
             self._end(computation, error)
             return
-        # Other weights may have taken over since it was asked: it is kept as what it is.
+        # Use the prefix in the result: the weights may have been replaced since the request.
         prefix, row = begun.result()
         row = row.view()  # a view of a read-only array cannot be made writable again
         if computation.is_kept:
@@ -235,16 +235,16 @@ class Batcher:
             self._end(computation, error)
 
     def _on_done(self, computation: Computation, waiter: Waiter) -> None:
-        """Called in whatever thread a waiter ended, or gave up, in."""
+        """Handle a cancelled waiter; runs on the thread that ended it."""
         if not waiter.cancelled():
             return
         try:
             self._bridge.post(self._leave, computation)
         except EngineClosedError:
-            return  # and with it every computation has ended
+            return  # every computation has ended with the bridge
 
     def _leave(self, computation: Computation) -> None:
-        """Give a row up once nobody waits for it any more."""
+        """Cancel a row once no request waits for it."""
         is_wanted = not all(waiter.cancelled() for waiter in computation.waiters)
         if is_wanted or self._in_flight.get(computation.prefix) is not computation:
             return
@@ -261,7 +261,7 @@ def _give_up(computation: Computation) -> None:
 
 def _give(waiter: Waiter, outcome: Row | Exception) -> None:
     if not waiter.set_running_or_notify_cancel():
-        return  # its owner gave it up
+        return  # its caller cancelled it
     if isinstance(outcome, Exception):
         waiter.set_exception(outcome)
     else:
@@ -269,7 +269,7 @@ def _give(waiter: Waiter, outcome: Row | Exception) -> None:
 
 
 def shut_down(batcher: Batcher, bridge: LoopThread, source: RowSource | None) -> None:
-    """End every ask, the source if it is ours, and the bridge."""
+    """Close the batcher, the source if it is owned, and the bridge."""
     batcher.close()
     if source is not None:
         source.close()
@@ -277,5 +277,5 @@ def shut_down(batcher: Batcher, bridge: LoopThread, source: RowSource | None) ->
 
 
 def shut_down_elsewhere(batcher: Batcher, bridge: LoopThread, source: RowSource | None) -> None:
-    """`shut_down` on a thread of its own, since the object may be dropped on any."""
+    """Run `shut_down` on a new thread, since the caller may be the garbage collector on any thread."""
     threading.Thread(target=shut_down, args=(batcher, bridge, source), name="logprobe-cleanup").start()

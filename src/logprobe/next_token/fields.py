@@ -1,4 +1,4 @@
-"""`FieldSums`: the rows that the fields of a reply take, summed up by `analysis.members`."""
+"""`FieldSums`: request the rows that the fields of a JSON reply need; `analysis.members` sums them."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ if TYPE_CHECKING:
 
     Allowed = npt.NDArray[np.bool_]
 
-ROWS_AT_ONCE: Final = 64  # of all values
-MEMBERS_A_ROW: Final = 100  # that are looked at for each row that may be asked
-REMEDY: Final = "generate it anew with logprobs=0"
+ROWS_AT_ONCE: Final = 64  # for all values together
+MEMBERS_A_ROW: Final = 100  # members considered per row of the limit
+REMEDY: Final = "generate it again with logprobs=0"
 
 
 class RowAsk(NamedTuple):
-    """A row that is wanted: after which tokens, and who takes it."""
+    """Request for the row after `token_ids`; `take` is called with it."""
 
     token_ids: IntArray
     take: Callable[[Row], None]
 
 
 class SpellingTools:
-    """What is made once of a model's vocabulary: its tokens by their bytes, and the matchers of grammars."""
+    """Tools built once per model: the token index by bytes, and grammar matchers."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         from logprobe.processors.builtin.grammar import GrammarLogitsProcessor
@@ -67,11 +67,11 @@ class SpellingTools:
         self._grammars.bind(facts)
 
     def matcher(self, args: GrammarArgs) -> LlguidanceMatcher:
-        """Of a grammar, at its beginning."""
+        """Return a matcher at the start of a grammar."""
         return self._grammars.matcher(args)
 
     def allowed(self, matcher: LlguidanceMatcher) -> Allowed:
-        """What may come next, (V,) bool; special tokens alone where the text has ended."""
+        """Return the tokens allowed next, (V,) bool; only special tokens once the text has ended."""
         from logprobe.processors.builtin.matchers import allowed_tokens
 
         mask = matcher.mask()
@@ -84,22 +84,24 @@ class SpellingTools:
 
 
 class FieldSums:
-    """The fields of a completion: `next_asks` and `take` in turn until nothing is asked, then `answer`.
+    """Compute the field distributions of a completion.
+
+    Call `next_asks` and `take` in turn until `next_asks` returns nothing, then `answer`.
 
     Args:
-        loaded: the model that wrote it.
-        tools: of that model.
-        output: of a request, with its parameters.
-        schema: what the reply follows; None: that of the request's `response_format`.
-        index: of the completion.
-        max_rows: rows that the members of one value may take.
-        max_rows_in_all: rows that all values may take; where the tokens that values share want more than half
-            of them, `raw` and `processed` keep their bounds, and values at the end of a reply that names very
-            many members have none.
+        loaded: the model that generated the completion.
+        tools: tools of that model.
+        output: the request's output, with its parameters.
+        schema: JSON schema of the reply; None: that of the request's `response_format`.
+        index: index of the completion.
+        max_rows: maximum rows for the members of one value.
+        max_rows_in_all: maximum rows for all values. If splitting the tokens that values share with the text
+            around them needs more than half of them, `raw` and `processed` keep their bounds. If the schema
+            enumerates very many members, values at the end of the reply get none.
 
     Raises:
-        ParameterError: a completion without log-probabilities, or of other weights; a text that is no JSON; a
-            schema that is missing, names no values or cannot be followed; a limit that is none.
+        ParameterError: the completion has no raw log-probabilities or its weights were replaced; the text is
+            not JSON; the schema is missing, enumerates no values or is not supported; an invalid limit.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class FieldSums:
         self._completion = _completion_of(output, index)
         self._loaded, self._weights_number = loaded, output.weights_number
         self._max_len = loaded.engine.capabilities().max_model_len
-        require(self._has_weights, "output", f"was written by weights that have been replaced; {REMEDY}")
+        require(self._has_weights, "output", f"the weights that generated it were replaced; {REMEDY}")
         grammar = None if self._params.response_format is None else format_args(self._params.response_format)
         self._has_grammar = grammar is not None
         known = _schema_of(schema, grammar)
@@ -126,7 +128,7 @@ class FieldSums:
         token_ids = self._completion.token_ids
         pieces = [loaded.text.vocabulary.token_bytes(token_id) for token_id in token_ids]
         self._spelt = Spelt(pieces, self._completion.text)
-        self._sums: dict[int, MemberSum] = {}  # by the number of the value
+        self._sums: dict[int, MemberSum] = {}  # by node number of the value
         members_left = MEMBERS_A_ROW * max_rows_in_all
         for number, node in enumerate(self._spelt.nodes):
             members = known.members(node.pointer) if members_left > 0 else None
@@ -149,17 +151,17 @@ class FieldSums:
 
     @property
     def lora(self) -> str | None:
-        """The LoRA weights that wrote the reply."""
+        """Name of the LoRA weights that generated the reply."""
         return self._params.lora
 
     def next_asks(self, most: int = ROWS_AT_ONCE) -> list[RowAsk]:
-        """The rows that are wanted now; none where all is known, or as many were asked as may be."""
+        """Return up to `most` row requests; empty if all rows are known or the limit is reached."""
         most = min(most, self._rows_left)
         asks, self._asks = self._asks[:most], self._asks[most:]
         for num_waiting in range(len(self._turn), 0, -1):
             if len(asks) >= most:
                 break
-            # Values take turns: where rows are few, none waits until another has had all it wants.
+            # Round robin over the values, so that each gets a share of a small limit.
             one = self._turn.popleft()
             self._turn.append(one)
             asks += self._member_asks(one, -(-(most - len(asks)) // num_waiting))
@@ -167,18 +169,20 @@ class FieldSums:
         return asks
 
     def take(self, asks: Sequence[RowAsk], rows: Sequence[Row]) -> None:
-        """The rows that were asked for, in their order.
+        """Take the rows of `asks`, in order.
 
         Raises:
-            WeightsReplacedError: they may be of other weights than those that wrote the reply.
+            WeightsReplacedError: the weights that generated the reply were replaced.
         """
         if not self._has_weights:
-            raise WeightsReplacedError(f"the model got other weights while a reply's fields ran; {REMEDY}")
+            raise WeightsReplacedError(
+                f"the model's weights were replaced while the fields of a reply were computed; {REMEDY}"
+            )
         for ask, row in zip(asks, rows, strict=True):
             ask.take(row)
 
     def answer(self) -> list[FieldDistribution]:
-        """Each value of the reply, an object or array before its parts."""
+        """Return the distribution of each value of the reply; objects and arrays before their parts."""
         raw, processed = self._completion.logprobs, self._completion.processed_logprobs
         assert raw is not None, "it was checked"
         sums = {number: one.members() for number, one in self._sums.items()}
@@ -203,12 +207,12 @@ class FieldSums:
 
     @property
     def _has_weights(self) -> bool:
-        """Whether the weights that wrote the reply still answer."""
+        """True if the weights that generated the reply are still loaded."""
         return self._loaded.engine.weights_number == self._weights_number
 
     @property
     def _has_grammar_alone(self) -> bool:
-        """Whether processed rows are the model's under the grammar's masks, and nothing else."""
+        """True if the grammar alone turns raw rows into processed ones (no truncation, no processors)."""
         params, pipeline = self._params, self._loaded.processors
         if pipeline is not None and pipeline.applies_to_all:
             return False
@@ -217,14 +221,14 @@ class FieldSums:
         return self._has_grammar and all(is_plain) and not others.asks_processors
 
     def _matchers_at(self, tokens: set[int], grammar: GrammarArgs | None) -> dict[int, LlguidanceMatcher]:
-        """Where the grammar stands before each of these tokens of the reply."""
+        """Return the grammar's state before each of these tokens of the reply."""
         if grammar is None:
             return {}
         matcher, place, found = self._tools.matcher(grammar), 0, {}
         for token in sorted(tokens):
             for token_id in self._completion.token_ids[place:token]:
-                remedy = "give the output that came of this grammar"
-                require(matcher.accept(token_id), "output", f"has a token outside its own grammar; {remedy}")
+                remedy = "pass the output that was generated with this grammar"
+                require(matcher.accept(token_id), "output", f"has a token its grammar rejects; {remedy}")
             place, found[token] = token, matcher.copy()
         return found
 
@@ -248,7 +252,7 @@ class FieldSums:
             for split in splits:
                 ids = self._tools.index.beginning_with(self._spelt.pieces[token][: split.num_bytes])
                 like = ids if mask is None else ids[mask[ids]]
-                # By its share of theirs, in which the row's own normaliser has no part.
+                # Their mass relative to the chosen token's, so that the row's normalizer cancels.
                 share = logsumexp(row[like]) - np.float64(row[self._completion.token_ids[token]])
                 masses[split] = float(own + share)
 
@@ -258,7 +262,7 @@ class FieldSums:
             token_ids = np.concatenate([prefix, np.array(path.token_ids, np.int32)])
             if len(token_ids) <= self._max_len:
                 asks.append(RowAsk(token_ids, partial(self._take_path, one, path)))
-            else:  # it goes beyond the model's context
+            else:  # longer than the model's context
                 one.paths.give_up(path)
         return asks
 
@@ -266,13 +270,13 @@ class FieldSums:
         one.paths.take(path, row, self._allowed_after(one.token, path))
 
     def _allowed_after(self, token: int, path: Path) -> Allowed | None:
-        """What the grammar allows after a path; None: there is none, or it does not allow the path."""
+        """Return the tokens the grammar allows after a path; None: no grammar, or it rejects the path."""
         if token not in self._matchers or path.logprobs[1] == -np.inf:
             return None
         matcher = self._matchers[token].copy()
         for token_id in path.token_ids:
             is_allowed = matcher.accept(token_id)
-            assert is_allowed, "its mask had it"
+            assert is_allowed, "the mask allowed it"
         return self._tools.allowed(matcher)
 
     def _prefix(self, token: int) -> IntArray:
@@ -282,29 +286,29 @@ class FieldSums:
 def _params_of(output: RequestOutput) -> SamplingParams:
     params: SamplingParams | None = getattr(output, "params", None)
     if params is None:
-        raise ParameterError("output", "must be a RequestOutput, as generate, chat and stream give it")
+        raise ParameterError("output", "must be a RequestOutput, as returned by generate, chat and stream")
     return params
 
 
 def _completion_of(output: RequestOutput, index: int) -> CompletionOutput:
     is_place = isinstance(index, int) and 0 <= index < len(output.outputs)
-    require(is_place, "index", f"must be that of one of {len(output.outputs)} completions", got=index)
+    require(is_place, "index", f"must be the index of one of {len(output.outputs)} completions", got=index)
     completion = output.outputs[index]
     is_raw = completion.logprobs is not None and _params_of(output).logprobs_mode != "processed_logprobs"
-    remedy = "give logprobs=0, and logprobs_mode='both' for the processed ones, too"
-    require(is_raw, "logprobs", f"of the model's own distribution were not asked; {remedy}")
+    remedy = "set logprobs=0, and logprobs_mode='both' for the processed ones, too"
+    require(is_raw, "logprobs", f"raw log-probabilities were not requested; {remedy}")
     return completion
 
 
 def _schema_of(schema: Any, grammar: GrammarArgs | None) -> Schema:
-    """Of the reply, which must name values somewhere."""
+    """Return the reply's schema, which must enumerate the values of at least one field."""
     if schema is None and grammar is not None:
         schema = grammar.json_schema
-    remedy = "completion.fields() needs none"
-    missing = "is missing, and the request's response_format has none; give it"
-    require(schema is not None, "schema", f"{missing}, or ask without: {remedy}")
+    remedy = "completion.fields() needs no schema"
+    missing = "is missing, and the request's response_format has none; pass it"
+    require(schema is not None, "schema", f"{missing}, or do without: {remedy}")
     known = Schema(schema)
-    names = "names no values anywhere: it has no enum, const or boolean, nor an integer between bounds"
+    names = "enumerates no values: it has no enum, const, boolean or bounded integer"
     require(known.has_members(), "schema", f"{names}; {remedy}")
     return known
 

@@ -1,7 +1,7 @@
-"""`NextTokenLM`: a model asked for next-token distributions, whatever computes its rows.
+"""`NextTokenLM`: base class of models that return next-token distributions.
 
-`AsyncLM`, `AsyncVirtualLM` and `RemoteLM` derive from it; they say where rows come from and as what callers
-get them. Its methods are in the classes that it joins, by concern.
+`AsyncLM`, `AsyncVirtualLM` and `RemoteLM` derive from it; they choose the source of rows and the array type
+that callers get. The methods are defined in its base classes, grouped by topic.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ DEFAULT_CACHE_BYTES = 1 << 28
 
 
 class NextTokenLM(Distributions[ArrayT], Samples, Answers, Weights, Generic[ArrayT]):
-    """A model asked for next-token distributions; rows are (V,) float32 log-probabilities in nats, read-only.
+    """Language model that returns next-token rows: (V,) float32 log-probabilities, nats, read-only.
 
-    Asks may come from any number of event loops and threads. `token_ids` may be empty where the model has a
-    BOS, which then stands alone. `lora` names LoRA weights; without it those of `set_lora` are used.
+    Methods may be called from any number of event loops and threads. Empty `token_ids` mean the BOS token, if
+    the model has one. `lora` names LoRA weights; without it those of `set_lora` are used.
 
     Args:
-        source: what begins rows and samples.
-        text: what the model's ids stand for.
-        as_caller: rows as callers get them, from one (V,), shared and read-only, or (n, V) of their own.
-        on_rows: shown the rows of each answer, before callers get them.
-        cache: of rows that are kept whole.
-        batch_size: asks that start a step at once where the engine is idle.
-        timeout: seconds after which the first of fewer asks starts a step; a busy engine takes asks at once.
-        owns_source: whether `cleanup` closes the source too.
-        bridge: the loop of a source that needs one; it then serves both, and `cleanup` closes it.
+        source: computes rows and samples.
+        text: tokenizer and vocabulary of the model.
+        as_caller: converts rows to the caller's array type: a shared read-only (V,) or a new (n, V) array.
+        on_rows: called with the rows of each result before the caller gets them.
+        cache: row cache.
+        batch_size: number of waiting requests that starts a step at once on an idle engine.
+        timeout: seconds from the first request after which fewer start a step; a busy engine takes them at
+            once.
+        owns_source: True if `cleanup` also closes the source.
+        bridge: event loop thread to share with the source; closed by `cleanup`. None: a new one.
 
     Raises:
-        ParameterError: a setting that cannot be used.
+        ParameterError: a setting is invalid.
     """
 
     def __init__(

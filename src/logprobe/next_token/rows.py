@@ -1,4 +1,4 @@
-"""`RowCache`: the rows asked last, within a bound in bytes; `Prefix`: what they are known by."""
+"""`RowCache`: LRU cache of next-token rows, bounded in bytes; `Prefix`: its key."""
 
 from __future__ import annotations
 
@@ -23,63 +23,68 @@ if TYPE_CHECKING:
     from logprobe.records.values import IntArray
 
 ArrayT = TypeVar("ArrayT")
-"""What callers are given rows as: arrays, or tensors."""
+"""Type of rows as callers get them: arrays or tensors."""
 
 Row: TypeAlias = NDArray[np.float32]
 """(V,) log-probabilities, nats, read-only."""
 
 
 class Prefix(NamedTuple):
-    """All that changes a row of one model; rows are kept by it."""
+    """Cache key of a row: everything that determines its values for one model."""
 
     lora: str | None
-    lora_number: int  # which load of these weights answered when it was asked; 0: the base model alone
-    weights_number: int  # which load of the model's own weights did
+    lora_number: int  # load number of these LoRA weights at the time of the request; 0: base model
+    weights_number: int  # load number of the model's weights
     token_bytes: bytes  # int32, (num_tokens,)
 
     @property
     def token_ids(self) -> IntArray:
-        """Every id: (num_tokens,) int32, read-only."""
+        """Token ids, (num_tokens,) int32, read-only."""
         return np.frombuffer(self.token_bytes, dtype=np.int32)
 
 
 @final
 class RowCache:
-    """Least recently used rows go first once rows and prefixes take more than `max_bytes`; 0 keeps none.
+    """Thread-safe LRU cache of rows.
 
-    With `max_rows` they also go first once there are more than so many.
+    Args:
+        max_bytes: limit for rows and prefixes together; 0 keeps no rows.
+        max_rows: limit of the number of rows; None: no limit.
     """
 
     def __init__(self, max_bytes: int, max_rows: int | None = None) -> None:
         is_bound = isinstance(max_bytes, int) and not isinstance(max_bytes, bool) and max_bytes >= 0
-        known = "must be a number of bytes (0 keeps no rows); a cache without a bound would fill the memory"
+        known = "must be a number of bytes (0 keeps no rows); an unbounded cache would fill the memory"
         require(is_bound, "cache_bytes", f"{known}, got {max_bytes!r}")
-        # The size of a value is all that it is told, so a value brings its prefix's bytes along.
+        # `getsizeof` sees the value only, so the value holds its size, prefix included.
         self._kept: LRUCache[Prefix, tuple[Row, int]] = LRUCache(max_bytes, getsizeof=itemgetter(1))
         self._max_rows = max_rows
         self._lock = threading.Lock()
 
     @property
     def max_bytes(self) -> int:
-        """The bound."""
+        """Limit of the cache in bytes."""
         return int(self._kept.maxsize)
 
     @property
     def num_bytes(self) -> int:
-        """What rows and prefixes take now."""
+        """Bytes that rows and prefixes take now."""
         return int(self._kept.currsize)
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def get(self, prefix: Prefix) -> Row | None:
-        """The row of a prefix, now the most recently used; None where it is not kept."""
+        """Return the row of a prefix and mark it as most recently used; None if it is not cached."""
         with self._lock:
             kept = self._kept.get(prefix)
         return None if kept is None else kept[0]
 
     def put(self, prefix: Prefix, row: Row) -> None:
-        """Keep a row of its own memory where the bound has room for it; the oldest go first."""
+        """Add a row, evicting the least recently used; a row larger than the cache is not added.
+
+        The row must own its memory.
+        """
         num_bytes = row.nbytes + len(prefix.token_bytes)
         if num_bytes <= self.max_bytes:
             with self._lock:
@@ -88,17 +93,17 @@ class RowCache:
                     self._kept.popitem()
 
     def clear(self) -> None:
-        """Forget every row."""
+        """Remove all rows."""
         with self._lock:
             self._kept.clear()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownPrefix(Generic[ArrayT]):
-    """A prefix, the LoRA weights it was read under (None: none), and its next-token distribution."""
+    """A prefix and its next-token distribution."""
 
     token_ids: IntArray  # (num_tokens,) int32
-    lora: str | None
+    lora: str | None  # name of the LoRA weights; None: base model
     logprobs: ArrayT  # (V,) float32, nats
 
 
@@ -111,26 +116,26 @@ class TopTokens:
 
 
 def top_tokens(row: Row, k: int) -> TopTokens:
-    """The `k` largest of a row, descending, ties by ascending id."""
+    """Return the `k` likeliest tokens of a row, descending, ties by ascending id."""
     ids = top_indices(row, k).astype(np.int32)
     return TopTokens(ids, row[ids])
 
 
 @functools.lru_cache(maxsize=64)
 def row_params(lora: str | None) -> SamplingParams:
-    """What an ask for a row under some weights is; the draw is not used, and this is the cheapest."""
+    """Return the parameters of a row request; greedy, since the sampled token is not used."""
     return SamplingParams(max_tokens=1, temperature=0, lora=lora)
 
 
 @final
 class SampledIds(list[int]):
-    """The ids that were drawn, with their record where it was asked for."""
+    """Sampled token ids, with their log-probabilities if requested."""
 
-    logprobs: FlatLogprobs | None = None  # a position a token; the chosen one and its alternatives
+    logprobs: FlatLogprobs | None = None  # one position per token: the chosen token and its alternatives
 
     @classmethod
     def before_stop(cls, token_ids: Sequence[int], finish_reason: str | None, params: SamplingParams) -> Self:
-        """What was drawn, without the stop id that ended it; a model's own end of text stays."""
+        """Return the sampled ids without the stop id that ended them; the model's own EOS is kept."""
         sample = cls(token_ids)
         if finish_reason == "stop" and sample and sample[-1] in params.stop_token_ids:
             del sample[-1]
@@ -139,23 +144,23 @@ class SampledIds(list[int]):
 
 @final
 class Token(bytes):
-    """The exact bytes of a token, with `.token_id`; two tokens are equal where their ids are.
+    """Exact bytes of a token, with `.token_id`; tokens are compared and hashed by id.
 
-    Vocabularies hold different tokens of the same bytes, so equality, order and hash go by id; compared with
-    plain bytes a token is unequal, and `.byte_string` gives them.
+    A vocabulary may hold several tokens of the same bytes. A token never equals plain bytes; compare its
+    `.byte_string` with them.
     """
 
     token_id: int
 
     def __new__(cls, token_id: int, byte_string: bytes) -> Self:
-        """Make the token of an id and its bytes."""
+        """Create a token from its id and bytes."""
         token = super().__new__(cls, byte_string)
         token.token_id = token_id
         return token
 
     @property
     def byte_string(self) -> bytes:
-        """The bytes alone."""
+        """The token as plain bytes."""
         return bytes(self)
 
     def __eq__(self, other: object) -> bool:

@@ -1,4 +1,4 @@
-"""`Samples`: the methods of `NextTokenLM` that draw tokens."""
+"""`Samples`: the methods of `NextTokenLM` that sample tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Samples(BaseLM):
-    """Completions of one prompt or of many."""
+    """Sampling from one prompt or from a batch."""
 
     _ignores_eos: ClassVar[bool] = True  # default of `ignore_eos`
 
@@ -37,17 +37,24 @@ class Samples(BaseLM):
         lora: str | None = None,
         ignore_eos: bool | None = None,
     ) -> SampledIds:
-        """Draw up to `max_tokens` tokens, ending before the first of `eos_token_ids` or with the context.
+        """Sample up to `max_tokens` tokens; stop before the first of `eos_token_ids` or at the context limit.
 
-        With `ignore_eos` no other token ends it, not even the model's own end of text; that is so by default
-        but in `AsyncVirtualLM`. Without it that one ends it, too, and stays in the list where it is none of
-        `eos_token_ids`. A temperature of 0 takes the likeliest token; the same seed gives the same tokens
-        whatever runs beside. With `logprobs` the list's own `logprobs` records each token with so many
-        alternatives, of the model's distribution.
+        Args:
+            prompt_token_ids: token ids of the prompt.
+            max_tokens: maximum number of tokens.
+            eos_token_ids: token ids that end the sample; not included in it.
+            temperature: 0 picks the likeliest token.
+            seed: the same seed gives the same tokens, whatever else runs.
+            top_p: nucleus sampling mass.
+            top_k: number of likeliest tokens to sample from; 0: all.
+            logprobs: alternatives per token to record in the result's `logprobs`, raw; None: no record.
+            lora: name of the LoRA weights; None: those of `set_lora`.
+            ignore_eos: True: the model's own EOS does not end the sample. False: it does, and is the last
+                token unless it is in `eos_token_ids`. None: True, except in `AsyncVirtualLM`.
 
         Raises:
-            ParameterError: a value that cannot be served.
-            EngineError: the engine failed, was closed, or gave the sample up.
+            ParameterError: an argument is invalid.
+            EngineError: the engine failed, was closed, or aborted the request.
         """
         self._check_open()
         params = SamplingParams(
@@ -77,7 +84,7 @@ class Samples(BaseLM):
         lora: str | None = None,
         ignore_eos: bool | None = None,
     ) -> list[SampledIds]:
-        """`sample` from each prompt at once; with a seed, samples of equal prompts still differ."""
+        """Run `sample` for all prompts concurrently; with a seed, equal prompts get different samples."""
         stops = tuple(eos_token_ids)
         seen: Counter[bytes] = Counter()
         samples = []

@@ -1,6 +1,6 @@
-"""`RowSource`: what begins rows and samples; `EngineRows`, an engine of this program as one.
+"""`RowSource`: interface of sources of rows and samples; `EngineRows`: a source on an engine of this program.
 
-Before it: the batcher, which gathers prefixes. After it: the engine. The other source is a server.
+The other source is a server (`integrations.remote`).
 """
 
 from __future__ import annotations
@@ -24,60 +24,62 @@ if TYPE_CHECKING:
     from logprobe.sampling import SamplingParams
 
 BegunRow: TypeAlias = "asyncio.Future[tuple[Prefix, Row]]"
-"""A row on its way, behind its prefix under the loads that gave it; cancelling it gives this one up."""
+"""Future of a row and its prefix, with the load numbers that computed it; cancelling it aborts the row."""
 
 
 class RowSource(Protocol):
-    """What begins rows and samples of one model."""
+    """Source of rows and samples of one model."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether something runs or waits, so that a row that is begun joins it without delay."""
+        """True if requests run or wait, so that waiting for a larger batch gains nothing."""
 
     def capabilities(self) -> Capabilities:
-        """What the engine behind it can do."""
+        """Return the capabilities of the engine."""
 
     def loads(self, lora: str | None) -> tuple[int, int]:
-        """Which load of LoRA weights answers now, 0 for none, and which of the model's own.
+        """Return the load number of the LoRA weights (0: none) and that of the model's weights.
 
-        `ParameterError` where there are no such weights.
+        Raises:
+            ParameterError: unknown LoRA weights.
         """
 
     def list_loras(self) -> dict[str, str]:
-        """The loaded LoRA weights: name → path."""
+        """Return the loaded LoRA weights: name → path."""
 
     def begin(self, prefixes: Sequence[Prefix]) -> list[BegunRow]:
-        """Begin rows, each of which ends alone; to be called on the batcher's loop.
+        """Start computing rows, one future each; call on the batcher's loop.
 
-        `LogprobeError` where one is refused; none was begun then.
+        Raises:
+            LogprobeError: a request was rejected; none was started.
         """
 
     async def sample(self, prompt: IntArray, params: SamplingParams) -> SampledIds:
-        """The ids that were drawn, without the stop id that ended them; giving up the wait gives it up."""
+        """Return sampled ids, without the stop id that ended them; cancellation aborts the request."""
 
     def close(self) -> None:
-        """End what runs with `EngineClosedError`, and let all go."""
+        """Fail running requests with `EngineClosedError` and release all resources."""
 
 
 class ModelText(Protocol):
-    """What a model's ids stand for."""
+    """Tokenizer and vocabulary of a model."""
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer, as transformers has it."""
+        """The transformers tokenizer."""
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The exact bytes of every id."""
+        """Exact bytes of every id."""
 
     @property
     def bos_token_id(self) -> int | None:
-        """What stands before a text; None where the model has no such token."""
+        """Id of the BOS token; None if the model has none."""
 
 
 @final
 class EngineRows:
-    """Implements `RowSource` on an engine of this program: a row is a request that ends with one."""
+    """`RowSource` on an engine of this program: each row is one request."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
@@ -86,26 +88,26 @@ class EngineRows:
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests run or wait."""
+        """True if requests run or wait."""
         return self._engine.is_busy
 
     def capabilities(self) -> Capabilities:
-        """What the engine can do."""
+        """Return the capabilities of the engine."""
         return self._engine.capabilities()
 
     def loads(self, lora: str | None) -> tuple[int, int]:
-        """As `RowSource.loads`."""
+        """See `RowSource.loads`."""
         return 0 if lora is None else self._engine.lora_number(lora), self._engine.weights_number
 
     def list_loras(self) -> dict[str, str]:
-        """The loaded LoRA weights: name → path."""
+        """Return the loaded LoRA weights: name → path."""
         return self._engine.list_loras()
 
     def begin(self, prefixes: Sequence[Prefix]) -> list[BegunRow]:
-        """Submit a request for each, which enter the same step where they fit.
+        """Submit one request per prefix; they run in the same step if they fit.
 
         Raises:
-            LogprobeError: the engine refuses one of them, or was closed.
+            LogprobeError: the engine rejected a request, or was closed.
         """
         admitted = [
             self._requests.admit(prefix.token_ids, row_params(prefix.lora), wants_row=True)
@@ -118,11 +120,11 @@ class EngineRows:
         ]
 
     async def sample(self, prompt: IntArray, params: SamplingParams) -> SampledIds:
-        """Draw as one request.
+        """Sample with one request.
 
         Raises:
-            ParameterError: a value that cannot be served.
-            EngineError: the engine failed, was closed, or gave the sample up.
+            ParameterError: a parameter is invalid.
+            EngineError: the engine failed, was closed, or aborted the request.
         """
         admitted = self._requests.admit(prompt, params)
         self._engine.submit([admitted])
@@ -131,20 +133,20 @@ class EngineRows:
             raise output.error
         completion = output.outputs[0]
         if completion.finish_reason == "abort":
-            raise RequestAbortedError("the engine gave the sample up")
+            raise RequestAbortedError("the engine aborted the request")
         sample = SampledIds.before_stop(completion.token_ids, completion.finish_reason, params)
         if completion.logprobs is not None:
             sample.logprobs = completion.logprobs[: len(sample)]
         return sample
 
     def close(self) -> None:
-        """End all requests and let the model go."""
+        """Abort all requests and unload the model."""
         self._engine.close()
 
     def _begun(self, request_id: str, prefix: Prefix) -> BegunRow:
         loop = asyncio.get_running_loop()
         begun: BegunRow = loop.create_future()
-        # Its task takes the output of an aborted row, too; cancelled before its first step, it would not.
+        # The task is not cancelled with the row: it must also consume the output of an aborted request.
         task = loop.create_task(self._follow(request_id, prefix, begun))
         begun.add_done_callback(partial(self._on_done, request_id, task))
         return begun
@@ -152,12 +154,12 @@ class EngineRows:
     async def _follow(self, request_id: str, prefix: Prefix, begun: BegunRow) -> None:
         try:
             output = await self._engine.result(request_id)
-        except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
+        except Exception as error:  # noqa: BLE001 - the waiters get the error, whatever it is
             settle(begun, error)
             return
         row = output.outputs[0].row
         if row is None:
-            settle(begun, output.error or RequestAbortedError("the engine gave the ask up"))
+            settle(begun, output.error or RequestAbortedError("the engine aborted the request"))
         else:
             settle(begun, (prefix._replace(weights_number=output.weights_number), row))
 
@@ -167,7 +169,7 @@ class EngineRows:
 
 
 def settle(begun: BegunRow, outcome: tuple[Prefix, Row] | Exception) -> None:
-    """End a row that was begun, unless it was given up."""
+    """Set the result or error of a row, unless it is done or cancelled."""
     if begun.done():
         return
     if isinstance(outcome, Exception):

@@ -1,4 +1,4 @@
-"""`Weights`: the methods of `NextTokenLM` that load and select LoRA weights, and replace the model's own."""
+"""`Weights`: methods of `NextTokenLM` that load and select LoRA weights and replace the model's weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Weights(BaseLM):
-    """LoRA weights by name, and the model's own."""
+    """LoRA weights by name, and replacement of the model's weights."""
 
     def set_lora(
         self,
@@ -27,36 +27,36 @@ class Weights(BaseLM):
         lora_path: str | Path | None = None,
         lora_name: str | None = None,
     ) -> None:
-        """Answer asks that name no LoRA weights by these; those already asked keep theirs.
+        """Set the default LoRA weights of later requests; requests in flight keep theirs.
 
-        `lora_path` and `lora_name` are genlm-backend's names for the two.
+        `lora_path` and `lora_name` are genlm-backend's names of `path` and `name`.
 
         Raises:
-            ParameterError: no weights of that name are loaded, or they came from another path.
+            ParameterError: no weights of that name are loaded, or they were loaded from another path.
         """
         path, name = lora_path if path is None else path, lora_name or name
         self._source.loads(name)
         loaded_from = self._source.list_loras()[name]
         is_same = path is None or loaded_from in {str(path), str(resolved_folder(path))}
-        require(is_same, "path", f"lora {name!r} came from {loaded_from}, not from {path}")
+        require(is_same, "path", f"lora {name!r} was loaded from {loaded_from}, not from {path}")
         self._lora = name
 
     def clear_lora(self) -> None:
-        """Answer asks that name no LoRA weights by the base model."""
+        """Make the base model the default again."""
         self._lora = None
 
     def list_loras(self) -> dict[str, str]:
-        """The loaded LoRA weights: name → path."""
+        """Return the loaded LoRA weights: name → path."""
         return self._source.list_loras()
 
     def add_lora(self, name: str, path: str | Path) -> None:
-        """Load LoRA weights from a folder; `set_lora` or `lora=` then use them.
+        """Load LoRA weights from a folder; select them with `set_lora` or `lora=`.
 
-        A name that is loaded again stands for the new weights; rows that were begun keep theirs.
+        Loading a name again replaces its weights; requests in flight keep the old ones.
 
         Raises:
             ModelError: the folder cannot be read, or does not fit the model.
-            ParameterError: the model is a server's.
+            ParameterError: the model runs on a server.
         """
         self._loaded.engine.add_lora(name, path)
 
@@ -68,17 +68,17 @@ class Weights(BaseLM):
         lora_path: str | Path | None = None,
         lora_name: str | None = None,
     ) -> None:
-        """`add_lora` in genlm-backend's words: `add_new_lora(lora_path, lora_name="lora_1")`."""
+        """`add_lora` with genlm-backend's signature: `add_new_lora(lora_path, lora_name="lora_1")`."""
         given = lora_path if path is None else path
         if given is None:
-            raise ParameterError("path", "is missing; name the folder with the LoRA weights")
+            raise ParameterError("path", "is missing; pass the folder of the LoRA weights")
         self.add_lora(lora_name or name, given)
 
     def remove_lora(self, name: str) -> None:
-        """Refuse new asks for LoRA weights; those in flight end as they would have.
+        """Unload LoRA weights; requests in flight still finish with them.
 
         Raises:
-            ParameterError: no such weights, or the model is a server's.
+            ParameterError: no such weights, or the model runs on a server.
         """
         self._loaded.engine.remove_lora(name)
 
@@ -89,11 +89,11 @@ class Weights(BaseLM):
         version: str | None = None,
         on_running: OnRunning = "finish",
     ) -> str:
-        """`LLM.load_weights` for callers in an event loop; rows that are kept are of no use after it.
+        """Async version of `LLM.load_weights`; cached rows of the old weights are no longer used.
 
         Raises:
-            ModelError: as there; the old weights go on.
-            ParameterError: as there, or the model is a server's.
+            ModelError: the weights cannot be loaded; the old ones stay in use.
+            ParameterError: an argument is invalid, or the model runs on a server.
         """
         from logprobe.engine.front import check_on_running
 

@@ -1,4 +1,4 @@
-"""Log-probability records: per-step arrays, per-request containers, and their byte, Arrow and JSON forms."""
+"""Log-probability records: per-step arrays, per-request containers, and byte, Arrow and JSON formats."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def fields_of(record: FlatLogprobs, text: str) -> list[Field]:
     """Return the values of a JSON text in document order; an object or array precedes its members.
 
     Args:
-        record: of the tokens whose bytes start with `text`.
+        record: record of the tokens whose bytes start with `text`.
         text: one JSON value, optionally surrounded by white space.
 
     Raises:
@@ -60,7 +60,7 @@ def fields_of(record: FlatLogprobs, text: str) -> list[Field]:
             record's bytes, or its pointers exceed `MAX_POINTER_CHARS` characters in total.
     """
     table = record.table
-    require(table is not None, "record", "has no token table, which tells the bytes of its tokens")
+    require(table is not None, "record", "has no token table; set one with with_table")
     assert table is not None
     token_ids = record.chosen_entries().token_ids.tolist()
     return Spelt([table.token_bytes(token_id) for token_id in token_ids], text).fields(record)
@@ -98,7 +98,7 @@ class Spelt:
     def __init__(self, pieces: list[bytes], text: str) -> None:
         self.data, self.pieces = b"".join(pieces), pieces
         begins = self.data.startswith(text.encode())
-        require(begins, "text", "is not what the record's tokens say; give a completion's own text")
+        require(begins, "text", "does not match the record's tokens; pass the completion's own text")
         self.nodes, leaves = _read(text)
         self.objects = frozenset(node.pointer for node in self.nodes if isinstance(node.value, dict))
         self._ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
@@ -127,7 +127,7 @@ class Spelt:
         """Return the values in document order, with log-probabilities from `record`.
 
         Args:
-            record: of these tokens.
+            record: record of these tokens.
             masses: for each of `splits`, the log of the total probability (nats) of all tokens that start
                 with the bytes before the split; None: each value's log-probability has two bounds.
         """
@@ -199,10 +199,10 @@ def _read(text: str) -> tuple[list[Node], Leaves]:
     except ParameterError:
         raise
     except (ValueError, RecursionError) as error:  # ValueError also for integers of thousands of digits
-        remedy = "ask for JSON by response_format, and for tokens enough to end it"
-        raise ParameterError("text", f"is no JSON that can be read ({error}); {remedy}") from error
+        remedy = "request JSON with response_format, and enough max_tokens to complete it"
+        raise ParameterError("text", f"is not valid JSON ({error}); {remedy}") from error
     rest = text[end:].strip(_SPACE)
-    require(not rest, "text", f"goes on after its JSON: {shortened(rest)!r}")
+    require(not rest, "text", f"has text after its JSON: {shortened(rest)!r}")
     offsets = [0, *accumulate(len(letter.encode()) for letter in text)]
     nodes = [node._replace(begin=offsets[node.begin], end=offsets[node.end]) for node in reader.nodes]
     return nodes, [(offsets[begin], offsets[stop]) for begin, stop in reader.leaves]
@@ -219,10 +219,10 @@ class _Reader:
 
     def read(self, place: int, pointer: str, depth: int = 0) -> int:
         """Read the value at `place` and its members; return where it ends."""
-        require(depth <= MAX_DEPTH, "text", f"is nested deeper than {MAX_DEPTH}")
+        require(depth <= MAX_DEPTH, "text", f"is nested deeper than {MAX_DEPTH} levels")
         self._num_chars += len(pointer)
         is_short = self._num_chars <= MAX_POINTER_CHARS
-        require(is_short, "text", f"has pointers of more than {MAX_POINTER_CHARS:,} characters in all")
+        require(is_short, "text", f"has JSON pointers of more than {MAX_POINTER_CHARS:,} characters in total")
         value, end = _read_value(self._text, place)
         number, first = len(self.nodes), len(self.leaves)
         self.nodes.append(Node(pointer, value, first, first + 1, place, end))

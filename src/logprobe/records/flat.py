@@ -1,7 +1,6 @@
-"""One request's log-probabilities as flat typed arrays that read like a list of dicts.
+"""`FlatLogprobs`: log-probabilities of one request, stored as flat arrays and read like a list of dicts.
 
-Before it: a step's arrays (`HostRows`), or a drop-in user's columns and dicts. After it: replies,
-streams, files and user code.
+Records are filled from a step's arrays (`HostRows`), or from columns and dicts with vLLM's methods.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ T = TypeVar("T")
 
 
 class ListColumn(Generic[T]):
-    """A column of `FlatLogprobs` as a Python list: made when it is read, and kept until the record grows."""
+    """Column of `FlatLogprobs` as a Python list; built on access and cached until the record grows."""
 
     def __init__(self, read: Callable[[Entries, TokenTable | None], list[T]], doc: str) -> None:
         self._read = read
@@ -57,7 +56,7 @@ class ListColumn(Generic[T]):
     def __get__(self, record: FlatLogprobs | None, owner: type) -> ListColumn[T] | list[T]:
         if record is None:
             return self
-        length, table, values = record._lists.get(self._name, (-1, None, []))  # noqa: SLF001 - a part of it
+        length, table, values = record._lists.get(self._name, (-1, None, []))  # noqa: SLF001 - descriptor of the class
         if length != len(record) or table is not record.table:
             arrays = record.arrays
             values = self._read(arrays, record.table)
@@ -67,12 +66,12 @@ class ListColumn(Generic[T]):
 
 @dataclass(init=False, repr=False, eq=False)
 class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
-    """A list of `dict[int, Logprob]` held in typed columns; it only grows.
+    """Append-only list of `dict[int, Logprob]`, stored in typed columns.
 
-    One writer may append while others read: a reader sees the rows published so far, each whole. Texts come
-    from `table` on access, or are those given with the entries. A slice is a container of its own.
+    One thread may append while others read; readers see only complete rows. Token texts come from `table` on
+    access, unless they were given with the entries. A slice is an independent record.
 
-    The dataclass fields are Python lists of the whole record, as in vLLM; `arrays` is quicker.
+    The dataclass fields are Python lists of the whole record, as in vLLM; `arrays` is faster.
     """
 
     start_indices: ListColumn[int] = ListColumn(
@@ -88,10 +87,10 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         lambda arrays, _: arrays.logprobs.tolist(), "Log-probability of each entry, nats."
     )
     ranks: ListColumn[int | None] = ListColumn(
-        lambda arrays, _: arrays.rank_list(), "1-based rank of each entry; None where none was given."
+        lambda arrays, _: arrays.rank_list(), "1-based rank of each entry; None if not given."
     )
     decoded_tokens: ListColumn[str | None] = ListColumn(
-        Entries.text_list, "Text of each entry: the one given with it, else the table's, else None."
+        Entries.text_list, "Text of each entry: the given one, else the table's, else None."
     )
 
     __slots__ = ("_lists", "_side", "info", "rows", "table")
@@ -110,16 +109,18 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         table: TokenTable | None = None,
         info: LogprobsInfo | None = None,
     ) -> None:
-        """From positions; or as `from_columns` where columns are given, the first of them `start_indices`.
+        """Create a record from positions, or from columns as in `from_columns`.
+
+        With columns, the first positional argument is `start_indices`.
 
         Raises:
-            ParameterError: what `append`, or `from_columns`, refuses.
+            ParameterError: as `append` or `from_columns`.
         """
         self.rows = Rows()
         self._side = NOTHING
         self.table = table
         self.info = info
-        self._lists: dict[str, tuple[int, TokenTable | None, list[Any]]] = {}  # of `ListColumn`
+        self._lists: dict[str, tuple[int, TokenTable | None, list[Any]]] = {}  # cache of `ListColumn`
         columns = (end_indices, token_ids, logprobs, ranks, decoded_tokens)
         if start_indices is None and all(column is None for column in columns):
             self.extend(positions)
@@ -136,15 +137,15 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
 
     @classmethod
     def of(cls, parts: Parts) -> FlatLogprobs:
-        """Wrap what travels of a record, without a copy."""
+        """Create a record from its serializable parts, without a copy."""
         record = cls(info=parts.info)
         kept = None if parts.kept is None else IdRuns(*parts.kept)
         record.rows, record._side = parts.rows, Side(parts.extras, parts.given, kept)
         return record
 
     def parts(self) -> Parts:
-        """What travels of this record as it is now, without a copy: all but its table."""
-        length = len(self)  # read once: a writer may go on meanwhile
+        """Return the serializable parts of the record, without a copy: everything but its table."""
+        length = len(self)  # read once: another thread may append meanwhile
         return Parts(self.rows.cut(range(length)), *self._side.columns(length), self.info)
 
     @classmethod
@@ -157,21 +158,22 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         ranks: Iterable[int | None],
         decoded_tokens: Iterable[str | None] = repeat(None),
     ) -> FlatLogprobs:
-        """A record from its six columns: position i holds the entries [start_indices[i], end_indices[i]).
+        """Create a record from its six columns; position i holds [start_indices[i], end_indices[i]).
 
-        A position that was None is one without entries here, `{}`: the columns do not tell them apart.
+        A None position becomes one without entries, `{}`: columns do not distinguish them.
 
         Raises:
-            ParameterError: too few values in a column, a position outside them, negative ids or ranks, +inf.
+            ParameterError: too few values in a column, a position outside of them, negative ids or ranks,
+                +inf.
         """
         columns = (end_indices, token_ids, logprobs, ranks, decoded_tokens)
         return cls((), *columns, start_indices=start_indices)
 
     def append(self, logprobs_one_position: LogprobsOnePosition | None) -> None:
-        """Add one position from a dict, or a position without values from None.
+        """Append one position; None adds a position without values.
 
         Raises:
-            ParameterError: negative ids or ranks, +inf. Nothing is added then.
+            ParameterError: negative ids or ranks, +inf; nothing is added.
         """
         if logprobs_one_position is None:
             self._add_nothing_beside(1)
@@ -188,10 +190,10 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         ranks: Iterable[int | None],
         decoded_tokens: Iterable[str | None],
     ) -> None:
-        """Add one position from columns, exactly as given; `token_ids` sets how many entries it has.
+        """Append one position from columns, unchanged; `token_ids` sets the number of entries.
 
         Raises:
-            ParameterError: a column yields too few values; negative ids or ranks; +inf. Nothing is added.
+            ParameterError: a column has too few values; negative ids or ranks; +inf. Nothing is added.
         """
         if self._side.is_empty:
             row = self.rows.append_soon(token_ids, logprobs, ranks, decoded_tokens)
@@ -211,19 +213,23 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         kept: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
         **extras: npt.ArrayLike | None,
     ) -> None:
-        """Add n positions from a step's arrays.
+        """Append n positions from a step's arrays.
 
-        `token_ids` and `logprobs` are (n, k + 1), column 0 the chosen token and then the k best; `ranks` (n,)
-        are the chosen tokens'. A chosen token that is among the k best is kept once. `given` holds offsets
-        (n + 1,), ids, logprobs and ranks (N,) of ids that the caller named, `kept` offsets and ascending ids
-        of what was kept. Further columns (n,) come by name: `entropy`, `log_kept_mass`; NaN says: not given.
+        Args:
+            token_ids: (n, k + 1); column 0 is the chosen token, followed by the k best. A chosen token among
+                the k best appears once in the record.
+            logprobs: (n, k + 1), nats.
+            ranks: (n,), ranks of the chosen tokens.
+            given: offsets (n + 1,), and ids, logprobs and ranks (N,) of caller-specified ids.
+            kept: offsets (n + 1,), and ascending ids that masks and truncation kept.
+            extras: columns (n,) by name, such as `entropy`; NaN: not given.
 
         Raises:
-            ParameterError: shapes that do not agree, negative ids or ranks, +inf, no such column. Nothing is
-                added then.
+            ParameterError: shapes that do not match, negative ids or ranks, +inf, an unknown column. Nothing
+                is added.
         """
         is_bare = self._side.is_empty and not extras and given is None and kept is None
-        if is_bare and self.rows.append_one(token_ids, logprobs, ranks):  # no more of it: once a token
+        if is_bare and self.rows.append_one(token_ids, logprobs, ranks):  # fast path, called for every token
             return
         steps = Steps.of(token_ids, logprobs, ranks)
         if not is_bare:
@@ -247,18 +253,18 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
             self._side.append(len(self), num_new, {})
 
     def append_entries(self, entries: Entries) -> None:
-        """Add a run of positions exactly as given."""
+        """Append consecutive positions, unchanged."""
         self._add_nothing_beside(len(entries.offsets) - 1)
         self.rows.append_entries(entries)
 
     def extend(self, values: Iterable[LogprobsOnePosition | None]) -> None:
-        """Add positions; another FlatLogprobs is added column by column."""
+        """Append positions; another `FlatLogprobs` is appended column by column."""
         if not isinstance(values, FlatLogprobs):
             for position in values:
                 self.append(position)
             return
         added = values[:]
-        beside = added._side  # noqa: SLF001 - of this class
+        beside = added._side  # noqa: SLF001 - same class
         if not (self._side.is_empty and beside.is_empty):
             extras, given, kept = beside.columns(len(added))
             named = None if given is None else given.entries(0, given.num_rows)
@@ -267,7 +273,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
 
     def _refuse(self, *_: object) -> NoReturn:
         raise TypeError(
-            "FlatLogprobs only grows: no setting, deleting, inserting, popping or reversing; slice it"
+            "FlatLogprobs is append-only: no setting, deleting, inserting, popping or reversing; slice it"
         )
 
     insert = __setitem__ = __delitem__ = pop = remove = clear = reverse = _refuse
@@ -289,7 +295,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         return map(self._position, range(self.rows.num_rows))
 
     def __eq__(self, other: object) -> bool:
-        """Whether all positions are equal as dicts; `extras`, `given`, `kept` and `info` do not count."""
+        """Compare positions as dicts; `extras`, `given`, `kept` and `info` are ignored."""
         if not isinstance(other, FlatLogprobs | list):
             return NotImplemented
         return len(self) == len(other) and all(map(operator.eq, self, other))
@@ -306,17 +312,17 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         return html.shaded([self])
 
     def copy(self) -> FlatLogprobs:
-        """A container of its own; the rows so far are shared."""
+        """Return an independent record that shares the existing rows."""
         return self[:]
 
     def with_table(self, table: TokenTable | None) -> FlatLogprobs:
-        """The same rows, their texts read from `table`."""
+        """Return the same rows with token texts from `table`."""
         joined = self[:]
         joined.table = table
         return joined
 
     def chosen(self, index: int) -> tuple[int, Logprob] | None:
-        """Token id and numbers of the chosen token at one position; None where it has no entries."""
+        """Return id and `Logprob` of the chosen token at one position; None if it has no entries."""
         row = self.rows.row(range(self.rows.num_rows)[operator.index(index)])
         if row is None or not row.token_ids:
             return None
@@ -340,44 +346,44 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         return part
 
     def to_bytes(self, precision: Precision = "float32") -> bytes:
-        """Header and columns as bytes; exact unless a smaller `precision` is asked for.
+        """Serialize the record to bytes; lossless for `precision` float32.
 
         Raises:
-            ParameterError: an unknown precision; one below float32 for NaN or positive values.
+            ParameterError: an unknown precision, or one below float32 for NaN or positive values.
         """
         return wire.encode(self.parts(), precision)
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> FlatLogprobs:
-        """Read what `to_bytes` wrote.
+        """Deserialize the output of `to_bytes`.
 
         Raises:
-            InputError: not such bytes, a later version, or bytes cut short.
+            InputError: not a record, an unknown version, or malformed or truncated data.
         """
         return cls.of(wire.decode(data))
 
     def to_arrow(self) -> pa.Table:
-        """One row a position with the texts of tokens, for people (`records.to_arrow` is for files)."""
+        """Return a table for reading, one row per position with texts; for files: `records.to_arrow`."""
         return frames.table(self.parts(), self.table)
 
     def to_pandas(self) -> Any:
-        """`to_arrow` as a pandas data frame; a `ParameterError` where pandas is not installed."""
+        """Return `to_arrow` as a pandas data frame; raises `ParameterError` if pandas is not installed."""
         return frames.to_pandas(self.parts(), self.table)
 
     def to_polars(self) -> Any:
-        """`to_arrow` as a polars data frame; a `ParameterError` where polars is not installed."""
+        """Return `to_arrow` as a polars data frame; raises `ParameterError` if polars is not installed."""
         return frames.to_polars(self.parts(), self.table)
 
     def to_dict(self) -> dict[str, Any]:
-        """`info`, and the rows of `to_arrow` under `positions`, as plain values."""
+        """Return `info`, and the rows of `to_arrow` under `positions`, as plain values."""
         return frames.to_dict(self.parts(), self.table)
 
     def to_json(self) -> str:
-        """`to_dict` as JSON, with -9999 for -inf (9999 for inf, in a further column alone)."""
+        """Return `to_dict` as JSON, with -9999 for -inf, 9999 for inf (extra columns only), null for NaN."""
         return frames.to_json(self.parts(), self.table)
 
     def plot(self) -> Picture:
-        """Surprisals as a picture (extra `plot`); a `ParameterError` where there is nothing to draw."""
+        """Plot surprisals and calibration (extra `plot`); raises `ParameterError` if there are no tokens."""
         return picture.draw_record(self.parts(), self.table)
 
     def __reduce__(self) -> tuple[Callable[[bytes], FlatLogprobs], tuple[bytes]]:
@@ -385,31 +391,31 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
 
     @property
     def extras(self) -> dict[str, Array]:
-        """The further columns that were given, by name: (T,) each, NaN where a position has none."""
+        """Extra columns by name, (T,) each; NaN where not given."""
         return {} if self._side is NOTHING else self._side.extras(len(self))
 
     @property
     def entropy(self) -> Array | None:
-        """Entropy of each position's whole distribution, (T,) float32, nats; NaN where it was not given."""
+        """Entropy of each position's whole distribution, (T,) float32, nats; NaN where not given."""
         return self._side.column("entropy", len(self))
 
     @property
     def log_kept_mass(self) -> Array | None:
-        """Log of the mass that each processed position kept of its raw distribution at its temperature, nats.
+        """Log of the mass that each position kept of its raw distribution at the temperature, nats.
 
-        (T,) float32; None for raw records. Where masks and truncation alone changed the row, a kept token's
-        raw logprob at that temperature (1 for a greedy request) is its processed one plus this.
+        (T,) float32; None for raw records. If only masks and truncation changed the row, a kept token's raw
+        logprob at that temperature (1 for greedy requests) is its processed logprob plus this.
         """
         return self._side.column("log_kept_mass", len(self))
 
     @property
     def kept(self) -> IdRuns | None:
-        """The ids that masks and truncation kept at each position, ascending; None where not asked for."""
+        """Token ids that masks and truncation kept at each position, ascending; None if not requested."""
         return self._side.kept
 
     @property
     def given(self) -> FlatLogprobs | None:
-        """Ids that the caller named, position by position; None where there are none."""
+        """Record of the caller-specified token ids at each position; None if there are none."""
         return (
             None
             if self._side.given is None
@@ -418,45 +424,45 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
 
     @property
     def is_valid(self) -> Array:
-        """False where a position holds NaN, (T,) bool."""
+        """(T,) bool; False where a position has NaN."""
         return self.arrays.is_valid()
 
     @property
     def arrays(self) -> Entries:
-        """All entries as NumPy arrays: T positions with N entries, the chosen token of each first."""
+        """All entries as NumPy arrays: T positions with N entries in total, each chosen token first."""
         return self.rows.entries(0, self.rows.num_rows)
 
     def chosen_entries(self) -> Entries:
-        """The chosen token of each position, as arrays of one value a position.
+        """Return the chosen token of each position, as arrays with one value per position.
 
-        Where positions have no entries, such as a prompt's first, the columns are masked arrays with a hole
-        there: it prints as `--`, `tolist()` gives None, and sums leave it out.
+        If a position has no entries, such as a prompt's first, the columns are masked arrays: the masked
+        value prints as `--`, is None in `tolist()`, and is skipped by sums.
         """
         return with_holes(self.rows.chosen_entries(0, len(self)))
 
     def top_entries(self) -> Entries:
-        """The k best of each position by rank, as arrays; k means k, whatever was chosen."""
+        """Return the k best of each position by rank, as arrays; the chosen token only if among them."""
         return self.rows.top_entries(0, len(self))
 
     @property
     def other_logprob(self) -> Array:
-        """Log of the mass outside each position's entries, (T,) float32, nats; NaN where it is None.
+        """Log of the mass outside each position's entries (the k best and the chosen token).
 
-        The entries are the k best and the chosen token.
+        (T,) float32, nats; NaN for None positions.
         """
         return self.rows.other_logprobs(0, len(self))
 
     @property
     def outside_top_logprob(self) -> Array:
-        """Log of the mass outside each position's k best (`top_entries`), (T,) float32, nats.
+        """Log of the mass outside each position's k best (`top_entries`), whatever token was chosen.
 
-        With these it makes up the whole distribution, whatever was chosen; NaN where the position is None.
+        (T,) float32, nats; NaN for None positions.
         """
         return self.rows.outside_top_logprobs(0, len(self))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values held; texts and spare room not counted."""
+        """Bytes of the stored values, without texts and unused capacity."""
         return self.rows.nbytes + self._side.nbytes(len(self))
 
     @property

@@ -24,7 +24,7 @@ Padding: TypeAlias = Literal["right", "left"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedLogprobs:
-    """Chosen tokens of B records, padded to T columns; where `mask` is False the numbers are 0."""
+    """Chosen tokens of B records, padded to T columns; padding is 0, except in `token_ids`."""
 
     token_ids: torch.Tensor  # (B, T) int64, `pad_token_id` where `mask` is False
     logprobs: torch.Tensor  # (B, T) float32, nats
@@ -74,7 +74,7 @@ def to_padded(
     require(side in ("right", "left"), "side", f"must be right or left, got {side!r}")
     for number, record in enumerate(records):
         is_whole = bool((np.diff(record.arrays.offsets) > 0).all())
-        require(is_whole, "records", f"number {number} has a position without numbers; slice it off")
+        require(is_whole, "records", f"record {number} has a position without entries; slice it off")
     longest = max(map(len, records), default=0)
     width = longest if length is None else length
     require(longest <= width, "length", f"is {width}, but a record has {longest} positions")

@@ -72,7 +72,7 @@ def read_parquet(path: str | Path) -> dict[str, FlatLogprobs]:
     records: dict[str, FlatLogprobs] = {}
     for request_id, record in iter_parquet(path):
         if request_id in records:
-            raise InputError(f"{path}: the rows of request {request_id!r} stand in two places")
+            raise InputError(f"{path}: the rows of request {request_id!r} are not contiguous")
         records[request_id] = record
     return records
 

@@ -1,4 +1,4 @@
-"""From a row of logits to the chosen token, and what a request may ask of it."""
+"""Sampling parameters of requests, and the sampler that turns logits into tokens and log-probabilities."""
 
 from __future__ import annotations
 

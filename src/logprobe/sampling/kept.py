@@ -1,7 +1,6 @@
-"""What masks and truncation keep of a row's raw distribution: its mass, and which ids.
+"""Mass and token ids that masks and truncation keep of a row's raw distribution.
 
-From processed log-probabilities and the mass, those of the raw distribution at the same temperature follow by
-one addition.
+A processed log-probability plus `log_kept_mass` is the raw log-probability at the same temperature.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ NO_IDS = np.empty(0, np.uint16)
 def log_kept_mass(
     raw: Tensor, processed: Tensor, temperatures: NDArray[np.float32], is_touched: NDArray[np.bool_]
 ) -> NDArray[np.float32]:
-    """Log of the mass that each row kept of its raw distribution at its temperature, (B,) nats.
+    """Return the log of the mass that each row kept of its raw distribution at its temperature, (B,) nats.
 
     Args:
-        raw: (B, V) float32 logits as the model gave them.
-        processed: (B, V) float32 logits that were drawn from, -inf where a token was not kept.
-        temperatures: (B,), 0 counts as 1.
-        is_touched: (B,), False where neither masks nor truncation can have taken anything.
+        raw: (B, V) float32 logits of the model.
+        processed: (B, V) float32 logits sampled from; -inf for tokens that were removed.
+        temperatures: (B,); 0 counts as 1.
+        is_touched: (B,); False for rows that no mask or truncation can have changed.
     """
     log_mass = np.zeros(len(raw), np.float32)
     touched = np.flatnonzero(is_touched)
@@ -39,7 +38,7 @@ def log_kept_mass(
         return log_mass
     rows = torch.from_numpy(touched).to(raw.device)
     scale = torch.from_numpy(np.where(temperatures > 0, temperatures, 1).astype(np.float32))[touched]
-    # From the maximum, so that no temperature makes an infinity of it.
+    # Subtract the maximum first, so that a small temperature does not overflow.
     scaled = raw[rows]
     scaled = scaled.sub_(scaled.amax(dim=1, keepdim=True)).div_(scale.to(raw.device)[:, None])
     whole = _log_normaliser(scaled)
@@ -49,7 +48,7 @@ def log_kept_mass(
 
 
 def kept_ids(processed: Tensor, is_asked: NDArray[np.bool_]) -> KeptLists:
-    """The ids that rows kept, of those rows that ask."""
+    """Return the ids that each row kept; empty for rows that did not request them."""
     dtype = narrowest_id_dtype(processed.shape[1] - 1)
     runs = [
         (row > -torch.inf).nonzero().view(-1).numpy(force=True).astype(dtype) if asked else NO_IDS
@@ -59,7 +58,7 @@ def kept_ids(processed: Tensor, is_asked: NDArray[np.bool_]) -> KeptLists:
 
 
 def _log_normaliser(logits: Tensor) -> NDArray[np.float64]:
-    # Our own: torch's float32 logsumexp is off by 1e-5 on wide vocabularies.
+    # Not torch.logsumexp, whose float32 error is 1e-5 on large vocabularies.
     lse = extract(logits, [0] * len(logits), 0).lse
     values: NDArray[np.float64] = lse.numpy(force=True).astype(np.float64)
     return values

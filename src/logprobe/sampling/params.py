@@ -1,6 +1,6 @@
-"""`SamplingParams`: what one request asks for, checked when it is made.
+"""`SamplingParams`: validated sampling parameters of one request.
 
-Names and meanings are vLLM's and OpenAI's where the two agree.
+Names and meanings follow vLLM and OpenAI where the two agree.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 NamedIds: TypeAlias = "Sequence[int] | NDArray[np.int64] | None"
-"""The ids that one position reports beside the best; None: none are named."""
+"""Token ids reported at one position in addition to the best; None: none."""
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "both"]
 MODES: Final = ("raw_logprobs", "processed_logprobs", "both")
 COUNTS: Final = ("logprobs", "prompt_logprobs")
@@ -45,49 +45,53 @@ PENALTIES: Final = ("repetition_penalty", "presence_penalty", "frequency_penalty
 @strict_keywords
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """What one request asks for; an unknown keyword or a value out of range raises `ParameterError`.
+    """Sampling parameters of one request.
+
+    Raises `ParameterError` for unknown keywords and values out of range.
 
     Args:
-        n: completions of the prompt.
-        best_of: completions drawn, of which the `n` with the highest mean raw logprob are returned.
-        max_tokens: most tokens to generate; 0 only scores the prompt.
+        n: number of completions of the prompt.
+        best_of: number of completions sampled, of which the `n` with the highest mean raw logprob are
+            returned.
+        max_tokens: maximum number of tokens to generate; 0 only scores the prompt.
         temperature: 0 picks the most likely token; otherwise logits are divided by it.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of most likely tokens with at least this mass (nucleus sampling,
             Holtzman et al. 2020).
-        min_p: keep tokens at least this likely relative to the most likely one.
-        seed: any integer; the same (seed, prompt, parameters) give the same tokens whatever runs beside.
-        stop: strings that end the text, which is cut before them.
-        include_stop_str_in_output: cut the text after the stop string that ends it, not before.
+        min_p: keep tokens with at least this fraction of the most likely token's probability.
+        seed: any integer; the same seed, prompt and parameters give the same tokens, whatever else runs.
+        stop: strings that end the text; the text is truncated before them.
+        include_stop_str_in_output: truncate the text after the stop string instead of before it.
         stop_token_ids: token ids that end the text.
-        ignore_eos: go on after the model's end-of-sequence token.
-        logprobs: alternatives per generated token (`None` off, 0 the chosen token only, -1 the whole
-            vocabulary); the chosen token always comes too.
-        prompt_logprobs: the same per prompt token, of the model's own distribution; `processed_logprobs` are
-            those at the temperature, which alone acts on a prompt (0 is taken for 1).
-        logprob_token_ids: report these ids at every position reported, with their true ranks. A list of
-            lists names those of each position: with `prompt_logprobs` one list a prompt token (none of the
-            first, which nothing predicts), else one a generated token, those beyond the last having none.
-        logprobs_mode: `raw_logprobs` is the model's own distribution, `processed_logprobs` the one the
-            token was drawn from, `both` gives both.
-        entropy: report the entropy of each distribution reported, in nats.
+        ignore_eos: continue after the model's end-of-sequence token.
+        logprobs: number of alternatives per generated token, in addition to the chosen token (`None`: off;
+            0: the chosen token only; -1: the whole vocabulary).
+        prompt_logprobs: the same per prompt token; raw, or with `processed_logprobs` at the temperature, the
+            only parameter that applies to prompts (0 counts as 1).
+        logprob_token_ids: report these ids, with their ranks, at every reported position. A list of lists
+            gives the ids of each position: with `prompt_logprobs` one list per prompt token (empty for the
+            first, which has no prediction), otherwise one list per generated token; positions after the last
+            list report none.
+        logprobs_mode: `raw_logprobs`: the model's own distribution; `processed_logprobs`: the distribution
+            that the token was sampled from; `both`: both.
+        entropy: report the entropy of each reported distribution, in nats.
         varentropy: report the variance of its surprisal, in nats squared.
-        margin: report the nats between its two likeliest tokens.
-        kept_ids: report the ids that masks and truncation left, with each processed distribution.
-        min_tokens: tokens to generate before any that ends the text (EOS, `stop_token_ids`, `stop`).
-        repetition_penalty: divide (multiply, where negative) the logits of tokens seen in prompt or
+        margin: report the difference of its two highest logprobs, in nats.
+        kept_ids: report the token ids that masks and truncation kept, with each processed distribution.
+        min_tokens: minimum number of tokens before the text may end (by EOS, `stop_token_ids` or `stop`).
+        repetition_penalty: divide positive logits, and multiply negative ones, of tokens in the prompt or
             completion by this.
-        presence_penalty: subtract this from the logits of tokens generated, in [-2, 2].
-        frequency_penalty: subtract this from them once a time that they were generated, in [-2, 2].
+        presence_penalty: subtract this from the logits of generated tokens, in [-2, 2].
+        frequency_penalty: subtract this from them for each time they were generated, in [-2, 2].
         logit_bias: token id → nats added to its logit.
-        allowed_token_ids: the only tokens that may be drawn.
-        bad_words: texts that must not be generated, with a leading space or without, each of at most 256
-            characters.
+        allowed_token_ids: the only token ids that may be sampled.
+        bad_words: texts that must not be generated, with or without a leading space; at most 256 characters
+            each.
         response_format: OpenAI's `text`, `json_object` or `json_schema`; also `regex`, `choice`, `ebnf`,
             each with a value of the same name (extra `grammar`).
-        logits_processors_args: arguments of the processors that the engine was started with.
-        explain: report what each processor did to the candidates listed, at every position.
-        lora: the LoRA weights to run on, by the name that they were loaded under (`None`: the base model).
+        logits_processors_args: arguments of the logits processors that the engine was started with.
+        explain: report how each processor changed the listed candidates, at every position.
+        lora: name of the LoRA weights to use (`None`: the base model).
     """
 
     n: int = 1
@@ -130,7 +134,7 @@ class SamplingParams:
         self._check_processors()
 
     def _normalise(self) -> None:
-        """Make every value one of the annotated types, and a copy: it crosses to other processes as it is."""
+        """Convert every value to its annotated type, as a copy that can be sent to other processes."""
         normal: dict[str, object] = {}
         for name in ("n", "best_of", "max_tokens", "min_tokens", "top_k", "seed", *COUNTS):
             value = getattr(self, name)
@@ -155,7 +159,7 @@ class SamplingParams:
             normal["logit_bias"] = _biases(_plain("logit_bias", self.logit_bias))
         for name in ("logit_bias", "logits_processors_args"):
             if normal.get(name) == {}:
-                normal[name] = None  # it asks nothing
+                normal[name] = None  # an empty mapping requests nothing
         for name, value in normal.items():
             object.__setattr__(self, name, value)
 
@@ -165,7 +169,7 @@ class SamplingParams:
         if self.best_of is not None:
             require(self.best_of >= self.n, "best_of", f"must be at least n ({self.n}), got {self.best_of}")
             is_drawn = self.max_tokens > 0 or self.best_of == self.n
-            require(is_drawn, "best_of", "compares generated tokens; max_tokens must be positive")
+            require(is_drawn, "best_of", "compares generated tokens; set max_tokens to 1 or more")
 
     def _check_shape_of_distribution(self) -> None:
         require(self.temperature >= 0, "temperature", f"must be 0 or more, got {self.temperature}")
@@ -188,14 +192,14 @@ class SamplingParams:
         is_reported = any(value is not None for value in counts.values())
         for name in (*KERNEL_EXTRAS, "logprob_token_ids"):
             is_asked = bool(getattr(self, name))
-            remedy = "comes with logprobs or prompt_logprobs; set one of them (0: the chosen token only)"
+            remedy = "needs logprobs or prompt_logprobs; set one of them (0: the chosen token only)"
             require(is_reported or not is_asked, name, remedy)
         is_both = self.prompt_logprobs is not None and self.logprobs is not None and self.max_tokens > 0
-        remedy = "position by position are those of prompt_logprobs or of logprobs; ask for one of them"
+        remedy = "lists per position apply to either prompt_logprobs or logprobs; set only one of them"
         require(not (self.names_positions and is_both), "logprob_token_ids", remedy)
 
         has_processed = self.logprobs is not None and self.logprobs_mode != "raw_logprobs"
-        remedy = "comes with processed numbers; set logprobs and logprobs_mode"
+        remedy = "needs processed logprobs; set logprobs and logprobs_mode"
         require(has_processed or not self.kept_ids, "kept_ids", remedy)
 
     def _check_processors(self) -> None:
@@ -211,28 +215,28 @@ class SamplingParams:
 
     @property
     def num_samples(self) -> int:
-        """Completions to draw: `best_of`, or `n` where that is not given."""
+        """Number of completions to sample: `best_of`, or `n` if that is not set."""
         return self.best_of or self.n
 
     @property
     def picks_best(self) -> bool:
-        """Whether more completions are drawn than returned."""
+        """True if more completions are sampled than returned."""
         return self.num_samples > self.n
 
     @property
     def asks_processors(self) -> bool:
-        """Whether it gives arguments to logits processors, by fields of their own or by name."""
+        """True if any built-in or registered logits processor gets arguments."""
         return self.logits_processors_args is not None or field_values(self) != DEFAULT_VALUES
 
     @property
     def names_positions(self) -> bool:
-        """Whether `logprob_token_ids` differ from position to position."""
+        """True if `logprob_token_ids` has one list per position."""
         return isinstance(self.logprob_token_ids, IdLists)
 
     def named_ids_at(self, position: int) -> NamedIds:
-        """The ids that are named at a position of what is reported; None where none ever are.
+        """Return the ids to report at a position; None if no position has any.
 
-        Positions are the prompt's, or where its numbers are not asked those of the tokens generated.
+        Positions count prompt tokens if `prompt_logprobs` is set, otherwise generated tokens.
         """
         ids = self.logprob_token_ids
         if isinstance(ids, IdLists):
@@ -241,17 +245,17 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is picked without a draw."""
+        """True if the most likely token is picked without sampling."""
         return self.temperature == 0
 
 
 def extras_of(*params: SamplingParams) -> dict[str, Any]:
-    """The flag of each further column that a kernel gives, set where one of these asks for it."""
+    """Return the flags of the extra columns that kernels compute; True if any of the requests sets it."""
     return {name: any(map(attrgetter(name), params)) for name in KERNEL_EXTRAS}
 
 
 def nth_seed(seed: int, repeat: int) -> int:
-    """A seed of its own for each repetition, in the 64 bits that cross to any engine; the first is `seed`."""
+    """Return a distinct seed for each repetition: `seed` for the first, 64-bit hashes for the others."""
     if repeat == 0:
         return seed
     return int(np.random.SeedSequence([abs(seed), int(seed < 0), repeat]).generate_state(1, np.uint64)[0])
@@ -284,26 +288,26 @@ def _ints(name: str, values: Any) -> tuple[int, ...]:
 
 
 def named_ids(name: str, value: Any) -> tuple[int, ...] | IdLists | None:
-    """Ids for all positions, or position by position; None where there are none.
+    """Convert to ids for all positions, or one list per position; None if there are none.
 
     Raises:
-        ParameterError: neither, by `name`.
+        ParameterError: not token ids; the error's parameter is `name`.
     """
     if value is None or isinstance(value, IdLists):
         return value
     items = _items(name, value, "token ids")
     if not items or isinstance(items[0], str) or not np.iterable(items[0]):
         return _ints(name, items) or None
-    if set(map(type, items)) == {list}:  # as JSON has them: thousands of lists, all at once
+    if set(map(type, items)) == {list}:  # fast path for JSON input, which may have thousands of lists
         numbers = [*chain.from_iterable(items)]
         ids: NDArray[Any] = np.array(numbers) if set(map(type, numbers)) == {int} else np.empty(0)
-        if ids.dtype == np.int64:  # larger ones have another type
+        if ids.dtype == np.int64:  # larger integers give another dtype
             return IdLists(np.cumsum([0, *map(len, items)], dtype=np.int64), ids)
     return IdLists.of([_id_array(name, item, place) for place, item in enumerate(items)])
 
 
 def _id_array(name: str, value: Any, place: int) -> NDArray[np.int64]:
-    # A tensor of no dimension is iterable by its type alone; texts and dicts are, but no lists of ids.
+    # Do not iterate 0-d tensors, whose type claims to be iterable, or strings and dicts.
     try:
         is_whole = hasattr(value, "__array__") or isinstance(value, str | bytes | dict)
         array = np.asarray(value if is_whole else [*value])
@@ -318,13 +322,13 @@ def _plain(name: str, value: Any) -> Any:
     try:
         return plain(value)
     except TypeError as error:
-        raise ParameterError(name, f"holds a key that is no text and no number: {error}") from error
+        raise ParameterError(name, f"a key is neither a string nor a number: {error}") from error
 
 
 def _biases(by_id: Any) -> dict[int, float]:
-    """Token id → nats, whether ids are numbers or, as in JSON, texts."""
+    """Convert to token id → nats; ids may be strings, as in JSON."""
     biases = to_args({"logit_bias": by_id}, LogitBiasArgs, "logit_bias").logit_bias
-    require(len(biases) == len(by_id), "logit_bias", "names a token id twice, as a number and as a text")
+    require(len(biases) == len(by_id), "logit_bias", "has a token id twice, as a number and as a string")
     return biases
 
 

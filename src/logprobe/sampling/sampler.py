@@ -1,6 +1,6 @@
-"""`Sampler`: rows of logits → chosen tokens and the numbers that were asked about them.
+"""`Sampler`: turn rows of logits into sampled tokens and the requested log-probabilities.
 
-Before it: the output head, one chunk of rows at a time. After it: the step's records.
+The engine calls it once per chunk of rows from the output head.
 """
 
 from __future__ import annotations
@@ -32,51 +32,54 @@ if TYPE_CHECKING:
     from logprobe.sampling.params import NamedIds, SamplingParams
 
 
-LARGEST_K = 1 << 24  # the numbers up to it are exact in float32; no vocabulary is larger
+LARGEST_K = 1 << 24  # largest range of integers exact in float32; no vocabulary is larger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampledRows:
-    """Tokens sampled from B rows; `logprobs_rows` and `processed_rows` say which rows' numbers there are."""
+    """Tokens sampled from B rows, with the log-probabilities of the rows that requested them."""
 
     sampled_token_ids: list[int]  # (B,)
-    is_valid: list[bool]  # (B,); False: the logits held NaN or +inf, or nothing but -inf
-    num_logprobs: list[int]  # (B,), the alternatives that each row asked for; 0 where it asked for none
-    # Raw; None: not asked for. Where they are on their way to the host: what waits for them.
+    is_valid: list[bool]  # (B,); False: the logits held NaN or +inf, or only -inf
+    num_logprobs: list[int]  # (B,), requested number of alternatives; 0 if none
+    # Raw log-probabilities; None: not requested. A function during the copy to the host: it waits for them.
     logprobs: DeviceRows | HostRows | Callable[[], HostRows] | None = None
-    logprobs_rows: list[int]  # (B,), the row of `logprobs`; -1: none
-    processed_logprobs: HostRows | None = None  # of what the tokens were drawn from
-    processed_rows: list[int]  # (B,), the row of `processed_logprobs`; -1: none
+    logprobs_rows: list[int]  # (B,), index into `logprobs`; -1: not requested
+    processed_logprobs: HostRows | None = None  # of the distributions sampled from
+    processed_rows: list[int]  # (B,), index into `processed_logprobs`; -1: not requested
     whole_rows: dict[int, Array] = field(default_factory=dict)  # row → its distribution, (V,) nats, read-only
 
     @property
     def has_rows(self) -> bool:
-        """Whether numbers of any row were asked for."""
+        """True if any row requested log-probabilities."""
         return self.logprobs is not None or self.processed_logprobs is not None
 
     def to_host(self) -> SampledRows:
-        """The same with the raw numbers on the host."""
+        """Return a copy whose raw log-probabilities are on the host."""
         raw = self.logprobs
         return replace(self, logprobs=raw.to_host()) if isinstance(raw, DeviceRows) else self
 
     def sent(self, send: Send | None) -> SampledRows:
-        """The same, whose raw numbers are sent to the host now where they can be; `cut` waits for them."""
+        """Return a copy whose raw log-probabilities come from the host; `send` starts the transfer now.
+
+        `cut` and `arrive` wait for it.
+        """
         raw = self.logprobs
         if not isinstance(raw, DeviceRows):
             return self
         return replace(self, logprobs=cache(raw.to_host if send is None else raw.arriving(send)))
 
     def arrive(self) -> None:
-        """Wait until the raw numbers are on the host."""
+        """Wait until the raw log-probabilities are on the host."""
         if callable(self.logprobs):
             self.logprobs()
 
     def cut(self, row: int, count: int) -> tuple[HostRows | None, HostRows | None]:
-        """Raw and processed numbers of rows [row, row + count), which asked for the same; None: for none.
+        """Return the raw and processed rows [row, row + count); None if not requested.
 
-        Waits until the raw ones are on the host.
+        The rows must have requested the same. Waits until the raw ones are on the host.
         """
-        assert not isinstance(self.logprobs, DeviceRows), "they were sent"
+        assert not isinstance(self.logprobs, DeviceRows), "call sent() first"
         raw = self.logprobs() if callable(self.logprobs) else self.logprobs
         k = self.num_logprobs[row]
         return (
@@ -86,21 +89,21 @@ class SampledRows:
 
 
 class Sampler:
-    """Draws a token for each row and reports log-probabilities.
+    """Samples one token per row and computes the requested log-probabilities.
 
-    In this order, of which the processors' pipeline does 2 to 5, for the rows that have any:
+    Order of operations; the processor pipeline does steps 2 to 5 for the rows that need them:
 
-    1. the logits as the model gave them are kept as *raw*;
-    2. masks: allowed tokens, banned words, least length, grammar;
+    1. keep the model's logits as *raw*;
+    2. masks: allowed tokens, banned words, minimum length, grammar;
     3. bias on single tokens;
-    4. the registered processors, in the order of declaration;
+    4. registered processors, in the order of declaration;
     5. penalties on tokens seen already;
-    6. temperature: logits / temperature (0: the most likely token, no draw, and steps 7-9 are skipped);
+    6. temperature: logits / temperature (0: the most likely token, without sampling or steps 7-9);
     7. top-k: the k largest, ties by ascending id;
-    8. top-p: of these, the smallest set of largest with at least that share of their mass;
-    9. min-p: of these, those at least min-p times as likely as the most likely;
-    10. what is left, renormalised, is *processed*;
-    11. the draw: one uniform number of the request's own generator picks the token.
+    8. top-p: of these, the smallest set of most likely tokens with at least that share of their mass;
+    9. min-p: of these, the tokens at least min-p times as likely as the most likely one;
+    10. the rest, renormalized, is *processed*;
+    11. one uniform number from the request's own generator picks the token.
     """
 
     def __init__(self) -> None:
@@ -115,11 +118,15 @@ class Sampler:
         forced: Sequence[int | None] = (),
         named: Sequence[NamedIds] | None = None,
     ) -> SampledRows:
-        """Draw from (B, V) float32 logits; `uniforms` is (B,) in [0, 1).
+        """Sample one token per row.
 
-        `changed`, (R, V), is what the processors made of the first R rows; `logits` stays raw. `forced` names
-        the token of a row whose draw does not count, `named` the ids that each row reports where they are not
-        those of its parameters.
+        Args:
+            logits: (B, V) float32, raw.
+            params: parameters of each row.
+            uniforms: (B,) in [0, 1).
+            changed: (R, V), the first R rows as changed by processors; None: no row was.
+            forced: token id per row that replaces the sampled one; None: keep the sampled one.
+            named: token ids to report per row; None: those of `params`.
         """
         return self.draw(logits, params, uniforms, changed, forced, named).to_host()
 
@@ -132,9 +139,9 @@ class Sampler:
         forced: Sequence[int | None] = (),
         named: Sequence[NamedIds] | None = None,
     ) -> SampledRows:
-        """`sample`, of which the raw log-probabilities stay where the logits are."""
+        """Sample like `sample`, but leave the raw log-probabilities on the device of the logits."""
         settings = self._settings
-        if named is not None:  # of this step alone
+        if named is not None:  # ids of this step only: not reusable
             settings = _BatchSettings(params, logits.shape[1], named)
         elif not settings.is_of(params, logits.shape[1]):
             settings = self._settings = _BatchSettings(params, logits.shape[1])
@@ -158,14 +165,14 @@ class Sampler:
 
 
 class _BatchSettings:
-    """The parameters of a batch by column, made once for as long as its rows are the same requests."""
+    """Parameters of a batch as columns; reused while the batch holds the same requests."""
 
     def __init__(
         self, params: Sequence[SamplingParams], vocab_size: int, named: Sequence[NamedIds] | None = None
     ) -> None:
         self._params, self._vocab_size = list(params), vocab_size
         ids = [request.named_ids_at(0) for request in params] if named is None else named
-        self.columns = _columns(params)  # of `DrawParams`, all but the uniform numbers
+        self.columns = _columns(params)  # arguments of `DrawParams`, without the uniform numbers
         counts = [request.logprobs or 0 for request in params]
         self.num_logprobs = [vocab_size if k < 0 else min(k, vocab_size) for k in counts]
         raw_rows = [row for row, request in enumerate(params) if _wants_raw(request)]
@@ -176,13 +183,13 @@ class _BatchSettings:
         self.processed_indices = _indices(processed_rows, len(params))
 
     def is_of(self, params: Sequence[SamplingParams], vocab_size: int) -> bool:
-        """Whether these are the same requests, over as many tokens."""
+        """Return True for the same parameter objects and vocabulary size."""
         is_as_long = len(params) == len(self._params) and vocab_size == self._vocab_size
         return is_as_long and all(map(operator.is_, params, self._params))
 
 
 class _Report:
-    """The numbers that some of a step's rows are asked for."""
+    """Computes the log-probabilities that some rows of a step requested."""
 
     def __init__(
         self,
@@ -192,7 +199,7 @@ class _Report:
         named: Sequence[NamedIds],
     ) -> None:
         self.rows = rows
-        self.is_whole = len(rows) == len(params)  # most steps report every row or none: no copy then
+        self.is_whole = len(rows) == len(params)  # the usual case; needs no copy
         self.params = reported = [params[row] for row in rows]
         given_ids = [named[row] for row in rows]
         self._requests = check_requests(
@@ -204,11 +211,11 @@ class _Report:
         )
 
     def of(self, logits: Tensor, drawn: Drawn) -> DeviceRows:
-        """The rows' numbers, from the logits of all the step's rows."""
+        """Compute the rows from the logits of all rows of the step."""
         return self.of_own(logits if self.is_whole else logits[self.rows], drawn)
 
     def of_own(self, logits: Tensor, drawn: Drawn) -> DeviceRows:
-        """The rows' numbers, from the logits of these rows alone."""
+        """Compute the rows from the logits of the reported rows only."""
         chosen = drawn.token_ids if self.is_whole else drawn.token_ids[self.rows]
         return extract_checked(logits, self._requests.of_tokens(torch.from_numpy(chosen)))
 
@@ -220,7 +227,7 @@ def _processed(
     report: _Report,
     temperatures: FloatArray,
 ) -> HostRows:
-    """The numbers of the distribution that the tokens were drawn from."""
+    """Compute the rows of the distributions that the tokens were sampled from."""
     part = truncated_(_copied(logits, changed, report.rows), drawn, report.rows, temperatures)
     rows = np.array(report.rows)
     num_changed = 0 if changed is None else len(changed)
@@ -239,7 +246,7 @@ def _processed(
 
 
 def _indices(rows: list[int], num_rows: int) -> list[int]:
-    """For each row its index in `rows`, -1 where it is not one of them."""
+    """Return for each row its index in `rows`, or -1."""
     indices = [-1] * num_rows
     for index, row in enumerate(rows):
         indices[row] = index
@@ -267,7 +274,7 @@ def _draw(logits: Tensor, changed: Tensor | None, settings: DrawParams) -> Drawn
 
 
 def _copied(logits: Tensor, changed: Tensor | None, rows: list[int]) -> Tensor:
-    """Copies of some rows, of the changed logits where there are any."""
+    """Return copies of some rows, taken from `changed` where it has them."""
     num_changed = 0 if changed is None else len(changed)
     parts = [logits[[row for row in rows if row >= num_changed]]]
     if changed is not None:
@@ -288,5 +295,5 @@ def _columns(params: Sequence[SamplingParams]) -> tuple[FloatArray, FloatArray, 
 
 
 def _cut(rows: HostRows | None, first: int, count: int, k: int) -> HostRows | None:
-    """Rows that lie together from `first` on, with `k` alternatives each; none below 0."""
+    """Return `count` rows from `first` on, narrowed to `k` alternatives; None if `first` is -1."""
     return None if rows is None or first < 0 else rows.rows(first, first + count).narrowed(k)

@@ -1,4 +1,7 @@
-"""From who makes rows to who reads them, at the reader's speed; each name loads when first used."""
+"""Transport of rows from the engine to readers, between devices, threads and processes.
+
+Names are imported on first use.
+"""
 
 from __future__ import annotations
 

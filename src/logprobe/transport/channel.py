@@ -1,7 +1,4 @@
-"""`Channel`: messages to another process of this machine, and from it, over two one-way ZeroMQ sockets.
-
-Before it: whoever sends, on any thread. After it: one thread of the other side.
-"""
+"""`Channel`: messages to and from another local process over two one-way ZeroMQ sockets."""
 
 from __future__ import annotations
 
@@ -21,8 +18,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-COPIED_BYTES: Final = 1 << 16  # of a message, up to which a copy is cheaper than to wait for its end
-DRAIN_S: Final = 0.1  # for what a process had sent before it ended
+COPIED_BYTES: Final = 1 << 16  # larger messages are sent without a copy, which ZeroMQ must track
+DRAIN_S: Final = 0.1  # seconds to wait for messages that a process sent before it ended
 GONE: Final = "the process on the other side has ended"
 ENDS: Final = ("to-engine", "to-front")
 
@@ -32,9 +29,9 @@ class PeerGoneError(EngineError):
 
 
 class Channel(Generic[T]):
-    """One side of two one-way sockets in a private folder; `lifeline` reads an end when the other is gone.
+    """One side of a pair of one-way sockets in a private folder.
 
-    Any thread may send; one receives.
+    Any thread may send; a single thread receives. `lifeline` becomes readable when the other process ends.
     """
 
     def __init__(
@@ -43,16 +40,16 @@ class Channel(Generic[T]):
         self._outgoing, self._incoming = sockets
         self._codec = codec
         self._lifeline = lifeline
-        self._flags = flags  # of sending
+        self._flags = flags  # for `send`
         self._poller = zmq.Poller()
         for own in (self._incoming, lifeline):
             self._poller.register(own, zmq.POLLIN)
         self._lock = threading.Lock()
-        self._is_closed = False  # guarded by `_lock`, as is what is sent
+        self._is_closed = False  # guarded by `_lock`, which also serializes sends
 
     @classmethod
     def bind(cls, context: Any, folder: Path, codec: Codec[T], lifeline: socket.socket) -> Channel[T]:
-        """The front's side, which makes the sockets in `folder`; it never waits to send."""
+        """Create the front's side, which binds the sockets in `folder`; its `send` never blocks."""
         sockets = _socket(context, zmq.PUSH), _socket(context, zmq.PULL)
         sockets[0].setsockopt(zmq.SNDHWM, 0)
         for own, name in zip(sockets, ENDS, strict=True):
@@ -61,7 +58,10 @@ class Channel(Generic[T]):
 
     @classmethod
     def connect(cls, context: Any, folder: Path, codec: Codec[T], lifeline: socket.socket) -> Channel[T]:
-        """The engine's side; it waits where its front has not taken a thousand messages."""
+        """Create the engine's side; its `send` blocks while the front is behind by the high-water mark.
+
+        That is ZeroMQ's default of 1,000 messages.
+        """
         sockets = _socket(context, zmq.PUSH), _socket(context, zmq.PULL)
         for own, name in zip(sockets, reversed(ENDS), strict=True):
             own.connect(f"ipc://{folder / name}")
@@ -71,7 +71,7 @@ class Channel(Generic[T]):
         """Wait until the other side is connected.
 
         Raises:
-            PeerGoneError: it ended before.
+            PeerGoneError: the other process ended first.
         """
         poller = zmq.Poller()
         poller.register(self._outgoing, zmq.POLLOUT)
@@ -80,11 +80,11 @@ class Channel(Generic[T]):
             raise PeerGoneError(GONE)
 
     def send(self, message: Any) -> None:
-        """Send, or wait to.
+        """Send a message; on the engine's side this may block.
 
         Raises:
-            ParameterError: as `Codec.encode` does.
-            PeerGoneError: this side was closed, or the other is gone.
+            ParameterError: as `Codec.encode`.
+            PeerGoneError: this side was closed, or the other process has ended.
         """
         with self._lock:
             if self._is_closed:
@@ -96,10 +96,10 @@ class Channel(Generic[T]):
                 raise PeerGoneError(GONE) from error
 
     def receive(self, timeout_s: float | None = None) -> T | None:
-        """The next message; None where none came in time.
+        """Return the next message; None after `timeout_s` seconds without one.
 
         Raises:
-            PeerGoneError: the other side has ended, and all that it had sent was received.
+            PeerGoneError: the other process has ended, and all its messages were received.
         """
         ready = dict(self._poller.poll(None if timeout_s is None else round(timeout_s * 1000)))
         if self._incoming in ready or (ready and self._incoming.poll(round(DRAIN_S * 1000))):
@@ -109,7 +109,7 @@ class Channel(Generic[T]):
         return None
 
     def close(self) -> None:
-        """Let the sockets go; what was sent still goes out while the process lives."""
+        """Close the sockets; unsent messages are discarded."""
         with self._lock:
             if self._is_closed:
                 return

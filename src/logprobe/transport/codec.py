@@ -1,14 +1,12 @@
-"""`Codec`: values ↔ the bytes of one message.
+"""`Codec`: encode values as the bytes of one message, and decode them.
 
-A message is msgpack: blocks of numbers, and the value, in which rows and arrays stand as ranges of these
-blocks. Rows of one kind share a block, so that a step of many narrow rows costs one block and not one a row.
-A block of `SHARED_BYTES` and more lies in shared memory, with its span in the message; both ways give the
-same rows. Only known types are made of what comes: nothing is unpickled.
+A message is msgpack: a list of binary blocks, and the value, which refers to rows and arrays by block number.
+Narrow rows of the same kind share a block, so that a step with many of them needs one block and not one per
+row. Blocks of at least `SHARED_BYTES` are written to shared memory and the message holds their span; the
+decoded rows are the same. Only known types are decoded; nothing is unpickled.
 
-A block is a table of int64, a line an array (its type's index in `DTYPES`, its length, its width or -1 where
-it has one dimension; all -1: there is no such array), and then the arrays, each at a multiple of 8 bytes.
-
-Before it: messages. After it: a socket, and the same messages on its other side.
+A block is an int64 table with one line per array, followed by the arrays, each aligned to 8 bytes. A line is
+the array's index in `DTYPES`, its length, and its width (-1: one dimension); all -1 marks a missing array.
 """
 
 from __future__ import annotations
@@ -34,37 +32,43 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_MESSAGE_BYTES: Final = 1 << 30
-SHARED_BYTES: Final = 1 << 16  # of a block, from which shared memory is faster; benchmarks/bench_transport.py
-NARROW_BYTES: Final = 1 << 10  # of rows, up to which a copy is cheaper than a block of their own
-MAX_CAUSES: Final = 4  # of an error, one behind the other
+SHARED_BYTES: Final = 1 << 16  # block size from which shared memory is faster; benchmarks/bench_transport.py
+NARROW_BYTES: Final = 1 << 10  # size of rows up to which copying them into a shared block is faster
+MAX_CAUSES: Final = 4  # length of the chain of causes sent with an error
 
 DTYPES: Final = tuple(map(np.dtype, ("<i4", "<f4", "<i8", "?", "<f8", "<u2", "u1", "<u4")))
 ABSENT: Final = [-1, -1, -1]
-LINE_BYTES: Final = 3 * 8  # of an array in the table
+LINE_BYTES: Final = 3 * 8  # size of a table line
 PADDING: Final = [np.zeros(count, np.uint8) for count in range(8)]
-NUM_COLUMNS: Final = 3 + 4 + 2  # of all rows, of the ids that were named, of those that were kept
+NUM_COLUMNS: Final = 3 + 4 + 2  # arrays of the rows, of `given` and of `kept`
 
 Range: TypeAlias = tuple[int, int, int]
-"""Of rows: block, first row, the one after the last."""
+"""Rows in a block: (block number, start, stop)."""
 
 
 class UnreadableError(EngineError):
-    """A message that holds no value of a known type."""
+    """A message could not be decoded."""
 
     def __init__(self, value: bytes, reason: str) -> None:
         super().__init__(f"a message from another process cannot be read: {reason}")
-        self.value = value  # its bytes; none where the envelope cannot be read
+        self.value = value  # encoded value; empty if the envelope cannot be decoded
 
 
 class Envelope(msgspec.Struct, array_like=True, frozen=True):
-    """One message."""
+    """Wire format of one message."""
 
     blocks: list[bytes | Span]
     value: msgspec.Raw
 
 
 class Codec(Generic[T]):
-    """Values ↔ bytes; `incoming` is the type of all that may come."""
+    """Encoder and decoder of messages.
+
+    Args:
+        incoming: type of the messages to decode.
+        writer: shared memory for outgoing blocks; None: blocks travel in messages.
+        reader: shared memory of incoming blocks.
+    """
 
     def __init__(
         self, incoming: Any, *, writer: PageWriter | None = None, reader: PageReader | None = None
@@ -74,10 +78,10 @@ class Codec(Generic[T]):
         self._reader = reader
 
     def encode(self, value: Any) -> bytes:
-        """One message.
+        """Encode a value as one message.
 
         Raises:
-            ParameterError: a value that cannot cross: no plain one, or too large.
+            ParameterError: the value has a type that cannot be encoded, or is too large.
         """
         numbers = _Outgoing()
         try:
@@ -85,22 +89,22 @@ class Codec(Generic[T]):
         except OverflowError as error:
             raise ParameterError("params", f"an integer has more than 64 bits: {error}") from error
         except UnicodeEncodeError as error:
-            raise ParameterError("params", f"a text is no valid Unicode: {error}") from error
+            raise ParameterError("params", f"a string is not valid Unicode: {error}") from error
         blocks = [self._carried(parts) for parts in numbers.blocks()]
         data = msgspec.msgpack.encode(Envelope(blocks, msgspec.Raw(plain)))
         if len(data) > MAX_MESSAGE_BYTES:
             for block in blocks:
                 if isinstance(block, Span) and self._writer is not None:
                     self._writer.take_back(block)
-            what = f"a message has {len(data):,} bytes, at most {MAX_MESSAGE_BYTES:,} cross to a process"
-            raise ParameterError("message", f"{what}; ask for fewer alternatives, or lower max_batch_tokens")
+            what = f"a message has {len(data):,} bytes, at most {MAX_MESSAGE_BYTES:,} can be sent"
+            raise ParameterError("message", f"{what}; request fewer alternatives, or lower max_batch_tokens")
         return data
 
     def decode(self, data: Any) -> T:
-        """The value of one message.
+        """Decode the value of one message.
 
         Raises:
-            UnreadableError: bytes that hold no such value.
+            UnreadableError: the bytes are not a message of the incoming type.
         """
         value = msgspec.Raw()
         try:
@@ -120,14 +124,14 @@ class Codec(Generic[T]):
 
 
 class _Outgoing:
-    """The rows and arrays of one message, gathered while its value is encoded."""
+    """Collects the rows and arrays of one message while its value is encoded."""
 
     def __init__(self) -> None:
         self._blocks: list[list[HostRows] | Array] = []
-        self._ends: dict[Any, tuple[int, int]] = {}  # the kind of narrow rows → their block, and its rows
+        self._ends: dict[Any, tuple[int, int]] = {}  # kind of narrow rows → (block number, rows so far)
 
     def plain(self, value: Any) -> Any:
-        """What msgpack does not know, as what it knows."""
+        """Convert a value that msgpack cannot encode; used as its `enc_hook`."""
         if isinstance(value, HostRows):
             return self._range_of(value)
         if isinstance(value, np.ndarray):
@@ -138,17 +142,17 @@ class _Outgoing:
         if isinstance(value, Mapping):
             return dict(value)
         kind = type(value).__name__
-        raise ParameterError("params", f"holds {value!r:.60} ({kind}), which cannot cross to another process")
+        raise ParameterError("params", f"holds {value!r:.60} ({kind}), which cannot be serialized")
 
     def blocks(self) -> list[Parts]:
-        """What the numbers that `plain` gave stand for."""
+        """Return the parts of each block, in the order of their numbers."""
         return [
             parts_of_rows(HostRows.joined(block)) if isinstance(block, list) else parts_of_array(block)
             for block in self._blocks
         ]
 
     def _range_of(self, rows: HostRows) -> Range:
-        """The end of the block of such rows; wide ones have one of their own."""
+        """Append rows to the block of their kind and return their range; wide rows get a new block."""
         kind = _narrow_kind(rows)
         number, start = self._ends.get(kind, (len(self._blocks), 0))
         if number == len(self._blocks):
@@ -162,7 +166,7 @@ class _Outgoing:
 
 
 def _narrow_kind(rows: HostRows) -> tuple[Any, ...] | None:
-    """What rows have in common that lie well in one block; None where they are better alone."""
+    """Return the key of rows that can share a block; None if they need their own."""
     if 2 * rows.token_ids.nbytes > NARROW_BYTES or rows.given is not None or rows.kept is not None:
         return None
     columns = (rows.token_ids, rows.logprobs, *rows.extras.values())
@@ -170,15 +174,15 @@ def _narrow_kind(rows: HostRows) -> tuple[Any, ...] | None:
 
 
 class _Incoming:
-    """The blocks of one message, while its value is decoded."""
+    """The blocks of one message while its value is decoded."""
 
     def __init__(self, blocks: Sequence[bytes | Span], reader: PageReader | None) -> None:
         self._blocks = blocks
         self._reader = reader
-        self._rows: dict[int, HostRows] = {}  # of blocks that were looked at
+        self._rows: dict[int, HostRows] = {}  # decoded blocks, by number
 
     def made(self, kind: Any, value: Any) -> Any:
-        """What `_Outgoing.plain` was given."""
+        """Invert `_Outgoing.plain`; used as msgpack's `dec_hook`."""
         if kind is HostRows:
             return self._rows_at(*msgspec.convert(value, Range))
         if get_origin(kind) is np.ndarray:
@@ -198,7 +202,7 @@ class _Incoming:
     def _array_at(self, number: int) -> Array:
         array = array_of(self._block(number))
         if isinstance(self._blocks[number], Span):
-            array = array.copy()  # it is kept for long, and must not keep pages
+            array = array.copy()  # arrays live long and must not hold shared pages
         array.flags.writeable = False
         return array
 
@@ -209,17 +213,17 @@ class _Incoming:
         if isinstance(block, bytes):
             return np.frombuffer(block, np.uint8)
         if self._reader is None:
-            raise EngineError("rows in shared memory came, and none is shared; please report this")
+            raise EngineError("a message refers to shared memory, but there is none; please report this")
         return self._reader.read(block)
 
 
 def parts_of_array(array: Array) -> Parts:
-    """The block of an array of one or two dimensions."""
+    """Return the block of an array of one or two dimensions."""
     return _parts_of([array])
 
 
 def parts_of_rows(rows: HostRows) -> Parts:
-    """The block of some rows."""
+    """Return the block of some rows."""
     given = [None] * 4 if rows.given is None else rows.given.columns()
     kept = [None] * 2 if rows.kept is None else [rows.kept.offsets, rows.kept.token_ids]
     return _parts_of(
@@ -228,17 +232,17 @@ def parts_of_rows(rows: HostRows) -> Parts:
 
 
 def array_of(block: Array) -> Array:
-    """The array in a block of bytes, (n,) uint8; shares its memory.
+    """Return the array in a block, (n,) uint8, as a view of its memory.
 
     Raises:
-        EngineError: the block is not what it says.
+        EngineError: the block is malformed.
     """
     [array] = _whole(_arrays_of(block, 1))
     return array
 
 
 def rows_of(block: Array) -> HostRows:
-    """The rows in a block of bytes, (n,) uint8; they share its memory. Raises as `array_of`."""
+    """Return the rows in a block, (n,) uint8, as views of its memory; raises as `array_of`."""
     arrays = _arrays_of(block, NUM_COLUMNS + len(EXTRAS))
     token_ids, logprobs, ranks = _whole(arrays[:3])
     given, kept, extras = arrays[3:7], arrays[7:NUM_COLUMNS], zip(EXTRAS, arrays[NUM_COLUMNS:], strict=True)
@@ -282,11 +286,13 @@ def _arrays_of(block: Array, count: int) -> list[Array | None]:
         shape = (length,) if width == -1 else (length, width)
         stop = start + DTYPES[kind].itemsize * math.prod(shape)
         if stop > len(block):
-            raise EngineError(f"a block of {len(block)} bytes is shorter than it says; please report this")
+            raise EngineError(
+                f"a block of {len(block)} bytes is shorter than its table says; please report this"
+            )
         arrays.append(block[start:stop].view(DTYPES[kind]).reshape(shape))
         start = stop + -stop % 8
     if start != len(block):
-        raise EngineError(f"a block of {len(block)} bytes is longer than it says; please report this")
+        raise EngineError(f"a block of {len(block)} bytes is longer than its table says; please report this")
     return arrays
 
 
@@ -298,9 +304,9 @@ def _whole(arrays: Sequence[Array | None]) -> list[Array]:
 
 
 def _plain_error(error: BaseException, most_causes: int = MAX_CAUSES) -> list[Any]:
-    """An error as its class's name, its arguments, its plain fields, and what caused it."""
+    """Encode an error as its class name, arguments, plain attributes, and its cause."""
     own = error if isinstance(error, LogprobeError) else EngineError(f"{type(error).__name__}: {error}")
-    kinds = (str, int, float, tuple)  # tuples hold names
+    kinds = (str, int, float, tuple)  # tuples of names
     fields = {name: value for name, value in vars(own).items() if isinstance(value, kinds)}
     cause = error.__cause__ if most_causes > 0 else None
     caused_by = None if cause is None else _plain_error(cause, most_causes - 1)
@@ -308,7 +314,7 @@ def _plain_error(error: BaseException, most_causes: int = MAX_CAUSES) -> list[An
 
 
 def _error(plain: Any) -> LogprobeError:
-    """The error of a known class that `_plain_error` wrote."""
+    """Rebuild an error from `_plain_error`; unknown classes become `EngineError`."""
     fields_type = dict[str, str | int | float | tuple[str, ...]]
     name, args, fields, cause = msgspec.convert(plain, tuple[str, list[str], fields_type, Any])
     kind: Any = getattr(errors, name, None)

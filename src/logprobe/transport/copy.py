@@ -1,8 +1,7 @@
-"""`AsyncCPUTransfer`: tensors of a device → the host, while the device goes on computing.
+"""`AsyncCPUTransfer`: copy tensors from a device to the host while the device keeps computing.
 
-Before it: whoever computes on a device. After it: whoever reads on the host. A copy goes through one of a few
-buffers of pinned memory, beside the device's own stream of work. A buffer is used again once nothing of what
-was read from it is held any more, so a slow reader holds up later copies and never loses a number.
+Copies run on a separate stream into a small pool of pinned buffers. A buffer is reused only once all views of
+its last result are gone, so a slow reader delays later copies but never sees its data overwritten.
 """
 
 from __future__ import annotations
@@ -30,52 +29,52 @@ Values = TypeVar("Values", "Tensor", "NDArray[Any]")
 
 
 class CopyDevice(Protocol):
-    """How a device's memory comes to the host beside its other work."""
+    """Asynchronous copies from a device to the host."""
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        """Memory of the host that the device writes to by itself, (num_bytes,) uint8."""
+        """Allocate host memory that the device can write to directly, (num_bytes,) uint8."""
 
     def mark(self, tensor: Tensor) -> Any:
-        """An event: all that this thread has asked of the tensor's device so far is done."""
+        """Record an event after the work this thread has queued on the tensor's device."""
 
     def copy(self, tensor: Tensor, target: Tensor, after: Any) -> Any:
-        """Begin to copy after an event, and give the one that `target`, of the same shape, is whole.
+        """Start copying to `target`, of the same shape, after the event `after`.
 
-        Its `synchronize()` waits for it.
+        Returns an event whose `synchronize()` waits for the copy.
         """
 
 
 class CudaCopies:
-    """`CopyDevice` of NVIDIA's GPUs: pinned memory, and one stream for the copies of each GPU."""
+    """`CopyDevice` for NVIDIA GPUs: pinned memory, and one copy stream per GPU."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._cuda: Any = torch.cuda  # half of it has no types
+        self._cuda: Any = torch.cuda  # only partly typed
         self._streams: dict[torch.device, Any] = {}
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        """Pinned memory, (num_bytes,) uint8."""
+        """Allocate pinned memory, (num_bytes,) uint8."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def mark(self, tensor: Tensor) -> Any:
-        """The end of what the GPU's current stream holds."""
+        """Record an event on the GPU's current stream."""
         return self._cuda.current_stream(tensor.device).record_event()
 
     def copy(self, tensor: Tensor, target: Tensor, after: Any) -> Any:
-        """Copy in the stream of copies, which waits for `after` and for nothing else."""
+        """Start the copy on the copy stream, which waits for `after` only."""
         with self._lock:
             stream = self._streams.setdefault(tensor.device, self._cuda.Stream(tensor.device))
         with self._cuda.stream(stream):
             stream.wait_event(after)
             target.copy_(tensor, non_blocking=True)
-            tensor.record_stream(stream)  # its memory is not given away before
+            tensor.record_stream(stream)  # keeps its memory from being reused before the copy ends
             ready = self._cuda.Event(blocking=True)
             ready.record(stream)
         return ready
 
 
 class _Lease:
-    """The owner of an array over a buffer; the array and all its views hold on to it."""
+    """Base object of an array over a buffer; alive as long as the array or any of its views."""
 
     def __init__(self, memory: NDArray[np.uint8]) -> None:
         self._memory = memory
@@ -83,16 +82,16 @@ class _Lease:
 
 
 class AsyncCPUTransfer:
-    """Copies tensors to the host in the background, through `num_buffers` buffers.
+    """Copies tensors to the host in the background, through a pool of pinned buffers.
 
-    A tensor of the CPU, or an array of NumPy's, is not copied: its result is a view that keeps it alive. A
-    tensor of a GPU must not be written to before its copy has ended. A result is the host's own; its buffer
-    is used again once the result and all views of it are gone, and copies wait while no buffer is free.
+    CPU tensors and NumPy arrays are not copied: the result is a view. A GPU tensor must not be modified until
+    its copy has ended. A buffer is reused once its result and all views of it are gone; copies wait while no
+    buffer is free.
 
     Args:
-        num_buffers: results of a device that may be held at once.
-        max_workers: threads that begin and await copies.
-        device: how copies are made; None: NVIDIA's GPUs.
+        num_buffers: maximum number of device results held at once.
+        max_workers: number of threads that start and await copies.
+        device: copy implementation; None: `CudaCopies`.
 
     Raises:
         ParameterError: fewer than one buffer or worker.
@@ -106,26 +105,26 @@ class AsyncCPUTransfer:
         self._device = device
         self._max_workers = max_workers
         self._pool = ThreadPoolExecutor(max_workers, thread_name_prefix="logprobe-copy")
-        # Put back by a finalizer, which may run anywhere: this queue may be put to within itself.
+        # Buffers are returned by a finalizer, which may run inside any call; SimpleQueue.put is reentrant.
         self._free: SimpleQueue[Tensor | None] = SimpleQueue()
         for _ in range(num_buffers):
             self._free.put(torch.empty(0, dtype=torch.uint8))
         self._lock = threading.Lock()
-        # All below is guarded by `_lock`.
+        # Everything below is guarded by `_lock`.
         self._transfers: dict[Hashable, Future[Any]] = {}
         self._is_closed = False
-        self._latest = threading.Event()  # is set once the latest transfer has a buffer, or needs none
+        self._latest = threading.Event()  # set once the latest transfer has a buffer, or needs none
         self._latest.set()
 
     def submit_transfer(self, tensor: Values, transfer_id: Hashable) -> Future[Values]:
-        """Begin to bring a tensor to the host; its result is for `get_result`, or the returned future.
+        """Start copying a tensor to the host; get the result with `get_result` or from the returned future.
 
-        An array comes back as an array.
+        A NumPy array is returned as a NumPy array.
 
         Raises:
-            ParameterError: the tensor lies on a device that nothing here copies from.
-            RuntimeError: the transfers were shut down.
-            ValueError: a transfer of this id is under way, or its result was not taken yet.
+            ParameterError: the tensor's device is not supported.
+            RuntimeError: `shutdown` was called.
+            ValueError: a transfer of this id is running, or its result was not taken yet.
         """
         with self._lock:
             self._check_open()
@@ -136,12 +135,12 @@ class AsyncCPUTransfer:
         return future
 
     def get_result(self, transfer_id: Hashable, timeout: float | None = None) -> Any:
-        """The tensor of a transfer on the host, once; waits for it, up to `timeout` seconds.
+        """Return the result of a transfer and forget it; wait up to `timeout` seconds.
 
         Raises:
             KeyError: no such transfer, or its result was taken already.
-            RuntimeError: the transfers were shut down.
-            TimeoutError: it has not come in time; it may be asked for again.
+            RuntimeError: `shutdown` was called.
+            TimeoutError: the transfer is not done in time; call again later.
         """
         with self._lock:
             self._check_open()
@@ -150,7 +149,7 @@ class AsyncCPUTransfer:
             future = self._transfers[transfer_id]
         if not wait([future], timeout).done:
             raise TimeoutError(
-                f"transfer {transfer_id!r} has not come within {timeout} s; is an earlier result still held?"
+                f"transfer {transfer_id!r} has not finished in {timeout} s; is an earlier result still held?"
             )
         with self._lock:
             if self._transfers.get(transfer_id) is future:
@@ -158,9 +157,9 @@ class AsyncCPUTransfer:
         return future.result()
 
     def shutdown(self) -> None:
-        """End: copies that have begun are awaited, others fail with `RuntimeError`.
+        """Wait for running copies and fail the others with `RuntimeError`; idempotent.
 
-        Results that are held stay as they are. A second call does nothing.
+        Existing results stay valid.
         """
         with self._lock:
             self._is_closed = True
@@ -187,17 +186,17 @@ class AsyncCPUTransfer:
             future.set_result(tensor.view() if isinstance(tensor, np.ndarray) else tensor.detach())
             return future
         if self._device is None:
-            known = "cuda and cpu are copied from"
-            require(tensor.is_cuda, "tensor", f"lies on {tensor.device}; {known}")
+            known = "cuda and cpu are supported"
+            require(tensor.is_cuda, "tensor", f"is on {tensor.device}; {known}")
             self._device = CudaCopies()
         mark, before, own = self._device.mark(tensor), self._latest, threading.Event()
         future = self._pool.submit(self._copy, tensor.detach(), self._device, mark, (before, own))
-        future.add_done_callback(lambda _: own.set())  # also where it was given up before it began
+        future.add_done_callback(lambda _: own.set())  # also if it is cancelled before it starts
         self._latest = own
         return future
 
     def _take_buffer(self, before: threading.Event, own: threading.Event) -> Tensor | None:
-        """A buffer, in the order of the transfers: none must wait for the result of a later one."""
+        """Take a buffer, in transfer order, so that no transfer waits for the result of a later one."""
         before.wait()
         try:
             return None if self._is_closed else self._free.get()
@@ -213,7 +212,7 @@ class AsyncCPUTransfer:
         num_bytes = tensor.numel() * tensor.element_size()
         try:
             if buffer.numel() < num_bytes:
-                # Rounded up: to get pinned memory may wait until the GPU is idle.
+                # Round up to allocate rarely: allocating pinned memory may wait until the GPU is idle.
                 buffer = device.host_memory(1 << (num_bytes - 1).bit_length())
             memory = buffer[:num_bytes]
             device.copy(tensor, memory.view(tensor.dtype).view(tensor.shape), after).synchronize()

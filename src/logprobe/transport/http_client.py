@@ -1,4 +1,4 @@
-"""HTTP client for one server: bounded replies, one time limit an exchange, waits while the server is full.
+"""HTTP client for one server: bounded replies, a time limit per exchange, retries on status 429.
 
 Needs httpx (extra `remote`). A client belongs to one event loop.
 """
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 FULL: Final = 429
 RETRY_AFTER_S: Final = 1.0
 MIN_WAIT_S: Final = 0.05
-ERROR_BYTES: Final = 1 << 16  # read of a reply that reports a failure
+ERROR_BYTES: Final = 1 << 16  # maximum bytes read of a failure reply
 MESSAGE_CHARS: Final = 2000
-KEEP_ALIVE_S: Final = 2.0  # less than servers keep a connection open, so that none is used as it closes
+KEEP_ALIVE_S: Final = 2.0  # shorter than servers' keep-alive, so that no connection is reused while it closes
 
 
 @dataclass(frozen=True, slots=True)
 class HttpReply:
-    """Status, content type and body of a reply; the body of a failure is cut at `ERROR_BYTES`."""
+    """Status, content type and body of a reply; a failure's body is truncated to `ERROR_BYTES`."""
 
     status: int
     content_type: str
@@ -39,17 +39,17 @@ class HttpReply:
 
 
 class HttpClient:
-    """Exchanges with the server at `url`, each within `timeout_s`, waits for a full server included.
+    """HTTP client for the server at `url`.
 
     Args:
         url: http:// or https://, with or without `/v1`.
         api_key: sent as a bearer token.
-        timeout_s: seconds of one exchange.
-        timeout_name: parameter that sets `timeout_s`, for messages.
+        timeout_s: time limit of one exchange in seconds, including retries while the server is full.
+        timeout_name: name of the parameter that sets `timeout_s`, for error messages.
 
     Raises:
         ModelError: httpx is not installed.
-        ParameterError: a value that cannot be used.
+        ParameterError: an argument is invalid.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class HttpClient:
         if api_key is not None:
             self._headers[b"Authorization"] = f"Bearer {api_key}".encode()
         limits = httpx.Limits(max_connections=None, keepalive_expiry=KEEP_ALIVE_S)
-        no_limit = httpx.Timeout(None)  # each exchange has its own
+        no_limit = httpx.Timeout(None)  # `exchange` applies its own limit
         try:
             self._client = httpx.AsyncClient(base_url=self.url, limits=limits, timeout=no_limit)
         except httpx.InvalidURL as error:
@@ -84,13 +84,12 @@ class HttpClient:
         """Send one request and read the whole reply, whatever its status.
 
         Raises:
-            ServerError: no whole reply in time, a compressed one, or one longer than `max_bytes`.
-            UnreachableError: no connection, or one that broke.
+            ServerError: no complete reply in time, a compressed one, or one longer than `max_bytes`.
+            UnreachableError: the connection failed or broke.
         """
         import anyio
 
-        # httpx closes what it has opened where anyio cancels it, and not where asyncio does: connections
-        # that it was closing would stay open.
+        # httpx closes its connections reliably when anyio cancels it, but not when asyncio does.
         scope = anyio.CancelScope()
         task = asyncio.ensure_future(self._within(scope, method, path, content, max_bytes))
         try:
@@ -116,7 +115,7 @@ class HttpClient:
                     return await self._retried(method, path, content, max_bytes)
             except TimeoutError as error:
                 raise ServerError(
-                    f"{what}: no whole reply within {self._timeout_s:g} s; is the server full? "
+                    f"{what}: no complete reply within {self._timeout_s:g} s; is the server full? "
                     f"raise {self._timeout_name}"
                 ) from error
             except self._failure as error:
@@ -125,7 +124,7 @@ class HttpClient:
         raise asyncio.CancelledError
 
     async def _retried(self, method: str, path: str, content: bytes | None, max_bytes: int) -> HttpReply:
-        """Repeat the request until the server is not full."""
+        """Repeat the request while the server replies with status 429."""
         while True:
             stream = self._client.stream(method, path, content=content, headers=self._headers)
             async with stream as reply:
@@ -136,10 +135,10 @@ class HttpClient:
 
 
 async def _read(reply: httpx.Response, max_bytes: int, what: str) -> bytes:
-    """Return the bytes of a reply as they come over the wire, at most `max_bytes`."""
+    """Return the raw body of a reply, at most `max_bytes`."""
     coding = reply.headers.get("content-encoding", "identity")
     if coding != "identity":
-        raise ServerError(f"{what}: the reply is compressed ({printable(coding, 40)}), unasked")
+        raise ServerError(f"{what}: the reply is compressed ({printable(coding, 40)}), though not requested")
     data = bytearray()
     async for part in reply.aiter_raw():
         data += part
@@ -153,7 +152,7 @@ async def _read(reply: httpx.Response, max_bytes: int, what: str) -> bytes:
 
 
 def retry_after_s(header: str | None) -> float:
-    """Seconds to wait for a full server; a date, or no header, counts as one second."""
+    """Return the seconds to wait before a retry; one second if the header is missing or holds a date."""
     try:
         wait_s = float(header or RETRY_AFTER_S)
     except ValueError:
@@ -162,7 +161,7 @@ def retry_after_s(header: str | None) -> float:
 
 
 def printable(text: str, max_chars: int = MESSAGE_CHARS) -> str:
-    """Put a server's words on one line without control characters, cut where they are long."""
+    """Return text on one line, without control characters, truncated to `max_chars`."""
     shown = "".join(character if character.isprintable() else " " for character in text[: 4 * max_chars])
     shown = " ".join(shown.split())
     return shown if len(shown) <= max_chars else f"{shown[: max_chars - 1]}…"

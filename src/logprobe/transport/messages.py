@@ -1,7 +1,7 @@
-"""What crosses the wall between front doors and an engine: requests one way, what is new of them the other.
+"""Messages between the front and an engine: commands to the engine, and request events back.
 
-A thread passes these objects by reference, a process as bytes (`channel`). Nothing in them is shared with the
-engine once they are sent.
+The thread backend passes these objects by reference, the process backend as bytes (`channel`). The sender
+must not modify a message after sending it.
 """
 
 from __future__ import annotations
@@ -23,87 +23,87 @@ PausedBy: TypeAlias = Literal["caller", "reader"]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One prompt and what is asked of it."""
+    """One prompt and its parameters."""
 
     request_id: str
     prompt_token_ids: IntArray  # (num_prompt_tokens,) int32
     params: SamplingParams
-    first_scored: int = 1  # the first prompt position whose logprobs are wanted (nothing predicts position 0)
-    wants_row: bool = False  # end with the whole next-token distribution in place of a token
-    forced_token_ids: IntArray | None = None  # (max_tokens,) int32: taken in place of what would be drawn
-    call: str = ""  # what was asked at once: calls share the engine, whatever each of them asks
-    caller: str = ""  # who asks, where a front door tells its callers apart: they share it before calls do
-    scored_as: SamplingParams | None = None  # prompt rows are of what these draw from; None: the model's own
+    first_scored: int = 1  # first prompt position whose logprobs are returned (position 0 has none)
+    wants_row: bool = False  # return the whole next-token distribution instead of sampling a token
+    forced_token_ids: IntArray | None = None  # (max_tokens,) int32: used instead of the sampled tokens
+    call: str = ""  # id of the call that submitted it; the scheduler divides the engine fairly among calls
+    caller: str = ""  # id of the client, if known; the engine is divided among clients before calls
+    scored_as: SamplingParams | None = None  # prompt rows are processed by these; None: raw
 
 
 class Admitted(msgspec.Struct, frozen=True, eq=False):
-    """A request that an engine has said yes to, with what the check of it gave."""
+    """A request that passed validation, with the results of the validation."""
 
     request: Request
-    processor_args: dict[int, Any]  # stage of the processors' pipeline → its typed arguments
-    lora_number: int = 0  # which load of the LoRA weights that it names answered then; 0: it names none
-    weights_number: int = 0  # which load of the model's weights answered then
-    admitted_s: float = 0.0  # when that was, by the machine's monotonic clock
+    processor_args: dict[int, Any]  # stage of the processor pipeline → its typed arguments
+    lora_number: int = 0  # load number of its LoRA weights at admission; 0: none
+    weights_number: int = 0  # load number of the model's weights at admission
+    admitted_s: float = 0.0  # time of admission, monotonic clock of the machine
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True, eq=False):
-    """Take these in; they enter the same step where they fit."""
+    """Queue requests; they enter the same step if they fit."""
 
     requests: tuple[Admitted, ...]
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
-    """Give a request up."""
+    """Abort a request."""
 
     request_id: str
 
 
 class Pause(msgspec.Struct, tag=True, frozen=True):
-    """Let a request take no step; what it has computed stays."""
+    """Pause a request; its state is kept."""
 
     request_id: str
     by: PausedBy = "caller"
 
 
 class Resume(msgspec.Struct, tag=True, frozen=True):
-    """Let a paused request go on, once all who paused it have said so."""
+    """Undo a pause; the request continues once nobody pauses it."""
 
     request_id: str
     by: PausedBy = "caller"
 
 
 class ForgetPrefixes(msgspec.Struct, tag=True, frozen=True):
-    """Let go of every cached prefix that no request stands on."""
+    """Clear the prefix cache, except prefixes that running requests use."""
 
 
 class LoadLora(msgspec.Struct, tag=True, frozen=True):
-    """Load LoRA weights from a folder; answered. Requests name them by this number."""
+    """Load LoRA weights from a folder and reply; requests refer to them by `number`."""
 
     number: int
     name: str
     path: str
-    is_passing: bool = False  # the folder goes with the front
+    is_passing: bool = False  # temporary folder; the engine process removes it if the front dies
 
 
 class DropLora(msgspec.Struct, tag=True, frozen=True):
-    """No request names these weights any more, nor will one."""
+    """Free LoRA weights that no request uses or will use."""
 
     number: int
 
 
 class LoadWeights(msgspec.Struct, tag=True, frozen=True, eq=False):
-    """Make other weights of the model ready, beside those that answer; answered with their layout."""
+    """Load new weights of the model next to the current ones and reply with their layout."""
 
     number: int
-    weights: Any  # by name, or the folder of their safetensors files
-    is_passing: bool = False  # the folder goes with the front
+    weights: Any  # tensors by name, or the folder of their safetensors files
+    is_passing: bool = False  # temporary folder; the engine process removes it if the front dies
 
 
 class TakeWeights(msgspec.Struct, tag=True, frozen=True):
-    """Run what comes from now on on weights that are ready; answered once they have taken over.
+    """Switch to weights that were loaded, clear all caches, and reply.
 
-    What runs is ended by `WeightsReplacedError`, or finishes first, and what comes meanwhile waits. No cache
-    outlives the old ones.
+    Running requests finish first if `finishes`, and new ones wait meanwhile; otherwise running requests fail
+    with `WeightsReplacedError`.
     """
 
     number: int
@@ -111,22 +111,22 @@ class TakeWeights(msgspec.Struct, tag=True, frozen=True):
 
 
 class DropWeights(msgspec.Struct, tag=True, frozen=True):
-    """Weights that are ready will not be taken."""
+    """Free weights that were loaded and will not be used."""
 
     number: int
 
 
 Command: TypeAlias = Submit | Abort | Pause | Resume | ForgetPrefixes | DropLora | DropWeights
 Asked: TypeAlias = LoadLora | LoadWeights | TakeWeights
-"""Commands that are answered, once."""
+"""Commands with exactly one reply."""
 
 
 class Drafts(msgspec.Struct, omit_defaults=True):
-    """What became of one completion's drafts: tokens that the engine guessed and verified."""
+    """Speculative decoding counts of one completion."""
 
     num_drafted: int = 0
     num_accepted: int = 0
-    refusal: str | None = None  # why nothing was drafted; None: it could have been
+    refusal: str | None = None  # why nothing can be drafted; None: drafting was possible
 
 
 class Finish(msgspec.Struct, frozen=True, eq=False):
@@ -134,33 +134,33 @@ class Finish(msgspec.Struct, frozen=True, eq=False):
 
     reason: FinishReason
     stop_reason: int | str | None = None  # the stop string or token id that ended it
-    num_text_bytes: int | None = None  # where a stop string cut the text; None: not cut
+    num_text_bytes: int | None = None  # length of the text truncated at a stop string; None: not truncated
     error: LogprobeError | None = None
 
 
 class Delta(msgspec.Struct, tag=True, kw_only=True, eq=False, omit_defaults=True):
-    """What one step gave one completion of a request."""
+    """Output of one step for one completion of a request."""
 
     request_id: str
-    index: int  # of the completion
-    token_ids: list[int] = []  # drawn
-    raw: HostRows | None = None  # a row for each of them; None where none were asked
+    index: int  # index of the completion
+    token_ids: list[int] = []  # sampled in this step
+    raw: HostRows | None = None  # one row per token; None: not requested
     processed: HostRows | None = None
     prompt: HostRows | None = None  # rows of the next prompt positions
-    effects: list[list[ProcessorEffect]] | None = None  # of the processors on each; None where not asked
-    row: Array | None = None  # (vocabulary,) float32, nats, read-only: the distribution in place of a token
-    finish: Finish | None = None  # None while it goes on
-    drafts: Drafts | None = None  # of the whole completion, at its end; None: the engine drafts nothing
-    num_cached_tokens: int | None = None  # prompt tokens from the prefix cache, at its end; None: not known
-    weights_number: int = 0  # which load of the model's weights runs it
+    effects: list[list[ProcessorEffect]] | None = None  # processor effects per token; None: not requested
+    row: Array | None = None  # (vocabulary,) float32, nats, read-only; for `wants_row`
+    finish: Finish | None = None  # None while the completion runs
+    drafts: Drafts | None = None  # counts of the whole completion, with `finish`; None: drafting is off
+    num_cached_tokens: int | None = None  # prompt tokens from the prefix cache, with `finish`; None: unknown
+    weights_number: int = 0  # load number of the model's weights that run it
 
 
 class Failure(msgspec.Struct, tag=True, frozen=True, eq=False):
-    """The engine cannot go on with a request."""
+    """The engine failed to run a request."""
 
     request_id: str
     error: LogprobeError
 
 
 Event: TypeAlias = Delta | Failure
-"""What an engine publishes of a request."""
+"""Event of a request, published by the engine."""

@@ -1,12 +1,10 @@
-"""Blocks of rows in memory that two processes share: written once, read in place.
+"""Shared memory between two processes for blocks of rows: written once, read in place.
 
-One file without a name a process pair, cut into pages. Its writer puts a block into free pages and then
-publishes it under a sequence number that no other block has; the message that names the pages and the number
-is all that travels. The reader gives the pages back once nobody looks at them any more, in whatever order
-readers get ready, so that a slow one holds its own pages and no others. Where none are free, rows travel in
-messages. The file has no name, so nothing is left of it once both processes are gone, however they ended.
-
-Before it: blocks of an engine process. After it: arrays that lie in these pages.
+Each pair of processes shares one anonymous file, divided into pages. The writer puts a block into free pages
+and publishes it under a unique sequence number; the message holds only the pages and the number. The reader
+releases the pages once the last view of the block is gone, in any order, so that a slow reader holds only its
+own pages. If no pages are free, rows travel in messages. The file has no name, so the kernel frees it when
+both processes have ended, whatever ended them.
 """
 
 from __future__ import annotations
@@ -26,31 +24,32 @@ if TYPE_CHECKING:
     from logprobe.records.store.columns import Array
 
 Parts: TypeAlias = "list[Array]"
-"""Contiguous arrays that lie one after another in a block."""
+"""Contiguous arrays that are stored one after another in a block."""
 
 logger = logging.getLogger("logprobe")
 
 PAGE_BYTES: Final = 1 << 14
 NUM_PAGES: Final = 1 << 12
-TABLE_BYTES: Final = 8 * NUM_PAGES  # of uint64, one a page
-FILE_BYTES: Final = 2 * TABLE_BYTES + NUM_PAGES * PAGE_BYTES  # sequence numbers published, and released
+TABLE_BYTES: Final = 8 * NUM_PAGES  # one uint64 per page
+# Two tables of sequence numbers, published and released, then the pages.
+FILE_BYTES: Final = 2 * TABLE_BYTES + NUM_PAGES * PAGE_BYTES
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Where a block lies."""
+    """Location of a block in shared memory."""
 
-    page: int  # the first
-    sequence: int  # under which it was published
+    page: int  # first page
+    sequence: int  # sequence number of the block
     num_bytes: int
 
 
 def num_bytes(parts: Parts) -> int:
-    """The size of the block that holds these."""
+    """Return the size of the block that holds these arrays."""
     return sum(part.nbytes for part in parts)
 
 
 def unnamed_file() -> int:
-    """A file in memory that is known by its descriptor alone, still of size 0."""
+    """Create an anonymous file of size 0, in memory if possible, and return its descriptor."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("logprobe-rows", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:
@@ -58,21 +57,21 @@ def unnamed_file() -> int:
 
 
 class PageWriter:
-    """The side that writes; the memory is taken when the first block comes. One thread at a time."""
+    """Writer of shared blocks; allocates the memory on the first write. Not thread-safe."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._pages: _Pages | None = None
         self._is_refused = False
         self._sequence = 0
-        self._held: list[tuple[int, int, int]] = []  # first page, the one after the last, sequence number
+        self._held: list[tuple[int, int, int]] = []  # (first page, end page, sequence number)
 
     def write(self, parts: Parts) -> Span | None:
-        """Put a block into free pages; None where there is no room, or no such memory."""
+        """Write a block into free pages; return None if there are too few, or no shared memory."""
         pages, size = self._open(), num_bytes(parts)
         if pages is None or (page := self._take_pages(pages, -(-size // PAGE_BYTES))) is None:
             return None
-        pages.published[page] = 0  # whoever reads by an old number sees that the block is not his any more
+        pages.published[page] = 0  # invalidates an old sequence number while the block is written
         at = pages.start_of(page)
         for part in parts:
             pages.whole[at : at + part.nbytes] = part.reshape(-1).view(np.uint8)
@@ -81,24 +80,25 @@ class PageWriter:
         return Span(page, self._sequence, size)
 
     def take_back(self, span: Span) -> None:
-        """Free the pages of a block that no message will name."""
+        """Free the pages of a block that is not sent after all."""
         assert self._pages is not None
         self._pages.released[span.page] = span.sequence
 
     def _open(self) -> _Pages | None:
         if self._pages is None and not self._is_refused:
             try:
-                if hasattr(os, "posix_fallocate"):  # else a full memory would end whoever writes
+                # Without it, a write would raise SIGBUS when memory is full.
+                if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(self._descriptor, 0, FILE_BYTES)
                 os.ftruncate(self._descriptor, FILE_BYTES)
                 self._pages = _Pages(self._descriptor)
             except OSError as error:
                 self._is_refused = True
-                logger.warning("no shared memory for rows (%s): they travel in messages", error)
+                logger.warning("cannot allocate shared memory for rows (%s); sending them in messages", error)
         return self._pages
 
     def _take_pages(self, pages: _Pages, count: int) -> int | None:
-        """The first of `count` free pages in a row, after taking back what was released."""
+        """Reclaim released pages, then reserve `count` consecutive ones and return the first."""
         released = pages.released
         self._held = [held for held in self._held if released[held[0]] != held[2]]
         page = 0
@@ -112,14 +112,14 @@ class PageWriter:
 
 
 class PageReader:
-    """The side that reads; any thread."""
+    """Reader of shared blocks; thread-safe."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._pages: _Pages | None = None
 
     def read(self, span: Span) -> Array:
-        """A block as (num_bytes,) uint8, read-only, in place; its pages are given back with the last view.
+        """Return a block as a read-only view, (num_bytes,) uint8; its pages are released with the last view.
 
         Raises:
             EngineError: there is no such block.
@@ -134,7 +134,7 @@ class PageReader:
 
 
 class _Pages:
-    """The file in this process's memory."""
+    """The shared file, mapped into this process."""
 
     def __init__(self, descriptor: int) -> None:
         memory = mmap.mmap(descriptor, FILE_BYTES)
@@ -145,12 +145,12 @@ class _Pages:
 
     @staticmethod
     def start_of(page: int) -> int:
-        """Where a page begins in the file."""
+        """Return the byte offset of a page in the file."""
         return 2 * TABLE_BYTES + page * PAGE_BYTES
 
 
 class _Lease:
-    """What arrays on a block stand on: it goes with the last of them."""
+    """Base object of arrays over a block; releases the pages when the last array is gone."""
 
     __slots__ = ("__array_interface__", "_pages", "_span")
 

@@ -1,7 +1,7 @@
-"""`RequestStreams`: rows of each request to its own reader, at the reader's speed.
+"""`RequestStreams`: one bounded stream of items per request, with backpressure.
 
-A request whose reader lags is paused at the source, so that what waits here is bounded and no other request
-is slowed. Items are passed on unread.
+A request whose reader lags is paused at the source, so that the buffer stays bounded and no other request is
+slowed down. Items are not inspected.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ T = TypeVar("T")
 
 
 class Parcel(NamedTuple, Generic[T]):
-    """An item of one request, and the number of rows it carries."""
+    """An item of one request, with its number of rows."""
 
     req_id: str
     item: T
     num_rows: int = 1
-    is_urgent: bool = False  # wake the reader however few rows wait, such as at the end
+    is_urgent: bool = False  # wake the reader even for few rows, such as at the end
 
 
 @dataclass(slots=True)
 class Reader:
-    """The consumer of a stream: an event of its own loop, set once `min_rows` rows wait."""
+    """Consumer of a stream; `woken` is set, on its event loop, once `min_rows` rows wait."""
 
     min_rows: int
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
@@ -41,18 +41,18 @@ class Reader:
 
 @dataclass(slots=True)
 class Inbox(Generic[T]):
-    """Items of one request that its consumer has not taken; guarded by the lock of the streams."""
+    """Items of one request that its consumer has not taken; guarded by the lock of `RequestStreams`."""
 
     req_id: str
-    buffer_size: int  # rows from which the source is paused
-    items: deque[tuple[T, int]] = field(default_factory=deque)  # with the rows of each
+    buffer_size: int  # number of waiting rows from which the source is paused
+    items: deque[tuple[T, int]] = field(default_factory=deque)  # with their numbers of rows
     num_rows: int = 0
     is_paused: bool = False  # the source should pause
     is_done: bool = False
     error: BaseException | None = None  # raised to the reader after the last item
     reader: Reader | None = None
     publishing: threading.RLock = field(default_factory=threading.RLock)
-    published: bool = False  # the `is_paused` that the source was told last; guarded by `publishing`
+    published: bool = False  # last `is_paused` reported to the source; guarded by `publishing`
 
     @property
     def is_full(self) -> bool:
@@ -61,12 +61,12 @@ class Inbox(Generic[T]):
 
     @property
     def is_lagging(self) -> bool:
-        """True if the buffer is full and nobody takes from it at once."""
+        """True if the buffer is full, so that the source should pause."""
         return self.is_full
 
     @property
     def has_consumer(self) -> bool:
-        """True if somebody follows the request."""
+        """True if a reader is attached."""
         return self.reader is not None
 
     def put(self, item: T, num_rows: int) -> None:
@@ -89,12 +89,12 @@ class Inbox(Generic[T]):
 
 
 class RequestStreams(Generic[T]):
-    """One bounded stream for each request, in order and exactly once; any thread may add.
+    """One bounded stream per request, in order and exactly once; any thread may add items.
 
     Args:
-        buffer_size: rows of a request that may wait before `pause` is called.
-        pause: called with a request's id, outside the lock.
-        resume: called with its id once the reader has taken rows, or left.
+        buffer_size: number of waiting rows of a request from which `pause` is called.
+        pause: called with a request's id, without holding the lock.
+        resume: called with the id once the reader has taken rows, or left.
 
     Raises:
         ParameterError: `buffer_size` is below 1.
@@ -111,17 +111,17 @@ class RequestStreams(Generic[T]):
         self._inboxes: dict[str, Inbox[T]] = {}
 
     def open(self, req_id: str) -> None:
-        """Keep what `add_many` brings for a request from now on."""
+        """Accept items of a request from now on."""
         with self._lock:
             self._inbox(req_id)
 
     def add_many(self, parcels: Iterable[Parcel[T]]) -> list[str]:
-        """Add items of many requests, and wake each event loop once.
+        """Add items of many requests and wake each event loop once.
 
-        Items of requests that are not open are dropped. The source must heed `pause`.
+        Items of requests that are not open are dropped. The source must stop adding after `pause`.
 
         Returns:
-            The requests whose readers can never come back, since their event loops were closed.
+            Ids of requests whose readers are gone because their event loops were closed.
         """
         woken: dict[str, Reader] = {}
         paused: dict[str, Inbox[T]] = {}
@@ -144,12 +144,12 @@ class RequestStreams(Generic[T]):
     async def stream(
         self, req_id: str, *, buffer_size: int | None = None, min_rows: int = 1
     ) -> AsyncGenerator[list[T]]:
-        """Yield what was added, up to a buffer at a time; leaving the stream forgets the request.
+        """Yield lists of items, each at most a buffer's worth; leaving the stream unregisters the request.
 
         Args:
-            req_id: opened here if `open` has not been called.
-            buffer_size: bound of this request in place of the one of all.
-            min_rows: rows that wait before the reader is woken, at most a full buffer.
+            req_id: request id; opened here if `open` has not been called.
+            buffer_size: buffer size of this request; None: that of the constructor.
+            min_rows: number of waiting rows that wakes the reader, at most `buffer_size`.
 
         Raises:
             ParameterError: the request has a consumer already.
@@ -172,7 +172,7 @@ class RequestStreams(Generic[T]):
             self._forget(inbox)
 
     def unregister(self, req_id: str) -> None:
-        """Forget a request and what waits for it; unknown ids are ignored."""
+        """Drop a request and its waiting items; unknown ids are ignored."""
         with self._lock:
             inbox = self._inboxes.get(req_id)
         if inbox is not None:
@@ -220,7 +220,7 @@ class RequestStreams(Generic[T]):
             wake_all([inbox.reader])
 
     def _publish_pause(self, inbox: Inbox[T]) -> None:
-        """Tell the source to pause or resume, unless it was told; the last call always states the truth."""
+        """Pause or resume the source if `is_paused` has changed; the last call always matches it."""
         if inbox.is_paused == inbox.published:
             return
         with inbox.publishing:
@@ -230,24 +230,24 @@ class RequestStreams(Generic[T]):
 
 
 def check_is_free(inbox: Inbox[T]) -> None:
-    """Refuse a second consumer of a request.
+    """Check that a request has no consumer yet.
 
     Raises:
-        ParameterError: the request has a consumer.
+        ParameterError: it has one.
     """
     is_free = not inbox.has_consumer
     require(is_free, "req_id", f"{inbox.req_id!r} has a consumer already; unregister it first")
 
 
 def wake_all(readers: Iterable[Reader]) -> set[asyncio.AbstractEventLoop]:
-    """Wake readers, each event loop once; return the loops that were closed."""
+    """Wake readers, each event loop once; return the loops that are closed."""
     by_loop: defaultdict[asyncio.AbstractEventLoop, list[Reader]] = defaultdict(list)
     for reader in readers:
         by_loop[reader.loop].append(reader)
     closed = set()
     for loop, members in by_loop.items():
         if members[0].thread == threading.get_ident():
-            _set_all(members)  # costs a fraction of what waking a loop from outside costs
+            _set_all(members)  # much cheaper than waking a loop from another thread
             continue
         try:
             loop.call_soon_threadsafe(_set_all, members)

@@ -258,7 +258,7 @@ def test_a_reply_that_is_compressed_unasked(tiny_llm: LLM) -> None:
 def test_a_full_server_is_waited_for_within_the_time(tiny_llm: LLM) -> None:
     with answering(always(reply(b"{}", "429 Too Many Requests", retry_after="0.05"))) as url:
         error = failure(url, tiny_llm, timeout_s=0.5)
-    assert "no whole reply within" in str(error)
+    assert "no complete reply within" in str(error)
 
 
 def test_a_full_server_is_asked_again() -> None:

@@ -165,7 +165,7 @@ def test_a_load_tells_the_size_of_the_pool_and_of_what_it_is_a_part(
     caplog.set_level("INFO", "logprobe")
     with LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm:
         room = llm.engine.capabilities().num_slots
-    assert re.search(rf"room for {room} tokens \(2 MB of [\d.]+ .B that the weights leave\)", caplog.text)
+    assert re.search(rf"KV cache holds {room} tokens \(2 MB of [\d.]+ .B free memory\)", caplog.text)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
@@ -176,7 +176,7 @@ def test_a_pool_that_outgrows_what_the_weights_leave_is_made_with_a_warning(
     with LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm:
         assert llm.engine.capabilities().num_slots > 2
     [warning] = caplog.messages
-    assert warning.startswith("kv_bytes: a pool of 2 MB is more than the 1 MB that the weights leave;")
+    assert warning.startswith("kv_bytes: a KV cache of 2 MB exceeds the 1 MB of free memory;")
 
 
 def test_other_weights_have_as_many_slots_however_much_is_free(

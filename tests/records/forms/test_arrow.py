@@ -130,7 +130,7 @@ def test_a_token_that_nothing_predicts_stands_in_the_file_where_it_is_given(
     assert pq.read_table(tmp_path / "t.parquet")["token_id"].to_pylist() == ids
     assert_same(read_parquet(tmp_path / "t.parquet")["r"], record)
     for wrong in (ids[1:], [7, 8, *ids[2:]]):
-        with pytest.raises(ParameterError, match="token_ids: are not the tokens of the record"):
+        with pytest.raises(ParameterError, match="token_ids: do not match"):
             to_arrow(record, "r", token_ids=wrong)
 
 
@@ -196,7 +196,7 @@ def test_one_request_in_two_places_is_refused(step: Any, tmp_path: Path) -> None
     with ParquetWriter(tmp_path / "a.parquet") as writer:
         for request_id in ("a", "b", "a"):
             writer.write(request_id, record)
-    with pytest.raises(InputError, match="'a' stand in two places"):
+    with pytest.raises(InputError, match="'a' are not contiguous"):
         read_parquet(tmp_path / "a.parquet")
 
 

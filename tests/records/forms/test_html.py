@@ -55,7 +55,7 @@ def test_every_token_stands_once_with_its_numbers_and_no_text_is_html() -> None:
 def test_a_long_text_says_how_much_is_not_shown() -> None:
     found = shaded([record(*[("a", -1.0)] * (MAX_TOKENS + 7))])
     assert found.count("<span") == MAX_TOKENS
-    assert "7 tokens more" in found
+    assert "7 more tokens" in found
     assert f"{MAX_TOKENS + 7} tokens, logprob" in found
 
 

@@ -64,7 +64,7 @@ def test_a_long_record_says_how_much_is_not_shown() -> None:
 
 
 def test_nothing_to_draw_and_no_library_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ParameterError, match="holds no token to draw"):
+    with pytest.raises(ParameterError, match="record: has no tokens"):
         FlatLogprobs([None]).plot()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ParameterError, match=r"plot: needs matplotlib: pip install 'logprobe\[plot\]'"):

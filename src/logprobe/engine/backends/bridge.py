@@ -32,7 +32,7 @@ class LoopThread:
         """Run `work` on the loop's thread; cancelling the returned future cancels it.
 
         Raises:
-            EngineClosedError: the bridge was closed, or this process is a fork of the one that made it.
+            EngineClosedError: the bridge was closed, or this process is a fork of its creator.
         """
         if self._creator.is_gone:
             work.close()
@@ -65,7 +65,7 @@ class LoopThread:
         """Schedule `callback(*args)` on the loop's thread.
 
         Raises:
-            EngineClosedError: the bridge was closed, or this process is a fork of the one that made it.
+            EngineClosedError: the bridge was closed, or this process is a fork of its creator.
         """
         self._creator.check()
         with self._lock:

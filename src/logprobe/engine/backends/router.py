@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from logprobe.transport.messages import Admitted
 
 UP, SILENT, DOWN = range(3)  # engine status: responsive, not responding, not accepting requests
-BLOCK: Final = 16  # tokens; prefixes are tracked in whole blocks
+BLOCK: Final = 16  # tokens per block; prefixes are tracked in whole blocks
 MAX_BLOCKS: Final = 1 << 14  # per engine
 
 

@@ -55,7 +55,7 @@ class NativeParts:
     capabilities: Capabilities
     text: TextEdge
     eos_token_ids: frozenset[int]
-    kv_bytes: int  # of its KV cache
+    kv_bytes: int  # size of its KV cache
 
 
 def start_engine(config: EngineConfig) -> LoadedModel:
@@ -127,8 +127,8 @@ def build_native_engine(config: EngineConfig) -> NativeParts:
     keep_out_of_collections()
     if forward.device == "cpu" and forward.kv_bytes > free_bytes():
         logger.warning(
-            "kv_bytes: a pool of %s is more than the %s that the weights leave; once it is full, it drives "
-            "them out of memory, and steps wait for the disk; give kv_bytes fewer",
+            "kv_bytes: a KV cache of %s exceeds the %s of free memory; once it fills up, the weights are "
+            "evicted from memory and steps wait for the disk; reduce kv_bytes",
             in_words(forward.kv_bytes),
             in_words(free_bytes()),
         )
@@ -170,12 +170,12 @@ def _what_it_took(forward: NativeForward, seconds: float) -> str:
     """Format the time and memory of a load as one line."""
     resident = resident_bytes()
     memory = "" if resident is None else f", {resident / 1e6:.0f} MB resident"
-    way = "recalled" if forward.is_recalled else "proven"
+    way = "loaded from cache" if forward.is_recalled else "loaded and verified"
     pool = in_words(forward.kv_bytes)
     if forward.device == "cpu":
-        pool += f" of {in_words(free_bytes())} that the weights leave"
-    room = f"room for {forward.num_slots} tokens ({pool})"
-    return f"{way} in {seconds:.1f} s{memory}; {forward.weights} weights, {room}"
+        pool += f" of {in_words(free_bytes())} free memory"
+    room = f"KV cache holds {forward.num_slots} tokens ({pool})"
+    return f"{way} in {seconds:.1f} s{memory}; {forward.weights} weights; {room}"
 
 
 def _eos_token_ids(forward: NativeForward, text: TextEdge) -> frozenset[int]:

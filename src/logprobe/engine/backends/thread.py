@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 CHECK_AFTER_IDLE_S = 1.0
 EXIT_WAIT_S = 5.0  # maximum wait for the step in progress at interpreter exit
 CLOSED: Final = "the engine was closed before the new weights answered"
-SWITCH_S: Final = 0.001  # interval for which a thread may hold the GIL; the default of Python is 5 ms
+SWITCH_S: Final = 0.001  # how long a thread may hold the GIL; Python's default is 5 ms
 
 
 class SerialLoop:
-    """Publishes each step before the next one begins."""
+    """Publishes the events of each step before the next step begins."""
 
     def __init__(self, engine: Engine, publish: Callable[[Sequence[Event]], None]) -> None:
         self._engine = engine
@@ -64,7 +64,7 @@ class EngineThread:
     _loop: OverlappedLoop | SerialLoop
 
     def __init__(self, engine: Engine, capabilities: Capabilities, *, overlap: bool = False) -> None:
-        """`overlap`: run the next step while a second thread publishes the previous one."""
+        """Create the thread; with `overlap`, a second thread publishes a step while the next one runs."""
         self.engine = engine
         self._creator = Creator()
         self._capabilities = capabilities
@@ -72,7 +72,7 @@ class EngineThread:
         self._wake = threading.Condition()
         # `_wake` guards these three.
         self._commands: deque[Command | TakeWeights] = deque()
-        self._taking: dict[int, Future[None]] = {}  # pending weight replacements by load number
+        self._taking: dict[int, Future[None]] = {}  # pending weight replacements, by load number
         self._is_closed = False
         self._turn_began: float | None = None  # monotonic start of the step, s; None while idle
         self._thread = threading.Thread(target=self._run, name="logprobe-engine", daemon=True)
@@ -136,7 +136,7 @@ class EngineThread:
             EngineClosedError: the engine was closed.
         """
         if not self.engine.has_ready(command.number):
-            raise EngineError("the weights that shall take over are not ready here; please report this")
+            raise EngineError("the new weights are not loaded; please report this")
         taking: Future[None] = Future()
         with self._wake:
             if self._is_closed:
@@ -151,11 +151,11 @@ class EngineThread:
         return self._capabilities
 
     def stats(self) -> EngineStats:
-        """Return the current statistics; each figure is read at its own moment while the engine runs."""
+        """Return the current statistics; the figures are not an atomic snapshot while the engine runs."""
         return self.engine.stats()
 
-    def stalled_s(self, request_ids: Collection[str] = ()) -> float:  # noqa: ARG002 - it runs all of them
-        """Return the duration of the present step, s: 0 while idle, infinite once the engine has stopped."""
+    def stalled_s(self, request_ids: Collection[str] = ()) -> float:  # noqa: ARG002 - one engine runs all requests
+        """Return the duration of the current step, s: 0 while idle, infinite once the engine has stopped."""
         if not self._thread.is_alive():
             return math.inf
         began = self._turn_began
@@ -190,7 +190,7 @@ class EngineThread:
                         self._loop.settle()
                     self._end_taking()
                     self._turn_began = None
-        except BaseException as error:  # noqa: BLE001 - a bug of ours must end every request, not hang it
+        except BaseException as error:  # noqa: BLE001 - a bug must fail all requests, not hang them
             reason = EngineError(f"the engine stopped: {error!r}; please report this")
             reason.__cause__ = error
         with self._wake:

@@ -1,8 +1,8 @@
-"""What travels of a record as an Arrow batch, and back.
+"""Convert records to Arrow batches and back, without loss.
 
-One row a position: the chosen token's numbers, the k best as lists, byte offsets. Three columns hold what the
-caller named (`given_*`), four hold entries that are not 'chosen + k best' (`entry_*`); both are null where
-there is nothing to say, and both make the way back exact.
+One row per position: the chosen token's values, the k best as lists, byte offsets. Three columns hold
+caller-specified ids (`given_*`); four hold entries of any other shape than "chosen + k best" (`entry_*`).
+Unused columns are null.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ INFO_KEY = b"logprobe.info"
 _CHOSEN = [
     pa.field("request_id", pa.string(), nullable=False),
     pa.field("position", pa.int64(), nullable=False),
-    pa.field("token_id", pa.int64()),  # the chosen token, or one that nothing predicts; null where not known
+    pa.field("token_id", pa.int64()),  # also of positions without a prediction; null: not known
     pa.field("logprob", pa.float32()),  # nats
     pa.field("rank", pa.int64()),  # 1 + number of strictly greater logits
 ]
@@ -53,7 +53,7 @@ _LISTS = [
     pa.field("given_ids", pa.list_(pa.int64())),
     pa.field("given_logprobs", pa.list_(pa.float64())),
     pa.field("given_ranks", pa.list_(pa.int64())),
-    pa.field("kept_ids", pa.list_(pa.int32())),  # kept by masks and truncation; null: not asked for
+    pa.field("kept_ids", pa.list_(pa.int32())),  # kept by masks and truncation; null: not requested
     pa.field("entry_ids", pa.list_(pa.int64())),
     pa.field("entry_logprobs", pa.list_(pa.float64())),
     pa.field("entry_ranks", pa.list_(pa.int64())),
@@ -62,18 +62,18 @@ _LISTS = [
 
 
 def _fields() -> list[pa.Field]:
-    """All columns in their order; those of `EXTRAS` are null where nothing was given."""
+    """Return all columns in order; those of `EXTRAS` are null where not given."""
     extras = [pa.field(name, pa.from_numpy_dtype(dtype)) for name, dtype in EXTRAS.items()]
     return [*_CHOSEN, *extras, *_ENTRIES, *_LISTS]
 
 
 def required_fields() -> list[pa.Field]:
-    """The columns that every record has; one of `EXTRAS` may be missing."""
+    """Return the required columns; those of `EXTRAS` are optional."""
     return [*_CHOSEN, *_ENTRIES, *_LISTS]
 
 
 def schema(info: LogprobsInfo | None = None) -> pa.Schema:
-    """The columns of a record in Arrow, `info` in the metadata under `logprobe.info`."""
+    """Return the Arrow schema of records, with `info` in the metadata under `logprobe.info`."""
     return pa.schema(_fields(), None if info is None else {INFO_KEY: info.to_json().encode()})
 
 
@@ -84,7 +84,7 @@ def batch_of(
     byte_offsets: npt.ArrayLike | None = None,
     token_ids: npt.ArrayLike | None = None,
 ) -> pa.RecordBatch:
-    """What travels of a record as T rows; arguments and errors as `records.to_arrow`."""
+    """Convert a record's parts to T rows; arguments and errors as `records.to_arrow`."""
     rows, length = parts.rows, parts.rows.num_rows
     entries, chosen = rows.entries(0, length), rows.chosen_entries(0, length)
     has_chosen = np.diff(chosen.offsets) > 0
@@ -111,10 +111,10 @@ def batch_of(
 
 
 def parts_of(batch: pa.RecordBatch | pa.Table) -> Parts:
-    """What `batch_of` made a batch of, from the rows of one request.
+    """Invert `batch_of`, for the rows of one request.
 
     Raises:
-        InputError: a column is missing, or the rows belong to several requests.
+        InputError: a column is missing or malformed, or the rows belong to several requests.
     """
     check_names(batch.schema, required_fields())
     fields = [field for field in _fields() if field.name in batch.schema.names]
@@ -122,7 +122,7 @@ def parts_of(batch: pa.RecordBatch | pa.Table) -> Parts:
         columns = {field.name: valid_column(batch.column(field.name), field) for field in fields}
         found = set(columns["request_id"].unique().to_pylist())
     if len(found) > 1:
-        raise InputError(f"{len(found)} requests in one batch; read_parquet and iter_parquet tell them apart")
+        raise InputError(f"{len(found)} requests in one batch; read_parquet and iter_parquet separate them")
     metadata = batch.schema.metadata or {}
     info = LogprobsInfo.from_json(metadata[INFO_KEY]) if INFO_KEY in metadata else None
     return _parts_of(columns, info)
@@ -132,7 +132,7 @@ def parts_of(batch: pa.RecordBatch | pa.Table) -> Parts:
 
 
 def _spread(values: Array, has_value: Array, missing: int | None = None) -> pa.Array:
-    """Values of the positions that have one, null elsewhere and where the value is `missing`."""
+    """Spread values over the positions that have one; null elsewhere and where the value is `missing`."""
     spread = np.zeros(len(has_value), values.dtype)
     spread[has_value] = values
     is_null = ~has_value
@@ -146,7 +146,7 @@ def _id_column(chosen: Array, has_chosen: Array, token_ids: npt.ArrayLike | None
         return _spread(chosen, has_chosen)
     ids = np.asarray(token_ids, np.int64)
     if ids.shape != has_chosen.shape or not np.array_equal(ids[has_chosen], chosen):
-        raise ParameterError("token_ids", "are not the tokens of the record; give one a position")
+        raise ParameterError("token_ids", "do not match the tokens of the record; give one per position")
     return pa.array(ids)
 
 
@@ -164,7 +164,7 @@ def _none_of(entries: Entries) -> Array:
 def _top_columns(rows: Rows, entries: Entries) -> dict[str, pa.Array]:
     top = rows.top_entries(0, rows.num_rows)
     if top.token_ids.max(initial=0) > np.iinfo(np.int32).max:
-        return {}  # only the wide entry columns hold such ids
+        return {}  # ids beyond int32 go to the `entry_*` columns only
     is_none = _none_of(entries)
     outside = rows.outside_top_logprobs(0, rows.num_rows)
     return {
@@ -179,7 +179,7 @@ def _byte_columns(byte_offsets: npt.ArrayLike | None, length: int) -> dict[str, 
         return {}
     bounds = np.asarray(byte_offsets, np.int64)
     if bounds.shape != (length + 1,):
-        raise ParameterError("byte_offsets", f"{bounds.shape} offsets for {length} positions; give one more")
+        raise ParameterError("byte_offsets", f"{bounds.shape} offsets for {length} positions; give n + 1")
     return {"byte_start": bounds[:-1], "byte_end": bounds[1:]}
 
 

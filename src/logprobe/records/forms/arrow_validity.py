@@ -1,7 +1,4 @@
-"""What Arrow columns must be before a record is made of them: the file may come from anywhere.
-
-Before it: batches and Parquet files as pyarrow reads them. After it: `arrow`, which trusts them.
-"""
+"""Validation of Arrow columns, which may come from untrusted files, before `arrow` converts them."""
 
 from __future__ import annotations
 
@@ -20,18 +17,18 @@ if TYPE_CHECKING:
 
     from logprobe.records.store.columns import Array
 
-# Positions that a file may count: columns may repeat, but the numbers of chosen tokens hardly ever do.
+# Limit on rows claimed by a file: columns compress, but the log-probabilities of chosen tokens hardly repeat.
 MAX_ROWS_A_BYTE: Final = 8
 ALWAYS_ROWS: Final = 1 << 20
 UNREADABLE: Final = (OSError, pa.ArrowException, UnicodeDecodeError)
-"""Errors of pyarrow for a file that is damaged; the last one for names of columns."""
+"""Errors that pyarrow raises for damaged files; the last one for column names."""
 
 
 @contextmanager
 def as_input_error(source: object) -> Iterator[None]:
-    """Raise `InputError` for what pyarrow finds wrong with bytes; no file at all stays an `OSError`.
+    """Convert pyarrow's errors about damaged data to `InputError`, and add the source to `InputError`s.
 
-    An `InputError` of what the bytes say gets the name of their source.
+    An `OSError` with an errno, such as a missing file, is not converted.
     """
     try:
         yield
@@ -44,33 +41,33 @@ def as_input_error(source: object) -> Iterator[None]:
 
 
 def check_names(schema: pa.Schema, fields: Iterable[pa.Field]) -> None:
-    """All columns of a record.
+    """Check that all columns of a record are present.
 
     Raises:
-        InputError: one is missing, or stands twice.
+        InputError: one is missing or duplicated.
     """
     missing = [field.name for field in fields if schema.names.count(field.name) != 1]
     if missing:
-        raise InputError(f"no record: the columns {', '.join(missing)} are missing, or stand twice")
+        raise InputError(f"not a record: the columns {', '.join(missing)} are missing or duplicated")
 
 
 def check_counts(num_rows: int, num_bytes: int) -> None:
-    """Refuse a Parquet file that counts more positions than its bytes can stand for.
+    """Check that a Parquet file does not claim more positions than its size can hold.
 
-    What the footer says of columns is not asked: pyarrow ends the process where that is damaged.
+    The footer's column metadata is not read, because pyarrow crashes the process if that is damaged.
 
     Raises:
-        InputError: it counts more.
+        InputError: the file claims more.
     """
     is_little = num_rows <= max(MAX_ROWS_A_BYTE * num_bytes, ALWAYS_ROWS)
-    require(is_little, f"it counts {num_rows} positions in {num_bytes} bytes")
+    require(is_little, f"it claims {num_rows} positions in {num_bytes} bytes")
 
 
 def python_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
     """Return the rows of a batch as Python values.
 
     Raises:
-        ArrowInvalid: it holds a text that is not UTF-8, or a time that Python has no value for.
+        ArrowInvalid: a string is not UTF-8, or a value has no Python equivalent, such as a time.
     """
     try:
         rows: list[dict[str, Any]] = batch.to_pylist()
@@ -80,10 +77,10 @@ def python_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
 
 
 def valid_column(column: Any, field: pa.Field) -> pa.Array:
-    """A column of the right type in one piece, whose offsets and texts hold what they say.
+    """Validate a column and return it as one array of the field's type.
 
     Raises:
-        ArrowInvalid: they do not, or another type cannot be made this one.
+        ArrowInvalid: its offsets or strings are invalid, or its type cannot be cast.
     """
     column.validate(full=True)
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
@@ -91,10 +88,10 @@ def valid_column(column: Any, field: pa.Field) -> pa.Array:
 
 
 def check_columns(columns: Mapping[str, pa.Array], has_entries: Array, is_none: Array) -> None:
-    """Columns that fit each other: lists of one length, numbers where positions have them.
+    """Check that columns are consistent: lists of equal lengths, and values where positions have them.
 
     Raises:
-        InputError: they do not.
+        InputError: they are not.
     """
     _check_lists(columns, "top_ids", "top_logprobs")
     for prefix in ("given", "entry"):
@@ -102,9 +99,9 @@ def check_columns(columns: Mapping[str, pa.Array], has_entries: Array, is_none: 
     _check_lists(columns, "kept_ids")
     tokens, widths = columns["entry_tokens"], columns["entry_ids"].value_lengths()
     are_texts = tokens.null_count == len(tokens) or tokens.value_lengths().equals(widths)
-    require(are_texts, "entry_tokens of other lengths than entry_ids")
+    require(are_texts, "entry_tokens and entry_ids have different lengths")
     if has_entries.any():
-        require((has_entries | is_none).all(), "some positions have entries and some have not")
+        require((has_entries | is_none).all(), "some positions have entries and some do not")
     elif not is_none.all():
         _check_regular(columns, is_none)
 
@@ -112,21 +109,21 @@ def check_columns(columns: Mapping[str, pa.Array], has_entries: Array, is_none: 
 def _check_lists(columns: Mapping[str, pa.Array], *names: str) -> None:
     widths = columns[names[0]].value_lengths()
     for name in names:
-        require(columns[name].value_lengths().equals(widths), f"{name} of other lengths than {names[0]}")
+        require(columns[name].value_lengths().equals(widths), f"{name} and {names[0]} have different lengths")
         values = columns[name].flatten()
-        require(values.null_count == 0 or name.endswith("ranks"), f"{name} has a gap")
-        require(pa.types.is_floating(values.type) or _least(values) >= 0, f"{name} holds a negative number")
+        require(values.null_count == 0 or name.endswith("ranks"), f"{name} has a null value")
+        require(pa.types.is_floating(values.type) or _least(values) >= 0, f"{name} has a negative number")
 
 
 def _check_regular(columns: Mapping[str, pa.Array], is_none: Array) -> None:
     num_none = int(np.count_nonzero(is_none))
     require(is_none[:num_none].all(), "a position without entries follows one with some")
     widths = columns["top_ids"].value_lengths().slice(num_none)
-    require(len(widths.unique()) == 1, "its positions list different numbers of tokens")
+    require(len(widths.unique()) == 1, "its positions have different numbers of tokens")
     for name in ("token_id", "logprob", "rank"):
         values = columns[name].slice(num_none)
-        require(values.null_count == 0, f"{name} has a gap")
-        require(name == "logprob" or _least(values) >= 0, f"{name} holds a negative number")
+        require(values.null_count == 0, f"{name} has a null value")
+        require(name == "logprob" or _least(values) >= 0, f"{name} has a negative number")
 
 
 def _least(values: pa.Array) -> int:

@@ -1,6 +1,6 @@
-"""Numbers as JSON has them: -9999 for -inf, 9999 for inf, None for NaN.
+"""Convert numbers for JSON: -inf becomes -9999, inf becomes 9999, NaN becomes None.
 
-A log-probability is never inf; a further column of a record may be.
+Log-probabilities are never inf, but extra columns of a record may be.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-IMPOSSIBLE = -9999.0  # written for -inf, as other servers do
+IMPOSSIBLE = -9999.0  # written for -inf, as by other servers
 
 
 def finite(values: npt.ArrayLike) -> list[float | None]:
-    """Values that JSON has: -inf becomes IMPOSSIBLE, inf its opposite, NaN and a masked hole become None."""
+    """Return values that JSON can hold: -inf as `IMPOSSIBLE`, inf as its negative, NaN and masked as None."""
     listed = np.ma.asarray(values).tolist()
     return [finite_value(value) for value in listed]
 
 
 def finite_value(value: float | None) -> float | None:
-    """`finite` of one value; None stays None."""
+    """Convert one value as `finite` does; None stays None."""
     if value is None or value != value:  # noqa: PLR0124 - NaN
         return None
     return copysign(IMPOSSIBLE, value) if isinf(value) else value
 
 
 def finite_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The same fields with finite floats, alone or in lists."""
+    """Apply `finite_value` to all floats in the fields, also within lists."""
     return {name: _finite_field(value) for name, value in fields.items()}
 
 

@@ -1,6 +1,6 @@
-"""Records as tables for people: one row a position, with the texts of tokens, and no column of nulls.
+"""Records as tables for reading: one row per position, with token texts and without empty columns.
 
-`arrow` holds what travels and comes back exactly; this is what is looked at.
+For a lossless conversion see `arrow`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from logprobe.records.values import TokenTable
 
 ALWAYS: Final = ("position", "token_id", "token", "logprob", "rank")
-# Shown behind `EXTRAS` where a position has something there; `entry_*` says the same again for any shape.
+# Shown after `EXTRAS` if any position has a value; `entry_*` is left out, as it repeats these.
 OFTEN: Final = (
     "other_logprob",
     "top_ids",
@@ -38,7 +38,10 @@ OFTEN: Final = (
 
 
 def table(parts: Parts, tokens: TokenTable | None) -> pa.Table:
-    """One row a position: `ALWAYS`, and what there is of `EXTRAS` and `OFTEN`; `info` in the metadata."""
+    """Return a table with one row per position; `info` is in the metadata.
+
+    Columns: `ALWAYS`, then the non-empty ones of `EXTRAS` and `OFTEN`.
+    """
     import pyarrow as pa
 
     from logprobe.records.forms.arrow import batch_of
@@ -52,7 +55,7 @@ def table(parts: Parts, tokens: TokenTable | None) -> pa.Table:
 
 
 def to_pandas(parts: Parts, tokens: TokenTable | None) -> Any:
-    """`table` as a pandas data frame; whole numbers stay whole beside a missing one."""
+    """Return `table` as a pandas data frame; integer columns with nulls use pandas' nullable dtypes."""
     try:
         import pandas as pd
     except ImportError as error:
@@ -64,7 +67,7 @@ def to_pandas(parts: Parts, tokens: TokenTable | None) -> Any:
 
 
 def frame_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], *, floats: Sequence[str]) -> Any:
-    """Rows as a pandas data frame, of no rows too; `floats` are numbers, NaN where one is None."""
+    """Return rows as a pandas data frame, which may be empty; `floats` become float64, None becomes NaN."""
     try:
         import pandas as pd
     except ImportError as error:
@@ -73,7 +76,7 @@ def frame_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], *, float
 
 
 def to_polars(parts: Parts, tokens: TokenTable | None) -> Any:
-    """`table` as a polars data frame."""
+    """Return `table` as a polars data frame."""
     try:
         import polars as pl
     except ImportError as error:
@@ -82,13 +85,13 @@ def to_polars(parts: Parts, tokens: TokenTable | None) -> Any:
 
 
 def to_dict(parts: Parts, tokens: TokenTable | None) -> dict[str, Any]:
-    """`info`, and the rows of `table` under `positions`."""
+    """Return `info`, and the rows of `table` under `positions`."""
     info = None if parts.info is None else parts.info.to_dict()
     return {"info": info, "positions": table(parts, tokens).to_pylist()}
 
 
 def to_json(parts: Parts, tokens: TokenTable | None) -> str:
-    """`to_dict` as JSON; -inf is written as the `floor` that stands beside, NaN as null."""
+    """Return `to_dict` as JSON; -inf is written as the value of `floor`, NaN as null."""
     values = to_dict(parts, tokens)
     positions = [finite_fields(row) for row in values["positions"]]
     return json.dumps(
@@ -101,7 +104,7 @@ def _missing(library: str) -> ParameterError:
 
 
 def _holds_something(column: pa.Array) -> bool:
-    """Whether a position has a value there, or a list that is not empty."""
+    """Return True if any position has a value, or a non-empty list."""
     import pyarrow as pa
 
     return len(column.flatten() if pa.types.is_list(column.type) else column.drop_null()) > 0
@@ -110,7 +113,7 @@ def _holds_something(column: pa.Array) -> bool:
 def _texts(
     parts: Parts, tokens: TokenTable | None, columns: dict[str, pa.Array]
 ) -> dict[str, tuple[list[Any], Any]]:
-    """The columns of texts, each with its type; a text that is not known is None."""
+    """Return the token text columns with their types; unknown texts are None."""
     import pyarrow as pa
 
     known = _known_texts(parts, tokens)
@@ -134,7 +137,7 @@ def _texts(
 
 
 def _known_texts(parts: Parts, tokens: TokenTable | None) -> list[dict[int, str | None]]:
-    """The texts of each position's entries, by id."""
+    """Return the texts of each position's entries, by token id."""
     entries = parts.rows.entries(0, parts.rows.num_rows)
     ids, texts = entries.token_ids.tolist(), entries.text_list(tokens)
     return [

@@ -1,7 +1,7 @@
-"""Records as a shaded text for notebooks: each token by its surprisal, its numbers under the pointer.
+"""Records as HTML for notebooks: token texts shaded by surprisal, with details in tooltips.
 
-One shade a nat, from Brewer's YlOrBr: their lightness alone tells them apart. Before it: `FlatLogprobs`.
-After it: `_repr_html_` of records, outputs and scores.
+One shade per nat, from ColorBrewer's YlOrBr, whose shades differ in lightness alone. Used by `_repr_html_` of
+records, outputs and scores.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from logprobe.records.values import LogprobsOnePosition
 
-MAX_TOKENS: Final = 4000  # shown; a page of more is none that people read
-MAX_TOP: Final = 5  # alternatives under the pointer
-# Shade → background, text; the last one is for all above.
+MAX_TOKENS: Final = 4000  # tokens shown; longer output is unreadable
+MAX_TOP: Final = 5  # alternatives in a tooltip
+# Shade → (background, text color); the last one also for all higher surprisals.
 SHADES: Final = (
     ("transparent", "inherit"),
     ("#fff7c9", "#1b1d21"),
@@ -34,9 +34,10 @@ _NOTE_STYLE: Final = "font-size:85%;opacity:.75"
 
 
 def shaded(records: Iterable[Iterable[LogprobsOnePosition | None]], *, num_marked: int = 0) -> str:
-    """The chosen tokens of records, one after another, as HTML; the last `num_marked` records are underlined.
+    """Return the chosen tokens of records as HTML; the last `num_marked` records are underlined.
 
-    A position's first entry is its chosen token; an empty one, such as a prompt's first, has no text here.
+    A position's first entry is its chosen token. Positions without entries, such as a prompt's first, are not
+    shown.
     """
     parts = list(records)
     first_marked = len(parts) - num_marked
@@ -48,7 +49,7 @@ def shaded(records: Iterable[Iterable[LogprobsOnePosition | None]], *, num_marke
             if len(surprisals) <= MAX_TOKENS:
                 spans.append(_span(position, is_marked=place >= first_marked))
     hidden = len(surprisals) - len(spans)
-    more = f" … and {hidden} tokens more" if hidden else ""
+    more = f" … and {hidden} more tokens" if hidden else ""
     return f'<div style="{_TEXT_STYLE}">{"".join(spans)}{more}</div>{_totals(surprisals)}'
 
 
@@ -68,7 +69,7 @@ def _span(position: LogprobsOnePosition, *, is_marked: bool) -> str:
 
 
 def shade_of(logprob: float) -> int:
-    """Index of a token's shade: its surprisal in whole nats, at most the last, which NaN has too."""
+    """Return the shade of a token: its surprisal in whole nats, at most the last; NaN gets the last."""
     return min(int(-min(logprob, 0.0)), len(SHADES) - 1) if logprob > -math.inf else len(SHADES) - 1
 
 
@@ -88,4 +89,4 @@ def _totals(surprisals: list[float]) -> str:
     perplexity = math.exp(mean) if mean < math.log(1e300) else math.inf
     means = f"mean surprisal {mean:.3f} nats, perplexity {perplexity:.3f}"
     told = f"{len(surprisals)} tokens, logprob {-total:.3f} nats, {means}"
-    return f'<div style="{_NOTE_STYLE}">{told}; shade: surprisal, a nat each step</div>'
+    return f'<div style="{_NOTE_STYLE}">{told}; shade: surprisal, one step per nat</div>'

@@ -1,7 +1,6 @@
-"""Rows of log-probabilities as JSON, straight from a record's arrays: chat entries, legacy maps, rows by id.
+"""Encode records as JSON directly from their arrays: chat entries, legacy completion maps, rows by id.
 
-Infinity and NaN are written as `finite` has them.
-Before it: `FlatLogprobs`. After it: replies, chunks of a stream, `--json`.
+Used for replies, stream chunks and `--json`. Infinities and NaN are written as in `finite`.
 """
 
 from __future__ import annotations
@@ -27,14 +26,16 @@ if TYPE_CHECKING:
     from logprobe.records.store.rows import Rows
     from logprobe.records.values import TokenTable
 
-FEW_ROWS = 8  # up to here rows one by one are quicker than arrays of all of them
+FEW_ROWS = 8  # up to this many rows, encoding them one by one is faster than with arrays
 
 
 class ChatEncoder:
-    """Writes OpenAI's `{token, bytes, logprob, top_logprobs}`; a token's own part is encoded once.
+    """Encoder of OpenAI's `{token, bytes, logprob, top_logprobs}`; caches the encoded part of each token.
 
-    Without a table a record's own texts are written, those of its table or given with its entries, and their
-    UTF-8 as bytes. Without `has_bytes` the entries have no `bytes`, as in OpenAI's events of responses.
+    Args:
+        table: texts and bytes of tokens; None: the record's own texts, and their UTF-8 as bytes.
+        floor: number written for -inf.
+        has_bytes: False: leave out `bytes`, as in the events of OpenAI's Responses API.
     """
 
     def __init__(
@@ -48,13 +49,15 @@ class ChatEncoder:
     def content(
         self, record: FlatLogprobs, num_top: int | None = None, *, has_impossible: bool = True
     ) -> bytes:
-        """A JSON array, one entry a position; `num_top` cuts the k best further, None keeps them all.
+        """Return a JSON array with one entry per position; -inf is written as `floor`, NaN as null.
 
-        -inf is written as `floor`, NaN as null. Without `has_impossible` alternatives that are -inf are left
-        out.
+        Args:
+            record: the record.
+            num_top: maximum number of alternatives; None: all.
+            has_impossible: False: leave out alternatives that are -inf.
 
         Raises:
-            ParameterError: a position without a chosen token, a token without a text, or a negative num_top.
+            ParameterError: a position has no chosen token, a token has no text, or `num_top` is negative.
         """
         return b"[" + self.entries(record, 0, len(record), num_top, has_impossible=has_impossible) + b"]"
 
@@ -67,12 +70,12 @@ class ChatEncoder:
         has_impossible: bool = True,
         parts: Mapping[int, bytes] | None = None,
     ) -> msgspec.Raw:
-        """A JSON array of the positions named, in order, as `content` writes them.
+        """Return a JSON array of the given positions, in order, as in `content`.
 
-        `parts` has the bytes of positions of which not all of a token counts; the encoder has a table.
+        `parts` replaces the bytes of tokens of which only a part counts; it requires a table.
 
         Raises:
-            ParameterError: a position without a chosen token, or a negative num_top.
+            ParameterError: a position has no chosen token, or `num_top` is negative.
         """
         write = partial(self.entries, record, num_top=num_top, has_impossible=has_impossible)
         if not parts:
@@ -86,10 +89,10 @@ class ChatEncoder:
         return _array(written)
 
     def _of_part(self, entry: bytes, record: FlatLogprobs, row: int, own_bytes: bytes) -> bytes:
-        """The entry of a position with these bytes in place of its token's."""
+        """Return the entry of a position with its token's bytes replaced."""
         lists, parts = record.rows.top_lists(row), self._parts
-        assert lists is not None, "it has an entry"
-        assert parts is not None, "the token's bytes are a table's"
+        assert lists is not None, "the position has an entry"
+        assert parts is not None, "the encoder has a table"
         return parts.head(lists.chosen_id, own_bytes) + entry.removeprefix(parts[lists.chosen_id])
 
     def entries(
@@ -101,15 +104,15 @@ class ChatEncoder:
         *,
         has_impossible: bool = True,
     ) -> bytes:
-        """The entries of positions [start, stop) as `content` writes them, without the brackets.
+        """Return the entries of positions [start, stop) as in `content`, without the brackets.
 
         Raises:
-            ParameterError: a position without a chosen token, or a negative num_top.
+            ParameterError: a position has no chosen token, or `num_top` is negative.
         """
         if num_top is not None and num_top < 0:
             raise ParameterError("num_top", f"{num_top} is negative; 0 leaves the top lists empty")
         rows, parts = record.rows, self._parts
-        if parts is None:  # a token's text may differ from place to place
+        if parts is None:  # a token's text may differ between positions
             entries = [
                 self._entry(lists, num_top, _Parts(_OwnTexts(record, row), has_bytes=self._has_bytes))
                 for row, lists in enumerate(_lists(rows, start, stop, has_impossible), start)
@@ -123,7 +126,7 @@ class ChatEncoder:
         return self._joined(rows.chosen_entries(start, stop), top, num_top, parts)
 
     def _entry(self, lists: TopLists, num_top: int | None, parts: _Parts) -> bytes:
-        """One entry from Python values: each numpy call of the joined form costs as much as all of it."""
+        """Encode one entry from Python values, which for one row is faster than a single NumPy call."""
         values = (lists.chosen_logprob, *lists.top_logprobs[:num_top])
         numbers = msgspec.json.encode(values)[1:-1].split(b",")
         if b"null" in numbers:
@@ -148,7 +151,7 @@ class ChatEncoder:
         )
 
     def _pieces(self, entries: Entries, parts: _Parts) -> list[bytes]:
-        """Each entry as a JSON object that is still open."""
+        """Encode each entry as a JSON object without its closing brace."""
         tokens = map(parts.__getitem__, entries.token_ids.tolist())
         return list(map(add, tokens, self._numbers(entries.logprobs)))
 
@@ -166,26 +169,26 @@ def _lists(rows: Rows, start: int, stop: int, has_impossible: bool) -> Iterator[
 
 
 def _no_chosen_token() -> ParameterError:
-    return ParameterError("record", "a position has no chosen token; slice the prompt's first one off")
+    return ParameterError("record", "a position has no chosen token; slice off a prompt's first position")
 
 
 class IdTexts:
-    """A table whose texts are ids, as vLLM writes them (`token_id:5`); their bytes stay the tokens' own."""
+    """Token table whose texts are ids, as in vLLM (`token_id:5`), with the tokens' real bytes."""
 
     def __init__(self, table: TokenTable) -> None:
         self._table = table
 
     def token_text(self, token_id: int) -> str:
-        """The id as a text."""
+        """Return the text `token_id:<id>`."""
         return f"token_id:{token_id}"
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The token's own bytes."""
+        """Return the exact bytes of the token."""
         return self._table.token_bytes(token_id)
 
 
 class _OwnTexts:
-    """The table of one position: the texts that came with its entries."""
+    """Token table of one position, with the texts of its entries."""
 
     def __init__(self, record: FlatLogprobs, row: int) -> None:
         self._texts = {token_id: entry.decoded_token for token_id, entry in (record[row] or {}).items()}
@@ -193,7 +196,7 @@ class _OwnTexts:
     def token_text(self, token_id: int) -> str:
         text = self._texts[token_id]
         if text is None:
-            raise ParameterError("table", f"the token {token_id} came without a text; give a table of texts")
+            raise ParameterError("table", f"token {token_id} has no text; pass a token table")
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -201,7 +204,7 @@ class _OwnTexts:
 
 
 class _Parts(dict[int, bytes]):
-    """Token id → all that stands before its number, encoded when first asked for."""
+    """Token id → encoded JSON up to its logprob; filled on first access."""
 
     def __init__(self, table: TokenTable, *, has_bytes: bool) -> None:
         super().__init__()
@@ -213,7 +216,7 @@ class _Parts(dict[int, bytes]):
         return part
 
     def head(self, token_id: int, own_bytes: bytes) -> bytes:
-        """A token's own part, where these are its bytes."""
+        """Encode the part of a token, with these bytes."""
         text = msgspec.json.encode(self._table.token_text(token_id))
         if not self._has_bytes:
             return b'{"token":%b,"logprob":' % text
@@ -224,7 +227,7 @@ class _Parts(dict[int, bytes]):
 
 
 def token_item(token_id: int, table: TokenTable) -> dict[str, Any]:
-    """A token's identity: id, text, exact bytes."""
+    """Return id, text and exact bytes of a token."""
     return {
         "token_id": token_id,
         "token": table.token_text(token_id),
@@ -233,7 +236,7 @@ def token_item(token_id: int, table: TokenTable) -> dict[str, Any]:
 
 
 def entry_rows(record: FlatLogprobs, table: TokenTable) -> list[list[dict[str, Any]] | None]:
-    """Every entry of every position with id, logprob and rank, the chosen token first; None for None."""
+    """Return all entries of all positions as dicts, the chosen token first; None for None positions."""
     entries = record.arrays
     rows = _items(entries, table)
     if entries.is_none is None:
@@ -244,9 +247,9 @@ def entry_rows(record: FlatLogprobs, table: TokenTable) -> list[list[dict[str, A
 def position_rows(
     record: FlatLogprobs, table: TokenTable, *, has_impossible: bool = True
 ) -> list[dict[str, Any] | None]:
-    """One object a position: the chosen token's numbers and the k best; None where nothing predicts it.
+    """Return one dict per position: the chosen token and `top_logprobs`; None if it has no prediction.
 
-    Without `has_impossible` alternatives that are -inf are left out.
+    `has_impossible=False` leaves out alternatives that are -inf.
     """
     rows = record.rows
     chosen, top = rows.chosen_entries(0, len(record)), rows.top_entries(0, len(record))
@@ -256,7 +259,10 @@ def position_rows(
 
 
 def id_rows(record: FlatLogprobs, table: TokenTable) -> list[dict[str, dict[str, Any]] | None]:
-    """A map a position, as vLLM has it: id → logprob, rank, text, the chosen token first; None for None."""
+    """Return one map per position as in vLLM, id → logprob, rank, text; None if it has no prediction.
+
+    The chosen token comes first.
+    """
     names = {"logprob": "logprob", "rank": "rank", "decoded_token": "token"}
     return [
         None
@@ -272,10 +278,10 @@ def id_rows(record: FlatLogprobs, table: TokenTable) -> list[dict[str, dict[str,
 def legacy_rows(
     record: FlatLogprobs, table: TokenTable, *, has_impossible: bool = True
 ) -> dict[str, list[Any]]:
-    """`token_logprobs` and `top_logprobs` of all positions; None where nothing predicts the token.
+    """Return `token_logprobs` and `top_logprobs` of OpenAI's legacy completions, None without a prediction.
 
-    A map holds the k best, without those that are -inf where `has_impossible` says so, and the chosen token;
-    of two tokens with one text the later is `token_id:N`.
+    A map holds the k best (without -inf unless `has_impossible`) and the chosen token. If two tokens have the
+    same text, the key of the later one is `token_id:N`.
     """
     token_logprobs: list[float | None] = []
     maps: list[dict[str, float | None] | None] = []
@@ -305,14 +311,14 @@ def _text_map(row: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     for entry in row:
         key: str = entry["token"]
         while key in numbers:
-            # A token may itself be written `token_id:5`; the next form is free then.
+            # A token's text may itself be `token_id:5`; then append an apostrophe.
             key = f"token_id:{entry['token_id']}" if not key.startswith("token_id:") else f"{key}'"
         numbers[key] = entry["logprob"]
     return numbers
 
 
 def runs(rows: Sequence[int]) -> list[tuple[int, int]]:
-    """Consecutive numbers as half-open ranges."""
+    """Group consecutive numbers into half-open ranges."""
     if not rows:
         return []
     if rows[-1] - rows[0] + 1 == len(rows):

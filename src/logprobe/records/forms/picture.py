@@ -1,6 +1,6 @@
-"""Records as a picture: the text in shades, surprisal and entropy by position, and how sure the model was.
+"""Plots of records: shaded tokens, surprisal and entropy by position, and calibration.
 
-Before it: `FlatLogprobs`. After it: notebooks and image files. Needs the extra `plot`.
+Needs matplotlib (extra `plot`).
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from logprobe.records.values import TokenTable
 
 TOKENS_A_LINE: Final = 12
-MAX_LINES: Final = 16  # of the strip; what is longer says how much is left out
+MAX_LINES: Final = 16  # lines of shaded tokens; a note says how many tokens are left out
 NUM_BINS: Final = 10
 FONT: Final = "DejaVu Sans"
-IMPOSSIBLE_NATS: Final = 30.0  # where a point of infinite surprisal is drawn
+IMPOSSIBLE_NATS: Final = 30.0  # maximum surprisal in the plot, also for infinite values
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawn figure: a notebook shows it, `save` writes it, `figure` is matplotlib's own."""
+    """A figure that notebooks display; `figure` is the matplotlib object."""
 
     figure: Any
 
     def save(self, path: str | Path) -> None:
-        """Write it in the format that the name ends with (png, svg, pdf)."""
+        """Save the figure; the file extension sets the format (png, svg, pdf)."""
         self.figure.savefig(path)
 
     def _repr_png_(self) -> bytes:
@@ -48,14 +48,14 @@ class Picture:
 
 
 def draw_record(parts: Parts, table: TokenTable | None) -> Picture:
-    """Draw the strip, the line and, where the best token of each position is known, the calibration.
+    """Plot shaded tokens, surprisal by position and, if all positions have alternatives, calibration.
 
     Raises:
         ParameterError: matplotlib is not installed, or no position has a token.
     """
     chosen = parts.rows.chosen_entries(0, parts.rows.num_rows)
     if not len(chosen.token_ids):
-        raise ParameterError("record", "holds no token to draw; ask for logprobs=0 or more")
+        raise ParameterError("record", "has no tokens to plot; request logprobs=0 or more")
     positions = np.flatnonzero(np.diff(chosen.offsets) > 0)
     sure = _confidence(parts, positions, chosen.token_ids)
     num_lines = min(-(-len(positions) // TOKENS_A_LINE), MAX_LINES)
@@ -74,7 +74,7 @@ def draw_record(parts: Parts, table: TokenTable | None) -> Picture:
 
 
 def _draw_strip(axes: Any, labels: list[str], logprobs: Array) -> None:
-    """Draw the first tokens, each in its shade, line after line."""
+    """Draw the first tokens in lines, shaded by surprisal."""
     for place, label in enumerate(labels):
         line, column = divmod(place, TOKENS_A_LINE)
         background, color = SHADES[shade_of(float(logprobs[place]))]
@@ -94,14 +94,14 @@ def _draw_strip(axes: Any, labels: list[str], logprobs: Array) -> None:
             parse_math=False,
         )
     left_out = len(logprobs) - len(labels)
-    note = f", the first {len(labels)} tokens, {left_out} more" if left_out else ""
+    note = f", first {len(labels)} tokens, {left_out} more not shown" if left_out else ""
     axes.set(xlim=(0, TOKENS_A_LINE), ylim=(-(-len(labels) // TOKENS_A_LINE), 0))
-    axes.set_title(f"surprisal, a shade each nat{note}", fontsize=9, loc="left")
+    axes.set_title(f"surprisal, one shade per nat{note}", fontsize=9, loc="left")
     axes.axis("off")
 
 
 def _labels(parts: Parts, positions: Array, table: TokenTable | None) -> list[str]:
-    """What is written for the chosen token of each position."""
+    """Return the label of the chosen token of each position."""
     rows = [row for position in positions.tolist() if (row := parts.rows.row(position)) is not None]
     return [_label(row.token_ids[0], *texts_of(row.token_ids[:1], row.texts, table)) for row in rows]
 
@@ -113,14 +113,14 @@ def _label(token_id: int, text: str | None) -> str:
 
 
 def _drawable(text: str) -> list[str]:
-    """Its characters; one that the font lacks by its code point."""
+    """Return the characters of a text; those that the font lacks as `U+` code points."""
     glyphs = _glyphs()
     return [mark if ord(mark) in glyphs else f"U+{ord(mark):X}" for mark in text]
 
 
 @functools.cache
 def _glyphs() -> frozenset[int]:
-    """Code points of the font that comes with matplotlib."""
+    """Return the code points of matplotlib's bundled font."""
     from matplotlib import font_manager
     from matplotlib.ft2font import FT2Font
 
@@ -137,7 +137,7 @@ def _draw_lines(axes: Any, positions: Array, logprobs: Array, entropy: Array | N
 
 
 def _confidence(parts: Parts, positions: Array, token_ids: Array) -> tuple[Array, Array] | None:
-    """The best token's probability at each position, and whether it was the chosen one."""
+    """Return the best token's probability at each position, and if it was chosen; None if any is unknown."""
     top = parts.rows.top_entries(0, parts.rows.num_rows)
     widths = np.diff(top.offsets)[positions]
     if not widths.all():
@@ -147,18 +147,18 @@ def _confidence(parts: Parts, positions: Array, token_ids: Array) -> tuple[Array
 
 
 def _draw_calibration(axes: Any, confidence: Array, is_hit: Array) -> None:
-    """How often the best token came, by its probability."""
+    """Plot how often the best token was chosen, by its probability."""
     bins = np.minimum((confidence * NUM_BINS).astype(int), NUM_BINS - 1)
     counts = np.bincount(bins, minlength=NUM_BINS)
     used = counts > 0
     sure = np.bincount(bins, confidence, NUM_BINS)[used] / counts[used]
     hits = np.bincount(bins, is_hit.astype(float), NUM_BINS)[used] / counts[used]
     _draw_bins(axes, counts[used], sure, hits)
-    axes.set(xlabel="probability of the best token", ylabel="it came")
+    axes.set(xlabel="probability of the best token", ylabel="frequency chosen")
 
 
 def drawn_bins(counts: Array, confidence: Array, accuracy: Array) -> Picture:
-    """How often answers were right, by how sure they were; bins (num_bins,) without answers are left out.
+    """Plot accuracy by confidence, per bin (num_bins,); empty bins are left out.
 
     Raises:
         ParameterError: matplotlib is not installed.
@@ -166,12 +166,12 @@ def drawn_bins(counts: Array, confidence: Array, accuracy: Array) -> Picture:
     figure, used = _new_figure(figsize=(4, 4), layout="constrained"), counts > 0
     axes = figure.subplots()
     _draw_bins(axes, counts[used], confidence[used], accuracy[used])
-    axes.set(xlabel="how sure", ylabel="how often right")
+    axes.set(xlabel="confidence", ylabel="accuracy")
     return Picture(figure)
 
 
 def _draw_bins(axes: Any, counts: Array, sure: Array, hits: Array) -> None:
-    """A point each beside the line of perfect calibration; its area is how many there are."""
+    """Plot one point per bin, with its area by count, and the line of perfect calibration."""
     axes.plot([0, 1], [0, 1], linewidth=0.8, color="gray")
     axes.scatter(sure, hits, s=20 + 180 * counts / math.sqrt(counts.sum() * counts.max()))
     axes.set(xlim=(0, 1), ylim=(-0.05, 1.05))

@@ -1,6 +1,6 @@
-"""A record as bytes: a JSON header, then raw columns, each aligned to 8 bytes (layout in docs/records.md).
+"""Binary format of records: a JSON header, then raw columns aligned to 8 bytes (layout: docs/records.md).
 
-Exact by default; 16-bit and 8-bit log-probabilities at an error that the header states.
+Lossless by default; with 16-bit or 8-bit log-probabilities the header states the maximum error.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ MAGIC, VERSION, ALIGNMENT = b"LGPB", 1, 8
 Precision: TypeAlias = Literal["float32", "float16", "uint8"]
 
 KEPT = ("kept.offsets", "kept.token_ids")
-NUM_STEPS = 254  # 8-bit codes 0..254 span a group's finite values; 255 is -inf
+NUM_STEPS = 254  # 8-bit codes 0..254 span a group's finite values; 255 means -inf
 INFINITE = 255
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Everything about a record that is no column."""
+    """JSON header of a serialized record."""
 
     version: int
     rows: RowsHeader
@@ -51,14 +51,14 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     given: RowsHeader | None = None
     info: LogprobsInfo | None = None
     precision: Precision = "float32"
-    max_abs_error: float = 0.0  # nats, of any finite logprob against the record that was written
+    max_abs_error: float = 0.0  # nats, of the finite logprobs against the original record
 
 
 def encode(parts: Parts, precision: Precision = "float32") -> bytes:
-    """A record's bytes; `float32` is exact, the others say in the header how far off they are.
+    """Serialize a record; `float32` is lossless, for the others the header states the maximum error.
 
     Raises:
-        ParameterError: an unknown precision; one below float32 for NaN or positive values.
+        ParameterError: an unknown precision, or one below float32 for NaN or positive values.
     """
     scalars, columns = parts.rows.state(MAX_COUNTED)
     given_header = None
@@ -86,25 +86,25 @@ def encode(parts: Parts, precision: Precision = "float32") -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Parts:
-    """Read what `encode` wrote; exact columns are read in place, without a copy.
+    """Deserialize the output of `encode`; lossless columns are views of `data`, except those with NaN.
 
-    Whoever sent the bytes: nothing is made that they do not hold, and what is returned can be read whole.
+    Safe for untrusted data: it is validated, and allocations are bounded by its size.
 
     Raises:
-        InputError: not such bytes, another version, or columns that contradict each other.
+        InputError: not a record, an unknown version, or inconsistent columns.
     """
     header, body = read_header(data)
     check_places(header.columns, len(body), ALIGNMENT, known_columns())
     columns = _restore(_read_columns(header, body))
     extras = {name: columns.pop(name) for name in EXTRAS if name in columns}
     for name, values in extras.items():
-        require(values.shape == (header.rows.num_rows,), f"{name} of another number than the rows")
+        require(values.shape == (header.rows.num_rows,), f"{name} does not match the rows in number")
     kept = _kept_of(columns, header.rows.num_rows)
     named = {name: columns.pop(name) for name in [*columns] if name.startswith("given.")}
-    require(not named or header.given is not None, "columns of named ids, but none were named")
+    require(not named or header.given is not None, "columns of given ids, but none in the header")
     rows, given = _rows_from(header.rows, columns), None
     if header.given is not None:
-        require(header.given.num_rows == header.rows.num_rows, "named ids of another number than the rows")
+        require(header.given.num_rows == header.rows.num_rows, "given ids do not match the rows in number")
         own = {name.removeprefix("given."): column for name, column in named.items()}
         given = _rows_from(header.given, own)
     return Parts(rows, extras, given, kept, header.info)
@@ -114,7 +114,7 @@ def _kept_of(columns: dict[str, Array], num_rows: int) -> tuple[Array, Array] | 
     offsets, ids = (columns.pop(name, None) for name in KEPT)
     if offsets is None and ids is None:
         return None
-    require(offsets is not None and ids is not None, "one of the columns of kept ids is missing")
+    require(offsets is not None and ids is not None, "a column of the kept ids is missing")
     assert offsets is not None
     assert ids is not None
     check_runs(offsets, ids, num_rows)
@@ -122,22 +122,22 @@ def _kept_of(columns: dict[str, Array], num_rows: int) -> tuple[Array, Array] | 
 
 
 def read_header(data: bytes | memoryview) -> tuple[Header, memoryview]:
-    """The header of `encode`'s result, and what follows it.
+    """Return the header of `encode`'s output, and the bytes that follow it.
 
     Raises:
-        InputError: not such bytes, or another version.
+        InputError: not a record, or an unknown version.
     """
     view = memoryview(data).cast("B")
     start = len(MAGIC) + 4
     if bytes(view[: len(MAGIC)]) != MAGIC:
-        raise InputError(f"a record starts with {MAGIC!r}, this with {bytes(view[: len(MAGIC)])!r}")
+        raise InputError(f"not a record: it must start with {MAGIC!r}, got {bytes(view[: len(MAGIC)])!r}")
     stop = start + int.from_bytes(view[len(MAGIC) : start], "little")
     try:
         header = msgspec.json.decode(view[start:stop], type=Header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"the record's header cannot be read: {error}") from error
     if header.version != VERSION:
-        raise InputError(f"the record has version {header.version}; this program reads {VERSION}")
+        raise InputError(f"the record has version {header.version}, but only version {VERSION} is supported")
     return header, view[stop:]
 
 
@@ -161,7 +161,7 @@ def _read_columns(header: Header, body: memoryview) -> dict[str, Array]:
     for column in header.columns:
         size = prod(column.shape) * np.dtype(column.dtype).itemsize
         flat: Array = np.frombuffer(body[column.offset : column.offset + size], np.dtype(column.dtype))
-        # Of all that is not a number one form is kept: the others warn when they are converted.
+        # Replace all NaNs by the standard one: others cause warnings when converted.
         if flat.dtype.kind == "f" and (is_nan := np.isnan(flat)).any():
             flat = np.where(is_nan, flat.dtype.type(np.nan), flat)
         columns[column.name] = flat.reshape(column.shape)
@@ -172,10 +172,10 @@ def _read_columns(header: Header, body: memoryview) -> dict[str, Array]:
 
 
 def _quantise(columns: dict[str, Array], precision: Precision) -> tuple[dict[str, Array], float]:
-    """Columns with smaller log-probabilities, and the largest error of a finite one, nats.
+    """Reduce the precision of log-probabilities; also return the largest error of a finite one, nats.
 
-    float16 rounds each value. uint8 spans the finite values of each row of k, or of each 256 scalars, in 254
-    equal steps.
+    float16 rounds each value. uint8 divides the range of the finite values of each step row, or of each 256
+    scalars, into 254 equal steps.
     """
     if precision not in {"float32", "float16", "uint8"}:
         raise ParameterError("precision", f"{precision!r} is not one of 'float32', 'float16', 'uint8'")
@@ -187,7 +187,7 @@ def _quantise(columns: dict[str, Array], precision: Precision) -> tuple[dict[str
             exact = columns[name]
             if not (exact <= 0).all():
                 raise ParameterError(
-                    "precision", "NaN and positive values have no smaller form; use 'float32'"
+                    "precision", "cannot be reduced for NaN and positive values; use 'float32'"
                 )
             coded = _smaller(name, exact, precision)
             finite = np.isfinite(exact)
@@ -198,7 +198,7 @@ def _quantise(columns: dict[str, Array], precision: Precision) -> tuple[dict[str
 
 
 def _restore(columns: dict[str, Array]) -> dict[str, Array]:
-    """Undo `_quantise`: float32 columns."""
+    """Invert `_quantise`: return float32 columns."""
     restored = {name: column for name, column in columns.items() if not name.endswith(".scale")}
     for name in [name for name in columns if name.endswith("logprobs")]:
         if columns[name].dtype not in (np.float32, np.float64):
@@ -209,10 +209,10 @@ def _restore(columns: dict[str, Array]) -> dict[str, Array]:
 
 
 def _smaller(name: str, column: Array, precision: Precision) -> dict[str, Array]:
-    """The smaller column of values <= 0 and what else is needed to read it."""
+    """Return the reduced column of values <= 0, and its scale if it has one."""
     magnitudes = -column
     if precision == "float16":
-        largest = np.finfo(np.float16).max  # what is finite stays so
+        largest = np.finfo(np.float16).max  # clip, so that finite values stay finite
         halves = np.where(np.isinf(magnitudes), np.inf, np.minimum(magnitudes, largest))
         return {name: halves.astype(np.float16)}
     groups = _groups(magnitudes)
@@ -228,19 +228,19 @@ def _smaller(name: str, column: Array, precision: Precision) -> dict[str, Array]
 
 
 def _restored(name: str, columns: dict[str, Array]) -> Array:
-    """Log-probabilities, float32."""
+    """Return log-probabilities as float32."""
     column = columns[name]
     if column.dtype == np.float16:
         return np.float32(0) - column.astype(np.float32)
     scale = columns[f"{name}.scale"]
     groups = _groups(column)
-    with np.errstate(over="ignore"):  # an infinite value, where a sender's scale says so
+    with np.errstate(over="ignore"):  # a sender's scale may overflow to infinity
         values = np.where(groups == INFINITE, np.float32(np.inf), scale[:, :1] + groups * scale[:, 1:])
     return np.float32(0) - values.ravel()[: column.size].reshape(column.shape).astype(np.float32)
 
 
 def _groups(column: Array) -> Array:
-    """Rows of a matrix, or runs of GROUP scalars, the last filled up with its own last value."""
+    """Return rows of a matrix as they are; split scalars into runs of GROUP, the last padded."""
     if column.ndim == 2:
         return column
     if not len(column):

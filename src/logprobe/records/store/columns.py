@@ -58,7 +58,7 @@ def check_not_negative(**columns: Array) -> None:
     """Raise `ParameterError` if a column of ids or ranks holds a negative number."""
     for name, values in columns.items():
         if values.size and values.min() < 0:
-            raise ParameterError(name, f"{int(values.min())} is negative; drop padding before appending")
+            raise ParameterError(name, f"{int(values.min())} is negative; remove padding before appending")
 
 
 def float_column(logprobs: Array) -> Array:
@@ -68,7 +68,7 @@ def float_column(logprobs: Array) -> Array:
         ParameterError: a value is +inf.
     """
     if (logprobs == np.inf).any():
-        raise ParameterError("logprobs", "a value is +inf, which no log-probability is; check the logits")
+        raise ParameterError("logprobs", "a value is +inf, which is not a log-probability; check the logits")
     return narrowed(logprobs)
 
 

@@ -80,7 +80,7 @@ def _typed(name: str, typecode: str, values: list[Any]) -> Array:
     try:
         return np.array(array(typecode, values))
     except (TypeError, OverflowError) as error:
-        raise ParameterError(name, f"a value has no place in a record: {error}") from error
+        raise ParameterError(name, f"a value has the wrong type or is out of range: {error}") from error
 
 
 def spans_of(entries: Entries, starts: npt.ArrayLike, ends: npt.ArrayLike) -> Entries:
@@ -146,6 +146,6 @@ def given_columns(given: Sequence[npt.ArrayLike]) -> Entries:
     """
     offsets, ids, logprobs, ranks = (np.asarray(column) for column in given)
     if not ids.shape == logprobs.shape == ranks.shape == (int(offsets[-1] - offsets[0]),):
-        raise ParameterError("given", f"offsets end at {offsets[-1]}, but {ids.shape} ids came with them")
+        raise ParameterError("given", f"offsets end at {offsets[-1]}, but there are {ids.shape} ids")
     check_not_negative(token_ids=ids, ranks=ranks)
     return Entries(offsets=offsets, token_ids=ids, logprobs=float_column(logprobs), ranks=ranks)

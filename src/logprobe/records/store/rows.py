@@ -212,7 +212,7 @@ class Rows:
         while start < stop:
             first = starts[number]
             if number == len(blocks):
-                assert waiting is not None, "rows that are in no block wait"
+                assert waiting is not None, "rows outside of all blocks are buffered"
                 return [*found, waiting.block(start - first, stop - first)]
             last = min(stop, starts[number + 1])
             block = blocks[number]

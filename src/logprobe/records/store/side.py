@@ -71,7 +71,7 @@ def _checked_runs(offsets: npt.ArrayLike, token_ids: npt.ArrayLike) -> tuple[Arr
     """Return copies as arrays; raise `ParameterError` if the offsets' span differs from the number of ids."""
     bounds, ids = np.array(offsets, np.int64), np.array(token_ids)
     if bounds.ndim != 1 or ids.shape != (int(bounds[-1] - bounds[0]),):
-        raise ParameterError("kept", f"offsets end at {bounds[-1:]}, but {ids.shape} ids came with them")
+        raise ParameterError("kept", f"offsets end at {bounds[-1:]}, but there are {ids.shape} ids")
     return bounds, ids
 
 
@@ -136,7 +136,7 @@ class Side:
             ParameterError: unknown column, or a number of values other than `num_new`. Nothing is added then.
         """
         for name in extras.keys() - EXTRAS.keys():
-            raise ParameterError(name, f"is no further column; there are {', '.join(EXTRAS)}")
+            raise ParameterError(name, f"unknown column; known: {', '.join(EXTRAS)}")
         values = {
             name: np.array(column, EXTRAS[name]) for name, column in extras.items() if column is not None
         }

@@ -47,7 +47,7 @@ class Steps(NamedTuple):
             )
         for name, values in (("token_ids", rows.token_ids), ("ranks", rows.ranks)):
             if values.dtype.kind not in "iu" and values.size:
-                raise ParameterError(name, f"{values.dtype} values where integers belong")
+                raise ParameterError(name, f"must be integers, got {values.dtype}")
         check_not_negative(token_ids=rows.token_ids, ranks=rows.ranks)
         return rows._replace(logprobs=float_column(rows.logprobs))
 

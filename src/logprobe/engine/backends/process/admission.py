@@ -54,7 +54,7 @@ class Admission:
         except (ParameterError, UnreadableError) as error:
             own = error.parameter if isinstance(error, ParameterError) else "params"
             name = _at_fault(params) or own
-            message = f"cannot cross to the engine's process: {str(error).removeprefix(f'{own}: ')}"
+            message = f"cannot be sent to the engine process: {str(error).removeprefix(f'{own}: ')}"
             raise ParameterError(name, message) from error
         self._crossing = params
 
@@ -83,14 +83,14 @@ def processor_names(processors: tuple[str | type, ...] | list[str | type]) -> tu
     for processor in processors:
         cls = load_processor(processor)
         is_readable = not issubclass(cls, CaptureLogitsProcessor | GlobalLogprobsCapture)
-        own = f"{cls.__name__} keeps rows in the engine's process; use it without process"
+        own = f"{cls.__name__} keeps rows in the engine's process; use it with process=False"
         require(is_readable, where, own)
         if isinstance(processor, str):
             names.append(processor)
             continue
         is_named = cls.__module__ != "__main__" and cls.__qualname__.isidentifier()
         if not is_named:
-            remedy = "write it in a module and give module.path:ClassName"
-            raise ParameterError(where, f"{cls.__qualname__} has no name in another process; {remedy}")
+            remedy = "define it in a module and pass module.path:ClassName"
+            raise ParameterError(where, f"{cls.__qualname__} cannot be imported in another process; {remedy}")
         names.append(f"{cls.__module__}:{cls.__qualname__}")
     return tuple(names)

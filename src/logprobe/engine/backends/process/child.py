@@ -58,9 +58,10 @@ def main() -> None:
 
 
 def _end_with_front(passing: set[Path], lifeline: socket.socket, front: int) -> None:
-    """End this process with its front, when that lets the lifeline go or, where a fork holds it, is gone.
+    """Wait until the front closes its end of the lifeline or has exited; then end this process.
 
-    The folders that are `passing` go with it.
+    The check of the parent's pid covers a fork of the front that holds the lifeline open. Removes the
+    temporary folders in `passing`.
     """
     while os.getppid() == front:
         if wait([lifeline], CHECK_FRONT_S) and not lifeline.recv(1):
@@ -79,7 +80,7 @@ class Child:
     def __init__(self, channel: Channel[Order], passing: set[Path]) -> None:
         self._channel = channel
         self._passing = passing
-        self._pulsing = threading.Lock()  # held from reading the figures of a heartbeat until it is sent
+        self._pulsing = threading.Lock()  # held from reading the statistics of a heartbeat until it is sent
 
     def run(self) -> None:
         """Start the engine and serve until `Stop`."""
@@ -89,7 +90,7 @@ class Child:
         assert isinstance(start, Start)
         try:
             self._load(start)
-        except BaseException as error:  # noqa: BLE001 - the front tells whoever started it
+        except BaseException as error:  # noqa: BLE001 - the front reports the error
             self._channel.send([Stopped(_as_ours(error, "cannot start"))])
             while not isinstance(self._channel.receive(), Stop):
                 pass
@@ -129,10 +130,10 @@ class Child:
                 pulsed_at = time.monotonic()
 
     def _receive(self) -> Order | None:
-        """The next order, if any; requests that cannot be read fail, and no others.
+        """Return the next command, or None; requests that cannot be decoded fail.
 
         Raises:
-            UnreadableError: nothing that can be read as requests either.
+            UnreadableError: a message that cannot be decoded, other than requests.
         """
         from logprobe.engine.backends.process.orders import request_ids
         from logprobe.transport.codec import UnreadableError
@@ -148,9 +149,9 @@ class Child:
             return None
 
     def _send_pulse(self, beside: Sequence[Report] = ()) -> None:
-        """Send figures, and other reports that they count; the front reads the figures first.
+        """Send statistics, followed by the reports that they count, as one message.
 
-        Two threads send them: none may be overtaken by older ones.
+        Called from two threads; the lock keeps an older snapshot from being sent after a newer one.
         """
         from logprobe.engine.backends.process.orders import Pulse
 
@@ -165,15 +166,15 @@ class Child:
             case Submit(requests):
                 self._thread.send(Submit(tuple(self._taken_in(requests))))
             case LoadLora() | LoadWeights():
-                # Nobody names them before the answer, so requests need not wait for the disk.
+                # No request uses them before the answer, so requests need not wait for the disk.
                 threading.Thread(target=self._answer, args=(order,), daemon=True).start()
             case TakeWeights():
                 self._take_weights(order)
             case _:
-                self._thread.send(order)  # type: ignore[arg-type]  # `Start` and `Stop` never come here
+                self._thread.send(order)  # type: ignore[arg-type]  # never `Start` or `Stop`
 
     def _taken_in(self, requests: Iterable[Admitted]) -> list[Admitted]:
-        """Requests that the front admitted, with this side's own objects; those that cannot run fail."""
+        """Convert the processor arguments of admitted requests to this process's objects; fail the others."""
         from msgspec.structs import replace
 
         from logprobe.transport.messages import Failure
@@ -183,8 +184,8 @@ class Child:
             try:
                 args = self._parts.engine.sampling.pipeline.take_in(admitted.processor_args)
                 ready.append(replace(admitted, processor_args=args))
-            except Exception as error:  # noqa: BLE001 - whatever it is, it ends this request and no other
-                reason = _as_ours(error, "cannot take a request in")
+            except Exception as error:  # noqa: BLE001 - fails this request only
+                reason = _as_ours(error, "cannot accept a request")
                 self._channel.send([Failure(admitted.request.request_id, reason)])
         return ready
 
@@ -210,16 +211,16 @@ class Child:
         from logprobe.errors import EngineError
 
         def answer(taking: Future[None]) -> None:
-            if taking.exception() is None:  # else the process ends, and so does the wait for an answer
+            if taking.exception() is None:  # otherwise the process ends, which also fails the waiting front
                 self._channel.send([Answer(order.number)])
 
         engine = self._parts.engine
-        if engine.weights_number == order.number:  # it was started with them
+        if engine.weights_number == order.number:  # the process was started with them
             self._channel.send([Answer(order.number)])
         elif engine.has_ready(order.number):
             self._thread.take(order).add_done_callback(answer)
-        else:  # it was started while they were read; it is started again with them
-            self._end(EngineError("an engine process lacks the weights that the others have"))
+        else:  # the process was started while they were loaded; the restarted one loads them
+            self._end(EngineError("an engine process does not have the weights of the others"))
 
     def _publish(self, batch: Iterable[Event]) -> None:
         from logprobe.errors import EngineError, ParameterError
@@ -227,7 +228,7 @@ class Child:
 
         if not (events := list(batch)):
             return
-        # A reader that sees the end of a request must also see statistics that count it.
+        # Readers that see the end of a request must also see statistics that count it.
         has_ends = any(isinstance(event, Delta) and event.finish is not None for event in events)
         try:
             if has_ends:
@@ -235,7 +236,7 @@ class Child:
             else:
                 self._channel.send(events)
         except ParameterError as error:
-            if len(events) > 1:  # together they are too large
+            if len(events) > 1:  # too large for one message
                 for event in events:
                     self._publish([event])
                 return
@@ -250,11 +251,11 @@ class Child:
 
 
 def _check_model(model: str, expected: str) -> None:
-    """Refuse files that have changed before they are loaded: nothing of them shall enter the caches.
+    """Check before loading that the checkpoint is unchanged, so that other weights do not enter the caches.
 
     Raises:
-        EngineUnavailableError: they hold other weights than those that the engine was started with.
-        ModelError: they cannot be found.
+        EngineUnavailableError: its weights differ from those that the engine was started with.
+        ModelError: it cannot be found.
     """
     from logprobe.engine.backends.process.orders import changed_model
     from logprobe.errors import EngineUnavailableError

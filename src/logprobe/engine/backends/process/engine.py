@@ -1,6 +1,6 @@
-"""`ProcessEngine`: the native engine in one or several other processes, each with its own requests.
+"""`ProcessEngine`: runs the native engine in one or several other processes.
 
-Each process is a replica behind a channel; requests are validated here, once for all of them.
+Each process is a `Replica` behind a channel and runs its own requests; requests are validated here.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class ProcessEngine:
         self._settings = settings | {"process": False}
         # What a restarted process must load: LoRA weights, and replaced model weights.
         self._loras: dict[int, tuple[LoadLora, TemporaryDirectory[str]]] = {}  # with copies of their folders
-        self._left: list[TemporaryDirectory[str]] = []  # copies that are no longer needed
+        self._left: list[TemporaryDirectory[str]] = []  # unused copies, removed by `close`
         self._weights: LoadWeights | None = None
         self._weights_files: FileStats | None = None  # if read from a caller's folder
-        self._weight_version: str | None = None  # of the checkpoint; set once by the first start
+        self._weight_version: str | None = None  # version of the checkpoint; set by the first start
         self._accepting = threading.Lock()  # guards the first assignment of `_weight_version`
         self._passing = ExitStack()  # owns the temporary folder of `_weights`, if any
         # Weights that are loaded but not yet in use, their file stats, and the owner of their folder.
@@ -100,7 +100,7 @@ class ProcessEngine:
         self._open(config, text, ready)
 
     def _open(self, config: EngineConfig, text: TextEdge, ready: Ready) -> None:
-        """Set what depends on the properties that a process reports."""
+        """Set capabilities and admission from the properties that a process reported."""
         own = ready.capabilities
         self._capabilities = replace(own, num_processes=config.data_parallel)
         facts = ModelFacts(
@@ -153,7 +153,7 @@ class ProcessEngine:
                 chosen = self._router.choose(admitted, queued, ranks)
                 queued[chosen] += Backlog(admitted).num_tokens
                 portions[chosen].append(admitted)
-            # Under the lock, so that weight replacement has the same order to the call in every process.
+            # Under the lock, so that a call is before or after a weight replacement in every process alike.
             for replica, portion in zip(self._replicas, portions, strict=True):
                 if portion:
                     replica.submit(portion)
@@ -181,7 +181,7 @@ class ProcessEngine:
         return None
 
     def _load_lora(self, command: LoadLora) -> None:
-        """Load the present files of a folder; processes that start later load a copy of them."""
+        """Load a copy of a folder's files, so that processes that start later load the same ones."""
         check_files(command.name, Path(command.path))
         with copying():
             copy = TemporaryDirectory(prefix="logprobe-lora-")
@@ -223,7 +223,7 @@ class ProcessEngine:
         return answers[0].layout
 
     def _take_weights(self, command: TakeWeights) -> None:
-        assert self._ready is not None, "they were loaded"
+        assert self._ready is not None, "the weights were loaded"
         # Processes that start from now on load them.
         (self._weights, self._weights_files, own), self._ready = self._ready, None
         with own:
@@ -270,10 +270,10 @@ class ProcessEngine:
         self._end(EngineClosedError("the engine was closed before this request ended"))
 
     def _starting(self, replica: Replica) -> Start:
-        """Return the first message to a process that starts; it has no cached prefix.
+        """Return the first message to a process that starts; forget its cached prefixes.
 
         Raises:
-            EngineUnavailableError: the replaced weights cannot be read again.
+            EngineUnavailableError: the files of the replaced weights have changed.
         """
         if replica in self._replicas:
             with self._is_routing:
@@ -284,7 +284,7 @@ class ProcessEngine:
         return Start(self._settings, loads, self._weight_version)
 
     def _accept(self, ready: Ready) -> None:
-        """Accept a process that has loaded the same weights as the others and as before.
+        """Check that a process has loaded the same weights as the others and as before.
 
         Raises:
             EngineUnavailableError: it has loaded other weights.
@@ -300,15 +300,15 @@ class ProcessEngine:
         files = self._weights_files
         if files is not None and (changed := files.changed()):
             raise EngineUnavailableError(
-                f"weights: {changed} since load_weights read it; restore it, or make a new engine"
+                f"weights: {changed} since load_weights read it; restore it, or create a new engine"
             )
 
     def _take(self, events: Iterable[Event]) -> None:
-        """Publish the events of a replica; there are none before `start`."""
+        """Publish the events of a replica; no replica has events before `start`."""
         self._publish(events)
 
     def _close_replicas(self) -> None:
-        if self._creator.is_gone:  # the processes are not this one's
+        if self._creator.is_gone:  # in a fork, which does not own the processes
             return
         for replica in self._replicas:
             replica.stop()
@@ -354,7 +354,7 @@ class FileStats:
 
 @contextmanager
 def copying() -> Iterator[None]:
-    """Raise `EngineError` if the system cannot write a copy of weights in the block."""
+    """Convert an `OSError` of copying weights in the block to `EngineError`."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Messages to and from an engine process besides `transport.messages`: start, health, and answers.
+"""Messages to and from an engine process, in addition to `transport.messages`: start, health, answers.
 
 `Replica` uses them on the parent side, `child` on the engine side.
 """
@@ -32,7 +32,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
     capabilities: Capabilities
     eos_token_ids: list[int]
-    kv_bytes: int  # of its KV cache
+    kv_bytes: int  # size of its KV cache
 
 
 class Stopped(msgspec.Struct, tag=True, frozen=True):
@@ -64,8 +64,8 @@ Report: TypeAlias = Delta | Failure | Ready | Stopped | Pulse | Answer
 def changed_model(model: str, expected: str | None, found: str | None) -> str:
     """Format the error for a checkpoint that changed after the engine was started."""
     return (
-        f"model: the weights of {model} are {found}, and the engine was started with {expected}; "
-        "restore the files, or make a new engine"
+        f"model: the weights of {model} are {found}, but the engine was started with {expected}; "
+        "restore the files, or create a new engine"
     )
 
 

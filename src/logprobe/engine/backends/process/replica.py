@@ -1,6 +1,6 @@
-"""`Replica`: one engine process as its front sees it: started, followed, and started again when it dies.
+"""`Replica`: starts and monitors an engine process, and restarts it when it dies.
 
-`ProcessEngine` calls it on any thread; a thread of its own follows the process from start to end.
+`ProcessEngine` calls it from any thread; each replica has a thread that monitors its process.
 """
 
 from __future__ import annotations
@@ -43,17 +43,18 @@ if TYPE_CHECKING:
 
 THREAD_NUMBERS: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 MAIN: Final = "from logprobe.engine.backends.process.child import main; main()"
-CLOSE_S: Final = 5.0  # for the step in progress when it is stopped
+CLOSE_S: Final = 5.0  # maximum wait for the step in progress when the process is stopped
+# Delay before a restart: first, maximum; run time after which it is reset to the first.
 FIRST_DELAY_S, LONGEST_DELAY_S, STEADY_S = (
     0.5,
     30.0,
     60.0,
-)  # of starting again; after which the delay is short
+)
 STDERR: Final = 2
-LATE_S: Final = 2.0  # without a pulse: the process is held up
-LOOK_S: Final = 1.0  # between two looks at whether it still sends its pulse
-SILENT_S: Final = 60.0  # without a pulse: it hangs
-STUCK_S: Final = 600.0  # of one step: so does its engine
+LATE_S: Final = 2.0  # time without a heartbeat after which the process counts as silent
+LOOK_S: Final = 1.0  # interval of the checks for heartbeats
+SILENT_S: Final = 60.0  # time without a heartbeat after which the process is killed
+STUCK_S: Final = 600.0  # duration of a step after which the process is killed
 
 NOTHING: Final = EngineStats.of_replicas({})
 
@@ -61,7 +62,7 @@ logger = logging.getLogger("logprobe")
 
 
 class Backlog:
-    """Estimated remaining work of a request, by which the router chooses a process."""
+    """Estimated remaining work of a request, used by the router to choose a process."""
 
     __slots__ = ("num_samples", "num_tokens")
 
@@ -72,10 +73,15 @@ class Backlog:
 
 
 class Replica:
-    """A named series of engine processes: when one exits, the next is started.
+    """An engine process that is restarted when it exits.
 
-    `starting` gives the first message to a process that starts; `accept` raises where one that has loaded may
-    not serve; `publish` takes the events of its requests.
+    Args:
+        name: name for messages and metrics.
+        context: ZeroMQ context.
+        threads: number of compute threads of the process.
+        starting: returns the first message to a process that starts.
+        accept: called with the properties of a process that has loaded; raises if it may not serve.
+        publish: called with the events of its requests.
     """
 
     def __init__(
@@ -88,7 +94,7 @@ class Replica:
         publish: Callable[[Iterable[Event]], None],
     ) -> None:
         self.name = name
-        self.ready: Future[Ready] = Future()  # of the first start
+        self.ready: Future[Ready] = Future()  # result of the first start
         self.num_restarts = 0
         self._context = context
         self._threads = threads
@@ -96,35 +102,41 @@ class Replica:
         self._accept = accept
         self._publish = publish
         self._lock = threading.Lock()
-        # All below is guarded by `_lock`.
-        self._channel: Channel[Any] | None = None  # while the engine takes requests
-        self._waiting: list[Order] = []  # for the engine to take requests
-        self._backlogs: dict[str, Backlog] = {}  # of the requests that have not ended
-        self._asked: dict[int, Future[Answer]] = {}  # orders that are answered, by their numbers
-        self._ended: LogprobeError | None = None  # why no process will come any more
-        self._unavailable: EngineUnavailableError | None = None  # why the latest start failed
-        self.num_queued_tokens = 0  # of all of them; may be read at any time
-        self._why_down: LogprobeError | None = None  # why the latest process ended; read at any time
+        # Everything below is guarded by `_lock`; some may be read without it.
+        self._channel: Channel[Any] | None = None  # None while the engine does not accept requests
+        self._waiting: list[Order] = []  # commands queued until the engine is up
+        self._backlogs: dict[str, Backlog] = {}  # unfinished requests, by id
+        self._asked: dict[int, Future[Answer]] = {}  # commands that wait for their answer, by number
+        self._ended: LogprobeError | None = None  # why no process will be started any more
+        self._unavailable: EngineUnavailableError | None = None  # why the last start failed
+        self.num_queued_tokens = 0  # sum over the backlogs; may be read without the lock
+        self._why_down: LogprobeError | None = (
+            None  # why the last process ended; may be read without the lock
+        )
         self._is_closed = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
-        self._pulse: tuple[float, Pulse] | None = None  # the latest, and when it came; read at any time
+        # Last heartbeat and when it arrived (monotonic, s); may be read without the lock.
+        self._pulse: tuple[float, Pulse] | None = None
         self._down_since = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=f"logprobe-{name}", daemon=True)
         self._thread.start()
 
     @property
     def pid(self) -> int | None:
-        """Process id of the present process; None without one."""
+        """Process id of the current process; None without one."""
         process = self._process
         return None if process is None else process.pid
 
     @property
     def is_up(self) -> bool:
-        """Whether its engine takes requests now; else they wait for it."""
+        """True if the engine accepts requests; otherwise they are queued."""
         return self._channel is not None
 
     def submit(self, requests: Sequence[Admitted]) -> None:
-        """Accept requests; each ends, also when the process dies. They fail at once after a failed start."""
+        """Accept requests; all of them end, even if the process dies.
+
+        If the last start failed, they fail at once.
+        """
         with self._lock:
             unavailable = self._unavailable
             if unavailable is None:
@@ -145,7 +157,7 @@ class Replica:
             self._send(order)
 
     def ask(self, order: Asked) -> Future[Answer]:
-        """Send a command that is answered; if the engine cannot serve it, the answer holds an error."""
+        """Send a command and return its answer, which holds an error if the command fails."""
         answer: Future[Answer] = Future()
         with self._lock:
             if (error := self._ended or self._unavailable) is not None:
@@ -156,7 +168,7 @@ class Replica:
         return answer
 
     def stats(self) -> EngineStats:
-        """Return the statistics of the latest heartbeat; all zero without one."""
+        """Return the statistics of the last heartbeat; all zero without one."""
         pulse = self._pulse
         stats = NOTHING if pulse is None else pulse[1].stats
         why_down = "" if self.is_up else str(self._ended or self._why_down or "its process is starting")
@@ -165,31 +177,31 @@ class Replica:
         return replace(stats, restarts=self.num_restarts, is_up=self.is_up, why_down=why_down)
 
     def down_s(self) -> float:
-        """Return how long it has not accepted requests, s."""
+        """Return for how long the engine has not accepted requests, s."""
         return 0.0 if self.is_up else time.monotonic() - self._down_since
 
     def stalled_s(self) -> float:
-        """Return the duration of the present step plus the time without a heartbeat, s."""
+        """Return the duration of the current step plus the time without a heartbeat, s."""
         pulse = self._pulse
         return 0.0 if pulse is None else pulse[1].stalled_s + self.silent_s()
 
     def silent_s(self) -> float:
-        """Return for how long its process has sent no pulse, s; 0 up to `LATE_S`."""
+        """Return the time without a heartbeat, s; 0 up to `LATE_S`."""
         pulse = self._pulse
         silent_s = 0.0 if pulse is None else time.monotonic() - pulse[0]
         return silent_s if silent_s > LATE_S else 0.0
 
     def stop(self) -> None:
-        """Let the process end after its present step; `close` must follow."""
+        """Tell the process to exit after its current step; call `close` afterwards."""
         with self._lock:
             self._is_closed.set()
             process = self._process
             if self._channel is None and process is not None:
-                process.kill()  # it holds nothing yet
+                process.kill()  # it is still loading and has no requests
             self._send(Stop())
 
     def close(self) -> None:
-        """End the process, by force where it does not end by itself; a second call does nothing."""
+        """Stop the process, and kill it if it does not exit in time; idempotent."""
         self.stop()
         while self._thread.is_alive():
             self._thread.join(CLOSE_S)
@@ -203,12 +215,12 @@ class Replica:
             return
         try:
             self._channel.send(order)
-        except PeerGoneError as error:  # whoever follows the process ends what it was to do
+        except PeerGoneError as error:  # the monitor thread fails its requests
             logger.debug("%s: %s", self.name, error)
         except ParameterError:
             if not isinstance(order, Submit) or len(order.requests) == 1:
                 raise
-            for admitted in order.requests:  # together they are too large for a message
+            for admitted in order.requests:  # too large for one message
                 self._send(Submit((admitted,)))
 
     def _run(self) -> None:
@@ -225,7 +237,7 @@ class Replica:
             self._why_down = reason
             self._end_all(reason)
             delay_s = FIRST_DELAY_S if time.monotonic() - began > STEADY_S else delay_s
-            logger.error("%s; it is started again in %.1f s", reason, delay_s)
+            logger.error("%s; restarting it in %.1f s", reason, delay_s)
             if self._is_closed.wait(delay_s):
                 break
             delay_s = min(2 * delay_s, LONGEST_DELAY_S)
@@ -239,7 +251,7 @@ class Replica:
         self._end_all(reason)
 
     def _live(self) -> tuple[LogprobeError, bool]:
-        """Start a process and follow it to its end; return why it ended, and whether it took requests."""
+        """Start a process and monitor it until it ends; return why it ended, and if it accepted requests."""
         self._process = None
         reason: LogprobeError | None = None
         was_up = False
@@ -265,12 +277,12 @@ class Replica:
                 process.wait(CLOSE_S)
             except (PeerGoneError, subprocess.TimeoutExpired) as error:
                 logger.debug("%s: %s", self.name, error)
-            except OSError as error:  # no folder, descriptor, process or memory
+            except OSError as error:  # cannot create the folder, a descriptor, the process, or memory
                 reason = EngineError(f"{self.name} cannot be started: {error}")
             except LogprobeError as error:
                 reason = error
-            except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
-                reason = EngineError(f"{self.name} cannot be followed: {error!r}")
+            except Exception as error:  # noqa: BLE001 - the waiting requests get the error, whatever it is
+                reason = EngineError(f"{self.name} cannot be monitored: {error!r}")
             finally:
                 with self._lock:
                     was_up = self._channel is not None
@@ -280,10 +292,10 @@ class Replica:
         return self._why(reason), was_up
 
     def _follow(self, channel: Channel[Any], folder: Path) -> LogprobeError:
-        """Act on what the process reports until it must end; why it must.
+        """Handle the reports of the process until it must be stopped; return the reason.
 
         Raises:
-            PeerGoneError: it has ended.
+            PeerGoneError: the process has ended.
         """
         num_silent, reason = 0, None
         while reason is None:
@@ -293,7 +305,7 @@ class Replica:
                     shutil.rmtree(folder, ignore_errors=True)  # both sockets are connected
                 num_silent, reason = 0, self._take(channel, reports)
             elif self.is_up:
-                # Looks are counted and no clock is read: this process may have been stopped itself.
+                # Count the checks instead of reading a clock: this process may have been suspended itself.
                 num_silent += 1
                 if num_silent * LOOK_S >= SILENT_S:
                     reason = self._kill(f"has not answered for {SILENT_S:.0f} s")
@@ -307,24 +319,24 @@ class Replica:
 
     def _spawn(self, folder: Path, lifeline: socket.socket, rows: int) -> subprocess.Popen[bytes]:
         arguments = [str(folder), str(lifeline.fileno()), str(rows)]
-        path = os.pathsep.join(filter(None, sys.path))  # what can be imported here can be imported there
+        path = os.pathsep.join(filter(None, sys.path))  # the process can import what this one can
         return subprocess.Popen(  # noqa: S603 - this interpreter
             [sys.executable, "-P", "-c", MAIN, *arguments],
             pass_fds=(lifeline.fileno(), rows),
-            # torch takes MKL's number where one is set, and replicas with more threads than cores spin.
+            # Set MKL's number too, which torch prefers; more threads than cores would make replicas spin.
             env=os.environ
             | {"PYTHONPATH": path}
             | dict.fromkeys(THREAD_NUMBERS, str(self._threads))
-            # A later start reads the revision of the first, which a model hub may have replaced since.
+            # A restart must load the revision of the first start, which the hub may have replaced since.
             | ({"HF_HUB_OFFLINE": "1"} if self.ready.done() else {}),
             stdin=subprocess.DEVNULL,
-            stdout=STDERR,  # what comes on standard output is the front's
+            stdout=STDERR,  # standard output belongs to the front
         )
 
     def _take(self, channel: Channel[Any], reports: list[Report]) -> LogprobeError | None:
-        """Act on one message; why the process must end, where it must."""
+        """Handle one message; return the reason if the process must be stopped."""
         events = [report for report in reports if isinstance(report, Delta | Failure)]
-        self._account(events)  # before figures that count them are seen
+        self._account(events)  # before readers see statistics that count them
         for report in reports:
             match report:
                 case Ready():
@@ -359,7 +371,7 @@ class Replica:
             self._process.wait()
 
     def _why(self, reason: LogprobeError | None) -> LogprobeError:
-        """What the requests of a process that has ended fail with."""
+        """Return the error for the requests of a process that has ended."""
         if reason is not None:
             return reason
         if self._process is None:
