@@ -128,5 +128,5 @@ def field_members(service: Service, params: SamplingParams, num_choices: int) ->
         known.check()
     except ParameterError as error:
         what = str(error).removeprefix(f"{error.parameter}: ")
-        raise bad_request(FIELD, f'"members" does not support this schema: it {what}; or use true') from error
+        raise bad_request(FIELD, f'"members" does not support this schema: {what}; or use true') from error
     return FieldMembers(service, num_choices) if known.has_members() else None
