@@ -87,8 +87,8 @@ def test_a_finished_run_that_is_resumed_says_so(score: Any, tmp_path: Path, suff
     first = score(*flags)
     again = score(*flags, "--resume")
     assert (again.code, json.loads(again.out)) == (0, json.loads(first.out))
-    assert again.err.splitlines()[-1].endswith("the run is finished; nothing was left to do")
-    assert "is finished" not in first.err
+    assert again.err.splitlines()[-1].endswith("the run has already finished; nothing to do")
+    assert "already finished" not in first.err
 
 
 def test_a_summary_alone_is_the_totals_whatever_the_length(score: Any, tiny_llm: LLM) -> None:
@@ -144,7 +144,7 @@ def test_questions_are_summed_up(score: Any, tmp_path: Path) -> None:
         (("x.jsonl", "--answer-column", "a"), "comes with choices_column"),
         (("x.jsonl", "--truncation", "right"), "right"),
         (("x.jsonl", "--keep-columns", "logprob"), "'logprob' is a column of the output"),
-        (("--lines",), "a data set is in files"),
+        (("--lines",), "a data set must be in files"),
         (("--text", "x", "--stride", "0"), "stride"),
         (("--text", "x", "--window", "999"), "window"),
     ],
@@ -207,16 +207,16 @@ def test_a_full_disk_is_one_line(tiny_model_folder: Path) -> None:
         done = subprocess.run(arguments, stdout=full, stderr=subprocess.PIPE, check=False, timeout=PATIENCE_S)
     assert done.returncode == 1
     assert done.stderr.decode().splitlines()[1:] == [
-        "error: standard output: cannot be used (No space left on device); make room, or name another"
+        "error: standard output: No space left on device; free disk space, or use another file"
     ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("x.jsonl", "--ray-actors", "2"), "comes with --engine ray"),
-        (("--text", "x", "--engine", "ray"), "'ray' scores data sets"),
-        (("IN", "--engine", "ray"), "needs Ray; pip install 'logprobe[ray]'"),
+        (("x.jsonl", "--ray-actors", "2"), "requires --engine ray"),
+        (("--text", "x", "--engine", "ray"), "'ray' scores only data sets"),
+        (("IN", "--engine", "ray"), "requires Ray; pip install 'logprobe[ray]'"),
         (("x.jsonl", "--engine", "ray", "--ray-address", "ray://h:1"), "Ray's client cannot"),
         (("x.jsonl", "--engine", "ray", "--ray-gpus", "-1"), "must be a number of at least 0"),
     ],

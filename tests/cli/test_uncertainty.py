@@ -56,7 +56,7 @@ def test_answers_of_one_text_are_a_line(run: Any, tiny_llm: LLM) -> None:
     assert draws == [len(one) for one in want.semantic_sets]
     facts = dict(line.rsplit("  ", 1) for line in lines[want.num_semantic_sets + 1 :])
     assert {name.strip() for name in facts} == {
-        *("semantic entropy", "by counts", "sequence entropy", "a token", "probability seen")
+        *("semantic entropy", "by counts", "sequence entropy", "per token", "probability mass")
     }
 
 
