@@ -72,8 +72,8 @@ def test_words_of_rows_come_with_their_columns(score: Any, tmp_path: Path) -> No
         (("--text", "x", "--by", "word", "--csv", "--json"), "cannot be combined with --json"),
         (("--by", "word"), "give either a file"),
         (("x.jsonl", "--by", "word", "--context-column", "window"), "cannot be combined with --by"),
-        (("x.jsonl", "--by", "word", "--keep-columns", "tokens"), "'tokens' is a column of the output"),
-        (("x.jsonl", "--by", "word", "--keep-columns", "word"), "'word' is a column of the output"),
+        (("x.jsonl", "--by", "word", "--keep-columns", "tokens"), "'tokens' is an output column"),
+        (("x.jsonl", "--by", "word", "--keep-columns", "word"), "'word' is an output column"),
         (("--text", "x", "--by", "word", "--keep-columns", "id"), "a data set must be in files"),
     ],
 )

@@ -106,14 +106,16 @@ _Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="Write the report as JSON, e.g. for a later --before.")
 ]
 _Temperature = Annotated[
-    float | None, typer.Option(help="Temperature of the rollouts; by default, as stored in the file.")
+    float | None, typer.Option(help="Temperature of the rollouts; by default, as stored in the file, else 1.")
 ]
-_TopK = Annotated[int | None, typer.Option(help="top_k of the rollouts; by default, as stored in the file.")]
+_TopK = Annotated[
+    int | None, typer.Option(help="top_k of the rollouts; by default, as stored in the file, else 0 (all).")
+]
 _TopP = Annotated[
-    float | None, typer.Option(help="top_p of the rollouts; by default, as stored in the file.")
+    float | None, typer.Option(help="top_p of the rollouts; by default, as stored in the file, else 1.")
 ]
 _MinP = Annotated[
-    float | None, typer.Option(help="min_p of the rollouts; by default, as stored in the file.")
+    float | None, typer.Option(help="min_p of the rollouts; by default, as stored in the file, else 0.")
 ]
 
 

@@ -56,7 +56,7 @@ def refuse_vocabulary(num_top: int | None, flag: str) -> None:
     """
     if num_top == -1 and console().is_terminal:
         raise typer.BadParameter(
-            "-1 (the whole vocabulary for each token) is too long for a terminal; write to a file (> FILE)",
+            "-1 prints the whole vocabulary for each token; on a terminal, write it to a file (> FILE)",
             param_hint=flag,
         )
 

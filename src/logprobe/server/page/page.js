@@ -1,6 +1,6 @@
 "use strict";
 // One panel shows one text: an array of tokens, each with the numbers that the server gave. Everything on the page
-// is drawn from these arrays; nothing that a server or a text says is ever taken as HTML.
+// is drawn from these arrays; text from the server or the user is never interpreted as HTML.
 (() => {
   const byId = (id) => document.getElementById(id);
   const LN2 = Math.log(2);
