@@ -230,7 +230,7 @@ class Calibration:
             if count
         ]
         figures = f"calibration error {self.error:.3f}, Brier score {self.brier:.3f}"
-        return "\n".join([f"{'bin':11}  {'conf':>6}  {'acc':>6}  answers", *lines, figures])
+        return "\n".join([f"{'bin':11}  {'sure':>6}  {'right':>6}  answers", *lines, figures])
 
     def plot(self) -> Picture:
         """Plot accuracy against confidence (extra `plot`).

@@ -91,7 +91,8 @@ _KeyVariable = Annotated[
     str | None, typer.Option(help=f"Environment variable with the API key; by default {KEY_VARIABLE}.")
 ]
 _Before = Annotated[
-    Path | None, typer.Option(help="Report from before a weight update, to check what has changed since.")
+    Path | None,
+    typer.Option(help="Earlier report of the same endpoint (see --output), to find what changed."),
 ]
 _MaxNats = Annotated[float, typer.Option(help="Maximum error of a log-probability, in nats.")]
 _Timeout = Annotated[
