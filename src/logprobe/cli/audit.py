@@ -149,12 +149,12 @@ def audit(
     as_json: JsonOption = False,
     **engine: Any,
 ) -> None:
-    """Check log-probabilities against exact ones, computed by a local model.
+    """Check the log-probabilities of a server or of rollouts.
 
-    For a server, the audit gives two verdicts. Numbers, PASS or FAIL: which distribution the
-    log-probabilities are from, how large their errors are, and whether they are the same in batches, streams
-    and prompts of all lengths. API conformance: a list of faults, such as fields that are accepted but
-    ignored.
+    The exact log-probabilities are computed by a local model. For a server, the audit gives two verdicts.
+    Numbers, PASS or FAIL: which distribution the log-probabilities are from, how large their errors are, and
+    whether they are the same in batches, streams and prompts of all lengths. API conformance: a list of
+    faults, such as fields that are accepted but ignored.
 
     For stored rollouts of a sampler, the audit compares them with a trainer's log-probabilities of the same
     tokens, and says which correction to apply.

@@ -64,11 +64,12 @@ def compare(
     as_json: JsonOption = False,
     **engine: Any,
 ) -> None:
-    """Compare two models on the same tokens: KL divergence, agreement, logprobs, importance ratios.
+    """Compare two models on the same tokens.
 
-    A is the reference (e.g. the trainer), B the model that is used instead (e.g. in float16, or the sampler).
-    Models with the same tokenizer are compared per token, others per word. Settings after a model's name are
-    those of `logprobe serve`, and lora=FOLDER; flags such as --device apply to models without that setting.
+    Prints KL divergence, agreement, differences of logprobs, and importance ratios. A is the reference (e.g.
+    the trainer), B the model that is used instead (e.g. in float16, or the sampler). Models with the same
+    tokenizer are compared per token, others per word. Settings after a model's name are those of `logprobe
+    serve`, and lora=FOLDER; flags such as --device apply to models without that setting.
 
     A .parquet file written by `logprobe score --tokens` as A is compared with model B on the same data.
 

@@ -60,11 +60,11 @@ def distil(
     as_json: JsonOption = False,
     **flags: Any,
 ) -> None:
-    """Write a teacher's most likely tokens on a data set, to train a student.
+    """Write a teacher's most likely tokens on a data set.
 
-    The output folder contains Parquet files, which `datasets.load_dataset` opens, and run.json. The
-    probability mass of the tokens that are not kept is reported for each row and for the whole data set.
-    Exit code 1 if a row was bad.
+    The files are training data for a student, in the formats of several trainers. The output folder contains
+    Parquet files, which `datasets.load_dataset` opens, and run.json. The probability mass of the tokens that
+    are not kept is reported for each row and for the whole data set. Exit code 1 if a row was bad.
     """
     engine = {name: flags.pop(name) for name in ENGINE_FLAGS}
     with flags_for():

@@ -51,11 +51,11 @@ def generate(
     as_json: JsonOption = False,
     **engine: Any,
 ) -> None:
-    """Generate a completion of a prompt; with --logprobs, print each token's logprob and alternatives.
+    """Generate a completion of a prompt.
 
-    The text is printed as it is generated; Ctrl-C stops the generation and keeps the text so far (exit code
-    130). Logprobs and entropies are in nats, from the model's raw distribution, before temperature and
-    truncation.
+    --logprobs also prints the logprob and the alternatives of each token. The text is printed as it is
+    generated; Ctrl-C stops the generation and keeps the text so far (exit code 130). Logprobs and entropies
+    are in nats, from the model's raw distribution, before temperature and truncation.
     """
     with flags_for():
         params = SamplingParams(

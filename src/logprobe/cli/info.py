@@ -32,7 +32,10 @@ def info(
     as_json: JsonOption = False,
     **engine: Any,
 ) -> None:
-    """Print versions, devices, kernels, threads and cache folder; for a model, also how its layers run."""
+    """Describe the installation, or how a model runs on it.
+
+    Prints versions, devices, kernels, threads and the cache folder; for a model, also how its layers run.
+    """
     values = facts() if model is None else facts() | model_facts(model, **engine)
     if as_json:
         typer.echo(json.dumps(values))

@@ -35,11 +35,12 @@ _LARGEST_RANGE: Final = 1000
 @takes_settings(LabelSettings)
 @takes_data
 def classify(*, text: _Text = None, **flags: Any) -> None:
-    """Score labels after each text, as whole texts, and find the most likely one.
+    """Classify texts by the probability of each label.
 
-    `logprobs` are the log-probabilities of the labels (nats), `mass` is the probability that the model
-    answers with any of them, and `probs` are their shares of it. A mass close to 0 means that the model
-    would have answered something else.
+    Each label is scored as a whole text after the prompt, over all of its tokens. `logprobs` are the
+    log-probabilities of the labels (nats), `mass` is the probability that the model answers with any of
+    them, and `probs` are their shares of it. A mass close to 0 means that the model would have answered
+    something else.
 
     A text given with --text is printed as a table. Files are read as data sets, as by `logprobe score`: one
     row of results per input row, as JSON lines or with -o in a file, lists in the order of the labels, bad
@@ -96,7 +97,7 @@ def _print_shares(title: str, found: Classification) -> None:
 @takes_settings(JudgeSettings, without=frozenset({"scale"}))
 @takes_data
 def judge(*, text: _Text = None, scale: _Scale = "1-5", **flags: Any) -> None:
-    """Let a model grade each text: mean, standard deviation, and the probability of each grade.
+    """Grade texts on a scale, by the probability of each grade.
 
     `expectation` and `spread` are the mean and the standard deviation of the grade, `probs` the share of
     each grade in the order of the scale, and `logprobs` their log-probabilities (nats); `off_scale` is the
@@ -159,12 +160,12 @@ def _print_grade(found: Judgement, *, as_json: bool) -> None:
 @takes_settings(RerankSettings)
 @takes_data
 def rerank(*, top: _Top = None, **flags: Any) -> None:
-    """Score the relevance of documents to a query, in [0, 1], with a model that answers yes or no.
+    """Rank documents by their relevance to a query.
 
-    Documents are rows of files, which are read as data sets, as by `logprobe score`. With a single query,
-    rows are printed as JSON lines, most relevant first; with a query per row, or with -o to a file, in their
-    input order. Bad rows are printed on standard error, or written to a side file. Exit code 1 if a row was
-    bad.
+    The relevance is P(yes) / (P(yes) + P(no)) of the model's answer, in [0, 1]. Documents are rows of files,
+    which are read as data sets, as by `logprobe score`. With a single query, rows are printed as JSON lines,
+    most relevant first; with a query per row, or with -o to a file, in their input order. Bad rows are
+    printed on standard error, or written to a side file. Exit code 1 if a row was bad.
     """
     data, loading = DataFlags.taken(flags)
     with flags_for():

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from logprobe.models.stored.disk import OnDisk
 
-app = typer.Typer(name="models", help="Fetch, list, show and remove models.", no_args_is_help=True)
+app = typer.Typer(name="models", help="Fetch, list, show, export and remove models.", no_args_is_help=True)
 
 _Name = Annotated[str, typer.Argument(help=MODEL_HELP, show_default=True, autocompletion=complete_model)]
 _Here = Annotated[

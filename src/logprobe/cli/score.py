@@ -64,10 +64,11 @@ def score(
     engine: _Engine = "native",
     **flags: Any,
 ) -> None:
-    """Print logprob, rank and entropy of every token of a text, and the totals.
+    """Score the tokens of a text, or the rows of a data set.
 
-    On a terminal, the text is printed with each token shaded by its surprisal; --tokens or --top print a
-    table instead. Files and pipes always get the table.
+    Prints logprob, rank and entropy of every token, and the totals. On a terminal, the text is printed with
+    each token shaded by its surprisal; --tokens or --top print a table instead. Files and pipes always get
+    the table.
 
     Logprobs and entropies are in nats. The first token is not scored, unless the model's tokenizer or --bos
     puts a BOS token before it. A text longer than the context is scored in overlapping windows; --stride

@@ -105,7 +105,7 @@ def serve(
     config: _Config = None,  # noqa: ARG001 - its callback has read it
     **flags: Any,
 ) -> None:
-    """Serve a model with an OpenAI-compatible HTTP API and exact log-probabilities.
+    """Serve models with an OpenAI-compatible HTTP API.
 
     Every flag can also be set by an environment variable. On SIGTERM or Ctrl-C, the server finishes requests
     in progress before it exits (see --drain-s).

@@ -60,11 +60,12 @@ def uncertainty(
     as_json: JsonOption = False,
     **engine: Any,
 ) -> None:
-    """Sample answers to a prompt, and measure their agreement by their exact probabilities.
+    """Sample answers to a prompt and measure their agreement.
 
-    Answers with the same text, up to surrounding whitespace, are one line: their share of the total
-    probability of the sampled answers, how often they were sampled, and their most likely form with its
-    logprob. Entropies are in nats, of the sampling distribution. --json includes the values of every answer.
+    The measures use the exact probabilities of the answers. Answers with the same text, up to surrounding
+    whitespace, are one line: their share of the total probability of the sampled answers, how often they
+    were sampled, and their most likely form with its logprob. Entropies are in nats, of the sampling
+    distribution. --json includes the values of every answer.
     """
     from logprobe.analysis.uncertainty import WINDOW, K, LowConfidence, draw_plan
 

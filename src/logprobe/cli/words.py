@@ -182,10 +182,11 @@ def pairs(
     as_json: JsonOption = False,
     **loading: Any,
 ) -> None:
-    """Evaluate minimal pairs: how often the good text is more likely than the bad one, by category.
+    """Evaluate a model on minimal pairs.
 
-    Accuracies are printed with their standard errors. The default column names are those of BLiMP. Pairs
-    that cannot be read are reported on standard error and left out; the exit code is then 1.
+    Prints how often the good text of a pair is more likely than the bad one, overall and by category, with
+    standard errors. The default column names are those of BLiMP. Pairs that cannot be read are reported on
+    standard error and left out; the exit code is then 1.
     """
     from logprobe.analysis.datasets.rows import checked
 
