@@ -57,7 +57,7 @@ def test_the_model_is_the_one_that_is_named(
 def test_two_models_are_wrong_use(cli: Any) -> None:
     done = cli("serve", "smollm2", "--model", "gemma3-270m")
     assert done.code == 2
-    assert "--model: is 'gemma3-270m', but the argument is 'smollm2'; give one of them" in done.error_line
+    assert "--model: is 'gemma3-270m', but the argument is 'smollm2'; set only one of them" in done.error_line
 
 
 @pytest.mark.parametrize(

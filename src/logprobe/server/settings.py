@@ -35,7 +35,7 @@ class ServerSettings:
             Any of several keys is accepted; without keys, these routes are disabled. At least 16 characters.
         ssl_certfile: TLS certificate (PEM, with its chain), to serve HTTPS.
         ssl_keyfile: private key of the certificate; None: in the same file.
-        model_name: name of the model in requests and replies; None: the name of its repository or folder.
+        model_name: name of the model in requests and replies; None: the name or path that it is loaded by.
         served_model_name: further names of the model; without model_name, replies use the first of them.
         lora: LoRA weights to load at startup, as NAME=PATH of a local folder; requests select them with
             `lora` or `model`.
