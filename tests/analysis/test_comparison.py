@@ -215,7 +215,7 @@ def test_stored_runs_are_compared_token_by_token(tiny_llm: LLM, rough_llm: LLM, 
     with pytest.raises(InputError, match="rows or tokens differ"):
         compare_stored(tmp_path / "a.parquet", tmp_path / "c.parquet")
     score_dataset(tiny_llm, str(source), tmp_path / "d.parquet")
-    with pytest.raises(InputError, match="score it with tokens"):
+    with pytest.raises(InputError, match="score the data with tokens"):
         compare_stored(tmp_path / "a.parquet", tmp_path / "d.parquet")
 
 
@@ -232,7 +232,7 @@ def test_a_stored_run_is_compared_with_a_model_on_its_data(
     itself = compare_with_stored(tmp_path / "a.parquet", tiny_llm, ["", *TEXTS])
     assert itself.delta.max < 1e-5
     for texts in (["", *reversed(TEXTS)], TEXTS[:2]):
-        with pytest.raises(InputError, match="give the run's own data"):
+        with pytest.raises(InputError, match="use the data, tokenizer and bos of the run"):
             compare_with_stored(tmp_path / "a.parquet", tiny_llm, texts)
 
 

@@ -98,7 +98,7 @@ def test_every_figure_is_that_of_a_plain_loop(tiny_llm: LLM, trainer: Any, tmp_p
 @pytest.mark.parametrize(
     ("mode", "asked", "distribution", "words"),
     [
-        ("raw_logprobs", {"temperature": 0.6}, "raw", "after its temperature of 0.6"),
+        ("raw_logprobs", {"temperature": 0.6}, "raw", "at its temperature of 0.6"),
         ("processed_logprobs", {"temperature": 0.6}, "temperature", None),
         ("raw_logprobs", {}, "raw", None),
     ],
@@ -255,7 +255,7 @@ def test_records_need_the_prompts_beside_them(tiny_llm: LLM, tmp_path: Path) -> 
     write_parquet(tmp_path / "r.parquet", {str(i): one.outputs[0].logprobs for i, one in enumerate(outputs)})  # type: ignore[misc]
     prompts = {str(i): one.prompt_token_ids for i, one in enumerate(outputs)}
     assert compare_rollouts(tmp_path / "r.parquet", tiny_llm, prompts=prompts).is_right(1e-3)
-    with pytest.raises(InputError, match="no ids of its prompt"):
+    with pytest.raises(InputError, match="has no prompt ids"):
         compare_rollouts(tmp_path / "r.parquet", tiny_llm)
 
 
@@ -273,7 +273,7 @@ def test_a_report_is_json(tiny_llm: LLM, tmp_path: Path) -> None:
     [
         ({"completion_ids": [[1]]}, "has no column logprobs or"),
         ({"logprobs": [[-1.0]]}, "has no column token_ids or"),
-        ({"token_ids": [[1, 2]], "logprobs": [[-1.0]]}, "row 0: logprobs is no list of 2 numbers"),
+        ({"token_ids": [[1, 2]], "logprobs": [[-1.0]]}, "row 0: logprobs must be a list of 2 numbers"),
         ({"token_ids": [[-1]], "logprobs": [[-1.0]]}, "row 0: token_ids contains an invalid token id"),
         ({"token_ids": [None], "logprobs": [[-1.0]]}, "row 0: has no token_ids"),
         ({"token_ids": [["x"]], "logprobs": [[-1.0]]}, "row 0: could not convert"),
@@ -297,19 +297,19 @@ def test_what_a_file_lacks_is_named(tmp_path: Path, columns: dict[str, Any], wor
 def test_what_cannot_be_compared_is_refused(tiny_llm: LLM, trainer: Any, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         compare_rollouts(tmp_path / "none.parquet", tiny_llm)
-    with pytest.raises(ParameterError, match="hold no token with a number"):
+    with pytest.raises(ParameterError, match="have no tokens with logprobs"):
         compare_rollouts([], tiny_llm)
     ids = np.array([3, 99_999])
     wrong = Rollout(name="x", prompt_ids=ids[:1], token_ids=ids[1:], logprobs=np.array([-1.0]))
-    with pytest.raises(InputError, match="token 99999 is none of the model's"):
+    with pytest.raises(InputError, match="token id 99999 is outside the model's"):
         compare_rollouts([wrong], trainer)
     fine = Rollout(name="y", prompt_ids=ids[:1], token_ids=ids[:1], logprobs=np.array([-1.0]))
     with pytest.raises(ParameterError, match="top_p"):
         compare_rollouts([fine], tiny_llm, top_p=2.0)
     outputs = tiny_llm.generate(PROMPTS, SamplingParams(max_tokens=2))
-    with pytest.raises(ParameterError, match="hold no logprobs"):
+    with pytest.raises(ParameterError, match="have no logprobs"):
         write_rollouts(tmp_path / "w.parquet", outputs)
-    with pytest.raises(ParameterError, match="hold no completion"):
+    with pytest.raises(ParameterError, match="have no completions"):
         write_rollouts(tmp_path / "w.parquet", [])
 
 

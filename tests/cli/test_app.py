@@ -31,8 +31,8 @@ FLAGS = [
     (["generate", "hi", "--temp", "0"], "--temp"),  # no abbreviations
     (["generate"], "prompt"),
     (["scor"], "scor"),
-    (["score"], "give either a file (- is standard input) or --text"),
-    (["score", "a.txt", "--text", "hi"], "give either a file (- is standard input) or --text"),
+    (["score"], "give either a file (-: standard input) or --text"),
+    (["score", "a.txt", "--text", "hi"], "give either a file (-: standard input) or --text"),
 ]
 
 
@@ -177,7 +177,7 @@ def test_a_full_disk_is_one_line(
         with contextlib.suppress(OSError):
             full.close()  # what it holds cannot be written
     assert done.code == 1
-    assert "standard output: cannot be used (No space left on device); make room" in done.error_line
+    assert "standard output: No space left on device; free disk space" in done.error_line
 
 
 BAD_GGUF = {

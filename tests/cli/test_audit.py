@@ -193,7 +193,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_request(
         *("--plot", str(tmp_path / "none" / "numbers.png")),
     )
     assert done.code == 1
-    assert "there is no such folder" in done.error_line
+    assert "the folder does not exist" in done.error_line
 
 
 def test_a_picture_without_matplotlib_is_refused_before_any_request(

@@ -18,7 +18,7 @@ def test_each_line_is_a_turn_and_each_answer_says_how_sure_it_was(cli: Any, tiny
     done = cli("chat", *flags, stdin=b"the cat\nand the dog\n\nnot read\n")
     assert done.code == 0
     found = re.findall(
-        r"^\[(\d+) tokens, ([\d.]+) nats a token, perplexity [\d.]+\]$", done.out, re.MULTILINE
+        r"^\[(\d+) tokens, ([\d.]+) nats per token, perplexity [\d.]+\]$", done.out, re.MULTILINE
     )
     assert len(found) == 2
     assert all(0 < int(count) <= 4 and float(mean) > 0 for count, mean in found)
@@ -62,7 +62,13 @@ def test_commands_change_what_the_model_is_told(cli: Any, tiny_model_folder: Pat
 def test_help_and_what_is_no_command_are_told(cli: Any, tiny_model_folder: Path) -> None:
     done = cli("chat", "--model", str(tiny_model_folder), stdin=b"/help\n/save\n/what\n")
     assert (done.code, done.out) == (0, "")
-    for told in ("/system TEXT", "/reset", "/save FILE", "error: /save needs a file", "no command /what"):
+    for told in (
+        "/system TEXT",
+        "/reset",
+        "/save FILE",
+        "error: /save requires a file",
+        "unknown command /what",
+    ):
         assert told in done.err
 
 
@@ -73,7 +79,7 @@ def test_what_no_longer_fits_is_forgotten_from_the_start(
     flags = ("--max-tokens", "8", "--system", "be kind")
     done, messages = messages_of(cli, tiny_model_folder, tmp_path, *lines, flags=flags)
     assert done.code == 0
-    assert "no longer fits; its oldest" in done.err
+    assert "exceeds the context; dropped the oldest" in done.err
     assert messages[0] == {"role": "system", "content": "be kind"}
     assert messages[-2]["content"] == lines[-1].strip()
     assert len(messages) < 7

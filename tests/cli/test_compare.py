@@ -57,7 +57,7 @@ def test_a_baseline_is_saved_and_stands_for_the_model(
     assert "exists" in cli("compare", model, "--save", base, *data).error_line
     lines = cli("compare", model, "--save", str(tmp_path / "b.lpkl"), *data).out.splitlines()
     assert lines[0].split() == ["num_texts", "3"]
-    assert "takes one model" in cli("compare", model, rough, "--save", base, *data).error_line
-    assert "takes one model" in cli("compare", model, "--save", base).error_line
+    assert "requires one model" in cli("compare", model, rough, "--save", base, *data).error_line
+    assert "requires one model" in cli("compare", model, "--save", base).error_line
     assert "name the model" in cli("compare", base).error_line
     assert "cannot be read" in cli("compare", str(tmp_path / "none.lpkl"), model).error_line

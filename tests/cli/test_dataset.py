@@ -87,8 +87,8 @@ def test_a_finished_run_that_is_resumed_says_so(score: Any, tmp_path: Path, suff
     first = score(*flags)
     again = score(*flags, "--resume")
     assert (again.code, json.loads(again.out)) == (0, json.loads(first.out))
-    assert again.err.splitlines()[-1].endswith("the run is finished; nothing was left to do")
-    assert "is finished" not in first.err
+    assert again.err.splitlines()[-1].endswith("the run has already finished; nothing to do")
+    assert "already finished" not in first.err
 
 
 def test_a_summary_alone_is_the_totals_whatever_the_length(score: Any, tiny_llm: LLM) -> None:
@@ -123,7 +123,7 @@ def test_rows_go_to_a_file_and_the_summary_is_printed(score: Any, data: Path, tm
     assert done.code == 1
     assert pq.read_table(out).column("row").to_pylist() == [0, 2]
     assert done.out.startswith("rows           2 scored, 1 bad\n")
-    assert score(str(data), "-o", str(out)).error_line.endswith("(--force) to write it anew, or another name")
+    assert score(str(data), "-o", str(out)).error_line.endswith("(--force) to overwrite it, or another name")
     assert json.loads(score(str(data), "-o", str(out), "--force", "--json").out)["num_rows"] == 2
 
 
@@ -141,10 +141,10 @@ def test_questions_are_summed_up(score: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("x.jsonl", "--answer-column", "a"), "comes with choices_column"),
+        (("x.jsonl", "--answer-column", "a"), "requires choices_column"),
         (("x.jsonl", "--truncation", "right"), "right"),
-        (("x.jsonl", "--keep-columns", "logprob"), "'logprob' is a column of the output"),
-        (("--lines",), "a data set is in files"),
+        (("x.jsonl", "--keep-columns", "logprob"), "'logprob' is an output column"),
+        (("--lines",), "a data set must be in files"),
         (("--text", "x", "--stride", "0"), "stride"),
         (("--text", "x", "--window", "999"), "window"),
     ],
@@ -167,7 +167,7 @@ def test_a_text_file_has_one_column_and_says_so(score: Any, tmp_path: Path) -> N
     ("name", "content", "says"),
     [
         ("none.jsonl", None, "no such file"),
-        ("broken.parquet", b"PAR1", "no Parquet file"),
+        ("broken.parquet", b"PAR1", "not a Parquet file"),
         ("in.csv", b"body\nx\n", "has no column 'text'; it has 'body'"),
         ("latin.txt", b"the \xe9 cat", "byte 0xe9 at byte 4"),
         ("empty.txt", b"", "is empty"),
@@ -207,17 +207,17 @@ def test_a_full_disk_is_one_line(tiny_model_folder: Path) -> None:
         done = subprocess.run(arguments, stdout=full, stderr=subprocess.PIPE, check=False, timeout=PATIENCE_S)
     assert done.returncode == 1
     assert done.stderr.decode().splitlines()[1:] == [
-        "error: standard output: cannot be used (No space left on device); make room, or name another"
+        "error: standard output: No space left on device; free disk space, or use another file"
     ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("x.jsonl", "--ray-actors", "2"), "comes with --engine ray"),
-        (("--text", "x", "--engine", "ray"), "'ray' scores data sets"),
-        (("IN", "--engine", "ray"), "needs Ray; pip install 'logprobe[ray]'"),
-        (("x.jsonl", "--engine", "ray", "--ray-address", "ray://h:1"), "Ray's client cannot"),
+        (("x.jsonl", "--ray-actors", "2"), "requires --engine ray"),
+        (("--text", "x", "--engine", "ray"), "'ray' scores only data sets"),
+        (("IN", "--engine", "ray"), "requires Ray; pip install 'logprobe[ray]'"),
+        (("x.jsonl", "--engine", "ray", "--ray-address", "ray://h:1"), "(Ray Client) are not supported"),
         (("x.jsonl", "--engine", "ray", "--ray-gpus", "-1"), "must be a number of at least 0"),
     ],
 )

@@ -24,7 +24,7 @@ def test_the_command_writes_a_folder_and_tells_what_was_lost(
     assert (tmp_path / "out" / "data" / "train-00000-of-00001.parquet").exists()
     again = cli("distil", *flags, *out, "--resume")
     assert again.code == 0
-    assert "the run is finished" in again.err
+    assert "the run has already finished" in again.err
     assert again.out.splitlines()[0].split() == ["num_rows", "2"]
     assert "exists" in cli("distil", *flags, *out).error_line
     assert cli("distil", *flags, "-o", str(tmp_path / "b"), "--format", "trl").code == 2

@@ -34,10 +34,10 @@ def test_each_unreadable_file_is_named_with_a_remedy(cli: Callable[..., Any], tm
     (tmp_path / "folder").mkdir()
     wrong = {
         str(latin): "is not UTF-8 text (byte 0xe9 at byte 3); convert it first",
-        str(empty): "is empty; give at least one character",
-        str(tmp_path / "folder"): "the folder holds no file of .txt",
-        str(tmp_path / "none.txt"): "no such file; name a text file, or - for standard input",
-        str(latin / "below"): "cannot be read (Not a directory); name another file",
+        str(empty): "is empty; at least one character is required",
+        str(tmp_path / "folder"): "the folder has no .txt",
+        str(tmp_path / "none.txt"): "no such file; use a text file, or - for standard input",
+        str(latin / "below"): "cannot be read (Not a directory); use another file",
     }
     for name, message in wrong.items():
         done = cli("score", name)
@@ -68,7 +68,7 @@ def test_standard_input_is_named_as_such(cli: Callable[..., Any]) -> None:
 
 def test_an_empty_text_is_refused(cli: Callable[..., Any]) -> None:
     done = cli("score", "--text", "")
-    assert (done.code, done.error_line) == (1, "--text: is empty; give at least one character")
+    assert (done.code, done.error_line) == (1, "--text: is empty; at least one character is required")
 
 
 def test_a_name_that_no_file_can_have_is_an_input_error() -> None:

@@ -128,7 +128,7 @@ def test_rm_touches_nothing_that_is_not_the_caches(converted: Path, model_folder
     for name in (str(model_folder), "smollm2", "nothing"):
         done = CliRunner().invoke(app, ["rm", name, "--yes"])
         assert done.exit_code == 1
-        assert done.stderr.startswith(f"error: no {name!r} in the cache; there is own")
+        assert done.stderr.startswith(f"error: {name!r} is not in the cache, which has own")
         assert done.stderr.count("\n") == 1
     assert model_folder.is_dir()
     assert converted.is_dir()

@@ -146,7 +146,7 @@ def test_one_token_alone_has_no_mean(cli: Callable[..., Any], tiny_window_folder
 def test_a_text_longer_than_the_context_is_scored_in_windows(cli: Callable[..., Any], model: str) -> None:
     done = cli("score", "--text", "x" * 200, "--model", model)
     assert done.code == 0
-    assert "windows of 128, 64 apart" in done.out
+    assert "windows of 128, stride 64" in done.out
     assert done.out == cli("score", "--text", "x" * 200, "--stride", "64", "--model", model).out
 
 
@@ -223,7 +223,7 @@ def test_windows_are_shaded_one_after_another(screen: Callable[..., str]) -> Non
     text = "the cat é 🌊 and " * 40
     plain = re.sub(r"\x1b\[[\d;]*m", "", screen("--text", text))
     assert plain.startswith(text)
-    assert "windows of 128, 64 apart" in " ".join(plain.split())
+    assert "windows of 128, stride 64" in " ".join(plain.split())
 
 
 def test_the_whole_vocabulary_is_not_for_a_terminal(

@@ -57,7 +57,7 @@ def test_the_model_is_the_one_that_is_named(
 def test_two_models_are_wrong_use(cli: Any) -> None:
     done = cli("serve", "smollm2", "--model", "gemma3-270m")
     assert done.code == 2
-    assert "--model: is 'gemma3-270m', but the argument is 'smollm2'; give one of them" in done.error_line
+    assert "--model: is 'gemma3-270m', but the argument is 'smollm2'; set only one of them" in done.error_line
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def test_a_port_that_is_taken_is_one_line(cli: Any, tiny_model_folder: Path) -> 
         port = taken.getsockname()[1]
         done = cli("serve", str(tiny_model_folder), "--port", str(port))
     assert done.code == 1
-    reason = f"127.0.0.1:{port} cannot be listened on (Address already in use)"
-    assert done.error_line == f"port: {reason}; choose another; 0: a free one"
+    reason = f"cannot listen on 127.0.0.1:{port} (Address already in use)"
+    assert done.error_line == f"port: {reason}; choose another port, or 0 for a free one"
 
 
 def test_a_port_of_the_figures_that_is_taken_is_one_line(cli: Any, tiny_model_folder: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_port_of_the_figures_that_is_taken_is_one_line(cli: Any, tiny_model_fo
         port = taken.getsockname()[1]
         done = cli("serve", str(tiny_model_folder), "--port", "0", "--metrics-port", str(port))
     assert done.code == 1
-    assert done.error_line.startswith(f"metrics_port: 127.0.0.1:{port} cannot be listened on (")
+    assert done.error_line.startswith(f"metrics_port: cannot listen on 127.0.0.1:{port} (")
 
 
 def test_flags_of_other_programs_that_change_nothing_are_taken(
@@ -158,7 +158,7 @@ def test_a_misspelt_flag_is_answered_with_those_that_there_are(cli: Any) -> None
 def test_a_host_that_is_not_ours_is_one_line(cli: Any, tiny_model_folder: Path, host: str) -> None:
     done = cli("serve", str(tiny_model_folder), "--host", host, "--port", "0")
     assert done.code == 1
-    assert done.error_line.startswith(f"host: {host}:0 cannot be listened on (")
+    assert done.error_line.startswith(f"host: cannot listen on {host}:0 (")
 
 
 CONFIG = """
@@ -214,20 +214,23 @@ def test_a_files_tables_are_further_models(cli: Any, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("pord = 1", "has no entry 'pord'; did you mean port?"),
-        ("whatever-else = 1", "has no entry 'whatever-else', which is named as the flags are"),
+        ("pord = 1", "unknown entry 'pord'; did you mean port?"),
+        ("whatever-else = 1", "unknown entry 'whatever-else'; entries are named as the flags"),
         ("port = 'x'", "port"),
-        ("models = 3", "models must be tables, as [models.NAME]"),
-        ("[models.a]\nkv-bytes = 9", "the table [models.a] names no model"),
-        ("[models.a]\nmodel = 'smollm2'\nport = 1", "[models.a]: port holds for the whole server"),
-        ("[models.a]\nmodel = 'smollm2'\nkv-bites = 1", "[models.a] has no entry 'kv-bites'; did you mean"),
+        ("models = 3", "models must be tables [models.NAME]"),
+        ("[models.a]\nkv-bytes = 9", "the table [models.a] has no model"),
+        ("[models.a]\nmodel = 'smollm2'\nport = 1", "[models.a]: port applies to the whole server"),
+        ("[models.a]\nmodel = 'smollm2'\nkv-bites = 1", "[models.a]: unknown entry 'kv-bites'; did you mean"),
         ("[models.a]\nmodel = 'smollm2'\nkv-bytes = 'x'", "'--kv-bytes'"),
-        ("also-model = ['a=smollm2']\n[models.a]\nmodel = 'smollm2'", "stands in the file's tables, too"),
-        ("also-model = ['a=smollm2', 'a=gemma3-270m']", "one name stands twice"),
+        (
+            "also-model = ['a=smollm2']\n[models.a]\nmodel = 'smollm2'",
+            "a name is also a table of the --config file",
+        ),
+        ("also-model = ['a=smollm2', 'a=gemma3-270m']", "a name is used twice"),
         ("also-model = ['smollm2']", "must be NAME=MODEL"),
-        ("port = -1", "--port: must lie in [0, 65536), got -1"),
-        ("port 1", "cannot be read as TOML"),
-        (None, "cannot be read as TOML: No such file or directory"),
+        ("port = -1", "--port: must be in [0, 65536), got -1"),
+        ("port 1", "as TOML: "),
+        (None, "as TOML: No such file or directory"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_one_line(
@@ -244,9 +247,9 @@ def test_a_file_that_cannot_be_used_is_one_line(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--host", "::", "--api-key", "short"], "--api-key: each key must have 16 characters or more"),
+        (["--host", "::", "--api-key", "short"], "--api-key: each key must have at least 16 characters"),
         (["--api-key", ""], "--api-key: a key is empty"),
-        (["--ssl-keyfile", "a"], "--ssl-keyfile: is of no use without its certificate"),
+        (["--ssl-keyfile", "a"], "--ssl-keyfile: requires a certificate"),
     ],
 )
 def test_keys_and_files_that_protect_nothing_are_refused(cli: Any, arguments: list[str], said: str) -> None:

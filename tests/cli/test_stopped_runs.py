@@ -122,5 +122,5 @@ def test_ctrl_c_ends_with_130_and_says_how_to_go_on(
 def test_ctrl_c_before_the_first_row_leaves_nothing(run: Any, tmp_path: Path) -> None:
     done = run(tmp_path, interrupted_at=1)
     assert done.returncode == 130
-    assert done.stderr.splitlines()[-1].endswith("interrupted; no row was kept")
+    assert done.stderr.splitlines()[-1].endswith("interrupted; no rows were stored")
     assert files_of(tmp_path) == {}

@@ -56,7 +56,7 @@ def test_answers_of_one_text_are_a_line(run: Any, tiny_llm: LLM) -> None:
     assert draws == [len(one) for one in want.semantic_sets]
     facts = dict(line.rsplit("  ", 1) for line in lines[want.num_semantic_sets + 1 :])
     assert {name.strip() for name in facts} == {
-        *("semantic entropy", "by counts", "sequence entropy", "a token", "probability seen")
+        *("semantic entropy", "by counts", "sequence entropy", "per token", "probability mass")
     }
 
 
@@ -73,8 +73,8 @@ def test_answers_that_are_ended_early_are_told(run: Any) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--n", "0"), "--n: must be an integer of 1 or more"),
-        (("--temperature", "0"), "--temperature: 0 would draw one answer"),
+        (("--n", "0"), "--n: must be an integer >= 1"),
+        (("--temperature", "0"), "--temperature: 0 would sample the same answer"),
         (("--max-tokens", "0"), "--max-tokens: must be positive"),
         (("--window", "0"), "--window: must be"),
         (("--k", "0"), "--k: must be"),

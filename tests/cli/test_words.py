@@ -64,17 +64,17 @@ def test_words_of_rows_come_with_their_columns(score: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--text", "x", "--csv"), "comes with --by"),
-        (("--text", "x", "--by", "word", "--detect"), "does not come with --by"),
-        (("--text", "x", "--by", "word", "--top", "3"), "does not come with --top"),
-        (("--text", "x", "--by", "word", "-o", "x.parquet"), "does not come with --by"),
-        (("--text", "x", "--by", "word", "--force"), "does not come with --by"),
-        (("--text", "x", "--by", "word", "--csv", "--json"), "does not come with --json"),
+        (("--text", "x", "--csv"), "requires --by"),
+        (("--text", "x", "--by", "word", "--detect"), "cannot be combined with --by"),
+        (("--text", "x", "--by", "word", "--top", "3"), "cannot be combined with --top"),
+        (("--text", "x", "--by", "word", "-o", "x.parquet"), "cannot be combined with --by"),
+        (("--text", "x", "--by", "word", "--force"), "cannot be combined with --by"),
+        (("--text", "x", "--by", "word", "--csv", "--json"), "cannot be combined with --json"),
         (("--by", "word"), "give either a file"),
-        (("x.jsonl", "--by", "word", "--context-column", "window"), "does not come with --by"),
-        (("x.jsonl", "--by", "word", "--keep-columns", "tokens"), "'tokens' is a column of the output"),
-        (("x.jsonl", "--by", "word", "--keep-columns", "word"), "'word' is a column of the output"),
-        (("--text", "x", "--by", "word", "--keep-columns", "id"), "a data set is in files"),
+        (("x.jsonl", "--by", "word", "--context-column", "window"), "cannot be combined with --by"),
+        (("x.jsonl", "--by", "word", "--keep-columns", "tokens"), "'tokens' is an output column"),
+        (("x.jsonl", "--by", "word", "--keep-columns", "word"), "'word' is an output column"),
+        (("--text", "x", "--by", "word", "--keep-columns", "id"), "a data set must be in files"),
     ],
 )
 def test_wrong_use_is_told(score: Any, arguments: tuple[str, ...], says: str) -> None:

@@ -660,7 +660,7 @@ def test_a_run_over_a_data_set_holds_numbers_of_one_version(
             yield from super().scored(skip=skip)
 
     turning = Turning(llm, find_sources([str(tmp_path / "in.jsonl")]), DataSettings())
-    with pytest.raises(InputError, match=r"rows of weight_version 'b' after rows of 'sha256:"):
+    with pytest.raises(InputError, match=r"weight_version is 'b', but earlier rows have 'sha256:"):
         DatasetRun(turning).to_file(tmp_path / "turned.parquet")
     score_dataset(llm, tmp_path / "in.jsonl", tmp_path / "out.parquet")
     assert b'"weight_version":"b"' in pq.read_schema(tmp_path / "out.parquet").metadata[b"logprobe.info"]
@@ -832,9 +832,7 @@ def test_a_run_goes_on_with_the_weights_that_began_it_alone(
         llm.add_lora("a", adapter_folders["narrow" if how == "lora" else "wide"])
         if how == "load":
             llm.load_weights(new_folder)
-        told = (
-            "rows of lora_version 'sha256:" if how == "lora" else "run to resume had another weight_version"
-        )
+        told = "lora_version is 'sha256:" if how == "lora" else "run to resume had a different weight_version"
         with pytest.raises(InputError, match=told):
             score_dataset(asked(llm), source, out, resume=True)
     shutil.copy(tiny_model_folder / "model.safetensors", folder)

@@ -21,11 +21,11 @@ def test_a_line_comes_at_once_and_then_in_a_while_with_the_number_since(
     now, registry = [5.0], CollectorRegistry()
     bad_connections = BadConnections(Counter("bad", "Bad.", registry=registry), lambda: now[0])
     for _ in range(100):
-        bad_connections.count("no HTTP request", HERE)
-    assert caplog.messages == ["connections that sent no HTTP request: 1; the last from 10.0.0.1:80"]
+        bad_connections.count("an invalid HTTP request", HERE)
+    assert caplog.messages == ["connections with an invalid HTTP request: 1; the last from 10.0.0.1:80"]
     now[0] += LOG_EVERY_S
-    bad_connections.count("no HTTP request", None)
-    since = "connections that sent no HTTP request: 100; the last from an unknown address"
+    bad_connections.count("an invalid HTTP request", None)
+    since = "connections with an invalid HTTP request: 100; the last from an unknown address"
     assert caplog.messages[1:] == [since]
     assert registry.get_sample_value("bad_total") == 101
 

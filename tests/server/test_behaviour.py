@@ -73,7 +73,7 @@ def test_what_is_no_route_is_named_and_told_where_the_routes_stand(
     reply = server.get(path)
     error = reply.json()["error"]
     assert (reply.status_code, error["code"]) == (status, "no_such_route")
-    assert error["message"] == f"GET {path} is no route; GET /openapi.json lists them all"
+    assert error["message"] == f"GET {path} is not a route; GET /openapi.json lists all routes"
 
 
 @pytest.mark.parametrize(
@@ -90,14 +90,14 @@ def test_a_base_url_without_v1_is_told_what_it_lacks(server: Any, method: str, p
     reply = httpx.request(method, server.url + path, timeout=PATIENCE_S)
     error = reply.json()["error"]
     assert (reply.status_code, error["code"]) == (404, "no_such_route")
-    remedy = f"use /v1{path}; is the client's base_url without /v1?"
-    assert error["message"] == f"{method} {path} is no route; {remedy}"
+    remedy = f"use /v1{path} (does the client's base_url lack /v1?)"
+    assert error["message"] == f"{method} {path} is not a route; {remedy}"
 
 
 def test_openais_client_shows_what_its_base_url_lacks(server: Any) -> None:
     with (
         openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
-        pytest.raises(openai.NotFoundError, match="use /v1/chat/completions; is the client's base_url"),
+        pytest.raises(openai.NotFoundError, match=r"use /v1/chat/completions \(does the client's base_url"),
     ):
         client.chat.completions.create(model="default", messages=[{"role": "user", "content": "a"}])
 

@@ -169,9 +169,9 @@ def test_adapters_that_cannot_be_loaded_end_the_start(adapted: Any, tmp_path: Pa
     with pytest.raises(ModelError, match="adapter_config"):
         Models(model, ServerSettings(lora=(f"new={tmp_path}",))).prepare()
     for name in ("base", model.engine.capabilities().model):
-        with pytest.raises(ParameterError, match="own name"):
+        with pytest.raises(ParameterError, match="a model's name"):
             Models(model, ServerSettings(model_name="base", lora=(f"{name}={tmp_path}",))).prepare()
-    with pytest.raises(ParameterError, match="given twice"):
+    with pytest.raises(ParameterError, match="used twice"):
         Models(model, ServerSettings(lora=(f"wide={known['wide']}",) * 2)).prepare()
     assert adapted.llm.list_loras() == known
 

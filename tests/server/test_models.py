@@ -298,7 +298,7 @@ def test_models_to_preload_fit_together(tiny_llm: LLM, tiny_window_folder: Path)
         if fits:
             Models(*made)
         else:
-            with pytest.raises(ParameterError, match="name fewer"):
+            with pytest.raises(ParameterError, match="preload fewer"):
                 Models(*made)
 
 

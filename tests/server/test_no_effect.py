@@ -99,7 +99,7 @@ def test_every_field_of_the_table_is_one_of_a_body() -> None:
 @pytest.mark.parametrize("name", FIELDS_WITHOUT_EFFECT)
 def test_a_warning_is_a_quoted_text_that_begins_with_the_field(name: str) -> None:
     assert WARNING.fullmatch(warning(name))
-    assert warning(name).startswith(f'299 - "{name} changes nothing here: ')
+    assert warning(name).startswith(f'299 - "{name} has no effect: ')
 
 
 @pytest.mark.parametrize(("path", "name"), ASKED)
@@ -133,7 +133,7 @@ def test_each_field_has_its_own_warning_and_one_line_of_the_log(
             assert words not in str(reply.headers)
         server.post(COMPLETIONS, **BODIES[COMPLETIONS][1], user=words)
     assert sorted(message.split()[0] for message in caplog.messages) == ["metadata", "store", "user"]
-    assert all(" changes nothing here: " in message for message in caplog.messages)
+    assert all(" has no effect: " in message for message in caplog.messages)
     assert words not in caplog.text
 
 

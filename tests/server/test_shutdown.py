@@ -90,8 +90,8 @@ def test_a_server_process_says_what_it_waits_for_and_ends_what_is_late(
     assert json.loads(events.pop())["error"]["code"] == "shut_down"
     assert len(events) < SLOW["max_tokens"]
     log = "".join(server.log)
-    assert "1 in progress may end within 1 s" in log
-    assert "1 requests did not end in time" in log
+    assert "1 requests in progress have 1 s to finish" in log
+    assert "1 requests did not finish in time" in log
 
 
 def test_a_second_signal_ends_a_server_at_once(

@@ -155,7 +155,7 @@ def test_reading_is_refused_where_too_many_wait_and_writing_waits_for_none_of_th
         workers, is_over = Workers(), threading.Event()
         jobs = [asyncio.ensure_future(workers.read(is_over.wait, None)) for _ in range(MAX_JOBS)]
         await asyncio.sleep(0)
-        with pytest.raises(ApiError, match="wait to be read") as refused:
+        with pytest.raises(ApiError, match="waiting to be decoded") as refused:
             await workers.read(str, QUICK_BYTES + 1)
         assert refused.value.status == 429
         results = [await workers.read(lambda: "small", QUICK_BYTES)]

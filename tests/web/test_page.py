@@ -249,7 +249,7 @@ def test_what_the_server_refuses_is_said_in_words(seen: Seen) -> None:
 def test_a_key_is_asked_for_and_used(new_tab: Any, locked: Attacked) -> None:
     seen = Seen(new_tab(), f"http://127.0.0.1:{locked.port}/")
     seen.tab.wait_for_selector("#error:not([hidden])")
-    assert "valid key" in seen.tab.inner_text("#error")
+    assert "API key" in seen.tab.inner_text("#error")
     seen.tab.fill("#key", "a wrong one")
     seen.tab.click("#key-form button")
     seen.tab.wait_for_selector("#error:not([hidden])")

@@ -71,11 +71,13 @@ class ScoringClient(Client):
         check_truncation(truncation)
         check_rule(boundary)
         if token_ids is not None:
-            remedy = "stand in the records of scores, which those of windows have not; cut the left end"
+            remedy = (
+                "cannot be combined with truncation='window', which has no records; use truncation='left'"
+            )
             require(truncation != "window", "token_ids", remedy)
             is_each = len(token_ids) == len(pairs)
             require(
-                is_each, "token_ids", f"are given for {len(token_ids)} pairs, of which there are {len(pairs)}"
+                is_each, "token_ids", f"must have one entry per pair, got {len(token_ids)} for {len(pairs)}"
             )
         params = self.allowed_params(params)
         sampling = None if sampling is None else self.allowed_params(sampling)
@@ -149,7 +151,7 @@ class ScoringClient(Client):
         has_cap = self.max_logprobs != -1
         allowed = f"must be {self.max_logprobs} or less (max_logprobs)"
         require(not has_cap or plan.k <= self.max_logprobs, "k", allowed, got=plan.k)
-        remedy = "reads whole rows, which max_logprobs does not allow"
+        remedy = "requires whole-vocabulary rows, which max_logprobs does not allow; set it to -1"
         require(not (has_cap and plan.reads_rows), "self_certainty", remedy)
         ids, requests = self.ids_of(prompt), self.requests.of_one_call()
         admitted = [requests.admit(ids, self.allowed_params(params)) for params in plan.params]
@@ -171,7 +173,7 @@ class ScoringClient(Client):
         total = 0.0
         for start in range(len(prompt), len(ids), size):
             [score] = await self.score([(ids[:start], ids[start : start + size])], params)
-            assert score.record is not None, "a pair that fits has one"
+            assert score.record is not None, "a pair that fits into the context has a record"
             total += float((await asyncio.to_thread(self_certainty, score.record)).sum())
         return replace(answer, self_certainty=total / answer.num_tokens)
 
@@ -236,5 +238,5 @@ class ScoringClient(Client):
         score = Score.of(ids, scored(output), self._scored_bytes(split), unconditional_logprob=alone)
         if split.healing is None:
             return score
-        assert healed is not None, "its bytes were summed"
+        assert healed is not None, "splits with healing have a byte-level sum"
         return replace(score, logprob=healed, boundary="bytes")

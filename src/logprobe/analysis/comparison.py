@@ -241,7 +241,7 @@ class Comparison:
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise ParameterError("plot", "needs matplotlib: pip install 'logprobe[plot]'") from error
+            raise ParameterError("plot", "requires matplotlib; pip install 'logprobe[plot]'") from error
 
         figure = Figure(figsize=(9, 4), layout="constrained")
         left, right = figure.subplots(1, 2)
@@ -276,7 +276,7 @@ def compare(a: Scorer, b: Scorer, texts: Iterable[str], *, bos: bool | None = No
 
 
 def same_vocabulary(a: Scorer, b: Scorer) -> bool:
-    """Return whether both models have the same tokens and tokenize a probe text to the same ids."""
+    """Return True if both models have the same tokens and tokenize a probe text to the same ids."""
     if a.text is b.text:
         return True
     mine, theirs = a.text, b.text
@@ -386,7 +386,7 @@ def of_tokens(parts: Sequence[TokenPart]) -> Comparison:
     Raises:
         ParameterError: there are none.
     """
-    require(parts, "texts", "hold no token to score; give longer ones, or bos=True")
+    require(parts, "texts", "have no token to score; use longer texts or bos=True")
     text_indices, positions = _places((part.text_index, part.start, len(part.token_ids)) for part in parts)
 
     def whole(name: str) -> Any:
@@ -431,7 +431,7 @@ def _of_words(pairs: Sequence[tuple[ScoredText, ScoredText]]) -> Comparison:
             theirs.append(logprob_b)
             num_bytes += len(text.encode())
         runs.append((index, 0, len(words) - num_before))
-    require(mine, "texts", "hold no word that both models score; give longer ones, or bos=True")
+    require(mine, "texts", "have no word that both models score; use longer texts or bos=True")
     text_indices, positions = _places(runs)
     return Comparison(
         unit="word",
@@ -487,7 +487,7 @@ def compare_stored(path_a: str | Path, path_b: str | Path) -> Comparison:
         same = mine is not None and theirs is not None
         if not (same and all(mine[name] == theirs[name] for name in ("row", "token_ids"))):
             raise InputError(
-                f"{path_a}, {path_b}: their rows or tokens differ; score the same data with one model"
+                f"{path_a}, {path_b}: rows or tokens differ; score the same data with the same tokenizer"
             )
         parts.append((mine, theirs["token_logprobs"]))
         num_bytes += mine["num_bytes"]
@@ -520,8 +520,8 @@ def compare_with_stored(
             ids = np.concatenate([prefix, llm.text.encode(text, add_special_tokens=False)])
             if ids[1:].tolist() != row["token_ids"]:
                 raise InputError(
-                    f"{path}: row {row['row']} is not what the model reads in the data; "
-                    "give the run's own data, model family and BOS"
+                    f"{path}: the tokens of row {row['row']} differ from the model's tokens of the data; "
+                    "use the data, tokenizer and bos of the run"
                 )
             pairs.append((ids[:1], ids[1:]))
         scores = llm.score(pairs)
@@ -533,7 +533,7 @@ def compare_with_stored(
 def _of_rows(parts: Sequence[tuple[dict[str, Any], Sequence[float]]], num_bytes: int) -> Comparison:
     """Build a comparison from stored rows and the other model's logprobs of their tokens."""
     parts = [(row, logprobs) for row, logprobs in parts if row["token_ids"]]  # skip rows without tokens
-    require(parts, "files", "hold no row")
+    require(parts, "files", "have no rows with tokens")
     logprobs_a = np.concatenate([row["token_logprobs"] for row, _ in parts]).astype(np.float64)
     logprobs_b = np.concatenate([logprobs for _, logprobs in parts]).astype(np.float64)
     text_indices, positions = _places((row["row"], 1, len(row["token_ids"])) for row, _ in parts)
@@ -571,7 +571,7 @@ def _stored(path: str | Path) -> Iterator[dict[str, Any]]:
     )
     with reading(path), pq.ParquetFile(path) as file:
         if missing := [name for name in schema.names if name not in file.schema_arrow.names]:
-            raise InputError(f"{path}: has no column {', '.join(missing)}; score it with tokens")
+            raise InputError(f"{path}: has no column {', '.join(missing)}; score the data with tokens")
         for batch in file.iter_batches(columns=schema.names):
             for row in python_rows(batch.select(schema.names).cast(schema)):
                 _check_stored(path, row)
@@ -580,9 +580,9 @@ def _stored(path: str | Path) -> Iterator[dict[str, Any]]:
 
 def _check_stored(path: str | Path, row: Mapping[str, Any]) -> None:
     if None in row.values() or row["row"] < 0 or row["num_bytes"] < 0:
-        raise InputError(f"{path}: a row lacks a value or counts below zero; score the data anew")
+        raise InputError(f"{path}: a row has a missing value or a negative count; score the data again")
     ids, logprobs = (np.array(row[name], np.float64) for name in ("token_ids", "token_logprobs"))
     if len(ids) != len(logprobs) or not ((ids >= 0).all() and (logprobs <= MAX_LOGPROB).all()):
         raise InputError(
-            f"{path}: row {row['row']} holds an invalid token id or log-probability; score the data again"
+            f"{path}: row {row['row']} has an invalid token id or log-probability; score the data again"
         )

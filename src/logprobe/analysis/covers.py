@@ -60,7 +60,7 @@ class Covers:
     Args:
         text: the bytes.
         index: the model's tokens.
-        is_open: whether the last token may reach beyond the bytes; otherwise it must end with them.
+        is_open: if True, the last token may reach beyond the bytes; otherwise it must end with them.
         max_steps: maximum number of rows.
     """
 
@@ -152,7 +152,7 @@ class SpanSum:
     def __init__(self, splits: Sequence[Split], index: TokenIndex) -> None:
         self._splits = splits
         healings = [split.healing for split in splits if split.healing is not None]
-        assert len(healings) == len(splits), "each of them is healed"
+        assert len(healings) == len(splits), "all splits have healing"
         self.given: IntArray = splits[0].token_ids[: healings[0].first]
         max_steps = max(MAX_STEPS // len(splits), MIN_STEPS)
         self._tail = Covers(healings[0].tail, index, is_open=True, max_steps=max_steps)

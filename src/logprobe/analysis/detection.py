@@ -83,7 +83,7 @@ def binoculars(
         BatchError: a request failed.
     """
     is_same = same_vocabulary(observer, performer)
-    require(is_same, "performer", "has another vocabulary than the observer; both read the same tokens")
+    require(is_same, "performer", "must have the same vocabulary as the observer")
     prefix = prefix_of(observer.text, bos)
     ids = [np.concatenate([prefix, observer.text.encode(text, add_special_tokens=False)]) for text in texts]
     return [_binoculars(observer, performer, sequence) for sequence in ids]
@@ -105,6 +105,6 @@ def _rows_of_both(observer: Scorer, performer: Scorer, ids: IntArray) -> Iterato
     for start, end, mine in whole_parts(observer, ids, POSITIONS_A_CALL):
         theirs = whole_scores(performer, (ids[:start], ids[start:end]))
         rows, others, missing_mass = common_columns(mine.rows, theirs.rows)
-        message = "has no output for tokens that the observer finds possible; both must have one vocabulary"
+        message = "has no output for tokens that the observer finds possible; use models with one vocabulary"
         require(bool((missing_mass <= ROUNDING).all()), "performer", message)
         yield theirs.token_logprobs, measures.cross_entropy(rows, others)

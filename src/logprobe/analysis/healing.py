@@ -42,7 +42,7 @@ class Healer:
         client: sends the requests.
         lora: name of the LoRA adapter; None: none.
         requests: admits the requests.
-        sampling: use the distribution that these parameters would sample from; None: the model's own.
+        sampling: use the distribution that these parameters would sample from; None: the raw distribution.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Healer:
                 raise output.error
             loads.add(output.weights_number)
         if len(loads) > 1:
-            raise WeightsReplacedError("the model's weights were replaced while a pair was scored; ask again")
+            raise WeightsReplacedError("the weights were replaced while a pair was scored; score it again")
         remaining = iter(outputs)
         return [next(remaining) if len(split.token_ids) <= self._limit else None for split, _ in parts]
 
@@ -149,6 +149,6 @@ def _after_cover(given: IntArray, cover: Cover, rest: IntArray) -> Split:
 def _named(output: RequestOutput) -> Floats:
     """Return the log-probabilities of the named ids at the last position, ordered by id."""
     given = scored(output).given
-    assert given is not None, "ids were named"
+    assert given is not None, "the request has logprob_token_ids"
     entries = given[len(given) - 1 :].arrays
     return entries.logprobs[np.argsort(entries.token_ids)].astype(np.float64)

@@ -208,7 +208,7 @@ def classify_plan(
     named = texts_of(labels)
     texts = [text for texts in named.values() for text in texts]
     is_calibrated = correction == "calibrated"
-    remedy = "is for correction='calibrated' alone; name that, or leave it out"
+    remedy = "requires correction='calibrated'; set that, or leave it out"
     require(is_calibrated or content_free is None, "content_free", remedy)
     empty: list[Asked] = [CONTENT_FREE if content_free is None else content_free] if is_calibrated else []
     laid_out = [_pairs(edge, prompt, texts, read) for prompt in [*_as_many(prompts), *empty]]
@@ -237,11 +237,11 @@ def texts_of(labels: Labels) -> dict[str, list[str]]:
         named = {name: [texts] if isinstance(texts, str) else list(texts) for name, texts in labels.items()}
     else:
         twice = [label for label, count in Counter(_checked_texts(labels, "labels")).items() if count > 1]
-        require(not twice, "labels", f"two are equal: {', '.join(map(repr, twice))}")
+        require(not twice, "labels", f"must be unique; duplicates: {', '.join(map(repr, twice))}")
         named = {text: [text] for text in labels}
     for name, texts in named.items():
         is_said = bool(texts) and all(_checked_texts(texts, "labels"))
-        require(is_said, "labels", f"{name!r} has an empty text, or none")
+        require(is_said, "labels", f"{name!r} has no text or an empty one")
     _check_apart([(text, name) for name, texts in named.items() for text in texts])
     return named
 
@@ -250,9 +250,9 @@ def _check_apart(owners: list[tuple[str, str]]) -> None:
     """Reject texts that are prefixes of others; in sorted order, comparing neighbours finds one."""
     for (text, name), (other, other_name) in pairwise(sorted(owners, key=itemgetter(0))):
         if other.startswith(text):
-            how = "equals" if text == other else "begins"
+            how = "equals" if text == other else "is a prefix of"
             what = f"{text!r} ({name}) {how} {other!r} ({other_name}), so it would count for both"
-            raise ParameterError("labels", f"{what}; end it otherwise, such as with a full stop")
+            raise ParameterError("labels", f"{what}; change it, for example by adding a full stop")
 
 
 def calibrated(found: Classification, base: Classification) -> Classification:
@@ -328,12 +328,12 @@ def check_layout(query: str, task: str, template: Sequence[str], labels: Sequenc
     require(is_list and len(labels) == 2, "labels", "must be two texts, such as yes and no")
     texts_of(labels)
     is_list = isinstance(template, Sequence) and not isinstance(template, str)
-    known = "must be three texts: what stands before, around and after a pair"
+    known = "must be three texts: before the pair, the pair, and after the pair"
     require(is_list and len(template) == 3, "template", known)
     _checked_texts(template, "template")
     counts = [template[1].count(f"{{{name}}}") for name in ("query", "document", "task")]
     is_whole = counts[:2] == [1, 1] and counts[2] <= 1
-    known = "must name {query} and {document} once each in its second text, and {task} once at most"
+    known = "must have {query} and {document} once each in its second text, and {task} at most once"
     require(is_whole, "template", known)
 
 
@@ -395,16 +395,18 @@ def grades_of(scale: Sequence[float]) -> dict[str, float]:
         ParameterError: fewer than two grades, equal ones, or a value that is not a number of up to 999,999.
     """
     is_list = isinstance(scale, Sequence | np.ndarray) and not isinstance(scale, str | bytes)
-    require(is_list and len(scale) > 1, "scale", "must have two grades or more, such as [1, 2, 3]", got=scale)
+    require(
+        is_list and len(scale) > 1, "scale", "must have at least two grades, such as [1, 2, 3]", got=scale
+    )
     for grade in scale:
         is_number = isinstance(grade, Real) and not isinstance(grade, bool)
         is_written = is_number and abs(grade) <= LARGEST_GRADE
-        require(is_written, "scale", f"must hold numbers of up to {LARGEST_GRADE:,}", got=grade)
+        require(is_written, "scale", f"must be numbers of at most {LARGEST_GRADE:,}", got=grade)
     numbers = [float(grade) + 0.0 for grade in scale]  # turns -0.0 into 0.0
     texts = [f"{number:g}" for number in numbers]
     twice = dict.fromkeys(text for place, text in enumerate(texts) if text in texts[:place])
-    remedy = "name each grade once, with at most six digits"
-    require(not twice, "scale", f"two are equal: {', '.join(map(repr, twice))}; {remedy}")
+    remedy = "use each grade once, with at most six digits"
+    require(not twice, "scale", f"must be unique; duplicates: {', '.join(map(repr, twice))}; {remedy}")
     return dict(zip(texts, numbers, strict=True))
 
 
@@ -449,7 +451,7 @@ def _further_ways(
 
 
 def _goes_on(longer: TokenPair, shorter: TokenPair) -> bool:
-    """Return whether the ids of one answer start with those of another one after the same prompt."""
+    """Return True if the ids of one answer start with those of another one after the same prompt."""
     size = len(shorter[1])
     return np.array_equal(longer[0], shorter[0]) and np.array_equal(longer[1][:size], shorter[1])
 

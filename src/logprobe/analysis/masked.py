@@ -103,9 +103,11 @@ class MaskedLM:
             )
         except (ValueError, KeyError, OSError) as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise UnsupportedModelError(f"{model}: cannot be read as a masked model ({reason})") from error
+            raise UnsupportedModelError(f"{model}: cannot be loaded as a masked model ({reason})") from error
         if self._tokenizer.mask_token_id is None or not self._tokenizer.is_fast:
-            raise UnsupportedModelError(f"{model}: its tokenizer has no mask token; name a masked model")
+            raise UnsupportedModelError(
+                f"{model}: its tokenizer is not fast or has no mask token; use a masked model"
+            )
         self._model = loaded.eval()
         self._limit = int(min(self._tokenizer.model_max_length, _num_positions(loaded)))
 
@@ -159,8 +161,8 @@ class MaskedLM:
     def _encoded(self, number: int, text: str) -> Any:
         coded = self._tokenizer(text, return_offsets_mapping=True, verbose=False)
         size = len(coded["input_ids"])
-        require(_own_tokens(coded), "texts", f"number {number} has no token; there is nothing to score")
-        fits = f"number {number} has {size} tokens with the special ones, but {self._limit} fit; cut it"
+        require(_own_tokens(coded), "texts", f"text {number} has no token; there is nothing to score")
+        fits = f"text {number} has {size} tokens with special tokens, but at most {self._limit} fit; cut it"
         require(size <= self._limit, "texts", fits)
         return coded
 

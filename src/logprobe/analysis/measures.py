@@ -42,7 +42,7 @@ def pmi(logprob: float, unconditional_logprob: float) -> float:
 
 
 def is_greedy(ranks: npt.ArrayLike) -> bool:
-    """Return whether every token was the most likely one; ties count."""
+    """Return True if every token was the most likely one; ties count."""
     return bool(np.all(np.asarray(ranks) == 1))
 
 
@@ -142,7 +142,7 @@ def top_p_size(rows: npt.ArrayLike, mass: float) -> npt.NDArray[np.int64]:
     Raises:
         ParameterError: `mass` is outside (0, 1].
     """
-    require(0 < mass <= 1, "mass", f"must lie in (0, 1], got {mass}")
+    require(0 < mass <= 1, "mass", f"must be in (0, 1], got {mass}")
     logprobs = np.asarray(rows, np.float64)
     held = np.cumsum(-np.sort(-np.exp(logprobs), axis=-1), axis=-1)
     size = 1 + np.sum(held < mass * (1 - 1e-12), axis=-1)
@@ -283,7 +283,7 @@ def threshold(confidences: npt.ArrayLike, is_correct: npt.ArrayLike, *, accuracy
     Raises:
         ParameterError: no answers, confidences outside [0, 1], different lengths, or an invalid `accuracy`.
     """
-    require(0 < accuracy <= 1, "accuracy", f"must lie in (0, 1], got {accuracy}")
+    require(0 < accuracy <= 1, "accuracy", f"must be in (0, 1], got {accuracy}")
     values, hits = _answers(confidences, is_correct)
     order = np.argsort(-values)
     values, hits = values[order], hits[order]
@@ -296,13 +296,13 @@ def threshold(confidences: npt.ArrayLike, is_correct: npt.ArrayLike, *, accuracy
 def _answers(confidences: npt.ArrayLike, is_correct: npt.ArrayLike) -> tuple[Floats, Floats]:
     """Validate confidences and correctness; return both as float64, correctness as 0 or 1."""
     values, hits = np.asarray(confidences, np.float64), np.asarray(is_correct, np.float64)
-    require(values.ndim == 1 and len(values) > 0, "confidences", "give at least one")
-    require(values.shape == hits.shape, "is_correct", f"{hits.shape} for confidences {values.shape}")
-    require(bool(np.all((values >= 0) & (values <= 1))), "confidences", "must lie in [0, 1]")
+    require(values.ndim == 1 and len(values) > 0, "confidences", "must be a non-empty list of numbers")
+    require(values.shape == hits.shape, "is_correct", f"has shape {hits.shape}, confidences {values.shape}")
+    require(bool(np.all((values >= 0) & (values <= 1))), "confidences", "must be in [0, 1]")
     return values, hits
 
 
-# -- metrics of texts: memorized by the model? written by a machine? -----------------------------------------
+# -- metrics that indicate memorized or machine-generated texts ----------------------------------------------
 
 
 DETECTIONS: Final = ("min_k", "min_k_plus", "fast_detect_gpt", "zlib_ratio")
@@ -394,8 +394,8 @@ def roc_auc(values: npt.ArrayLike, labels: npt.ArrayLike) -> float | None:
         ParameterError: different lengths, or a value is NaN.
     """
     numbers, hits = np.asarray(values, np.float64), np.asarray(labels, np.bool_)
-    require(numbers.shape == hits.shape, "labels", f"{hits.shape} for values {numbers.shape}")
-    require(not np.isnan(numbers).any(), "values", "hold NaN; leave out what has no number")
+    require(numbers.shape == hits.shape, "labels", f"has shape {hits.shape}, values {numbers.shape}")
+    require(not np.isnan(numbers).any(), "values", "must not be NaN; leave out items without a value")
     num_hits = int(hits.sum())
     num_others = len(hits) - num_hits
     if not (num_hits and num_others):
@@ -407,7 +407,7 @@ def roc_auc(values: npt.ArrayLike, labels: npt.ArrayLike) -> float | None:
 
 
 def _mean_of_least(values: Floats, share: float) -> float | None:
-    require(0 < share <= 1, "share", f"must lie in (0, 1], got {share}")
+    require(0 < share <= 1, "share", f"must be in (0, 1], got {share}")
     if not len(values):
         return None
     num = max(int(len(values) * share), 1)

@@ -57,7 +57,7 @@ class Members:
             ParameterError: `value` is not a member.
         """
         text, texts = json_text(value), self.texts
-        require(text in texts, "value", f"{text:.60} is no member; there are {', '.join(texts):.200}")
+        require(text in texts, "value", f"{text:.60} is not a member; known: {', '.join(texts):.200}")
         return float(self.logprobs[texts.index(text)])
 
     @property

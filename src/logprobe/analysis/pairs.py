@@ -78,10 +78,10 @@ def minimal_pairs(
         ParameterError: no pairs, a text without scored tokens, or not one category per pair.
         BatchError: some texts failed.
     """
-    require(pairs, "pairs", "give at least one")
+    require(pairs, "pairs", "must not be empty")
     names = list(categories or ())
     fits = categories is None or len(names) == len(pairs)
-    require(fits, "categories", f"names {len(names)} for {len(pairs)} pairs; give one a pair")
+    require(fits, "categories", f"must have one name per pair, got {len(names)} for {len(pairs)}")
     good, bad = np.fromiter(_logprobs(llm, pairs, bos), np.dtype((np.float64, 2)), len(pairs)).T
     is_right = good > bad
     places: dict[str, list[int]] = {}
@@ -111,7 +111,7 @@ def _logprobs(
             where = f"of the texts from pair {first} on, "
             raise ParameterError("pairs", where + str(error).removeprefix("texts: ")) from error
         for number, text in enumerate(scored):
-            remedy = "has a text of which no token is scored; give bos=True"
+            remedy = "has a text without scored tokens; use bos=True"
             is_scored = not np.isnan(text.logprobs).all()
             require(is_scored, "pairs", f"pair {first + number // 2} {remedy}")
         yield from zip(*([text.logprob for text in scored[side::2]] for side in (0, 1)), strict=True)

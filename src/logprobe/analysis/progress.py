@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def can_draw(console: Console) -> bool:
-    """Return whether a bar is visible: on a terminal, or in a notebook with ipywidgets."""
+    """Return True if a bar is visible: on a terminal, or in a notebook with ipywidgets."""
     if console.is_jupyter:
         return find_spec("ipywidgets") is not None  # without it, rich warns at each bar
     return console.is_terminal
@@ -46,6 +46,6 @@ def byte_bar(num_bytes: int | None, *, shown: bool, unit: str = "tokens") -> Ite
             nonlocal num_units
             num_units += more_units
             rate = num_units / (bar.tasks[task].elapsed or 1e-9)
-            bar.update(task, advance=more_bytes, description=f"{num_units:,} {unit}, {rate:,.0f} a second")
+            bar.update(task, advance=more_bytes, description=f"{num_units:,} {unit}, {rate:,.0f}/s")
 
         yield advance

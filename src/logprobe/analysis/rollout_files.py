@@ -1,7 +1,7 @@
 """Stored samples (rollouts) and their Parquet files: our own format, and the columns of TRL and verl.
 
 One row per completion: prompt ids, token ids, and the sampler's logprobs. Parquet files of records (one row
-per token) can be read too; they hold no prompts.
+per token) can be read too; they contain no prompts.
 """
 
 from __future__ import annotations
@@ -120,12 +120,12 @@ def write_rollouts(path: str | Path, outputs: Iterable[Any]) -> None:
     rows = _rows(outputs)
     first = next(rows, None)
     if first is None:
-        raise ParameterError("outputs", "hold no completion; generate some first")
+        raise ParameterError("outputs", "have no completions; there is nothing to write")
     info, _ = first
     with parquet_writer(path, _SCHEMA, None if info is None else info.to_json().encode()) as write:
         waiting, num_bytes = [], 0
         for other, row in chain([first], rows):
-            require(other == info, "outputs", "are of several settings; write a file for each")
+            require(other == info, "outputs", "have different settings; write one file for each")
             waiting.append(row)
             num_bytes += row.nbytes
             if num_bytes >= BYTES_A_GROUP:
@@ -140,7 +140,7 @@ def _rows(outputs: Iterable[Any]) -> Iterator[tuple[LogprobsInfo | None, pa.Reco
     for output in outputs:
         for number, completion in enumerate(output.outputs):
             record = completion.processed_logprobs or completion.logprobs
-            require(record is not None, "outputs", "hold no logprobs; generate with logprobs=0 or more")
+            require(record is not None, "outputs", "have no logprobs; generate with logprobs=0 or more")
             row = _row(f"{output.request_id}-{number}", output.prompt_token_ids, record)
             yield record.info, pa.RecordBatch.from_pylist([row], schema=_SCHEMA)
 
@@ -218,13 +218,13 @@ def _rollout(
 ) -> Rollout:
     name = str(row.get("name", number))
     ids = _column(row, "token_ids", np.int64)
-    assert ids is not None, "a file without them is refused"
+    assert ids is not None, "files without token ids are rejected"
     mask = _column(row, "mask", np.bool_, len(ids))
     # Masked tokens at the end are padding, whose ids may be outside the model's vocabulary.
     end = len(ids) if mask is None else int(np.flatnonzero(mask).max(initial=-1)) + 1
     logprobs = _column(row, "logprobs", np.float64, len(ids))
     mass = _column(row, "log_kept_mass", np.float64, len(ids))
-    assert logprobs is not None, "a file without them is refused"
+    assert logprobs is not None, "files without logprobs are rejected"
     prompt = _column(row, "prompt_ids", np.int64)
     if prompt is None and name in prompts:
         prompt = np.asarray(prompts[name], np.int64)
@@ -249,11 +249,11 @@ def _column(row: Mapping[str, Any], what: str, dtype: Any, length: int | None = 
         return None
     array = np.asarray(values, np.float64)
     if array.ndim != 1 or (length is not None and len(array) != length):
-        raise InputError(f"{what} is no list of {'numbers' if length is None else f'{length} numbers'}")
+        raise InputError(f"{what} must be a list of {'numbers' if length is None else f'{length} numbers'}")
     if dtype is np.int64 and not _are_ids(array):
         raise InputError(f"{what} contains an invalid token id")
     if np.isposinf(array).any():
-        raise InputError(f"{what} holds an infinite number")
+        raise InputError(f"{what} contains an infinite number")
     return array.astype(dtype)
 
 
@@ -264,13 +264,13 @@ def _alternatives(row: Mapping[str, Any], num_tokens: int, end: int) -> Alternat
     widths = [len(part) for part in ids[:end]]
     has_all = len(ids) == len(logprobs) == num_tokens
     if not has_all or widths != [len(part) for part in logprobs[:end]]:
-        raise InputError("top_ids and top_logprobs are no lists of the same lengths, one a token")
+        raise InputError("top_ids and top_logprobs must be lists of the same lengths, one per token")
     token_ids = np.concatenate([np.asarray(part, np.float64) for part in ids[:end]])
     numbers = np.concatenate([np.asarray(part, np.float64) for part in logprobs[:end]])
     if not _are_ids(token_ids):
         raise InputError("top_ids contains an invalid token id")
     if not (numbers < np.inf).all():
-        raise InputError("top_logprobs holds what is no number, or an infinite one")
+        raise InputError("top_logprobs contains NaN or an infinite number")
     return Alternatives(
         offsets=np.cumsum([0, *widths]), token_ids=token_ids.astype(np.int64), logprobs=numbers
     )

@@ -84,7 +84,7 @@ class RolloutReport:
     corrected: Mismatch | None  # with the matching distribution: numerical noise only; None if none matches
 
     def is_right(self, max_nats: float) -> bool:
-        """Return whether every stored logprob is within `max_nats` of the target's."""
+        """Return True if every stored logprob is within `max_nats` of the target's."""
         return self.as_stored.worst_nats <= max_nats
 
     def to_dict(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def _rows_of(model: Any, rollout: Rollout) -> Iterator[tuple[int, Floats]]:
     prompt = rollout.prompt_ids
     if prompt is None or not len(prompt):
         raise InputError(
-            f"{rollout.name}: has no ids of its prompt, which a model needs; store them, or give prompts"
+            f"{rollout.name}: has no prompt ids, which a model requires; store them, or pass prompts"
         )
     rows = _scored_rows if hasattr(model, "score") else _module_rows
     yield from rows(model, np.concatenate([prompt, rollout.token_ids]), len(prompt))
@@ -179,7 +179,7 @@ def _module_rows(model: Any, ids: IntArray, start: int) -> Iterator[tuple[int, F
     weight = model.get_input_embeddings().weight
     if ids.max() >= len(weight):
         raise InputError(
-            f"token {ids.max()} is none of the model's {len(weight)}; give the model that drew it"
+            f"token id {ids.max()} is outside the model's {len(weight)} embeddings; use the sampler's model"
         )
     with torch.no_grad():
         tokens = torch.as_tensor(ids, dtype=torch.long, device=weight.device)[None]
@@ -195,9 +195,9 @@ def _module_rows(model: Any, ids: IntArray, start: int) -> Iterator[tuple[int, F
 def _add_stored(table: _Table, rollouts: Iterable[Rollout], others: Iterable[Rollout]) -> None:
     for mine, theirs in zip_longest(rollouts, others):
         if mine is None or theirs is None:
-            raise InputError("the two sets hold different numbers of completions; compare the same ones")
+            raise InputError("the two sets have different numbers of completions; compare the same ones")
         if not np.array_equal(mine.token_ids, theirs.token_ids):
-            raise InputError(f"{mine.name}, {theirs.name}: their tokens differ; compare the same completions")
+            raise InputError(f"{mine.name}, {theirs.name}: tokens differ; compare the same completions")
         for start in range(0, len(mine), POSITIONS_A_CALL):
             stop = min(start + POSITIONS_A_CALL, len(mine))
             table.add(mine, start, stop - start, _Entries.of(theirs, start, stop))
@@ -261,7 +261,7 @@ class _Part:
     distance: Floats  # (n,), mean |logprob q - logprob p| of the reported tokens
     kl: Floats  # (n,)
     total_variation: Floats  # (n,)
-    is_whole: NDArray[np.bool_]  # (n,), whether the reported tokens hold all of the sampler's mass
+    is_whole: NDArray[np.bool_]  # (n,), True if the reported tokens have all of the sampler's mass
 
 
 class _Table:
@@ -310,12 +310,10 @@ class _Table:
             self._shaping, self._has_mass = shaping, has_mass
         if shaping != self._shaping:
             raise InputError(
-                f"{rollout.name}: was drawn with {shaping}, others with {self._shaping}; compare them apart"
+                f"{rollout.name}: sampled with {shaping}, others with {self._shaping}; compare separately"
             )
         if has_mass != self._has_mass:
-            raise InputError(
-                f"{rollout.name}: some completions have log_kept_mass, others none; compare them apart"
-            )
+            raise InputError(f"{rollout.name}: only some completions have log_kept_mass; compare separately")
         return shaping
 
     def _model_numbers(
@@ -329,7 +327,7 @@ class _Table:
         require(
             int(sampler.token_ids.max()) < rows.shape[1],
             "other",
-            "has not all tokens; give the model that drew",
+            "has a smaller vocabulary than the rollouts; use the sampler's model",
         )
         # Use the sampler's kept mass if known: different rounding may truncate differently at the edge.
         known = shaping if mass is None else Shaping(temperature=shaping.temperature)
@@ -351,7 +349,7 @@ class _Table:
         Raises:
             ParameterError: nothing was added.
         """
-        require(self._sampled, "rollouts", "hold no token with a number; store logprobs beside the tokens")
+        require(self._sampled, "rollouts", "have no tokens with logprobs; store logprobs with the tokens")
         assert self._shaping is not None
         columns = {
             name: _Part(
@@ -450,16 +448,14 @@ def _correction(
     distribution: str, target: str, shaping: Shaping, scale: float | None, *, has_mass: bool
 ) -> str | None:
     if distribution == "renormalised":
-        held = "which the file holds" if has_mass else "which the file lacks: have the sampler report it"
-        return (
-            f"add log_kept_mass to the sampler's logprobs ({held}): they are renormalised over what was kept"
-        )
+        held = "which the file has" if has_mass else "which the file lacks: let the sampler report it"
+        return f"add log_kept_mass to the sampler's logprobs ({held}): they are renormalised after truncation"
     if distribution == "scaled":
-        return f"divide the trainer's logits by {scale:.4g}: the sampler's numbers are after that temperature"
+        return f"divide the trainer's logits by {scale:.4g}: the sampler's logprobs use that temperature"
     if distribution == "raw" != target:
         return (
-            f"have the sampler report numbers after its temperature of {shaping.divisor:g} (processed "
-            "logprobs, plus log_kept_mass), as the trainer divides by it: the stored ones are raw"
+            f"let the sampler report logprobs at its temperature of {shaping.divisor:g} (processed "
+            "logprobs, plus log_kept_mass), because the trainer uses it: the stored ones are raw"
         )
     return None
 

@@ -16,7 +16,7 @@ MAX_WAYS_IN_ALL: Final = 10_000  # at all positions, in `Schema.check`
 MAX_PARTS: Final = 100_000  # subschemas visited per layout, with repetitions
 MAX_DEPTH: Final = 100  # nested references and alternatives
 MAX_INTEGERS: Final = 1_000  # in a bounded range
-_TOO_MANY: Final = f"has more than {MAX_WAYS_IN_ALL:,} alternatives in all; name fewer, or nest them less"
+_TOO_MANY: Final = f"has more than {MAX_WAYS_IN_ALL:,} alternatives in total; use fewer or nest them less"
 _TELLING: Final = frozenset(
     {"const", "enum", "type", "properties", "additionalProperties", "items", "prefixItems"}
 )
@@ -49,12 +49,12 @@ class Schema:
     """
 
     def __init__(self, root: Any) -> None:
-        require(isinstance(root, dict), "schema", "must be a JSON schema, an object", got=root)
+        require(isinstance(root, dict), "schema", "must be a JSON schema (an object)", got=root)
         self._root: Mapping[str, Any] = root
         self._known: dict[str, list[Way]] = {}  # JSON pointer → ways
 
     def has_members(self) -> bool:
-        """Return whether any part of the schema lists its values."""
+        """Return True if any part of the schema lists its values."""
         level: list[Any] = [self._root]
         while level:
             if any(isinstance(part, dict) and _own_members(part) is not None for part in level):
@@ -148,7 +148,7 @@ class _Layout:
 
     def ways(self, schema: Any, depth: int = 0) -> list[Way]:
         """Return the ways to satisfy a schema."""
-        require(depth <= MAX_DEPTH, "schema", "refers to itself before any value; end the circle of $ref")
+        require(depth <= MAX_DEPTH, "schema", "has a circular $ref, or is nested too deeply; remove it")
         self._spend(1)
         if schema is False:
             return []
@@ -179,8 +179,8 @@ class _Layout:
 
     def _referred(self, reference: Any) -> Any:
         is_inner = isinstance(reference, str) and reference.startswith("#")
-        remedy = "write what it names into the schema's $defs"
-        require(is_inner, "schema", f"$ref {reference!r:.60} leads out of it; {remedy}")
+        remedy = "copy the target into the schema's $defs"
+        require(is_inner, "schema", f"$ref {reference!r:.60} is outside the schema; {remedy}")
         place: Any = self._root
         for part in reference[1:].split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")
@@ -189,12 +189,12 @@ class _Layout:
             elif isinstance(place, dict) and key in place:
                 place = place[key]
             else:
-                raise ParameterError("schema", f"$ref {shortened(reference)!r} names nothing in it; {remedy}")
+                raise ParameterError("schema", f"$ref {shortened(reference)!r} does not exist; {remedy}")
         return place
 
 
 def _check_ways(count: int) -> None:
-    require(count <= MAX_WAYS, "schema", f"has a place of more than {MAX_WAYS:,} alternatives")
+    require(count <= MAX_WAYS, "schema", f"has a position with more than {MAX_WAYS:,} alternatives")
 
 
 def _ids(parts: Iterable[Any]) -> tuple[int, ...]:

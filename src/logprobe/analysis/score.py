@@ -32,7 +32,7 @@ class Score:
     If a token spans the end of the context, `boundary` is `bytes`: `logprob` and everything derived from it
     are the log-probability of the continuation's bytes given the context's bytes. The per-token fields
     (`token_logprobs`, `ranks`, `is_greedy`, `entropy`, `record`) are then those of the tokens of the joined
-    text that reach into the continuation. The first of these may also hold bytes of the context, and the
+    text that reach into the continuation. The first of these may also contain bytes of the context, and the
     `token_logprobs` do not sum to `logprob`.
     """
 
@@ -49,8 +49,8 @@ class Score:
     margin: list[float] | None = None  # (num_tokens,), nats between the two likeliest; None if not requested
     unconditional_logprob: float | None = None  # nats, without the context; None if not requested
     record: FlatLogprobs | None = field(default=None, repr=False, compare=False)  # includes alternatives
-    boundary: Boundary = "token"  # whether `logprob` is that of these tokens or of the continuation's bytes
-    error: LogprobeError | None = None  # why scoring failed; all sums are NaN then
+    boundary: Boundary = "token"  # "token": `logprob` is that of these tokens; "bytes": of the bytes
+    error: LogprobeError | None = None  # set if scoring failed; all sums are NaN then
 
     @classmethod
     def failed(cls, error: LogprobeError) -> Score:

@@ -36,7 +36,7 @@ def admit_splits(
         params: which numbers to report.
         requests: admits the requests.
         request_ids: one per split; None: new ids.
-        sampling: score under the distribution that these parameters would sample from; None: the model's own.
+        sampling: score under the distribution that these parameters would sample from; None: the raw one.
     """
     names: Sequence[str | None] = request_ids or [None] * len(splits)
     named = zip(splits, names, strict=True)
@@ -93,13 +93,13 @@ def _forced_params(params: SamplingParams, num_tokens: int, reports: SamplingPar
 
 
 def at_temperature(temperature: float) -> SamplingParams:
-    """Return parameters that sample from the model's own distribution at a temperature.
+    """Return parameters that sample from the model's distribution at a temperature.
 
     Raises:
         ParameterError: the temperature is not positive.
     """
     params = SamplingParams(temperature=temperature)
-    remedy = "must be positive: at 0 every token but the likeliest is impossible"
+    remedy = "must be positive: at 0, all tokens except the most likely one are impossible"
     require(not params.is_greedy, "temperature", remedy, got=temperature)
     return params
 
@@ -114,7 +114,7 @@ def scored(output: RequestOutput) -> FlatLogprobs:
     """Return the record of the scored tokens, whether they were part of the prompt or forced."""
     record = output.prompt_logprobs
     record = output.outputs[0].logprobs if record is None else record
-    assert record is not None, "numbers were asked for"
+    assert record is not None, "logprobs were requested"
     return record
 
 

@@ -101,7 +101,7 @@ class Texts:
         before: bytes before every text that may share a token with it.
         texts: none may be a prefix of another, including its follower.
         followers: bytes, one of which must follow a text that is not complete by itself.
-        may_end: whether a special token may follow such a text, too.
+        may_end: if True, a special token may follow such a text as well.
         index: the model's tokens.
     """
 
@@ -165,7 +165,8 @@ class PathSum:
     Args:
         texts: the texts.
         max_rows: maximum number of rows to request.
-        has_grammar: whether `take` gets the tokens that a grammar allows; otherwise the second stage is -inf.
+        has_grammar: if True, `take` gets the tokens that a grammar allows; otherwise, the second stage is
+            -inf.
     """
 
     def __init__(self, texts: Texts, max_rows: int, *, has_grammar: bool) -> None:

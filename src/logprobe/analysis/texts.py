@@ -58,7 +58,7 @@ NATS: Final = {"nats": 1.0, "bits": float(np.log(2))}
 ROWS_A_CALL = 64  # whole-vocabulary rows held at once: about 400 KB each (ids and logprobs) at 49,152 tokens
 ROW_COLUMNS: Final = ("surprisal", "entropy", "unit", "tokens", "start", "end", "note")
 """Columns of `ScoredText.rows` after the unit's text."""
-NOT_SCORED = "nothing predicts its first token"
+NOT_SCORED = "its first token is not scored"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class ScoredText:
     bos_token_id: int | None = None  # token put before the text; None: none
     unit: NatsOrBits = "nats"  # unit of surprisals and tables
     # For `boundary="end"`; None: the end of a word is not included in its probability.
-    begins_word: NDArray[np.bool_] | None = None  # (T,) whether the token begins a word
+    begins_word: NDArray[np.bool_] | None = None  # (T,) True if the token begins a word
     log_begin_mass: NDArray[np.float64] | None = None  # (T + 1,) nats: log P(token t begins a word)
 
     @property
@@ -202,7 +202,7 @@ class ScoredText:
             return self._cover(chars.start, max(chars.stop, chars.start))
         units = self.units(by)[_as_slice(which)]
         if not units:
-            raise ParameterError("index", f"{which} holds no {by} of the text")
+            raise ParameterError("index", f"{which} selects no {by} of the text")
         is_tiled = by in _PATTERNS
         return self._unit(units[0].first_token, units[-1].end_token, is_tiled=is_tiled)
 
@@ -230,7 +230,7 @@ class ScoredText:
 
     def _cover(self, start: int, end: int) -> Unit:
         fits = 0 <= start <= end <= len(self.text)
-        require(fits, "span", f"[{start}, {end}) lies outside the text's {len(self.text)} characters")
+        require(fits, "span", f"[{start}, {end}) is outside the text of {len(self.text)} characters")
         first_byte, end_byte = self._byte_of_char[start], self._byte_of_char[end]
         starts, ends = self.byte_spans.T
         first = int(np.searchsorted(ends, first_byte, side="right"))
@@ -272,7 +272,7 @@ class ScoredText:
 
 
 def _tile(byte_spans: Spans, cores: NDArray[np.int64]) -> list[int]:
-    """Return the token bounds of the units that hold these cores, n' + 1 of them, n' ≤ n.
+    """Return the token bounds of the units that contain these cores, n' + 1 of them, n' ≤ n.
 
     A token of spaces only belongs to the next core; a token that overlaps two cores merges them.
 
@@ -291,7 +291,7 @@ def _tile(byte_spans: Spans, cores: NDArray[np.int64]) -> list[int]:
 
 def _as_slice(which: slice | int) -> slice:
     if isinstance(which, slice):
-        require(which.step in {None, 1}, "index", "a slice of a text takes no step")
+        require(which.step in {None, 1}, "index", "must be a slice without a step")
         return which
     return slice(which, which + 1 if which != -1 else None)
 
@@ -357,7 +357,7 @@ def surprisal(
     require(unit in NATS, "unit", f"must be one of {', '.join(NATS)}, got {unit!r}")
     settings = WindowSettings.of(llm, window=window, stride=stride, bos=bos)
     is_joined = boundary is None or settings.stride < settings.window
-    require(is_joined, "stride", "must be less than a window with a boundary, whose mass each window needs")
+    require(is_joined, "stride", "must be less than the window if boundary is 'end'")
     many = [texts] if isinstance(texts, str) else texts
     prefix = prefix_of(llm.text, bos)
     encoded = [_encoded(llm.text, text, number) for number, text in enumerate(many)]
@@ -374,7 +374,7 @@ def _encoded(edge: TextEdge, text: str, number: int) -> tuple[IntArray, Spans]:
     try:
         return edge.encode_with_spans(text)
     except ParameterError as error:
-        raise ParameterError("texts", f"number {number} {str(error).removeprefix('prompt: ')}") from error
+        raise ParameterError("texts", f"text {number} {str(error).removeprefix('prompt: ')}") from error
 
 
 def _windows(sequence: IntArray, settings: WindowSettings) -> list[Window]:
@@ -446,7 +446,7 @@ def _scores_and_masses(
         held = sizes[first - 1] if first else 0
         stop = max(int(np.searchsorted(sizes, held + ROWS_A_CALL, side="right")), first + 1)
         for score in llm.score(pairs[first:stop], entropy=True, logprobs=-1):
-            assert score.record is not None, "a pair that fits has one"
+            assert score.record is not None, "a pair that fits into the context has a record"
             rows = whole_rows(score.record)
             is_in = np.zeros(rows.shape[1], np.bool_)  # the head may be wider than the vocabulary
             is_in[: len(begins)] = begins[: rows.shape[1]]
@@ -455,7 +455,7 @@ def _scores_and_masses(
 
 
 def begins_word(edge: TextEdge) -> NDArray[np.bool_]:
-    """Return which tokens begin a word, (V,): those whose text starts with white space, and EOS."""
+    """Return a mask of the tokens that begin a word, (V,): text that starts with white space, and EOS."""
     vocabulary = edge.vocabulary
     begins = [
         vocabulary.token_bytes(token_id).decode("utf-8", "replace")[:1].isspace()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     Floats: TypeAlias = npt.NDArray[np.float64]
 
 Same: TypeAlias = "Callable[[str, str], bool]"
-"""Return whether two texts mean the same; the first is the first text of a semantic set."""
+"""Return True if two texts mean the same; the first is the first text of a semantic set."""
 NUM_ANSWERS: Final = 10
 WINDOW: Final = 2048  # tokens of a group and of the tail, as in Fu et al.
 K: Final = 20  # alternatives that define a token's confidence, as in Fu et al.
@@ -82,7 +82,7 @@ class LowConfidence:
 
 
 class Growing:
-    """Tracks the confidence of an answer being generated; called with its record, returns whether to stop."""
+    """Tracks the confidence of an answer being generated; a call with its record returns True to stop."""
 
     def __init__(self, rule: LowConfidence) -> None:
         self._rule, self._sums = rule, [0.0]
@@ -99,7 +99,7 @@ class Growing:
 class SampledAnswer:
     """A sampled answer with its log-probabilities; nats.
 
-    Values are under the model's own distribution, except those named *drawn*, which are under the
+    Values are under the model's raw distribution, except those named *drawn*, which are under the
     distribution that the tokens were sampled from. At temperature 1, without truncation or processors, both
     are the same.
     """
@@ -140,7 +140,7 @@ class SampledAnswer:
     def perplexity(self) -> float:
         """Exponential of the mean surprisal; lm-polygraph's `Perplexity` is its logarithm."""
         found = measures.perplexity(self.logprob, self.num_tokens)
-        assert found is not None, "an answer has a token"
+        assert found is not None, "an answer has at least one token"
         return found
 
     @property
@@ -289,7 +289,7 @@ class Uncertainty:
     def __repr__(self) -> str:
         best, num_ended = self.best, len(self._ended)
         if best is None:
-            return f"<Uncertainty: none of {len(self.answers)} answers went to its end>"
+            return f"<Uncertainty: all {len(self.answers)} answers stopped early>"
         early = len(self.answers) - num_ended
         stopped = f", {early} stopped early" if early else ""
         return (
@@ -324,15 +324,15 @@ class DrawPlan:
     def _answer(self, completion: CompletionOutput, text: TextEdge) -> SampledAnswer:
         """Convert a completion to an answer; drop tokens after the early-stopping point."""
         record, drawn = completion.logprobs, completion.processed_logprobs
-        assert record is not None, "both distributions were asked for"
-        assert drawn is not None, "both distributions were asked for"
+        assert record is not None, "both distributions were requested"
+        assert drawn is not None, "both distributions were requested"
         confidence, num_tokens = token_confidence(record, self.k), len(completion.token_ids)
         stop = None if self.stop_when is None else self.stop_when.end([*accumulate(confidence, initial=0.0)])
         # An answer that ends by itself exactly where it would have been stopped is complete.
         is_over = stop is not None and (stop < num_tokens or completion.finish_reason == "abort")
         end = stop if stop is not None and is_over else num_tokens
         record, drawn, ids = record[:end], drawn[:end], completion.token_ids[:end]
-        assert record.entropy is not None, "it was asked for"
+        assert record.entropy is not None, "entropy was requested"
         return SampledAnswer(
             text=text.text_of(ids) if is_over else completion.text,
             token_ids=ids,
@@ -373,10 +373,10 @@ def draw_plan(
     require(isinstance(asked, SamplingParams), "params", "must be SamplingParams", got=params)
     usual = SamplingParams()
     for name in SET_HERE:
-        remedy = "is set for each answer; leave it out of params (n stands beside them)"
+        remedy = "is set by uncertainty; leave it out of params (n is an argument of its own)"
         require(getattr(asked, name) == getattr(usual, name), name, remedy)
-    require(asked.max_tokens > 0, "max_tokens", "must be positive; an answer has a token")
-    remedy = "0 would draw one answer again and again; give n=1, or a positive temperature"
+    require(asked.max_tokens > 0, "max_tokens", "must be positive")
+    remedy = "0 would sample the same answer each time; use a positive temperature or n=1"
     require(n == 1 or not asked.is_greedy, "temperature", remedy)
     if stop_when is not None:
         _check_rule(stop_when, asked, window, k)
@@ -418,20 +418,20 @@ def self_certainty(record: FlatLogprobs) -> Floats:
 def check_loads(loads: set[int]) -> None:
     """Raise `WeightsReplacedError` if the answers come from more than one load of the weights."""
     if len(loads) > 1:
-        raise WeightsReplacedError("the model's weights were replaced amid the answers; ask again")
+        raise WeightsReplacedError("the weights were replaced between the answers; sample them again")
 
 
 def _check_count(name: str, value: Any) -> None:
     is_count = isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 1
-    require(is_count, name, "must be an integer of 1 or more", got=value)
+    require(is_count, name, "must be an integer >= 1", got=value)
 
 
 def _check_rule(rule: Any, params: SamplingParams, window: int | None, k: int | None) -> None:
     require(isinstance(rule, LowConfidence), "stop_when", "must be a LowConfidence", got=rule)
     for name, given in (("window", window), ("k", k)):
         own = getattr(rule, name)
-        require(given in (None, own), name, f"is {own} in stop_when; give it there alone", got=given)
-    remedy = f"is {rule.window}, and no answer of max_tokens ({params.max_tokens}) has so many before its end"
+        require(given in (None, own), name, f"is {own} in stop_when; set it only there", got=given)
+    remedy = f"is {rule.window}, but must be less than max_tokens ({params.max_tokens}) to stop an answer"
     require(rule.window < params.max_tokens, "window", remedy)
 
 
@@ -456,7 +456,7 @@ def _by_meaning(texts: Sequence[tuple[int, str]], same: Same) -> list[list[int]]
 
 def _asked(same: Same, text: str, other: str) -> bool:
     answer = same(text, other)
-    remedy = "must return True or False at once (no coroutine, no score)"
+    remedy = "must return True or False, not a coroutine or a score"
     require(isinstance(answer, bool | np.bool_), "same", remedy, got=answer)
     return bool(answer)
 

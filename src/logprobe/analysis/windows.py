@@ -36,7 +36,7 @@ FIRST_TOKENS = 256  # of a long text: report these first instead of waiting for 
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSettings:
-    """Window length and stride, in tokens, and whether to put BOS first."""
+    """Window length and stride in tokens, and the use of BOS."""
 
     window: int
     stride: int
@@ -53,10 +53,10 @@ class WindowSettings:
         """
         limit: int = llm.engine.capabilities().max_model_len
         window = limit if window is None else window
-        require(2 <= window <= limit + 1, "window", f"must lie in [2, {limit + 1}] tokens, got {window}")
+        require(2 <= window <= limit + 1, "window", f"must be in [2, {limit + 1}] tokens, got {window}")
         stride = max(window // 2, 1) if stride is None else stride
         fits = 1 <= stride <= window
-        require(fits, "stride", f"must lie in [1, {window}], so that no token is left out, got {stride}")
+        require(fits, "stride", f"must be in [1, {window}] (the window), got {stride}")
         return cls(window=window, stride=stride, bos=bos)
 
 
@@ -93,7 +93,7 @@ def score_windows(
             part.record.info.weight_version for _, part in scored if part.record and part.record.info
         }
         if len(versions) > 1:
-            raise WeightsReplacedError("the model's weights were replaced amid a text; score it again")
+            raise WeightsReplacedError("the weights were replaced while a text was scored; score it again")
         yield from scored
 
 

@@ -1,4 +1,4 @@
-"""The command line `logprobe`: one file a noun; results on standard output, talk on standard error."""
+"""Command-line interface `logprobe`: results on standard output, progress and errors on standard error."""
 
 from logprobe.cli.app import command, main
 

@@ -1,6 +1,6 @@
-"""The root command, and what every command's errors and interrupts become.
+"""The root command; converts errors and interrupts of all commands to messages and exit codes.
 
-Exit codes: 0 all is well, 1 the work failed, 2 wrong use, 130 interrupted.
+Exit codes: 0 success, 1 the command failed, 2 invalid usage, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -75,16 +75,16 @@ def root(
 
 
 def command() -> NoReturn:
-    """Be the installed command: `main`, but the process ends without taking a loaded model apart first.
+    """Run `main` as the installed command, and end the process without freeing a loaded model first.
 
-    The interpreter's own way out takes a second more. What registered for the exit still runs.
+    A regular interpreter exit takes about a second longer. Functions registered with `atexit` still run.
     """
     try:
         main()
     except SystemExit as ended:
         code = int(ended.code or 0)
     atexit._run_exitfuncs()  # noqa: SLF001 - the interpreter's own list
-    # Whoever read has gone, or the disk is full: what was written has been answered for already.
+    # The reader of a pipe has gone, or the disk is full: earlier writes have reported that already.
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -95,13 +95,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line on `arguments` (those of the process by default) and exit with its code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # What the terminal's encoding lacks shows as an escape instead of ending the program.
+            # Show characters that the terminal's encoding lacks as escapes, instead of failing.
             stream.reconfigure(errors="backslashreplace")
     sys.exit(run(arguments))
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line on `arguments`; the exit code."""
+    """Run the command line on `arguments` (those of the process by default) and return the exit code."""
     root_command = typer.main.get_command(app)
     arguments = spread_names(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -114,9 +114,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except OSError as error:
         reason = error.strerror or error
-        _say_error(
-            f"{error.filename or 'standard output'}: cannot be used ({reason}); make room, or name another"
-        )
+        _say_error(f"{error.filename or 'standard output'}: {reason}; free disk space, or use another file")
         return 1
     except (KeyboardInterrupt, typer.Abort):
         return 130
@@ -124,7 +122,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _only_error(error: LogprobeError) -> LogprobeError:
-    """The cause itself where a batch is one request."""
+    """Return the underlying error if a batch consists of a single request."""
     if isinstance(error, BatchError) and len(error.outputs) == 1:
         return next(iter(error.errors.values()))
     return error

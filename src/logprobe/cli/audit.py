@@ -1,4 +1,4 @@
-"""`logprobe audit`: check the numbers of an endpoint, or of stored rollouts, against exact ones."""
+"""`logprobe audit`: check log-probabilities of an endpoint or of stored rollouts against exact ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 KEY_VARIABLE: Final = "OPENAI_API_KEY"
 MAX_NATS: Final = 1e-3
 TIMEOUT_S: Final = 60.0
-# Of parameters that are called otherwise here.
+# Flags of parameters that have another name here.
 FLAGS: Final = {
     "url": "URL",
     "api_key": "--api-key-env",
@@ -42,7 +42,7 @@ FLAGS: Final = {
     "model": "--endpoint-model",
 }
 STORED: Final = ".parquet"
-# Parameters of the command that only one of the two kinds takes.
+# Parameters that apply only to endpoints, or only to rollouts.
 OF_ENDPOINTS: Final = (
     *("endpoint_model", "data", "text_column", "lines", "format", "limit", "api_key_env", "timeout_s"),
     *("before", "quick", "conformance", "plot"),
@@ -53,52 +53,71 @@ _Endpoint = Annotated[
     str,
     typer.Argument(
         metavar="URL|ROLLOUTS.parquet",
-        help="An OpenAI-compatible server, as http://host:8000, or what a sampler stored of its samples.",
+        help="An OpenAI-compatible server, such as http://host:8000, or a sampler's stored rollouts.",
     ),
 ]
 _Trainer = Annotated[
     str | None,
     typer.Argument(
-        metavar="TRAINER.parquet", help="The same samples with a trainer's numbers, in place of --model."
+        metavar="TRAINER.parquet",
+        help="The same samples with a trainer's log-probabilities, instead of --model.",
     ),
 ]
 _Model = Annotated[
     str | None,
-    typer.Option("--model", help=f"Computes the exact numbers. {MODEL_HELP}", autocompletion=complete_model),
+    typer.Option(
+        "--model",
+        help=f"Model for the exact log-probabilities. {MODEL_HELP}",
+        autocompletion=complete_model,
+    ),
 ]
 _EndpointModel = Annotated[
-    str | None, typer.Option(help="The endpoint's name for it; by default the one model that it lists.")
+    str | None, typer.Option(help="Name of the model at the endpoint; by default, the one that it lists.")
 ]
 _Lora = Annotated[
     str | None,
     typer.Option(
-        "--lora", metavar="NAME=FOLDER", help="Audit LoRA weights: the endpoint's name, the folder."
+        "--lora", metavar="NAME=FOLDER", help="Audit LoRA weights: their name at the endpoint, their folder."
     ),
 ]
 _Data = Annotated[
     list[str] | None,
-    typer.Option("--data", help="Prompts: txt, jsonl, csv, Parquet, folders, patterns; instead of ours."),
+    typer.Option(
+        "--data",
+        help="Prompts: txt, jsonl, csv, Parquet, folders, glob patterns; default: built-in prompts.",
+    ),
 ]
 _KeyVariable = Annotated[
-    str | None, typer.Option(help=f"The environment variable of the key; by default {KEY_VARIABLE}.")
+    str | None, typer.Option(help=f"Environment variable with the API key; by default {KEY_VARIABLE}.")
 ]
 _Before = Annotated[
-    Path | None, typer.Option(help="A report of before a change: what should have changed, and what not.")
+    Path | None,
+    typer.Option(help="Earlier report of the same endpoint (see --output), to find what changed."),
 ]
-_MaxNats = Annotated[float, typer.Option(help="How far a number may be from the exact one.")]
-_Timeout = Annotated[float, typer.Option(help="Seconds of one request, waits for a full server included.")]
+_MaxNats = Annotated[float, typer.Option(help="Maximum error of a log-probability, in nats.")]
+_Timeout = Annotated[
+    float, typer.Option(help="Timeout of a request in seconds, including waits for a full server.")
+]
 _Conformance = Annotated[
-    bool, typer.Option("--conformance", help="Exit with 1 for a fault in API conformance, too.")
+    bool, typer.Option("--conformance", help="Also exit with 1 for faults in API conformance.")
 ]
-_Quick = Annotated[bool, typer.Option("--quick", help="Fewer prompts and circumstances.")]
-_Plot = Annotated[Path | None, typer.Option(help="Draw the numbers to a PNG (extra plot).")]
-_Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the report, for --before.")]
+_Quick = Annotated[bool, typer.Option("--quick", help="Test fewer prompts and conditions.")]
+_Plot = Annotated[Path | None, typer.Option(help="Plot the log-probabilities to a PNG file (extra plot).")]
+_Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Write the report as JSON, e.g. for a later --before.")
+]
 _Temperature = Annotated[
-    float | None, typer.Option(help="That rollouts were drawn with; by default as they say themselves.")
+    float | None, typer.Option(help="Temperature of the rollouts; by default, as stored in the file, else 1.")
 ]
-_TopK = Annotated[int | None, typer.Option(help="Likewise.")]
-_TopP = Annotated[float | None, typer.Option(help="Likewise.")]
-_MinP = Annotated[float | None, typer.Option(help="Likewise.")]
+_TopK = Annotated[
+    int | None, typer.Option(help="top_k of the rollouts; by default, as stored in the file, else 0 (all).")
+]
+_TopP = Annotated[
+    float | None, typer.Option(help="top_p of the rollouts; by default, as stored in the file, else 1.")
+]
+_MinP = Annotated[
+    float | None, typer.Option(help="min_p of the rollouts; by default, as stored in the file, else 0.")
+]
 
 
 @takes_settings(EngineConfig, only=ENGINE_FLAGS | {"engine", "engine_options"})
@@ -130,22 +149,26 @@ def audit(
     as_json: JsonOption = False,
     **engine: Any,
 ) -> None:
-    """Check log-probabilities against the same rows computed exactly.
+    """Check the log-probabilities of a server or of rollouts.
 
-    Two verdicts on a server. Numbers, PASS or FAIL: of which distribution they are, how far off, whether they
-    stay the same beside other requests, in streams and over lengths. API conformance: a list of faults, such
-    as fields that are accepted and ignored. Of rollouts that a sampler stored: how far a trainer's numbers of
-    the same tokens are from them, and what to apply.
-    Exit code 1 if the numbers fail: a fault in them, or a number further off than --max-nats.
+    The exact log-probabilities are computed by a local model. For a server, the audit gives two verdicts.
+    Numbers, PASS or FAIL: which distribution the log-probabilities are from, how large their errors are, and
+    whether they are the same in batches, streams and prompts of all lengths. API conformance: a list of
+    faults, such as fields that are accepted but ignored.
+
+    For stored rollouts of a sampler, the audit compares them with a trainer's log-probabilities of the same
+    tokens, and says which correction to apply.
+
+    Exit code 1 if the numbers fail: they have a fault, or an error larger than --max-nats.
     """
     for path in (output, plot):
         _check_writable(path)
     if plot is not None and find_spec("matplotlib") is None:  # before minutes of requests
-        raise typer.BadParameter("needs matplotlib; pip install 'logprobe[plot]'", param_hint="--plot")
+        raise typer.BadParameter("requires matplotlib; pip install 'logprobe[plot]'", param_hint="--plot")
     if endpoint.endswith(STORED):
-        _refuse(context, OF_ENDPOINTS, "is of endpoints alone")
+        _refuse(context, OF_ENDPOINTS, "applies only to endpoints")
         if trainer is not None:
-            _refuse(context, ("model", "lora"), "goes with no TRAINER.parquet, which has the numbers")
+            _refuse(context, ("model", "lora"), "cannot be combined with TRAINER.parquet")
         drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         names = {"rollouts": "ROLLOUTS.parquet", "other": "--model"}
         with flags_for(**names), _opened(None if trainer else _given(model), lora, engine) as llm:
@@ -153,7 +176,7 @@ def audit(
                 endpoint, trainer or llm, drawn, max_nats, output=output, as_json=as_json
             )
     else:
-        _refuse(context, OF_ROLLOUTS, "goes with rollouts alone")
+        _refuse(context, OF_ROLLOUTS, "applies only to rollouts")
         texts = read_texts(data, text_column, kind=format, by_line=lines, limit=limit) if data else None
         asked: dict[str, Any] = {
             "model": endpoint_model,
@@ -182,12 +205,12 @@ def _audited(
     from logprobe.analysis.auditing.run import audit as run
 
     with flags_for(**FLAGS):
-        endpoint = Endpoint(url, api_key=api_key, timeout_s=timeout_s)  # refused before a model is loaded
+        endpoint = Endpoint(url, api_key=api_key, timeout_s=timeout_s)  # validate before loading a model
         with _opened(model, lora, engine) as llm, _bar() as progress:
             return run(endpoint, llm, lora=_named_folder(lora)[0], progress=progress, **asked)
 
 
-# -- what comes in -------------------------------------------------------------------------------------------
+# -- arguments -----------------------------------------------------------------------------------------------
 
 
 def _refuse(context: typer.Context, names: Iterable[str], why: str) -> None:
@@ -200,13 +223,13 @@ def _refuse(context: typer.Context, names: Iterable[str], why: str) -> None:
 
 def _given(model: str | None) -> str:
     if model is None:
-        raise typer.BadParameter("name the model that computes the exact numbers", param_hint="--model")
+        raise typer.BadParameter("missing; name the model for the exact numbers", param_hint="--model")
     return model
 
 
 @contextmanager
 def _opened(model: str | None, lora: str | None, engine: Mapping[str, Any]) -> Iterator[Any]:
-    """The model, with LoRA weights where they are named; None where no model is needed."""
+    """Yield the model, with LoRA weights if given; None if no model is needed."""
     name, folder = _named_folder(lora)
     if model is None:
         yield None
@@ -220,18 +243,18 @@ def _opened(model: str | None, lora: str | None, engine: Mapping[str, Any]) -> I
 def _named_folder(lora: str | None) -> tuple[str | None, str]:
     name, separator, folder = (lora or "").partition("=")
     if lora is not None and not (name and separator and folder):
-        raise typer.BadParameter(f"{lora!r} is no NAME=FOLDER", param_hint="--lora")
+        raise typer.BadParameter(f"must be NAME=FOLDER, got {lora!r}", param_hint="--lora")
     return name or None, folder
 
 
 def _key(variable: str | None) -> str | None:
-    """The key for the endpoint: of the variable that was named, which must be there, or of the usual one."""
+    """Return the API key from the named environment variable, which must be set, or from the default one."""
     if variable is None:
         return os.environ.get(KEY_VARIABLE) or None
     key = os.environ.get(variable)
     if not key:
-        # The name is not repeated: some take the flag for the key itself.
-        raise typer.BadParameter("names no environment variable that is set", param_hint="--api-key-env")
+        # Do not repeat the value: users may have passed the key itself.
+        raise typer.BadParameter("this environment variable is not set", param_hint="--api-key-env")
     return key
 
 
@@ -243,21 +266,21 @@ def _read_report(path: Path) -> AuditReport:
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: is no report that -o wrote ({error})") from error
+        raise InputError(f"{path}: is not a report written with -o ({error})") from error
 
 
 def _check_writable(path: Path | None) -> None:
-    """Refuse a file that cannot be, before minutes of requests."""
+    """Check that the folder of an output file exists, before minutes of requests."""
     if path is not None and not path.absolute().parent.is_dir():
-        raise OutputError(f"{path}: there is no such folder; make it first")
+        raise OutputError(f"{path}: the folder does not exist; create it first")
 
 
-# -- what goes out -------------------------------------------------------------------------------------------
+# -- output --------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _bar() -> Iterator[Callable[[int, int, str], None] | None]:
-    """A bar over requests on standard error; None where nobody sees it."""
+    """Yield a callback for a progress bar on standard error; None if standard error is not a terminal."""
     screen = console(stderr=True)
     if not screen.is_terminal:
         yield None
@@ -266,7 +289,7 @@ def _bar() -> Iterator[Callable[[int, int, str], None] | None]:
 
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=screen, transient=True) as bar:
-        task = bar.add_task("asking", total=None)
+        task = bar.add_task("starting", total=None)
 
         def advance(done: int, total: int, what: str) -> None:
             bar.update(task, completed=done, total=total, description=f"{done}/{total} {what}")
@@ -305,7 +328,7 @@ def _audit_rollouts(
     output: Path | None,
     as_json: bool,
 ) -> bool:
-    """Compare what a sampler stored with a trainer, show it, and say whether it is right."""
+    """Compare stored rollouts with a trainer, print the report, and return True if they are right."""
     from logprobe.analysis.rollouts import compare_rollouts
 
     report = compare_rollouts(path, trainer, **drawn)

@@ -1,4 +1,4 @@
-"""`logprobe chat`: talk with a model in the terminal, and see how sure it is of each word."""
+"""`logprobe chat`: chat with a model in the terminal, with tokens shaded by surprisal."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 
     from logprobe.llm import LLM
 
-_System = Annotated[str | None, typer.Option(help="What the model is told before the conversation.")]
-_MaxTokens = Annotated[int, typer.Option(help="Most tokens of one answer.")]
-_Temperature = Annotated[float, typer.Option(help="0 picks the most likely token each time.")]
-_Seed = Annotated[int | None, typer.Option(help="The same seed and words give the same answers.")]
+_System = Annotated[str | None, typer.Option(help="System message.")]
+_MaxTokens = Annotated[int, typer.Option(help="Maximum tokens per answer.")]
+_Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0: greedy decoding.")]
+_Seed = Annotated[int | None, typer.Option(help="Seed for sampling, for reproducible answers.")]
 _Shade = Annotated[
     bool | None,
-    typer.Option("--shade/--plain", help="Shade each token by its surprisal; by default on a terminal."),
+    typer.Option("--shade/--plain", help="Shade each token by its surprisal; default: on terminals only."),
 ]
 HELP = """\
-/help         this list
-/system TEXT  what the model is told before the conversation; without a text, nothing
-/reset        forget the conversation
-/save FILE    write the conversation and every answer's numbers as JSON
-/quit         end; so do Ctrl-D and an empty line
-Ctrl-C ends an answer and keeps what came."""
+/help         show this list
+/system TEXT  set the system message; without a text, remove it
+/reset        clear the conversation
+/save FILE    write the conversation as JSON, with the log-probabilities of all answers
+/quit         quit (also Ctrl-D or an empty line)
+Ctrl-C interrupts an answer and keeps its text so far."""
 PROMPT = "you> "
 
 
@@ -53,12 +53,12 @@ def chat(
     shade: _Shade = None,
     **engine: Any,
 ) -> None:
-    """Talk with a model; each token is shaded by its surprisal, in the colours of the page.
+    """Chat with a model; each token is shaded by its surprisal.
 
-    Each line of standard input is a turn; an empty line, Ctrl-D or /quit ends, /help lists what else there
-    is. Ctrl-C ends an answer and not the conversation. After each answer stands its mean surprisal in nats
-    and its perplexity, of the model's own distribution. What no longer fits the context is forgotten from
-    the start, and that is told.
+    Each line of standard input is a user message. An empty line, Ctrl-D or /quit ends the chat; /help lists
+    all commands. Ctrl-C interrupts an answer, but does not end the chat. After each answer, its mean
+    surprisal in nats and its perplexity under the model's raw distribution are printed. When the
+    conversation no longer fits into the context, its oldest messages are dropped, with a note.
     """
     with flags_for():
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, logprobs=0)
@@ -72,12 +72,12 @@ def chat(
 
 
 def _check_template(llm: LLM) -> None:
-    """Say before the first turn that a model cannot chat."""
+    """Fail before the first turn if the model has no usable chat template."""
     read_messages([{"role": "user", "content": "-"}], llm.text)
 
 
 class Conversation:
-    """One conversation: lines in, answers and what the commands say out."""
+    """An interactive conversation: reads lines, prints answers and the output of commands."""
 
     def __init__(self, llm: LLM, params: SamplingParams, screen: Console, *, is_shaded: bool) -> None:
         self._llm = llm
@@ -86,7 +86,7 @@ class Conversation:
         self._is_shaded = is_shaded
         self._system: list[dict[str, Any]] = []
         self._turns: list[dict[str, Any]] = []  # user, assistant, user, ...
-        self._tokens: list[list[Any]] = []  # an answer; of those in `_turns`
+        self._tokens: list[list[Any]] = []  # token rows of each answer in `_turns`
         self._commands = {
             "/help": self._help,
             "/system": self.set_system,
@@ -98,12 +98,12 @@ class Conversation:
         """Answer each line of standard input until it ends.
 
         Raises:
-            LogprobeError: an answer failed, and nobody is there to ask something else.
+            LogprobeError: an answer failed, and the input is not interactive.
         """
         if is_interactive:
-            with suppress(ImportError):  # not everywhere; lines can be edited where it is
+            with suppress(ImportError):  # enables line editing; not available on all platforms
                 import readline  # noqa: F401
-            typer.echo("Ctrl-D ends, /help lists the commands", err=True)
+            typer.echo("Ctrl-D to quit, /help for commands", err=True)
             if self._is_shaded:
                 self._screen.print(legend())
         while (line := _next_line(is_interactive=is_interactive)) is not None:
@@ -115,7 +115,7 @@ class Conversation:
                 typer.echo(f"error: {' '.join(str(error).split())}", err=True)
 
     def set_system(self, text: str) -> None:
-        """Tell the model something before the conversation; an empty text takes it back."""
+        """Set the system message; an empty text removes it."""
         self._system = [{"role": "system", "content": text}] if text else []
 
     def _take(self, line: str) -> None:
@@ -123,7 +123,7 @@ class Conversation:
         if name in self._commands:
             self._commands[name](rest.strip())
         elif name.startswith("/"):
-            typer.echo(f"error: no command {name}; /help lists them", err=True)
+            typer.echo(f"error: unknown command {name}; /help lists all commands", err=True)
         else:
             self._answer(line)
 
@@ -133,19 +133,19 @@ class Conversation:
         try:
             printer.run(self._fitting_prompt())
         except LogprobeError:
-            del self._turns[-1:]  # as if it had not been said
+            del self._turns[-1:]  # remove the unanswered message
             raise
         if printer.output is None:  # interrupted before the first token
             del self._turns[-1:]
             return
         completion = printer.output.outputs[0]
-        assert completion.logprobs is not None, "logprobs=0 asks for them"
+        assert completion.logprobs is not None, "requested by logprobs=0"
         self._turns.append({"role": "assistant", "content": printer.text})
         self._tokens.append(token_rows(completion.token_ids, completion.logprobs, self._llm.text.vocabulary))
         typer.echo(_summary(completion.cumulative_logprob or 0.0, len(completion.token_ids)))
 
     def _fitting_prompt(self) -> list[int]:
-        """The conversation as ids; its oldest turns are forgotten where it leaves no room for an answer."""
+        """Return the conversation as token ids; drop the oldest turns if it leaves no room for an answer."""
         context = self._llm.engine.capabilities().max_model_len
         limit = context - min(self._params.max_tokens, context // 2)
         num_forgotten = 0
@@ -156,8 +156,8 @@ class Conversation:
             del self._turns[:2], self._tokens[:1]
             num_forgotten += 2
         if num_forgotten:
-            note = f"note: the conversation no longer fits; its oldest {num_forgotten} messages are forgotten"
-            typer.echo(f"{note} (--max-tokens keeps room for an answer)", err=True)
+            note = f"note: the conversation exceeds the context; dropped the oldest {num_forgotten} messages"
+            typer.echo(f"{note} (a smaller --max-tokens leaves more room)", err=True)
         return ids
 
     def _help(self, _: str) -> None:
@@ -168,7 +168,7 @@ class Conversation:
 
     def _save(self, name: str) -> None:
         if not name:
-            typer.echo("error: /save needs a file: /save FILE", err=True)
+            typer.echo("error: /save requires a file name: /save FILE", err=True)
             return
         answers = iter(self._tokens)
         messages = [
@@ -179,18 +179,18 @@ class Conversation:
             Path(name).expanduser().write_text(json.dumps({"messages": messages}, indent=1), "utf-8")
         except OSError as error:
             reason = error.strerror or error
-            typer.echo(f"error: {name}: cannot be written ({reason}); name another file", err=True)
+            typer.echo(f"error: {name}: cannot be written ({reason}); use another file", err=True)
         else:
             typer.echo(f"saved {len(messages)} messages to {name}", err=True)
 
 
 def _summary(total: float, count: int) -> str:
     mean = -total / max(count, 1)
-    return f"[{count} tokens, {mean:.2f} nats a token, perplexity {exp(mean):.2f}]"
+    return f"[{count} tokens, {mean:.2f} nats per token, perplexity {exp(mean):.2f}]"
 
 
 def _next_line(*, is_interactive: bool) -> str | None:
-    """The next line that says something; None at the end."""
+    """Return the next line of input; None at its end, at an empty line or at `/quit`."""
     while True:
         try:
             line = input(PROMPT if is_interactive else "").strip()
@@ -199,6 +199,6 @@ def _next_line(*, is_interactive: bool) -> str | None:
         except KeyboardInterrupt:
             if not is_interactive:
                 raise
-            typer.echo("\nCtrl-D ends", err=True)
+            typer.echo("\nCtrl-D to quit", err=True)
         else:
             return None if line in {"", "/quit"} else line

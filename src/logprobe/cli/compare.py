@@ -1,4 +1,4 @@
-"""`logprobe compare`: the same texts through two models, and how far apart their numbers are."""
+"""`logprobe compare`: compare two models on the same texts."""
 
 from __future__ import annotations
 
@@ -20,19 +20,28 @@ if TYPE_CHECKING:
 _Model = Annotated[
     str,
     typer.Argument(
-        help="A model, settings after a comma (smollm2,dtype=float16), a baseline (.lpkl), a scored .parquet."
+        help="Model, with settings after commas (smollm2,dtype=float16), baseline .lpkl, or scored .parquet."
     ),
 ]
-_Other = Annotated[str | None, typer.Argument(help="A model, or where A is scored a scored .parquet.")]
+_Other = Annotated[
+    str | None, typer.Argument(help="Model; or a scored .parquet, if A is a scored .parquet as well.")
+]
 _Save = Annotated[
-    str | None, typer.Option("--save", help="Keep A's whole rows in a file that ends in .lpkl; no B then.")
+    str | None, typer.Option("--save", help="Save A's full rows as a baseline (.lpkl), instead of comparing.")
 ]
 _Data = Annotated[
-    list[str] | None, typer.Option("--data", help="Texts: txt, jsonl, csv, Parquet, folders, patterns.")
+    list[str] | None, typer.Option("--data", help="Texts: txt, jsonl, csv, Parquet, folders, glob patterns.")
 ]
-_Output = Annotated[str | None, typer.Option("--output", "-o", help="Write one row a position to Parquet.")]
-_Plot = Annotated[str | None, typer.Option("--plot", help="Draw the logprobs to a PNG (extra plot).")]
-_Bos = Annotated[bool | None, typer.Option("--bos/--no-bos", help="Put BOS before each text, or do not.")]
+_Output = Annotated[
+    str | None, typer.Option("--output", "-o", help="Write one row per position to a Parquet file.")
+]
+_Plot = Annotated[
+    str | None, typer.Option("--plot", help="Plot the log-probabilities to a PNG file (extra plot).")
+]
+_Bos = Annotated[
+    bool | None,
+    typer.Option("--bos/--no-bos", help="Start each text with BOS, or not; default: as the tokenizer does."),
+]
 LORA = "lora"
 STORED = ".parquet"
 BASELINE = ".lpkl"
@@ -55,21 +64,23 @@ def compare(
     as_json: JsonOption = False,
     **engine: Any,
 ) -> None:
-    """Compare what two models give the same tokens: KL, agreement, logprobs, importance ratios.
+    """Compare two models on the same tokens.
 
-    A is the reference (a trainer), B what is used in its place (float16, a sampler). Models of one tokenizer
-    are compared token by token, others word by word. Settings: those of `logprobe serve`, and lora=FOLDER.
-    --device and the like are for the models that do not say otherwise.
-    A scored .parquet (--tokens) as A is compared with the model B on the run's own data.
+    Prints KL divergence, agreement, differences of logprobs, and importance ratios. A is the reference (e.g.
+    the trainer), B the model that is used instead (e.g. in float16, or the sampler). Models with the same
+    tokenizer are compared per token, others per word. Settings after a model's name are those of `logprobe
+    serve`, and lora=FOLDER; flags such as --device apply to models without that setting.
 
-    --save keeps A's whole rows, so that any B is compared with them later: `compare base.lpkl B`.
+    A .parquet file written by `logprobe score --tokens` as A is compared with model B on the same data.
+
+    --save stores A's full rows, to be compared with any model later: `compare base.lpkl B`.
     """
     texts = None
     if data:
         texts = read_texts(data, text_column, kind=format, by_line=lines, limit=limit)
     if save is not None:
         if b is not None or texts is None:
-            raise typer.BadParameter("takes one model, and texts (--data)", param_hint="--save")
+            raise typer.BadParameter("requires one model and texts (--data)", param_hint="--save")
         _save(a, texts, save, bos, engine, as_json=as_json)
         return
     comparison = _compared(a, b, texts, bos, engine)
@@ -80,16 +91,16 @@ def compare(
 def _compared(
     a: str, b: str | None, texts: list[str] | None, bos: bool | None, engine: dict[str, Any]
 ) -> Comparison:
-    """Two models, or a file in the place of the first or of both."""
+    """Compare two models, or a file with a model, or two files."""
     from logprobe.analysis.comparison import compare as compare_models
     from logprobe.analysis.comparison import compare_stored, compare_with_stored
 
     if b is None:
-        raise typer.BadParameter("name the model to compare with", param_hint="B")
+        raise typer.BadParameter("missing; name the model to compare with", param_hint="B")
     if a.endswith(STORED) and b.endswith(STORED):
         return compare_stored(a, b)
     if texts is None and not a.endswith(BASELINE):
-        raise typer.BadParameter("name the texts to compare on", param_hint="--data")
+        raise typer.BadParameter("missing; name the texts to compare on", param_hint="--data")
     with ExitStack() as stack, flags_for():
         if a.endswith(BASELINE):
             from logprobe.analysis.baseline.models import compare_with_baseline
@@ -117,7 +128,7 @@ def _open(named: str, stack: ExitStack, engine: dict[str, Any]) -> LLM:
     for pair in pairs:
         name, separator, value = pair.partition("=")
         if not separator:
-            raise typer.BadParameter(f"{pair!r} is no NAME=VALUE", param_hint=named)
+            raise typer.BadParameter(f"{pair!r} must be NAME=VALUE", param_hint=named)
         settings[name] = int(value) if value.isdecimal() else value
     lora = settings.pop(LORA, None)
     llm = stack.enter_context(open_llm(model, **settings))

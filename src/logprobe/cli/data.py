@@ -1,4 +1,4 @@
-"""What the commands on data sets share: their flags, who scores the rows, and how rows come out."""
+"""Common part of commands on data sets: flags, workers that score rows, and output of rows."""
 
 from __future__ import annotations
 
@@ -38,52 +38,53 @@ if TYPE_CHECKING:
 
     Arrange: TypeAlias = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 
-MAX_BAD_ROWS = 20  # that are named on standard error; a side file has all
+MAX_BAD_ROWS = 20  # bad rows named on standard error; the side file names all
 RAY_POOL: Final = "logprobe.integrations.ray:RayPool"
-"""Imported when `--engine ray` asks for it."""
+"""Imported only for `--engine ray`."""
 
 _Files = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="FILE", help="A text, or data: txt, jsonl, csv, Parquet, folders, patterns; - is stdin."
+        metavar="FILE",
+        help="Text file, or data: txt, jsonl, csv, Parquet, folders, glob patterns; -: standard input.",
     ),
 ]
 _Output = Annotated[
-    str | None, typer.Option("--output", "-o", help="Write each row's numbers to a .parquet or .jsonl file.")
+    str | None, typer.Option("--output", "-o", help="Write the results to a .parquet or .jsonl file.")
 ]
-_Summary = Annotated[bool, typer.Option("--summary", help="Print the totals alone.")]
-LinesOption = Annotated[bool, typer.Option("--lines", help="Each line of a text file is a row.")]
+_Summary = Annotated[bool, typer.Option("--summary", help="Print only the totals.")]
+LinesOption = Annotated[bool, typer.Option("--lines", help="Treat each line of a text file as a row.")]
 FormatOption = Annotated[
-    Format | None, typer.Option("--format", help="What the files are, whatever their names.")
+    Format | None, typer.Option("--format", help="Format of the files; by default, from their names.")
 ]
-ColumnOption = Annotated[str, typer.Option("--text-column", help="The column of the texts.")]
-LimitOption = Annotated[int | None, typer.Option("--limit", min=1, help="Take so many texts.")]
+ColumnOption = Annotated[str, typer.Option("--text-column", help="Column with the texts.")]
+LimitOption = Annotated[int | None, typer.Option("--limit", min=1, help="Use only this many texts.")]
 ResumeOption = Annotated[
-    bool, typer.Option("--resume", help="Go on with a run that was stopped, even killed.")
+    bool, typer.Option("--resume", help="Continue a run that was interrupted or killed.")
 ]
-ForceOption = Annotated[bool, typer.Option("--force", help="Write the output anew if it exists.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite the output if it exists.")]
 
 
 def read_texts(
     files: list[str], column: str, *, kind: Format | None, by_line: bool, limit: int | None
 ) -> list[str]:
-    """The texts of one column, the first so many.
+    """Return the texts of one column, at most `limit`.
 
     Raises:
-        InputError: a file that cannot be read, or a row without a text.
+        InputError: a file cannot be read, or a row has no text.
     """
     texts = []
     for row in islice(read_rows(find_sources(files, kind=kind, by_line=by_line), [column]), limit):
         text = row.values.get(column)
         if row.problem is not None or not isinstance(text, str):
-            raise InputError(f"{row.source}, line {row.line}: {row.problem or 'its text is no text'}")
+            raise InputError(f"{row.source}, line {row.line}: {row.problem or 'the text is not a string'}")
         texts.append(text)
     return texts
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataFlags:
-    """The flags of every command on data sets, and what it does with them."""
+    """Flags of all commands on data sets."""
 
     files: _Files = None
     output: _Output = None
@@ -97,7 +98,7 @@ class DataFlags:
 
     @classmethod
     def taken(cls, flags: dict[str, Any]) -> tuple[DataFlags, dict[str, Any]]:
-        """These and the settings of `EngineConfig`, which are taken out of a command's flags."""
+        """Remove the flags of this class and of `EngineConfig` from a command's flags, and return both."""
         own = cls(**{field.name: flags.pop(field.name) for field in fields(cls)})
         return own, {name: flags.pop(name) for name in ENGINE_FLAGS}
 
@@ -109,26 +110,26 @@ class DataFlags:
         arrange: Arrange | None = None,
         **loading: Any,
     ) -> None:
-        """Write the rows to a file, or print them as JSON lines; then the summary.
+        """Write the rows to a file or print them as JSON lines, then print the summary.
 
-        Rows that are printed come as they are scored, or all at the end as `arrange` has them.
+        Rows are printed as they are scored, or at the end in the order of `arrange`.
 
         Raises:
-            Exit: with 1 where a row was bad.
+            Exit: with 1, a row was bad.
         """
         from logprobe.analysis.datasets.tasks import schema_of
 
         with flags_for():
-            schema_of(settings)  # refused before a model is loaded
+            schema_of(settings)  # validate before loading a model
         sources = self.sources(settings.rows.columns)
         with _open_workers(self.model, sources, settings, cluster, **loading) as workers:
             self._print(workers, arrange)
 
     def sources(self, columns: Sequence[str]) -> list[Source]:
-        """The files, of which each has the columns.
+        """Find the files and check that each has the columns.
 
         Raises:
-            InputError: a file that cannot be read, or that lacks one.
+            InputError: a file cannot be read, or lacks a column.
         """
         sources = find_sources(self.files or [], kind=self.format, by_line=self.lines)
         check_columns(sources, columns)
@@ -172,12 +173,12 @@ class DataFlags:
 def shown_run(
     sources: Sequence[Source], output: str | None, journal: str | None = None
 ) -> Iterator[Advance | None]:
-    """Show a bar over the files of a run, and say after an interrupt what was kept and how to go on.
+    """Show a progress bar during a run; after an interrupt, print whether it can be resumed.
 
     Args:
         sources: the files.
-        output: the name as it was given; None: nothing is kept.
-        journal: the output whose parts are kept, where that is another.
+        output: output path as given by the user; None: no rows are stored.
+        journal: path of the journal, if it differs from `output`.
     """
     from logprobe.analysis.io.journal import parts_folder
     from logprobe.analysis.progress import byte_bar
@@ -188,25 +189,25 @@ def shown_run(
     except KeyboardInterrupt:
         if output:
             has_rows = parts_folder(Path(journal or output)).exists()
-            what = "give --resume to go on after the rows that were kept" if has_rows else "no row was kept"
+            what = "use --resume to continue after the stored rows" if has_rows else "no rows were stored"
             typer.echo(f"{output}: interrupted; {what}", err=True)
         raise
 
 
 def say_finished(output: str | None) -> None:
-    """Print that the run to resume had ended."""
-    typer.echo(f"{output}: the run is finished; nothing was left to do", err=True)
+    """Print that the run to resume had already finished."""
+    typer.echo(f"{output}: the run has already finished; nothing to do", err=True)
 
 
 def fail_for_bad_rows(num_bad: int, where: str) -> None:
-    """End the command with 1 where a row was bad; `where` has all of them."""
+    """Exit with 1 if any row was bad; `where` says where they are listed."""
     if num_bad:
         typer.echo(f"error: {num_bad} bad rows; see {where}", err=True)
         raise typer.Exit(1)
 
 
 def takes_data(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the flags of `DataFlags`, which come as keywords."""
+    """Add the flags of `DataFlags` to a command, as keyword arguments."""
     hints = get_type_hints(DataFlags, include_extras=True)
     made = [
         inspect.Parameter(
@@ -224,13 +225,13 @@ def takes_data(command: Callable[..., None]) -> Callable[..., None]:
 def _open_workers(
     model: str, sources: Sequence[Source], settings: RowSettings, cluster: RaySettings | None, **loading: Any
 ) -> Iterator[Workers]:
-    """What scores the rows: a model of this process, or the actors of a cluster, which load it themselves.
+    """Yield the workers that score rows: a model in this process, or Ray actors that load it themselves.
 
     `loading` are settings of `EngineConfig`.
 
     Raises:
-        ModelError: the model cannot be had or used here.
-        ParameterError: Ray is not installed, or a setting cannot be used.
+        ModelError: the model cannot be loaded.
+        ParameterError: Ray is not installed, or a setting is invalid.
     """
     if cluster is None:
         from logprobe.analysis.datasets.run import OneModel
@@ -242,7 +243,7 @@ def _open_workers(
         return
     with flags_for():
         is_there = find_spec("ray") is not None
-        require(is_there, "engine", "'ray' needs Ray; pip install 'logprobe[ray]'")
+        require(is_there, "engine", "'ray' requires Ray; pip install 'logprobe[ray]'")
     from logprobe.llm import LLM
 
     new_pool = resolve_name(RAY_POOL)

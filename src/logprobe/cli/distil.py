@@ -1,4 +1,4 @@
-"""`logprobe distil`: a teacher's most likely tokens on a data set, in the files that trainers read."""
+"""`logprobe distil`: write a teacher's most likely tokens on a data set, in trainers' file formats."""
 
 from __future__ import annotations
 
@@ -32,12 +32,16 @@ from logprobe.cli.tables import print_figures
 
 _Files = Annotated[
     list[str],
-    typer.Argument(metavar="FILE", help="Data: txt, jsonl, csv, Parquet, folders, patterns; - is stdin."),
+    typer.Argument(
+        metavar="FILE",
+        help="Data: txt, jsonl, csv, Parquet, folders, glob patterns; -: standard input.",
+    ),
 ]
-_Output = Annotated[str, typer.Option("--output", "-o", help="The folder that is written.")]
-_Format = Annotated[TrainingFormat, typer.Option("--format", help="Whose files are written.")]
+_Output = Annotated[str, typer.Option("--output", "-o", help="Output folder.")]
+_Format = Annotated[TrainingFormat, typer.Option("--format", help="Format of the output files.")]
 _Input = Annotated[
-    Format | None, typer.Option("--input-format", help="What the files are, whatever their names.")
+    Format | None,
+    typer.Option("--input-format", help="Format of the input files; by default, from their names."),
 ]
 
 
@@ -56,10 +60,11 @@ def distil(
     as_json: JsonOption = False,
     **flags: Any,
 ) -> None:
-    """Write a teacher's most likely tokens on a data set, as a student's trainer reads them.
+    """Write a teacher's most likely tokens on a data set.
 
-    The folder gets Parquet files, which `datasets.load_dataset` opens, and run.json. What the tokens that are
-    kept leave out of the distributions is told for each row, and for all. Exit code 1 where a row was bad.
+    The files are training data for a student, in the formats of several trainers. The output folder contains
+    Parquet files, which `datasets.load_dataset` opens, and run.json. The probability mass of the tokens that
+    are not kept is reported for each row and for the whole data set. Exit code 1 if a row was bad.
     """
     engine = {name: flags.pop(name) for name in ENGINE_FLAGS}
     with flags_for():

@@ -1,4 +1,4 @@
-"""`logprobe generate`: a completion, and what the model gave each of its tokens."""
+"""`logprobe generate`: generate a completion, with log-probabilities of its tokens."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 DEFAULTS = SamplingParams()
 
 
-PromptArgument = Annotated[str, typer.Argument(help="The text to go on from; - is standard input.")]
+PromptArgument = Annotated[str, typer.Argument(help="Text to continue; -: standard input.")]
 _Logprobs = Annotated[
     int | None,
-    typer.Option(help="Report each token with so many alternatives; 0: the token alone, -1: the vocabulary."),
+    typer.Option(help="Alternatives to print per token; 0: the token only, -1: the whole vocabulary."),
 ]
-MaxTokensOption = Annotated[int, typer.Option(help="Most tokens to generate.")]
-TemperatureOption = Annotated[float, typer.Option(help="0 picks the most likely token each time.")]
-SeedOption = Annotated[int | None, typer.Option(help="The same seed, prompt and flags give the same text.")]
-TopPOption = Annotated[float, typer.Option(help="Draw from the fewest tokens with this mass.")]
-TopKOption = Annotated[int, typer.Option(help="Draw from so many most likely tokens; 0: all.")]
-StopOption = Annotated[
-    list[str] | None, typer.Option(help="End before this text; may be given more than once.")
+MaxTokensOption = Annotated[int, typer.Option(help="Maximum number of tokens to generate.")]
+TemperatureOption = Annotated[float, typer.Option(help="Sampling temperature; 0: greedy decoding.")]
+SeedOption = Annotated[int | None, typer.Option(help="Seed for sampling, for reproducible results.")]
+TopPOption = Annotated[
+    float, typer.Option(help="Sample from the smallest set of tokens with this probability mass.")
 ]
+TopKOption = Annotated[int, typer.Option(help="Sample from this many most likely tokens; 0: all.")]
+StopOption = Annotated[list[str] | None, typer.Option(help="Stop before this text; repeatable.")]
 
 
 @takes_engine
@@ -51,10 +51,11 @@ def generate(
     as_json: JsonOption = False,
     **engine: Any,
 ) -> None:
-    """Print what a model writes after a prompt; with --logprobs, every token's logprob and alternatives.
+    """Generate a completion of a prompt.
 
-    The text comes as it is written; Ctrl-C ends it and keeps what came (exit code 130). Logprobs and
-    entropies are in nats, of the model's own distribution, before temperature and truncation.
+    --logprobs also prints the logprob and the alternatives of each token. The text is printed as it is
+    generated; Ctrl-C stops the generation and keeps the text so far (exit code 130). Logprobs and entropies
+    are in nats, from the model's raw distribution, before temperature and truncation.
     """
     with flags_for():
         params = SamplingParams(
@@ -81,7 +82,7 @@ def generate(
 
 
 def _print(llm: LLM, output: RequestOutput, logprobs: int | None, *, as_json: bool, is_shaded: bool) -> None:
-    """What stands below the text, or all of it as JSON; of an interrupted one, what came."""
+    """Print the token table below the text, or everything as JSON; also after an interrupt."""
     completion = output.outputs[0]
     fields: dict[str, Any] = {
         "prompt": output.prompt,

@@ -1,4 +1,4 @@
-"""`logprobe info`: what this installation is made of."""
+"""`logprobe info` and `logprobe processors`: describe the installation and the logits processors."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ def info(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Load this model too, and tell how its layers run.", autocompletion=complete_model
+            help="Also load this model, and print how its layers run.", autocompletion=complete_model
         ),
     ] = None,
     *,
     as_json: JsonOption = False,
     **engine: Any,
 ) -> None:
-    """Print versions, devices, kernels, threads and the cache folder; of a model, how its layers run."""
+    """Describe the installation, or how a model runs on it.
+
+    Prints versions, devices, kernels, threads and the cache folder; for a model, also how its layers run.
+    """
     values = facts() if model is None else facts() | model_facts(model, **engine)
     if as_json:
         typer.echo(json.dumps(values))
@@ -41,7 +44,7 @@ def info(
 
 
 def facts() -> dict[str, Any]:
-    """What `info` prints, as plain values."""
+    """Return the values that `info` prints."""
     import torch
 
     from logprobe.kernels import kernel_info
@@ -69,7 +72,7 @@ def facts() -> dict[str, Any]:
 
 
 def model_facts(model: str, **engine: Any) -> dict[str, Any]:
-    """How a model is laid out here, and the largest difference from transformers' own numbers, in nats.
+    """Load a model; return how its layers run, and the largest difference from transformers, in nats.
 
     `engine` are settings of `EngineConfig`.
     """
@@ -101,12 +104,14 @@ app = typer.Typer(name="processors", help="List logits processors.", no_args_is_
 def list_(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Built-ins, entry points or module.path:ClassName; all that are known by name."),
+        typer.Argument(
+            help="Built-in names, entry points or module.path:ClassName; default: all known names."
+        ),
     ] = None,
     *,
     as_json: JsonOption = False,
 ) -> None:
-    """List logits processors with their arguments; with --json as JSON Schema."""
+    """List logits processors with their arguments; with --json, as JSON Schema."""
     processors = [describe_processor(name) for name in names or available_processors()]
     if as_json:
         typer.echo(json.dumps(processors, indent=2))

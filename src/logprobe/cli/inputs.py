@@ -1,6 +1,6 @@
-"""Where a command's text comes from: an argument, a file, or standard input.
+"""Read the text of a command from an argument, a file or standard input.
 
-Bytes are read and decoded as they are: no newline is changed, no mark at the start is dropped.
+Texts are decoded unchanged: newlines are not translated, and a byte order mark is kept.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 __all__ = ["STDIN", "TextSource", "read_text", "text_parts"]
 
 PART_BYTES = 1 << 18
-HEAD_CHARS = 1 << 20  # of a text: what is longer is never held
+HEAD_CHARS = 1 << 20  # longer texts are never in memory as a whole
 
 
 def read_text(name: str) -> str:
-    """The text of a file, or of standard input where `name` is `-`; errors as `text_parts`."""
+    """Return the text of a file, or of standard input if `name` is `-`; raises as `text_parts` does."""
     return "".join(text_parts(name))
 
 
 def text_parts(name: str) -> Iterator[str]:
-    """The text of a file, or of standard input where `name` is `-`, part by part: it is never held whole.
+    """Yield the text of a file, or of standard input if `name` is `-`, in parts.
 
     Raises:
-        InputError: it cannot be read, is not UTF-8, or is empty.
+        InputError: the text cannot be read, is not UTF-8, or is empty.
     """
     title = "standard input" if name == STDIN else name
     decoder = codecs.getincrementaldecoder("utf-8")()
@@ -40,16 +40,16 @@ def text_parts(name: str) -> Iterator[str]:
     with _reading(name), nullcontext(sys.stdin.buffer) if name == STDIN else Path(name).open("rb") as file:
         while not is_end:
             data = file.read(PART_BYTES)
-            # A buffered file gives less at its end alone; a terminal would have to be ended twice.
+            # A short read of a buffered file is the end; reading on would need a second Ctrl-D in a terminal.
             num_read, is_end = num_read + len(data), len(data) < PART_BYTES
             try:
                 text = decoder.decode(data, final=is_end)
             except UnicodeDecodeError as error:
-                # What it decodes begins with what the part before left unfinished.
+                # `error.object` begins with the incomplete bytes of the previous part.
                 place, byte = num_read - len(error.object) + error.start, error.object[error.start]
                 raise InputError(
                     f"{title}: is not UTF-8 text (byte 0x{byte:02x} at byte {place}); convert it first, "
-                    "for instance with iconv -t UTF-8"
+                    "for example with iconv -t UTF-8"
                 ) from error
             if text:
                 yield text
@@ -58,7 +58,7 @@ def text_parts(name: str) -> Iterator[str]:
 
 
 class TextSource:
-    """A text of any length, part by part; so much of it as may fit a context is read at once."""
+    """A text of any length, in parts; up to `HEAD_CHARS` characters are read at once."""
 
     def __init__(self, parts: Iterator[str], num_bytes: int | None) -> None:
         self.num_bytes = num_bytes  # None: not known
@@ -73,26 +73,26 @@ class TextSource:
 
     @classmethod
     def of_file(cls, name: str) -> TextSource:
-        """The text of a file, or of standard input where `name` is `-`; errors as `text_parts`."""
+        """Open a file, or standard input if `name` is `-`; raises as `text_parts` does."""
         path = Path(name)
         return cls(text_parts(name), path.stat().st_size if name != STDIN and path.is_file() else None)
 
     @classmethod
     def of_text(cls, title: str, text: str) -> TextSource:
-        """A text that is there; `InputError` where it is empty."""
+        """Wrap a text; raises `InputError` if it is empty."""
         if not text:
             raise _empty(title)
         return cls(iter([text]), len(text.encode("utf-8", "surrogatepass")))
 
     def parts(self) -> Iterator[str]:
-        """All of it; once."""
+        """Yield the whole text in parts; can be called once."""
         yield self.head
         self.head = ""
         yield from self._rest
 
 
 def _empty(title: str) -> InputError:
-    return InputError(f"{title}: is empty; give at least one character")
+    return InputError(f"{title}: is empty; at least one character is required")
 
 
 @contextmanager
@@ -100,11 +100,11 @@ def _reading(name: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise InputError(f"{name}: no such file; name a text file, or - for standard input") from error
+        raise InputError(f"{name}: no such file; use a text file, or - for standard input") from error
     except IsADirectoryError as error:
-        raise InputError(f"{name}: is a folder; name a text file in it") from error
+        raise InputError(f"{name}: is a folder; use a text file in it") from error
     except InputError:
         raise
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{name}: cannot be read ({reason}); name another file") from error
+        raise InputError(f"{name}: cannot be read ({reason}); use another file") from error

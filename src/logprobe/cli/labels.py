@@ -1,4 +1,4 @@
-"""`logprobe classify`, `logprobe judge` and `logprobe rerank`: labels, grades, documents for a query."""
+"""`logprobe classify`, `logprobe judge` and `logprobe rerank`: score labels, grades and documents."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ from logprobe.errors import require
 if TYPE_CHECKING:
     from logprobe.analysis.labels import Classification, Judgement
 
-_Text = Annotated[str | None, typer.Option("--text", help="The text itself, instead of files.")]
-_Top = Annotated[int | None, typer.Option("--top", min=1, help="Print so many documents, the best.")]
+_Text = Annotated[str | None, typer.Option("--text", help="Text to use instead of files.")]
+_Top = Annotated[int | None, typer.Option("--top", min=1, help="Print only this many best documents.")]
 _Scale = Annotated[
     str,
-    typer.Option("--scale", help="The grades: a range, 1-5, or numbers, 0,0.5,1.", envvar="LOGPROBE_SCALE"),
+    typer.Option(
+        "--scale",
+        help="Grades: a range such as 1-5, or numbers such as 0,0.5,1.",
+        envvar="LOGPROBE_SCALE",
+    ),
 ]
 _RANGE: Final = re.compile(r"\s*(-?\d+)\s*-\s*(-?\d+)\s*")
 _LARGEST_RANGE: Final = 1000
@@ -31,14 +35,16 @@ _LARGEST_RANGE: Final = 1000
 @takes_settings(LabelSettings)
 @takes_data
 def classify(*, text: _Text = None, **flags: Any) -> None:
-    """Say how likely each label is after each text, whole, and which is the likeliest.
+    """Classify texts by the probability of each label.
 
-    `logprobs` are the labels' own (nats), `mass` is the probability that the model says any of them, and
-    `probs` are their shares of it. A mass near nothing says that the model would not have answered so.
+    Each label is scored as a whole text after the prompt, over all of its tokens. `logprobs` are the
+    log-probabilities of the labels (nats), `mass` is the probability that the model answers with any of
+    them, and `probs` are their shares of it. A mass close to 0 means that the model would have answered
+    something else.
 
-    A text by --text gets a table. Files are read as `logprobe score` reads data sets: a row of numbers for
-    each of their rows, as JSON lines or by -o to a file, lists in the order of the labels, bad rows in a
-    side file; exit code 1 where a row was bad.
+    A text given with --text is printed as a table. Files are read as data sets, as by `logprobe score`: one
+    row of results per input row, as JSON lines or with -o in a file, lists in the order of the labels, bad
+    rows in a side file. Exit code 1 if a row was bad.
     """
     data, loading = DataFlags.taken(flags)
     with flags_for():
@@ -55,11 +61,11 @@ def classify(*, text: _Text = None, **flags: Any) -> None:
 
 
 def _check_source(data: DataFlags, text: str | None) -> None:
-    """Refuse files beside a text, or neither, and an output file for the one text."""
+    """Check that either files or a text are given, and no output file for a single text."""
     if bool(data.files) == (text is not None):
-        raise typer.BadParameter("give either files (- is standard input) or --text", param_hint="FILE")
+        raise typer.BadParameter("give either files (-: standard input) or --text", param_hint="FILE")
     if text is not None and data.output is not None:
-        raise typer.BadParameter("is for files of texts", param_hint="--output")
+        raise typer.BadParameter("cannot be combined with --text", param_hint="--output")
 
 
 def _print_labels(found: Classification, *, as_json: bool) -> None:
@@ -79,7 +85,7 @@ def _print_json(values: dict[str, Any]) -> None:
 
 
 def _print_shares(title: str, found: Classification) -> None:
-    """Each answer's share and its own log-probability, the most likely first."""
+    """Print the share and the log-probability of each answer, most likely first."""
     shares = sorted(found.probabilities.items(), key=lambda entry: -entry[1])
     logprobs = dict(zip(found.labels, found.logprobs, strict=True))
     lines = [[repr(label), f"{share:.4f}", f"{logprobs[label]:.4f}"] for label, share in shares]
@@ -91,15 +97,16 @@ def _print_shares(title: str, found: Classification) -> None:
 @takes_settings(JudgeSettings, without=frozenset({"scale"}))
 @takes_data
 def judge(*, text: _Text = None, scale: _Scale = "1-5", **flags: Any) -> None:
-    """Say which grade a model gives each text: the mean, the spread, and how likely each grade is.
+    """Grade texts on a scale, by the probability of each grade.
 
-    `expectation` and `spread` are the mean and the standard deviation of the grade, `probs` each grade's
-    share, in the order of the scale, and `logprobs` their own (nats); `off_scale` is the probability of any
-    other answer. --prompt says what is asked of a text, the scale too; --chat asks it as a user's message.
+    `expectation` and `spread` are the mean and the standard deviation of the grade, `probs` the share of
+    each grade in the order of the scale, and `logprobs` their log-probabilities (nats); `off_scale` is the
+    probability of any other answer. --prompt is the question about a text, including the scale; --chat asks
+    it as a user message.
 
-    A text by --text gets a table. Files are read as `logprobe score` reads data sets: a row of numbers for
-    each of their rows, as JSON lines or by -o to a file, bad rows in a side file; exit code 1 where a row
-    was bad.
+    A text given with --text is printed as a table. Files are read as data sets, as by `logprobe score`: one
+    row of results per input row, as JSON lines or with -o in a file, bad rows in a side file. Exit code 1 if
+    a row was bad.
     """
     data, loading = DataFlags.taken(flags)
     with flags_for():
@@ -114,12 +121,15 @@ def judge(*, text: _Text = None, scale: _Scale = "1-5", **flags: Any) -> None:
 
 
 def _scale(text: str) -> list[float]:
-    """The grades that a flag names, as a range of whole numbers with both ends or one by one."""
+    """Parse the grades of --scale: a range of integers (both ends included), or a list of numbers."""
     ends = _RANGE.fullmatch(text)
     if ends is not None:
         first, last = int(ends[1]), int(ends[2])
         require(
-            0 < last - first < _LARGEST_RANGE, "scale", f"goes up by less than {_LARGEST_RANGE}", got=text
+            0 < last - first < _LARGEST_RANGE,
+            "scale",
+            f"must be an increasing range of at most {_LARGEST_RANGE} grades",
+            got=text,
         )
         return [*map(float, range(first, last + 1))]
     try:
@@ -150,19 +160,20 @@ def _print_grade(found: Judgement, *, as_json: bool) -> None:
 @takes_settings(RerankSettings)
 @takes_data
 def rerank(*, top: _Top = None, **flags: Any) -> None:
-    """Say how relevant each document is to a query, in [0, 1], by a model that answers yes or no.
+    """Rank documents by their relevance to a query.
 
-    Documents are rows of files, as `logprobe score` reads data sets. For one query their rows are printed as
-    JSON lines, the best first; with a query of their own, or by -o to a file, in their order. Bad rows are
-    told, or go to a side file; exit code 1 where a row was bad.
+    The relevance is P(yes) / (P(yes) + P(no)) of the model's answer, in [0, 1]. Documents are rows of files,
+    which are read as data sets, as by `logprobe score`. With a single query, rows are printed as JSON lines,
+    most relevant first; with a query per row, or with -o to a file, in their input order. Bad rows are
+    printed on standard error, or written to a side file. Exit code 1 if a row was bad.
     """
     data, loading = DataFlags.taken(flags)
     with flags_for():
         settings = settings_from(RerankSettings, flags)
     if not data.files:
-        raise typer.BadParameter("documents are in files (- is standard input)", param_hint="FILE")
+        raise typer.BadParameter("missing; give files with documents (-: standard input)", param_hint="FILE")
     if top is not None and (data.output is not None or settings.query is None):
-        raise typer.BadParameter("is for the rows of one query that are printed", param_hint="--top")
+        raise typer.BadParameter("requires --query, and cannot be combined with --output", param_hint="--top")
 
     def best_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return sorted(rows, key=_place)[:top]
@@ -171,6 +182,6 @@ def rerank(*, top: _Top = None, **flags: Any) -> None:
 
 
 def _place(row: dict[str, Any]) -> tuple[bool, float]:
-    """By which rows are sorted, the best first; what is no number comes last."""
+    """Return the sort key of a row: most relevant first, NaN last."""
     relevance: float = row["relevance_score"]
     return math.isnan(relevance), -relevance

@@ -1,4 +1,4 @@
-"""`logprobe models`: fetch the known models, list and show what is there, and remove it."""
+"""`logprobe models`: fetch, list, show, export and remove models."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ if TYPE_CHECKING:
 
     from logprobe.models.stored.disk import OnDisk
 
-app = typer.Typer(name="models", help="Fetch, list, show and remove models.", no_args_is_help=True)
+app = typer.Typer(name="models", help="Fetch, list, show, export and remove models.", no_args_is_help=True)
 
 _Name = Annotated[str, typer.Argument(help=MODEL_HELP, show_default=True, autocompletion=complete_model)]
 _Here = Annotated[
     str,
-    typer.Argument(help="A name that `list` tells, or a model's folder.", autocompletion=complete_model),
+    typer.Argument(help="A name from `logprobe models list`, or a folder.", autocompletion=complete_model),
 ]
 _Prepare = Annotated[
-    bool, typer.Option("--prepare", help="Pack and prove it too, which its first use would do.")
+    bool,
+    typer.Option("--prepare", help="Also pack and verify the model now, instead of at its first use."),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-# Of a model's config.json, under the names that most families share.
+# Keys of a model's config.json, as most families name them, and their titles.
 _SHAPE = {
     "model_type": "family",
     "num_hidden_layers": "layers",
@@ -48,7 +49,7 @@ _SHAPE = {
 
 @app.command()
 def pull(name: _Name = DEFAULT_MODEL, *, prepare: _Prepare = False) -> None:
-    """Fetch a model unless it is there already, and print its folder."""
+    """Fetch a model unless it is already on this machine, and print its folder."""
     with _one_line_errors():
         files = resolve(name)
         if prepare:
@@ -60,30 +61,30 @@ def pull(name: _Name = DEFAULT_MODEL, *, prepare: _Prepare = False) -> None:
 
 @app.command()
 def path(name: _Name = DEFAULT_MODEL) -> None:
-    """Print the folder of a model that is on this machine; fetch nothing."""
+    """Print the folder of a model on this machine, without fetching anything."""
     with _one_line_errors():
         typer.echo(resolve(name, download=False).folder)
 
 
 @app.command("list")
 def list_(*, as_json: _Json = False) -> None:
-    """List the models known by name, the .gguf files converted so far, and what loads of others left.
+    """List known models, converted .gguf files, and cached data of other models.
 
-    Each with what its files, its panels and its records take on the disk.
+    Sizes on disk are listed separately for model files, packed weights (panels) and records.
     """
     with _one_line_errors():
         models = _models()
     if as_json:
         typer.echo(json.dumps([model.row() for model in models], indent=2))
         return
-    # A terminal is too narrow for the folders, which `path` and `show` tell.
+    # A terminal is too narrow for the folders; `path` and `show` print them.
     num_columns = 3 if console().is_terminal else 4
     print_facts([[model.name, model.title, *model.state()][:num_columns] for model in models])
 
 
 @app.command()
 def show(name: _Name = DEFAULT_MODEL, *, as_json: _Json = False) -> None:
-    """Print what a model on this machine is: shape, license, source, sizes, folder; load nothing."""
+    """Print the shape, license, source, sizes and folder of a model on this machine, without loading it."""
     with _one_line_errors():
         facts = _facts(name)
     if as_json:
@@ -96,12 +97,13 @@ def show(name: _Name = DEFAULT_MODEL, *, as_json: _Json = False) -> None:
 def rm(
     name: _Here,
     *,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Remove from the cache a model, its panels and its records, and print their folders.
+    """Remove a model, its packed weights and its records from the cache, and print the removed folders.
 
-    All of it can be had again. Files of others, such as a folder of yours or the hub's own, stay.
+    Everything that is removed can be fetched or created again. Files outside the cache, such as your own
+    folders or the Hugging Face cache, are never removed.
     """
     with _one_line_errors():
         removable = _removable(name)
@@ -120,7 +122,7 @@ def rm(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Model:
-    """A model that is known, or that left something here."""
+    """A known model, a converted one, or one with data in the cache."""
 
     name: str
     title: str
@@ -130,11 +132,11 @@ class _Model:
 
     @property
     def is_left(self) -> bool:
-        """Whether it is no model of the cache, which knows its source."""
+        """True if the cache has only data of the model (panels, records), not the model itself."""
         return self.source_sha256 is None
 
     def row(self) -> dict[str, Any]:
-        """The line as JSON."""
+        """Return the entry for JSON output."""
         disk = self.disk
         is_here = disk.folder is not None or disk.entries
         return {
@@ -150,7 +152,7 @@ class _Model:
         }
 
     def state(self) -> list[str]:
-        """What it takes, and its folder."""
+        """Return its sizes on disk as text, and its folder."""
         is_missing = self.disk.folder is None and not self.is_left
         sizes = [f"{what} {size}" for what, size in _sizes(self.disk).items()]
         return [", ".join([*["not fetched"] * is_missing, *sizes]), str(self.disk.folder or "")]
@@ -181,13 +183,13 @@ def _models() -> list[_Model]:
         )
     taken = {model.name for model in models}
     for name, disk in left_by_others([*known, *converted]).items():
-        # As `resolve` has it, where a folder is named like a model of the cache.
+        # If a folder is named like a model of the cache, `resolve` requires the prefix.
         models.append(_Model(name=f"./{name}" if name in taken else name, title=f"left by {name}", disk=disk))
     return models
 
 
 def _sizes(disk: OnDisk) -> dict[str, str]:
-    """What takes space, and how much."""
+    """Return the nonzero sizes on disk by kind, as text."""
     sizes = {"files": disk.files_bytes, "panels": disk.panels_bytes, "records": disk.records_bytes}
     return {what: in_words(size) for what, size in sizes.items() if size}
 
@@ -195,13 +197,13 @@ def _sizes(disk: OnDisk) -> dict[str, str]:
 @app.command()
 def export(
     name: _Name,
-    folder: Annotated[Path, typer.Argument(help="A new folder.")],
+    folder: Annotated[Path, typer.Argument(help="Output folder; must not exist.")],
     *,
     dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="What weights are written in.")
+        Literal["float32", "bfloat16"], typer.Option(help="Data type of the written weights.")
     ] = "float32",
 ) -> None:
-    """Write a GGUF model as safetensors, which other programs read, and print the folder."""
+    """Convert a GGUF model to safetensors, for other programs, and print the folder."""
     with _one_line_errors():
         files = resolve(name)
         import torch
@@ -234,10 +236,10 @@ def _facts(name: str) -> dict[str, Any]:
 
 
 def _removable(name: str) -> tuple[Path, ...]:
-    """What the cache has of a model: entries, one or more.
+    """Return the cache entries of a model, at least one.
 
     Raises:
-        ModelNotFoundError: it has nothing.
+        ModelNotFoundError: the cache has no entries of it.
     """
     here = [model for model in _models() if model.disk.entries]
     folder = Path(name).expanduser()
@@ -248,7 +250,7 @@ def _removable(name: str) -> tuple[Path, ...]:
         return left
     names = ", ".join(model.name for model in here) or "nothing"
     raise ModelNotFoundError(
-        f"no {name!r} in the cache; there is {names}, and nothing but the cache's own files is removed"
+        f"{name!r} is not in the cache, which has {names}; files outside the cache are never removed"
     )
 
 

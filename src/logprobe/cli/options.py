@@ -1,4 +1,4 @@
-"""Flags made from a settings class: flag, field and environment variable share one name and one text."""
+"""Create flags from settings classes: flag, field and environment variable share a name and a help text."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ S = TypeVar("S")
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """The known models that begin so, for the shell."""
+    """Return the known models with this prefix, for shell completion."""
     return [name for name in KNOWN_MODELS if name.startswith(incomplete)]
 
 
-MODEL_HELP = "A known name, a local folder, a .gguf file, or a Hugging Face id."
+MODEL_HELP = "Name of a known model, local folder, .gguf file, or Hugging Face repository id."
 ModelOption = Annotated[str, typer.Option("--model", help=MODEL_HELP, autocompletion=complete_model)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
@@ -54,7 +54,7 @@ __all__ = [
 
 
 def say_loading(model: str) -> None:
-    """Print that a model is loaded, a known one with its quantisation, on standard error."""
+    """Print on standard error that a model is being loaded, with the title of a known model."""
     known = KNOWN_MODELS.get(model)
     title = "" if known is None else f" ({known.title})"
     typer.echo(f"loading {model}{title} …", err=True)
@@ -62,15 +62,15 @@ def say_loading(model: str) -> None:
 
 @contextmanager
 def open_llm(model: str, **settings: Any) -> Iterator[LLM]:
-    """Load a model, and let it go afterwards; `settings` are those of `EngineConfig`.
+    """Load a model, and close it afterwards; `settings` are those of `EngineConfig`.
 
     Raises:
-        ModelError: the model cannot be had or used.
-        BadParameter: a setting that cannot be used.
+        ModelError: the model cannot be loaded.
+        BadParameter: a setting is invalid.
     """
     with flags_for():
         EngineConfig(model=model, **settings)
-    resolve(model)  # a name that does not exist is refused before anything heavy is imported
+    resolve(model)  # reject an unknown name before slow imports
     say_loading(model)
     from logprobe.llm import LLM
 
@@ -80,7 +80,7 @@ def open_llm(model: str, **settings: Any) -> Iterator[LLM]:
 
 @contextmanager
 def flags_for(**flags: str) -> Iterator[None]:
-    """Turn a parameter's error into wrong use of the flag that gave it (parameter name = flag)."""
+    """Convert a `ParameterError` to a usage error of its flag; `flags` maps parameter names to flags."""
     try:
         yield
     except ParameterError as error:
@@ -95,10 +95,10 @@ _ENTRY = re.compile(r"^    (\w+): (.*(?:\n     +.*)*)", re.MULTILINE)
 def takes_settings(
     *classes: type, without: frozenset[str] = frozenset(), only: frozenset[str] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command one flag for each field of the classes; it gets them as keywords.
+    """Add a flag for each field of the classes to a command, as keyword arguments.
 
-    Each is read from `LOGPROBE_<FIELD>` too. A command keeps the arguments that it names itself. `only` are
-    the fields that become flags; None: all but those `without`.
+    Each flag is also read from the environment variable `LOGPROBE_<FIELD>`. The command keeps its own
+    parameters. `only` selects the fields that become flags; None: all except those in `without`.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -109,9 +109,9 @@ def takes_settings(
 
 
 def takes_ignored(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command a hidden flag for each keyword of another program that it has no flag for.
+    """Add a hidden flag to a command for each keyword of another program that it has no flag for.
 
-    `value_in` reads its value, and `EngineConfig` ignores or refuses it.
+    `value_in` parses the value, and `EngineConfig` ignores or rejects it.
     """
     known = inspect.signature(command).parameters
     flags = [_ignored_flag(name, keyword) for name, keyword in ENGINE.items() if name not in known]
@@ -125,7 +125,7 @@ def _ignored_flag(name: str, keyword: Keyword) -> inspect.Parameter:
 
 
 def value_in(value: str | bool) -> Any:
-    """What a flag without a type of its own says: a number or another value of JSON, or else its text."""
+    """Parse the value of an untyped flag: as JSON if it is valid JSON, otherwise as text."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -133,26 +133,26 @@ def value_in(value: str | bool) -> Any:
 
 
 def with_flags(command: Callable[..., None], made: list[inspect.Parameter]) -> Callable[..., None]:
-    """Give a command parameters after its own, in the place of the keywords that it takes unnamed."""
+    """Replace the `**kwargs` in a command's signature by parameters after its own."""
     own = [
         parameter.replace(annotation=annotation)
         for parameter, annotation in _own_parameters(command)
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD
     ]
     signature = inspect.Signature([*own, *made])
-    command.__signature__ = signature  # type: ignore[attr-defined]  # what typer reads
+    command.__signature__ = signature  # type: ignore[attr-defined]  # read by typer
     command.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
     return command
 
 
 ENGINE_FLAGS = frozenset({"device", "dtype", "kv_bytes", "weights"})
-"""What every command that loads a model takes of `EngineConfig`."""
+"""Fields of `EngineConfig` that are flags of every command that loads a model."""
 
 takes_engine = takes_settings(EngineConfig, only=ENGINE_FLAGS)
 
 
 def settings_from(cls: type[S], flags: Mapping[str, Any]) -> S:
-    """Settings made of those flags that `takes_settings` gave a command which are fields of the class."""
+    """Create settings from the flags that are fields of the class."""
     own = {field.name: flags[field.name] for field in fields(cls) if field.name in flags}  # type: ignore[arg-type]
     return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in own.items()})
 
@@ -189,7 +189,7 @@ PROCESSORS_FLAG = "--logits-processors"
 
 
 def spread_names(arguments: Sequence[str]) -> list[str]:
-    """`--logits-processors A B` with the flag before each name, as the parser wants it; the rest as it is."""
+    """Repeat `--logits-processors` before each of its names, as the parser requires."""
     spread: list[str] = []
     num_named = -1  # names since the flag; -1: not in its list
     for word in arguments:

@@ -1,4 +1,4 @@
-"""A record's positions as plain values, one dict a token, ready for JSON and for tables."""
+"""Convert a record's positions to plain values, one dict per token, for JSON and tables."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 class Alternative(TypedDict):
-    """A candidate for one position."""
+    """A candidate token at a position."""
 
     token_id: int
     token: str
     bytes: list[int]
     logprob: float  # nats
-    rank: int | None  # 1 + number of strictly more likely tokens, or the place in the list
+    rank: int | None  # 1 + number of strictly more likely tokens, or the index in the list
 
 
 class TokenRow(TypedDict):
-    """One token; its numbers are None where nothing predicts it."""
+    """A token; its values are None if it is not scored."""
 
     token_id: int
     token: str
@@ -36,24 +36,24 @@ class TokenRow(TypedDict):
     logprob: float | None  # nats
     rank: int | None
     top_logprobs: list[Alternative]
-    entropy: float | None  # nats, of the whole distribution at this position
+    entropy: float | None  # nats, of the full distribution at this position
 
 
 class Totals(TypedDict):
-    """Sums over the scored tokens; None where there is none."""
+    """Totals over the scored tokens; None if undefined or infinite."""
 
     num_tokens: int
     num_scored: int
     num_bytes: int
     num_scored_bytes: int
     sum_logprob: float  # nats
-    mean_logprob: float | None  # nats a token
+    mean_logprob: float | None  # nats per token
     perplexity: float | None
     bits_per_byte: float | None
 
 
 def token_rows(token_ids: Sequence[int], logprobs: FlatLogprobs, table: TokenTable) -> list[TokenRow]:
-    """One row a token; `logprobs` has one position each, None where nothing predicts it."""
+    """Return one row per token; `logprobs` has one position per token, None for unscored tokens."""
     entropy = [None] * len(token_ids) if logprobs.entropy is None else finite(logprobs.entropy)
     unknown: dict[str, Any] = {"logprob": None, "rank": None, "top_logprobs": []}
     rows: list[Any] = [
@@ -64,7 +64,7 @@ def token_rows(token_ids: Sequence[int], logprobs: FlatLogprobs, table: TokenTab
 
 
 def totals(rows: Sequence[TokenRow], num_bytes: int, num_scored_bytes: int) -> Totals:
-    """Sums over the rows that have a logprob; a text with an impossible token is impossible."""
+    """Return totals over the scored rows; a text with an impossible token has log-probability -inf."""
     scored = [row["logprob"] for row in rows if row["logprob"] is not None]
     total = -math.inf if IMPOSSIBLE in scored else math.fsum(scored)
     return totals_of(total, len(rows), len(scored), num_bytes, num_scored_bytes)
@@ -73,7 +73,7 @@ def totals(rows: Sequence[TokenRow], num_bytes: int, num_scored_bytes: int) -> T
 def totals_of(
     logprob: float, num_tokens: int, num_scored: int, num_bytes: int, num_scored_bytes: int
 ) -> Totals:
-    """What follows from a sum; what JSON cannot write is None, and -9999 stands for -inf."""
+    """Derive totals from a sum; infinite values are None, except the sum, which is -9999 for -inf."""
     perplexity = measures.perplexity(logprob, num_scored)
     bits = measures.bits_per_byte(logprob, num_scored_bytes)
     return Totals(
@@ -89,7 +89,7 @@ def totals_of(
 
 
 def info_dict(llm: LLM, info: LogprobsInfo | None) -> dict[str, Any]:
-    """Describe the numbers and their source; without numbers (None), the source of the text."""
+    """Describe the log-probabilities and their source; with `info` None, only the source of the text."""
     able = llm.engine.capabilities()
     about = {"engine": able.engine, "model": able.model, "logprobe_version": __version__}
     if info is not None:
@@ -98,7 +98,7 @@ def info_dict(llm: LLM, info: LogprobsInfo | None) -> dict[str, Any]:
 
 
 def visible(text: Sequence[int]) -> str:
-    """A token's bytes in quotes; what is no printable character shows as an escape."""
+    """Return a token's bytes as quoted text; bytes and characters that are not printable are escaped."""
     characters = bytes(text).decode("utf-8", "surrogateescape")
     return f'"{"".join(map(_visible_character, characters))}"'
 
@@ -107,9 +107,9 @@ def _visible_character(character: str) -> str:
     if character in {'"', "\\"}:
         return f"\\{character}"
     code = ord(character)
-    if 0xDC80 <= code <= 0xDCFF:  # a byte that is no whole UTF-8
+    if 0xDC80 <= code <= 0xDCFF:  # a byte that is not valid UTF-8
         return f"\\x{code - 0xDC00:02x}"
     if character.isprintable():
         return character
-    # A byte is written \x80, so a character must not be.
+    # \x80 to \xff are bytes, so these characters need another escape.
     return f"\\u{code:04x}" if 0x80 <= code <= 0xFF else repr(character)[1:-1]

@@ -1,4 +1,4 @@
-"""`logprobe score`: what a model gives each token of a text, or each row of a data set."""
+"""`logprobe score`: score the tokens of a text, or the rows of a data set."""
 
 from __future__ import annotations
 
@@ -36,13 +36,16 @@ if TYPE_CHECKING:
     from logprobe.llm import LLM
     from logprobe.records import FlatLogprobs, LogprobsInfo
 
-_Text = Annotated[str | None, typer.Option("--text", help="The text itself, instead of a file.")]
+_Text = Annotated[str | None, typer.Option("--text", help="Text to score, instead of a file.")]
 _Top = Annotated[
-    int, typer.Option("--top", help="Show so many alternatives a token; -1: the whole vocabulary.")
+    int, typer.Option("--top", help="Alternatives to print per token; -1: the whole vocabulary.")
 ]
 _Engine = Annotated[
     Literal["native", "ray"],
-    typer.Option("--engine", help="Score a data set here, or on a Ray cluster, a model on each actor."),
+    typer.Option(
+        "--engine",
+        help="Score a data set in this process, or on a Ray cluster with a model on each actor.",
+    ),
 ]
 NOT_SCORED = "not scored"
 
@@ -61,20 +64,21 @@ def score(
     engine: _Engine = "native",
     **flags: Any,
 ) -> None:
-    """Print logprob, rank and entropy of every token of a text, and the totals.
+    """Score the tokens of a text, or the rows of a data set.
 
-    A terminal shows the text itself, each token in the shade of its surprisal; --tokens or --top show the
-    table there, too. Files and pipes always get the table.
+    Prints logprob, rank and entropy of every token, and the totals. On a terminal, the text is printed with
+    each token shaded by its surprisal; --tokens or --top print a table instead. Files and pipes always get
+    the table.
 
-    Logprobs and entropies are in nats. The first token is predicted by nothing and not scored, unless
-    the model's own tokenizer puts a BOS token before it, or --bos does. A text longer than the context
-    is scored in windows: --stride says how far apart, --summary prints the totals alone.
+    Logprobs and entropies are in nats. The first token is not scored, unless the model's tokenizer or --bos
+    puts a BOS token before it. A text longer than the context is scored in overlapping windows; --stride
+    sets their distance, and --summary prints only the totals.
 
-    Several files, files of rows, and -o make it a data set: a row of numbers for each of its rows, bad
-    rows in a side file, and a summary; exit code 1 where a row was bad.
+    Several files, files with rows (such as .jsonl), or -o select data set mode: one row of results per input
+    row, bad rows in a side file, and a summary. Exit code 1 if a row was bad.
 
-    --by word prints surprisal, entropy and tokens of each word, of one text or of each row; with --csv for
-    other programs.
+    --by word prints surprisal, entropy and tokens of each word of a text or of each row; --csv prints them
+    as CSV.
     """
     data, loading = DataFlags.taken(flags)
     names = data.files or []
@@ -84,31 +88,31 @@ def score(
     with flags_for(prompt_logprobs="--top"):
         settings, cluster = settings_from(DataSettings, flags), settings_from(RaySettings, flags)
         for name in cluster.given if engine != "ray" else ():
-            require(False, name, "comes with --engine ray")
+            require(False, name, "requires --engine ray")
         detects = settings.detect
         params = SamplingParams(max_tokens=0, prompt_logprobs=top, entropy=True, varentropy=detects)
     if by is not None:
         _check_one_source(text, names)
         if top or engine == "ray":
-            raise typer.BadParameter("does not come with --top and --engine ray", param_hint="--by")
+            raise typer.BadParameter("cannot be combined with --top or --engine ray", param_hint="--by")
         is_data = data.lines or data.format is not None or _is_data(names, settings)
         if is_data and text is not None:
-            raise typer.BadParameter("a data set is in files", param_hint="FILE")
+            raise typer.BadParameter("a data set must be in files", param_hint="FILE")
         source = None if is_data else _source_of(text, names)
         asked = {"by": by, "boundary": boundary, "unit": unit}
         print_units(data, settings, source, as_csv=as_csv, loading=loading, **asked)
         return
     if as_csv or boundary == "end" or unit != "nats":
-        raise typer.BadParameter("comes with --by", param_hint="--csv, --boundary or --unit")
+        raise typer.BadParameter("requires --by", param_hint="--csv, --boundary or --unit")
     asks_for_rows = data.output is not None or data.lines or data.format is not None
     if asks_for_rows or _is_data(names, settings):
         if text is not None or not names:
-            raise typer.BadParameter("a data set is in files", param_hint="FILE")
+            raise typer.BadParameter("a data set must be in files", param_hint="FILE")
         data.run(settings, cluster if engine == "ray" else None, **loading)
         return
     if engine == "ray":
         raise typer.BadParameter(
-            "'ray' scores data sets; give -o, --lines, or files of rows", param_hint="--engine"
+            "'ray' scores only data sets; use -o, --lines, or files with rows", param_hint="--engine"
         )
     _check_one_source(text, names)
     source = _source_of(text, names)
@@ -126,7 +130,7 @@ def score(
 
 def _check_one_source(text: str | None, names: list[str]) -> None:
     if (not names) == (text is None):
-        raise typer.BadParameter("give either a file (- is standard input) or --text", param_hint="FILE")
+        raise typer.BadParameter("give either a file (-: standard input) or --text", param_hint="FILE")
 
 
 def _source_of(text: str | None, names: list[str]) -> TextSource:
@@ -134,7 +138,7 @@ def _source_of(text: str | None, names: list[str]) -> TextSource:
 
 
 def _is_data(names: list[str], settings: DataSettings) -> bool:
-    """Whether the files are rows: by their number, their names, or what is asked of them."""
+    """Return True if the files are a data set, judging by their number, names and the settings."""
     columns = (settings.context_column, settings.choices_column, settings.keep_columns, settings.label_column)
     asks_for_rows = any(columns) or settings.unconditional
     return len(names) > 1 or asks_for_rows or any(map(_holds_rows, names))
@@ -150,7 +154,7 @@ def _holds_rows(name: str) -> bool:
 
 
 def _fitting(llm: LLM, text: str, params: SamplingParams) -> WholeText | None:
-    """A text in one piece; None where it does not fit the context."""
+    """Score a text in one piece; None if it does not fit into the context."""
     try:
         return WholeText(llm, text, params)
     except PromptTooLongError:
@@ -167,9 +171,9 @@ class WholeText:
         bare, spans = llm.text.encode_with_spans(text)
         ids = output.prompt_token_ids
         has_bos = len(ids) > len(bare) and ids[:1] != bare[:1].tolist()
-        self.num_added = int(has_bos)  # rows that the text does not hold (BOS)
+        self.num_added = int(has_bos)  # rows that are not part of the text (BOS)
         first = f"{rows[0]['token']}, put first by the tokenizer" if has_bos else NOT_SCORED
-        self.before: dict[str, Any] = {"first_token": first}  # what JSON has before the tokens
+        self.before: dict[str, Any] = {"first_token": first}  # JSON fields before the tokens
         num_bytes = len(text.encode())
         num_unscored = 0 if has_bos else int(spans[0, 1])
         self._after = {
@@ -179,16 +183,16 @@ class WholeText:
         }
 
     def rows(self) -> Iterator[list[TokenRow]]:
-        """All rows at once."""
+        """Yield all rows at once."""
         yield self._rows
 
     def after(self) -> dict[str, Any]:
-        """The totals, and what the numbers are."""
+        """Return the JSON fields after the tokens: totals and information on the numbers."""
         return self._after
 
 
 def _detected(text: str, record: FlatLogprobs) -> dict[str, float | None]:
-    """The measures of a text, of its record with one position a token, the first unscored."""
+    """Return the detection measures of a text; `record` has one position per token, the first unscored."""
     from logprobe.analysis.detection import Detector
 
     detector = Detector()
@@ -204,7 +208,7 @@ def _finite(detector: Detector) -> dict[str, float | None]:
 
 
 class TextInWindows:
-    """A text of any length, scored window by window while its rows are taken: nothing of it is kept."""
+    """A text of any length, scored window by window as its rows are consumed; no rows are kept."""
 
     def __init__(
         self,
@@ -235,7 +239,7 @@ class TextInWindows:
         self.before: dict[str, Any] = {}
 
     def rows(self) -> Iterator[list[TokenRow]]:
-        """The rows of one window after the other, where there are to be any."""
+        """Score window by window; yield the rows of each window if `has_rows` is set."""
         from logprobe.analysis.progress import byte_bar
         from logprobe.analysis.windows import score_windows
         from logprobe.records import FlatLogprobs
@@ -261,7 +265,7 @@ class TextInWindows:
                 if advance is not None:
                     advance(score.num_bytes, score.num_tokens)
                 if self._has_rows:
-                    # What nothing predicts stands before all others.
+                    # Unscored tokens are the first ones of a window.
                     first = window.token_ids[: window.num_unscored].tolist()
                     unscored = token_rows(first, FlatLogprobs([None] * len(first)), vocabulary)
                     yield unscored + token_rows(score.token_ids, score.record, vocabulary)
@@ -273,7 +277,7 @@ class TextInWindows:
             yield part
 
     def after(self) -> dict[str, Any]:
-        """How it was read, the totals, and what the numbers are."""
+        """Return the JSON fields after the tokens: windows, totals and information on the numbers."""
         result = self._tally.result()
         bos = result.bos_token_id
         num_tokens = result.num_tokens + (bos is not None)
@@ -294,7 +298,7 @@ ScoredText: TypeAlias = WholeText | TextInWindows
 
 
 def _print_json(text: ScoredText) -> None:
-    """One JSON object, whose tokens are written as they come."""
+    """Print one JSON object, writing tokens as they are scored."""
     typer.echo(json.dumps(text.before | {"tokens": []})[:-2], nl=False)
     separator = ""
     for rows in text.rows():
@@ -304,7 +308,7 @@ def _print_json(text: ScoredText) -> None:
 
 
 def _print_text(text: ScoredText, num_top: int, *, is_table: bool) -> None:
-    """The tokens as they come, shaded or as a table, and then the totals."""
+    """Print tokens as they are scored, shaded or as a table, then the totals."""
     screen = console()
     shader = Shader(marks_line_ends=True) if can_shade(screen) and not is_table else None
     num_tokens = 0
@@ -325,5 +329,5 @@ def _print_text(text: ScoredText, num_top: int, *, is_table: bool) -> None:
     facts = text.before | text.after()
     note = f"first token: {facts['first_token']}"
     if "window" in facts:
-        note += f"; windows of {facts['window']}, {facts['stride']} apart"
+        note += f"; windows of {facts['window']}, stride {facts['stride']}"
     print_facts([*totals_lines(facts["totals"], note), *number_lines(facts.get("detect", {}))])

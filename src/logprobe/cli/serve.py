@@ -1,4 +1,4 @@
-"""`logprobe serve`: a model behind OpenAI's HTTP interface."""
+"""`logprobe serve`: serve models with an OpenAI-compatible HTTP API."""
 
 from __future__ import annotations
 
@@ -35,39 +35,39 @@ _Model = Annotated[
 _ModelOption = Annotated[
     str | None,
     typer.Option(
-        "--model", help="The same as the argument.", envvar="LOGPROBE_MODEL", autocompletion=complete_model
+        "--model", help="Same as the argument MODEL.", envvar="LOGPROBE_MODEL", autocompletion=complete_model
     ),
 ]
 
 
 def _read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Let a file's entries stand where neither a flag nor the environment says anything."""
+    """Use a file's entries as defaults of flags that neither the command line nor the environment sets."""
     if path is None:
         return None
     try:
         entries = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise typer.BadParameter(f"{path} cannot be read as TOML: {reason}", param_hint="--config") from error
+        raise typer.BadParameter(f"cannot read {path} as TOML: {reason}", param_hint="--config") from error
     tables = entries.pop("models", {})
     if not (isinstance(tables, dict) and all(isinstance(table, dict) for table in tables.values())):
-        raise typer.BadParameter(f"{path}: models must be tables, as [models.NAME]", param_hint="--config")
+        raise typer.BadParameter(f"{path}: models must be tables [models.NAME]", param_hint="--config")
     context.default_map = {flag.name: value for flag, value in _flags_in(entries, str(path), context)}
     own = {"model_option", *OWN_SETTINGS, *(field.name for field in fields(EngineConfig))}
-    context.obj = {}  # the tables, each value as its flag reads it
+    context.obj = {}  # the tables, with values parsed as those of flags
     for name, table in tables.items():
         where = f"{path} [models.{name}]"
         chosen = list(_flags_in(table, where, context))
         for flag, _ in chosen:
             if flag.name not in own:
-                what = f"{where}: {flag.name} holds for the whole server; set it at the top"
+                what = f"{where}: {flag.name} applies to the whole server; set it at the top level"
                 raise typer.BadParameter(what, param_hint="--config")
         context.obj[name] = {flag.name: flag.process_value(context, value) for flag, value in chosen}
     return path
 
 
 def _flags_in(entries: Mapping[str, Any], where: str, context: typer.Context) -> Iterator[tuple[Any, Any]]:
-    """The flags that a table's entries are named as, with their values."""
+    """Yield the flag of each entry of a table, with its value."""
     flags = {
         flag.removeprefix("--").replace("-", "_"): parameter
         for parameter in context.command.params
@@ -78,8 +78,8 @@ def _flags_in(entries: Mapping[str, Any], where: str, context: typer.Context) ->
         name = entry.replace("-", "_")
         if name not in flags:
             near = nearest_name(name, flags, 0.6)
-            hint = f"; did you mean {near}?" if near else ", which is named as the flags are"
-            raise typer.BadParameter(f"{where} has no entry {entry!r:.60}{hint}", param_hint="--config")
+            hint = f"; did you mean {near}?" if near else "; entries are named as the flags"
+            raise typer.BadParameter(f"{where}: unknown entry {entry!r:.60}{hint}", param_hint="--config")
         yield flags[name], value
 
 
@@ -87,8 +87,8 @@ _Config = Annotated[
     Path | None,
     typer.Option(
         "--config",
-        help="A TOML file of flags by their names, and of a table [models.NAME] for each further model; what "
-        "is typed, and the environment, go before it.",
+        help="TOML file with values of flags, and a table [models.NAME] for each further model. Flags on the "
+        "command line and environment variables take precedence.",
         envvar="LOGPROBE_CONFIG",
         is_eager=True,
         callback=_read_config,
@@ -105,9 +105,10 @@ def serve(
     config: _Config = None,  # noqa: ARG001 - its callback has read it
     **flags: Any,
 ) -> None:
-    """Serve a model over HTTP, with OpenAI's routes and exact log-probabilities.
+    """Serve models with an OpenAI-compatible HTTP API.
 
-    Every flag is read from the environment, too. SIGTERM lets requests in progress end.
+    Every flag can also be set by an environment variable. On SIGTERM or Ctrl-C, the server finishes requests
+    in progress before it exits (see --drain-s).
     """
     own, engine = (
         {field.name: _frozen(flags[field.name]) for field in fields(kind) if field.name in flags}
@@ -123,7 +124,7 @@ def serve(
         engine_config = EngineConfig(model=model, **engine | words)
         further = _further(settings, context.obj or {})
     for name in (model, *(one.config.model for one in further.values())):
-        resolve(name)  # one that does not exist is refused before anything heavy is imported
+        resolve(name)  # reject an unknown name before slow imports
     say_loading(model)
     from logprobe.server.app import serve as run
 
@@ -131,26 +132,32 @@ def serve(
 
 
 def _further(settings: ServerSettings, tables: Mapping[str, dict[str, Any]]) -> dict[str, FurtherModel]:
-    """The models beside the first: of flags, and of a file's tables."""
+    """Return the further models of --also-model and of the configuration file's tables."""
     named = dict(setting.split("=", 1) for setting in settings.also_model)
-    require(len(named) == len(settings.also_model), "also_model", "one name stands twice; choose another")
-    require(not named.keys() & tables.keys(), "also_model", "a name stands in the file's tables, too")
+    require(len(named) == len(settings.also_model), "also_model", "a name is used twice; choose another")
+    require(not named.keys() & tables.keys(), "also_model", "a name is also a table of the --config file")
     chosen: dict[str, dict[str, Any]] = {name: {"model_option": model} for name, model in named.items()}
     return {name: _further_model(name, values, settings) for name, values in {**chosen, **tables}.items()}
 
 
 def _further_model(name: str, values: dict[str, Any], settings: ServerSettings) -> FurtherModel:
     model = values.pop("model_option", None)
-    require(model is not None, "config", f"the table [models.{name}] names no model; give it a model")
+    require(model is not None, "config", f"the table [models.{name}] has no model; set model")
     own = {key: _frozen(value) for key, value in values.items()}
     limits = {key: own.pop(key) for key in OWN_SETTINGS if key in own}
     return FurtherModel.of(name, EngineConfig(model=model, **own), settings, **limits)
 
 
 def _model_of(argument: str | None, option: str | None, *, is_typed: bool) -> str:
-    """The model that is asked for: what is typed goes before the environment, and must be one."""
+    """Return the model to serve; the command line takes precedence over the environment.
+
+    `is_typed` is True if `option` comes from the command line.
+
+    Raises:
+        ParameterError: argument and option name different models.
+    """
     is_one = argument is None or not is_typed or argument == option
-    require(is_one, "model", f"is {option!r}, but the argument is {argument!r}; give one of them")
+    require(is_one, "model", f"is {option!r}, but the argument is {argument!r}; set only one of them")
     return argument or option or DEFAULT_MODEL
 
 

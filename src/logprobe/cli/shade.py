@@ -1,7 +1,6 @@
-"""Running text on a terminal: tokens in the shade of their surprisal, and a completion while it grows.
+"""Print running text on a terminal: tokens shaded by surprisal, and completions as they are generated.
 
-The colours are those of the page; rich fits them to the terminal. A file or a pipe has a completion's plain
-text, whenever it ends.
+The colors are those of the web page; rich adapts them to the terminal. Files and pipes get plain text.
 """
 
 from __future__ import annotations
@@ -28,26 +27,26 @@ if TYPE_CHECKING:
     from logprobe.llm import LLM
     from logprobe.sampling import SamplingParams
 
-# All but line feed and tab: a text must not move the cursor or rename the window.
+# All control characters except line feed and tab: a text must not move the cursor or rename the window.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-# Of 16 colours several shades become one.
+# With 16 colors, several shades would look the same.
 COLOURFUL = ("256", "truecolor")
 LINE_END = "↵"
 _BARE = Style()
 
 
 def can_shade(screen: Console) -> bool:
-    """Whether there is somebody to see colours, who did not say no (NO_COLOR)."""
+    """Return True if the screen is a terminal with enough colors, and `NO_COLOR` is not set."""
     return screen.is_terminal and screen.color_system in COLOURFUL and not screen.no_color
 
 
 def harmless(text: str) -> str:
-    """A text for a terminal: its control characters show as escapes."""
+    """Escape the control characters of a text for a terminal."""
     return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 class Shader:
-    """Shades a text that comes in parts; tokens that share a character share the highest surprisal."""
+    """Shades a text given in parts; tokens that share a character get the highest surprisal among them."""
 
     def __init__(self, *, marks_line_ends: bool = False) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -57,7 +56,13 @@ class Shader:
     def feed(
         self, tokens: Iterable[tuple[bytes, float | None]], *, final: bool = False, most: int | None = None
     ) -> Text:
-        """What became certain of (bytes, logprob) tokens; at most `most` characters, None: all."""
+        """Return the shaded text that (bytes, logprob) tokens complete.
+
+        Args:
+            tokens: bytes and log-probability (nats) of each token; None: not shaded.
+            final: also return incomplete UTF-8 at the end, as U+FFFD.
+            most: maximum number of characters to return; None: all.
+        """
         shaded = Text()
         for text, logprob in self._pieces(tokens, final=final):
             cut = text if most is None else text[:most]
@@ -80,22 +85,22 @@ class Shader:
 
 
 def style_of(shade: int) -> Style:
-    """The style of a shade; the lowest is the terminal's own."""
+    """Return the style of a shade; the lowest has the terminal's default colors."""
     background, color = SHADES[shade]
     return Style(bgcolor=background, color=color) if shade else _BARE
 
 
 def legend() -> Text:
-    """What the shades stand for."""
+    """Return the legend of the shades."""
     shades = [(f" {shade} ", style_of(shade)) for shade in range(len(SHADES))]
     shades[-1] = (f" {len(SHADES) - 1}+ ", shades[-1][1])
     return Text.assemble("surprisal in nats: ", *shades)
 
 
 class CompletionPrinter:
-    """One completion as it is written; what came stays when somebody interrupts.
+    """Prints a completion as it is generated; Ctrl-C stops it and keeps the text so far.
 
-    `screen` is where it is shown (None: nowhere); `is_shaded` needs the record of the chosen tokens.
+    `screen` is the console to print on (None: do not print); `is_shaded` requires `logprobs` in `params`.
     """
 
     def __init__(self, llm: LLM, params: SamplingParams, screen: Console | None, *, is_shaded: bool) -> None:
@@ -105,14 +110,14 @@ class CompletionPrinter:
         self._shader = Shader() if is_shaded else None
         self._cutter: Cutter[CompletionOutput] = Cutter(llm.text.bytes_of, params.stop, params.min_tokens)
         self.text = ""
-        self.output: RequestOutput | None = None  # what came; None: nothing yet
+        self.output: RequestOutput | None = None  # the output so far
         self.is_interrupted = False
 
     def run(self, prompt: Prompt) -> None:
-        """Write until the completion or an interrupt ends it.
+        """Generate and print until the completion ends or is interrupted.
 
         Raises:
-            LogprobeError: what `LLM.stream` raises.
+            LogprobeError: as `LLM.stream`.
         """
         try:
             with closing(self._llm.stream(prompt, self._params)) as outputs:
@@ -134,7 +139,7 @@ class CompletionPrinter:
             self._write(harmless(piece.text) if self._screen.is_terminal else piece.text)
             return
         record = piece.completion.logprobs
-        assert record is not None, "a shade needs the chosen tokens' numbers"
+        assert record is not None, "shading requires logprobs"
         logprobs = record[piece.start : piece.stop].chosen_entries().logprobs.tolist()
         ids = piece.completion.token_ids[piece.start : piece.stop]
         tokens = zip((self._llm.text.bytes_of([token_id]) for token_id in ids), logprobs, strict=True)

@@ -1,4 +1,4 @@
-"""Plain values as columns: fitted to the width of a terminal by rich, or whole lines for files and pipes."""
+"""Print values in columns: fitted to the width of a terminal by rich, or unwrapped for files and pipes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ MISSING = "-"
 GAP = 2  # cells between columns, and between alternatives
 HEADER = ("#", "token", "logprob", "rank", "entropy")
 INDENT = (0, 0, 0, 4)
-MIN_ALTERNATIVES_WIDTH = 40  # cells; what has less room stands below its token
-MAX_TOKEN_SHARE = 3  # a token may take one part in so many of the width
+MIN_ALTERNATIVES_WIDTH = 40  # cells; if there are fewer, alternatives are printed below their token
+MAX_TOKEN_SHARE = 3  # a token takes at most 1/3 of the width
 
 
 def console(*, stderr: bool = False, is_forced: bool = False) -> Console:
-    """What stands at the end of a stream; `is_forced` colours even a file, and whatever NO_COLOR says."""
+    """Return the console of a stream; `is_forced` enables colors even for files and with `NO_COLOR`."""
     if is_forced:
         return Console(
             stderr=stderr,
@@ -49,20 +49,20 @@ def console(*, stderr: bool = False, is_forced: bool = False) -> Console:
 
 
 def refuse_vocabulary(num_top: int | None, flag: str) -> None:
-    """Refuse to print the whole vocabulary at each token to a person.
+    """Refuse to print the whole vocabulary for each token on a terminal.
 
     Raises:
-        BadParameter: -1 alternatives, on a terminal.
+        BadParameter: `num_top` is -1, and standard output is a terminal.
     """
     if num_top == -1 and console().is_terminal:
         raise typer.BadParameter(
-            "-1 is the whole vocabulary at each token, which no terminal holds; write it to a file (> FILE)",
+            "-1 prints the whole vocabulary for each token; on a terminal, write it to a file (> FILE)",
             param_hint=flag,
         )
 
 
 class Flow:
-    """Short texts one after another, as many to a line as fit; none is broken, one too long is cut."""
+    """Short texts in a row, as many per line as fit; none is wrapped, a text that is too long is cut."""
 
     def __init__(self, items: Sequence[str]) -> None:
         self._items = items
@@ -84,10 +84,10 @@ class Flow:
 
 
 def print_tokens(rows: Sequence[TokenRow], num_top: int, *, first: int = 0) -> None:
-    """One line a token: position, token, logprob and entropy in nats, rank, alternatives.
+    """Print one line per token: position, token, logprob and entropy in nats, rank, alternatives.
 
-    Rows that begin at another position than the `first` of all go on without a header. On a terminal the
-    alternatives take as many lines as they need, and stand below their token where it is narrow.
+    `first` is the position of the first row; the header is printed only if it is 0. On a terminal,
+    alternatives take as many lines as they need; if it is narrow, they are printed below their token.
     """
     screen = console()
     if screen.is_terminal:
@@ -97,7 +97,7 @@ def print_tokens(rows: Sequence[TokenRow], num_top: int, *, first: int = 0) -> N
 
 
 class FittedTokens:
-    """The table of tokens in the width that there is."""
+    """Table of tokens, fitted to the width of the terminal."""
 
     def __init__(self, rows: Sequence[TokenRow], num_top: int, first: int) -> None:
         self._rows = rows
@@ -112,7 +112,7 @@ class FittedTokens:
         if not self._num_top or num_left >= MIN_ALTERNATIVES_WIDTH:
             yield self._grid(most, has_alternatives=self._num_top != 0)
             return
-        lines = screen.render_lines(grid, options, pad=False)  # one a row: no column wraps
+        lines = screen.render_lines(grid, options, pad=False)  # one per row: no column wraps
         if self._has_header:
             yield Segments(lines.pop(0))
             yield Segment.line()
@@ -143,7 +143,7 @@ class FittedTokens:
 
 
 def print_facts(lines: Sequence[Sequence[str]], *, err: bool = False) -> None:
-    """Columns of texts; on a terminal the last one takes as many lines as it needs."""
+    """Print columns of texts; on a terminal, the last column takes as many lines as it needs."""
     screen = console(stderr=err)
     if not screen.is_terminal:
         typer.echo(table(lines, is_left=[True] * len(lines[0])), err=err)
@@ -163,7 +163,7 @@ def _grid() -> Table:
 
 
 def token_table(rows: Sequence[TokenRow], num_top: int, *, first: int = 0) -> str:
-    """`print_tokens` in whole lines."""
+    """Return the table of `print_tokens` with one unwrapped line per token."""
     header = [*HEADER, *([_alternatives_title(num_top)] if num_top else [])]
     gap = " " * GAP
     lines = [
@@ -177,24 +177,24 @@ def _alternatives_title(num_top: int) -> str:
 
 
 def totals_lines(totals: Totals, note: str) -> list[list[str]]:
-    """What `score` sums up; `note` says which tokens were scored."""
+    """Return the lines of the totals of `score`; `note` describes the scored tokens."""
     return [
         ["tokens", f"{totals['num_tokens']} ({totals['num_scored']} scored; {note})"],
         ["bytes", f"{totals['num_bytes']} ({totals['num_scored_bytes']} scored)"],
         ["sum", f"{totals['sum_logprob']:.4f} nats"],
-        ["mean", _number(totals["mean_logprob"]) + " nats a token"],
+        ["mean", _number(totals["mean_logprob"]) + " nats per token"],
         ["perplexity", _number(totals["perplexity"])],
         ["bits per byte", _number(totals["bits_per_byte"])],
     ]
 
 
 def number_lines(numbers: Mapping[str, float | None]) -> list[list[str]]:
-    """One line a number, by name."""
+    """Return one line per number: name and value."""
     return [[name, MISSING if value is None else f"{value:.6g}"] for name, value in numbers.items()]
 
 
 def summary_lines(summary: Summary) -> list[list[str]]:
-    """The figures of a data set; those that it has not are left out."""
+    """Return the lines of a data set's summary, without fields that are None."""
     lines = [["rows", f"{summary.num_rows} scored, {summary.num_bad} bad"]]
     for field in fields(summary)[2:]:
         value = getattr(summary, field.name)
@@ -210,7 +210,7 @@ def summary_lines(summary: Summary) -> list[list[str]]:
 
 
 def print_figures(figures: Mapping[str, Any], *, as_json: bool) -> None:
-    """Print figures by name, as one JSON object or as `figure_lines`."""
+    """Print values by name, as one JSON object or as `figure_lines`."""
     if as_json:
         typer.echo(json.dumps(figures))
     else:
@@ -218,7 +218,7 @@ def print_figures(figures: Mapping[str, Any], *, as_json: bool) -> None:
 
 
 def figure_lines(figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The figures in the order in which they are read; those that have no meaning are left out."""
+    """Yield (name, value) lines, without values that are None."""
     for name, value in figures.items():
         if name == "statistics" and value is not None:
             yield from ((title, _figure(**figure)) for title, figure in value.items())
@@ -229,7 +229,7 @@ def figure_lines(figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _parts_of(name: str, parts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Numbers on one line, and such as are nested on the next ones."""
+    """Yield a line with the numbers of a dict, then lines of nested dicts."""
     numbers = {part: value for part, value in parts.items() if isinstance(value, int | float)}
     yield name, "  ".join(f"{part} {number:.6g}" for part, number in numbers.items())
     for part, value in parts.items():
@@ -243,7 +243,7 @@ def _figure(value: float, error: float | None, unit: str | None) -> str:
 
 
 def table(lines: Sequence[Sequence[str]], is_left: Sequence[bool] | None = None) -> str:
-    """Aligned columns; by default the second and the last are left-aligned, the others are numbers."""
+    """Align columns; by default, the second and the sixth are left-aligned, all others right-aligned."""
     num_columns = max(map(len, lines))
     sides = is_left or [column in (1, 5) for column in range(num_columns)]
     widths = [

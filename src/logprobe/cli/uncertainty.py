@@ -1,4 +1,4 @@
-"""`logprobe uncertainty`: how far a model agrees with itself on what stands after a prompt."""
+"""`logprobe uncertainty`: sample answers to a prompt and measure their agreement."""
 
 from __future__ import annotations
 
@@ -25,14 +25,19 @@ from logprobe.sampling import SamplingParams
 if TYPE_CHECKING:
     from logprobe.analysis import Uncertainty
 
-_N = Annotated[int, typer.Option("--n", help="Answers to draw.")]
-_Window = Annotated[int | None, typer.Option(help="Tokens of a group of confidences; by default 2,048.")]
-_K = Annotated[int | None, typer.Option("--k", help="Tokens that make a confidence; by default 20.")]
+_N = Annotated[int, typer.Option("--n", help="Number of answers to sample.")]
+_Window = Annotated[
+    int | None, typer.Option(help="Tokens per group for group confidences; by default 2,048.")
+]
+_K = Annotated[
+    int | None, typer.Option("--k", help="Most likely tokens per token confidence; by default 20.")
+]
 _StopBelow = Annotated[
-    float | None, typer.Option(help="End an answer once a group's confidence falls below so many nats.")
+    float | None, typer.Option(help="Stop an answer once its group confidence falls below this, in nats.")
 ]
 _SelfCertainty = Annotated[
-    bool, typer.Option("--self-certainty", help="Give each answer's, too; each is scored once more for it.")
+    bool,
+    typer.Option("--self-certainty", help="Also compute self-certainty; scores each answer a second time."),
 ]
 
 
@@ -55,11 +60,12 @@ def uncertainty(
     as_json: JsonOption = False,
     **engine: Any,
 ) -> None:
-    """Draw answers after a prompt, and say by their exact probabilities how far they agree.
+    """Sample answers to a prompt and measure their agreement.
 
-    Answers of one text, but for white space around it, are one line: its share of the probability of all
-    that were drawn, how often it came, and its likeliest form with its logprob. Entropies are in nats, of
-    the distribution that was drawn from. With --json, the figures of every answer, too.
+    The measures use the exact probabilities of the answers. Answers with the same text, up to surrounding
+    whitespace, are one line: their share of the total probability of the sampled answers, how often they
+    were sampled, and their most likely form with its logprob. Entropies are in nats, of the sampling
+    distribution. --json includes the values of every answer.
     """
     from logprobe.analysis.uncertainty import WINDOW, K, LowConfidence, draw_plan
 
@@ -82,7 +88,7 @@ def uncertainty(
             "k": k,
             "self_certainty": self_certainty,
         }
-        draw_plan(n, params, **asked)  # refused before a model is loaded
+        draw_plan(n, params, **asked)  # validate before loading a model
     text = read_text(prompt) if prompt == STDIN else prompt
     with open_llm(model, **engine) as llm, flags_for(prompt="PROMPT"):
         found = llm.uncertainty(text, n, params, progress=True, **asked)
@@ -103,8 +109,8 @@ def _print(found: Uncertainty) -> None:
         ["semantic entropy", f"{found.semantic_entropy:.4f} nats"],
         ["by counts", f"{found.discrete_semantic_entropy:.4f} nats"],
         ["sequence entropy", f"{found.monte_carlo_sequence_entropy:.4f} nats"],
-        ["a token", f"{found.monte_carlo_normalized_sequence_entropy:.4f} nats"],
-        ["probability seen", f"{found.mass:.4g}"],
+        ["per token", f"{found.monte_carlo_normalized_sequence_entropy:.4f} nats"],
+        ["probability mass", f"{found.mass:.4g}"],
     ]
     early = sum(answer.stopped_early for answer in found.answers)
     stopped = [["stopped early", f"{early} of {len(found.answers)}"]]

@@ -1,4 +1,4 @@
-"""Verdicts on a terminal: of an endpoint and of rollouts."""
+"""Print the results of audits of endpoints and rollouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def print_report(report: AuditReport) -> None:
-    """Print both verdicts, the findings with some evidence each, and the other measurements."""
+    """Print both verdicts, the findings with one row of evidence each, and further measurements."""
     from logprobe.analysis.auditing import words
 
     screen = console()
@@ -73,12 +73,12 @@ def _grouped(pairs: Iterable[tuple[str, str]]) -> Iterable[tuple[str, list[str]]
 
 
 def _plain(text: str) -> str:
-    """An endpoint's words on one line: what could steer a terminal shows as an escape."""
+    """Escape the non-printable characters in text from an endpoint, which could control the terminal."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def print_rollouts(report: RolloutReport, max_nats: float) -> None:
-    """Print whether stored numbers are those that a trainer divides by, and the correction if not."""
+    """Print whether stored log-probabilities match the trainer's, and the correction if they do not."""
     screen = console()
     worst = f"worst {report.as_stored.worst_nats:.6g} nats"
     if report.corrected is not None and report.correction is not None:
@@ -92,7 +92,7 @@ def print_rollouts(report: RolloutReport, max_nats: float) -> None:
 
 
 def _rollouts_verdict(report: RolloutReport, max_nats: float) -> tuple[str, str]:
-    """The verdict and its colour."""
+    """Return the verdict and its color."""
     if report.is_right(max_nats):
         return "PASS", "bold green"
     corrected = report.corrected
@@ -107,7 +107,7 @@ def _rollouts_facts(report: RolloutReport) -> Iterator[tuple[str, str]]:
     scale = "" if report.scale is None else f", of {report.scale:.4g}"
     yield "stored numbers are", distribution_words(report.distribution) + scale
     yield "the trainer's", distribution_words(report.target)
-    yield "mean nats from each", ", ".join(f"{name} {error:.3g}" for name, error in report.errors.items())
+    yield "mean error (nats)", ", ".join(f"{name} {error:.3g}" for name, error in report.errors.items())
     yield from (("as stored, " + name, line) for name, line in figure_lines(report.as_stored.to_dict()))
     if report.corrected is not None and report.correction is not None:
         yield from (("corrected, " + name, line) for name, line in figure_lines(report.corrected.to_dict()))

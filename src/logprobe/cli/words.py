@@ -1,4 +1,4 @@
-"""`logprobe score --by`, a row for each word of each text, and `logprobe pairs`, minimal pairs."""
+"""`logprobe score --by` (one row per word, sentence, token or character) and `logprobe pairs`."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
 ByOption = Annotated[
     Literal["word", "sentence", "token", "char"] | None,
-    typer.Option("--by", help="Print a row for each word, sentence, token or character."),
+    typer.Option("--by", help="Print one row per word, sentence, token or character."),
 ]
 CsvOption = Annotated[bool, typer.Option("--csv", help="With --by: print the rows as CSV.")]
 BoundaryOption = Annotated[
     Literal["end", "token"] | None,
     typer.Option(
         "--boundary",
-        help="end, with --by: count the end of a word to the word. token, for rows with a context: split it "
-        "from what follows as lm-evaluation-harness does, wherever a token spans the two.",
+        help="end (with --by): include the probability that a word ends in its surprisal. token (for rows "
+        "with a context): split tokens that span the boundary as lm-evaluation-harness does.",
     ),
 ]
 UnitOption = Annotated[
-    Literal["nats", "bits"], typer.Option("--unit", help="With --by: the unit of surprisals and entropies.")
+    Literal["nats", "bits"], typer.Option("--unit", help="With --by: unit of surprisals and entropies.")
 ]
-# What --by goes with; other settings ask for numbers that its rows do not have.
+# Settings that --by supports; all others request values that its rows do not have.
 _ALLOWED = frozenset({"text_column", "keep_columns", "bos", "window", "stride"})
 
 
@@ -54,30 +54,30 @@ def print_units(
     loading: dict[str, Any],
     **asked: Any,
 ) -> None:
-    """Print a row a unit of a text, or of each row of the files (None).
+    """Print one row per unit of a text, or of each row of the files (`source` None).
 
     `asked` are `by`, `boundary` and `unit`.
 
     Raises:
-        BadParameter: settings that ask for something else.
-        Exit: with 1 where a row was bad.
+        BadParameter: a setting is not supported with --by.
+        Exit: with 1, a row was bad.
     """
     from logprobe.analysis.datasets.rows import batches
     from logprobe.analysis.datasets.tasks import check_kept
     from logprobe.analysis.texts import ROW_COLUMNS
 
     if as_csv and data.as_json:
-        raise typer.BadParameter("does not come with --json", param_hint="--csv")
+        raise typer.BadParameter("cannot be combined with --json", param_hint="--csv")
     usual = vars(DataSettings())
     with flags_for():
         for name, value in vars(settings).items():
-            # A window asks for windows, and long texts are read in them anyway.
+            # Set by --window and --stride; --by reads long texts in windows in any case.
             is_window = (name, value) == ("truncation", "window")
             is_fit = name in _ALLOWED or value == usual[name] or is_window
-            require(is_fit, name, "does not come with --by")
+            require(is_fit, name, "cannot be combined with --by")
         check_kept(settings, ["row", asked["by"], *ROW_COLUMNS])
         for name in ("output", "summary", "resume", "force"):
-            require(not getattr(data, name), name, "does not come with --by; redirect what it prints")
+            require(not getattr(data, name), name, "cannot be combined with --by; redirect standard output")
     rows = _rows_of(data, settings, source)
     write = _csv_writer() if as_csv else _write_json if data.as_json else _write_table
     num_bad = 0
@@ -88,7 +88,7 @@ def print_units(
 
 
 def _rows_of(data: DataFlags, settings: DataSettings, source: TextSource | None) -> Iterator[CheckedRow]:
-    """The texts to score, each checked; files are found, and their columns, before this returns."""
+    """Return the checked texts to score; files and their columns are checked before this returns."""
     from logprobe.analysis.datasets.rows import checked
 
     if source is not None:
@@ -106,7 +106,7 @@ def _print_batch(
     asked: dict[str, Any],
     write: Callable[..., None],
 ) -> int:
-    """Print the rows of some texts; how many of them were bad."""
+    """Print the rows of a batch of texts; return the number of bad ones."""
     from logprobe.analysis.texts import surprisal
 
     good = [row for row in batch if not isinstance(row, BadRow)]
@@ -155,12 +155,18 @@ def _cell(value: Any) -> str:
 
 # -- minimal pairs -------------------------------------------------------------------------------------------
 
-_Files = Annotated[list[str], typer.Argument(metavar="FILE", help="Pairs: jsonl, csv, Parquet; - is stdin.")]
-_Good = Annotated[str, typer.Option("--good-column", help="The text that should be likelier.")]
-_Bad = Annotated[str, typer.Option("--bad-column", help="The other one.")]
-_Category = Annotated[str | None, typer.Option("--category-column", help="What each pair is about.")]
-_Bos = Annotated[bool, typer.Option("--bos/--no-bos", help="Put BOS (EOS where there is none) before texts.")]
-_Kind = Annotated[Format | None, typer.Option("--format", help="What the files are, whatever their names.")]
+_Files = Annotated[
+    list[str], typer.Argument(metavar="FILE", help="Pairs: jsonl, csv, Parquet; -: standard input.")
+]
+_Good = Annotated[str, typer.Option("--good-column", help="Column with the text that should be more likely.")]
+_Bad = Annotated[str, typer.Option("--bad-column", help="Column with the other text.")]
+_Category = Annotated[str | None, typer.Option("--category-column", help="Column with the category.")]
+_Bos = Annotated[
+    bool, typer.Option("--bos/--no-bos", help="Start texts with BOS (EOS if the model has no BOS), or not.")
+]
+_Kind = Annotated[
+    Format | None, typer.Option("--format", help="Format of the files; by default, from their names.")
+]
 
 
 @takes_engine
@@ -176,10 +182,11 @@ def pairs(
     as_json: JsonOption = False,
     **loading: Any,
 ) -> None:
-    """Say how often a model finds the good text of a pair likelier than the bad one, by category.
+    """Evaluate a model on minimal pairs.
 
-    Accuracies have their standard errors. The columns are named as BLiMP's by default. A pair that cannot be
-    read is told on standard error and left out; exit code 1 then.
+    Prints how often the good text of a pair is more likely than the bad one, overall and by category, with
+    standard errors. The default column names are those of BLiMP. Pairs that cannot be read are reported on
+    standard error and left out; the exit code is then 1.
     """
     from logprobe.analysis.datasets.rows import checked
 

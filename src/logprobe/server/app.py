@@ -142,7 +142,7 @@ def create_app(
     async def not_routed(request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path = shortened(request.url.path)
-        message = f"{request.method} {path} is no route; {remedy_for(request)}"
+        message = f"{request.method} {path} is not a route; {remedy_for(request)}"
         refusal = ApiError(error.status_code, message, headers=error.headers, code="no_such_route")
         return failure(refusal, models.metrics)
 
@@ -166,8 +166,8 @@ def remedy_for(request: HttpRequest) -> str:
     """Return the remedy for an unknown path: often a client's base URL lacks /v1."""
     scope = dict(request.scope, path=VERSION + request.scope["path"])
     if any(route.matches(scope)[0] is Match.FULL for route in request.app.router.routes):
-        return f"use {shortened(VERSION + request.url.path)}; is the client's base_url without {VERSION}?"
-    return "GET /openapi.json lists them all"
+        return f"use {shortened(VERSION + request.url.path)} (does the client's base_url lack {VERSION}?)"
+    return "GET /openapi.json lists all routes"
 
 
 class OwnPort:
@@ -229,7 +229,7 @@ def serve(
             if ready is not None:
                 ready(f"{scheme}://{host}:{port}")
             if settings.metrics_port is not None:
-                logger.info("figures: %s://%s:%d/metrics", scheme, METRICS_HOST, settings.metrics_port)
+                logger.info("metrics: %s://%s:%d/metrics", scheme, METRICS_HOST, settings.metrics_port)
             run_server(app, settings, listeners)
         finally:
             if model.engine.stalled_s() <= settings.stall_s:  # close() would block on a stuck engine
@@ -244,10 +244,12 @@ def _listen(host: str, port: int, setting: str) -> socket.socket:
         # Negative error numbers are name resolution failures (getaddrinfo).
         is_host = error.errno in {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT} or (error.errno or 0) < 0
         name, remedy = (
-            ("host", "an address of this machine") if is_host else (setting, "another; 0: a free one")
+            ("host", "an address of this machine")
+            if is_host
+            else (setting, "another port, or 0 for a free one")
         )
         reason = str(error.strerror or error).partition(" (while")[0]
-        message = f"{host}:{port} cannot be listened on ({reason}); choose {remedy}"
+        message = f"cannot listen on {host}:{port} ({reason}); choose {remedy}"
         raise ParameterError(name, message) from error
 
 
@@ -265,7 +267,7 @@ def check_certificate(settings: ServerSettings) -> None:
     except (OSError, ValueError) as error:
         files = " and ".join(filter(None, (settings.ssl_certfile, settings.ssl_keyfile)))
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-        what = f"{files} cannot be used ({reason}); give a certificate and its private key, without password"
+        what = f"cannot load {files} ({reason}); set a certificate and its private key without a password"
         raise ParameterError("ssl_certfile", what) from error
 
 
@@ -286,9 +288,9 @@ def run_server(app: Starlette, settings: ServerSettings, listeners: list[socket.
 
 def _reload_keys(keys: Keys) -> None:
     try:
-        logger.info("SIGHUP: %d keys are let in", keys.reload())
+        logger.info("SIGHUP: reloaded the API keys; %d are valid", keys.reload())
     except ParameterError as error:
-        logger.error("SIGHUP: the keys stay as they were: %s", error)  # noqa: TRY400 - it says all
+        logger.error("SIGHUP: the API keys were not reloaded: %s", error)  # noqa: TRY400 - it says all
 
 
 def uvicorn_config(app: Starlette, settings: ServerSettings) -> uvicorn.Config:
@@ -296,7 +298,7 @@ def uvicorn_config(app: Starlette, settings: ServerSettings) -> uvicorn.Config:
     bad_connections = BadConnections(app.state.models.metrics.bad_connections)
     return uvicorn.Config(
         app,
-        http=partial(TimedProtocol, settings, bad_connections),  # type: ignore[arg-type]  # called as a class is
+        http=partial(TimedProtocol, settings, bad_connections),  # type: ignore[arg-type]  # a class factory
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
         ws="none",  # a connection upgraded to WebSocket would bypass this protocol's limits

@@ -39,7 +39,7 @@ RECORD_BYTES: Final = 8
 ENTRY_BYTES: Final = RECORD_BYTES + 250  # record, Python objects and JSON of one alternative
 WHOLE_ROW_BYTES: Final = 2 * 4  # per vocabulary entry of a full row: the engine's copy and the reply's
 
-CHARS_A_VALUE: Final = 16
+CHARS_A_VALUE: Final = 16  # characters of text that count as one value
 RESERVE_PART: Final = 8
 """The reserve is 1/8 of a limit, on top of the limit, for callers that use at most 1/8 of the reserve."""
 _ESCAPED_MARK: Final = re.compile(rb"\\u00(?:[57][bB]|3[aA])")  # [ { :
@@ -96,7 +96,7 @@ def check_count(settings: ServerSettings, limit: str, param: str, count: int, of
     """
     most = getattr(settings, limit)
     if count > most and most != -1:
-        raise bad_request(param, f"holds {count} {of}; at most {most} ({limit})")
+        raise bad_request(param, f"has {count} {of}; at most {most} ({limit})")
 
 
 def check_values(settings: ServerSettings, data: bytes) -> None:
@@ -112,7 +112,7 @@ def check_values(settings: ServerSettings, data: bytes) -> None:
         num_values += 8 * len(_ESCAPED_MARK.findall(data)) + len(_ESCAPED_COMMA.findall(data))
     if num_values > settings.max_body_values:
         most = settings.max_body_values
-        raise bad_request(None, f"the body holds up to {num_values} values; at most {most} (max_body_values)")
+        raise bad_request(None, f"the body has up to {num_values} values; at most {most} (max_body_values)")
 
 
 def check_body(settings: ServerSettings, body: Any) -> None:
@@ -147,7 +147,7 @@ def check_body(settings: ServerSettings, body: Any) -> None:
         named["token_ids"] = body.token_ids or []
     for name, lists in named.items():
         for ids in lists:
-            check_count(settings, "max_logprob_token_ids", name, _most_named(ids or ()), "ids of a position")
+            check_count(settings, "max_logprob_token_ids", name, _most_named(ids or ()), "ids per position")
     stops = getattr(body, "stop", None) or []
     stop_bytes = sum(map(utf8_bytes, [stops] if isinstance(stops, str) else stops))
     check_count(settings, "max_stop_bytes", "stop", stop_bytes, "bytes")
@@ -156,7 +156,7 @@ def check_body(settings: ServerSettings, body: Any) -> None:
         check_count(settings, "max_requests", "prompt", len(prompts), "prompts")
         # Every prompt's request processes these fields again.
         shared = len(prompts) * sum(num_values(getattr(body, name, None)) for name in SHARED_FIELDS)
-        check_count(settings, "max_body_values", "prompt", shared, "prompts times values beside them")
+        check_count(settings, "max_body_values", "prompt", shared, "prompts times values shared by them")
     for name in FREE_FIELDS:
         check_depth(name, getattr(body, name, None))
 
@@ -228,7 +228,7 @@ def check_depth(name: str, value: Any) -> None:
         ]
         if not level:
             return
-    raise bad_request(name, f"is nested deeper than {MAX_DEPTH} (max_depth)")
+    raise bad_request(name, f"is nested deeper than {MAX_DEPTH} levels (max_depth)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,7 +345,7 @@ class Limits:
         for name, (limit, most) in self._max.items():
             amount = getattr(cost, name)
             if amount > most:
-                raise bad_request(None, f"asks for up to {amount} {name}; at most {most} ({limit})")
+                raise bad_request(None, f"the request needs up to {amount} {name}; at most {most} ({limit})")
         with self._lock:
             if (full := self._full(cost, caller)) is not None:
                 raise NoRoomError(full, cost)
@@ -372,7 +372,7 @@ class Limits:
                 return await waiter.admission()
         except TimeoutError as error:
             self._leave(waiter, caller)
-            raise server_full(f"no room within {self._wait_timeout_s:g} s (wait_timeout_s)") from error
+            raise server_full(f"no capacity within {self._wait_timeout_s:g} s (wait_timeout_s)") from error
         except BaseException:
             self._leave(waiter, caller)
             raise
@@ -482,7 +482,7 @@ class Lifetime:
         """
         if self.is_draining:
             headers = {"Retry-After": str(max(math.ceil(self.drain_s), 1))}
-            message = "the server is shutting down; ask another one, or this one later"
+            message = "the server is shutting down; retry later or on another server"
             raise ApiError(503, message, code="draining", headers=headers)
 
     def check(self) -> None:
@@ -492,7 +492,7 @@ class Lifetime:
             ApiError: 503.
         """
         if self.is_over:
-            message = f"the server is shut down, and this did not end within {self.drain_s:g} s; ask again"
+            message = f"the server shut down before this finished (drain time {self.drain_s:g} s); retry it"
             raise ApiError(503, message, code="shut_down")
 
 

@@ -103,7 +103,7 @@ class FieldMembers:
                 is_same = False
         if not is_same:
             raise WeightsReplacedError(
-                "the weights were replaced before a reply's fields were read; ask again"
+                "the weights were replaced before the fields of the reply were scored; retry the request"
             )
 
 
@@ -117,20 +117,16 @@ def field_members(service: Service, params: SamplingParams, num_choices: int) ->
     form = None if params.response_format is None else format_args(params.response_format)
     schema = None if form is None else form.json_schema
     if schema is None:
-        what = (
-            '"members" are those that a JSON schema names: give response_format json_schema, or ask for true'
-        )
+        what = '"members" requires a JSON schema; set response_format to a json_schema, or use true'
         raise bad_request(FIELD, what)
     if params.logprobs_mode == "processed_logprobs":
-        what = '"members" are read beside raw rows: give logprobs_mode raw_logprobs or both, or ask for true'
+        what = '"members" requires raw logprobs; set logprobs_mode to raw_logprobs or both, or use true'
         raise bad_request(FIELD, what)
-    check_count(service.settings, "max_field_rows", FIELD, num_choices, "choices, each of a row or more")
+    check_count(service.settings, "max_field_rows", FIELD, num_choices, "choices, each of at least one row")
     known = Schema(schema)
     try:
         known.check()
     except ParameterError as error:
         what = str(error).removeprefix(f"{error.parameter}: ")
-        raise bad_request(
-            FIELD, f'"members" cannot be read off the schema, which {what}; or ask for true'
-        ) from error
+        raise bad_request(FIELD, f'"members" does not support this schema: {what}; or use true') from error
     return FieldMembers(service, num_choices) if known.has_members() else None

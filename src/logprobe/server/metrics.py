@@ -26,24 +26,24 @@ if TYPE_CHECKING:
 
 # Metric name → help text, and the field of `EngineStats` or `ProcessorCounter` with its value.
 GAUGES: Final = {
-    "waiting_requests": ("Completions that wait for a place.", "waiting"),
-    "running_requests": ("Completions that run.", "running"),
-    "paused_requests": ("Completions that wait for their readers.", "paused"),
-    "free_slots": ("Tokens that the key/value pool can still take.", "free_slots"),
-    "engine_up": ("Whether the engine takes requests: 1, or 0 while its process starts again.", "is_up"),
+    "waiting_requests": ("Number of completions waiting to be scheduled.", "waiting"),
+    "running_requests": ("Number of completions running.", "running"),
+    "paused_requests": ("Number of completions paused until their clients read.", "paused"),
+    "free_slots": ("Number of tokens that still fit into the KV cache.", "free_slots"),
+    "engine_up": ("1 if the engine accepts requests, 0 while its process restarts.", "is_up"),
 }
 COUNTERS: Final = {
-    "cached_prompt_tokens": ("Prompt tokens not computed again.", "cached_tokens"),
-    "pauses": ("Times that a request was paused for its reader.", "pauses"),
-    "preemptions": ("Completions put back to make room.", "preempted"),
-    "drafted_tokens": ("Tokens guessed and verified by the model.", "drafted_tokens"),
-    "accepted_tokens": ("Guessed tokens that were right.", "accepted_tokens"),
-    "engine_restarts": ("Times that an engine process was started again.", "restarts"),
+    "cached_prompt_tokens": ("Number of prompt tokens found in the prefix cache.", "cached_tokens"),
+    "pauses": ("Number of times a completion was paused for a slow client.", "pauses"),
+    "preemptions": ("Number of preempted completions.", "preempted"),
+    "drafted_tokens": ("Number of draft tokens verified by the model.", "drafted_tokens"),
+    "accepted_tokens": ("Number of draft tokens accepted.", "accepted_tokens"),
+    "engine_restarts": ("Number of restarts of engine processes.", "restarts"),
 }
 PROCESSOR_COUNTERS: Final = {
-    "seconds": ("Seconds in each logits processor.", "seconds"),
-    "rows": ("Rows given to each logits processor.", "num_rows"),
-    "failures": ("Completions that each logits processor failed.", "num_failures"),
+    "seconds": ("Time spent in each logits processor, in seconds.", "seconds"),
+    "rows": ("Number of rows processed by each logits processor.", "num_rows"),
+    "failures": ("Number of completions that failed in each logits processor.", "num_failures"),
 }
 
 
@@ -51,23 +51,27 @@ BUCKETS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 
 BUCKETS_ROWS: Final = (1, 8, 32, 128, 512, 2048, 8192, 32768)
 # Metric name → help text, buckets, and the field of a `Call` with its value (None: not observed).
 HISTOGRAMS: Final = {
-    "request_seconds": ("Seconds from a request's header to the end of its reply.", BUCKETS_S, "seconds"),
+    "request_seconds": (
+        "Time from the header of a request to the end of its reply, in seconds.",
+        BUCKETS_S,
+        "seconds",
+    ),
     "time_to_first_token_seconds": (
-        "Seconds from a request's header to the first token of its stream.",
+        "Time from the header of a request to the first token of its stream, in seconds.",
         BUCKETS_S,
         "first_token_s",
     ),
     "time_between_tokens_seconds": (
-        "Seconds a token between a stream's first one and its last.",
+        "Mean time per token after the first of a stream, in seconds.",
         BUCKETS_S,
         "token_s",
     ),
-    "prompt_rows": ("Rows of log-probabilities of a request's prompts.", BUCKETS_ROWS, "prompt_rows"),
+    "prompt_rows": ("Number of prompt log-probability rows per request.", BUCKETS_ROWS, "prompt_rows"),
 }
 # Metric name → help text, and the key of `EngineStats.durations`.
 DURATIONS: Final = {
-    "queue_seconds": ("Seconds that each completion waited for its first step.", "queue"),
-    "engine_step_seconds": ("Seconds of each of the engine's steps.", "step"),
+    "queue_seconds": ("Time that a completion waited for its first step, in seconds.", "queue"),
+    "engine_step_seconds": ("Duration of an engine step, in seconds.", "step"),
 }
 
 
@@ -77,14 +81,16 @@ class Metrics:
     def __init__(self, engines: Callable[[], Mapping[str, Front]], *, by_model: bool = False) -> None:
         """`engines` returns the loaded engines by model name; `by_model` adds a label `model`."""
         self.registry = CollectorRegistry()
-        self.requests = self._counter("requests", "Engine requests by how they ended.", "state")
+        self.requests = self._counter("requests", "Number of finished engine requests by state.", "state")
         self.replies = self._counter("http_replies", "HTTP replies by route and status.", "route", "status")
-        self.tokens_in = self._counter("prompt_tokens", "Prompt tokens of requests that ended.")
-        self.tokens_out = self._counter("completion_tokens", "Tokens generated for requests that ended.")
-        self.rows = self._counter("logprob_rows", "Rows of log-probabilities of requests that ended.")
-        self.bytes_out = self._counter("logprob_bytes", "Bytes of log-probabilities sent.")
-        self.rejected = self._counter("rejected", "Requests refused with 400, by field.", "param")
-        help_text = "Unknown fields of requests that were ignored."
+        self.tokens_in = self._counter("prompt_tokens", "Number of prompt tokens of finished requests.")
+        self.tokens_out = self._counter(
+            "completion_tokens", "Number of tokens generated by finished requests."
+        )
+        self.rows = self._counter("logprob_rows", "Number of log-probability rows of finished requests.")
+        self.bytes_out = self._counter("logprob_bytes", "Number of bytes of generation and scoring replies.")
+        self.rejected = self._counter("rejected", "Number of requests rejected with 400, by field.", "param")
+        help_text = "Number of ignored unknown fields of requests."
         self.ignored_fields = self._counter("ignored_fields", help_text)
         self._of_calls = {
             name: Histogram(
@@ -94,10 +100,10 @@ class Metrics:
         }
         self.queued = Gauge(
             "logprobe_queued_requests",
-            "HTTP requests that wait for room beside those of their client.",
+            "Number of HTTP requests waiting for capacity.",
             registry=self.registry,
         )
-        help_text = "Connections that sent no HTTP request, or asked for another protocol."
+        help_text = "Number of connections with an invalid HTTP request or a request to upgrade the protocol."
         self.bad_connections = self._counter("bad_connections", help_text)
         self.registry.register(_EngineFigures(engines, by_model=by_model))
         self._lock = asyncio.Lock()  # one text is written at a time
@@ -169,7 +175,7 @@ class _EngineFigures:
             for replica, part in (stats.replicas or {"": stats}).items():
                 values = {"model": name, "replica": replica.removeprefix("replica ")}
                 parts[tuple(values[label] for label in labels)] = part
-        help_text = "The version of the model's weights that answer: 1 beside the one that does."
+        help_text = "Version of the weights in use, in the label `version`; the value is always 1."
         of_model = [label for label in labels if label == "model"]
         weights = GaugeMetricFamily("logprobe_weights", help_text, labels=("version", *of_model))
         for name, engine in engines.items():
@@ -181,7 +187,7 @@ class _EngineFigures:
                 for label, part in parts.items():
                     family.add_metric(label, getattr(part, field))
                 yield family
-        help_text = "Seconds of the engine's steps by part."
+        help_text = "Time spent in engine steps by part, in seconds."
         seconds = CounterMetricFamily("logprobe_step_seconds", help_text, labels=("part", *labels))
         for label, part in parts.items():
             for name, spent in part.seconds.items():

@@ -87,18 +87,18 @@ class Models(ServerState):
         known = {*self.first.own_names} | {setting.partition("=")[0] for setting in self.settings.lora}
         for name, one in self.further.items():
             for own in (name, *one.names, *one.loras):
-                require(own not in known, "also_model", f"{own!r} stands twice; choose other names")
+                require(own not in known, "also_model", f"the name {own!r} is used twice; choose another")
                 known.add(own)
             size, room = in_words(self._sizes[name]), in_words(self._room)
-            what = f"{name!r} takes {size}, and the models beside the first may hold {room} together"
-            remedy = "raise max_models_bytes, give it a smaller kv_bytes, or use weights of fewer bits"
+            what = f"{name!r} needs {size}, but all models other than the first may use {room} together"
+            remedy = "raise max_models_bytes, set a smaller kv_bytes, or use a smaller quantization"
             require(self._sizes[name] <= self._room, "also_model", f"{what}; {remedy}")
         for name in self.settings.preload:
-            near = " or ".join(map(repr, self.further)) or "none; name it by also_model"
-            require(name in self.further, "preload", f"{name!r} is no further model; there is {near}")
+            near = " or ".join(map(repr, self.further)) or "none; add it with also_model"
+            require(name in self.further, "preload", f"{name!r} is not a further model; known: {near}")
         needed = sum(self._sizes[name] for name in set(self.settings.preload))
-        what = f"take {in_words(needed)}, of the {in_words(self._room)} that further models may hold"
-        require(needed <= self._room, "preload", f"{what}; name fewer, or raise max_models_bytes")
+        what = f"the models need {in_words(needed)}, but further models may use {in_words(self._room)}"
+        require(needed <= self._room, "preload", f"{what}; preload fewer, or raise max_models_bytes")
 
     def prepare(self) -> None:
         """Load the first model's LoRA weights and the models of `preload`.
@@ -176,12 +176,12 @@ class Models(ServerState):
     async def _load(self, name: str) -> Service:
         async with self._turn:
             await self._make_room(name)
-            logger.info("loading %s, which was asked for", name)
+            logger.info("loading %s for a request", name)
             try:
                 service = await asyncio.to_thread(self._started, name)
             except LogprobeError as error:
-                logger.error("%s cannot be loaded: %s", name, error)  # noqa: TRY400 - it says all
-                message = f"model {name!r} cannot be loaded; the server's log says why"
+                logger.error("cannot load %s: %s", name, error)  # noqa: TRY400 - it says all
+                message = f"model {name!r} cannot be loaded; see the server's log"
                 raise ApiError(503, message, code="model_not_loaded") from error
             self.services[name] = service
             return service
@@ -196,9 +196,11 @@ class Models(ServerState):
             may_leave = self.services.keys() & self._sizes.keys() - self.changed
             unused = [key for key in may_leave if not self._num_users[key]]
             if not unused:
-                raise server_full(f"{in_words(self._room)} of models are loaded, and all are in use or kept")
+                raise server_full(
+                    f"{in_words(self._room)} for models, and every loaded one is in use or kept"
+                )
             longest = min(unused, key=lambda key: self._left_s.get(key, 0.0))
-            logger.info("%s leaves memory to %s", longest, name)
+            logger.info("unloading %s to make room for %s", longest, name)
             await asyncio.to_thread(self.services.pop(longest).close)
 
     def _held(self) -> int:

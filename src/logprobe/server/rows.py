@@ -64,7 +64,7 @@ def _table(
 ) -> dict[str, Any]:
     """Return the rows of segments from each requested distribution, with their further columns."""
     record, other = completion.logprobs, completion.processed_logprobs
-    assert record is not None, "who asks for rows has some"
+    assert record is not None, "logprobs were requested"
     positions = [row for segment in segments for row in segment.rows]
     table: dict[str, Any] = {"rows": chat_rows(service, record, segments, num_top)}
     if other is not None:
@@ -200,7 +200,7 @@ def call_fields(completion: CompletionOutput, segment: ReplySegment) -> list[dic
     None if the model did not write the arguments as JSON.
     """
     values = _segment_values(completion, [segment])
-    assert segment.call is not None, "a segment of this channel is a call"
+    assert segment.call is not None, "segments of this channel are calls"
     arguments = json.loads(segment.call.arguments)
     wholes = [field.pointer for field, *_ in values or () if field.value == arguments]
     if values is None or not wholes:
@@ -229,7 +229,7 @@ def _segment_values(
 
 def _records(completion: CompletionOutput) -> list[FlatLogprobs]:
     """Return a completion's records: one, or two if both distributions were requested."""
-    assert completion.logprobs is not None, "fields come beside logprobs"
+    assert completion.logprobs is not None, "field_logprobs requires logprobs"
     return [record for record in (completion.logprobs, completion.processed_logprobs) if record is not None]
 
 
@@ -241,7 +241,7 @@ def _values(
     `parts` has the bytes of tokens that belong to the text only in part, by position.
     """
     record, own = records[0], parts or {}
-    assert record.table is not None, "records of replies have one"
+    assert record.table is not None, "records of replies have a token table"
     whole = map(record.table.token_bytes, record.chosen_entries().token_ids.tolist())
     try:
         spelt = Spelt([own.get(position, piece) for position, piece in enumerate(whole)], text)

@@ -192,7 +192,7 @@ class Service:
         for setting in self.settings.lora:
             name, _, path = setting.partition("=")
             is_new = name not in known
-            require(is_new, "lora", f"{name!r} is the model's own name, or given twice; choose another")
+            require(is_new, "lora", f"{name!r} is a model's name or is used twice; choose another")
             known |= {name}
             self.engine.add_lora(name, path)
 
@@ -206,7 +206,7 @@ class Service:
         is_models = name in self.own_names | self.models.names()
         is_taken = is_models or self.models.has_elsewhere(name, self.model_name)
         if not name or is_taken or len(name) > MAX_NAME_CHARS or not name.isprintable():
-            what = f"must be 1 to {MAX_NAME_CHARS} printable characters, and no model's own name"
+            what = f"must be 1 to {MAX_NAME_CHARS} printable characters and not in use by another model"
             raise bad_request("lora_name", what)
 
     def close(self) -> None:
@@ -341,7 +341,7 @@ class Service:
             return
         served = self.models.served()
         if name not in served:
-            message = f"model {shortened(name)!r} is not served here; use {' or '.join(map(repr, served))}"
+            message = f"model {shortened(name)!r} is not served; use {' or '.join(map(repr, served))}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def has_name(self, name: str) -> bool:
@@ -363,7 +363,7 @@ class Service:
         self.check_model(body.model)
         if body.model is not None and body.model not in self.own_names:
             if body.lora not in {None, body.model}:
-                message = f"is {shortened(body.lora or '')!r}, but model names the lora {body.model!r}"
+                message = f"is {shortened(body.lora or '')!r}, but model selects LoRA weights {body.model!r}"
                 raise bad_request("lora", message)
             body.lora = body.model
         if body.lora is not None:
@@ -385,9 +385,9 @@ class Service:
             is_gone = math.isinf(stalled_s)
             what = "has stopped" if is_gone else f"has been busy with one step for {stalled_s:.0f} s"
             code = "engine_closed" if is_gone else "engine_stuck"
-            message = f"the engine {what}; the server must be started again"
+            message = f"the engine {what}; restart the server"
             if stats.why_down:  # an engine process, which will be restarted unless it recovers
-                message = f"{stats.why_down}; repeat the request later"
+                message = f"{stats.why_down}; retry the request later"
             raise ApiError(503, message, code=code)
 
     def name_of(self, body: ChoosesWeights) -> str:

@@ -24,71 +24,73 @@ class ServerSettings:
     """Addresses, keys, models, limits, timeouts and logging of the server.
 
     Args:
-        host: address to listen on; the default is this machine alone.
-        port: 0 takes a free one.
-        metrics_port: further port, of 127.0.0.1 alone, that gives `/metrics` without a key; 0: a free one.
-        api_key: key that a request must bring as `Authorization: Bearer KEY`; any of several; none: open
-            to all. Where others than this machine reach the server it has 16 characters or more.
-        api_key_file: a file of further keys, one a line; it is read again at SIGHUP.
-        operator_key: key of who may load LoRA weights and replace the model's over HTTP, any of several;
-            none: nobody may. It has 16 characters or more.
-        ssl_certfile: certificate (PEM, with those above it) by which the server speaks HTTPS.
-        ssl_keyfile: its private key; None: in the same file.
-        model_name: the name clients use; `None` takes the model's own.
-        served_model_name: further names that mean the same model; the first is the one that replies give
-            where there is no model_name.
-        lora: LoRA weights to load before the first request, each as NAME=PATH of a local folder; a
-            request names them as `lora`, or as `model`.
-        also_model: further models, each as NAME=MODEL, where MODEL is what the first one may be; a request
-            names it as `model`, by which it is loaded. A configuration file's tables [models.NAME] give them
-            settings of their own.
-        preload: names of further models that are loaded before the first request.
-        max_models_bytes: what further models may hold together, by the bytes of their files and of their
-            pools of keys and values; for one more the one that is unused longest leaves. None: the memory
-            that is free once the first model is loaded.
-        response_template: a JSON file, in the format of transformers' `response_template`, of the marks that
-            set reasoning and calls of tools apart; None: what the chat template shows.
-        logprobs_mode: which numbers a reply has where its request names none: raw_logprobs, of the model's
-            own distribution, processed_logprobs, of the one that tokens are drawn from, or both.
-        max_logprobs: most alternatives a token that a request may ask; -1 sets no cap.
-        max_body_bytes: largest request body.
-        max_body_values: most JSON values of a body, where an object, a list and a key count eight.
-        max_text_bytes: most text of one request that is tokenised.
-        max_messages: most messages of a conversation.
-        max_token_ids: most ids in a list of token ids other than a prompt, and most entries of logit_bias.
-        max_logprob_token_ids: most ids whose logprobs a request may name of a position; -1 sets no cap.
-        max_bad_words: most texts of bad_words.
-        max_stop: most stop strings.
-        max_stop_bytes: most bytes of those, together.
-        strict_fields: refuse every unknown field of a body with 400; by default, those that cannot change the
-            reply are ignored and named in the `Warning` header.
-        max_requests: completions in progress or waiting, all requests together; also the most prompts,
-            continuations, documents, or prompts times labels of one request, and with max_waiting the most
-            HTTP requests of one route at once. Of this and the next two, a client (by its key, or else its
-            address) that holds little may have an eighth more, so that one that fills it shuts out none.
-        max_tokens_in_flight: prompt tokens and tokens to generate of those.
-        max_logprob_bytes: bytes that the logprobs of those may come to, as records and replies hold them.
-        max_waiting: requests of one client that may wait for room in these; one more gets 429 at once.
-            0: none waits.
-        max_field_rows: next-token rows that `field_logprobs: "members"` may take for one reply, all of its
-            choices and values together; what is not followed then is told as `unresolved`.
-        buffer_rows: token rows a stream may run ahead of its reader before its request is paused.
-        max_stored: replies of `/v1/responses` kept for later; for a new one the oldest of the key that has
-            most goes.
-        max_stored_bytes: bytes of JSON that stored replies and their conversations may come to, together.
-        header_timeout_s: how long the header of a request may take to arrive, after a reply whatever else
-            comes before it.
-        body_timeout_s: how long the body of a request may take to arrive.
-        wait_timeout_s: how long a request may wait for room before it gets 429.
-        write_timeout_s: how long a client may leave what it was sent without taking it.
-        stall_s: how long the engine may be busy with one step before it counts as stuck.
-        drain_s: how long running requests may go on after SIGTERM or Ctrl-C; a second signal ends them.
-        allowed_host: names beside this machine's own that a request may call the server by; * allows all.
-        cors_origin: web origins that may call; none by default.
-        log_level: least weight of what is logged: debug, info, warning or error.
-        log_format: text, or json for one object a line.
-        access_log: whether a line is logged for each request that has ended.
-        log_requests: whether texts of requests are logged.
+        host: address to listen on; by default, only this machine can connect.
+        port: port to listen on; 0 selects a free one.
+        metrics_port: additional port on 127.0.0.1 that serves `/metrics` without a key; 0 selects a free one.
+        api_key: API key that requests must send as `Authorization: Bearer KEY`. Any of several keys is
+            accepted; without keys, no key is required. If other machines can reach the server, a key must
+            have at least 16 characters.
+        api_key_file: file with further API keys, one per line; reloaded on SIGHUP.
+        operator_key: key of operators, who may load LoRA weights and replace the model's weights over HTTP.
+            Any of several keys is accepted; without keys, these routes are disabled. At least 16 characters.
+        ssl_certfile: TLS certificate (PEM, with its chain), to serve HTTPS.
+        ssl_keyfile: private key of the certificate; None: in the same file.
+        model_name: name of the model in requests and replies; None: the name or path that it is loaded by.
+        served_model_name: further names of the model; without model_name, replies use the first of them.
+        lora: LoRA weights to load at startup, as NAME=PATH of a local folder; requests select them with
+            `lora` or `model`.
+        also_model: further models, as NAME=MODEL, where MODEL is a name or path like that of the first
+            model. A further model is loaded on the first request that names it as `model`. Tables
+            [models.NAME] of a configuration file override its settings.
+        preload: names of further models to load at startup.
+        max_models_bytes: memory for further models, in bytes of their weight files and KV caches; the least
+            recently used model is unloaded to make room. None: the memory that is free after the first
+            model is loaded.
+        response_template: JSON file, in the format of transformers' `response_template`, with the markers
+            that delimit reasoning and tool calls; None: derived from the chat template.
+        logprobs_mode: distribution of log-probabilities in replies if the request selects none:
+            raw_logprobs (the model's), processed_logprobs (the one that tokens are sampled from), or both.
+        max_logprobs: maximum alternatives per token that a request may ask for; -1: no limit.
+        max_body_bytes: maximum size of a request body.
+        max_body_values: maximum JSON values in a body; an object, a list and a key count as eight each.
+        max_text_bytes: maximum text to tokenize per request.
+        max_messages: maximum messages of a conversation.
+        max_token_ids: maximum ids in a list of token ids other than a prompt, and entries of logit_bias.
+        max_logprob_token_ids: maximum ids per position in logprob_token_ids; -1: no limit.
+        max_bad_words: maximum texts in bad_words.
+        max_stop: maximum stop strings.
+        max_stop_bytes: maximum total size of the stop strings.
+        strict_fields: reject every unknown field of a body with 400; by default, unknown fields that cannot
+            change the reply are ignored and named in the `Warning` header.
+        max_requests: maximum completions in progress or waiting, of all requests together; also the maximum
+            prompts, continuations, documents, or prompts times labels of one request, and with max_waiting
+            the maximum concurrent HTTP requests of a route. A client (identified by key, or else address)
+            with few requests in progress may exceed this and the next two limits by an eighth, so that one
+            client cannot block all others.
+        max_tokens_in_flight: maximum prompt tokens plus tokens to generate of these completions.
+        max_logprob_bytes: maximum memory for the log-probabilities of these completions, in records and
+            replies.
+        max_waiting: maximum requests of one client that wait for capacity; further ones get 429 at once.
+            0: no request waits.
+        max_field_rows: maximum next-token rows for `field_logprobs: "members"` in one reply, for all choices
+            and values together; values that are not scored then are reported as `unresolved`.
+        buffer_rows: token rows that a stream may be ahead of its client before the request is paused.
+        max_stored: maximum stored responses of `/v1/responses`; when full, the oldest response of the key
+            that stores most is deleted.
+        max_stored_bytes: maximum total size of stored responses and their conversations, in bytes of JSON.
+        header_timeout_s: maximum time to wait for a request on an open connection, and for its header to
+            arrive.
+        body_timeout_s: maximum time for the body of a request to arrive.
+        wait_timeout_s: maximum time that a request waits for capacity before it gets 429.
+        write_timeout_s: maximum time that a client may leave sent data unread; then the connection is closed.
+        stall_s: time in one step after which the engine counts as stuck.
+        drain_s: time for requests in progress to finish after SIGTERM or Ctrl-C; a second signal aborts them.
+        allowed_host: further host names that requests may use for this server; * allows all.
+        cors_origin: web origins that may call the server; none by default.
+        log_level: minimum log level: debug, info, warning or error.
+        log_format: text, or json for one JSON object per line.
+        access_log: log a line for each finished request.
+        log_requests: log the bodies of requests.
     """
 
     host: str = "127.0.0.1"
@@ -141,14 +143,14 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         for name, port in {"port": self.port, "metrics_port": self.metrics_port or 0}.items():
-            require(0 <= port < 65536, name, f"must lie in [0, 65536), got {port}")
+            require(0 <= port < 65536, name, f"must be in [0, 65536), got {port}")
         require(self.max_logprobs >= -1, "max_logprobs", f"must be -1 or more, got {self.max_logprobs}")
         check_keys(self.api_key, "api_key", is_public=self.is_public)
         check_keys(self.operator_key, "operator_key", is_public=True)
         is_apart = not set(self.operator_key) & set(self.api_key)
-        require(is_apart, "operator_key", "is a client's key, too; choose another")
+        require(is_apart, "operator_key", "is also an API key of clients; choose another")
         has_file = self.ssl_keyfile is None or self.ssl_certfile is not None
-        require(has_file, "ssl_keyfile", "is of no use without its certificate; give ssl_certfile")
+        require(has_file, "ssl_keyfile", "requires a certificate; set ssl_certfile")
         for setting in self.lora:
             name, _, path = setting.partition("=")
             require(name and path, "lora", f"must be NAME=PATH of a folder of LoRA weights, got {setting!r}")
@@ -263,8 +265,8 @@ def check_keys(keys: Sequence[str], name: str, *, is_public: bool) -> None:
     """
     require(all(keys), name, "a key is empty")
     is_long = not is_public or all(len(key) >= MIN_KEY_CHARS for key in keys)
-    remedy = f"must have {MIN_KEY_CHARS} characters or more where others than this machine reach the server"
-    require(is_long, name, f"each key {remedy}; make one by `openssl rand -hex 24`")
+    remedy = f"must have at least {MIN_KEY_CHARS} characters if other machines can reach the server"
+    require(is_long, name, f"each key {remedy}; create one with `openssl rand -hex 24`")
 
 
 def read_response_template(path: str | None) -> dict[str, Any] | None:
@@ -279,7 +281,7 @@ def read_response_template(path: str | None) -> dict[str, Any] | None:
         template = msgspec.json.decode(Path(path).read_bytes())
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ParameterError("response_template", f"{path} cannot be read as JSON: {reason}") from error
-    require(isinstance(template, dict), "response_template", f"{path} holds no JSON object")
+        raise ParameterError("response_template", f"cannot read {path} as JSON: {reason}") from error
+    require(isinstance(template, dict), "response_template", f"{path} is not a JSON object")
     read: dict[str, Any] = template
     return read

@@ -71,7 +71,7 @@ class StoredResponses:
         with self._lock:
             stored = self._kept.get((owner, response_id))
         if stored is None:
-            message = f"response {shortened(response_id)!r} is not stored here"
+            message = f"response {shortened(response_id)!r} is not stored"
             raise ApiError(404, message, param=param, code="response_not_found")
         return stored
 

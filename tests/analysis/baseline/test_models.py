@@ -101,9 +101,9 @@ def test_texts_beside_a_baseline_are_checked_and_end_it(baseline: Path, tiny_llm
     part = compare_with_baseline(baseline, tiny_llm, ["", TEXTS[0]])
     assert part.num_positions == (whole.text_indices == 1).sum()
     for others in (TEXTS, ["", *TEXTS, "one more"], ["", TEXTS[0] + "!"], ["", TEXTS[0][:-2]]):
-        with pytest.raises(InputError, match="holds other texts"):
+        with pytest.raises(InputError, match="has other texts"):
             compare_with_baseline(baseline, tiny_llm, others)
-    with pytest.raises(InputError, match="holds other texts"):
+    with pytest.raises(InputError, match="has other texts"):
         compare_with_baseline(baseline, tiny_llm, ["", *TEXTS], bos=False)
 
 

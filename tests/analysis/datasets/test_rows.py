@@ -31,9 +31,9 @@ def test_a_row_keeps_its_place_and_copied_columns_become_texts() -> None:
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"text": b"the cat", "id": None}, "text: must be a text, got bytes"),
-        ({"text": "a\ud800", "id": None}, "text: holds half a surrogate pair at character 1"),
-        ({"text": "a", "id": "\udfff"}, "id: holds half a surrogate pair at character 0"),
+        ({"text": b"the cat", "id": None}, "text: must be a string, got bytes"),
+        ({"text": "a\ud800", "id": None}, "text: has an unpaired surrogate at character 1"),
+        ({"text": "a", "id": "\udfff"}, "id: has an unpaired surrogate at character 0"),
         ({"text": "", "id": None}, "text: is empty"),
     ],
 )

@@ -173,9 +173,9 @@ def test_bad_rows_are_told_apart_and_the_others_scored(tiny_llm: LLM, tmp_path: 
 @pytest.mark.parametrize(
     ("gold", "options", "says"),
     [
-        ("Z", ["a", "b"], "names none of the 2 choices"),
-        (2, ["a", "b"], "names none"),
-        (True, ["a", "b"], "names none"),
+        ("Z", ["a", "b"], "is none of the 2 choices"),
+        (2, ["a", "b"], "is none of"),
+        (True, ["a", "b"], "is none of"),
         (0, ["a"], "at least two"),
         (0, ["a", 5], "at least two texts"),
         (0, "no json", "as JSON"),
@@ -258,11 +258,11 @@ def test_a_file_that_cannot_be_used_ends_the_run(tiny_llm: LLM, write: Any, tmp_
     (tmp_path / "odd.xyz").write_text("x")
     (tmp_path / "empty").mkdir()
     cases = {
-        "broken.parquet": "no Parquet file",
+        "broken.parquet": "not a Parquet file",
         "latin.txt": "not UTF-8",
-        "odd.xyz": "suffix names no format",
-        "empty": "holds no file",
-        "*.none": "matches no file",
+        "odd.xyz": "unknown suffix",
+        "empty": "the folder has no",
+        "*.none": "no file matches",
         "none.txt": "no such file",
     }
     for name, says in cases.items():
@@ -329,7 +329,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
     with pytest.raises(OutputError, match=r"cannot be written \(No space left on device\)"):
         score_dataset(tiny_llm, source, tmp_path / "o.parquet")
     monkeypatch.undo()
-    with pytest.raises(InputError, match="stopped half way; give resume=True"):
+    with pytest.raises(InputError, match="was interrupted; use resume=True"):
         score_dataset(tiny_llm, source, tmp_path / "o.parquet")
     assert score_dataset(tiny_llm, source, tmp_path / "o.parquet", resume=True).num_rows == 600
     assert [row["row"] for row in rows_of(tmp_path / "o.parquet")] == list(range(600))

@@ -131,7 +131,7 @@ def test_bad_rows_are_named_and_the_others_are_written(tiny_llm: LLM, tmp_path: 
         json.loads(line) for line in (tmp_path / "out" / "data.parquet.errors.jsonl").read_text().splitlines()
     ]
     assert [line["row"] for line in bad] == [1, 2, 3]
-    assert "give max_tokens" in bad[1]["error"]
+    assert "set max_tokens" in bad[1]["error"]
     cut = distil(tiny_llm, source, tmp_path / "cut", settings=DistilSettings(top=4, max_tokens=20))
     assert (cut.num_rows, cut.num_bad) == (3, 2)
     assert max(len(row["input_ids"]) for row in rows_of(tmp_path / "cut")) == 20
@@ -141,9 +141,9 @@ def test_bad_rows_are_named_and_the_others_are_written(tiny_llm: LLM, tmp_path: 
     ("messages", "problem"),
     [
         ([], "must be a list of messages"),
-        ("[", "as JSON where it is text"),
-        ([{"role": "user", "content": "a"}], "has no turn of the assistant"),
-        ([{"role": "assistant", "content": "a"}], "begin a conversation with another"),
+        ("[", "such a list as JSON"),
+        ([{"role": "user", "content": "a"}], "has no assistant message"),
+        ([{"role": "assistant", "content": "a"}], "start with another role"),
         (3, "must be a list of messages"),
     ],
 )

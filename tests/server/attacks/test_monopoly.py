@@ -152,7 +152,7 @@ def test_bodies_that_wait_to_be_read_have_a_reserve_too() -> None:
         workers, is_over = Workers(), threading.Event()
         jobs = [asyncio.ensure_future(workers.read(is_over.wait, None, "hog")) for _ in range(MAX_JOBS)]
         await asyncio.sleep(0)
-        with pytest.raises(ApiError, match="wait to be read"):
+        with pytest.raises(ApiError, match="waiting to be decoded"):
             await workers.read(str, None, "hog")
         other = asyncio.ensure_future(workers.read(lambda: "read", None, "other"))
         await asyncio.sleep(0)

@@ -120,11 +120,15 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes], str]] = {
         "max_messages",
     ),
     "digits": ("/v1/completions", lambda: completion(prompt="1" * 8_000_000), "max_text_bytes"),
-    "fewer digits": ("/v1/completions", lambda: completion(prompt="1" * 800_000), "more than the model's"),
+    "fewer digits": (
+        "/v1/completions",
+        lambda: completion(prompt="1" * 800_000),
+        "exceeds the model's context",
+    ),
     "a long conversation": (
         "/v1/chat/completions",
         lambda: chat(messages=[{"role": "user", "content": "1" * 800_000}]),
-        "more than the model's",
+        "exceeds the model's context",
     ),
     "a context for each continuation": (
         "/v1/score",

@@ -126,7 +126,7 @@ class BaselineWriter:
         if self.path.suffix != SUFFIX:
             raise InputError(f"{path}: must end in {SUFFIX}")
         if self.path.exists():
-            raise InputError(f"{path}: exists; give another name, or remove it")
+            raise InputError(f"{path}: exists; remove it, or use another name")
         self._unfinished = self.path.with_name(f"{self.path.name}.tmp")
         self._header = header
         self.num_rows = self.num_texts = 0
@@ -221,13 +221,15 @@ class BaselineReader:
 
     def _read_header(self) -> Header:
         if self._file.read(len(MAGIC)) != MAGIC:
-            raise InputError(f"{self.path}: is no baseline; write one with `logprobe compare MODEL --save`")
+            raise InputError(
+                f"{self.path}: is not a baseline; write one with `logprobe compare MODEL --save`"
+            )
         head = self._head()
         version = self._decoded(head, _Version).version
         if version != VERSION:
-            raise InputError(f"{self.path}: has version {version}; this program reads {VERSION}")
+            raise InputError(f"{self.path}: has format version {version}, but only {VERSION} is supported")
         header: Header = self._decoded(head, Header)
-        self._require(1 <= header.vocabulary_size <= MAX_VOCABULARY, "its vocabulary has no such size")
+        self._require(1 <= header.vocabulary_size <= MAX_VOCABULARY, "invalid vocabulary size")
         return header
 
     def runs(self) -> Iterator[Run]:
@@ -241,13 +243,13 @@ class BaselineReader:
         while isinstance(head := self._decoded(self._head(), Block | End), Block):
             columns, starts, kept = self._block(head)
             bounds = [*starts[:, 0].tolist(), head.num_rows]
-            self._require(num_rows or bounds[0] == 0, "its first row belongs to no text")
+            self._require(num_rows or bounds[0] == 0, "the first row has no text")
             firsts: list[tuple[int, int] | None] = [(first, index) for _, first, index in starts.tolist()]
             if bounds[0] > 0:
                 bounds, firsts = [0, *bounds], [None, *firsts]
             for first, (start, stop) in zip(firsts, pairwise(bounds), strict=True):
                 if first is not None:
-                    self._require(first[1] > text, "its texts do not follow each other")
+                    self._require(first[1] > text, "the texts are not in order")
                     before, text = np.array(first[:1], np.int32), first[1]
                 yield Run(
                     text_index=text,
@@ -260,17 +262,19 @@ class BaselineReader:
                 )
                 before = np.concatenate([before, columns["token_ids"][start:stop]])
             num_rows, num_texts = num_rows + head.num_rows, num_texts + len(starts)
-        self._require((head.num_rows, head.num_texts) == (num_rows, num_texts), "its end counts other rows")
-        self._require(not self._file.read(1), "something stands behind its end")
+        self._require(
+            (head.num_rows, head.num_texts) == (num_rows, num_texts), "wrong counts in the end record"
+        )
+        self._require(not self._file.read(1), "data after the end record")
 
     def _block(self, head: Block) -> tuple[dict[str, Any], IntArray, KeptRows]:
         num_rows, size = head.num_rows, self.header.vocabulary_size
-        self._require(1 <= num_rows <= rows_a_block(size), "a block has no such number of rows")
-        self._require(0 <= head.num_starts <= num_rows, "a block has no such number of texts")
-        self._require(1 <= head.scale <= MAX_SCALE, "there is no such scale")
+        self._require(1 <= num_rows <= rows_a_block(size), "invalid number of rows in a block")
+        self._require(0 <= head.num_starts <= num_rows, "invalid number of texts in a block")
+        self._require(1 <= head.scale <= MAX_SCALE, "invalid scale")
         most = 2 * num_rows * size + 1024  # bytes of codes: 14 bits per entry, plus deflate's overhead
         num_bytes = (head.num_length_bytes, head.num_plane_bytes)
-        self._require(min(num_bytes) >= 0 and sum(num_bytes) <= most, "its codes have no such size")
+        self._require(min(num_bytes) >= 0 and sum(num_bytes) <= most, "invalid size of codes")
         columns = {name: self._array(kind, num_rows) for name, kind in COLUMNS.items()}
         starts = self._array("<i4", 3 * head.num_starts).reshape(-1, 3)
         self._check(columns, starts, num_rows)
@@ -278,34 +282,34 @@ class BaselineReader:
         try:
             codes = unpack(packed, num_rows, size)
         except InputError as error:
-            raise InputError(f"{self.path}: {error}; write it anew") from error
-        self._require((codes[codes != IMPOSSIBLE] <= head.scale + 1).all(), "a code is above its scale")
+            raise InputError(f"{self.path}: {error}; write it again") from error
+        self._require((codes[codes != IMPOSSIBLE] <= head.scale + 1).all(), "a code exceeds its scale")
         facts = {name: columns[name] for name in ROW_FACTS}
         return columns, starts, KeptRows(scale=head.scale, codes=codes, **facts)
 
     def _check(self, columns: dict[str, Any], starts: IntArray, num_rows: int) -> None:
         size = self.header.vocabulary_size
         for ids in (columns["token_ids"], columns["best_ids"], starts[:, 1]):
-            self._require(((ids >= 0) & (ids < size)).all(), "a token is not in its vocabulary")
+            self._require(((ids >= 0) & (ids < size)).all(), "a token id is outside the vocabulary")
         places = starts[:, 0]
         is_rising = (places[1:] > places[:-1]).all() and ((places >= 0) & (places < num_rows)).all()
-        self._require(is_rising, "its texts do not follow each other")
-        self._require((columns["logprobs"] <= 1e-3).all(), "a logprob is no number below 0")
+        self._require(is_rising, "the texts are not in order")
+        self._require((columns["logprobs"] <= 1e-3).all(), "a logprob is positive or NaN")
         for name in ROW_FACTS:
-            self._require(np.isfinite(columns[name]).all(), f"{name} holds what is no number")
+            self._require(np.isfinite(columns[name]).all(), f"{name} has a value that is not finite")
         for name in ("blur", "low_mass", "distance"):
-            self._require((columns[name] >= 0).all(), f"{name} holds a negative number")
+            self._require((columns[name] >= 0).all(), f"{name} has a negative value")
 
     def _head(self) -> bytes:
         num_bytes = int.from_bytes(self._bytes(4), "little")
-        self._require(num_bytes <= MAX_HEAD, "a head has no such length")
+        self._require(num_bytes <= MAX_HEAD, "invalid length of a head")
         return self._bytes(num_bytes)
 
     def _decoded(self, data: bytes, kind: Any) -> Any:
         try:
             return msgspec.json.decode(data, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise InputError(f"{self.path}: a head cannot be read ({error}); write the file anew") from error
+            raise InputError(f"{self.path}: a head cannot be read ({error}); write the file again") from error
 
     def _array(self, kind: str, count: int) -> Any:
         return np.frombuffer(self._bytes(count * np.dtype(kind).itemsize), kind)
@@ -313,12 +317,12 @@ class BaselineReader:
     def _bytes(self, count: int) -> bytes:
         data = self._file.read(count)
         if len(data) != count:
-            raise InputError(f"{self.path}: is cut short; write it anew")
+            raise InputError(f"{self.path}: is truncated; write it again")
         return data
 
     def _require(self, is_so: object, message: str) -> None:
         if not is_so:
-            raise InputError(f"{self.path}: contradicts itself ({message}); write it anew")
+            raise InputError(f"{self.path}: is damaged ({message}); write it again")
 
 
 class _Version(msgspec.Struct, frozen=True):

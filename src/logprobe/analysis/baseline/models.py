@@ -87,7 +87,7 @@ def save_baseline(
     writer = BaselineWriter(path, header)
     try:
         _write(llm, sequences(llm, texts, bos), writer, facts.vocab_size)
-        require(writer.num_rows, "texts", "hold no token to score; give longer ones, or bos=True")
+        require(writer.num_rows, "texts", "have no token to score; use longer texts or bos=True")
         _check_same_weights(llm, header)
         writer.finish()
     except BaseException:
@@ -103,7 +103,7 @@ def save_baseline(
 
 def _check_same_weights(llm: Scorer, header: Header) -> None:
     if llm.engine.capabilities().weight_version != header.weight_version:
-        raise WeightsReplacedError("the model's weights were replaced amid the texts; save it again")
+        raise WeightsReplacedError("the weights were replaced between the texts; save the baseline again")
 
 
 def _write(llm: Scorer, texts: Iterator[TextTokens], writer: BaselineWriter, vocabulary_size: int) -> None:
@@ -156,10 +156,10 @@ def compare_with_baseline(
     """
     with closing(BaselineReader(path)) as reader:
         if reader.header.vocabulary != vocabulary_digest(llm.text):
-            raise InputError(f"{path}: is over another vocabulary; compare models of one tokenizer")
+            raise InputError(f"{path}: has another vocabulary; compare models with the same tokenizer")
         width, size = reader.header.vocabulary_size, llm.engine.capabilities().vocab_size
         if width > size:
-            raise InputError(f"{path}: has rows of {width} tokens, and the model of {size}")
+            raise InputError(f"{path}: has rows of {width} tokens, but the model has only {size}")
         if texts is None:  # text lengths in bytes are known only from the tokens
             count = llm.text.vocabulary.bytes_of
             return of_tokens([_part(run, llm, len(count(run.token_ids))) for run in reader.runs()])
@@ -187,7 +187,7 @@ def _checked(runs: Iterator[Run], texts: Iterator[TextTokens], path: str | Path)
 
 def _require_same(is_same: bool, path: str | Path) -> None:
     if not is_same:
-        raise InputError(f"{path}: holds other texts; give the data that it was saved on, as then, or none")
+        raise InputError(f"{path}: has other texts; use the data and bos that it was saved with, or no texts")
 
 
 def _part(run: Run, llm: Scorer, num_bytes: int) -> TokenPart:

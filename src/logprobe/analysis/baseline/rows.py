@@ -219,7 +219,7 @@ def unpack(packed: Packed, num_rows: int, vocabulary_size: int) -> Codes:
     """Return the codes, (num_rows, vocabulary_size), in untrusted bytes.
 
     Raises:
-        InputError: the bytes hold more or fewer codes.
+        InputError: the bytes contain more or fewer codes.
     """
     num_codes = num_rows * vocabulary_size
     pairs = np.frombuffer(_inflated(packed.lengths, -(-num_codes // 2)), np.uint8)
@@ -231,12 +231,12 @@ def unpack(packed: Packed, num_rows: int, vocabulary_size: int) -> Codes:
     start, bit = 0, 0
     while len(places):
         stop = start + -(-len(places) // 8)
-        _require(stop <= len(packed.planes), "its codes are cut short")
+        _require(stop <= len(packed.planes), "its codes are truncated")
         bits = np.unpackbits(np.frombuffer(packed.planes, np.uint8, stop - start, start), count=len(places))
         codes[places] |= bits.astype(np.uint16) << bit
         start, bit = stop, bit + 1
         places = places[lengths[places] > bit + 1]
-    _require(start == len(packed.planes), "it holds more codes than rows")
+    _require(start == len(packed.planes), "it has more codes than rows")
     return codes.reshape(num_rows, vocabulary_size)
 
 
@@ -246,12 +246,12 @@ def _inflated(data: bytes, num_bytes: int) -> bytes:
     try:
         found = inflate.decompress(data, num_bytes + 1)
     except zlib.error as error:
-        raise InputError(f"the baseline contradicts itself: its codes cannot be read ({error})") from error
+        raise InputError(f"the baseline is damaged: its codes cannot be read ({error})") from error
     is_whole = len(found) == num_bytes and inflate.eof and not inflate.unused_data
-    _require(is_whole, "its codes are not as many as its rows say")
+    _require(is_whole, "the number of codes does not match the number of rows")
     return found
 
 
 def _require(is_so: object, message: str) -> None:
     if not is_so:
-        raise InputError(f"the baseline contradicts itself: {message}")
+        raise InputError(f"the baseline is damaged: {message}")

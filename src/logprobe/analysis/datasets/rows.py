@@ -92,7 +92,7 @@ def _question_of(row: Row, settings: DataSettings) -> Question:
 def _text_of(values: dict[str, Any], column: str, *, may_be_empty: bool = False) -> str:
     value = values[column]
     kind = "null" if value is None else type(value).__name__
-    require(isinstance(value, str), column, f"must be a text, got {kind}")
+    require(isinstance(value, str), column, f"must be a string, got {kind}")
     require(value or may_be_empty, column, "is empty; there is nothing to score")
     return _encodable(value, column)
 
@@ -102,9 +102,7 @@ def list_in(value: Any, column: str, what: str) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
-        raise ParameterError(
-            column, f"must be a list of {what}, as JSON where it is text: {error}"
-        ) from error
+        raise ParameterError(column, f"must be a list of {what}, or such a list as JSON: {error}") from error
 
 
 def _choices_of(value: Any, column: str) -> list[str]:
@@ -122,7 +120,7 @@ def _answer_of(value: Any, choices: list[str], column: str) -> int:
         letter = value.strip().upper()
         index = int(value) if value.strip().isdecimal() else LETTERS.find(letter) if len(letter) == 1 else -1
     is_index = isinstance(index, int) and not isinstance(index, bool) and 0 <= index < len(choices)
-    require(is_index, column, f"names none of the {len(choices)} choices: {value!r:.60}")
+    require(is_index, column, f"is none of the {len(choices)} choices: {value!r:.60}")
     answer: int = index
     return answer
 
@@ -145,6 +143,6 @@ def _encodable(text: str, column: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise ParameterError(
-            column, f"holds half a surrogate pair at character {error.start}, which is no Unicode text"
+            column, f"has an unpaired surrogate at character {error.start}, which is not valid Unicode"
         ) from error
     return text

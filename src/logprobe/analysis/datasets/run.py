@@ -245,7 +245,7 @@ def score_dataset(
 
     Raises:
         InputError: an input cannot be read, the output exists, or the run to resume had other settings.
-        ParameterError: a setting has a value that cannot be used.
+        ParameterError: a setting is invalid.
         OutputError: the output cannot be written.
     """
     sources = find_sources(inputs, kind=kind, by_line=by_line)

@@ -77,18 +77,18 @@ class DataSettings:
     def __post_init__(self) -> None:
         check_rule(self.boundary)
         splits = self.boundary == "auto" or self.context_column or self.choices_column
-        remedy = "splits a context from what follows; give context_column or choices_column, or leave it out"
+        remedy = "requires a context; set context_column or choices_column, or leave boundary out"
         require(splits, "boundary", remedy)
         check_truncation(self.truncation)
         has_choices = self.choices_column is not None
-        require(has_choices or self.answer_column is None, "answer_column", "comes with choices_column")
+        require(has_choices or self.answer_column is None, "answer_column", "requires choices_column")
         is_plain = not (has_choices and (self.tokens or self.unconditional or self.detect))
-        require(is_plain, "tokens", "and unconditional and detect are for texts, not for choices")
-        require(self.detect or self.label_column is None, "label_column", "comes with detect")
+        require(is_plain, "tokens", "(like unconditional and detect) cannot be combined with choices_column")
+        require(self.detect or self.label_column is None, "label_column", "requires detect")
         is_cut = self.truncation == "window"
         for name in ("window", "stride"):
-            require(is_cut or getattr(self, name) is None, name, "comes with truncation='window'")
-        require(not (is_cut and self.unconditional), "unconditional", "has no meaning for windows")
+            require(is_cut or getattr(self, name) is None, name, "requires truncation='window'")
+        require(not (is_cut and self.unconditional), "unconditional", "cannot be combined with windows")
 
     @property
     def columns(self) -> list[str]:
@@ -125,7 +125,7 @@ class _Prompted:
 
     def _check_prompt(self) -> None:
         is_place = self.prompt.count("{text}") == 1
-        require(is_place, "prompt", "must hold {text} once, where each text is to stand")
+        require(is_place, "prompt", "must contain {text} exactly once, as the placeholder of each text")
 
 
 @strict_keywords
@@ -159,7 +159,7 @@ class LabelSettings(_Prompted):
         require(self.correction in CORRECTIONS, "correction", known)
         is_calibrated = self.correction == "calibrated"
         require(
-            is_calibrated or self.content_free is None, "content_free", "comes with correction='calibrated'"
+            is_calibrated or self.content_free is None, "content_free", "requires correction='calibrated'"
         )
         self._check_prompt()
 
@@ -222,7 +222,7 @@ class RerankSettings:
 
     def __post_init__(self) -> None:
         is_one = (self.query is None) != (self.query_column is None)
-        require(is_one, "query", "give either a query or a query_column")
+        require(is_one, "query", "set either query or query_column")
         check_layout(self.query or "", self.task, self.template or RERANK_TEMPLATE, self.labels)
 
     @property
@@ -266,8 +266,8 @@ class RaySettings:
 
     def __post_init__(self) -> None:
         is_client = (self.ray_address or "").startswith("ray://")
-        remedy = "start the command on a machine of the cluster, as `ray job submit` does"
-        require(not is_client, "ray_address", f"Ray's client cannot stream a data set; {remedy}")
+        remedy = "run the command on a machine of the cluster, for example with `ray job submit`"
+        require(not is_client, "ray_address", f"ray:// addresses (Ray Client) are not supported; {remedy}")
         for name, least in (("ray_actors", 1), ("ray_cpus", 0.01), ("ray_gpus", 0)):
             value = getattr(self, name)
             is_number = (
@@ -300,8 +300,8 @@ class RaySettings:
             )
             num_cpus = next(fitting, 1)
         room = _room(machines, num_cpus, num_gpus)
-        room_is = f"the cluster has room for {room} of {num_cpus:g} CPUs and {num_gpus:g} GPUs"
-        require(0 < num_actors <= room, "ray_actors", f"{room_is}; add machines, or ask for less")
+        room_is = f"the cluster has room for {room} actors of {num_cpus:g} CPUs and {num_gpus:g} GPUs"
+        require(0 < num_actors <= room, "ray_actors", f"{room_is}; add machines, or request less")
         return Share(num_actors=num_actors, num_cpus=num_cpus, num_gpus=num_gpus)
 
 

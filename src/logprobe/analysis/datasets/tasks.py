@@ -137,10 +137,10 @@ def check_kept(settings: RowSettings, own: Collection[str]) -> None:
     """Check that no column to keep has the name of one of the output's own columns.
 
     Raises:
-        ParameterError: one has.
+        ParameterError: a column has such a name.
     """
     for name in settings.keep_columns:
-        require(name not in own, "keep_columns", f"{name!r} is a column of the output; rename the file's")
+        require(name not in own, "keep_columns", f"{name!r} is an output column; rename the input column")
 
 
 def _columns_of(settings: RowSettings) -> dict[str, pa.DataType]:
@@ -206,7 +206,7 @@ class TextTask:
     def _text_pairs(self, text: str) -> tuple[list[Pair], bytes]:
         own, spans = self._llm.text.encode_with_spans(text)
         ids = np.concatenate([self._prefix, own])
-        require(len(ids) > 1, "text", "is one token that nothing predicts; put BOS before it (--bos)")
+        require(len(ids) > 1, "text", "has only one token, which is not scored without BOS; use --bos")
         # Cut indices into `ids` rather than `ids`, to know which tokens of the text are scored.
         cuts = self._text_cuts(np.arange(len(ids), dtype=np.int32))
         pairs: list[Pair] = [(ids[before], ids[scored]) for before, scored in cuts]
@@ -232,7 +232,7 @@ class TextTask:
         # A text may skip the first token of each disjoint window; a continuation may not, as others are
         # compared with it.
         is_whole = sum(len(part.continuation) for part in parts) == len(split.continuation)
-        require(is_whole, "stride", "leaves tokens of it without a number; give less than a window")
+        require(is_whole, "stride", "leaves tokens unscored; use less than the window")
         return [part.pair for part in parts]
 
     def _check_cuts(self, ids: IntArray) -> None:
@@ -321,7 +321,7 @@ class AnswerTask:
         ]
         limit = _most_tokens(self._llm)
         # Reject an over-long row here; in a batch, it would end the run.
-        remedy = f"has {max(sizes)} tokens as laid out, but {limit} fit; shorten it"
+        remedy = f"has {max(sizes)} tokens with its prompt, but {limit} fit; shorten it"
         require(max(sizes) <= limit, "text", remedy)
         return [[pair] for pair in plan.pairs], lambda scores: self._values(plan.sum_up(scores)[0])
 
@@ -358,7 +358,7 @@ def _answer_task(llm: Scorer, settings: AnswerSettings) -> AnswerTask:
         return AnswerTask(llm, partial(_grades, llm, settings), grade_values)
     # With `calibrated`, score the content-free text once for all rows.
     base = None if settings.empty is None else classify(llm, settings.empty, settings.labels)
-    assert not isinstance(base, list), "one prompt was asked"
+    assert not isinstance(base, list), "there is one prompt"
 
     def lay_out(question: Question) -> Plan[list[Any]]:
         correction = "none" if base is not None else settings.correction

@@ -89,7 +89,7 @@ class SequenceReader:
     def _text_of(self, row: Row) -> TokenSequence:
         column = self._settings.column
         value = row.values[column]
-        require(isinstance(value, str), column, f"must be a text, got {type(value).__name__}")
+        require(isinstance(value, str), column, f"must be a string, got {type(value).__name__}")
         ids = np.concatenate([self._prefix, self._text.encode(value, add_special_tokens=False)])
         ids = ids[: self._settings.max_tokens]
         require(len(ids), column, "is empty; there is nothing to learn")
@@ -103,21 +103,23 @@ class SequenceReader:
         for number, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            first = "is the assistant's; begin a conversation with another message"
+            first = "must not be an assistant message; start with another role"
             require(number, "messages[0]", first)
             before = lay_out(messages[:number], self._text)
             after = lay_out(messages[: number + 1], self._text, Layout(add_generation_prompt=False))
             is_there = whole.startswith(after) and after.startswith(before)
-            problem = "the chat template lays this turn out otherwise once others follow; end with it"
+            problem = (
+                "the chat template renders it differently if messages follow; end the conversation with it"
+            )
             require(is_there, f"messages[{number}]", problem)
             start, end = np.searchsorted(starts, [len(before), len(after)]).tolist()
             turns.append(Turn(number=number, start=max(start, 1), end=end))
-        require(turns, self._settings.column, "has no turn of the assistant")
+        require(turns, self._settings.column, "has no assistant message")
         return TokenSequence(row=row, token_ids=ids, turns=turns)
 
     def _check_fits(self, sequence: TokenSequence) -> None:
         num_tokens = len(sequence.token_ids)
-        remedy = "shorten it" if self._settings.messages_column else "shorten it, or give max_tokens"
+        remedy = "shorten it" if self._settings.messages_column else "shorten it, or set max_tokens"
         fits = num_tokens <= self._limit
         require(fits, self._settings.column, f"has {num_tokens} tokens, but {self._limit} fit; {remedy}")
 

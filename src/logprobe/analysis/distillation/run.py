@@ -224,7 +224,7 @@ def distil(
 
     Raises:
         InputError: an input cannot be read, the output exists, or the run to resume had other settings.
-        ParameterError: a setting has a value that cannot be used.
+        ParameterError: a setting is invalid.
         OutputError: the output cannot be written.
     """
     require(format in FORMATS, "format", f"must be one of {', '.join(FORMATS)}, got {format!r}")

@@ -33,12 +33,12 @@ class DistilSettings:
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        require(1 <= self.top <= MAX_TOP, "top", f"must lie in [1, {MAX_TOP}], got {self.top}")
+        require(1 <= self.top <= MAX_TOP, "top", f"must be in [1, {MAX_TOP}], got {self.top}")
         is_some = self.max_tokens is None or self.max_tokens >= 1
-        require(is_some, "max_tokens", f"must be 1 or more, got {self.max_tokens}")
+        require(is_some, "max_tokens", f"must be >= 1, got {self.max_tokens}")
         is_text = self.messages_column is None
-        remedy = "is for texts; a template lays conversations out"
-        require(is_text or self.max_tokens is None, "max_tokens", "is for texts; a turn is not cut")
+        remedy = "cannot be combined with messages_column; the chat template adds BOS"
+        require(is_text or self.max_tokens is None, "max_tokens", "cannot be combined with messages_column")
         require(is_text or self.bos is None, "bos", remedy)
 
     @property

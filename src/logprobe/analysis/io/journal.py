@@ -51,7 +51,7 @@ SUFFIXES = (".parquet", ".jsonl")
 # Python parameters and command-line options, as error messages name them.
 RESUME: Final = "resume=True (--resume)"
 FORCE: Final = "force=True (--force)"
-BEGIN_ANEW: Final = f"give {FORCE} to begin anew"
+BEGIN_ANEW: Final = f"use {FORCE} to start again"
 LOCK_FILE = "lock"  # in the folder of the parts; locked by the process that writes them
 # Settings that may be unknown until the first rows are scored.
 SOURCES_OF_NUMBERS = ("model", "weights", "weight_version", "lora", "lora_version")
@@ -194,7 +194,7 @@ class Journal(Generic[S]):
                 is_new = False
         if not is_new and not is_private(self._parts):
             raise InputError(
-                f"{self._parts}: other users own it or may write to it; remove it, or run chmod -R go-w"
+                f"{self._parts}: is owned or writable by other users; remove it, or run chmod -R go-w"
             )
         self._acquire()
         if is_new and not force and self._output.exists():  # created since the first check
@@ -217,12 +217,12 @@ class Journal(Generic[S]):
             self._lock.acquire(timeout=0)
         except Timeout as error:
             raise InputError(
-                f"{self.path}: another process writes it; let that run end, or choose another name"
+                f"{self.path}: another process is writing it; wait for that run, or choose another name"
             ) from error
 
     def _check_lock(self) -> None:
         if not (self._parts / LOCK_FILE).exists():  # removed by a run that finished meanwhile
-            raise InputError(f"{self.path}: another run has just written it; give {FORCE} to write it anew")
+            raise InputError(f"{self.path}: another run has just written it; use {FORCE} to overwrite it")
 
     def _note(self) -> None:
         write_durably(self._settings_file, lambda path: path.write_text(json.dumps(self._settings)))
@@ -235,14 +235,14 @@ class Journal(Generic[S]):
         except (OSError, ValueError, RecursionError):
             run = None
         if run is None or (self._is_file and run.num_bytes != self.path.stat().st_size):
-            raise InputError(f"{self._output}: exists; give {FORCE} to write it anew, or another name")
+            raise InputError(f"{self._output}: exists; use {FORCE} to overwrite it, or another name")
         self._check_same(run.settings)
         summary: S = run.summary
         return summary
 
     def _check_resumes(self, *, resume: bool) -> None:
         if not resume:
-            raise InputError(f"{self.path}: an earlier run stopped half way; give {RESUME} or {FORCE}")
+            raise InputError(f"{self.path}: an earlier run was interrupted; use {RESUME} or {FORCE}")
         if not self._settings_file.exists():
             self._note()
         with _reading(self._settings_file):
@@ -258,8 +258,8 @@ class Journal(Generic[S]):
         other = sorted(name for name in names if before.get(name) != now.get(name))
         if other:
             raise InputError(
-                f"{self.path}: the run to resume had another {', '.join(other)}; "
-                f"repeat its settings, or give {FORCE}"
+                f"{self.path}: the run to resume had a different {', '.join(other)}; "
+                f"repeat its settings, or use {FORCE}"
             )
 
     def agree(self, source: dict[str, str | None]) -> None:
@@ -272,8 +272,8 @@ class Journal(Generic[S]):
             before = self._settings.get(name, value)
             if before != value:
                 raise InputError(
-                    f"{self.path}: rows of {name} {value!r} after rows of {before!r}; let every part of the "
-                    f"run load the same weights in the same dtype, or give {FORCE}"
+                    f"{self.path}: {name} is {value!r}, but earlier rows have {before!r}; use the same "
+                    f"weights and dtype for the whole run, or use {FORCE}"
                 )
         if not source.keys() <= self._settings.keys():
             self._settings |= source
@@ -364,7 +364,7 @@ class Journal(Generic[S]):
         for part in self._all_parts():
             with _reading(part), pq.ParquetFile(part) as file:
                 if not file.schema_arrow.equals(self._schema):
-                    raise InputError(f"{part}: has other columns than this run; {BEGIN_ANEW}")
+                    raise InputError(f"{part}: has different columns than this run; {BEGIN_ANEW}")
                 for batch in file.iter_batches(batch_size=ROWS_A_PIECE, columns=columns):
                     yield pa.Table.from_batches([batch])
 
@@ -437,7 +437,7 @@ class Journal(Generic[S]):
                 file.writelines(json_line(row) + "\n" for row in table.to_pylist())
 
 
-_MAKE_ROOM: Final = f"make room and give {RESUME}"
+_MAKE_ROOM: Final = f"free disk space and use {RESUME}"
 
 
 @contextmanager
@@ -449,7 +449,9 @@ def _reading(path: Path) -> Iterator[None]:
     except InputError as error:
         cause = error.__cause__
         if isinstance(cause, OSError) and cause.errno is not None:
-            message = f"{path}: cannot be read ({os.strerror(cause.errno)}); once it can, give {RESUME}"
+            message = (
+                f"{path}: cannot be read ({os.strerror(cause.errno)}); make it readable and use {RESUME}"
+            )
             raise InputError(message) from cause
         raise
 
@@ -466,7 +468,7 @@ def _end_of(parts: Iterable[Path]) -> int:
         with _reading(part):
             first, stop = map(int, part.stem.split("-"))
         if first != end:
-            what = "a part before it is missing" if first > end else "its rows are those of a part before it"
+            what = "the part before it is missing" if first > end else "its rows overlap with an earlier part"
             raise InputError(f"{part}: {what}; {BEGIN_ANEW}")
         end = stop
     return end

@@ -107,7 +107,7 @@ def find_sources(
     for name in [os.fspath(one) for one in many]:
         paths = [name] if name == STDIN or Path(name).is_file() else _below(name)
         sources += [Source(name=path, format=kind or _format_of(path), by_line=by_line) for path in paths]
-    require(sources, "inputs", "name at least one file")
+    require(sources, "inputs", "must not be empty; name at least one file")
     for source in sources:
         _check_opens(source)
     return sources
@@ -149,14 +149,14 @@ def _below(name: str) -> list[str]:
     if path.is_dir():
         files = sorted(str(file) for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
         if not files:
-            raise InputError(f"{name}: the folder holds no file of {', '.join(SUFFIXES)}; name a file")
+            raise InputError(f"{name}: the folder has no {', '.join(SUFFIXES)} files; name a file")
         return files
     if has_magic(name):
         files = sorted(file for file in glob(name, recursive=True) if Path(file).is_file())  # noqa: PTH207
         if files:
             return files
-        raise InputError(f"{name}: the pattern matches no file; look at its folder")
-    raise InputError(f"{name}: no such file; name a file, a folder, a pattern, or - for standard input")
+        raise InputError(f"{name}: no file matches the pattern; check the folder")
+    raise InputError(f"{name}: no such file; use a file, a folder, a glob pattern, or - for standard input")
 
 
 def _format_of(path: str) -> Format:
@@ -165,7 +165,7 @@ def _format_of(path: str) -> Format:
     suffix = Path(path).suffix.lower()
     if suffix not in SUFFIXES:
         raise InputError(
-            f"{path}: its suffix names no format ({', '.join(SUFFIXES)}); say which by kind (--format)"
+            f"{path}: unknown suffix (known: {', '.join(SUFFIXES)}); set the format with kind (--format)"
         )
     return SUFFIXES[suffix]
 
@@ -174,7 +174,9 @@ def _check_opens(source: Source) -> None:
     """Raise `InputError` for a file that cannot be opened, before anything is computed."""
     if source.name == STDIN:
         if source.format == "parquet":
-            raise InputError("standard input: Parquet is read from its end; give the file's name")
+            raise InputError(
+                "standard input: cannot be Parquet, which is not streamable; use the file's name"
+            )
         return
     with _naming(source.name), Path(source.name).open("rb"):
         if source.format == "parquet":
@@ -228,7 +230,7 @@ def _naming(name: str) -> Iterator[None]:
         raise InputError(f"{title}: is not UTF-8 text ({error.reason}); convert it first") from error
     except (OSError, csv.Error) as error:
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())
-        raise InputError(f"{title}: cannot be read ({reason}); name another file") from error
+        raise InputError(f"{title}: cannot be read ({reason}); use another file") from error
 
 
 Raw: TypeAlias = "tuple[int, float, dict[str, Any] | str]"
@@ -269,7 +271,7 @@ def _json_value(line: bytes) -> tuple[Any, str | None]:
     try:
         return json.loads(line), None
     except (ValueError, RecursionError) as error:
-        return None, f"is no JSON ({error})"
+        return None, f"is not valid JSON ({error})"
 
 
 def _json_values(line: bytes, columns: Sequence[str]) -> dict[str, Any] | str:
@@ -279,7 +281,7 @@ def _json_values(line: bytes, columns: Sequence[str]) -> dict[str, Any] | str:
     if isinstance(value, str) and len(columns) == 1:
         return {columns[0]: value}
     if not isinstance(value, dict):
-        return f"is no JSON object but {type(value).__name__}"
+        return f"must be a JSON object, got {type(value).__name__}"
     missing = [name for name in columns if name not in value]
     if missing:
         return f"has no {', '.join(map(repr, missing))}; it has {', '.join(map(repr, value)) or 'nothing'}"
@@ -294,7 +296,7 @@ def _read_csv(source: Source, columns: Sequence[str]) -> Iterator[Raw]:
         for values in reader:
             num_bytes = sum(len(str(value)) + 1 for value in values.values())
             missing = [name for name in columns if values.get(name) is None]
-            problem = f"is cut short: no {', '.join(map(repr, missing))}" if missing else None
+            problem = f"is too short: has no {', '.join(map(repr, missing))}" if missing else None
             yield reader.line_num, num_bytes, problem or {name: values[name] for name in columns}
 
 
@@ -322,7 +324,7 @@ def _open_parquet(name: str) -> Any:
     try:
         return pq.ParquetFile(name)
     except pa.ArrowException as error:
-        raise InputError(f"{name}: is no Parquet file ({' '.join(str(error).split())})") from error
+        raise InputError(f"{name}: is not a Parquet file ({' '.join(str(error).split())})") from error
 
 
 def _check_columns(name: str, columns: Sequence[str], known: Sequence[str]) -> None:

@@ -28,7 +28,7 @@ __all__ = ["INFO_KEY", "json_line", "parquet_rows", "parquet_writer", "reading",
 
 
 def json_line(row: dict[str, Any]) -> str:
-    """Return a row as JSON, with -inf as -9999, and +inf (a perplexity that follows from -inf) as null."""
+    """Return a row as JSON, with -inf as -9999 and +inf (the perplexity of an impossible text) as null."""
     bounded = {name: None if value == math.inf else value for name, value in row.items()}
     return json.dumps(finite_fields(bounded), ensure_ascii=False)
 
@@ -58,7 +58,7 @@ def parquet_rows(file: pq.ParquetFile, columns: Iterable[str]) -> Iterator[dict[
 
 
 @contextmanager
-def reading(path: str | Path, remedy: str = "name another file") -> Iterator[None]:
+def reading(path: str | Path, remedy: str = "use another file") -> Iterator[None]:
     """Raise `InputError` if the file is damaged or cannot be read within the block."""
     try:
         yield
@@ -70,7 +70,7 @@ def reading(path: str | Path, remedy: str = "name another file") -> Iterator[Non
 
 
 @contextmanager
-def writing(path: str | Path, remedy: str = "make room, or choose another name") -> Iterator[None]:
+def writing(path: str | Path, remedy: str = "free disk space, or use another path") -> Iterator[None]:
     """Convert an `OSError` within the block to an `OutputError` that names the output."""
     try:
         yield

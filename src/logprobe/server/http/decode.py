@@ -92,7 +92,7 @@ def check_media_type(media_type: str | None) -> None:
         ApiError: 415.
     """
     if (media_type or "").partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(415, "send the body as Content-Type: application/json", code="unsupported_media_type")
+        raise ApiError(415, "the Content-Type must be application/json", code="unsupported_media_type")
 
 
 async def read_bytes(request: HttpRequest, settings: ServerSettings) -> bytes:
@@ -112,10 +112,10 @@ async def read_bytes(request: HttpRequest, settings: ServerSettings) -> bytes:
                 data += chunk
                 if len(data) > settings.max_body_bytes:
                     most = settings.max_body_bytes
-                    message = f"the body is larger than {most} bytes; send less, or raise max_body_bytes"
+                    message = f"the body is larger than {most} bytes; shorten it or raise max_body_bytes"
                     raise ApiError(413, message, code="body_too_large")
     except TimeoutError as error:
-        message = f"the body took longer than {settings.body_timeout_s} s (body_timeout_s)"
+        message = f"the body did not arrive within {settings.body_timeout_s} s (body_timeout_s)"
         raise ApiError(408, message, code="body_too_slow", headers={"Connection": "close"}) from error
     except ClientDisconnect as error:
         raise ClientGoneError from error
@@ -149,7 +149,7 @@ def decode_body(data: bytes, body_type: type[B], *, is_strict: bool = False) -> 
     except msgspec.ValidationError as error:
         raise _as_api_error(str(error), body_type) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_request(None, f"the body is not JSON: {error}", code="invalid_json") from error
+        raise bad_request(None, f"the body is not valid JSON: {error}", code="invalid_json") from error
 
 
 def _as_api_error(message: str, body_type: type[msgspec.Struct]) -> ApiError:

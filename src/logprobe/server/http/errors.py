@@ -91,7 +91,7 @@ def server_full(what: str) -> ApiError:
 def engine_unavailable(why: str) -> ApiError:
     """Return a 503 with `Retry-After`, for a time when no engine process accepts requests."""
     headers = {"Retry-After": str(RETRY_AFTER_S)}
-    message = f"the engine takes no requests now: {why}"
+    message = f"the engine does not accept requests now: {why}"
     return ApiError(503, message, code="engine_unavailable", headers=headers)
 
 
@@ -116,7 +116,7 @@ def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -
         return ApiError(503, str(error), code="weights_replaced", headers=headers)
     if isinstance(error, LogprobeError):
         return ApiError(500, str(error), code="engine_error")
-    return ApiError(500, f"the server failed: {type(error).__name__}", code="internal_error")
+    return ApiError(500, f"internal server error: {type(error).__name__}", code="internal_error")
 
 
 def drop_tracebacks(error: BaseException | None) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from logprobe.server.settings import ServerSettings
 
 ANY: Final = "*"
-PIECE_BYTES: Final = 1 << 16  # of a reply that are buffered until the client reads them
+PIECE_BYTES: Final = 1 << 16  # maximum bytes of a reply that are buffered until the client reads them
 
 MANY_OPEN: Final = 64
 """Number of concurrent requests after which freed memory is returned to the system; glibc would keep it."""
@@ -100,12 +100,12 @@ class Call:
         first = "" if self.first_token_s is None else f", first token after {self.first_token_s:.3f} s"
         tokens = f", {self.prompt_tokens} + {self.completion_tokens} tokens" if self.prompt_tokens else ""
         by = f" by {self.model}" if self.model else ""
-        status = "client left" if self.status is None else str(self.status)
+        status = "client disconnected" if self.status is None else str(self.status)
         asked = f"{self.client or '-'} {self.method} {self.route or 'no route'}"
         return f"{asked}: {status}{by} in {self.seconds:.3f} s{first}{tokens}"
 
 
-# Fields of a `Call` that the JSON log line does not have, and those that it has.
+# Fields of a `Call` that the JSON log line omits, and those that it contains.
 UNTOLD: Final = frozenset({"request_id", "without_effect", "ignored_fields", "has_large_body", "_start_s"})
 FACTS: Final = tuple(one.name for one in fields(Call) if one.name not in UNTOLD)
 
@@ -209,11 +209,11 @@ def check_caller(headers: Headers, scheme: str, settings: ServerSettings) -> Non
     if not is_own_name(host, settings):
         raise ApiError(
             403,
-            f"host {shortened(host)!r} is no name of this server; start it with --allowed-host to add one",
+            f"host {shortened(host)!r} is not an allowed host; start the server with --allowed-host",
             code="host_not_allowed",
         )
     origin = headers.get("origin")
-    # `Host: 0.0.0.0` is accepted from programs, but is no same origin if the server listens on loopback only.
+    # If the server listens on loopback only, programs may send `Host: 0.0.0.0`, but it is not a same origin.
     has_page = listens_on_all(settings) or not is_unspecified(_name_in(host))
     own = {f"{scheme}://{host}".lower()} if has_page else set()
     allowed = own | {*settings.cors_origin}
@@ -221,7 +221,7 @@ def check_caller(headers: Headers, scheme: str, settings: ServerSettings) -> Non
         pages = f"pages of {shortened(origin)!r}"
         raise ApiError(
             403,
-            f"{pages} may not call this server; start it with --cors-origin to let them",
+            f"{pages} may not call this server; start it with --cors-origin to allow them",
             code="origin_not_allowed",
         )
 

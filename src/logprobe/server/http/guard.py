@@ -126,7 +126,7 @@ def name_without_effect(response: Response, call: Call, models: Models) -> None:
         models.metrics.ignored_fields.inc(len(call.ignored_fields))
         if OTHER_FIELD not in models.told:  # once, without the names from the client
             models.told.add(OTHER_FIELD)
-            logger.warning("a request has unknown fields, which are ignored: its reply's Warning names them")
+            logger.warning("ignored unknown fields of a request; the reply's Warning header names them")
 
 
 def caller_of(request: HttpRequest, key: int | None) -> str:
@@ -138,7 +138,7 @@ def caller_of(request: HttpRequest, key: int | None) -> str:
 
 def failure(error: ApiError, metrics: Metrics, cause: Exception | None = None) -> Response:
     """Convert an error to a response; log internal errors, count rejections."""
-    if error.status == 500 and not isinstance(cause, ProcessorError):  # the engine has logged those
+    if error.status == 500 and not isinstance(cause, ProcessorError):  # the engine logs processor errors
         logger.error("a request failed", exc_info=cause)
     if error.status == 400:
         metrics.rejected.labels(field_of(error.param)).inc()

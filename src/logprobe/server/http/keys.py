@@ -32,7 +32,7 @@ class OperatorKeys:
             ApiError: 401, invalid key; 403, the server has no operator keys.
         """
         if not self._keys:
-            message = "this is for operators alone; start the server with --operator-key to do it over HTTP"
+            message = "operator routes are disabled; start the server with --operator-key to enable them"
             raise ApiError(403, message, code="no_operator_key")
         return _number_of(header, self._keys)
 
@@ -78,13 +78,11 @@ class Keys:
         try:
             lines = Path(settings.api_key_file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is no text"
-            raise ParameterError(
-                "api_key_file", f"{settings.api_key_file} cannot be read: {reason}"
-            ) from error
+            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise ParameterError("api_key_file", f"cannot read {settings.api_key_file}: {reason}") from error
         words = [line.strip() for line in lines]
         keys = [word for word in words if word and not word.startswith(COMMENT)]
-        require(bool(keys), "api_key_file", f"{settings.api_key_file} holds no key; write one a line")
+        require(bool(keys), "api_key_file", f"{settings.api_key_file} has no keys; write one per line")
         check_keys(keys, "api_key_file", is_public=settings.is_public)
         return (*settings.api_key, *keys)
 
@@ -96,7 +94,7 @@ def _number_of(header: str | None, keys: tuple[str, ...]) -> int:
     if brought is None or not any(matches):
         raise ApiError(
             401,
-            "bring a valid key as `Authorization: Bearer KEY`",
+            "the API key is missing or invalid; send a valid one as `Authorization: Bearer KEY`",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )

@@ -48,13 +48,13 @@ def _bad_header(message: str) -> bytes:
 
 HALF_CLOSED: Final = _reply(
     "400 Bad Request",
-    "the client closed its half of the connection before the reply, as one does that leaves; keep it open",
+    "the client closed its half of the connection before the reply; keep it open until the reply has arrived",
     "connection_half_closed",
 )
-NO_REQUEST: Final = _reply("400 Bad Request", "the bytes are no HTTP request", "invalid_http")
+NO_REQUEST: Final = _reply("400 Bad Request", "not a valid HTTP request", "invalid_http")
 HEADER_TOO_LARGE: Final = _reply(
     "431 Request Header Fields Too Large",
-    f"the header is larger than {MAX_HEADER_BYTES} bytes; send less",
+    f"the header is larger than {MAX_HEADER_BYTES} bytes; send a smaller one",
     "header_too_large",
 )
 
@@ -73,13 +73,13 @@ class BadConnections:
         logging.getLogger(UVICORN_LOG).addFilter(is_not_counted)
 
     def count(self, what: str, client: tuple[str, int] | None) -> None:
-        """Count a connection that sent `what`."""
+        """Count a connection; `what` describes what it sent."""
         self._counter.inc()
         self._num_unlogged += 1
         now_s = self._clock()
         if now_s >= self._next_line_s:
             sender = "{}:{}".format(*client) if client else "an unknown address"
-            logger.warning("connections that sent %s: %d; the last from %s", what, self._num_unlogged, sender)
+            logger.warning("connections with %s: %d; the last from %s", what, self._num_unlogged, sender)
             self._next_line_s = now_s + LOG_EVERY_S
             self._num_unlogged = 0
 
@@ -145,15 +145,13 @@ class TimedProtocol(HttpToolsProtocol):
         if repeated := [name for name in SINGLE if tally[name] > 1]:
             return _bad_header(f"{repeated[0].decode()} occurs more than once; send it once")
         if not tally[b"host"] and self.parser.get_http_version() == "1.1":
-            return _bad_header("host is missing; send it")
+            return _bad_header("host is missing; HTTP/1.1 requires it")
         if codings and codings != [b"chunked"]:
-            return _bad_header(
-                "transfer-encoding is not supported; send the body as chunked, or with its length"
-            )
+            return _bad_header("this transfer-encoding is not supported; use chunked, or send content-length")
         if self.parser.get_method() == b"CONNECT":
-            return _bad_header("CONNECT is not supported; this server is no proxy")
+            return _bad_header("CONNECT is not supported; this server is not a proxy")
         if len(self.pipeline) >= MAX_PIPELINED:
-            return _bad_header(f"more than {MAX_PIPELINED} requests wait; read the replies first")
+            return _bad_header(f"more than {MAX_PIPELINED} pipelined requests; read the replies first")
         return b""
 
     def _apply_absolute_form(self) -> None:
@@ -199,7 +197,7 @@ class TimedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's own text
         """Reply to an invalid request, after the replies to earlier requests."""
-        self._bad_connections.count("no HTTP request", self.client)
+        self._bad_connections.count("an invalid HTTP request", self.client)
         self._end_after_replies(self._fault or NO_REQUEST)
 
     def _end_after_replies(self, refusal: bytes) -> None:
@@ -223,10 +221,10 @@ class TimedProtocol(HttpToolsProtocol):
             self._close()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Parse the request again without `Upgrade`, with which the parser takes its body for requests."""
-        self._bad_connections.count("a request for another protocol", self.client)
+        """Parse the request again without `Upgrade`; otherwise the parser would read its body as requests."""
+        self._bad_connections.count("a request to upgrade to another protocol", self.client)
         error, headers, parser = sys.exception(), self.headers, self.parser
-        assert isinstance(error, httptools.HttpParserUpgrade), "uvicorn calls this where it handles one"
+        assert isinstance(error, httptools.HttpParserUpgrade), "uvicorn calls this while it handles one"
         lines = [b"%b %b HTTP/%b" % (parser.get_method(), self.url, parser.get_http_version().encode())]
         lines += [b"%b: %b" % pair for pair in headers if pair[0] not in {b"connection", b"upgrade"}]
         tokens = b",".join(value.lower() for name, value in headers if name == b"connection").split(b",")

@@ -51,14 +51,14 @@ class DrainingServer(uvicorn.Server):
 
     async def _drain(self) -> None:
         tasks, drain_s = self.server_state.tasks, self._lifetime.drain_s
-        what = "no new requests; %d in progress may end within %g s; a second signal ends them at once"
+        what = "shutting down: %d requests in progress have %g s to finish; a second signal aborts them"
         logger.info(what, len(tasks), drain_s)
         deadline_s = time.monotonic() + drain_s
         while tasks and time.monotonic() < deadline_s:  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(CHECK_S)
         if tasks:
-            logger.warning("%d requests did not end in time, and are told so", len(tasks))
+            logger.warning("%d requests did not finish in time and are aborted", len(tasks))
             self._lifetime.is_over = True
         else:
-            logger.info("all requests have ended")
+            logger.info("all requests have finished")
         self.should_exit = True

@@ -80,7 +80,7 @@ class TurnQueue:
     def __init__(self) -> None:
         self._jobs: dict[
             str, deque[tuple[Future[Any], Callable[[], Any]]]
-        ] = {}  # none empty, next turn first
+        ] = {}  # no empty queues, the next caller first
         self._lock = threading.Lock()
 
     def add(self, job: Callable[[], T], caller: str) -> Future[T]:
@@ -118,7 +118,7 @@ class Workers:
         self._readers = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="logprobe-http-read")
         self._writers = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="logprobe-http-write")
         self._waiting = TurnQueue()
-        self._in_progress = InProgress(MAX_JOBS, "requests that wait to be read")
+        self._in_progress = InProgress(MAX_JOBS, "requests waiting to be decoded")
 
     async def read(self, job: Callable[[], T], num_bytes: int | None, caller: str = "") -> T:
         """Run a job that reads `num_bytes`; None if the size does not bound its time.

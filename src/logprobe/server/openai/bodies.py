@@ -26,14 +26,14 @@ Metadata = Annotated[
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a stream carries beside its increments."""
+    """Options of a streamed reply."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
 class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How a response is to reason."""
+    """Reasoning options of a response."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -41,7 +41,7 @@ class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What chat and completions share; fields named as in `SamplingParams` mean the same."""
+    """Common fields of chat and text completions; fields named as in `SamplingParams` mean the same."""
 
     model: str | None = None
     stream: bool | None = None
@@ -67,7 +67,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     bad_words: list[str] | None = None
     logits_processors_args: dict[str, Any] | None = None
     lora: str | None = None
-    # Extensions: how the prompt is encoded.
+    # Extensions: tokenization of the prompt.
     add_special_tokens: bool | None = None
     # Extensions: structured output in vLLM's parameters, instead of `response_format`.
     guided_json: dict[str, Any] | str | None = None
@@ -107,7 +107,7 @@ GUIDED: Final = ("guided_json", "guided_regex", "guided_choice", "guided_grammar
 
 
 class CompletionBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/completions`."""
+    """Request body of `POST /v1/completions`."""
 
     prompt: Prompts
     suffix: str | None = None
@@ -119,7 +119,7 @@ class CompletionBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/chat/completions`."""
+    """Request body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
     max_tokens: Count | None = None
@@ -149,7 +149,7 @@ class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`POST /tokenize`: a text or a conversation."""
+    """Request body of `POST /tokenize`: a text or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
@@ -163,14 +163,14 @@ class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`POST /detokenize`."""
+    """Request body of `POST /detokenize`."""
 
     model: str | None = None
     tokens: Ids
 
 
 class ScoreBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/score`: what a model gives to continuations of one context."""
+    """Request body of `POST /v1/score`: continuations of one context, to be scored."""
 
     continuations: Annotated[list[str | Ids], Meta(min_length=1)]
     context: str | Ids | None = None
@@ -188,7 +188,7 @@ class ScoreBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class AnswersBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What routes that ask for the probabilities of given answers share."""
+    """Common fields of the routes that score given answers."""
 
     input: str | list[str] | None = None
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
@@ -198,7 +198,7 @@ class AnswersBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ClassifyBody(AnswersBody, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/classify`: how likely each label is, whole."""
+    """Request body of `POST /v1/classify`: labels, each scored as a whole."""
 
     labels: list[str] | dict[str, str | list[str]]
     correction: Literal["none", "length", "calibrated"] = "none"
@@ -212,7 +212,7 @@ class ClassifyBody(AnswersBody, kw_only=True, forbid_unknown_fields=True):
 
 
 class JudgeBody(AnswersBody, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/judge`: the distribution of a grade."""
+    """Request body of `POST /v1/judge`: the scale of a grade."""
 
     scale: list[float] | None = None
 
@@ -223,7 +223,7 @@ class JudgeBody(AnswersBody, kw_only=True, forbid_unknown_fields=True):
 
 
 class UncertaintyBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/uncertainty`: answers that are drawn, and how far they agree."""
+    """Request body of `POST /v1/uncertainty`: answers to sample and compare."""
 
     input: str | None = None
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
@@ -244,13 +244,13 @@ class UncertaintyBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class RerankDocument(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A document as an object."""
+    """A document to rank, as an object."""
 
     text: str
 
 
 class RerankBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/rerank`: how relevant documents are to a query, in the words of Jina, Cohere and vLLM."""
+    """Request body of `POST /v1/rerank`: a query and documents, in the format of Jina, Cohere and vLLM."""
 
     query: str
     documents: Annotated[list[str | RerankDocument], Meta(min_length=1)]
@@ -267,7 +267,7 @@ class RerankBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class NextTokenBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/next_token_logprobs`: whole next-token distributions, in binary."""
+    """Request body of `POST /v1/next_token_logprobs`: prompts whose full next-token rows are returned."""
 
     prompts: Annotated[list[str | Ids], Meta(min_length=1)]
     stage: Literal["raw"] = "raw"
@@ -277,7 +277,7 @@ class NextTokenBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/responses`: items in, items out."""
+    """Request body of `POST /v1/responses`."""
 
     input: str | list[dict[str, Any]]
     model: str | None = None
@@ -330,7 +330,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class LoadLoraBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A body of `/v1/load_lora_adapter`, as vLLM has it."""
+    """Request body of `POST /v1/load_lora_adapter`, as in vLLM."""
 
     lora_name: str
     lora_path: str
@@ -339,14 +339,14 @@ class LoadLoraBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class UnloadLoraBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A body of `/v1/unload_lora_adapter`, as vLLM has it."""
+    """Request body of `POST /v1/unload_lora_adapter`, as in vLLM."""
 
     lora_name: str
     model: str | None = None
 
 
 class UpdateWeightsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A body of `/update_weights_from_disk`, as SGLang has it."""
+    """Request body of `POST /update_weights_from_disk`, as in SGLang."""
 
     model_path: str
     weight_version: str | None = None

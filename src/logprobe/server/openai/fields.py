@@ -98,11 +98,11 @@ def chat_params(
         ApiError: 400, a field is invalid, unsupported, or conflicts with another.
     """
     if body.top_logprobs is not None and not body.logprobs and has_effect(body, "top_logprobs"):
-        raise bad_request("top_logprobs", "comes with logprobs: true")
+        raise bad_request("top_logprobs", "requires logprobs: true")
     check_max_logprobs("top_logprobs", body.top_logprobs, settings)
     is_twice = body.max_tokens is not None and body.max_completion_tokens is not None
     if is_twice and body.max_tokens != body.max_completion_tokens:
-        raise bad_request("max_tokens", "differs from max_completion_tokens; give one of them")
+        raise bad_request("max_tokens", "differs from max_completion_tokens; set only one of them")
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     max_tokens = max(room, 1) if limit is None else limit
@@ -118,13 +118,15 @@ def responses_params(
     unknown = [name for name in body.include or () if name not in INCLUDED]
     if unknown:
         known = " and ".join(map(repr, INCLUDED))
-        raise bad_request("include", f"{shortened(unknown[0])!r} is not known here; {known} are")
+        raise bad_request("include", f"{shortened(unknown[0])!r} is not supported; use {known}")
     check_max_logprobs("top_logprobs", body.top_logprobs, settings)
     has_logprobs = LOGPROBS in (body.include or ())
     if body.top_logprobs and not has_logprobs:
-        raise bad_request("top_logprobs", f"comes with include: [{LOGPROBS!r}]")
+        raise bad_request("top_logprobs", f"requires include: [{LOGPROBS!r}]")
     if body.prompt is not None:
-        raise bad_request("prompt", "templates are not stored here; send input", code="unsupported_parameter")
+        raise bad_request(
+            "prompt", "stored prompts are not supported; send input", code="unsupported_parameter"
+        )
     max_tokens = body.max_output_tokens or max(room, 1)
     logprobs = (body.top_logprobs or 0) if has_logprobs else None
     names = {"logprobs": "top_logprobs", "max_tokens": "max_output_tokens"}
@@ -137,7 +139,7 @@ def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
     form = (text or {}).get("format")
     unknown = (text or {}).keys() - {"format", "verbosity"}
     if unknown or (text or {}).get("verbosity") not in {None, "medium"}:
-        raise bad_request("text", "takes format alone", code="unsupported_parameter")
+        raise bad_request("text", "supports only format; leave the rest out", code="unsupported_parameter")
     if form is None or form in PLAIN_TEXT:
         return None
     if not isinstance(form, dict):
@@ -154,12 +156,16 @@ def completion_params(body: CompletionBody, settings: ServerSettings) -> Samplin
     fixed["max_tokens"] = 16 if body.max_tokens is None else body.max_tokens
     if body.echo and body.logprobs is not None:
         if body.prompt_logprobs not in {None, body.logprobs}:
-            raise bad_request("prompt_logprobs", "differs from logprobs, which echo already reports")
+            raise bad_request(
+                "prompt_logprobs", "differs from logprobs; with echo, leave prompt_logprobs out"
+            )
         fixed["prompt_logprobs"] = body.logprobs
     if fixed["max_tokens"] == 0 and not body.echo and body.prompt_logprobs is None:
-        raise bad_request("max_tokens", "0 asks for nothing without echo: true or prompt_logprobs")
+        raise bad_request("max_tokens", "0 requires echo: true or prompt_logprobs")
     if body.best_of is not None and body.stream and body.best_of > (body.n or 1):
-        raise bad_request("best_of", "cannot be streamed: which are best is known at the end")
+        raise bad_request(
+            "best_of", "cannot be streamed: the best are known only at the end; set best_of = n"
+        )
     return _params(body, settings, {}, **fixed | _structured(body))
 
 
@@ -187,7 +193,7 @@ def _with_calls(
     if calls is None:
         return {} if form is None else {"response_format": form}
     if given_by:
-        message = f"and {given_by[0]} both give the form of the reply; give one of them"
+        message = f"and {given_by[0]} both set the format of the reply; set only one of them"
         raise bad_request("tool_choice", message)
     return {"response_format": calls}
 
@@ -201,8 +207,8 @@ def _check_bias(bias: dict[str, float] | None) -> None:
     """Check `logit_bias` against OpenAI's bound; the logits processor itself has none."""
     beyond = [value for value in (bias or {}).values() if not abs(value) <= MAX_BIAS]
     if beyond:
-        remedy = "logits_processors_args of LogitBiasLogitsProcessor take any"
-        raise bad_request("logit_bias", f"must lie in [-{MAX_BIAS}, {MAX_BIAS}], got {beyond[0]}; {remedy}")
+        remedy = "for larger values, use logits_processors_args of LogitBiasLogitsProcessor"
+        raise bad_request("logit_bias", f"must be in [-{MAX_BIAS}, {MAX_BIAS}], got {beyond[0]}; {remedy}")
 
 
 def check_max_logprobs(name: str, value: int | None, settings: ServerSettings) -> None:
@@ -211,7 +217,7 @@ def check_max_logprobs(name: str, value: int | None, settings: ServerSettings) -
     if value is None or max_logprobs == -1:
         return
     if not 0 <= value <= max_logprobs:
-        raise bad_request(name, f"must lie in 0..{max_logprobs} (max_logprobs), got {value}")
+        raise bad_request(name, f"must be in [0, {max_logprobs}] (max_logprobs), got {value}")
 
 
 def check_neutral(body: Any) -> None:
@@ -242,11 +248,11 @@ def _params(
     reported = fixed["logprobs"] is not None or fixed.get("prompt_logprobs", prompt_logprobs) is not None
     for name in REPORTS:
         if values.get(name) and not reported:
-            raise bad_request(name, "comes beside logprobs; ask for them as well")
+            raise bad_request(name, "requires logprobs; request them as well")
     if getattr(body, "prompt_rows", None) and prompt_logprobs is None:
-        raise bad_request("prompt_rows", "comes beside prompt_logprobs; ask for them as well")
+        raise bad_request("prompt_rows", "requires prompt_logprobs; request them as well")
     if getattr(body, "field_logprobs", None) and fixed["logprobs"] is None:
-        raise bad_request("field_logprobs", "comes beside logprobs; ask for them as well")
+        raise bad_request("field_logprobs", "requires logprobs; request them as well")
     if reported:
         values.setdefault("logprobs_mode", settings.logprobs_mode)
     try:
@@ -271,13 +277,15 @@ def structured_format(body: GenerationBody) -> dict[str, Any] | None:
     forms = _forms_of(body)
     for name, _ in forms:
         if name.startswith(STRUCTURED) and name.removeprefix(STRUCTURED) not in FORMS:
-            message = f"is not known here; {', '.join(FORMS)} are"
+            message = f"is not a supported format; use one of {', '.join(FORMS)}"
             raise bad_request(name, message, code="unsupported_parameter")
     if not forms:
         return None
     if len(forms) > 1 or getattr(body, "response_format", None) is not None:
         others = [name for name, _ in forms[1:]] or ["response_format"]
-        raise bad_request(forms[0][0], f"and {others[0]} both give the form of the text; give one of them")
+        raise bad_request(
+            forms[0][0], f"and {others[0]} both set the format of the reply; set only one of them"
+        )
     [(name, value)] = forms
     return _as_format(name, value)
 
@@ -323,7 +331,7 @@ def _decoded(name: str, text: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise bad_request(name, f"is no schema: it is not JSON: {error}") from error
+        raise bad_request(name, f"is not valid JSON: {error}") from error
 
 
 def _as_format(name: str, value: Any) -> dict[str, Any] | None:
@@ -338,5 +346,5 @@ def _as_format(name: str, value: Any) -> dict[str, Any] | None:
         return {"type": form, form: value}
     if not isinstance(value, str) or "::=" in value:
         remedy = 'response_format {"type": "ebnf", "ebnf": "start: ..."}'
-        raise bad_request(name, f"must be in Lark's notation, as in {remedy}")
+        raise bad_request(name, f"must be a grammar in Lark's notation, as in {remedy}")
     return {"type": "ebnf", "ebnf": value}

@@ -102,8 +102,8 @@ def _is_given(body: Any, path: str) -> bool:
 
 
 def reason(name: str) -> str:
-    """Return the explanation that a field has no effect, and why."""
-    return f"{name} changes nothing here: {FIELDS_WITHOUT_EFFECT[name].reason}"
+    """Return a sentence that says why a field has no effect."""
+    return f"{name} has no effect: {FIELDS_WITHOUT_EFFECT[name].reason}"
 
 
 def warning(name: str) -> str:
@@ -147,7 +147,7 @@ def _take_unknown(
             raise unknown_field(path, remedy)
         ignored[path] = None
         if len(ignored) > MAX_UNKNOWN:
-            remedy = f"the body has more than the {MAX_UNKNOWN} that are ignored, leave them out"
+            remedy = f"the body has more than {MAX_UNKNOWN} unknown fields; leave them out"
             raise unknown_field(path, remedy)
 
 
@@ -164,7 +164,7 @@ def remedy_for(path: str, name: str, known: Collection[str], value: Any = ...) -
         if foreign.accepts(value):
             return None
         ours = next((own for own in foreign.use if own in known), None)
-        return foreign.reason if ours is None else f"use {ours!r}, which is its name here"
+        return foreign.reason if ours is None else f"use {ours!r} instead"
     near = nearest_spelling(name, known)
     if near is not None:
         return f"did you mean {near!r}?"

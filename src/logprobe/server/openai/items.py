@@ -109,13 +109,13 @@ def _fields(item: Mapping[str, Any], kind: str, where: str) -> dict[str, Any]:
     unread = item.keys() - {*names, *LABELS, *REPORTS}
     for name in sorted(unread):
         if item[name] is not None:
-            raise bad_request(f"{where}.{name}", "is no field that is read here; leave it out")
+            raise bad_request(f"{where}.{name}", "is not a supported field; leave it out")
     if kind == "reasoning":
         return {name: item.get(name) or [] for name in names}
     for name in names:
         is_text = isinstance(item.get(name), str) or (name == "output" and isinstance(item.get(name), list))
         if not is_text:
-            raise bad_request(f"{where}.{name}", "must be a text")
+            raise bad_request(f"{where}.{name}", "must be a string")
     return {name: item[name] for name in names}
 
 

@@ -48,9 +48,9 @@ def _operation(method: str, path: str, summary: str) -> dict[str, Any]:
         "summary": summary,
         "operationId": f"{method.lower()}{re.sub('[^a-z0-9]+', '_', path)}",
         "responses": {
-            "200": {"description": "What was asked for.", "content": _contents(method, path)},
+            "200": {"description": "Successful response.", "content": _contents(method, path)},
             "default": {
-                "description": "A failure; the message says what to change.",
+                "description": "Error; the message says how to correct the request.",
                 "content": {"application/json": {"schema": _ref(schemas.Error)}},
             },
         },

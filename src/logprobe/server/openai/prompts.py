@@ -50,7 +50,7 @@ class Prompt:
     """Token ids of a prompt, and for an echo the bytes of each token."""
 
     token_ids: IntArray
-    parts: list[bytes] = field(default_factory=list)  # per token, concatenated the text; echo only
+    parts: list[bytes] = field(default_factory=list)  # per token; joined, they are the text; echo only
 
 
 def read_prompts(
@@ -109,9 +109,9 @@ def as_ids(ids: Sequence[Any], name: str) -> IntArray:
         ApiError: 400, an item is not an integer in [0, 2**31).
     """
     if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
-        raise bad_request(name, "a list of token ids holds something else")
+        raise bad_request(name, "a list of token ids has an item that is not an integer")
     if not all(0 <= token_id <= LARGEST_ID for token_id in ids):
-        raise bad_request(name, "a token id lies outside the vocabulary")
+        raise bad_request(name, "a token id is outside the vocabulary")
     return np.array(ids, dtype=np.int32)
 
 
@@ -128,7 +128,7 @@ def check_texts(texts: Sequence[str], param: str, service: Service, *, is_whole:
     check_count(service.settings, "max_text_bytes", param, sum(sizes), "bytes of text")
     limit = service.capabilities.max_model_len
     if is_whole and max(sizes, default=0) > (limit + 1) * service.max_token_bytes:
-        message = f"holds a text of {max(sizes)} bytes, which are more than the model's {limit} tokens"
+        message = f"has a text of {max(sizes)} bytes, which exceeds the model's context of {limit} tokens"
         raise bad_request(param, message, code="context_length_exceeded")
 
 
@@ -217,7 +217,7 @@ def template_variables(body: Any, known: AbstractSet[str]) -> dict[str, Any]:
     for name, values in variables_by_field(body).items():
         for variable in known & values.keys():
             if variables.setdefault(variable, values[variable]) != values[variable]:
-                message = f"and another field give {variable} different values; give one of them"
+                message = f"and another field set {variable} to different values; set only one of them"
                 raise bad_request(name, message)
     return variables
 
@@ -249,5 +249,5 @@ def _objects(values: Any) -> list[dict[str, Any]]:
 def _check_known(names: Iterable[str], known: frozenset[str], path: str) -> None:
     for name in names:
         if name not in known:
-            message = "is no field that is read here; leave it out"
+            message = "is not a supported field; leave it out"
             raise bad_request(f"{path}.{name}", message, code="unknown_parameter")

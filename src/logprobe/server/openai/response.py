@@ -147,7 +147,7 @@ class ResponseShape:
             yield self._item_event("response.content_part.added", content_index=0, part=part)
 
     def _go_on(self, segment: ReplySegment) -> Iterator[dict[str, Any]]:
-        assert self._item is not None, "it has begun"
+        assert self._item is not None, "_begin was called"
         self._item.segments.append(segment)
         if segment.call is not None:
             yield self._item_event(f"{CALL}.delta", delta=segment.call.arguments, **self._rows([segment]))
@@ -157,7 +157,7 @@ class ResponseShape:
 
     def _end(self, status: str) -> Iterator[dict[str, Any]]:
         """Yield the events that finish the item in progress."""
-        assert self._item is not None, "there is one"
+        assert self._item is not None, "an item is in progress"
         item = self._item
         item.segments = item.segments or [NOTHING]
         written = self._written(item, status)
@@ -181,7 +181,7 @@ class ResponseShape:
         return {"type": kind, "sequence_number": number, **fields}
 
     def _item_event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        assert self._item is not None, "it is of the open item"
+        assert self._item is not None, "an item is in progress"
         return self._event(kind, item_id=self._item.id, output_index=self._item.index, **fields)
 
     # -- items -----------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class ResponseShape:
     def _written_call(
         self, segment: ReplySegment, label: dict[str, str], *, has_ended: bool
     ) -> dict[str, Any]:
-        assert segment.call is not None, "a segment of this channel is a call"
+        assert segment.call is not None, "segments of this channel are calls"
         call = {"type": "function_call", "call_id": segment.call_id, "name": segment.call.name}
         if not has_ended:
             return {**label, **call, "arguments": ""}
@@ -245,13 +245,13 @@ class ResponseShape:
 
     @property
     def _completion(self) -> CompletionOutput:
-        assert self._piece is not None, "a piece has come"
+        assert self._piece is not None, "a piece has arrived"
         return self._piece.completion
 
     # -- the response ----------------------------------------------------------------------------------------
 
     def _status(self) -> str:
-        assert self._piece is not None, "it has ended"
+        assert self._piece is not None, "the reply has ended"
         return "completed" if self._piece.finish_reason == "stop" else "incomplete"
 
     def _ended(self) -> dict[str, Any]:

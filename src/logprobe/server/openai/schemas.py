@@ -1,4 +1,4 @@
-"""Types of replies after OpenAI's published specification, independent of the code that writes replies.
+"""Types of replies, following OpenAI's published specification; not used by the code that writes replies.
 
 They are the schemas of the OpenAPI document, and tests validate every reply against them. A field that is
 UNSET by default appears in a reply only if the request asks for it.
@@ -24,7 +24,7 @@ class Shape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Failure(Shape, kw_only=True):
-    """What went wrong, and at which field."""
+    """An error message and the request field that it is about."""
 
     message: str
     type: str
@@ -33,19 +33,19 @@ class Failure(Shape, kw_only=True):
 
 
 class Error(Shape, kw_only=True):
-    """A reply other than 2xx."""
+    """Body of every reply with a status other than 2xx."""
 
     error: Failure
 
 
 class PromptTokensDetails(Shape, kw_only=True):
-    """Prompt tokens that the prefix cache had, so that they were not computed again."""
+    """Number of prompt tokens found in the prefix cache."""
 
     cached_tokens: int
 
 
 class Usage(Shape, kw_only=True):
-    """Tokens in and out."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -54,7 +54,7 @@ class Usage(Shape, kw_only=True):
 
 
 class ChatTopLogprob(Shape, kw_only=True):
-    """One candidate of a position; `bytes` are the token's own."""
+    """A candidate token at a position; `bytes` are the exact bytes of the token."""
 
     token: str
     logprob: Logprob
@@ -62,20 +62,20 @@ class ChatTopLogprob(Shape, kw_only=True):
 
 
 class ChatTokenLogprob(ChatTopLogprob, kw_only=True):
-    """One token with its alternatives."""
+    """A token with its alternatives."""
 
     top_logprobs: list[ChatTopLogprob]
 
 
 class TokenRow(ChatTopLogprob, kw_only=True):
-    """One candidate, by id, with its rank where that is known."""
+    """A candidate token with its id, and its rank if known."""
 
     token_id: int
     rank: int | None
 
 
 class IdRow(Shape, kw_only=True):
-    """One candidate of a prompt's position, which its id leads to."""
+    """A candidate token at a prompt position; the token id is the key."""
 
     logprob: Logprob
     rank: int
@@ -83,7 +83,7 @@ class IdRow(Shape, kw_only=True):
 
 
 class PromptRow(TokenRow, kw_only=True):
-    """One token of a prompt."""
+    """A prompt token with its alternatives."""
 
     top_logprobs: list[TokenRow]
 
@@ -109,7 +109,7 @@ class _PromptExtras(Shape, kw_only=True):
 
 
 class Member(Shape, kw_only=True):
-    """A value that a schema lets stand at a place of a reply."""
+    """A value that the schema allows for a field."""
 
     value: Any
     logprob: Logprob
@@ -119,14 +119,14 @@ class Member(Shape, kw_only=True):
 
 
 class RunnerUp(Shape, kw_only=True):
-    """The likeliest member but the value."""
+    """The most likely member other than the value of the field."""
 
     value: Any
     share: float
 
 
 class FieldLogprob(Shape, kw_only=True):
-    """One value of a JSON text; nats."""
+    """A value of a JSON text with its log-probability (nats)."""
 
     pointer: str
     value: str | float | bool | UnsetType | None = UNSET
@@ -173,7 +173,7 @@ class _CallColumns(_ReasoningColumns, kw_only=True):
 
 
 class ChatLogprobs(_CallColumns, kw_only=True):
-    """Rows of a choice, or of what a chunk adds; the columns of each channel are parallel to its rows."""
+    """Rows of a choice or of a chunk; the columns of each channel are parallel to its rows."""
 
     content: list[ChatTokenLogprob] | None
     refusal: list[ChatTokenLogprob] | None
@@ -185,14 +185,14 @@ class ChatLogprobs(_CallColumns, kw_only=True):
 
 
 class CalledFunction(Shape, kw_only=True):
-    """What is called; the arguments are the JSON text of an object."""
+    """A function call; the arguments are a JSON object as text."""
 
     name: str
     arguments: str
 
 
 class ToolCall(Shape, kw_only=True):
-    """A call of a tool."""
+    """A tool call."""
 
     id: str
     type: Literal["function"]
@@ -200,13 +200,13 @@ class ToolCall(Shape, kw_only=True):
 
 
 class ToolCallDelta(ToolCall, kw_only=True):
-    """A call in a stream, whole."""
+    """A tool call in a stream; it is always complete."""
 
     index: int
 
 
 class ChatMessage(Shape, kw_only=True):
-    """What the assistant said; content is null where there are calls alone."""
+    """The assistant's message; content is null if it consists of tool calls only."""
 
     role: Literal["assistant"]
     content: str | None
@@ -217,7 +217,7 @@ class ChatMessage(Shape, kw_only=True):
 
 
 class ChatChoice(_ChoiceExtras, kw_only=True):
-    """One completion of a conversation."""
+    """A choice of a chat completion."""
 
     index: int
     message: ChatMessage
@@ -234,7 +234,7 @@ class ChatCompletion(_ChatFrame, kw_only=True):
 
 
 class ChatDelta(Shape, kw_only=True):
-    """What a chunk adds."""
+    """The part of the message that a chunk adds."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -244,7 +244,7 @@ class ChatDelta(Shape, kw_only=True):
 
 
 class ChatChunkChoice(_ChoiceExtras, kw_only=True):
-    """An increment of one completion."""
+    """A choice of a chunk."""
 
     index: int
     delta: ChatDelta
@@ -253,7 +253,7 @@ class ChatChunkChoice(_ChoiceExtras, kw_only=True):
 
 
 class ChatCompletionChunk(_ChatFrame, kw_only=True):
-    """One event of a streamed chat."""
+    """An event of a streamed chat completion."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
@@ -261,14 +261,14 @@ class ChatCompletionChunk(_ChatFrame, kw_only=True):
 
 
 class LegacyRows(Shape, kw_only=True):
-    """The other stage's numbers: the chosen token's, and a map of text to number a position."""
+    """Log-probabilities from the processed distribution, in the same format."""
 
     token_logprobs: list[Logprob | None]
     top_logprobs: list[dict[str, Logprob] | None]
 
 
 class CompletionLogprobs(_FurtherColumns, kw_only=True):
-    """OpenAI's parallel arrays, one entry a token."""
+    """OpenAI's parallel arrays, one entry per token."""
 
     tokens: list[str]
     token_logprobs: list[Logprob | None]
@@ -278,7 +278,7 @@ class CompletionLogprobs(_FurtherColumns, kw_only=True):
 
 
 class CompletionChoice(_PromptExtras, kw_only=True):
-    """One completion of a prompt, whole or an increment."""
+    """A choice of a text completion or of its chunk."""
 
     index: int
     text: str
@@ -301,7 +301,7 @@ class Completion(Shape, kw_only=True):
 
 
 class OutputText(Shape, kw_only=True):
-    """Text with its rows."""
+    """Output text with its rows."""
 
     type: Literal["output_text"]
     text: str
@@ -312,7 +312,7 @@ class OutputText(Shape, kw_only=True):
 
 
 class OutputMessage(Shape, kw_only=True, tag_field="type", tag="message"):
-    """A text of a response."""
+    """An output message."""
 
     id: str
     role: Literal["assistant"]
@@ -321,7 +321,7 @@ class OutputMessage(Shape, kw_only=True, tag_field="type", tag="message"):
 
 
 class ReasoningText(Shape, kw_only=True):
-    """Reasoning with its rows, where they were asked for."""
+    """Reasoning text, with its rows if requested."""
 
     type: Literal["reasoning_text"]
     text: str
@@ -330,7 +330,7 @@ class ReasoningText(Shape, kw_only=True):
 
 
 class OutputReasoning(Shape, kw_only=True, tag_field="type", tag="reasoning"):
-    """What a response thought before."""
+    """A reasoning item."""
 
     id: str
     status: str
@@ -339,7 +339,7 @@ class OutputReasoning(Shape, kw_only=True, tag_field="type", tag="reasoning"):
 
 
 class OutputCall(Shape, kw_only=True, tag_field="type", tag="function_call"):
-    """A call of a tool."""
+    """A function call item."""
 
     id: str
     status: str
@@ -352,7 +352,7 @@ class OutputCall(Shape, kw_only=True, tag_field="type", tag="function_call"):
 
 
 class Item(msgspec.Struct, kw_only=True):
-    """An item that a response answered; a message's other fields are those that it was given."""
+    """An input item of a response; a message keeps further fields of the request."""
 
     id: str
     type: Literal["message", "reasoning", "function_call", "function_call_output"]
@@ -362,7 +362,7 @@ class Item(msgspec.Struct, kw_only=True):
 
 
 class Items(Shape, kw_only=True):
-    """A page of such items."""
+    """A page of input items."""
 
     object: Literal["list"]
     data: list[Item]
@@ -372,13 +372,13 @@ class Items(Shape, kw_only=True):
 
 
 class IncompleteDetails(Shape, kw_only=True):
-    """Why a response is not whole."""
+    """The reason why a response is incomplete."""
 
     reason: str
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """The reply of `/v1/responses`; it repeats more of what was asked than stands here."""
+    """The reply of `/v1/responses`; it repeats further fields of the request."""
 
     id: str
     object: Literal["response"]
@@ -401,7 +401,7 @@ class Response(msgspec.Struct, kw_only=True):
 
 
 class Score(msgspec.Struct, kw_only=True):
-    """What the model gives to one continuation, nats; more measures stand beside these."""
+    """Log-probability of a continuation (nats), with further measures."""
 
     index: int
     logprob: float
@@ -437,7 +437,7 @@ class _Answers(Shape, kw_only=True):
 
 
 class Classified(Shape, kw_only=True):
-    """What the model gives each label of one prompt, in their order; null where none is possible."""
+    """Scores of the labels for one prompt, in the order of `labels`; null if no label is possible."""
 
     index: int
     label: str
@@ -458,7 +458,7 @@ class Classifications(_Answers, kw_only=True):
 
 
 class Judged(Shape, kw_only=True):
-    """The distribution of one prompt's grade, in the order of the scale; null where none is possible."""
+    """Distribution of the grade of one prompt, in the order of `scale`; null if no grade is possible."""
 
     index: int
     expectation: float | None
@@ -477,7 +477,7 @@ class Judgements(_Answers, kw_only=True):
 
 
 class DrawnAnswer(Shape, kw_only=True):
-    """An answer that was drawn; figures are of the model's own distribution unless their name says drawn."""
+    """A sampled answer; values are from the model's raw distribution, except `drawn_logprob`."""
 
     text: str
     token_ids: Ids
@@ -495,7 +495,7 @@ class DrawnAnswer(Shape, kw_only=True):
 
 
 class Uncertain(Shape, kw_only=True):
-    """The reply of `/v1/uncertainty`; figures are null where every answer was stopped early."""
+    """The reply of `/v1/uncertainty`; values are null if every answer was stopped early."""
 
     id: str
     object: Literal["uncertainty"]
@@ -519,13 +519,13 @@ class Uncertain(Shape, kw_only=True):
 
 
 class RankedText(Shape, kw_only=True):
-    """A document that was ranked."""
+    """The text of a ranked document."""
 
     text: str
 
 
 class Ranked(Shape, kw_only=True):
-    """How relevant a document is; null where neither answer is possible."""
+    """Relevance of a document, in [0, 1]; null if neither answer is possible."""
 
     index: int
     relevance_score: float | None
@@ -533,7 +533,7 @@ class Ranked(Shape, kw_only=True):
 
 
 class RankUsage(Shape, kw_only=True):
-    """Tokens that were read."""
+    """Token counts of a ranking."""
 
     prompt_tokens: int
     total_tokens: int
@@ -550,13 +550,13 @@ class Ranking(Shape, kw_only=True):
 
 
 class ModelStatus(Shape, kw_only=True):
-    """Whether a model is in memory."""
+    """Loading state of a model."""
 
     value: Literal["loaded", "unloaded"]
 
 
 class Model(Shape, kw_only=True):
-    """A model, or weights of its own name on one; one that is not loaded says no more than its name."""
+    """A model or LoRA weights; the entry of a model that is not loaded has no further fields."""
 
     id: str
     object: Literal["model"]
@@ -593,7 +593,7 @@ class Text(Shape, kw_only=True):
 
 
 class Facts(msgspec.Struct):
-    """An object whose fields docs/api.md tells."""
+    """A JSON object; docs/api.md describes its fields."""
 
 
 REPLIES: Final[dict[str, type[msgspec.Struct]]] = {

@@ -39,8 +39,8 @@ class Tools:
         Raises:
             ParameterError: the calls cannot be expressed as a grammar.
         """
-        assert self.form is not None, "a reply that is to call has a form"
-        assert self.functions is not None, "and there is something to call"
+        assert self.form is not None, "replies that must call a tool have a format"
+        assert self.functions is not None, "replies that must call a tool have tools"
         parallel = not self.is_single
         prefix = end_of(prompt)
         return call_format(self.form, self.functions, self.wanted, parallel=parallel, prefix=prefix)
@@ -61,20 +61,20 @@ def tools_of(body: ChatBody | ResponsesBody, form: ResponseForm | None) -> Tools
         if choice == "none" or not functions:
             return Tools()
         if is_single:
-            remedy = "give tool_choice: required, or name the function"
-            message = f"cannot be promised where the model is free to call or not; {remedy}"
+            remedy = "set tool_choice to required or to a function"
+            message = f"false cannot be enforced if the model may choose whether to call a tool; {remedy}"
             raise bad_request("parallel_tool_calls", message)
         return Tools(functions)
     names = [function["function"]["name"] for function in functions]
     if not functions:
-        raise bad_request("tool_choice", "asks for a call, and there are no tools; give tools")
+        raise bad_request("tool_choice", "requires a tool call, but there are no tools; set tools")
     if isinstance(choice, Named) and choice.name not in names:
         known = shortened(", ".join(map(repr, names)))
-        message = f"names no tool of this request, {shortened(choice.name)!r}; there is {known}"
+        message = f"{shortened(choice.name)!r} is not a tool of this request; known: {known}"
         raise bad_request("tool_choice", message)
     if form is None or form.tools is None:
-        remedy = "give auto, or start the server with --response-template"
-        message = f"cannot be promised: how this model writes calls is not known; {remedy}"
+        remedy = "set it to auto, or start the server with --response-template"
+        message = f"cannot be enforced, because the tool call format of this model is unknown; {remedy}"
         raise bad_request("tool_choice", message)
     wanted = choice.name if isinstance(choice, Named) else choice
     return Tools(functions, form, wanted, is_single)
@@ -120,12 +120,12 @@ def functions_of(tools: Sequence[Mapping[str, Any]] | None, *, is_flat: bool = F
 def _function(tool: Mapping[str, Any], where: str, is_flat: bool) -> dict[str, Any]:
     """Convert a tool to the form of chat templates, without `strict`, which is for the server alone."""
     if tool.get("type") != "function":
-        message = "must be function: other tools are not run here"
+        message = "must be function; the server runs no other tools"
         raise bad_request(f"{where}.type", message, code="unsupported_parameter")
     known = FLAT_FIELDS if is_flat else {"type", "function"}
     for name in sorted(tool.keys() - known):
         if tool[name] is not None:
-            raise bad_request(f"{where}.{name}", "is no field that is read here; leave it out")
+            raise bad_request(f"{where}.{name}", "is not a supported field; leave it out")
     function = tool if is_flat else tool.get("function")
     if not isinstance(function, dict):
         raise bad_request(f"{where}.function", "must be an object {name, description, parameters}")

@@ -1,15 +1,15 @@
 "use strict";
-// One panel shows one text: an array of tokens, each with the numbers that the server gave. Everything on the page
-// is drawn from these arrays; nothing that a server or a text says is ever taken as HTML.
+// A panel shows one text: an array of tokens with their values from the server. The page is drawn from these arrays;
+// text from the server or the user is never interpreted as HTML.
 (() => {
   const byId = (id) => document.getElementById(id);
   const LN2 = Math.log(2);
-  const IMPOSSIBLE = -9999; // what JSON has for minus infinity
-  const SHADES = 9; // one a nat, the last for all above
-  const MAX_STRIP = 1200; // tokens that the strip has room for
+  const IMPOSSIBLE = -9999; // minus infinity in JSON
+  const SHADES = 9; // one per nat; the last one is for everything above
+  const MAX_STRIP = 1200; // maximum tokens in the strip
   const panels = [];
   let running = null; // AbortController of the requests in progress
-  let hand = null; // { panel, position } of the token in hand
+  let hand = null; // { panel, position } of the selected token
 
   // ---- the server ------------------------------------------------------------------------------------------
 
@@ -28,7 +28,7 @@
       if (!(cause instanceof SyntaxError || cause instanceof TypeError)) throw cause;
     }
     if (response.status === 401) byId("connection").open = true;
-    return new Error(message || `the server answered ${response.status}`);
+    return new Error(message || `the server replied with status ${response.status}`);
   }
 
   async function get(path) {
@@ -71,7 +71,7 @@
     return { ...asked, ...drawn, messages: [{ role: "user", content: prompt }], logprobs: true, top_logprobs: top };
   }
 
-  // A branch goes on from token ids, whoever wrote what stands before them.
+  // A branch continues from token ids, also in a chat.
   const isChat = (prompt) => byId("chat").checked && typeof prompt === "string";
 
   function formOf(schema) {
@@ -128,7 +128,7 @@
   const named = (row) => row.top_logprobs.map(({ token, logprob }) => ({ text: token, logprob }));
 
   async function nameFirst(tokens, signal) {
-    // Nothing predicts the first token, so no row tells its text.
+    // The first token is not scored, so it has no row with its text.
     if (!tokens.length || tokens[0].text !== null) return;
     const response = await fetch("/detokenize", {
       method: "POST", headers: headers(), signal,
@@ -164,7 +164,7 @@
   }
 
   async function nameRanks(panel, version, signal) {
-    // Scored as a text, the new tokens have ranks, ids of alternatives and exact bytes; the numbers are the same.
+    // Score the generated tokens as a prompt, for ranks, ids of alternatives and exact bytes; the logprobs are the same.
     const ids = version.tokens.map((token) => token.id);
     for await (const event of events(question(ids, 0), signal)) {
       for (const choice of event.choices) {
@@ -178,7 +178,7 @@
     }
   }
 
-  // ---- what a person does ----------------------------------------------------------------------------------
+  // ---- user actions ----------------------------------------------------------------------------------------
 
   async function work(jobs) {
     if (running) running.abort();
@@ -193,7 +193,7 @@
       say(`done in ${((performance.now() - began) / 1000).toFixed(2)} s`);
     } catch (error) {
       own.abort();
-      if (error.name === "AbortError") say("stopped; what had come stays");
+      if (error.name === "AbortError") say("stopped; the text so far is kept");
       else complain(error);
     } finally {
       if (running === own) {
@@ -237,7 +237,7 @@
   }
 
   function complain(error) {
-    const text = error instanceof TypeError ? `the server cannot be reached (${error.message})` : error.message;
+    const text = error instanceof TypeError ? `cannot reach the server (${error.message})` : error.message;
     byId("error").textContent = text;
     byId("error").hidden = false;
   }
@@ -306,7 +306,7 @@
     drawBranches(panel);
   }
 
-  // Of a JSON answer each value is one shade, by the sum of its tokens, and what stands between has none.
+  // In a JSON answer, each value has one shade, by the sum over its tokens; tokens between values have none.
   const isLeaf = (field) => "value" in field;
   const logprobOfField = (field) => (isProcessed() ? field.processed_logprob ?? field.logprob : field.logprob);
 
@@ -374,8 +374,8 @@
   }
 
   function showHint() {
-    const text = "Point at a token, or move with the arrow keys: its probability, rank and alternatives stand here. "
-      + "Choose an alternative to go on from it.";
+    const text = "Point at a token, or use the arrow keys, to see its probability, rank and alternatives here. "
+      + "Select an alternative to continue from it.";
     byId("detail").replaceChildren(make("p", { className: "hint", textContent: text }));
   }
 
@@ -384,7 +384,7 @@
     const facts = make("dl");
     const fact = (name, value) => facts.append(make("dt", { textContent: name }), make("dd", { textContent: value }));
     if (token.logprob === null) {
-      fact("logprob", "none: nothing predicts the first token");
+      fact("logprob", "none (first token)");
     } else {
       fact("logprob", `${number(token.logprob, 4)} nats (${percent(token.logprob)})`);
       fact("surprisal", `${number(-token.logprob)} nats, ${number(-token.logprob / LN2)} bits`);
@@ -412,7 +412,7 @@
       const label = [make("b", { textContent: visible(alternative.text) }), make("em", { textContent: percent(entry.logprob) })];
       const row = make(isBranch ? "button" : "span", {
         className: `bar ${isChosen ? "chosen" : ""} ${title === "processed" ? "second" : ""}`,
-        title: `${number(entry.logprob, 4)} nats${isBranch ? "; go on from here with this token" : ""}`,
+        title: `${number(entry.logprob, 4)} nats${isBranch ? "; continue from here with this token" : ""}`,
       }, ...label);
       row.style.setProperty("--p", `${100 * Math.exp(entry.logprob)}%`);
       if (isBranch) {
@@ -451,7 +451,7 @@
   function drawReasoning(panel) {
     if (!panel.reasoning) return;
     const totals = totalsOf(panel.current.tokens.filter((token) => token.channel === "reasoning"));
-    const said = `reasoning: ${totals.tokens} tokens, ${number(-totals.sum)} nats, ${number(totals.mean)} a token`;
+    const said = `reasoning: ${totals.tokens} tokens, ${number(-totals.sum)} nats, ${number(totals.mean)} per token`;
     panel.reasoning.querySelector("summary").textContent = said;
   }
 
@@ -459,9 +459,9 @@
     const { fields } = panel.current;
     panel.fields.replaceChildren(...(fields ?? []).filter(isLeaf).map((field) => {
       const logprob = logprobOfField(field);
-      const name = make("code", { textContent: field.pointer || "the whole" });
+      const name = make("code", { textContent: field.pointer || "whole answer" });
       const value = make("b", { className: `s${shadeOf(logprob)}`, textContent: JSON.stringify(field.value) });
-      const row = make("button", { type: "button", title: `${number(logprob, 4)} nats; go to its least sure token` },
+      const row = make("button", { type: "button", title: `${number(logprob, 4)} nats; go to its least likely token` },
         name, value, make("em", { textContent: percent(logprob) }));
       row.addEventListener("click", () => take(panel, leastSure(panel, field), true));
       return make("div", {}, row, ...drawMembers(field));
@@ -476,7 +476,7 @@
 
   function drawMembers(field) {
     if (!field.members?.length) return [];
-    const list = make("ul", { className: "bars", "aria-label": `All that ${field.pointer || "the whole"} could be` });
+    const list = make("ul", { className: "bars", "aria-label": `Allowed values of ${field.pointer || "the answer"}` });
     for (const member of field.members) {
       const isSaid = JSON.stringify(member.value) === JSON.stringify(field.value);
       const [logprob, share] = isProcessed() && "grammar_share" in member
@@ -553,7 +553,7 @@
   }
 
   function saveCsv() {
-    // Texts and lists as JSON: exact, and no spreadsheet takes a token for a formula.
+    // Write texts and lists as JSON: exact, and spreadsheets cannot interpret a token as a formula.
     const cell = (value) => {
       const text = value === null ? "" : typeof value === "number" || typeof value === "boolean" ? String(value) : JSON.stringify(value);
       return /[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;

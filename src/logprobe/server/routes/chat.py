@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 async def chat_completions(request: HttpRequest, service: Service) -> Response:
-    """Answer one chat request."""
+    """Create a chat completion."""
     chat = await read(request, service, ChatBody, prepare)
     shape = ChatShape(service, chat)
     return await answer(request, service, chat.generation, shape, is_stream=bool(chat.body.stream))
@@ -211,6 +211,6 @@ def _reasoning(channels: ReplyChannels) -> dict[str, str]:
 
 
 def _call(segment: ReplySegment) -> dict[str, Any]:
-    assert segment.call is not None, "a segment of this channel is a call"
+    assert segment.call is not None, "segments of this channel are calls"
     function = {"name": segment.call.name, "arguments": segment.call.arguments}
     return {"id": segment.call_id, "type": "function", "function": function}

@@ -36,7 +36,7 @@ PARALLEL = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 async def completions(request: HttpRequest, service: Service) -> Response:
-    """Answer one completions request."""
+    """Create text completions; with `echo`, prompts are scored."""
     body, prompts, generation = await read(request, service, CompletionBody, prepare)
     shape = CompletionShape(service, body, generation, prompts)
     return await answer(request, service, generation, shape, is_stream=bool(body.stream))

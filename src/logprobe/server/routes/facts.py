@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 
 async def health(_: HttpRequest, service: Service) -> Response:
-    """Say whether the server and its engines live; 503 means that it must be started again."""
+    """Check that the server and its engines are alive; 503: the server must be restarted."""
     for one in service.models.loaded:
         one.check_engine()
     return json_reply({"status": "draining" if service.lifetime.is_draining else "ok"})
 
 
 async def ready(_: HttpRequest, service: Service) -> Response:
-    """Say whether new requests are taken: not while the server ends, nor while no engine process is up."""
+    """Check that new requests are accepted; 503 during shutdown or while no engine process is running."""
     service.check_engine()
     service.lifetime.check_open()
     stats = service.engine.stats()
@@ -49,17 +49,17 @@ async def ready(_: HttpRequest, service: Service) -> Response:
 
 
 async def version(_: HttpRequest, __: Service) -> Response:
-    """Return the version of this server, in vLLM's form."""
+    """Return the version of this server, in vLLM's format."""
     return json_reply({"version": __version__})
 
 
 async def models(request: HttpRequest, service: Service) -> Response:
-    """List each model by each of its names, then its LoRA weights; each can be asked for by name."""
+    """List the models and LoRA weights, under all names that requests may use."""
     return Document.of(msgspec.json.encode({"object": "list", "data": _models(service)})).reply(request)
 
 
 async def model(request: HttpRequest, service: Service) -> Response:
-    """Tell about a model, or about LoRA weights."""
+    """Describe a model or LoRA weights."""
     name = request.path_params["model"]
     entries = {entry["id"]: entry for entry in _models(service)}
     if name not in entries:
@@ -70,7 +70,7 @@ async def model(request: HttpRequest, service: Service) -> Response:
 
 
 async def capabilities(_: HttpRequest, service: Service) -> Response:
-    """Tell what this engine can and cannot do with log-probabilities."""
+    """Describe what the engine supports, the accepted fields, and the limits and their current usage."""
     return json_reply(
         asdict(service.engine.capabilities())
         | {
@@ -90,7 +90,7 @@ async def capabilities(_: HttpRequest, service: Service) -> Response:
 
 
 async def server_info(_: HttpRequest, service: Service) -> Response:
-    """Tell in vLLM's words what trainers ask of a server before they begin."""
+    """Return the configuration in vLLM's format, as trainers query it before they start."""
     facts = service.engine.capabilities()
     config = {
         "model_config": {
@@ -108,7 +108,7 @@ async def server_info(_: HttpRequest, service: Service) -> Response:
 
 
 async def get_world_size(_: HttpRequest, service: Service) -> Response:
-    """Tell how many engines answer."""
+    """Return the number of engine processes (at least 1)."""
     return json_reply({"world_size": _world_size(service)})
 
 
@@ -125,7 +125,7 @@ def _reply_form(service: Service) -> dict[str, Any] | None:
 
 
 async def logits_processors(request: HttpRequest, service: Service) -> Response:
-    """List the processors that requests may use, and those that the server could be started with."""
+    """List the registered logits processors, and those that the server could be started with."""
     return await service.documents.reply(request, "logits_processors", lambda: _processors(service))
 
 
@@ -140,20 +140,20 @@ def _processors(service: Service) -> bytes:
 
 
 async def metrics(_: HttpRequest, service: Service) -> Response:
-    """Give all figures to Prometheus."""
+    """Return all metrics in Prometheus' text format."""
     text = await service.metrics.text()
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def tokenize(request: HttpRequest, service: Service) -> Response:
-    """Turn a text, or a conversation, into token ids."""
+    """Convert a text or a conversation to token ids."""
     return await read(request, service, TokenizeBody, _tokenized)
 
 
 def _tokenized(body: TokenizeBody, service: Service) -> Response:
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise bad_request("prompt", "give either prompt or messages")
+        raise bad_request("prompt", "set either prompt or messages")
     if body.messages is not None:
         ids = encode_messages(body.messages, service, layout_of(body, service, functions_of(body.tools)))
     else:
@@ -172,7 +172,7 @@ def _tokenized(body: TokenizeBody, service: Service) -> Response:
 
 
 async def detokenize(request: HttpRequest, service: Service) -> Response:
-    """Turn token ids into their text; bytes that are no text show as U+FFFD."""
+    """Convert token ids to text; invalid UTF-8 is shown as U+FFFD."""
     return await read(request, service, DetokenizeBody, _detokenized)
 
 
@@ -180,19 +180,19 @@ def _detokenized(body: DetokenizeBody, service: Service) -> Response:
     service.check_model(body.model)
     outside = [token_id for token_id in body.tokens if not 0 <= token_id < service.vocab_size][:1]
     if outside:
-        raise bad_request("tokens", f"id {outside[0]} lies outside [0, {service.vocab_size})")
+        raise bad_request("tokens", f"token id {outside[0]} is outside [0, {service.vocab_size})")
     data = service.text.vocabulary.bytes_of(body.tokens)
     return json_reply({"prompt": data.decode("utf-8", "replace")})
 
 
 async def tokenizer(request: HttpRequest, service: Service) -> Response:
-    """Give the tokenizer whole, as a `tokenizer.json`: every id's bytes, and text to ids without asking."""
+    """Return the tokenizer as a `tokenizer.json`, so that clients can tokenize locally."""
     to_json = service.text.backend.to_str
     return await service.documents.reply(request, "tokenizer", lambda: to_json().encode())
 
 
 async def tokenizer_info(request: HttpRequest, service: Service) -> Response:
-    """Tell a client all that it needs instead of the tokenizer's files."""
+    """Return special tokens, chat template and vocabulary size of the tokenizer."""
     return await service.documents.reply(request, "tokenizer_info", lambda: _tokenizer_info(service))
 
 
@@ -229,7 +229,7 @@ def _model(service: Service, name: str, folder: str | None) -> dict[str, Any]:
 
 
 async def page(_: HttpRequest, __: Service) -> Response:
-    """Give the page for people: type a text and see the numbers of every token."""
+    """Return the web page that shows the log-probabilities of a text's tokens."""
     html, policy = assemble()
     headers = {
         "Content-Security-Policy": policy,

@@ -46,17 +46,17 @@ B = TypeVar("B", ClassifyBody, JudgeBody, RerankBody)
 
 
 async def classify(request: HttpRequest, service: Service) -> Response:
-    """Say how likely each label is after a text or a conversation: whole labels, raw and as shares; nats."""
+    """Score whole labels after a text or a conversation: log-probabilities in nats, and shares."""
     return await _answered(request, service, ClassifyBody, prepare_classify)
 
 
 async def judge(request: HttpRequest, service: Service) -> Response:
-    """Give the distribution of a grade: its mean, its spread, and what is off the scale."""
+    """Return the distribution of a grade: mean, standard deviation, and probability mass off the scale."""
     return await _answered(request, service, JudgeBody, prepare_judge)
 
 
 async def rerank(request: HttpRequest, service: Service) -> Response:
-    """Say how relevant each document is to a query, in [0, 1], the best first."""
+    """Rank documents by their relevance to a query, in [0, 1], most relevant first."""
     return await _answered(request, service, RerankBody, prepare_rerank)
 
 
@@ -148,7 +148,7 @@ def prepare_judge(body: JudgeBody, service: Service) -> AnswerRequest:
             scale,
             read=lambda messages: _read(messages, body, body.num_answers, service),
         )
-        check_count(service.settings, "max_requests", "scale", len(plan.pairs), "spellings of grades in all")
+        check_count(service.settings, "max_requests", "scale", len(plan.pairs), "spellings of all grades")
         return plan
 
     return _admit_answers("judge", lay_out, _judged, body, service)
@@ -245,7 +245,7 @@ def prepare_rerank(body: RerankBody, service: Service) -> AnswerRequest:
     before, pair, after = layout.get("template", labels.RERANK_TEMPLATE)
     beside = sum(map(utf8_bytes, (before, pair, after, body.query, layout.get("task", labels.RERANK_TASK))))
     count = len(documents) * beside + sum(map(utf8_bytes, documents))
-    check_count(service.settings, "max_text_bytes", "documents", count, "bytes of text, each laid out")
+    check_count(service.settings, "max_text_bytes", "documents", count, "bytes of text in all prompts")
     check_texts(documents, "documents", service)
     check_texts([body.query, before, pair, after], "query", service)
     plan = labels.rerank_plan(service.text, body.query, documents, **layout)
@@ -272,6 +272,6 @@ def _check_texts(param: str, texts: Sequence[str], num_times: int, service: Serv
     """Check the size of texts in bytes, multiplied by the number of times that each is tokenized."""
     count = num_times * sum(map(utf8_bytes, texts))
     check_count(
-        service.settings, "max_text_bytes", param, count, "bytes of text, each as often as it is read"
+        service.settings, "max_text_bytes", param, count, "bytes of text, counted each time it is read"
     )
     check_texts(texts, param, service)

@@ -31,7 +31,7 @@ TYPE = "application/vnd.safetensors"
 
 
 async def next_token_logprobs(request: HttpRequest, service: Service) -> Response:
-    """Answer with a safetensors body: `logprobs` (prompts, vocabulary), nats, one row a prompt in order.
+    """Return a safetensors body: `logprobs` (num_prompts, vocab_size) in nats, one row per prompt.
 
     Rows are streamed in order as they are computed; an error after the first row breaks the reply off.
     """
@@ -68,7 +68,7 @@ async def _table(
 
 def _row_bytes(output: RequestOutput, dtype: np.dtype[Any]) -> bytes:
     row = output.outputs[0].row
-    assert row is not None, "it was asked for"
+    assert row is not None, "the request has wants_row"
     if dtype == np.float16:
         # Clamp to float16's minimum, so that only true -inf becomes -inf.
         row = np.where(np.isneginf(row), row, np.maximum(row, np.finfo(np.float16).min))

@@ -24,11 +24,11 @@ B = TypeVar("B", LoadLoraBody, UnloadLoraBody, UpdateWeightsBody)
 
 
 async def load_lora_adapter(request: HttpRequest, service: Service) -> Response:
-    """Load LoRA weights from a folder of the server's machine; `load_inplace` replaces those of the name."""
+    """Load LoRA weights from a folder on the server; `load_inplace` replaces weights of the same name."""
     body = await read(request, service, LoadLoraBody, _checked)
     service.check_new_name(body.lora_name)
     if not body.load_inplace and body.lora_name in service.engine.list_loras():
-        raise bad_request("lora_name", "has weights already; replace them by load_inplace, or choose another")
+        raise bad_request("lora_name", "is already loaded; set load_inplace, or choose another name")
     with _reading("lora_path"):
         await asyncio.to_thread(service.engine.add_lora, body.lora_name, body.lora_path)
     service.models.keep(service)
@@ -36,7 +36,7 @@ async def load_lora_adapter(request: HttpRequest, service: Service) -> Response:
 
 
 async def unload_lora_adapter(request: HttpRequest, service: Service) -> Response:
-    """Refuse new requests for LoRA weights; what runs on them ends as it would have."""
+    """Unload LoRA weights: new requests for them are rejected, running requests finish."""
     body = await read(request, service, UnloadLoraBody, _checked)
     try:
         service.engine.remove_lora(body.lora_name)
@@ -47,7 +47,7 @@ async def unload_lora_adapter(request: HttpRequest, service: Service) -> Respons
 
 
 async def update_weights_from_disk(request: HttpRequest, service: Service) -> Response:
-    """Go on with other weights of the same model, from a folder of the server's machine."""
+    """Replace the model's weights by those in a folder on the server; the architecture must be the same."""
     body = await read(request, service, UpdateWeightsBody, _checked)
     with _reading("model_path"):
         version = await asyncio.to_thread(
@@ -61,7 +61,7 @@ async def update_weights_from_disk(request: HttpRequest, service: Service) -> Re
 
 
 async def reset_prefix_cache(_: HttpRequest, service: Service) -> Response:
-    """Let go of every cached prefix that nothing runs on; later numbers are the same."""
+    """Clear the prefix cache, except prefixes in use by running requests; results do not change."""
     service.engine.forget_prefixes()
     return json_reply({"success": True})
 
@@ -77,7 +77,7 @@ def _reading(field: str) -> Iterator[None]:
         raise
     except (OSError, ValueError) as error:  # NUL in the path, or a path that is too long
         reason = getattr(error, "strerror", None) or error
-        raise bad_request(field, f"cannot be read ({reason}); name a folder of this machine") from error
+        raise bad_request(field, f"cannot be read ({reason}); use a folder on the server") from error
 
 
 def _checked(body: B, service: Service) -> B:

@@ -36,7 +36,7 @@ _MESSAGE: Final = re.compile(r"messages(?:\[(\d+)\])?(.*)", re.DOTALL)
 
 
 async def create_response(request: HttpRequest, service: Service) -> Response:
-    """Answer one request."""
+    """Create a response."""
     owner = service.keys.owner_of(request.headers)
     prepared = await read(request, service, ResponsesBody, partial(prepare, owner=owner))
     shape = ResponseShape(service, prepared)
@@ -96,12 +96,12 @@ def _by_item(error: ApiError, items: InputItems, num_system: int, num_before: in
 
 
 async def get_response(request: HttpRequest, service: Service) -> Response:
-    """Give a stored response again."""
+    """Return a stored response."""
     return Response(_find_stored(request, service).response, media_type=JSON_TYPE)
 
 
 async def list_input_items(request: HttpRequest, service: Service) -> Response:
-    """List the messages that a stored response answered, the latest first."""
+    """List the input items of a stored response, by default the latest first."""
     stored, query = _find_stored(request, service), dict(request.query_params)
 
     def written() -> bytes:
@@ -120,7 +120,7 @@ def list_items(response_id: str, messages: Messages, query: Mapping[str, str]) -
         ApiError: 400, a query parameter is unknown or invalid.
     """
     if unknown := query.keys() - {"limit", "order", "after"}:
-        raise bad_request(min(unknown), "is no parameter of this route", code="unknown_parameter")
+        raise bad_request(min(unknown), "unknown query parameter", code="unknown_parameter")
     order, limit = query.get("order", "desc"), query.get("limit", "20")
     if order not in ORDERS:
         raise bad_request("order", f"must be one of {', '.join(ORDERS)}, got {shortened(order)!r}")
@@ -146,7 +146,7 @@ def list_items(response_id: str, messages: Messages, query: Mapping[str, str]) -
 
 
 async def delete_response(request: HttpRequest, service: Service) -> Response:
-    """Forget a stored response."""
+    """Delete a stored response."""
     response_id = request.path_params["response_id"]
     service.stored.drop(service.keys.owner_of(request.headers), response_id)
     return json_reply({"id": response_id, "object": "response.deleted", "deleted": True})

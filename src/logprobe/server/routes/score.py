@@ -45,7 +45,7 @@ SCORE_ENTRIES: Final = 32  # cost of a continuation's scores, in entries of a re
 
 
 async def score(request: HttpRequest, service: Service) -> Response:
-    """Score each continuation: its tokens' logprobs, their sum, and the usual normalised forms; nats."""
+    """Score continuations: log-probability of each token and of the whole (nats), and normalized scores."""
     prepared = await read(request, service, ScoreBody, prepare)
     admitted = prepared.admitted
     work = service.run_splits(prepared.splits, admitted, prepared.requests, prepared.sampling)
@@ -71,7 +71,7 @@ def _reply(
     ]
     num_tokens = sum(len(pair.token_ids) for pair in pairs)
     info = results[0][0].info
-    assert info is not None, "numbers were asked for"
+    assert info is not None, "prompt_logprobs were requested"
     if _wants_arrow(request):
         return Response(_as_arrow(rows, info), media_type=ARROW_TYPE)
     reply = {
@@ -137,7 +137,7 @@ def _with_named_ids(
     if body.token_ids is None:
         return [params] * len(pairs)
     if len(body.token_ids) != len(pairs):
-        message = f"are given for {len(body.token_ids)} continuations, of which there are {len(pairs)}"
+        message = f"must have one list per continuation, got {len(body.token_ids)} for {len(pairs)}"
         raise bad_request("token_ids", message)
     return [
         service.client.with_named_ids(params, ids, pair)
@@ -150,7 +150,7 @@ def _read_context(body: ScoreBody, num_times: int, service: Service) -> tuple[st
     check_one_of(body, "context")
     for name in LAYOUT_FIELDS if body.messages is None else ():
         if getattr(body, name) is not None:
-            raise bad_request(name, "lays out messages; give them in the place of context")
+            raise bad_request(name, "requires messages; set messages instead of context, or leave it out")
     if isinstance(body.context, str):
         return None, body.context
     if body.messages is not None:
@@ -159,7 +159,7 @@ def _read_context(body: ScoreBody, num_times: int, service: Service) -> tuple[st
         return text, service.text.encode(text, add_special_tokens=False)
     ids, limit = as_ids(body.context or [], "context"), service.capabilities.max_model_len
     if len(ids) > limit:  # checked early, because the ids are copied for each continuation
-        message = f"has {len(ids)} tokens; at most {limit} fit into the model with a continuation"
+        message = f"has {len(ids)} tokens; at most {limit} fit into the model's context with a continuation"
         raise bad_request("context", message, code="context_length_exceeded")
     return None, ids if len(ids) else service.text.prefix()
 
@@ -172,7 +172,7 @@ def _split(
     service: Service,
 ) -> Split:
     if not continuation:
-        raise bad_request("continuations", "one is empty; there is nothing to score")
+        raise bad_request("continuations", "a continuation is empty; there is nothing to score")
     if isinstance(continuation, list):
         ids = as_ids(continuation, "continuations")
         if not isinstance(before, str):
