@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a model's layers are executed and how far their log-probabilities are from transformers'.
+    """Execution of a model's layers, and the largest difference of its log-probabilities from transformers'.
 
     Every load of the same weights gives the same layout.
     """
@@ -257,7 +257,7 @@ class ForwardBackend(Protocol):
 
     @property
     def layout(self) -> Layout | None:
-        """How the layers are executed; None if the backend has no layers."""
+        """Execution of the layers; None if the backend has no layers."""
 
     def load_lora(self, name: str, path: str, number: int) -> LoraWeights:
         """Load LoRA weights from a folder, for this model or another of the same shape.

@@ -155,7 +155,7 @@ class Recorder:
     def _fail(sample: Sample, where: str) -> None:
         sample.fail(
             NonFiniteLogitsError(
-                f"the model gave NaN or +inf, or nothing but -inf, at {where} of request "
+                f"the model returned NaN, +inf or only -inf at {where} of request "
                 f"{sample.request.request_id!r}; check the weights and the dtype"
             )
         )

@@ -88,7 +88,7 @@ class WatchedRun:
             UnsupportedModelError: no submodel ran.
         """
         if self._last is None:
-            raise UnsupportedModelError("it has no decoder apart from its output head")
+            raise UnsupportedModelError("it has no decoder module separate from its output head")
         return self._last
 
 

@@ -205,7 +205,7 @@ class CudaDecoder:
         """
         for name in lora.parts:
             if name.startswith(f"{self.spec.path}.") and name not in self._parts:
-                raise UnsupportedModelError(f"lora {lora.name!r} changes {name}, which takes no weights here")
+                raise UnsupportedModelError(f"lora {lora.name!r} changes {name}, which is not supported")
         self.make_room(lora)
 
     def make_room(self, lora: LoraWeights) -> None:
