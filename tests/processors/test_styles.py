@@ -401,7 +401,7 @@ def test_an_init_that_calls_its_base_means_its_own() -> None:
 
 
 def test_what_has_no_style_is_refused() -> None:
-    with pytest.raises(ParameterError, match="update_state takes none of batch_update, share_inputs"):
+    with pytest.raises(ParameterError, match="update_state has no argument batch_update or share_inputs"):
         load_processor("other_styles:Looks")
     with pytest.raises(ParameterError, match="does not define apply"):
         load_processor(type("Unfinished", (), {"update_state": Capture.update_state}))

@@ -151,7 +151,7 @@ def test_empty_fields_of_a_reply_that_comes_back_say_nothing(laid_out: Any) -> N
     [
         ("look", "tool_calls"),
         ([{"function": {}}], r"tool_calls\[0\]"),
-        ([call(1, "{")], r"tool_calls\[0\]\.function\.arguments: are not JSON"),
+        ([call(1, "{")], r"tool_calls\[0\]\.function\.arguments: are not valid JSON"),
         ([call(1, "[]")], r"tool_calls\[0\]\.function\.arguments"),
     ],
 )
@@ -162,7 +162,7 @@ def test_calls_of_a_wrong_shape_are_refused(laid_out: Any, calls: Any, named: st
 
 def test_tools_go_to_templates_that_take_them(laid_out: Any) -> None:
     assert '"name": "look"' in laid_out(WHOLE, [ASK], tools=[TOOL])
-    with pytest.raises(ParameterError, match="tools: the model's chat template takes none"):
+    with pytest.raises(ParameterError, match="tools: the model's chat template ignores them"):
         laid_out(TWO_ROLES, [ASK], tools=[TOOL])
     assert laid_out(TWO_ROLES, [ASK], tools=[]) == laid_out(TWO_ROLES, [ASK])
 

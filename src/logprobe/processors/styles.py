@@ -166,7 +166,7 @@ def _derived(kind: Any, style: Any) -> Any:
     try:
         return types.new_class(kind.__name__, (kind, style), exec_body=lambda body: body.update(names))
     except TypeError as error:
-        raise ParameterError("logits_processors", f"{kind!r} cannot be derived from: {error}") from error
+        raise ParameterError("logits_processors", f"{kind!r} cannot be subclassed: {error}") from error
 
 
 def _has_own_init(kind: type) -> bool:

@@ -144,7 +144,7 @@ class BannedWordsLogitsProcessor(MaskLogitsProcessor):
         self._sequences = lru_cache(maxsize=4096)(lambda word: word_sequences(model, word))
 
     def check_args(self, args: Any) -> None:
-        """Refuse a text without tokens."""
+        """Reject a text without tokens."""
         for word in args.bad_words:
             message = f"{shortened(word)!r} has no tokens in this model's vocabulary"
             require(self._sequences(word), "bad_words", message)
