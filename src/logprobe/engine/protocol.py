@@ -1,4 +1,4 @@
-"""Interfaces of the engine: `Core` (what a `Front` calls) and `ForwardBackend` (what the engine step calls).
+"""Interfaces of the engine: `Core`, called by `Front`, and `ForwardBackend`, called by the engine step.
 
 `LLM` and the server use an engine only through `Front`, which delegates to a `Core`. The native engine's core
 runs a scheduler over a `ForwardBackend`; an engine with its own scheduler is just a `Core`.
@@ -120,7 +120,7 @@ class EngineStats:
     restarts: int = 0  # of engine processes
     is_up: bool = True  # accepts requests; aggregated: at least one replica does
     why_down: str = ""  # reason for not accepting requests or not responding; aggregated: of each replica
-    durations: dict[str, Durations] = field(default_factory=dict)  # by what was timed
+    durations: dict[str, Durations] = field(default_factory=dict)  # by name, such as `step`
     replicas: dict[str, EngineStats] = field(default_factory=dict)  # by name, if there are several
 
     @classmethod

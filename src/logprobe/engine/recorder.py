@@ -1,7 +1,7 @@
 """`Recorder`: turns the rows of a step into the deltas of its requests, and detects finished samples.
 
-`record` does all that the next step depends on. The numeric rows are only needed by `StepDeltas.arrived`,
-which may run concurrently with the next step.
+`record` does everything that the next step depends on. The numeric rows are only needed by
+`StepDeltas.arrived`, which may run concurrently with the next step.
 """
 
 from __future__ import annotations

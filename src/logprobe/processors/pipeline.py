@@ -310,7 +310,7 @@ def _leaves_some(stage: Stage, raw: Tensor, row: int) -> bool:
     """Return True if the stage alone, updated with this row, leaves tokens to draw from the raw logits."""
     try:
         _checked_apply(stage, raw, [row])
-    except BaseException:  # noqa: BLE001 - the processor is at fault by itself
+    except BaseException:  # noqa: BLE001 - the processor fails on its own
         return False
     return True
 

@@ -54,7 +54,7 @@ class BatchUpdate:
 
 @final
 class StyledParams:
-    """A request's parameters with its processor arguments as `extra_args` (None if it gives none)."""
+    """A request's parameters with its processor arguments as `extra_args` (None if it has none)."""
 
     def __init__(self, params: Any, extra_args: dict[str, Any] | None) -> None:
         self._params = params

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from logprobe.text.edge import TextEdge
 
 Boundary: TypeAlias = Literal["token", "bytes"]
-"""How a continuation was scored: conditional on the tokens of its context, or on its bytes."""
+"""Scoring method of a continuation: conditional on the tokens of its context, or on its bytes."""
 BoundaryRule: TypeAlias = Literal["auto", "token"]
 """`auto`: by bytes if a token spans the boundary; `token`: always split as lm-evaluation-harness does."""
 BOUNDARY_RULES: Final = ("auto", "token")

@@ -117,7 +117,7 @@ class CurrentStep:
 
 
 def is_short(num_rows: int, context: int) -> bool:
-    """Return True if the last `num_rows` tokens of `context` tokens run by the row kernel."""
+    """Return True if the row kernel runs the last `num_rows` tokens of `context` tokens."""
     return num_rows <= FEW_ROWS or num_rows * context <= FEW_SCORES
 
 
@@ -238,7 +238,7 @@ def score_rule(query: torch.Tensor, options: dict[str, Any], window: int | None)
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, rule: ScoreRule
 ) -> torch.Tensor:
-    """Compute what `attend_chunk` computes, with torch, on any device and dtype: (heads, rows, value_dim)."""
+    """Compute `attend_chunk` with torch operations, on any device and dtype: (heads, rows, value_dim)."""
     if rule.softcap is None and rule.sinks is None:
         attended = functional.scaled_dot_product_attention(
             query[None], key[None], value[None],

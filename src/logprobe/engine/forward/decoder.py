@@ -223,7 +223,7 @@ class Decoder:
         Args:
             token_ids: (num_tokens,).
             positions: (num_tokens,).
-            plan: where keys and values are stored, and what each token attends to.
+            plan: slots of the keys and values, and the context that each token attends to.
             is_long: use the long rotary frequencies (longrope).
         """
         ids, places = (torch.from_numpy(array.astype(np.int64)) for array in (token_ids, positions))

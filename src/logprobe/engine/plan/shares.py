@@ -60,7 +60,7 @@ class StepShare:
     def split(
         self, budget: int, samples: Iterable[Sample], wanted: Callable[[Sample], int]
     ) -> dict[bool, int]:
-        """Split a budget into {is_large: tokens}: large calls get what they want up to their limit."""
+        """Split a budget into {is_large: tokens}: large calls get up to their limit."""
         large = 0
         if self._large:
             num_wanted = sum(wanted(sample) for sample in samples if self.is_large(sample))

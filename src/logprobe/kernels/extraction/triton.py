@@ -336,7 +336,7 @@ def _given_kernel(
     lse = tl.load(lses + row)
     is_valid = (lse == lse).to(tl.int32)  # noqa: PLR0124 (NaN)
     ids = part * split + tl.arange(0, split)
-    end = tl.where(first < last, vocab_size, 0)  # nothing to read where there are no given ids
+    end = tl.where(first < last, vocab_size, 0)  # read nothing if there are no given ids
     values = tl.load(base + ids, mask=ids < end, other=float("-inf")).to(tl.float32)
     one = (part == 0).to(tl.int32)  # a rank is 1 + the count
     stored = tl.where(part == 0, last, first)  # only the first program stores the log-probabilities

@@ -187,7 +187,7 @@ def _continuing(model: ModelFacts, text: str) -> tuple[int, ...]:
 
     ids, data = model.encode(text), text.encode("utf-8", "replace")
     if bytes_of(ids) == b" " + data:
-        # No space is prepended after a line break, which is a token of its own in these tokenizers.
+        # These tokenizers prepend no space after a line break, which is a separate token.
         behind = model.encode("\n" + text)
         starts = range(len(behind))
         ids = next((behind[start:] for start in starts if bytes_of(behind[start:]) == data), ids)

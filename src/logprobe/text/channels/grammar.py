@@ -99,7 +99,7 @@ def _thought(form: ResponseForm) -> list[str]:
     end = form.thought_end
     if end is None:
         raise ParameterError(
-            "tool_choice", "the end of the model's reasoning cannot be expressed as a grammar"
+            "tool_choice", "the end of the model's reasoning cannot be expressed as a grammar; use auto"
         )
     if end in form.special:  # ordinary text cannot contain it
         return [f"thought: THOUGHT {_terminals(form, end)}", r"THOUGHT: /(.|\n)*/"]
