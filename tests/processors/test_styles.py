@@ -154,7 +154,7 @@ def test_a_call_that_does_not_run_at_once_is_told_of_once(
     with caplog.at_level(logging.WARNING, logger="logprobe"):
         for _ in range(2):
             llm.generate(prompts, SamplingParams(**GREEDY))
-    told = [message for message in caplog.messages if "one call come in several steps" in message]
+    told = [message for message in caplog.messages if "one call do not fit into one step" in message]
     assert len(told) == 1
     rows = torch.cat(capture.steps)
     assert len(rows) == 10

@@ -170,7 +170,7 @@ def test_tools_go_to_templates_that_take_them(laid_out: Any) -> None:
 def test_variables_go_to_templates_that_read_them(laid_out: Any) -> None:
     template = "{% set own = 1 %}{% if thinks is defined and not thinks %}quick {% endif %}" + TWO_ROLES
     assert laid_out(template, [ASK], chat_template_kwargs={"thinks": False}).startswith("quick U: ")
-    for name, says in {"thinkz": "it reads thinks", "own": "reads no such", "messages": "otherwise"}.items():
+    for name, says in {"thinkz": "it reads thinks", "own": "is not read", "messages": "is reserved"}.items():
         with pytest.raises(ParameterError, match=rf"chat_template_kwargs\.{name}: .*{says}"):
             laid_out(template, [ASK], chat_template_kwargs={name: 1})
 
@@ -180,7 +180,7 @@ def test_an_assistants_message_is_continued(laid_out: Any) -> None:
     assert laid_out(WHOLE, begun, continue_final_message=True) == "user: the cat\nassistant: the dog and"
     assert laid_out(WHOLE, begun).endswith("assistant: the dog and\nassistant:")
     assert laid_out(WHOLE, begun, add_generation_prompt=False).endswith("assistant: the dog and\n")
-    with pytest.raises(ParameterError, match=r"continue_final_message: .* give one of them"):
+    with pytest.raises(ParameterError, match=r"continue_final_message: .* set one of them"):
         laid_out(WHOLE, begun, continue_final_message=True, add_generation_prompt=True)
 
 

@@ -266,7 +266,7 @@ class Front:
     def _check_open(self) -> None:
         self._creator.check()
         if self._is_closed:
-            raise EngineClosedError("the engine is closed; create a new one")
+            raise EngineClosedError("the engine is closed; make a new one")
 
     def _expect(self, number: int, source: LogprobsInfo) -> None:
         """Register the provenance of new weights before they may come into use."""
