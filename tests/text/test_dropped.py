@@ -95,7 +95,7 @@ def test_what_the_template_writes_in_its_own_way_counts_as_laid_out(laid_out: An
         (
             ELSE_USER,
             [ASK, {"role": "wizard", "content": "abra"}],
-            r"messages\[1\]\.role: .*'wizard' for 'user'",
+            r"messages\[1\]\.role: .*'wizard' like 'user'",
         ),
         (FIRST_CALL, [ASK, CALLS], r"messages\[1\]\.tool_calls\[1\]"),
         (WHOLE, [ASK, CALLS, *RESULTS[::-1]], r"messages\[2\]\.tool_call_id: .*in the order of their calls"),
@@ -211,7 +211,7 @@ def test_a_part_that_says_more_than_text_is_refused(laid_out: Any) -> None:
 def test_a_conversation_that_would_need_many_trials_is_refused_before_them(laid_out: Any) -> None:
     messages = [ASK | {"mood": 1}] * (MAX_TRIALS + 1)
     with pytest.raises(
-        ParameterError, match=f"messages: holds {MAX_TRIALS + 1} things .* at most {MAX_TRIALS}"
+        ParameterError, match=f"messages: need {MAX_TRIALS + 1} checks .* at most {MAX_TRIALS}"
     ):
         laid_out(WHOLE, messages)
 
