@@ -1,17 +1,17 @@
-// Attention over the key/value pool, read in place: of single rows, and of chunks of a prompt.
+// Attention over the KV cache, read in place, for single rows and for prompt chunks.
 //
-// Both go through a context by blocks of BLOCK_KEYS from its begin, and add in the same order: a row has the same
-// bits, whichever attends it, in whatever chunk it came. Where a greater score comes, what earlier blocks gave is
-// scaled down (FlashAttention, Dao et al., 2022). A row's weights are added up in float64: models give most of it
-// to one token, beside which thousands of small weights would be lost in float32.
+// Both process a context in blocks of BLOCK_KEYS from its start and add in the same order, so a row has the same bits
+// in either kernel and in any chunk. When a block has a larger score, the sums of earlier blocks are scaled down
+// (FlashAttention, Dao et al., 2022). A row's weights are summed in float64: models give most of the weight to one
+// token, and in float32 the sum would lose thousands of small weights.
 #include "common.hpp"
 #include "tiles.hpp"
 
 namespace logprobe {
 namespace {
 
-constexpr int64_t BLOCK_KEYS = 192;  // measured: a panel's sums are read and written once for so many keys
-constexpr float LEAST = -3e38f;      // no score is less but that of a key that a row may not see, which is -inf
+constexpr int64_t BLOCK_KEYS = 192;  // measured; a panel's sums are read and written once per block
+constexpr float LEAST = -3e38f;      // below every score except that of a masked key, -inf
 
 void cap(float* scores, int64_t count, float softcap) {
   int64_t i = 0;
@@ -19,17 +19,17 @@ void cap(float* scores, int64_t count, float softcap) {
   for (; i < count; i++) scores[i] = softcap * tanh(scores[i] / softcap);
 }
 
-// ---- single rows: the lanes of scores are keys, those of sums the numbers of a value ----
+// ---- single rows: scores have keys as lanes, sums have the elements of a value as lanes ----
 
-constexpr int MAX_QUERIES = 4;             // that share a key head, and whose sums stay in registers
-constexpr int MANY_KEYS = 2 * LANES;  // the sums of two vectors of keys do not wait for each other
+constexpr int MAX_QUERIES = 4;             // query heads of one key head whose sums stay in registers
+constexpr int MANY_KEYS = 2 * LANES;  // two vectors of keys, whose sums are independent
 constexpr int MANY_VALUES = 8;
 
 struct RowScratch {
   float *queries, *scores, *block, *sums;  // (MAX_QUERIES, key_dim, BLOCK_KEYS, value_dim, value_dim)
 };
 
-// Where some keys or values lie; beyond the last slot, it again. Those after them are fetched.
+// Get pointers to COUNT keys or values, repeating the last one if there are fewer; prefetch the next COUNT.
 template <int COUNT>
 void find(const float* start, int64_t stride, const int32_t* slots, int64_t first, int64_t size, int64_t dim,
           const float** places) {
@@ -40,7 +40,7 @@ void find(const float* start, int64_t stride, const int32_t* slots, int64_t firs
   }
 }
 
-// The scores of NUM vectors of keys for QUERIES queries, each sum over the numbers in their order.
+// Compute scores of NUM vectors of keys for QUERIES queries; each sum runs over the elements in order.
 template <int QUERIES, int NUM>
 void score(const float* queries, int64_t dim, const float* const* keys, float* scores) {
   Floats sums[QUERIES][NUM] = {};
@@ -68,7 +68,7 @@ void score(const float* queries, int64_t dim, const float* const* keys, float* s
     for (int group = 0; group < NUM; group++) store(scores + BLOCK_KEYS * query + LANES * group, sums[query][group]);
 }
 
-// Add COUNT weighted values to the sums of QUERIES queries, value after value.
+// Add COUNT weighted values to the sums of QUERIES queries, in order.
 template <int QUERIES, int COUNT>
 void weigh(const float* weights, const float* const* values, int64_t dim, float* sums) {
   int64_t number = 0;
@@ -89,7 +89,7 @@ void weigh(const float* weights, const float* const* values, int64_t dim, float*
             fma(weights[BLOCK_KEYS * query + key], values[key][number], sums[dim * query + number]);
 }
 
-// Put exponentials in the place of a query's scores; gives what earlier blocks' sums are multiplied by.
+// Replace a query's scores by their exponentials; return the factor for the sums of earlier blocks.
 float soften(float* scores, int64_t count, float& largest) {
   const float before = largest;
   for (int64_t key = 0; key < count; key++) largest = scores[key] > largest ? scores[key] : largest;
@@ -103,7 +103,7 @@ float soften(float* scores, int64_t count, float& largest) {
   return exponential(before - reference);
 }
 
-// One row of QUERIES heads that share a key head.
+// Compute attention of one row for QUERIES query heads of one key head.
 template <int QUERIES>
 void attend_row(const AttentionArgs& args, int64_t number, int64_t kv_head, int64_t first_head, const RowScratch& own) {
   const int64_t key_dim = args.key_dim, dim = args.value_dim, length = args.lengths[number];
@@ -138,7 +138,7 @@ void attend_row(const AttentionArgs& args, int64_t number, int64_t kv_head, int6
       factors[query] = soften(scores, count, largest[query]);
       totals[query] *= factors[query];
     }
-    for (int64_t key = 0; key < count; key++)  // sums of several queries do not wait for each other
+    for (int64_t key = 0; key < count; key++)  // inner loop over queries, whose sums are independent
       for (int query = 0; query < QUERIES; query++) totals[query] += own.scores[BLOCK_KEYS * query + key];
     std::fill(own.block, own.block + QUERIES * dim, 0.0f);
     int64_t key = 0;
@@ -168,11 +168,11 @@ void attend_queries(const AttentionArgs& args, int64_t number, int64_t kv_head, 
   attend_row<MOST>(args, number, kv_head, first_head, own);
 }
 
-// ---- chunks: the lanes of scores and sums are query rows, in panels ----
+// ---- chunks: scores and sums have query rows as lanes, in panels ----
 
-constexpr int64_t MAX_LANES = 4 * PANEL;  // of an item: query rows that share a block of keys
+constexpr int64_t MAX_LANES = 4 * PANEL;  // per item: query rows that share a block of keys
 
-struct Panel {  // of query rows of one key head, and what it has come to
+struct Panel {  // query rows of one key head, and their running results
   const float* queries;  // (width, PANEL), scaled
   const int32_t* positions;
   float* largest;
@@ -180,10 +180,10 @@ struct Panel {  // of query rows of one key head, and what it has come to
   float* sums;  // (dims, PANEL)
 };
 
-struct Block {  // of keys and values, copied together
+struct Block {  // keys and values, copied to contiguous memory
   int64_t first, size;
   const float *keys, *values;  // (BLOCK_KEYS, width) and (BLOCK_KEYS, dims)
-  bool is_finite;              // all of the values
+  bool is_finite;              // True if all values are finite
 };
 
 bool is_finite(const float* x, int64_t size) {
@@ -192,7 +192,7 @@ bool is_finite(const float* x, int64_t size) {
   return largest < 0x7F800000;
 }
 
-// Put exponentials in the place of scores, (num_keys, PANEL), lane by lane; whether one of `factors` is not 1.
+// Replace scores, (num_keys, PANEL), by their exponentials, per lane; return true if any of `factors` is not 1.
 bool soften_lanes(float* scores, int64_t num_keys, const Panel& panel, float* factors) {
   bool is_scaled = false;
   for (int j = 0; j < PANEL; j += LANES) {
@@ -218,18 +218,18 @@ bool soften_lanes(float* scores, int64_t num_keys, const Panel& panel, float* fa
   return is_scaled;
 }
 
-// Whether the row at a position sees a key.
+// True if the row at a position attends to a key.
 bool sees(int64_t position, int64_t key, int64_t window) { return position >= key && position - key < window; }
 
-// -inf for the keys that a lane's row may not see.
+// Set the scores of keys that a lane's row does not attend to to -inf.
 void hide(float* scores, int64_t num_keys, int64_t first_key, const int32_t* positions, int64_t window) {
   for (int64_t key = 0; key < num_keys; key++)
     for (int lane = 0; lane < PANEL; lane++)
       if (!sees(positions[lane], first_key + key, window)) scores[PANEL * key + lane] = -INFINITE;
 }
 
-// Add the weighted values of the keys that each lane sees: for values that are not finite, of which a weight of 0
-// makes no 0.
+// Add the weighted values of the keys that each lane attends to. Used if values are not finite, since 0 * NaN and
+// 0 * inf are not 0.
 void weigh_seen(const float* scores, const float* values, int64_t num_keys, int64_t first_key, const Panel& panel,
                 int64_t dims, int64_t window) {
   for (int64_t number = 0; number < dims; number++)
@@ -242,10 +242,10 @@ void weigh_seen(const float* scores, const float* values, int64_t num_keys, int6
     }
 }
 
-// Add to a panel's sums what it takes of a block of keys.
+// Add the attention over a block of keys to a panel's sums.
 void attend_block(const AttentionArgs& args, const Block& block, const Panel& panel, int64_t width, int64_t dims,
                   float* scores, float* factors) {
-  // What none of its rows sees is left out at both ends: a hidden key would add exact zeros.
+  // Skip keys at both ends that no row attends to; they would add exact zeros.
   const int64_t first_row = panel.positions[0], last_row = panel.positions[PANEL - 1];
   const int64_t skipped = std::max<int64_t>(0, first_row + 1 - args.window - block.first) / GROUP * GROUP;
   const int64_t num_keys = std::min(block.size, last_row + 1 - block.first) - skipped;
@@ -308,12 +308,12 @@ EXPORT void logprobe_attend_chunk(void* pointer) {
   std::fill(keys, keys + BLOCK_KEYS * width, 0.0f);
   std::fill(values, values + BLOCK_KEYS * dims, 0.0f);
   for (int64_t item; (item = take(args.work)) >= 0;) {
-    // The last rows see the most: they go first, so that no thread is left with them at the end.
+    // The last rows have the longest contexts, so they go first, to balance the threads' load.
     const int64_t head = item % args.kv_heads;
     const int64_t first = (args.num_blocks - 1 - item / args.kv_heads) * args.item_lanes;
     const int64_t count = std::min(args.item_lanes, args.num_rows * groups - first);
     const int64_t num_lanes = round_up(count, PANEL);
-    for (int64_t lane = 0; lane < num_lanes; lane++) {  // beyond the last row stand copies of it
+    for (int64_t lane = 0; lane < num_lanes; lane++) {  // padding lanes are copies of the last row
       const int64_t place = first + std::min(lane, count - 1), row = place / groups;
       const int64_t query_head = head * groups + place % groups;
       const float* x = args.query + args.query_row * row + args.query_head * query_head;

@@ -1,4 +1,4 @@
-// What all kernels share: how their work is taken, and where their scratch lies.
+// Shared by all kernels: taking work items, and per-thread scratch memory.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ extern "C" {
 
 namespace logprobe {
 
-// The next item that no thread has taken, or -1. Releases what the thread wrote before: see run_stages.
+// Take the next item; return -1 if all are taken. Publishes the thread's earlier writes (see run_stages).
 inline int64_t take(Work& work) {
   const int64_t item = __atomic_fetch_add(&work.next, 1, __ATOMIC_ACQ_REL);
   return item < work.num_items ? item : -1;
@@ -26,12 +26,12 @@ inline int64_t take(Work& work) {
 constexpr int64_t ceil_div(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 constexpr int64_t round_up(int64_t size, int64_t step) { return ceil_div(size, step) * step; }
 
-// Memory of one thread that a kernel uses while it runs, kept for the next one.
+// Scratch memory of one thread, kept from one kernel to the next.
 class Scratch {
  public:
   ~Scratch() { release(); }
 
-  // Begin anew, with room for so many bytes in arrays that each begin with a cache line.
+  // Start over with room for `num_bytes` bytes in `num_arrays` arrays, each aligned to a cache line.
   void reserve(size_t num_bytes, int num_arrays) {
     const size_t wanted = round_up(num_bytes, 64) + 64 * num_arrays;
     if (wanted > size_) {

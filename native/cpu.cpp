@@ -1,4 +1,4 @@
-// Compiled for any processor of the architecture: whether this one has the variant's instructions.
+// Detects whether this processor has the variant's instructions; compiled for any processor of the architecture.
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -14,13 +14,13 @@
 #if defined(__x86_64__)
 namespace {
 
-// Asked of the processor itself: the answers of zig's __builtin_cpu_supports are empty.
+// Uses cpuid, because zig's __builtin_cpu_supports always returns false.
 bool has_instructions() {
   unsigned eax, ebx, ecx, edx;
   constexpr unsigned FMA = 1u << 12, MOVBE = 1u << 22, OSXSAVE = 1u << 27, AVX = 1u << 28, F16C = 1u << 29;
   constexpr unsigned WANTED = FMA | MOVBE | OSXSAVE | AVX | F16C;
   if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || (ecx & WANTED) != WANTED) return false;
-  unsigned saved, high;  // registers that the system keeps for a thread
+  unsigned saved, high;  // register sets that the system saves on a context switch
   asm volatile("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
   if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
   constexpr unsigned BMI1 = 1u << 3, AVX2 = 1u << 5, BMI2 = 1u << 8;

@@ -1,8 +1,8 @@
-// Drawing one token a row from its logits: temperature, top-k, top-p, min-p.
+// Draw one token per row from its logits: temperature, top-k, top-p, min-p.
 //
-// A row's token depends on the row and its uniform number alone. Truncation sorts nothing but the tokens of one
-// bin: weights are summed and counted by how far their logit lies below the maximum, the bin in which top-k or
-// top-p ends is found from the sums, and only its tokens are put in order.
+// A row's token depends only on the row and its uniform number. Truncation does not sort the whole row: tokens are
+// binned by the distance of their logit from the maximum, the counts and weights of the bins show in which bin top-k
+// or top-p ends, and only that bin is sorted.
 #include <vector>
 
 #include "common.hpp"
@@ -12,10 +12,10 @@ namespace logprobe {
 namespace {
 
 constexpr int64_t BLOCK = 1024;
-constexpr float BINS_PER_UNIT = 32;           // of (maximum - logit) / temperature
-constexpr int64_t NUM_BINS = 87 * 32 + 1;  // the last one takes all that weighs next to nothing
+constexpr float BINS_PER_UNIT = 32;           // per unit of (maximum - logit) / temperature
+constexpr int64_t NUM_BINS = 87 * 32 + 1;  // the last bin holds all tokens of negligible weight
 
-struct Cut {  // the last token kept, by descending logit and ascending id; -inf: all
+struct Cut {  // the last token kept, by descending logit and ascending id; -inf: all are kept
   float logit = -INFINITE;
   int64_t id = 0;
 };
@@ -33,7 +33,7 @@ struct Row {
   int64_t bin(float value) const { return -static_cast<int64_t>(scaled(value) * BINS_PER_UNIT); }
 };
 
-// The largest value (NaN where one is NaN) and the first place that holds it.
+// Return the largest value, or NaN if any is NaN; `place` is its first index.
 float maximum(const float* values, int64_t size, int64_t& place) {
   float best = -INFINITE;
   place = 0;
@@ -60,14 +60,14 @@ Cut cut_of(const Row& row, float top_k, float top_p) {
   std::vector<double> mass(NUM_BINS);
   std::vector<int64_t> count(NUM_BINS);
   for (int64_t id = 0; id < row.size; id++)
-    if (row.values[id] > -INFINITE) {  // a token that is masked out is in no bin
+    if (row.values[id] > -INFINITE) {  // masked tokens are in no bin
       const float d = row.scaled(row.values[id]);
       const int64_t bin = -static_cast<int64_t>(d * BINS_PER_UNIT);
       mass[bin] += exponential(d);
       count[bin]++;
     }
   int64_t number = top_k > 0 ? std::min<int64_t>(row.size, static_cast<int64_t>(top_k)) : row.size;
-  int64_t bin = 0, last = 0;  // where the first `number` tokens end
+  int64_t bin = 0, last = 0;  // `bin`: the one that holds the last of the first `number` tokens
   for (; bin < NUM_BINS && (count[bin] == 0 || number > count[bin]); bin++)
     if (count[bin] > 0) number -= count[bin], last = bin;
   if (bin == NUM_BINS) bin = last, number = count[last];
@@ -96,7 +96,7 @@ Cut cut_of(const Row& row, float top_k, float top_p) {
   return {row.values[ids[number - 1]], ids[number - 1]};
 }
 
-// The weight of what is kept of one block; tokens at the cut count up to the cut's id.
+// Return the weight of a block's kept tokens; of those at the cut's logit, only ids up to the cut's are kept.
 double block_mass(const Row& row, int64_t start, const Cut& cut) {
   const float* values = row.values + start;
   const float best = row.best, temperature = row.temperature, limit = cut.logit;
@@ -114,7 +114,7 @@ double block_mass(const Row& row, int64_t start, const Cut& cut) {
   return total;
 }
 
-// The kept token at which the cumulative weight, in order of ids, passes `uniform` of the whole.
+// Return the kept token at which the cumulative weight, in order of ids, exceeds `uniform` times the total.
 int64_t pick(const Row& row, const Cut& cut, double uniform) {
   const int64_t num_blocks = ceil_div(row.size, BLOCK);
   std::vector<double> sums(num_blocks);
@@ -122,7 +122,7 @@ int64_t pick(const Row& row, const Cut& cut, double uniform) {
   for (int64_t block = 0; block < num_blocks; block++) left += sums[block] = block_mass(row, block * BLOCK, cut);
   left *= uniform;
   int64_t block = 0, last = num_blocks - 1;
-  while (last > 0 && sums[last] == 0) last--;  // rounding must not carry the search past all weight
+  while (last > 0 && sums[last] == 0) last--;  // rounding must not move the search past the last block with weight
   for (; block < last && left >= sums[block]; block++) left -= sums[block];
   int64_t chosen = -1;
   for (int64_t id = block * BLOCK; id < std::min(row.size, (block + 1) * BLOCK); id++) {

@@ -1,7 +1,7 @@
 // Log-probabilities of rows of logits in one pass: log-normaliser, chosen token, top-k, ranks, given ids.
 //
-// The k-th largest maximum of k or more groups of values bounds the k-th largest value from below: each of k
-// groups holds a value that is at least as large. Only blocks whose maximum reaches the bound are read again.
+// The k-th largest of the maxima of k or more groups is a lower bound of the k-th largest value, because k groups
+// hold a value that is at least as large. Only blocks whose maximum reaches the bound are read again.
 #include <functional>
 #include <numeric>
 
@@ -11,14 +11,14 @@
 namespace logprobe {
 namespace {
 
-constexpr int64_t BLOCK = 1024;  // values that stay in the first-level cache between the passes over them
-constexpr int GROUPS = 64;       // of a block at most: group i holds every 64th value from i on
+constexpr int64_t BLOCK = 1024;  // values that stay in the L1 cache between the passes over them
+constexpr int GROUPS = 64;       // maximum per block; group i holds every 64th value from i on
 constexpr int MIN_GROUPS = 2;
-constexpr int64_t FEW_GIVEN = 4;     // up to which counting for each costs less than sorting the largest values
-constexpr int64_t MANY_GIVEN = 128;  // from which sorting the row costs less than a pass for each
-constexpr int64_t FEW_PAIRS = 48;    // below it, insertion sorts faster than counting
+constexpr int64_t FEW_GIVEN = 4;     // up to this many, a count for each is faster than sorting the largest values
+constexpr int64_t MANY_GIVEN = 128;  // above this many, sorting the row is faster than a pass for each
+constexpr int64_t FEW_PAIRS = 48;    // up to this many, insertion sort is faster than radix sort
 
-// Smaller for a greater float, and equal for -0.0 and 0.0.
+// A key that is smaller for a larger float, and equal for -0.0 and 0.0.
 uint32_t descending_key(float value) {
   const uint32_t bits = float_to_bits(value + 0.0f);
   return ~(bits & 0x80000000u ? ~bits : bits | 0x80000000u);
@@ -31,7 +31,7 @@ struct Pairs {
   int64_t size;
 };
 
-// Sort pairs whose ids ascend; the result is in one of the two arrays.
+// Sort pairs whose ids are in ascending order; the result is in one of the two arrays.
 Pairs sorted(uint64_t* pairs, int64_t size, uint64_t* other) {
   if (size <= FEW_PAIRS) {
     for (int64_t end = 1; end < size; end++) {
@@ -42,7 +42,7 @@ Pairs sorted(uint64_t* pairs, int64_t size, uint64_t* other) {
     }
     return {pairs, size};
   }
-  int64_t counts[4][256] = {};  // by digits of the key, the least first; stable, so that ids need no pass
+  int64_t counts[4][256] = {};  // radix sort by the key's bytes, lowest first; stable, so that ids need no pass
   for (int64_t i = 0; i < size; i++)
     for (int digit = 0; digit < 4; digit++) counts[digit][pairs[i] >> (32 + 8 * digit) & 255]++;
   for (int digit = 0; digit < 4; digit++) {
@@ -67,7 +67,7 @@ struct Row {
   float* block_maxima;  // (num_blocks,)
   int64_t num_blocks, num_groups;
   uint64_t *pairs, *other_pairs;
-  Pairs whole;  // the row's pairs, sorted; or none
+  Pairs whole;  // the row's sorted pairs; empty if not sorted
 
   int64_t block_end(int64_t block) const { return std::min(size, (block + 1) * BLOCK); }
   int64_t num_maxima() const { return num_blocks * num_groups; }
@@ -81,7 +81,7 @@ struct Row {
   }
 };
 
-// The maxima of a block's groups; adds to `counts` how many of its values are greater than `bound`.
+// Compute the maxima of a block's groups; add the number of its values greater than `bound` to `counts`.
 void maxima_of(const float* values, float bound, float* maxima, int64_t num_groups, Ints (&counts)[2]) {
   constexpr int NUM = GROUPS / LANES;
   Floats greatest[NUM];
@@ -104,7 +104,7 @@ void maxima_of(const float* values, float bound, float* maxima, int64_t num_grou
   std::memcpy(maxima, all, sizeof(float) * num_groups);
 }
 
-struct Sums {  // of a row: the greatest value m; of e**d and d * e**d for d = x - m; how many values exceed one
+struct Sums {  // of a row: largest value m, sums of e**d and d * e**d for d = x - m, values above the chosen one
   float greatest;
   double total, products;
   int64_t num_greater;
@@ -112,7 +112,7 @@ struct Sums {  // of a row: the greatest value m; of e**d and d * e**d for d = x
 
 Sums one_pass(Row& row, float chosen, bool with_products) {
   Sums sums{-INFINITE, 0, 0, 0};
-  Ints counts[2] = {};  // two, which do not wait for each other
+  Ints counts[2] = {};  // two independent counters
   alignas(64) float padded[BLOCK];
   for (int64_t block = 0; block < row.num_blocks; block++) {
     const float* values = row.values + block * BLOCK;
@@ -133,7 +133,7 @@ Sums one_pass(Row& row, float chosen, bool with_products) {
       sums.greatest = greatest;
     }
     for (int64_t place = 0; place < BLOCK; place += LINE / 4) prefetch(values + BLOCK + place);
-    // While all is -inf there is nothing to add, but a NaN must stay.
+    // As long as all values are -inf, add nothing (weight 0), but keep a NaN.
     const bool is_known = sums.greatest > -INFINITE;
     const float reference = is_known ? sums.greatest : 0.0f, weight = is_known ? 1.0f : 0.0f;
     if (with_products) {
@@ -155,7 +155,7 @@ Sums one_pass(Row& row, float chosen, bool with_products) {
   return sums;
 }
 
-// The sum of (d - mean)**2 * e**d: about the mean, as E[d**2] - E[d]**2 would cancel.
+// Sum (d - mean)**2 * e**d in a second pass, since E[d**2] - E[d]**2 would cancel.
 double squares_of(const Row& row, float greatest, float mean) {
   double squares = 0;
   for (int64_t start = 0; start < row.size; start += BLOCK)
@@ -166,7 +166,7 @@ double squares_of(const Row& row, float greatest, float mean) {
   return squares;
 }
 
-// Fill `pairs` with all values above `bound`, `ties` with the first ids of values equal to it; how many are greater.
+// Fill `pairs` with the values above `bound`, `ties` with the first ids equal to it; return the number of pairs.
 int64_t collect(const Row& row, float bound, int32_t* ties, int64_t max_ties) {
   int64_t num_greater = 0, num_ties = 0;
   for (int64_t block = 0; block < row.num_blocks; block++) {
@@ -195,7 +195,7 @@ void sort_row(Row& row) {
   row.whole = sorted(row.pairs, row.size, row.other_pairs);
 }
 
-// The ids of the k largest values, in order.
+// Write the ids of the k largest values, in order.
 void top_ids(const Row& row, int32_t* ids, int64_t k) {
   if (k == 0) return;
   Pairs ordered = row.whole;
@@ -212,7 +212,7 @@ int64_t num_before(Pairs ordered, uint32_t key) {
   return std::lower_bound(ordered.start, ordered.start + ordered.size, uint64_t{key} << 32) - ordered.start;
 }
 
-// Log-probabilities and ranks of given ids. Likely ones are found among the largest values, sorted for them.
+// Write log-probabilities and ranks of given ids. Ranks of likely ids are looked up in the sorted largest values.
 void given(const ExtractArgs& args, const Row& row, int64_t first, int64_t last, double lse) {
   for (int64_t entry = first; entry < last; entry++) {
     args.given_logprobs[entry] = float(double(row.values[args.given_ids[entry]]) - lse);
@@ -306,7 +306,7 @@ EXPORT void logprobe_extract(void* pointer) {
   row.group_maxima = scratch.array<float>(num_blocks * GROUPS);
   row.block_maxima = scratch.array<float>(num_blocks);
   row.pairs = scratch.array<uint64_t>(size);
-  row.other_pairs = scratch.array<uint64_t>(size + GROUPS);  // also the copy of the maxima of a small row
+  row.other_pairs = scratch.array<uint64_t>(size + GROUPS);  // also holds a copy of a small row's maxima
   for (int64_t item; (item = take(args.work)) >= 0;) {
     const auto* logits = static_cast<const uint8_t*>(args.logits) + item * args.logits_row * (args.kind ? 2 : 4);
     const auto* halves = reinterpret_cast<const uint16_t*>(logits);

@@ -1,4 +1,4 @@
-// Activations of feed-forward layers, one number or one vector of them at a time.
+// Activations of feed-forward layers, for a number or a vector.
 #pragma once
 
 #include "vector.hpp"
@@ -10,7 +10,7 @@ enum Activation : int64_t { NONE, SILU, GELU_TANH, GELU, RELU, RELU2 };
 template <typename T>
 INLINE T sigmoid(T x) {
   const T zero = T{}, one = 1.0f - zero;
-  const T e = exponential(x < zero ? x : -x);  // of a NaN: NaN
+  const T e = exponential(x < zero ? x : -x);  // NaN for NaN
   return (x >= zero ? one : e) / (one + e);
 }
 
@@ -33,7 +33,7 @@ INLINE T gated(T gate, T value) {
     return gate * sigmoid(slope * (gate + cube * gate * gate * gate)) * value;
   }
   if constexpr (activation == GELU) return gelu(gate) * value;
-  const T positive = gate < zero ? zero : gate;  // a NaN stays
+  const T positive = gate < zero ? zero : gate;  // NaN stays NaN
   if constexpr (activation == RELU) return positive * value;
   return positive * gate * value;
 }
@@ -46,7 +46,7 @@ INLINE void gate_all(float* gates, const float* values, int64_t size) {
   for (; i < size; i++) gates[i] = gated<activation>(gates[i], values ? values[i] : 1.0f);
 }
 
-// Put activation(gate) * value in each gate's place; without values, activation(gate).
+// Replace each gate by activation(gate) * value, or by activation(gate) without values.
 INLINE void gate_row(float* gates, const float* values, int64_t size, Activation activation) {
   switch (activation) {
     case SILU: return gate_all<SILU>(gates, values, size);

@@ -1,16 +1,16 @@
-// What the library exports, and the arguments of its kernels. Python reads this file (logprobe/kernels/native.py,
-// by cffi): declarations of C alone, all of their words in one file.
+// Exported functions of the library, and the arguments of its kernels. Python reads this file with cffi
+// (logprobe/kernels/native.py), so it must be self-contained and only hold C declarations.
 #pragma once
 #include <stdint.h>
 
 enum { MAX_GROUPS = 11 };
 
-// `x_row` and `x_head` of an array `x` are the numbers from one row, or head, to the next.
+// `x_row` and `x_head` are the strides of an array `x` from one row, or head, to the next, in elements.
 
-// The beginning of every kernel's arguments. Its items are taken one after another by whichever thread is free.
+// First field of every kernel's arguments. Free threads take its items one after another.
 typedef struct {
-  int64_t next;               // the first item that no thread has taken
-  int64_t taken[MAX_GROUPS];  // items of each group of blocks of rows, which threads keep to (products)
+  int64_t next;               // first item that no thread has taken
+  int64_t taken[MAX_GROUPS];  // products: items taken per group of row blocks; threads keep to their group
   int64_t num_items;
 } Work;
 
@@ -19,14 +19,14 @@ typedef struct {
   const float *x;  // (num_rows, width)
   const uint8_t *weights;
   const float *bias;               // (num_outputs,), or null
-  const uint8_t *value_weights;    // a second product u; the first is its gate g: activation(g) * u; or null
+  const uint8_t *value_weights;    // of a second product u, gated by the first, g: activation(g) * u; or null
   const float *value_bias;         // or null
   const float *residual;           // (num_rows, num_outputs) to add; or null
   float *out;                      // (num_rows, num_outputs)
   int64_t x_row, residual_row, out_row;
-  int64_t num_rows, width, num_inputs, num_outputs;  // num_inputs: width filled up to whole blocks
+  int64_t num_rows, width, num_inputs, num_outputs;  // num_inputs: width rounded up to whole blocks
   int64_t panel_bytes, item_panels, block_rows, form, activation;
-  double factor;  // of all that before the residual is added
+  double factor;  // multiplies the result before the residual is added
 } ProductArgs;
 
 typedef struct {
@@ -34,7 +34,7 @@ typedef struct {
   const float *x;  // (num_rows, parts * width)
   const float *weight;    // (width,)
   const float *bias;      // (width,), or null
-  const float *residual;  // laid out as `out`, or null
+  const float *residual;  // same layout as `out`, or null
   float *out;
   int64_t x_row, out_row, width, parts, num_rows, block_rows, is_centred;
   double epsilon;
@@ -75,11 +75,11 @@ typedef struct {
   int64_t query_row, query_head, keys_row, keys_head, values_row, values_head, out_row, out_head;
   int64_t heads, kv_heads, key_dim, value_dim, window;
   double scale, softcap;  // softcap 0: none
-  // Of single rows (attend_rows), (num_rows,) each: row of query and out, its context in `slots`.
+  // attend_rows, (num_rows,) each: row of query and out, and its context in `slots`.
   const int32_t *rows, *begins, *lengths;
   const int32_t *slots;
-  int64_t parts;  // of the key/value heads, an item each: 1, or as many as there are heads
-  // Of a chunk (attend_chunk), whose rows are the last ones of its context.
+  int64_t parts;  // work items per row: 1, or one per key/value head
+  // attend_chunk: the rows are the last positions of the context.
   const int64_t *chunk_slots;  // (context,)
   int64_t num_rows, context, num_blocks, item_lanes;
 } AttentionArgs;
@@ -104,7 +104,7 @@ typedef struct {
 
 typedef struct {
   Work work;
-  float *factors;  // one at the beginning of a cache line for each item
+  float *factors;  // one per item, each at the start of a cache line
   int64_t num_turns;
 } PeakArgs;
 
@@ -120,7 +120,7 @@ typedef struct {
   uint8_t *is_valid;
 } DrawArgs;
 
-// A kernel runs items until all are taken; several threads call it with the same arguments.
+// Kernels: run items until all are taken; several threads call one with the same arguments.
 void logprobe_attend_chunk(void *args);
 void logprobe_attend_rows(void *args);
 void logprobe_draw(void *args);
@@ -135,12 +135,12 @@ void logprobe_store(void *args);
 typedef struct {
   void (*kernel)(void *args);
   void *args;
-  int64_t num_inside;  // threads that run it now
+  int64_t num_inside;  // threads that run it at present
 } Stage;
 
-// Run stages one after another on so many threads; 0, or -1 where memory was lacking.
+// Run the stages in order on up to `num_threads` threads; return 0, or -1 if memory cannot be allocated.
 int logprobe_run(Stage *stages, int64_t num_stages, int64_t num_threads);
 
-int logprobe_can_run(void);              // whether this processor has the variant's instructions
-const char *logprobe_compiler(void);     // name and version of what compiled it
-int64_t logprobe_num_lanes(void);        // float32 numbers of a register
+int logprobe_can_run(void);              // 1 if this processor has the variant's instructions, else 0
+const char *logprobe_compiler(void);     // name and version of the compiler
+int64_t logprobe_num_lanes(void);        // float32 lanes of a vector register

@@ -1,4 +1,4 @@
-// Norms, rotary position embedding, gates, and the store of keys and values.
+// Norms, rotary embedding, gated activations, and the KV cache store.
 #include "common.hpp"
 #include "gates.hpp"
 
@@ -16,7 +16,7 @@ void norm(const NormArgs& args, const float* x, const float* residual, float* ou
   const int64_t width = args.width;
   const float mean =
       args.is_centred ? sum_of(x, width, [](auto a) { return a; }) / static_cast<float>(width) : 0.0f;
-  // About the mean, in a second pass: a sum of squares less the mean's square would lose digits.
+  // A second pass about the mean: E[x**2] - E[x]**2 would lose precision.
   const float squares = sum_of(x, width, [mean](auto a) { return (a - mean) * (a - mean); });
   const double variance = squares / static_cast<float>(width) + static_cast<float>(args.epsilon);
   const auto factor = static_cast<float>(1 / std::sqrt(variance));

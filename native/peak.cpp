@@ -1,4 +1,4 @@
-// The multiply-adds that a processor does at most: in registers, no memory read. For benchmarks alone.
+// Peak rate of multiply-adds in registers, without memory access; only for benchmarks.
 #include "common.hpp"
 #include "vector.hpp"
 
@@ -6,11 +6,11 @@ EXPORT int64_t logprobe_num_lanes() { return logprobe::LANES; }
 
 EXPORT void logprobe_peak(void* pointer) {
   using namespace logprobe;
-  constexpr int SUMS = 12;  // more than are in flight, and all in registers
+  constexpr int SUMS = 12;  // enough to fill the pipeline, and few enough for the registers
   auto& args = *static_cast<PeakArgs*>(pointer);
   for (int64_t item; (item = take(args.work)) >= 0;) {
     float* place = args.factors + LINE / 4 * item;
-    const Floats factor = broadcast(*place);  // not known when it is compiled, so that nothing is worked out then
+    const Floats factor = broadcast(*place);  // unknown at compile time, so that nothing is folded
     Floats sums[SUMS];
     for (int i = 0; i < SUMS; i++) sums[i] = factor * static_cast<float>(i);
     for (int64_t turn = 0; turn < args.num_turns; turn++)

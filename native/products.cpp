@@ -1,8 +1,8 @@
-// Linear layers: rows of activations times weights in panels, with what follows on the way out.
+// Linear layers: rows of activations times weights in panels, with a fused epilogue.
 //
-// An item is some panels of a block of rows. For a few rows, weights are widened where they are used; for more,
-// a piece of a panel at a time into the first-level cache, for all rows of the block to read. Threads keep to
-// blocks of their own while there are any, so that each packs its rows once and finds them in its own cache.
+// A work item is some panels of a block of rows. With few rows, weights are converted to float32 in registers; with
+// more, one piece of a panel at a time is converted into the L1 cache, for all rows of the block to read. Each thread
+// stays on its own blocks while any are left, so that it packs their rows once and finds them in its cache.
 #include "common.hpp"
 #include "gates.hpp"
 #include "tiles.hpp"
@@ -10,10 +10,10 @@
 namespace logprobe {
 namespace {
 
-constexpr int PIECE = 96;  // inputs of a panel that stay in the first-level cache beside the rows
+constexpr int PIECE = 96;  // inputs of a panel that fit in the L1 cache together with the rows
 constexpr int DIRECT_ROWS = LANES == 8 ? 4 : 8;  // measured
 
-struct Block {  // of rows, packed piece by piece: a row's inputs of one piece lie together
+struct Block {  // rows, packed piece by piece: a row's inputs of one piece are contiguous
   int64_t first, num_rows;
   const float* packed;
 
@@ -29,8 +29,8 @@ void pack_rows(const ProductArgs& args, int64_t first, int64_t num_rows, float* 
     }
 }
 
-// The next item of the thread's own group of blocks (-1: none yet), or of the one that has most left. As many
-// items as tickets are given out, so that whoever has a ticket finds one.
+// Return the next item of the thread's own group of blocks (-1: none yet), or of the group with the most items left.
+// There are as many items as tickets, so a thread with a ticket always finds one.
 int64_t own_item(ProductArgs& args, int64_t ticket, int64_t& group) {
   const int64_t items = ceil_div(ceil_div(args.num_outputs, PANEL), args.item_panels);
   const int64_t num_blocks = args.work.num_items / items;
@@ -75,7 +75,7 @@ void prefetch_targets(const ProductArgs& args, int64_t first, int64_t num_rows, 
     }
 }
 
-// Few rows: weights are widened in registers.
+// Few rows: convert weights in registers.
 template <Form form>
 void multiply_directly(const ProductArgs& args, const Block& block, const uint8_t* panel, float* products) {
   for (int64_t start = 0; start < args.num_inputs; start += PIECE) {
@@ -86,8 +86,8 @@ void multiply_directly(const ProductArgs& args, const Block& block, const uint8_
   }
 }
 
-// Many rows: a piece is widened for all of them. Memory is read only then: what comes next is asked for between
-// the tiles.
+// Many rows: convert each piece once for all of them. Only the conversion reads memory, so the next piece is
+// prefetched between tiles.
 template <Form form>
 void multiply_pieces(const ProductArgs& args, const Block& block, int64_t number, const uint8_t* panel,
                      float* piece, float* products) {
@@ -101,7 +101,7 @@ void multiply_pieces(const ProductArgs& args, const Block& block, int64_t number
     for (int64_t row = 0; row < block.num_rows; row += ROWS) {
       const int64_t some = std::min<int64_t>(ROWS, block.num_rows - row);
       for (int64_t place = row * PIECE_BYTES; place < (row + some) * PIECE_BYTES; place += block.num_rows * LINE)
-        prefetch<2>(source + PIECE_BYTES + place / block.num_rows);  // not to the first cache: this piece fills it
+        prefetch<2>(source + PIECE_BYTES + place / block.num_rows);  // not into L1, which this piece fills
       if (start + PIECE >= args.num_inputs) prefetch_targets(args, block.first + row, some, PANEL * number);
       const RowsOf x{block.piece(start) + PIECE * row, PIECE};
       multiply_rows<Form::FLOAT32, ROWS, RUN>(some, weights, count, x, products + PANEL * row);
@@ -109,7 +109,7 @@ void multiply_pieces(const ProductArgs& args, const Block& block, int64_t number
   }
 }
 
-// Bias, gate, factor and residual of a panel's outputs, and where they belong.
+// Apply bias, gate, factor and residual to a panel's outputs, and write them to `out`.
 void finish_panel(const ProductArgs& args, const Block& block, int64_t output, float* products, float* values) {
   const int64_t count = std::min<int64_t>(PANEL, args.num_outputs - output);
   for (int64_t place = 0; place < block.num_rows; place++) {
@@ -134,7 +134,7 @@ void finish_panel(const ProductArgs& args, const Block& block, int64_t output, f
 
 template <Form form>
 void multiply(ProductArgs& args) {
-  if (args.num_rows == 0) return;  // a tile has one row at least
+  if (args.num_rows == 0) return;  // a tile needs at least one row
   const int64_t num_panels = ceil_div(args.num_outputs, PANEL);
   const int64_t items = ceil_div(num_panels, args.item_panels);
   const int64_t rows = std::min(args.block_rows, args.num_rows), padded = round_up(args.num_inputs, PIECE);

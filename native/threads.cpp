@@ -1,9 +1,9 @@
-// The threads of kernels: one pool in a process, whose threads spin for a while and then sleep. A caller's job is
-// run by the caller and by whichever threads of the pool come in time: it has ended when its work is taken and
-// nobody is inside. A thread that the system has put aside is waited for only where it may hold work. While one
-// caller has the pool, others run their jobs alone.
+// The thread pool that runs kernels: one per process. Idle threads spin for a while and then sleep. A job is run by
+// its caller and by the pool threads that join in time; it is done once all work is taken and no thread is inside.
+// So a thread that the system has descheduled is waited for only if it may hold work. While one caller uses the
+// pool, other callers run their jobs on their own thread.
 #if defined(_WIN32)
-static int pthread_atfork(void (*)(), void (*)(), void (*)()) { return 0; }  // no process forks there
+static int pthread_atfork(void (*)(), void (*)(), void (*)()) { return 0; }  // Windows has no fork
 #else
 #include <pthread.h>
 #endif
@@ -20,7 +20,7 @@ static int pthread_atfork(void (*)(), void (*)(), void (*)()) { return 0; }  // 
 namespace logprobe {
 namespace {
 
-constexpr int SPINS = 4000;  // of a thread that waits for a job before it sleeps, and for others before it yields
+constexpr int SPINS = 4000;  // before a thread that waits for a job sleeps, or one that waits for others yields
 
 INLINE void pause() {
 #if defined(__x86_64__)
@@ -36,8 +36,8 @@ struct Job {
   std::atomic<bool> lacks_memory{false};
 };
 
-// Run every stage, each after the one before it: in each thread that takes part. A thread that finds all items
-// taken also finds whoever took one counted as inside: they were counted before they took it (see take).
+// Run the stages in order; each participating thread calls this. A thread that finds all items taken also sees every
+// thread that took one counted in `num_inside`, since a thread is counted before it takes an item (see take).
 void run_stages(Job& job) {
   for (Stage* stage = job.stages; stage < job.stages + job.num_stages; stage++) {
     Work& work = *static_cast<Work*>(stage->args);
@@ -78,15 +78,15 @@ class Pool {
     return job.lacks_memory ? -1 : 0;
   }
 
-  // A forked child has none of its parent's threads, and nobody there releases their locks.
+  // A forked child has none of its parent's threads, and nothing there releases the locks that they held.
   void forget_threads() { new (this) Pool(); }
 
  private:
-  // The state is the number of the job times OPEN, plus CLOSED once nobody may come in any more, plus the
-  // number of threads inside.
+  // The state is the number of the job times OPEN, plus CLOSED once no more threads may join, plus the number
+  // of threads inside.
   static constexpr uint64_t CLOSED = uint64_t{1} << 31, OPEN = uint64_t{1} << 32;
 
-  // Where the system allows no more threads, the job runs on those there are.
+  // If the system allows no more threads, the job runs on the existing ones.
   void start_workers(int64_t count) {
     try {
       for (; num_workers_ < count; num_workers_++)
@@ -110,7 +110,7 @@ class Pool {
     }
   }
 
-  // Wait until there is another job than `seen`, and give the state.
+  // Wait for a job other than `seen`; return the state.
   uint64_t await_job(uint64_t seen) {
     uint64_t state;
     for (int turn = 0; turn < SPINS; turn++) {
@@ -142,15 +142,15 @@ class Pool {
   Job* job_ = nullptr;
 };
 
-// Never destroyed: threads may run when the process ends. Made by hand rather than as a static of `pool`, whose guard
-// a fork during its making would leave locked in the child; and not when the library is loaded, which happens on
-// processors that lack the variant's instructions too.
+// Never destroyed: threads may still run when the process exits. Not a static of `pool`, whose guard would stay locked
+// in a child that is forked during initialisation. Not created when the library is loaded, because that also happens
+// on processors without the variant's instructions.
 std::atomic<Pool*> only_pool{nullptr};
 
 Pool& pool() {
   Pool* found = only_pool.load();
   if (found != nullptr) return *found;
-  pthread_atfork(nullptr, nullptr, [] {  // to forget twice does no harm
+  pthread_atfork(nullptr, nullptr, [] {  // registering it twice is harmless
     if (Pool* pool = only_pool.load()) pool->forget_threads();
   });
   Pool* made = new Pool();
@@ -167,7 +167,7 @@ EXPORT int logprobe_run(Stage* stages, int64_t num_stages, int64_t num_threads) 
   for (Stage* stage = stages; stage < stages + num_stages; stage++) {
     Work& work = *static_cast<Work*>(stage->args);
     work.next = 0;
-    stage->num_inside = 0;  // a fork may have copied the stages of a job that ran
+    stage->num_inside = 0;  // a fork may have copied the stages of a running job
     std::fill(work.taken, work.taken + MAX_GROUPS, 0);
   }
   Job job{stages, num_stages};

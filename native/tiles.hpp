@@ -1,7 +1,7 @@
 // Products of a few rows with a panel of weights: the innermost loops of linear layers and of attention.
 //
-// A panel holds PANEL outputs, inputs outermost, so that the weights of one input lie side by side. Its inputs
-// come in blocks (of GGUF: with a scale each) of groups of GROUP inputs; `Form` tells how (docs/kernels.md).
+// A panel holds PANEL outputs, input-major, so that the weights of one input are contiguous. Its inputs are divided
+// into blocks (quantised ones have their own scales) of groups of GROUP inputs; see `Form` and docs/kernels.md.
 #pragma once
 
 #include <type_traits>
@@ -11,8 +11,8 @@
 namespace logprobe {
 
 constexpr int PANEL = 48, GROUP = 8;
-constexpr int VECTORS = PANEL / LANES;  // of a panel
-constexpr int RUN = 16;   // products that are summed by themselves: a sum's rounding error grows with its length
+constexpr int VECTORS = PANEL / LANES;  // per panel
+constexpr int RUN = 16;   // products summed separately, because a sum's rounding error grows with its length
 constexpr int NO_RUNS = 0;
 
 enum class Form : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT4, INT4_WIDE, INT8, INT8_WIDE };
@@ -33,7 +33,7 @@ constexpr int block_bytes(Form form) {
   return header_bytes(form) + block_inputs(form) / GROUP * group_bytes(form);
 }
 
-// A tile's sums stay in registers: of some rows, and of some or all vectors of a panel.
+// The sums of a tile, some rows by some or all vectors of a panel, stay in registers.
 constexpr int TILE_ROWS = LANES == 16 ? 8 : 4;
 constexpr int tile_vectors(int num_rows, Form form) {
   return LANES == 4 || (LANES == 8 && num_rows <= 2 && !has_scales(form)) ? 6 : 3;
@@ -47,7 +47,7 @@ INLINE Floats header_at(const uint8_t* block, int part, int vector) {
   return load_float16(block + 2 * place);
 }
 
-// A block's header as float32, in memory: read where it is used, it takes no registers from sums.
+// A block's header as float32, in memory, so that it takes no registers away from the sums.
 template <Form form>
 struct Header {
   alignas(64) float values[2][PANEL];
@@ -60,13 +60,13 @@ struct Header {
   }
 };
 
-// The weights of input `i` of a group, rounded once where a scale and a summand make them.
+// The weights of input `i` of a group; with a scale and a summand, rounded once.
 template <Form form, int i>
 INLINE Floats weights_at(const uint8_t* group, const Header<form>& header, int vector) {
   if constexpr (form == Form::FLOAT32)
     return load(reinterpret_cast<const float*>(group) + PANEL * i + LANES * vector);
   if constexpr (form == Form::FLOAT16) return load_float16(group + 2 * (PANEL * i + LANES * vector));
-  if constexpr (form == Form::BFLOAT16) {  // lanes of two: inputs i and i + 1
+  if constexpr (form == Form::BFLOAT16) {  // a lane holds inputs i and i + 1
     const Ints both = load_ints(group + 4 * (PANEL * (i / 2) + LANES * vector));
     return floats_of(i % 2 ? both & broadcast(static_cast<int32_t>(0xFFFF0000)) : both << 16);
   }
@@ -87,30 +87,30 @@ INLINE void each_of_group(Use use) {
   use(std::integral_constant<int, 6>{}), use(std::integral_constant<int, 7>{});
 }
 
-// Numbers of a tile's rows: row after row, `stride` apart.
+// The rows of a tile, `stride` numbers apart.
 struct RowsOf {
   const float* start;
   int64_t stride;
   ALWAYS_INLINE float at(int row, int64_t input) const { return start[row * stride + input]; }
 };
 
-// The same where an input's numbers of all rows lie side by side.
+// The rows of a tile, stored column by column.
 struct ColumnsOf {
   const float* start;
   int64_t stride;
   ALWAYS_INLINE float at(int row, int64_t input) const { return start[input * stride + row]; }
 };
 
-// Numbers of rows that lie anywhere.
+// The rows of a tile, by pointer.
 template <int ROWS>
 struct RowsAt {
   const float* rows[ROWS];
   ALWAYS_INLINE float at(int row, int64_t input) const { return rows[row][input]; }
 };
 
-// Add to `out`, (ROWS, PANEL), the products of a panel's vectors from `vector` on with a tile of rows. Each sum goes
-// from the first input to the last, one rounding each, however many rows there are; with runs, each run from its
-// first product, and then the runs.
+// Add the products of a tile of rows with the vectors of a panel from `vector` on to `out`, (ROWS, PANEL). Each sum
+// runs over the inputs in order by fused multiply-adds, for any number of rows. With RUN_INPUTS, each run of that many
+// inputs is summed separately, and then the runs are added.
 template <Form form, int ROWS, int RUN_INPUTS, typename X>
 INLINE void multiply_vectors(const uint8_t* panel, int64_t num_inputs, const X& x, int vector, float* out) {
   constexpr int NUM = tile_vectors(ROWS, form), STEP = RUN_INPUTS ? RUN_INPUTS : GROUP;
@@ -128,7 +128,7 @@ INLINE void multiply_vectors(const uint8_t* panel, int64_t num_inputs, const X& 
           const auto add = [&](int row, int j, Floats value, Floats weight) ALWAYS_INLINE {
             sums[row][j] = begins ? value * weight : fma(value, weight, sums[row][j]);
           };
-          if constexpr (ROWS <= 2) {  // the rows' values stay in registers, and else the weights
+          if constexpr (ROWS <= 2) {  // keep the rows' values in registers, otherwise the weights
             Floats values[ROWS];
             for (int row = 0; row < ROWS; row++) values[row] = broadcast(x.at(row, start + place + i));
             for (int j = 0; j < NUM; j++) {
@@ -158,14 +158,14 @@ INLINE void multiply_vectors(const uint8_t* panel, int64_t num_inputs, const X& 
     }
 }
 
-// The same for all vectors of the panel.
+// `multiply_vectors` for all vectors of the panel.
 template <Form form, int ROWS, int RUN_INPUTS, typename X>
 INLINE void multiply_tile(const uint8_t* panel, int64_t num_inputs, const X& x, float* out) {
   for (int vector = 0; vector < VECTORS; vector += tile_vectors(ROWS, form))
     multiply_vectors<form, ROWS, RUN_INPUTS>(panel, num_inputs, x, vector, out);
 }
 
-// The same for a number of rows from 1 to MOST that is known at run time.
+// `multiply_tile` for 1 to MOST rows, a number known at run time.
 template <Form form, int MOST, int RUN_INPUTS, typename X>
 INLINE void multiply_rows(int64_t num_rows, const uint8_t* panel, int64_t num_inputs, const X& x, float* out) {
   if constexpr (MOST > 1)

@@ -1,7 +1,7 @@
-// Vectors of float32 as wide as the processor's registers, and the few operations for which C++ has no words.
+// Vectors of float32 as wide as the processor's registers, and the operations that need intrinsics.
 //
-// Arithmetic, comparisons and selection are those of GCC's and Clang's vector extensions. The number of lanes
-// differs between variants; wherever it could change a result, the order of additions is fixed by SUM_LANES.
+// Arithmetic, comparisons and selection use the vector extensions of GCC and Clang. The number of lanes differs
+// between variants; where it could change a result, SUM_LANES fixes the order of additions.
 #pragma once
 
 #include <cmath>
@@ -77,7 +77,7 @@ INLINE Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// x > held ? x : held, which passes over a NaN in `x`, and keeps one in `held`.
+// x > held ? x : held; ignores NaN in `x`, and keeps NaN in `held`.
 INLINE float greater(float x, float held) { return x > held ? x : held; }
 INLINE Floats greater(Floats x, Floats held) {
 #if defined(__AVX512F__)
@@ -89,7 +89,7 @@ INLINE Floats greater(Floats x, Floats held) {
 #endif
 }
 
-// Whether a comparison holds for some lane.
+// True if a comparison holds in any lane.
 INLINE bool any(Ints comparison) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)comparison, (__m512i)comparison) != 0;
@@ -132,7 +132,7 @@ INLINE Floats load_int8(const void* from) {
 #endif
 }
 
-// The four bits of each lane from bit 4 * `place` on, as numbers from 0 to 15.
+// Bits [4 * place, 4 * place + 4) of each lane, as numbers from 0 to 15.
 template <int place>
 INLINE Floats int4(Ints bits) {
 #if defined(__AVX512F__)
@@ -147,7 +147,7 @@ INLINE Floats int4(Ints bits) {
 #endif
 }
 
-// Four numbers of each of LANES / 4 rows that lie anywhere.
+// Load four numbers from each of LANES / 4 row pointers, which are `step` apart in `rows`.
 INLINE Floats load_fours(const float* const* rows, int step) {
 #if defined(__AVX512F__)
   __m512 x = _mm512_castps128_ps512(_mm_loadu_ps(rows[0]));
@@ -163,7 +163,7 @@ INLINE Floats load_fours(const float* const* rows, int step) {
 #endif
 }
 
-// Transpose every four lanes of four vectors, as a matrix.
+// Transpose each 4 x 4 block that four vectors hold in four adjacent lanes.
 INLINE void transpose_fours(const Floats x[4], Floats out[4]) {
 #if defined(__AVX512F__)
   const __m512d low = (__m512d)_mm512_unpacklo_ps((__m512)x[0], (__m512)x[1]);
@@ -208,8 +208,8 @@ INLINE Doubles high_doubles(Floats x) {
 #endif
 }
 
-// e**d for d in [-87, 0], relative error under 2e-7 + 1.4e-8 |d|; NaN for NaN. Lower d count as -87, where
-// e**d is about the smallest normal number. Of 2**r for r in [-0.5, 0.5]: (2**r - 1) / r in degree 4.
+// e**d for d in [-87, 0], relative error under 2e-7 + 1.4e-8 |d|; NaN for NaN. Lower d are clamped to -87,
+// where e**d is about the smallest normal number. For r in [-0.5, 0.5], (2**r - 1) / r is a polynomial of degree 4.
 constexpr float LOWEST = -87.0f;
 template <typename T, typename Bits>
 INLINE T exponential(T d) {
@@ -233,8 +233,8 @@ INLINE T exponential(T d) {
 INLINE Floats exponential(Floats d) { return exponential<Floats, Ints>(d); }
 INLINE float exponential(float d) { return exponential<float, uint32_t>(d); }
 
-// tanh, relative error under 2e-7; the same bits everywhere, which the C libraries' functions do not give. The
-// polynomial is that of Cephes' tanhf.
+// tanh, relative error under 2e-7. Unlike those of C libraries, it gives the same bits on every platform. The
+// polynomial is from Cephes' tanhf.
 template <typename T>
 INLINE T tanh(T x) {
   const T zero = T{}, one = 1.0f - zero, square = x * x;
@@ -249,12 +249,12 @@ INLINE T tanh(T x) {
   return size < 0.625f - zero ? small : x < zero ? -large : large;
 }
 
-// SUM_LANES partial sums, number i in lane i % SUM_LANES; the same additions in every variant.
+// SUM_LANES partial sums; number i is added in lane i % SUM_LANES. Every variant does the same additions.
 struct PartialSums {
   static constexpr int NUM = SUM_LANES / LANES;
   Floats parts[NUM] = {};
 
-  // Four numbers of each 16 are added in order, then halves to each other until one number is left.
+  // Add the four groups of 16 sums in order, then fold halves until one number is left.
   float total() const {
     float sums[SUM_LANES];
     for (int i = 0; i < NUM; i++) store(sums + LANES * i, parts[i]);
@@ -265,8 +265,8 @@ struct PartialSums {
   }
 };
 
-// The sums of COUNT terms of an array's numbers: `terms` takes Floats, or a float of the last few numbers, and
-// gives an array of as many.
+// Sum COUNT terms over an array. `terms(x, found)` computes the terms of x, which is Floats, or float for the
+// last numbers.
 template <int COUNT, typename Terms>
 INLINE void sums_of(const float* x, int64_t size, float (&totals)[COUNT], Terms terms) {
   PartialSums sums[COUNT];
@@ -292,7 +292,7 @@ INLINE float sum_of(const float* x, int64_t size, Term term) {
   return total[0];
 }
 
-template <int LOCALITY = 3>  // 3: to the first-level cache, 2: to the second
+template <int LOCALITY = 3>  // 3: into the L1 cache, 2: into L2
 INLINE void prefetch(const void* address) {
   __builtin_prefetch(address, 0, LOCALITY);
 }

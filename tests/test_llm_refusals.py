@@ -43,8 +43,8 @@ LIMIT_S = 120  # nothing takes as long, also on a busy machine
         ([[5, 6.5]], "prompt", "list of token ids"),
         ([[5, True], [True]], "prompt", "list of token ids"),
         ([None], "prompt", "list of token ids"),
-        (5, "prompts", "must be a text"),
-        (None, "prompts", "must be a text"),
+        (5, "prompts", "must be a string"),
+        (None, "prompts", "must be a string"),
         ("a\ud800b", "prompt", "not valid Unicode"),
     ],
 )

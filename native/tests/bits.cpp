@@ -1,5 +1,5 @@
-// Runs every kernel on fixed inputs and prints a digest of the bits of what it writes, a line for each case.
-// Compiled for two architectures, the lines are equal (tests/kernels/test_aarch64.py).
+// Runs every kernel on fixed inputs and prints a digest of its output bits, one line per case. Builds for different
+// architectures must print the same lines (tests/kernels/test_aarch64.py).
 #include <cmath>
 #include <cstdio>
 #include <vector>
@@ -232,7 +232,7 @@ void draws() {
   print("draw_ids", 0, ids);
 }
 
-// Whether functions that stand in for the C library's are as near to float64 as their comments say.
+// True if functions that replace those of the C library are as accurate as their comments say.
 bool are_errors_small() {
   double largest = 0;
   for (int i = 1; i < 200000; i++) {

@@ -1,10 +1,11 @@
-"""Builds the native library with sanitizers, and runs the tests of kernels on it: `make test-sanitize`.
+"""Build the native library with sanitizers and run the kernel tests on it: `make test-sanitize`.
 
-Addresses and undefined behaviour are checked in each variant that this processor can run: by all tests in the
-widest, by tests/kernels/test_properties.py in others. Data races are looked for in the thread pool by itself
-(threads.cpp). What a sanitizer reports ends its run of pytest with an error. The library lies in a copy of
-the package, which the tests import; Python and torch are as they are.
-Arguments: tests to run in place of the usual ones.
+AddressSanitizer and UndefinedBehaviorSanitizer check each variant that this processor can run: the widest
+with all kernel tests, the others with tests/kernels/test_properties.py. ThreadSanitizer checks the thread
+pool alone (threads.cpp). A sanitizer's report ends its run of pytest with an error. The library is built into
+a copy of the package, which the tests import; Python and torch are not instrumented.
+
+Arguments: tests to run instead of the default ones.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-COMPILER = os.environ.get("CXX", "g++")  # GCC: its run-time libraries can be preloaded
+COMPILER = os.environ.get("CXX", "g++")  # GCC, because its run-time libraries can be preloaded
 FLAGS = (
     "-std=c++17 -g -w -fPIC -fvisibility=hidden -ffp-contract=off -pthread -fno-sanitize-recover=undefined"
 )
 VARIANTS = {"x86_64": {"v3": "x86-64-v3", "v4": "x86-64-v4"}, "aarch64": {"neon": "armv8-a"}}
 LONG = "not 50272 and not 262144 and not peak_memory and not many_draws and not normaliser_is_off"
-LONG += " and not sanitizer and not triton"  # the thread pool's own program; no native code
-OTHERS = ("tests/kernels/test_properties.py",)  # of narrower variants: shapes and values of all kinds
+LONG += " and not sanitizer and not triton"  # the thread pool has its own program; Triton is no native code
+OTHERS = ("tests/kernels/test_properties.py",)  # for narrower variants: all kinds of shapes and values
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,13 @@ def build(folder: Path, kind: Build, variant: str) -> None:
 
 
 def call(command: list[Any]) -> str:
-    """Run a command that must succeed, and give what it prints."""
+    """Run a command that must succeed; return its output."""
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout  # noqa: S603
 
 
 def run_tests(package: Path, kind: Build, variant: str) -> int:
-    """Run pytest with one library, and give its status."""
-    # libstdc++ must be there when the sanitizer starts, for it to find what throws exceptions.
+    """Run pytest with one library; return its exit status."""
+    # libstdc++ must be loaded when the sanitizer starts, so that it can intercept exceptions.
     preloaded = [
         call([COMPILER, f"-print-file-name={name}"]).strip() for name in (kind.library, "libstdc++.so")
     ]
@@ -80,8 +81,8 @@ def run_tests(package: Path, kind: Build, variant: str) -> int:
 
 
 def run_pytest(arguments: list[str], **environment: str) -> int:
-    """Run some tests, and give pytest's status."""
-    # Not captured: what ends the process would be lost.
+    """Run some tests; return pytest's exit status."""
+    # Do not capture output: a report that ends the process would be lost.
     command = [
         sys.executable,
         "-m",
@@ -97,14 +98,14 @@ def run_pytest(arguments: list[str], **environment: str) -> int:
 
 
 def runnable(variants: dict[str, str]) -> list[str]:
-    """The variants that this processor can run."""
+    """Return the variants that this processor can run."""
     from logprobe.kernels.native import Library
 
     return [name for name in variants if Library.path_of(name).exists() and Library(name).can_run()]
 
 
 def main() -> int:
-    """Build and run all; 1 where a run failed."""
+    """Build and run all; return 1 if a run failed."""
     variants = runnable(VARIANTS[platform.machine()])
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(os.cpu_count()) as pool:
         runs = {}
@@ -120,7 +121,7 @@ def main() -> int:
 
 
 def build_and_run(package: Path, kind: Build, variant: str) -> int:
-    """Compile a library into a copy of the package, and test it there."""
+    """Compile a library into a copy of the package and test it there."""
     build(package / "logprobe" / "kernels" / "_native", kind, variant)
     return run_tests(package, kind, variant)
 

@@ -1,7 +1,7 @@
-// Drives the thread pool with kernels whose memory is plain: run under ThreadSanitizer, which reports an item that
-// two threads took, a stage that began too early, and a job that was left before its work was done.
+// Runs the thread pool with kernels that use non-atomic memory. ThreadSanitizer then reports an item that two threads
+// took, a stage that started too early, and a job that returned before its work was done.
 //
-// `threads race` has a data race on purpose: a run that does not fail shows that the sanitizer is not at work.
+// `threads race` has a deliberate data race: if that run does not fail, the sanitizer is not active.
 #include "../common.hpp"
 
 #include <sched.h>
@@ -41,13 +41,13 @@ int run(void (*kernel)(void*), Task& task, int64_t num_threads) {
   return logprobe_run(&stage, 1, num_threads);
 }
 
-// An item reads what other threads wrote in the stage before it, and writes a number of its own.
+// Each item reads what other threads wrote in the previous stage, and writes its own number.
 void copy_and_add(void* pointer) {
   auto& task = *static_cast<Task*>(pointer);
   scratch.reserve(sizeof(int64_t), 1);
   int64_t* own = scratch.array<int64_t>(1);
   for (int64_t item; (item = take(task.work)) >= 0;) {
-    if (item % 8 == 7) std::this_thread::yield();  // others end the stage first
+    if (item % 8 == 7) std::this_thread::yield();  // so that others end the stage first
     *own = task.from[(item + 1) % task.work.num_items] + 1;
     task.to[item] = *own;
   }
@@ -59,7 +59,7 @@ void run_out_of_memory(void* pointer) {
     if (item % 3 == 2) throw std::bad_alloc();
 }
 
-int64_t shared;  // of `race`
+int64_t shared;  // by the threads of `race`
 void race(void* pointer) {
   auto& task = *static_cast<Task*>(pointer);
   while (take(task.work) >= 0) shared++;
@@ -81,7 +81,7 @@ void run_series(int times, int64_t num_stages, int64_t num_items, int64_t num_th
   std::deque<Task> tasks;
   std::vector<Stage> stages(num_stages);
   for (int64_t i = 0; i < num_stages; i++) {
-    const int64_t size = i % 3 == 1 ? 1 : num_items;  // most threads find no item of some stages
+    const int64_t size = i % 3 == 1 ? 1 : num_items;  // in some stages, most threads find no item
     tasks.emplace_back(size, arrays[i].data(), arrays[i + 1].data());
     stages[i] = {copy_and_add, &tasks[i], 0};
     for (int64_t item = 0; item < size; item++) wanted[i + 1][item] = wanted[i][(item + 1) % size] + 1;
@@ -117,12 +117,12 @@ void lack_memory() {
 
 void wake_sleepers() {
   for (int i = 0; i < 40; i++) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(i % 4));  // longer than threads spin
+    std::this_thread::sleep_for(std::chrono::milliseconds(i % 4));  // mostly longer than threads spin
     run_jobs(1, 100, 4);
   }
 }
 
-// Not under ThreadSanitizer, which takes a child's new thread for the parent's that had its memory.
+// Not run under ThreadSanitizer, which mistakes a child's new thread for the parent's thread at the same address.
 void fork_and_run() {
   std::fflush(stderr);
   const pid_t child = fork();
@@ -155,7 +155,7 @@ void run_on_one_core() {
   CPU_ZERO(&one);
   for (int cpu = 0; CPU_COUNT(&one) == 0; cpu++)
     if (CPU_ISSET(cpu, &all)) CPU_SET(cpu, &one);
-  std::thread([&] {  // the pool's threads stay where they were
+  std::thread([&] {  // only this thread is pinned, not those of the pool
     CHECK(sched_setaffinity(0, sizeof one, &one) == 0);
     run_jobs(10, 100, 4);
     run_series(2, 10, 20, 4);

@@ -100,4 +100,4 @@ def test_a_model_without_a_template_is_one_error(cli: Any, tiny_model_folder: Pa
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     done = cli("chat", "--model", str(folder), stdin=b"hello\n")
     assert done.code == 1
-    assert "the model has no chat template; complete a text instead (generate" in done.error_line
+    assert "the model has no chat template; use text completion (generate" in done.error_line

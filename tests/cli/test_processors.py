@@ -37,4 +37,4 @@ def test_list_describes_a_processor_by_its_place(
 def test_an_unknown_name_is_one_line_and_exit_code_1(cli: Callable[..., Any]) -> None:
     done = cli("processors", "list", "Nothing")
     assert done.code == 1
-    assert done.error_line.startswith("logits_processors: no processor 'Nothing'; there are LogitBias")
+    assert done.error_line.startswith("logits_processors: no processor 'Nothing'; known: LogitBias")

@@ -348,7 +348,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_go_on(
 def test_a_closed_engine_takes_no_weights(tiny_model_folder: Path, state: dict[str, torch.Tensor]) -> None:
     llm = _new_llm(tiny_model_folder)
     llm.close()
-    with pytest.raises(EngineClosedError, match="before the new weights answered"):
+    with pytest.raises(EngineClosedError, match="before the new weights"):
         llm.load_weights(state)
 
 

@@ -32,51 +32,51 @@ REFUSED = {
         big_bird codegen falcon git gpt_neo gpt_neox_japanese gptj megatron-bert mvp openai-gpt
         prophetnet rembert roformer rwkv trocr xglm xlm xlnet
     """),
-    "its tokens see those after them": _kinds("""
+    "its tokens attend to later ones": _kinds("""
         bert bert-generation camembert data2vec-text electra ernie roberta roberta-prelayernorm
         roc_bert xlm-roberta xlm-roberta-xl
     """),
-    "it has layers of the kind linear_attention": _kinds("""
+    "its layer types are not supported: linear_attention": _kinds("""
         bamba granitemoehybrid jamba kimi_linear minimax olmo_hybrid qwen3_5_moe_text
         qwen3_5_text qwen3_next qwen4_exp_text
     """),
-    "its positions have no end (it keeps a state of its own, or biases scores by distance)": _kinds("""
+    "it has no max_position_embeddings (it may have a recurrent state, or ALiBi)": _kinds("""
         bloom cpmant falcon_mamba mamba mamba2 mpt recurrent_gemma whisper xlstm
     """),
-    "its decoder counts positions by itself, so that steps cannot mix texts": _kinds("""
+    "its decoder takes no position_ids, so a step cannot mix texts": _kinds("""
         bart bigbird_pegasus blenderbot blenderbot-small marian mbart pegasus plbart
     """),
-    "it has layers of the kind indexed_attention": _kinds("""
+    "its layer types are not supported: indexed_attention": _kinds("""
         axk2 deepseek_v32 dots3_note_text glm_moe_dsa hy_v4
     """),
-    "its layer 0 attends more than once in a forward pass": _kinds("""
+    "its layer 0 calls attention more than once in a forward pass": _kinds("""
         diffllama hrm_text
     """),
-    "it has layers of the kind hybrid": _kinds("""
+    "its layer types are not supported: hybrid": _kinds("""
         falcon_h1 zaya
     """),
-    "it has layers of the kind hybrid_sliding": _kinds("""
+    "its layer types are not supported: hybrid_sliding": _kinds("""
         inkling2_text inkling_text
     """),
-    "it has layers of the kind conv": _kinds("""
+    "its layer types are not supported: conv": _kinds("""
         lfm2_moe lfm3
     """),
-    "it has layers of the kind heavily_compressed_attention": _kinds("""
+    "its layer types are not supported: heavily_compressed_attention": _kinds("""
         deepseek_v4
     """),
-    "its masks add to the scores (as ALiBi does) rather than hide tokens": _kinds("""
+    "its masks add to the scores (as ALiBi does) instead of hiding tokens": _kinds("""
         doge
     """),
-    "its masks depend on the tokens, not on their places alone": _kinds("""
+    "its masks depend on the tokens, not only on their positions": _kinds("""
         gemma4_unified
     """),
-    "it has layers of the kind chunked_attention": _kinds("""
+    "its layer types are not supported: chunked_attention": _kinds("""
         llama4_text
     """),
-    "it has layers of the kind linear_attention, mlp, moe": _kinds("""
+    "its layer types are not supported: linear_attention, mlp, moe": _kinds("""
         nemotron_h
     """),
-    "it computes its logits in a way this engine does not follow": _kinds("""
+    "the engine's logits differ from those of transformers": _kinds("""
         xmod
     """),
 }

@@ -63,8 +63,8 @@ NOT_IN_TRANSFORMERS = {
 }
 # Reason of the refusal → the variants that it holds for.
 REFUSED = {
-    "its tokens see those after them": ["gemma3_text-use_bidirectional_attention=True"],
-    "its own code fails there": [f"{kind}-return_dict=False" for kind in FAMILIES],
+    "its tokens attend to later ones": ["gemma3_text-use_bidirectional_attention=True"],
+    "its code raised an error": [f"{kind}-return_dict=False" for kind in FAMILIES],
 }
 PART_ROTARY = {"phi", "phi3", "glm", "stablelm", "gpt_neox", "gpt2"}
 WHOLE_ROTARY = [kind for kind in FAMILIES if kind not in {*PART_ROTARY, "cwm"}]

@@ -211,5 +211,5 @@ def test_a_token_that_a_matcher_does_not_accept_fails_its_request(facts: ModelFa
 def test_what_is_no_matcher_is_refused() -> None:
     from logprobe.processors.builtin.matchers import as_matcher
 
-    with pytest.raises(ParameterError, match="gave object, which is no matcher"):
+    with pytest.raises(ParameterError, match="returned object, which is not a matcher"):
         as_matcher(object(), 10)

@@ -188,12 +188,12 @@ def test_what_a_processor_keeps_for_itself_is_not_changed_by_later_ones(
     [
         ("raise", "RuntimeError('told to fail')"),
         ("update", "RuntimeError('told to fail')"),
-        ("nan", "apply gave NaN"),
-        ("inf", "apply gave +inf"),
-        ("none left", "apply gave a row with no possible token"),
-        ("shape", "apply gave the shape (1, 9) in place of (1, 10)"),
-        ("dtype", "apply gave torch.float64 in place of torch.float32"),
-        ("nothing", "apply gave NoneType, not a tensor"),
+        ("nan", "apply returned NaN"),
+        ("inf", "apply returned +inf"),
+        ("none left", "apply returned a row with no possible token"),
+        ("shape", "apply returned the shape (1, 9) instead of (1, 10)"),
+        ("dtype", "apply returned torch.float64 instead of torch.float32"),
+        ("nothing", "apply returned NoneType, not a tensor"),
     ],
 )
 def test_a_processor_that_fails_on_one_row_of_eight_fails_that_row_alone(
@@ -302,7 +302,7 @@ def test_time_steps_and_rows_are_counted_by_processor(
     ("args", "message"),
     [
         ({"ad": 1}, "no registered processor takes 'ad'; did you mean 'add'?; registered: Add (add, fault)"),
-        ({"thinking_budget": 1}, "ThinkingBudgetLogitsProcessor takes it and is not registered; start with"),
+        ({"thinking_budget": 1}, "ThinkingBudgetLogitsProcessor takes it but is not registered; start with"),
         ({"zzz": 1}, "register the processor that takes it"),
         ({"add": "x"}, "Expected `float`, got `str` - at `$.add`"),
     ],
@@ -342,7 +342,7 @@ def test_a_processor_that_cannot_be_made_stops_the_start(start: Callable[..., Pi
         def apply(self, logits: torch.Tensor) -> torch.Tensor:
             return logits
 
-    with pytest.raises(ParameterError, match="Broken cannot be made: OSError\\('no such file'\\)"):
+    with pytest.raises(ParameterError, match="cannot create Broken: OSError\\('no such file'\\)"):
         start(Broken)
 
 

@@ -89,20 +89,20 @@ def test_an_entry_point_is_found_by_its_name(module: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("LogitBias", "no processor 'LogitBias'; there are LogitBiasLogitsProcessor, "),
+        ("LogitBias", "no processor 'LogitBias'; known: LogitBiasLogitsProcessor, "),
         ("nowhere_at_all:Good", "cannot import 'nowhere_at_all'"),
         ("broken_processors:Good", "cannot import 'broken_processors': ZeroDivisionError"),
         ("some_processors:Missing", "module 'some_processors' has no 'Missing'"),
-        ("some_processors:Other", "is no subclass of logprobe.processors.LogitsProcessor"),
-        ("some_processors:function", "is no subclass"),
+        ("some_processors:Other", "is not a subclass of logprobe.processors.LogitsProcessor"),
+        ("some_processors:function", "is not a subclass"),
         ("some_processors:Unfinished", "does not define apply"),
         ("some_processors:BadArgs", "Args must be a msgspec.Struct class"),
         ("some_processors:BadTypes", "the types of its Args cannot be read: name 'Nowhere' is not defined"),
         (":Good", "malformed; write module.path:ClassName"),
         ("some_processors:", "malformed"),
         ("some_processors:Good:Bad", "malformed"),
-        (int, "is no subclass"),
-        (3, "is no subclass"),
+        (int, "is not a subclass"),
+        (3, "is not a subclass"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused_by_name(module: str, given: Any, message: str) -> None:

@@ -154,7 +154,7 @@ def test_a_call_that_does_not_run_at_once_is_told_of_once(
     with caplog.at_level(logging.WARNING, logger="logprobe"):
         for _ in range(2):
             llm.generate(prompts, SamplingParams(**GREEDY))
-    told = [message for message in caplog.messages if "one call come in several steps" in message]
+    told = [message for message in caplog.messages if "one call do not fit into one step" in message]
     assert len(told) == 1
     rows = torch.cat(capture.steps)
     assert len(rows) == 10
@@ -401,7 +401,7 @@ def test_an_init_that_calls_its_base_means_its_own() -> None:
 
 
 def test_what_has_no_style_is_refused() -> None:
-    with pytest.raises(ParameterError, match="update_state takes none of batch_update, share_inputs"):
+    with pytest.raises(ParameterError, match="update_state has no argument batch_update or share_inputs"):
         load_processor("other_styles:Looks")
     with pytest.raises(ParameterError, match="does not define apply"):
         load_processor(type("Unfinished", (), {"update_state": Capture.update_state}))

@@ -95,7 +95,7 @@ def test_what_the_template_writes_in_its_own_way_counts_as_laid_out(laid_out: An
         (
             ELSE_USER,
             [ASK, {"role": "wizard", "content": "abra"}],
-            r"messages\[1\]\.role: .*'wizard' for 'user'",
+            r"messages\[1\]\.role: .*'wizard' like 'user'",
         ),
         (FIRST_CALL, [ASK, CALLS], r"messages\[1\]\.tool_calls\[1\]"),
         (WHOLE, [ASK, CALLS, *RESULTS[::-1]], r"messages\[2\]\.tool_call_id: .*in the order of their calls"),
@@ -151,7 +151,7 @@ def test_empty_fields_of_a_reply_that_comes_back_say_nothing(laid_out: Any) -> N
     [
         ("look", "tool_calls"),
         ([{"function": {}}], r"tool_calls\[0\]"),
-        ([call(1, "{")], r"tool_calls\[0\]\.function\.arguments: are not JSON"),
+        ([call(1, "{")], r"tool_calls\[0\]\.function\.arguments: are not valid JSON"),
         ([call(1, "[]")], r"tool_calls\[0\]\.function\.arguments"),
     ],
 )
@@ -162,7 +162,7 @@ def test_calls_of_a_wrong_shape_are_refused(laid_out: Any, calls: Any, named: st
 
 def test_tools_go_to_templates_that_take_them(laid_out: Any) -> None:
     assert '"name": "look"' in laid_out(WHOLE, [ASK], tools=[TOOL])
-    with pytest.raises(ParameterError, match="tools: the model's chat template takes none"):
+    with pytest.raises(ParameterError, match="tools: the model's chat template ignores them"):
         laid_out(TWO_ROLES, [ASK], tools=[TOOL])
     assert laid_out(TWO_ROLES, [ASK], tools=[]) == laid_out(TWO_ROLES, [ASK])
 
@@ -170,7 +170,7 @@ def test_tools_go_to_templates_that_take_them(laid_out: Any) -> None:
 def test_variables_go_to_templates_that_read_them(laid_out: Any) -> None:
     template = "{% set own = 1 %}{% if thinks is defined and not thinks %}quick {% endif %}" + TWO_ROLES
     assert laid_out(template, [ASK], chat_template_kwargs={"thinks": False}).startswith("quick U: ")
-    for name, says in {"thinkz": "it reads thinks", "own": "reads no such", "messages": "otherwise"}.items():
+    for name, says in {"thinkz": "it reads thinks", "own": "is not read", "messages": "is reserved"}.items():
         with pytest.raises(ParameterError, match=rf"chat_template_kwargs\.{name}: .*{says}"):
             laid_out(template, [ASK], chat_template_kwargs={name: 1})
 
@@ -180,7 +180,7 @@ def test_an_assistants_message_is_continued(laid_out: Any) -> None:
     assert laid_out(WHOLE, begun, continue_final_message=True) == "user: the cat\nassistant: the dog and"
     assert laid_out(WHOLE, begun).endswith("assistant: the dog and\nassistant:")
     assert laid_out(WHOLE, begun, add_generation_prompt=False).endswith("assistant: the dog and\n")
-    with pytest.raises(ParameterError, match=r"continue_final_message: .* give one of them"):
+    with pytest.raises(ParameterError, match=r"continue_final_message: .* set one of them"):
         laid_out(WHOLE, begun, continue_final_message=True, add_generation_prompt=True)
 
 
@@ -211,7 +211,7 @@ def test_a_part_that_says_more_than_text_is_refused(laid_out: Any) -> None:
 def test_a_conversation_that_would_need_many_trials_is_refused_before_them(laid_out: Any) -> None:
     messages = [ASK | {"mood": 1}] * (MAX_TRIALS + 1)
     with pytest.raises(
-        ParameterError, match=f"messages: holds {MAX_TRIALS + 1} things .* at most {MAX_TRIALS}"
+        ParameterError, match=f"messages: need {MAX_TRIALS + 1} checks .* at most {MAX_TRIALS}"
     ):
         laid_out(WHOLE, messages)
 

@@ -48,7 +48,7 @@ Result = TypeVar("Result", bound="MayFail")
 
 
 class MayFail(Protocol):
-    """An output or a score that may hold an error."""
+    """An output or a score; `error` is set if it failed."""
 
     @property
     def error(self) -> LogprobeError | None:
@@ -141,8 +141,8 @@ class Client:
     ) -> AsyncGenerator[RequestOutput]:
         """Stream one prompt: yield the same output object each time it has grown; see `LLM.stream`."""
         prompts, [asked] = _as_prompts(prompt), self._asked(params, 1)
-        require(len(prompts) == 1, "prompt", "must be one text or one list of ids", got=prompt)
-        require(not asked.picks_best, "best_of", "compares whole completions; a stream cannot")
+        require(len(prompts) == 1, "prompt", "must be one string or one list of token ids", got=prompt)
+        require(not asked.picks_best, "best_of", "cannot be streamed; leave it out, or use generate")
         [text_or_ids] = prompts
         cutters: list[Cutter[CompletionOutput]] = [
             Cutter(self.text.bytes_of, asked.stop, asked.min_tokens) for _ in range(asked.num_samples)
@@ -208,8 +208,8 @@ class Client:
         if params is None or isinstance(params, SamplingParams):
             return [self.allowed_params(params or SamplingParams())] * count
         is_list = isinstance(params, Sequence) and all(isinstance(item, SamplingParams) for item in params)
-        require(is_list, "params", "must be SamplingParams, or one a prompt", got=params)
-        require(len(params) == count, "params", f"{len(params)} given for {count} prompts")
+        require(is_list, "params", "must be a SamplingParams, or a list with one for each prompt", got=params)
+        require(len(params) == count, "params", f"got {len(params)} for {count} prompts")
         return params
 
     def allowed_params(self, params: SamplingParams) -> SamplingParams:
@@ -221,10 +221,10 @@ class Client:
         for name in COUNTS if self.max_logprobs != -1 else ():
             asked = getattr(params, name)
             is_few = asked is None or 0 <= asked <= self.max_logprobs
-            require(is_few, name, f"must lie in 0..{self.max_logprobs} (max_logprobs), got {asked}")
+            require(is_few, name, f"must be between 0 and {self.max_logprobs} (max_logprobs), got {asked}")
         if self.lora is None or params.lora == self.lora:
             return params
-        remedy = f"is {params.lora!r}, but this view runs on {self.lora!r}; ask the model that was loaded"
+        remedy = f"is {params.lora!r}, but this view uses {self.lora!r}; use the LLM that it was made from"
         require(params.lora is None, "lora", remedy)
         return replace(params, lora=self.lora)
 
@@ -252,7 +252,7 @@ def check_on_error(on_error: OnError) -> None:
 
 def _record(output: RequestOutput) -> FlatLogprobs:
     record = output.outputs[0].logprobs
-    assert record is not None, "numbers were asked for"
+    assert record is not None, "`follow` requires logprobs"
     return record
 
 
@@ -296,7 +296,7 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     is_list = isinstance(prompts, Sequence | np.ndarray)
-    known = "must be a text, a list of token ids, or a list of either"
+    known = "must be a string, a list of token ids, or a list of these"
     require(is_list, "prompts", known, got=prompts)
     if len(prompts) and isinstance(prompts[0], int | np.integer):
         return [prompts]  # type: ignore[list-item]  # one prompt of ids

@@ -29,5 +29,5 @@ class Creator:
         if self.is_gone:
             raise EngineClosedError(
                 f"the engine was started in process {self._pid} and does not work in a fork of it; "
-                "make a new one in this process, or use the start method 'spawn' or 'forkserver'"
+                "create a new one in this process, or use the start method 'spawn' or 'forkserver'"
             )

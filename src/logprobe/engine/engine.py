@@ -250,7 +250,7 @@ class Engine:
             with self.clock.part("record"):
                 step = self.recorder.record(zip(plan.prompt_rows, scored, strict=True), drawn)
                 step.send(self.send)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it ends these requests and not the engine
+        except BaseException as error:  # noqa: BLE001 - any error ends these requests, not the engine
             step = self._fail(plan, error)
             step.others = self._swap_weights()
             return step
@@ -328,7 +328,7 @@ class Engine:
     def _end_all(self, *, paused_only: bool) -> list[Delta]:
         samples = [sample for sample in self.scheduler.samples() if sample.is_paused or not paused_only]
         for sample in samples:
-            sample.fail(WeightsReplacedError("the model's weights were replaced; ask again for the new ones"))
+            sample.fail(WeightsReplacedError("the model's weights were replaced; send the request again"))
             self.scheduler.remove(sample)
         return self.recorder.end(samples)
 
@@ -339,7 +339,7 @@ class Engine:
         request, number = admitted.request, next(self._counter)
         lora = self._loras.get(admitted.lora_number)
         if admitted.lora_number and lora is None:
-            gone = f"LoRA weights {request.params.lora!r} ended with an engine process; please report this"
+            gone = f"LoRA weights {request.params.lora!r} were lost in a process exit; please report this"
             return [Failure(request.request_id, EngineError(gone))]
         samples = [
             Sample(

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from logprobe.transport.messages import Admitted, Event, Request
 
 OnRunning: TypeAlias = Literal["finish", "end"]
-"""What happens to running requests when new weights are loaded: `finish` on the old ones, or `end` early."""
+"""Handling of running requests when new weights are loaded: `finish` on the old ones, or `end` early."""
 MAX_VERSION_CHARS = 256  # of a weight version; every record stores it
 BUFFER_ROWS = 1024  # that may be buffered for one reader before its request is paused
 WAKE_ROWS = 64  # buffered before a reader that waits for the whole result is woken
@@ -161,7 +161,7 @@ class Front:
             ParameterError: the engine does not support LoRA.
             EngineError: an engine process exited during the load, or the engine was closed.
         """
-        require(isinstance(name, str) and name, "name", f"must be a text, got {name!r}")
+        require(isinstance(name, str) and name, "name", f"must be a non-empty string, got {name!r}")
         folder = resolved_folder(path)
         load, version = LoadLora(next(self._numbers), name, str(folder)), lora_version(folder)
         self._check_open()
@@ -220,7 +220,7 @@ class Front:
         with self._loading:
             number = next(self._numbers)
             layout = self.core.ask(LoadWeights(number, source))
-            assert layout is not None, "other weights give theirs"
+            assert layout is not None, "`LoadWeights` returns a layout"
             try:
                 # Computed once, not in every engine process.
                 version = version or digest_of(source if isinstance(source, Mapping) else read_state(source))
@@ -291,9 +291,7 @@ class Front:
         builders = {accepted.request.request_id: self._new_builder(accepted) for accepted in admitted}
         with self._lock:
             self._check_open()
-            require(
-                len(builders) == len(admitted), "request_id", "one stands twice; give each request its own"
-            )
+            require(len(builders) == len(admitted), "request_id", "is not unique; give each request its own")
             for request_id in builders:
                 is_new = request_id not in self._builders
                 require(is_new, "request_id", f"{request_id!r} is in use; give each request its own")
@@ -319,7 +317,7 @@ class Front:
     def _publish(self, events: Iterable[Event]) -> None:
         """Deliver the core's events; those of requests that are not open are dropped."""
         for request_id in self._streams.add_many(map(_parcel, events)):
-            # Its reader's event loop was closed: nobody will read it again.
+            # Its reader's event loop was closed, so nothing will read it again.
             self._streams.unregister(request_id)
             self.core.send(Abort(request_id))
             self._forget(request_id)
@@ -350,7 +348,7 @@ class Front:
     def _follow(self, request_id: str) -> Iterator[OutputBuilder]:
         with self._lock:
             is_known = request_id in self._builders and request_id not in self._read
-            require(is_known, "request_id", f"{request_id!r} is unknown, or its output was taken already")
+            require(is_known, "request_id", f"{request_id!r} is unknown, or its output was already taken")
             builder = self._builders[request_id]
             self._read.add(request_id)
         try:

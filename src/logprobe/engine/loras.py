@@ -20,7 +20,7 @@ class LoraTable:
     def __init__(self) -> None:
         self._loads: dict[str, LoadLora] = {}
         self._holds: Counter[int] = Counter()  # references by load number: one for its name, one per request
-        self._versions: dict[int, str] = {}  # of each load that is kept, by number
+        self._versions: dict[int, str] = {}  # by load number
 
     def paths(self) -> dict[str, str]:
         """Return name → path of all loads that requests may name."""
@@ -33,7 +33,7 @@ class LoraTable:
             ParameterError: no such weights.
         """
         known, asked = ", ".join(self._loads) or "none", shortened(name)
-        require(name in self._loads, "lora", f"no LoRA weights {asked!r} are loaded; known: {known}")
+        require(name in self._loads, "lora", f"no LoRA weights {asked!r} are loaded; loaded: {known}")
         return self._loads[name].number
 
     def put(self, load: LoadLora, version: str) -> int | None:

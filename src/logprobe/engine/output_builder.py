@@ -87,7 +87,7 @@ class Describer:
         for completion in output.outputs:
             records = (completion.logprobs, completion.processed_logprobs)
             for record, info in zip(records, infos, strict=False):
-                assert record is not None, "it was opened with the others"
+                assert record is not None, "records are opened together"
                 record.info = info
 
     def _of_prompt(self, source: LogprobsInfo, request: Request) -> LogprobsInfo:
@@ -125,7 +125,7 @@ class Describer:
         return None if params.prompt_logprobs is None else self._of_prompt(source, request)
 
     def _of(self, source: LogprobsInfo, asked: int | None, **fields: Any) -> LogprobsInfo:
-        assert asked is not None, "only what was asked is described"
+        assert asked is not None, "only requested log-probabilities are described"
         delivered = self._vocab_size if asked == -1 else min(asked, self._vocab_size)
         return msgspec.structs.replace(source, num_logprobs_asked=asked, num_logprobs=delivered, **fields)
 

@@ -1,7 +1,7 @@
 """`OverlappedLoop`: runs the next step while the previous one is being published.
 
-`Engine.advance` does all that the next step depends on (tokens, ends, slots). The rest of a step, from the
-copy of its rows to the waking of readers, runs on another thread. It publishes the same events as
+`Engine.advance` does everything that the next step depends on (tokens, ends, slots). The rest of a step, from
+the copy of its rows to the waking of readers, runs on another thread. It publishes the same events as
 `SerialLoop` in `backends.thread`.
 """
 
@@ -63,7 +63,7 @@ class OverlappedLoop:
         self._publish(ends)
 
     def close(self) -> None:
-        """Publish what is pending and stop the thread."""
+        """Publish the pending step and stop the thread."""
         try:
             self.settle()
         finally:

@@ -32,7 +32,7 @@ KNOWN_WIDTH = 20  # alternatives cached per slot
 
 
 class KnownRows:
-    """Cache of the latest numbers of each slot: for which next token, with how many alternatives."""
+    """Cache of the latest log-probabilities by slot, with their next token and number of alternatives."""
 
     def __init__(self, num_slots: int) -> None:
         self._next_ids = np.full(num_slots, -1, dtype=np.int32)
@@ -89,7 +89,7 @@ class PromptScorer:
         self._known.forget(slots)
 
     def score(self, spans: Sequence[Span]) -> list[HostRows]:
-        """Return the rows of each span; the raw ones to compute share the head's chunks."""
+        """Return the rows of each span; uncached raw rows with the same LoRA are computed together."""
         answers = [self._recall(span) for span in spans]
         missing = [index for index, answer in enumerate(answers) if answer is None]
         heads = [spans[index].sample.head_lora for index in missing]
@@ -177,5 +177,5 @@ def _named_ids(span: Span) -> list[NamedIds]:
 
 def _num_logprobs(span: Span, vocab_size: int) -> int:
     asked = span.sample.request.params.prompt_logprobs
-    assert asked is not None, "only prompts that ask are scored"
+    assert asked is not None, "only prompts with prompt_logprobs are scored"
     return vocab_size if asked == -1 else min(asked, vocab_size)

@@ -1,4 +1,4 @@
-"""Interfaces of the engine: `Core` (what a `Front` calls) and `ForwardBackend` (what the engine step calls).
+"""Interfaces of the engine: `Core`, called by `Front`, and `ForwardBackend`, called by the engine step.
 
 `LLM` and the server use an engine only through `Front`, which delegates to a `Core`. The native engine's core
 runs a scheduler over a `ForwardBackend`; an engine with its own scheduler is just a `Core`.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a model's layers are executed and how far their log-probabilities are from transformers'.
+    """Execution of a model's layers, and the largest difference of its log-probabilities from transformers'.
 
     Every load of the same weights gives the same layout.
     """
@@ -120,7 +120,7 @@ class EngineStats:
     restarts: int = 0  # of engine processes
     is_up: bool = True  # accepts requests; aggregated: at least one replica does
     why_down: str = ""  # reason for not accepting requests or not responding; aggregated: of each replica
-    durations: dict[str, Durations] = field(default_factory=dict)  # by what was timed
+    durations: dict[str, Durations] = field(default_factory=dict)  # by name, such as `step`
     replicas: dict[str, EngineStats] = field(default_factory=dict)  # by name, if there are several
 
     @classmethod
@@ -257,7 +257,7 @@ class ForwardBackend(Protocol):
 
     @property
     def layout(self) -> Layout | None:
-        """How the layers are executed; None if the backend has no layers."""
+        """Execution of the layers; None if the backend has no layers."""
 
     def load_lora(self, name: str, path: str, number: int) -> LoraWeights:
         """Load LoRA weights from a folder, for this model or another of the same shape.

@@ -1,7 +1,7 @@
 """`Recorder`: turns the rows of a step into the deltas of its requests, and detects finished samples.
 
-`record` does all that the next step depends on. The numeric rows are only needed by `StepDeltas.arrived`,
-which may run concurrently with the next step.
+`record` does everything that the next step depends on. The numeric rows are only needed by
+`StepDeltas.arrived`, which may run concurrently with the next step.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Recorder:
     def _fail(sample: Sample, where: str) -> None:
         sample.fail(
             NonFiniteLogitsError(
-                f"the model gave NaN or +inf, or nothing but -inf, at {where} of request "
+                f"the model returned NaN, +inf or only -inf at {where} of request "
                 f"{sample.request.request_id!r}; check the weights and the dtype"
             )
         )

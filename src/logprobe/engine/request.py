@@ -65,7 +65,7 @@ class CompletionOutput:
             ParameterError: log-probabilities were not requested, or the text is not JSON.
         """
         record = self.processed_logprobs if processed else self.logprobs
-        require(record is not None, "logprobs", "were not asked; give logprobs=0, and logprobs_mode for both")
+        require(record is not None, "logprobs", "were not requested; set logprobs=0 (and logprobs_mode)")
         assert record is not None
         return fields_of(record, self.text)
 
@@ -281,7 +281,7 @@ def _check_named_ids(params: SamplingParams, num_prompt: int, vocab_size: int) -
         return
     is_whole = len(ids) == num_prompt
     require(is_whole, name, f"has {len(ids)} lists for {num_prompt} prompt tokens; give one for each")
-    remedy = "names ids of the first prompt token, which nothing predicts; its list must be empty"
+    remedy = "must have an empty list for the first prompt token, which has no prediction"
     require(not len(ids[0]), name, remedy)
 
 

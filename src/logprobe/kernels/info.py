@@ -27,7 +27,7 @@ def native_library() -> Library | None:
     try:
         return library()
     except OSError as error:
-        logger.warning("native kernels: %s; models on the CPU run by torch, slowly; %s", error, REMEDY)
+        logger.warning("native kernels: %s; models on the CPU run in PyTorch, slowly; %s", error, REMEDY)
         return None
 
 

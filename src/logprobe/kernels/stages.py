@@ -88,7 +88,7 @@ def _calls(stages: list[Stage]) -> Any:
 
 def _launch(calls: Any, num_stages: int, num_threads: int) -> None:
     if library().functions.logprobe_run(calls, num_stages, num_threads):
-        raise MemoryError("a kernel needs more memory for its scratch than there is")
+        raise MemoryError("a kernel cannot allocate its scratch memory")
 
 
 @functools.cache

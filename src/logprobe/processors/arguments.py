@@ -37,7 +37,7 @@ def plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # numpy or torch
         return value.tolist()
     if isinstance(value, str):
-        return str.__str__(value)  # of a class of its own it crosses to no other process
+        return str.__str__(value)  # an instance of a subclass may not be sent to other processes
     if isinstance(value, Mapping):
         return {plain(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -113,7 +113,7 @@ def _token_ids(kind: Any, value: Any) -> Iterator[int]:
 
 def _check_finite(parameter: str, value: Any) -> None:
     if isinstance(value, float):
-        require(abs(value) <= LARGEST_FLOAT, parameter, f"holds {value}, which is not a finite float32")
+        require(abs(value) <= LARGEST_FLOAT, parameter, f"contains {value}, which is not a finite float32")
     elif isinstance(value, dict):
         for item in value.values():
             _check_finite(parameter, item)
@@ -290,7 +290,7 @@ def format_args(response_format: Any) -> GrammarArgs | None:
     name = "response_format"
     is_mapping = isinstance(response_format, Mapping)
     require(is_mapping, name, "must be an object with a type", got=response_format)
-    require(all(isinstance(key, str) for key in response_format), name, "has a key that is no text")
+    require(all(isinstance(key, str) for key in response_format), name, "has a key that is not a string")
     kind = response_format.get("type")
     known = ("text", "json_object", *_FORMATS)
     require(kind in known, name, f"type must be one of {', '.join(known)}, got {kind!r:.60}")
@@ -301,7 +301,7 @@ def format_args(response_format: Any) -> GrammarArgs | None:
     value = response_format.get(kind)
     if kind == "json_schema":
         is_wrapped = isinstance(value, Mapping) and isinstance(value.get("schema"), Mapping)
-        require(is_wrapped, name, "json_schema must hold an object with a schema")
+        require(is_wrapped, name, "json_schema must be an object with a schema")
         value = value["schema"]
-    require(value is not None, name, f"of type {kind} needs {kind}")
+    require(value is not None, name, f"of type {kind} requires the key {kind}")
     return to_args({_FORMATS[kind]: plain(value)}, GrammarArgs, name)

@@ -71,7 +71,9 @@ def adapt_callable(
         function = factory(row.args)
         num_parameters = len(inspect.signature(function).parameters)
         require(
-            num_parameters in {2, 3}, "factory", f"{name}: gave a callable of {num_parameters} parameters"
+            num_parameters in {2, 3},
+            "factory",
+            f"{name}: returned a callable with {num_parameters} parameters",
         )
         prompt = [*map(int, row.prompt_token_ids)]
         first = (prompt,) if num_parameters == 3 else ()
@@ -218,7 +220,7 @@ class PerRequestProcessor(LogitsProcessor):
             scores = logits[index : index + 1].clone()
             changed = self._rules[row.key].change(row, scores)
             if changed.shape != scores.shape:
-                raise ValueError(f"gave a row of shape {tuple(changed.shape)}")
+                raise ValueError(f"returned a row of shape {tuple(changed.shape)}")
             logits[index : index + 1] = changed
         return logits
 
@@ -230,7 +232,7 @@ def _adapted(
     check: Callable[[Any], object] = lambda _: None,
 ) -> type[LogitsProcessor]:
     members = {
-        "__doc__": f"Runs one {name} of another library a request.",
+        "__doc__": f"Runs one instance of {name} per request.",
         "Args": args,
         "make_rule": staticmethod(make),
         "own_check": staticmethod(check),

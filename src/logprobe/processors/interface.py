@@ -112,7 +112,7 @@ class LogitsProcessor(ABC):
     def bind(self, model: ModelFacts) -> None:  # noqa: B027 - a processor that needs no model has nothing to do
         """Receive the model's facts; called once, after `__init__`."""
 
-    def check_args(self, args: Any) -> None:  # noqa: B027 - types and bounds say all for most processors
+    def check_args(self, args: Any) -> None:  # noqa: B027 - most processors only need types and bounds
         """Raise `ValueError` if arguments of valid types can never be served; called from any thread."""
 
     def is_argmax_invariant(self) -> bool:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("logprobe")
 NO_ARGS: Final = ArgsView()
-MAX_TOLD: Final = 256  # failures at distinct source lines that are logged
+MAX_TOLD: Final = 256  # maximum number of logged failures, one per source line
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,7 +147,7 @@ class Pipeline:
             except BaseException as error:  # noqa: BLE001 - `apply` finds the rows that cause it
                 self._broken.add(index)
                 if not members:  # no request to fail
-                    logger.warning("%s failed to let its rows go: %r", stage.name, error)
+                    logger.warning("%s failed to release its rows: %r", stage.name, error)
 
     def apply(self, raw: Tensor) -> ProcessedRows:
         """Run the processors on (R, V) float32 logits of the prepared rows; `raw` is not modified.
@@ -254,7 +254,7 @@ class Pipeline:
         place = None if trace is None else (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
         if (type(error), place) not in self._told and len(self._told) < MAX_TOLD:
             self._told.add((type(error), place))
-            logger.error("%s; it is told once", failure, exc_info=error)
+            logger.error("%s (logged once)", failure, exc_info=error)
 
 
 @contextmanager
@@ -310,7 +310,7 @@ def _leaves_some(stage: Stage, raw: Tensor, row: int) -> bool:
     """Return True if the stage alone, updated with this row, leaves tokens to draw from the raw logits."""
     try:
         _checked_apply(stage, raw, [row])
-    except BaseException:  # noqa: BLE001 - the processor is at fault by itself
+    except BaseException:  # noqa: BLE001 - the processor fails on its own
         return False
     return True
 
@@ -329,13 +329,13 @@ def _checked_apply(stage: Stage, logits: Tensor, members: list[int], *, shows_al
     before = logits.clone() if shows_all else logits[members]
     changed: Any = stage.processor.apply(before)
     if not isinstance(changed, torch.Tensor):
-        raise _UnusableLogitsError(f"apply gave {type(changed).__name__}, not a tensor")
+        raise _UnusableLogitsError(f"apply returned {type(changed).__name__}, not a tensor")
     if changed.shape != before.shape:
         raise _UnusableLogitsError(
-            f"apply gave the shape {tuple(changed.shape)} in place of {tuple(before.shape)}"
+            f"apply returned the shape {tuple(changed.shape)} instead of {tuple(before.shape)}"
         )
     if changed.dtype != before.dtype:
-        raise _UnusableLogitsError(f"apply gave {changed.dtype} in place of {before.dtype}")
+        raise _UnusableLogitsError(f"apply returned {changed.dtype} instead of {before.dtype}")
     if shows_all:
         changed = before = changed[members]
     best = changed.amax(1).cpu()  # NaN if the row contains one
@@ -345,8 +345,8 @@ def _checked_apply(stage: Stage, logits: Tensor, members: list[int], *, shows_al
         if bool(is_new.any()):
             kind = float(best[is_new][0])
             if kind == -torch.inf:
-                raise _NoTokenError("apply gave a row with no possible token")
-            raise _UnusableLogitsError(f"apply gave {'+inf' if kind == torch.inf else 'NaN'}")
+                raise _NoTokenError("apply returned a row with no possible token")
+            raise _UnusableLogitsError(f"apply returned {'+inf' if kind == torch.inf else 'NaN'}")
     # The processor may keep a reference: do not let later stages modify its tensor.
     return changed if changed is before else changed.clone(memory_format=torch.contiguous_format)
 

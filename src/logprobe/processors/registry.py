@@ -53,8 +53,10 @@ def load_processor(given: str | type) -> type[LogitsProcessor]:
     if isinstance(target, type) and not target.__module__.startswith(_BUILT_IN_HOME):
         target = styles.styled(target)
     is_processor = isinstance(target, type) and issubclass(target, LogitsProcessor)
-    known = f"and its update_state takes none of {', '.join(styles.STYLES)}"
-    require(is_processor, _WHERE, f"{given!r} is no subclass of logprobe.processors.LogitsProcessor, {known}")
+    known = f"and its update_state has no argument {' or '.join(styles.STYLES)}"
+    require(
+        is_processor, _WHERE, f"{given!r} is not a subclass of logprobe.processors.LogitsProcessor, {known}"
+    )
     processor: type[LogitsProcessor] = target
     lacking = sorted(getattr(processor, "__abstractmethods__", ()))
     require(not lacking, _WHERE, f"{given!r} does not define {', '.join(lacking)}")
@@ -115,16 +117,16 @@ def built_in_with(key: str) -> str | None:
 def _check_names(processor: type[LogitsProcessor], given: object) -> None:
     names = processor.arg_names
     are_names = isinstance(names, tuple) and all(isinstance(name, str) for name in names)
-    require(are_names, _WHERE, f"{given!r}: arg_names must be a tuple of texts", got=names)
+    require(are_names, _WHERE, f"{given!r}: arg_names must be a tuple of strings", got=names)
     is_one = processor.Args is None or not names
-    require(is_one, _WHERE, f"{given!r}: Args names the arguments already; leave arg_names out")
+    require(is_one, _WHERE, f"{given!r}: has both Args and arg_names; leave arg_names out")
     if processor.applies_to_all and processor.Args is not None:
         needed = [field.name for field in msgspec.structs.fields(processor.Args) if field.required]
         require(not needed, _WHERE, f"{given!r} applies to all requests; give {', '.join(needed)} a default")
 
 
 def _check_types(args: type[msgspec.Struct], given: object) -> None:
-    """Refuse unresolvable types at startup rather than at the first request."""
+    """Reject unresolvable types at startup instead of at the first request."""
     try:
         msgspec.inspect.type_info(args)
     except (NameError, TypeError, AttributeError) as error:
@@ -132,7 +134,7 @@ def _check_types(args: type[msgspec.Struct], given: object) -> None:
 
 
 def _args_of(processor: type[LogitsProcessor]) -> type[msgspec.Struct]:
-    assert processor.Args is not None, "every built-in types its arguments"
+    assert processor.Args is not None, "every built-in has `Args`"
     return processor.Args
 
 
@@ -150,7 +152,7 @@ def _named(name: str) -> Any:
     points = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
     if name not in points:
         known = ", ".join(available_processors())
-        raise ParameterError(_WHERE, f"no processor {name!r}; there are {known}, or module.path:ClassName")
+        raise ParameterError(_WHERE, f"no processor {name!r}; known: {known}, or use module.path:ClassName")
     try:
         return points[name].load()
     except Exception as error:
@@ -167,7 +169,11 @@ def _imported(spec: str) -> Any:
     try:
         module = import_module(module_name)
     except Exception as error:
-        hint = f"; searched the current folder {folder} too" if isinstance(error, ModuleNotFoundError) else ""
+        hint = (
+            f"; the current folder {folder} was searched too"
+            if isinstance(error, ModuleNotFoundError)
+            else ""
+        )
         raise ParameterError(_WHERE, f"{spec!r}: cannot import {module_name!r}: {error!r}{hint}") from error
     target = getattr(module, attribute, None)
     require(target is not None, _WHERE, f"{spec!r}: module {module_name!r} has no {attribute!r}")

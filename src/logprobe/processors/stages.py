@@ -208,7 +208,7 @@ class Stages:
             processor.bind(self.model)
             is_invariant = bool(processor.is_argmax_invariant())
         except Exception as error:
-            raise ParameterError("logits_processors", f"{name} cannot be made: {error!r}") from error
+            raise ParameterError("logits_processors", f"cannot create {name}: {error!r}") from error
         # A built-in used by field and by registration shares one counter.
         counter = self.counters.setdefault(name, ProcessorCounter())
         is_own = name in registry.BUILT_INS and registry.load_processor(name) is processor_type
@@ -274,7 +274,7 @@ class Stages:
         known = sorted(name for stage in self.registered for name in stage.keys)
         near = closest(key, known, 0.6)
         if owner is not None:
-            remedy = f"{owner} takes it and is not registered; start with logits_processors=[{owner!r}]"
+            remedy = f"{owner} takes it but is not registered; start with logits_processors=[{owner!r}]"
         elif near:
             remedy = f"did you mean {near!r}?"
         else:

@@ -54,7 +54,7 @@ class BatchUpdate:
 
 @final
 class StyledParams:
-    """A request's parameters with its processor arguments as `extra_args` (None if it gives none)."""
+    """A request's parameters with its processor arguments as `extra_args` (None if it has none)."""
 
     def __init__(self, params: Any, extra_args: dict[str, Any] | None) -> None:
         self._params = params
@@ -166,7 +166,7 @@ def _derived(kind: Any, style: Any) -> Any:
     try:
         return types.new_class(kind.__name__, (kind, style), exec_body=lambda body: body.update(names))
     except TypeError as error:
-        raise ParameterError("logits_processors", f"{kind!r} cannot be derived from: {error}") from error
+        raise ParameterError("logits_processors", f"{kind!r} cannot be subclassed: {error}") from error
 
 
 def _has_own_init(kind: type) -> bool:

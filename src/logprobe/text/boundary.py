@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from logprobe.text.edge import TextEdge
 
 Boundary: TypeAlias = Literal["token", "bytes"]
-"""How a continuation was scored: conditional on the tokens of its context, or on its bytes."""
+"""Scoring method of a continuation: conditional on the tokens of its context, or on its bytes."""
 BoundaryRule: TypeAlias = Literal["auto", "token"]
 """`auto`: by bytes if a token spans the boundary; `token`: always split as lm-evaluation-harness does."""
 BOUNDARY_RULES: Final = ("auto", "token")
@@ -84,7 +84,7 @@ Pair: TypeAlias = "tuple[IntArray, IntArray] | Split"
 
 def given_bytes(split: Split) -> bytes:
     """Return the UTF-8 of the continuation of a split that was made from text."""
-    assert split.data is not None, "texts were split"
+    assert split.data is not None, "the split was made from text"
     return split.data
 
 
@@ -171,7 +171,7 @@ def _with_data(
 
 def _by_tokens(before: IntArray, whole: IntArray) -> Split:
     start = min(len(before), len(whole) - 1)
-    remedy = "is one token with its continuation, which nothing predicts; leave boundary='token' out"
+    remedy = "forms one token with its continuation, which has no context; leave boundary='token' out"
     require(start > 0, "context", remedy)
     return Split(whole, start)
 
@@ -194,18 +194,18 @@ def _without_end(edge: TextEdge, before: IntArray, shared: Sequence[int]) -> Int
 def _by_bytes(edge: TextEdge, before: IntArray, whole: IntArray, first: int) -> Split:
     if first == 0:
         bos = edge.vocabulary.token_text(int(edge.prefix()[0]))
-        remedy = f"nothing predicts the token that spans its end; begin it with {bos!r}"
+        remedy = f"the token that spans its end has no context; begin it with {bos!r}"
         raise ParameterError("context", remedy)
     tail = edge.vocabulary.bytes_of(before[first:].tolist())
     pieces = [edge.vocabulary.token_bytes(token_id) for token_id in whole[first:].tolist()]
     text = b"".join(pieces)
-    remedy = "the tokenizer rewrites text across its end; score token ids, or give boundary='token'"
+    remedy = "the tokenizer rewrites text across its end; score token ids, or set boundary='token'"
     require(text.startswith(tail) and len(text) > len(tail), "context", remedy)
     ends = np.cumsum([len(piece) for piece in pieces])
     start = int(np.searchsorted(ends, len(tail), side="right"))
     special = edge.special_token_ids
     is_special = [token_id in special for token_id in whole[first:].tolist()]
-    remedy = "a special token spans its end; score token ids, or give boundary='token'"
+    remedy = "a special token spans its end; score token ids, or set boundary='token'"
     require(not any(is_special[: start + 1]), "context", remedy)
     # Sum up to the first special token after the boundary, unless that exceeds MAX_BYTES.
     stop = is_special.index(True) if any(is_special) else len(pieces)

@@ -1,7 +1,7 @@
 """Render a conversation with the model's chat template, to text or token ids.
 
 Messages have OpenAI's format. Nothing is dropped silently: a field is either rendered by the template or
-refused by its path, such as `messages[2].name`.
+rejected with an error that names its path, such as `messages[2].name`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         both = self.continue_final_message and self.add_generation_prompt
-        message = "continues the last message, and add_generation_prompt begins a new one; give one of them"
+        message = "cannot be combined with add_generation_prompt, which begins a new message; set one of them"
         require(not both, "continue_final_message", message)
 
     @property
@@ -76,10 +76,10 @@ def as_conversations(messages: Conversations) -> list[Conversation]:
     if isinstance(messages, str):
         return [[{"role": "user", "content": messages}]]
     is_list = isinstance(messages, Sequence) and not isinstance(messages, bytes)
-    known = "must be a list of messages, a list of such lists, or a text"
+    known = "must be a list of messages, a list of such lists, or a string"
     require(is_list, "messages", known, got=messages)
     are_lists = [isinstance(item, list | tuple) for item in messages]
-    require(all(are_lists) or not any(are_lists), "messages", "holds messages beside lists of messages")
+    require(all(are_lists) or not any(are_lists), "messages", "mixes messages and lists of messages")
     if not messages:
         return []
     many: list[Any] = list(messages) if are_lists[0] else [messages]
@@ -119,7 +119,7 @@ def lay_out(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> 
     tokenizer = text.tokenizer
     if tokenizer.chat_template is None:
         raise ParameterError(
-            "messages", "the model has no chat template; complete a text instead (generate, /v1/completions)"
+            "messages", "the model has no chat template; use text completion (generate, /v1/completions)"
         )
     is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
     require(is_list and messages, "messages", "must be a list of at least one message")
@@ -144,7 +144,7 @@ def lay_out(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> 
     plain, numbers, laid_out = _first_rendered(render, ways)
     if layout.continue_final_message:
         where = f"messages[{numbers[-1]}].content"
-        message = "the model's chat template trims whitespace that it begins or ends with; leave that out"
+        message = "begins or ends with whitespace, which the model's chat template trims; remove it"
         require(laid_out.endswith(plain[-1]["content"]), where, message)
     if tools is not None:
         _check_tools(lambda: render(plain, None), laid_out)
@@ -179,7 +179,9 @@ def _render(
         text: str = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
         return text
     size = len(template)
-    require(size <= MAX_TEMPLATE_CHARS, "messages", f"the model's chat template has {size} characters")
+    require(
+        size <= MAX_TEMPLATE_CHARS, "messages", f"the model's chat template is too long ({size} characters)"
+    )
     # The same arguments that `apply_chat_template` passes to the template.
     given = [{name: value for name, value in message.items() if value is not None} for message in messages]
     shown = {**tokenizer.special_tokens_map, **options}
@@ -200,9 +202,9 @@ def _first_rendered(
             return messages, numbers, render(messages)
         except ParameterError:  # time limit
             raise
-        except Exception as error:  # noqa: BLE001 - a template is a program of the model's and may raise anything
+        except Exception as error:  # noqa: BLE001 - a template is a program and may raise anything
             errors.append(error)
-    raise ParameterError("messages", f"the model's chat template refuses them: {errors[0]}") from errors[0]
+    raise ParameterError("messages", f"the model's chat template raised an error: {errors[0]}") from errors[0]
 
 
 def _with_argument_texts(message: dict[str, Any]) -> dict[str, Any]:
@@ -242,9 +244,9 @@ def _check_tools(render_bare: Any, laid_out: str) -> None:
         is_ignored = render_bare() == laid_out
     except ParameterError:
         raise
-    except Exception:  # noqa: BLE001 - a template that cannot do without tools takes them
+    except Exception:  # noqa: BLE001 - a template that fails without tools renders them
         is_ignored = False
-    require(not is_ignored, "tools", "the model's chat template takes none; describe them in a message")
+    require(not is_ignored, "tools", "the model's chat template ignores them; describe them in a message")
 
 
 def chat_template_of(tokenizer: Any) -> str | None:
@@ -269,19 +271,17 @@ def takes_tools(template: str) -> bool:
 def _says_tools(tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None) -> bool:
     """Return True if tools, calls and results must be described in text since the template ignores them."""
     template = chat_template_of(tokenizer)
-    assert template is not None, "it was checked"
+    assert template is not None, "the caller checked it"
     # A template that renders calls itself keeps doing so as long as no tools are given.
     return not takes_tools(template) and (bool(tools) or "tool_calls" not in template)
 
 
 def _check_variables(variables: Mapping[str, Any], template: str) -> None:
-    """Refuse variables that the template does not read, and reserved names."""
+    """Reject variables that the template does not read, and reserved names."""
     for name in variables:
-        require(
-            name not in OWN_VARIABLES, f"chat_template_kwargs.{name}", "is given otherwise; see the route"
-        )
+        require(name not in OWN_VARIABLES, f"chat_template_kwargs.{name}", "is reserved; leave it out")
         known = sorted(variables_of(template) - OWN_VARIABLES)
-        message = f"the model's chat template reads no such variable; it reads {', '.join(known) or 'none'}"
+        message = f"is not read by the model's chat template; it reads {', '.join(known) or 'none'}"
         require(name in known, f"chat_template_kwargs.{name}", message)
 
 
@@ -340,7 +340,7 @@ def _plain_call(call: Any, where: str) -> dict[str, Any]:
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError) as error:
-            raise ParameterError(f"{where}.function.arguments", f"are not JSON: {error}") from error
+            raise ParameterError(f"{where}.function.arguments", f"are not valid JSON: {error}") from error
     require(isinstance(arguments, Mapping), f"{where}.function.arguments", "must be an object")
     return {**call, "function": {**function, "arguments": arguments}}
 
@@ -348,9 +348,9 @@ def _plain_call(call: Any, where: str) -> dict[str, Any]:
 def _part_text(part: Any, where: str) -> str:
     is_part = isinstance(part, dict) and part.get("type") in TEXT_PARTS
     if not is_part or not isinstance(part.get("text"), str):
-        raise ParameterError(where, "holds a part other than {type: text, text: ...}; this model reads text")
+        raise ParameterError(where, "has a part that is not {type: text, text: ...}; only text is supported")
     others = [name for name, value in part.items() if value and name not in {"type", "text", *PART_REPORTS}]
     if others:
-        raise ParameterError(f"{where}.{others[0]}", "no template lays that out; leave it out")
+        raise ParameterError(f"{where}.{others[0]}", "is not rendered by chat templates; leave it out")
     text: str = part["text"]
     return text

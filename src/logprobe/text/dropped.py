@@ -2,7 +2,7 @@
 
 A template is a program and may ignore fields that its author did not expect. The conversation is therefore
 rendered once more with a unique mark in place of each field. Each field whose mark is missing is then removed
-on its own; if the output does not change, the model would never see that field and it is refused.
+on its own; if the output does not change, the model would never see that field, and it is rejected.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FieldPath(NamedTuple):
 def check_laid_out(
     messages: Messages, render: Render, laid_out: str, numbers: Sequence[int] | None = None
 ) -> bool:
-    """Refuse fields that had no effect on `laid_out`, the template's output for the messages.
+    """Reject fields that had no effect on `laid_out`, the template's output for the messages.
 
     `numbers` maps messages to the indices used in errors, for messages that were derived from the caller's;
     `OWN_TEXT` stands for a generated message that describes the tools. Return True if every mark was
@@ -57,7 +57,7 @@ def check_laid_out(
     roles = {message["role"]: index for index, message in enumerate(messages)}
     unknown_roles = {role: index for role, index in roles.items() if role not in KNOWN_ROLES}
     num_trials = len(unmarked) + len(unknown_roles) * len(KNOWN_ROLES)
-    many = f"holds {num_trials} things that must be tried on the model's template; at most {MAX_TRIALS}"
+    many = f"need {num_trials} checks of fields against the model's template; at most {MAX_TRIALS}"
     require(num_trials <= MAX_TRIALS, "messages", many)
     for path in unmarked:
         if _rendered(render, _without(messages, path)) == laid_out:
@@ -126,12 +126,12 @@ def is_implied(messages: Messages, path: FieldPath) -> bool:
 
 
 def _check_role(messages: Messages, role: str, number: int, render: Render, laid_out: str) -> None:
-    """Refuse a role that the template renders exactly like another one."""
+    """Reject a role that the template renders exactly like another one."""
     for known in KNOWN_ROLES:
         renamed = [message | {"role": known} if message["role"] == role else message for message in messages]
         if _rendered(render, renamed) == laid_out:
-            taken = f"takes {shortened(role)!r} for {known!r}"
-            message = f"the model's chat template {taken}; use a role that it knows"
+            taken = f"renders {shortened(role)!r} like {known!r}"
+            message = f"the model's chat template {taken}; use a role that it supports"
             raise ParameterError(f"messages[{number}].role", message)
 
 
@@ -141,19 +141,19 @@ def _rendered(render: Render, messages: Messages) -> str | None:
         return render(messages)
     except ParameterError:  # time limit
         raise
-    except Exception:  # noqa: BLE001 - a template is a program of the model's and may raise anything
+    except Exception:  # noqa: BLE001 - a template is a program and may raise anything
         return None
 
 
 def refusal(path: FieldPath) -> str:
     """Return the error message for a field that the template ignores."""
     if path.field == "tool_call_id":
-        return "the model's chat template passes it over; give results in the order of their calls"
-    return "the model's chat template passes it over; leave it out, or say it in a message that it lays out"
+        return "the model's chat template ignores it; give results in the order of their calls"
+    return "the model's chat template ignores it; leave it out, or put it into a message's content"
 
 
 def _refused(path: FieldPath, number: int) -> ParameterError:
     if number == OWN_TEXT:
-        takes_none = "the model's chat template takes none, and passes over a system text that says them"
-        return ParameterError("tools", f"{takes_none}; describe them in a message")
+        takes_none = "the model's chat template ignores them, and the system message that describes them"
+        return ParameterError("tools", f"{takes_none}; describe them in a user message")
     return ParameterError(str(path._replace(message=number)), refusal(path))

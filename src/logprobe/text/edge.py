@@ -154,7 +154,7 @@ class TextEdge:
         """Return the prefix for a text without context: BOS, or EOS if the model has no BOS."""
         first = self.eos_token_id if self.bos_token_id is None else self.bos_token_id
         if first is None:
-            raise ParameterError("context", "is empty and the model has no BOS or EOS; give a context")
+            raise ParameterError("context", "is empty, and the model has no BOS or EOS token; give a context")
         return np.array([first], dtype=np.int32)
 
     def text_of(self, token_ids: Sequence[int], num_bytes: int | None = None) -> str:
@@ -185,8 +185,8 @@ class TextEdge:
             return
         self.logged_warnings.add("two BOS")
         logger.warning(
-            "prompt: begins with %s, and the tokenizer adds another; give add_special_tokens=False for the "
-            "text of a chat template, or use chat",
+            "prompt: begins with %s, and the tokenizer adds another; set add_special_tokens=False for a "
+            "rendered chat template, or use chat",
             self.vocabulary.token_text(bos),
         )
 
@@ -224,5 +224,5 @@ def as_token_ids(prompt: Any, name: str = "prompt") -> IntArray:
     require(is_ids, name, "must be a list of token ids", got=prompt)
     outside = ids[(ids < 0) | (ids > np.iinfo(np.int32).max)][:1]
     if len(outside):  # do not include the array in the message: numpy is slow to print it
-        raise ParameterError(name, f"token id {outside} lies outside every vocabulary")
+        raise ParameterError(name, f"token id {outside} is outside every vocabulary")
     return ids.astype(np.int32)

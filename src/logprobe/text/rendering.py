@@ -70,7 +70,7 @@ class TemplateProcess:
                 raise _too_slow() from None
             except (OSError, EOFError, msgspec.MsgspecError) as error:  # died, maybe out of memory
                 self.close()
-                raise TemplateError("its process ended, which may be out of memory") from error
+                raise TemplateError("its process exited, possibly out of memory") from error
         if reply.error is not None:
             raise TemplateError(reply.error)
         return reply.text
@@ -134,7 +134,7 @@ atexit.register(PROCESS.close)
 
 def _too_slow() -> ParameterError:
     return ParameterError(
-        "messages", f"the model's chat template takes longer than {LIMIT_S:g} s; give the model another one"
+        "messages", f"the model's chat template takes longer than {LIMIT_S:g} s; use another one"
     )
 
 

@@ -55,9 +55,9 @@ def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
             raise ParameterError(
-                f"{where}.name", "must be a text; a tool is {type: function, function: {name, ...}}"
+                f"{where}.name", "must be a string; a tool is {type: function, function: {name, ...}}"
             )
-        require(name not in found, f"{where}.name", f"is that of another tool, too: {name!r}")
+        require(name not in found, f"{where}.name", f"is also the name of another tool: {name!r}")
         parameters = function.get("parameters")
         parameters = {"properties": {}, "additionalProperties": False} if parameters is None else parameters
         is_object = isinstance(parameters, Mapping) and parameters.get("type", "object") == "object"
@@ -139,4 +139,4 @@ def _json_text(value: Mapping[str, Any], where: str) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ParameterError(where, f"is no JSON: {error}") from error
+        raise ParameterError(where, f"is not valid JSON: {error}") from error

@@ -135,13 +135,13 @@ def test_lora_weights_of_a_layer_that_takes_none_are_refused_by_its_name(
     part = LowRank(torch.zeros(2, 1), torch.zeros(1, 2))
     names = ["model.layers.1.self_attn.q_proj", "vision.layers.0.fc", "model.layers.1.mlp.gate"]
     forward.decoder.check_lora(LoraWeights("own", "", 1, dict.fromkeys(names[:2], part)))
-    with pytest.raises(UnsupportedModelError, match="gate, which takes no weights"):
+    with pytest.raises(UnsupportedModelError, match="gate, which is not supported"):
         forward.decoder.check_lora(LoraWeights("own", "", 1, dict.fromkeys(names, part)))
 
 
 def test_plain_weights_run_by_transformers_modules(tiny_model_folder: Path) -> None:
     layout = loaded(tiny_model_folder, "plain").layout
-    assert (layout.weights, layout.why_transformers) == ("plain", "plain weights were asked for")
+    assert (layout.weights, layout.why_transformers) == ("plain", "plain weights were requested")
 
 
 def test_a_model_that_our_decoder_gives_other_numbers_for_runs_by_transformers_modules(
@@ -158,7 +158,7 @@ def test_a_model_that_our_decoder_gives_other_numbers_for_runs_by_transformers_m
     path = folder("Llama")
     forward = loaded(path)
     assert forward.layout.why_transformers is not None
-    assert "the native decoder gives other numbers" in forward.layout.why_transformers
+    assert "the native decoder did not pass verification" in forward.layout.why_transformers
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
     prompts = [np.arange(2, 42, dtype=np.int32)]
     want = transformers_logprobs(model, prompts)
@@ -189,13 +189,13 @@ def with_a_setting(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (with_a_bias_of_a_norm, "its tensor model.layers.1.input_layernorm.bias is not known here"),
-        (with_a_tensor, "its tensor model.layers.1.self_attn.extra is not known here"),
+        (with_a_bias_of_a_norm, "its tensor model.layers.1.input_layernorm.bias is not supported"),
+        (with_a_tensor, "its tensor model.layers.1.self_attn.extra is not supported"),
         (
             with_a_wider_layer,
-            "it is put together in another way (ValueError: its layers are of several sizes)",
+            "its structure is not supported (ValueError: its layers have different sizes)",
         ),
-        (with_a_setting, "extra_factor of its configuration is not known here"),
+        (with_a_setting, "extra_factor of its configuration is not supported"),
     ],
 )
 def test_what_has_no_place_in_the_native_decoder_runs_by_the_transformers_decoder_with_the_reason(

@@ -164,7 +164,7 @@ def test_a_model_that_scales_its_scores_by_itself_is_refused(
         return own(module, query * 1.1, *rest, **options)
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "logprobe", off_by_a_tenth)
-    with pytest.raises(UnsupportedModelError, match="in a way this engine does not follow"):
+    with pytest.raises(UnsupportedModelError, match="logits differ from those of transformers"):
         Runner(folders["llama"], "plain")
 
 
@@ -180,7 +180,7 @@ def test_a_model_whose_head_reads_more_than_the_hidden_rows_is_refused(
         return out
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", scaled_by_ids)
-    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM .* computes its logits in a way"):
+    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM .* logits differ from those of"):
         Runner(folders["llama"], "plain")
 
 
@@ -193,7 +193,7 @@ def test_a_model_that_gives_no_numbers_is_refused(
         return own(self, hidden_states * torch.nan, *rest, **options)
 
     monkeypatch.setattr(LlamaAttention, "forward", spoilt)
-    with pytest.raises(UnsupportedModelError, match="its own logits are not finite numbers"):
+    with pytest.raises(UnsupportedModelError, match="its logits in transformers are not finite"):
         Runner(folders["llama"], "plain")
 
 

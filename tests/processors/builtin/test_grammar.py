@@ -176,7 +176,7 @@ def test_the_longest_chain_that_is_let_through_is_compiled(
         (GrammarArgs(ebnf=rules(MAX_GRAMMAR_PARTS, "r{}")), "parts"),
         (GrammarArgs(regex="(" * 20_000), "parts"),
         (GrammarArgs(regex="a" * 300_000), "characters"),
-        (GrammarArgs(choice=["a"] * 3000), "texts"),
+        (GrammarArgs(choice=["a"] * 3000), "choices"),
         (GrammarArgs(json_schema="[" * 50_000), "not JSON"),
         (GrammarArgs(json_schema='{"not":' * 200 + "{}" + "}" * 200), "nested deeper"),
     ],

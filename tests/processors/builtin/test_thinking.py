@@ -198,7 +198,7 @@ def test_a_budget_that_is_taken_away_half_way_leaves_the_row_alone(
 def test_another_token_where_one_was_forced_is_an_error(
     make: Callable[..., Any], row: Callable[..., Any], run: Callable[..., Any]
 ) -> None:
-    with pytest.raises(ValueError, match="token 6 came where 1 was forced"):
+    with pytest.raises(ValueError, match="token 6 was drawn where 1 was forced"):
         run(make(ThinkingBudgetLogitsProcessor), [row("a", args(0), [0], [6])])
 
 

@@ -117,7 +117,7 @@ class CurrentStep:
 
 
 def is_short(num_rows: int, context: int) -> bool:
-    """Return True if the last `num_rows` tokens of `context` tokens run by the row kernel."""
+    """Return True if the row kernel runs the last `num_rows` tokens of `context` tokens."""
     return num_rows <= FEW_ROWS or num_rows * context <= FEW_SCORES
 
 
@@ -184,7 +184,7 @@ def pooled_attention(
     step: CurrentStep = module.logprobe_step
     layer, plan = module.layer_idx, step.plan
     check_call(query, key, options)
-    assert plan is not None, "a step runs under a plan"
+    assert plan is not None, "the plan is set before the model runs"
     plan.pool.store(layer, plan.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     rule = score_rule(query, options, step.windows.get(layer))
     return attend(plan, layer, query[0].transpose(0, 1), rule)[None], None
@@ -218,10 +218,10 @@ def check_call(query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]) 
             the scores.
     """
     if key.shape[2] != query.shape[2]:
-        raise UnsupportedModelError("its attention reads keys that are not one for each token")
+        raise UnsupportedModelError("its attention does not read exactly one key per token")
     for name, option in options.items():
         if name not in KNOWN_OPTIONS and isinstance(option, torch.Tensor):
-            raise UnsupportedModelError(f"its attention takes `{name}`, which this engine does not know")
+            raise UnsupportedModelError(f"its attention uses `{name}`, which is not supported")
 
 
 def score_rule(query: torch.Tensor, options: dict[str, Any], window: int | None) -> ScoreRule:
@@ -238,7 +238,7 @@ def score_rule(query: torch.Tensor, options: dict[str, Any], window: int | None)
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, rule: ScoreRule
 ) -> torch.Tensor:
-    """Compute what `attend_chunk` computes, with torch, on any device and dtype: (heads, rows, value_dim)."""
+    """Compute `attend_chunk` with torch operations, on any device and dtype: (heads, rows, value_dim)."""
     if rule.softcap is None and rule.sinks is None:
         attended = functional.scaled_dot_product_attention(
             query[None], key[None], value[None],

@@ -153,7 +153,7 @@ class Decoder:
         self.mlp_width = max((mlp.width for mlp in mlps), default=0)
         sizes = {(*layer.projections.values(), layer.output.num_inputs) for layer in self.layers}
         if len(sizes) != 1:
-            raise ValueError("its layers are of several sizes")
+            raise ValueError("its layers have different sizes")
         first = self.layers[0]
         self.vocab_size = self.lm_head.num_outputs
         query_width = first.output.num_inputs
@@ -182,7 +182,7 @@ class Decoder:
         taken = {name for layer in self.layers for name in layer.names} | {self.embedding_name}
         for name in lora.parts:
             if name.startswith(f"{self.spec.path}.") and name not in taken:
-                raise UnsupportedModelError(f"lora {lora.name!r} changes {name}, which takes no weights here")
+                raise UnsupportedModelError(f"lora {lora.name!r} changes {name}, which is not supported")
         self.make_room(lora)
 
     def make_room(self, lora: LoraWeights) -> None:
@@ -223,7 +223,7 @@ class Decoder:
         Args:
             token_ids: (num_tokens,).
             positions: (num_tokens,).
-            plan: where keys and values are stored, and what each token attends to.
+            plan: slots of the keys and values, and the context that each token attends to.
             is_long: use the long rotary frequencies (longrope).
         """
         ids, places = (torch.from_numpy(array.astype(np.int64)) for array in (token_ids, positions))

@@ -3,7 +3,7 @@
 There is one frozen entry per `model_type` of transformers. Everything else is read from the model when it is
 verified at load: sizes and biases from its tensors, windows, scales and soft caps from its attention calls,
 rotary frequencies from its buffers. `reads` lists the configuration keys that an entry takes into account. A
-model with any other key at a non-default value runs by the transformers decoder.
+model with any other key at a non-default value uses the transformers decoder.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def noting_attention(
     layer = module.layer_idx
     check_call(query, key, options)
     if layer in step.masks:
-        raise UnsupportedModelError(f"its layer {layer} attends more than once in a forward pass")
+        raise UnsupportedModelError(f"its layer {layer} calls attention more than once in a forward pass")
     step.masks[layer] = attention_mask
     step.rules[layer], step.key_dims[layer] = score_rule(query, options, None), query.shape[3]
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
@@ -64,15 +64,15 @@ def window_of(mask: torch.Tensor | None, context_len: int) -> int | None:
         UnsupportedModelError: the mask is neither causal nor a sliding window.
     """
     if mask is None:
-        raise UnsupportedModelError("its attention gets no mask, so that each token sees those after it")
+        raise UnsupportedModelError("its attention gets no mask, so tokens attend to later ones")
     if mask.dtype != torch.bool:
-        raise UnsupportedModelError("its masks add to the scores (as ALiBi does) rather than hide tokens")
+        raise UnsupportedModelError("its masks add to the scores (as ALiBi does) instead of hiding tokens")
     function = getattr(mask, "logprobe_function", None)
     if function is None:
-        raise UnsupportedModelError("it makes or changes its masks by itself")
+        raise UnsupportedModelError("it makes or changes its attention masks itself")
     own = mask[0, 0].cpu()
     if own.triu(1).any():
-        raise UnsupportedModelError("its tokens see those after them")
+        raise UnsupportedModelError("its tokens attend to later ones")
     last = torch.tensor(context_len - 1)
     num_seen = int(_seen(function, last, torch.arange(context_len)).sum())
     window = num_seen if num_seen < context_len else None
@@ -102,5 +102,5 @@ def _seen(function: Callable[..., Any], row: torch.Tensor, columns: torch.Tensor
     try:
         seen: torch.Tensor = function(first, first, row, columns)
     except IndexError as error:
-        raise UnsupportedModelError("its masks depend on the tokens, not on their places alone") from error
+        raise UnsupportedModelError("its masks depend on the tokens, not only on their positions") from error
     return seen.expand(len(columns))

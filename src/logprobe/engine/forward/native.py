@@ -73,14 +73,14 @@ class NativeForward:
     def _check_invariant(self) -> None:
         """Raise if the bits of a row's results depend on the other rows of its batch."""
         is_native = self.layout.why_transformers is None
-        what = f"the transformers decoder runs this model on {self.device}, and its bits depend on the batch"
+        what = f"is not supported: results of the transformers decoder on {self.device} depend on the batch"
         require(
             is_native, "batch_invariant", f"{what}; leave it out, or use a model that a native decoder runs"
         )
 
     @property
     def weights(self) -> str:
-        """`published` or `plain`."""
+        """Weight format in use, `published` or `plain`."""
         return self.layout.weights
 
     def transformers_model(self) -> Any:
@@ -90,7 +90,7 @@ class NativeForward:
             EngineClosedError: `close` was called.
         """
         if self.decoder is None:
-            raise EngineClosedError("the engine was closed, and its model with it")
+            raise EngineClosedError("the engine was closed, which released its model")
         if self.layout.why_transformers is not None:
             return self.decoder.model
         if self._own_module is None:
@@ -118,14 +118,14 @@ class NativeForward:
         self.num_slots = kv_bytes // slot_bytes
         if self.num_slots < 2:
             raise ParameterError(
-                "kv_bytes", f"one token takes {slot_bytes} bytes; give room for more of them"
+                "kv_bytes", f"one token takes {slot_bytes} bytes, and two must fit; raise it"
             )
         self._memory = _reserve(kv_bytes) if self.device == "cpu" else None
         if self.device == "cuda":
             torch.cuda.empty_cache()
             free_bytes, _ = torch.cuda.mem_get_info()
-            what = f"{kv_bytes} bytes are more than the {free_bytes} that are free on the GPU"
-            remedy = "ask for fewer (replacing weights holds two caches for a moment)"
+            what = f"{kv_bytes} bytes exceed the {free_bytes} bytes that are free on the GPU"
+            remedy = "lower it (replacing weights briefly needs two caches)"
             require(kv_bytes <= free_bytes, "kv_bytes", f"{what}; {remedy}")
         self.pool = KVPool(self.num_slots)
         self.pool.lay_out(ready.kv_shapes, partial(self._new_zeros, dtype=ready.kv_dtype))
@@ -152,7 +152,7 @@ class NativeForward:
             EngineClosedError: `close` was called.
         """
         if self.decoder is None:
-            raise EngineClosedError("the engine was closed before the LoRA weights had room")
+            raise EngineClosedError("the engine was closed before the LoRA weights were prepared")
         self.decoder.make_room(lora)
 
     def with_weights(self, config: EngineConfig, state: State) -> NativeForward:
@@ -163,7 +163,7 @@ class NativeForward:
             EngineClosedError: `close` was called.
         """
         if self.decoder is None:
-            raise EngineClosedError("the engine was closed before the new weights answered")
+            raise EngineClosedError("the engine was closed before the new weights were loaded")
         # Keep the cache size: admitted requests rely on it, and while both exist, less memory is free.
         return NativeForward(replace(config, kv_bytes=self.kv_bytes), self._files, state)
 
@@ -223,22 +223,20 @@ def _reserve(kv_bytes: int) -> PagedMemory:
     try:
         return PagedMemory(kv_bytes)  # no huge pages: a slot has parts in each layer, each would map one
     except OSError as error:
-        raise ParameterError(
-            "kv_bytes", f"{kv_bytes} bytes cannot be had ({error}); ask for fewer"
-        ) from error
+        raise ParameterError("kv_bytes", f"cannot allocate {kv_bytes} bytes ({error}); lower it") from error
 
 
 def _choose_device(device: str) -> str:
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
-        raise ParameterError("device", "cuda was asked for, but torch finds no GPU; use cpu or auto")
+        raise ParameterError("device", "cuda is not available: torch finds no GPU; use cpu or auto")
     return ("cuda" if has_gpu else "cpu") if device == "auto" else device
 
 
 def _check_arithmetic(config: EngineConfig, device: str) -> None:
     """Check that the device supports the requested arithmetic and KV dtype."""
     known = ("auto", "fma") if device == "cpu" else ("auto", "bf16x3", "bf16")
-    what = f"{config.arithmetic} is not for device {device}; use one of {', '.join(known)}"
+    what = f"{config.arithmetic} is not supported on {device}; use one of {', '.join(known)}"
     require(config.arithmetic in known, "arithmetic", what)
     has_dtype = device != "cpu" or config.kv_dtype == "float32"
-    require(has_dtype, "kv_dtype", f"{config.kv_dtype} is for a GPU; on a CPU it is float32")
+    require(has_dtype, "kv_dtype", f"{config.kv_dtype} is only supported on a GPU; use float32")

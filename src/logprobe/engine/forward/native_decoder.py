@@ -29,14 +29,14 @@ def describe(module: Any, proof: Proof) -> DecoderSpec | str:
     config = module.config.get_text_config(decoder=True)
     family = FAMILIES.get(config.model_type)
     if family is None:
-        return f"the family {config.model_type} is not known here"
+        return f"the model type {config.model_type} is not supported"
     if unread := family.unread(config):
-        return f"{', '.join(unread)} of its configuration is not known here"
+        return f"{', '.join(unread)} of its configuration is not supported"
     if (activation := ACTIVATIONS.get(getattr(config, family.activation))) is None:
-        return f"{family.activation} of its configuration is not known here"
+        return f"{family.activation} of its configuration is not supported"
     rules = [rule for _, rule in sorted(proof.step.rules.items())]
     if any(rule.sinks is not None for rule in rules):
-        return "its attention has sinks"
+        return "its attention uses sinks"
     try:
         rotary, scaling = _rotary(module, proof, family)
         return DecoderSpec(
@@ -56,7 +56,7 @@ def describe(module: Any, proof: Proof) -> DecoderSpec | str:
             normalises_experts=family.experts is not None and family.experts.normalises(config),
         )
     except (KeyError, AttributeError, TypeError) as error:
-        return f"it is put together in another way ({type(error).__name__}: {error})"
+        return f"its structure is not supported ({type(error).__name__}: {error})"
 
 
 def native_decoder(
@@ -73,13 +73,13 @@ def native_decoder(
     try:
         decoder = Decoder(spec, small | frequencies(module, spec), panels)
     except (KeyError, ValueError, AttributeError, TypeError, RuntimeError) as error:
-        return f"it is put together in another way ({type(error).__name__}: {error})"
+        return f"its structure is not supported ({type(error).__name__}: {error})"
     if unplaced := sorted(state.keys() - decoder.names):
-        return f"its tensor {unplaced[0]} is not known here"
+        return f"its tensor {unplaced[0]} is not supported"
     try:
         proof.prove(decoder)
     except (UnsupportedModelError, RuntimeError, IndexError) as error:
-        return f"the native decoder gives other numbers ({error})"
+        return f"the native decoder did not pass verification ({error})"
     return decoder
 
 
@@ -88,7 +88,7 @@ def _decoder_path(module: Any, family: Family, num_layers: int) -> str:
     for path, part in module.named_modules():
         if hasattr(part, family.embedding) and len(getattr(part, family.layers, ())) == num_layers:
             return str(path)
-    raise KeyError(f"{family.embedding} beside {family.layers}")
+    raise KeyError(f"{family.embedding} with {family.layers}")
 
 
 def _head_name(module: Any) -> str:

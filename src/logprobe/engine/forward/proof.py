@@ -115,7 +115,7 @@ class Proof:
 
     def _compare(self, logits: torch.Tensor, expected: torch.Tensor) -> None:
         if expected.isnan().any() or not torch.isfinite(expected).any():
-            raise UnsupportedModelError("its own logits are not finite numbers")
+            raise UnsupportedModelError("its logits in transformers are not finite")
         is_finite = torch.isfinite(expected)  # some families mask padding entries of the vocabulary
         scale = expected[is_finite].abs().max()
         difference = float((logits - expected)[is_finite].abs().max() / scale)
@@ -127,11 +127,8 @@ class Proof:
     def _why_not(self, difference: float) -> str:
         forward = self.model.get_submodule(self.place.path).forward
         if "position_ids" not in inspect.signature(forward).parameters:
-            return "its decoder counts positions by itself, so that steps cannot mix texts"
-        return (
-            "it computes its logits in a way this engine does not follow "
-            f"(relative difference {difference:.1e})"
-        )
+            return "its decoder takes no position_ids, so a step cannot mix texts"
+        return f"the engine's logits differ from those of transformers (relative difference {difference:.1e})"
 
     def _starts(self) -> list[int]:
         """Return the start positions: the first, the last that fits, and one across each boundary."""
@@ -173,7 +170,7 @@ class Proof:
         kinds = getattr(self.model.config.get_text_config(decoder=True), "layer_types", None) or ()
         unknown = sorted(set(kinds) - LAYER_TYPES)
         if unknown:
-            raise UnsupportedModelError(f"it has layers of the kind {', '.join(unknown)}")
+            raise UnsupportedModelError(f"its layer types are not supported: {', '.join(unknown)}")
 
     def _learn_rules(self) -> None:
         """Read each layer's score rule and sliding window from its attention call."""
@@ -206,7 +203,7 @@ def refusing(model: Any, act: Callable[[], Any]) -> Any:
         ) from error
     except Exception as error:
         raise UnsupportedModelError(
-            f"{name} cannot run on the native engine: its own code fails there ({in_one_line(error)}); "
+            f"{name} cannot run on the native engine: its code raised an error ({in_one_line(error)}); "
             f"{LOAD_ELSEWHERE}"
         ) from error
 
@@ -215,8 +212,8 @@ def _other_layers(num_attending: int, num_layers: int) -> str:
     if not num_attending:
         return "none of its layers uses transformers' attention interface"
     return (
-        f"{num_attending} of its {num_layers} layers use transformers' attention interface; the others keep "
-        "a state of another kind"
+        f"only {num_attending} of its {num_layers} layers use transformers' attention interface (the others "
+        "may have a recurrent state)"
     )
 
 

@@ -95,17 +95,17 @@ def make_ready(
         if isinstance(made, ReadyModel):
             return made
         why_plain = made
-        remedy = f"the GPU decoder does not run this model: {made}; leave it out"
-        require(arithmetic == "auto", "arithmetic", f"{arithmetic} cannot be used: {remedy}")
-        require(kv_dtype == torch.float32, "kv_dtype", f"{kv_dtype} cannot be used: {remedy}")
+        remedy = f"the GPU decoder does not support this model: {made}; leave it out"
+        require(arithmetic == "auto", "arithmetic", f"{arithmetic} is not available: {remedy}")
+        require(kv_dtype == torch.float32, "kv_dtype", f"{kv_dtype} is not available: {remedy}")
         dtype = dtype or torch.bfloat16
-        logger.warning("%s: runs by the transformers decoder in %s: %s", files.name, dtype, made)
+        logger.warning("%s: using the transformers decoder in %s: %s", files.name, dtype, made)
     dtype = dtype or torch.float32
     if weights == "published" and why_plain is not None:
         remedy = "use auto or plain" + (f", or {REMEDY}" if native_library() is None else "")
-        raise ParameterError("weights", f"published cannot be used: {why_plain}; {remedy}")
+        raise ParameterError("weights", f"published is not available: {why_plain}; {remedy}")
     if weights == "plain":
-        why_plain = "plain weights were asked for"
+        why_plain = "plain weights were requested"
     store = LoadStore.of(files) if why_plain is None and state is None else None
     if store is not None and (recalled := _recalled(files, store)) is not None:
         return recalled
@@ -140,9 +140,9 @@ def _on_gpu(
 ) -> ReadyModel | str:
     """Load a model for the GPU decoder, or return the reason why it cannot run there."""
     if weights == "plain":
-        return "plain weights were asked for"
+        return "plain weights were requested"
     if dtype not in {None, torch.float32}:
-        return "the GPU decoder gives float32 logits, and another dtype was asked for"
+        return "the GPU decoder computes float32 logits, and another dtype was requested"
     with quiet_transformers():
         from logprobe.engine.forward.cuda.build import cuda_decoder
         from logprobe.engine.forward.proof import Proof, refusing
@@ -150,7 +150,7 @@ def _on_gpu(
         with reading_errors(files.name):
             model = load_lazily(files, state)
         if model is None:
-            return "transformers alone knows how to read its weights"
+            return "only transformers can read its weights"
 
         def prove() -> ReadyModel | str:
             with torch.inference_mode():
@@ -177,7 +177,7 @@ def _why_plain(dtype: torch.dtype, device: str) -> str | None:
     if device != "cpu" or dtype != torch.float32:
         return "the native decoder needs float32 on a CPU"
     if native_library() is None:
-        return "the native decoder needs the native kernels, which do not run here"
+        return "the native decoder needs the native kernels, which are not available"
     return None
 
 
@@ -214,7 +214,7 @@ def _proven(
     progress.say("proving")
     decoder = spec if isinstance(spec, str) else native_decoder(spec, model.module, proof, panels)
     if isinstance(decoder, str):
-        logger.info("%s: runs by the transformers decoder: %s", files.name, decoder)
+        logger.info("%s: using the transformers decoder: %s", files.name, decoder)
         return _transformers_decoder(model, proof, panels, decoder)
     ready = _ready(decoder, decoder.kv_shapes, proof, decoder.hidden_size)
     if store is not None:
@@ -299,7 +299,7 @@ def _context_len(model: Any) -> int:
     length = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if not isinstance(length, int):
         raise UnsupportedModelError(
-            "its positions have no end (it keeps a state of its own, or biases scores by distance)"
+            "it has no max_position_embeddings (it may have a recurrent state, or ALiBi)"
         )
     return length
 
@@ -347,10 +347,10 @@ def _recalled(files: ModelFiles, store: LoadStore) -> ReadyModel | None:
         meets_references = _meets_references(decoder, record, tensors)
     # A damaged file may lack tensors or have other shapes.
     except (KeyError, ValueError, RuntimeError, IndexError) as error:
-        logger.warning("%s: what is stored of it lacks %s; it is proven again", files.name, error)
+        logger.warning("%s: cannot use the stored load record (%s); verifying again", files.name, error)
         return None
     if not meets_references:
-        logger.warning("%s: what is stored of it gives other numbers; it is proven again", files.name)
+        logger.warning("%s: the stored weights give other logits; verifying again", files.name)
         return None
     return ReadyModel(
         decoder=decoder,

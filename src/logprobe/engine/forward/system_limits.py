@@ -1,4 +1,4 @@
-"""Memory of the machine or container: what is free, the default size of the KV cache, what cannot fit."""
+"""Memory of the machine or container: free memory, the default KV cache size, a check that weights fit."""
 
 from __future__ import annotations
 
@@ -57,9 +57,8 @@ def check_memory(name: str, num_bytes: int) -> None:
     needed, total = num_bytes + BASE_BYTES, min(total, limit)
     if needed > total:
         raise ModelError(
-            f"{name}: needs {in_words(needed)} of memory for its weights and a pool of keys and values, and "
-            f"{where} has {in_words(total)}; use a smaller model, the same with weights of fewer bits, or "
-            "more memory"
+            f"{name}: needs {in_words(needed)} of memory for its weights and a KV cache, but {where} has "
+            f"{in_words(total)}; use a smaller or more strongly quantized model, or more memory"
         )
 
 

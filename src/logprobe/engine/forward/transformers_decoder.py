@@ -88,7 +88,7 @@ class WatchedRun:
             UnsupportedModelError: no submodel ran.
         """
         if self._last is None:
-            raise UnsupportedModelError("it has no decoder apart from its output head")
+            raise UnsupportedModelError("it has no decoder module separate from its output head")
         return self._last
 
 
@@ -149,7 +149,7 @@ class TransformersDecoder:
         Args:
             token_ids: (num_tokens,).
             positions: (num_tokens,).
-            plan: where keys and values are stored, and what each token attends to.
+            plan: slots of the keys and values, and the context that each token attends to.
             is_long: use the long rotary frequencies (longrope).
         """
         self.step.plan, self.step.is_long = plan, is_long

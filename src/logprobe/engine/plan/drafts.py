@@ -73,7 +73,7 @@ class PromptLookup:
         return drafts
 
     def _compare(self, token_id: int) -> None:
-        """Update the estimate with the token that came instead of the predicted one or as predicted."""
+        """Update the acceptance estimate: compare the generated token with the predicted one."""
         is_right = self._ids[self._source] == token_id
         num_matched = min(self._num_matched, LONGEST)
         self._rates[num_matched] += STEP * (is_right - self._rates[num_matched])

@@ -35,7 +35,7 @@ class SlotPool:
 
     def allocate(self, count: int) -> IntArray:
         """Allocate `count` slots; the caller ensures that as many are free."""
-        assert count <= self.num_free, f"{count} slots asked, {self.num_free} free"
+        assert count <= self.num_free, f"{count} slots requested, {self.num_free} free"
         self.num_free -= count
         return self._stack[self.num_free : self.num_free + count][::-1].copy()
 
@@ -145,7 +145,7 @@ class RadixTree:
             if node.num_locks == 0:
                 self.num_evictable -= len(node.slots)
             node.num_locks += 1
-            assert node.parent is not None, "`above` is on the way"
+            assert node.parent is not None, "`above` is an ancestor of `node`"
             node = node.parent
 
     def unlock(self, node: Node) -> None:

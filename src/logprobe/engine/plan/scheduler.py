@@ -162,7 +162,7 @@ class Scheduler:
         drawn = [sample for sample in active if self._is_drawn(sample)]
         if self._gathers_calls:
             late = [one for one in active if _is_first(one) and one.node and not self._is_drawn(one)]
-            # Those that could not use the remaining budget get no slots before others end.
+            # Samples that made no use of the remaining budget get no slots until others end.
             going = {
                 one.call
                 for one in late
@@ -186,7 +186,7 @@ class Scheduler:
             wrong = span.sample.give_back_drafts(span.end)
             self.pool.free(wrong)
             drafts = span.sample.drafts
-            assert drafts is not None, "who drafts counts"
+            assert drafts is not None, "a sample with drafts has draft counters"
             drafts.num_drafted += len(span)
             drafts.num_accepted += len(span) - len(wrong)
             self.num_drafted += len(span)
@@ -267,7 +267,7 @@ class Scheduler:
         todo = sample.token_ids[: sample.num_remaining]
         node, known = self.tree.descend(root, todo)
         self.tree.lock(node)
-        # Start a sample only if all its present tokens fit; the first in line is never overtaken.
+        # Start a sample only if all its present tokens fit; no later sample overtakes it.
         need = len(todo) - len(known) + 1
         while self.num_available < need and (giver := self._giver_of_slots(sample, need)):
             self._preempt(giver)
@@ -307,7 +307,7 @@ class Scheduler:
         return count
 
     def _walk_on(self, sample: Sample, plan: StepPlan) -> None:
-        """Use what has entered the tree since, also from samples planned earlier in this step."""
+        """Reuse slots added to the tree since the last step, also by samples planned earlier in this one."""
         assert sample.node is not None
         start = sample.num_computed
         node, known = self.tree.descend(sample.node, sample.token_ids[start : start + sample.num_remaining])
@@ -387,8 +387,9 @@ class Scheduler:
             self._has_split = any(one.call in left and _is_first(one) for one in gathered)
             if self._has_split:
                 logger.warning(
-                    "the prompts of one call come in several steps: what keeps the rows of the latest step "
-                    "alone loses some; raise max_batch_rows or kv_bytes, or ask fewer at once"
+                    "the prompts of one call do not fit into one step: a logits processor that only keeps "
+                    "the rows of the latest step loses some; raise max_batch_rows or kv_bytes, or send fewer "
+                    "prompts per call"
                 )
         return gathered
 

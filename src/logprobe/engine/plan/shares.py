@@ -1,4 +1,4 @@
-"""Fair sharing of an engine between callers and their calls: step tokens, running places, and slots.
+"""Fair sharing of step tokens, running places and KV cache slots between callers and their calls.
 
 A call is one unit of work, such as an HTTP request with all its prompts and samples. A single call may use
 the whole engine, and calls that fit into one step are served in order of arrival. A call with more than a
@@ -6,8 +6,9 @@ step's tokens leaves most of each step to others. A call with more than its shar
 youngest sample to a call with less than its share. Preemption takes a call only up to its share, and
 only from the excess of another, so two calls never preempt each other in turn.
 
-A caller is a client of the server. Places and slots are shared between callers first, then between each
-caller's calls; in a step, the prompts of the caller with the least work come first.
+A caller is a client of the server, and a place allows one sample to run (there are `max_running`). Places and
+slots are shared between callers first, then between each caller's calls; in a step, the prompts of the caller
+with the least work come first.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class StepShare:
     def split(
         self, budget: int, samples: Iterable[Sample], wanted: Callable[[Sample], int]
     ) -> dict[bool, int]:
-        """Split a budget into {is_large: tokens}: large calls get what they want up to their limit."""
+        """Split a budget into {is_large: tokens}: large calls get up to their limit."""
         large = 0
         if self._large:
             num_wanted = sum(wanted(sample) for sample in samples if self.is_large(sample))

@@ -225,14 +225,14 @@ def _check_extras(asked: Mapping[str, bool]) -> tuple[str, ...]:
     for name in asked:
         if name not in KERNEL_EXTRAS:
             known = ", ".join(KERNEL_EXTRAS)
-            raise ParameterError(name, f"is no column that a kernel gives; there are {known}")
+            raise ParameterError(name, f"is not an extra column; use one of {known}")
     return tuple([name for name in KERNEL_EXTRAS if asked.get(name)])
 
 
 def _check_chosen(chosen_ids: IdsLike, num_rows: int, vocab_size: int) -> NDArray[np.int32]:
     ids = check_ids(chosen_ids, vocab_size, "chosen_ids")
     if ids.shape != (num_rows,):
-        raise ParameterError("chosen_ids", f"must have shape ({num_rows},), one a row, not {ids.shape}")
+        raise ParameterError("chosen_ids", f"must have shape ({num_rows},), one per row, not {ids.shape}")
     return ids
 
 
@@ -255,7 +255,7 @@ def _check_given(given_ids: GivenLike, num_rows: int, vocab_size: int) -> tuple[
         return torch.from_numpy(offsets), torch.from_numpy(np.tile(shared, num_rows))
     rows = [np.empty(0, np.int32) if ids is None else _flat_ids(ids) for ids in given_ids]
     if len(rows) != num_rows:
-        raise ParameterError("given_ids", f"must name ids for each of {num_rows} rows, not {len(rows)}")
+        raise ParameterError("given_ids", f"must have one entry for each of {num_rows} rows, not {len(rows)}")
     flat = check_ids(np.concatenate(rows) if rows else np.empty(0, np.int32), vocab_size, "given_ids")
     offsets = np.zeros(num_rows + 1, dtype=np.int64)
     np.cumsum([len(row) for row in rows], out=offsets[1:])
@@ -272,7 +272,7 @@ def _is_shared(given_ids: GivenLike) -> bool:
 def _flat_ids(ids: object) -> NDArray[np.integer]:
     flat = _int_array(ids, "given_ids")
     if flat.ndim != 1:
-        raise ParameterError("given_ids", f"must be one-dimensional for a row, not of shape {flat.shape}")
+        raise ParameterError("given_ids", f"must be one-dimensional for each row, not of shape {flat.shape}")
     return flat
 
 

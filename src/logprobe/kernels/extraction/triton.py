@@ -5,7 +5,7 @@
 2. `_merge_kernel`, a program for each row: merges the splits' sums.
 3. `_top_kernel`, a program for each row: the k groups with the greatest maxima hold the k greatest logits;
    only their logits are sorted. For a greater k torch sorts whole rows of packed (value, id) pairs.
-4. `_given_kernel`, a program for each row and split: counts what is greater than each given id's logit.
+4. `_given_kernel`, a program for each row and split: counts the logits greater than that of each given id.
 
 SPLIT is fixed, the sums do not depend on k, and nothing is summed across rows: a row has the same bits alone
 and in any batch. Triton's interpreter runs the same code, slowly, on the CPU.
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 SPLIT = 2048
 GROUP = 16
-# Greatest k of a variant of `_top_kernel`, a power of two -> ids of a group there: fewer groups to sort, or
-# fewer logits.
+# Variants of `_top_kernel`: largest k, a power of two -> ids per group. Larger groups mean fewer groups to
+# sort, smaller ones fewer logits.
 TOP_GROUPS = {32: 64, 128: 32}
-MAX_GROUPS = 2**14  # that `_top_kernel` sorts in registers
+MAX_GROUPS = 2**14  # groups that `_top_kernel` can sort in registers
 MAX_TORCH_TOPK = 4096  # above, torch.topk sorts its k results more slowly than torch.sort the row
-PAIRS_BYTES = 128 * 2**20  # of pairs that torch sorts at once
+PAIRS_BYTES = 128 * 2**20  # size of the pairs that torch sorts at once
 NOTHING = tl.constexpr(-(2**63))  # below every packed pair
 LOW_BITS = tl.constexpr(2**31 - 1)
 
@@ -90,7 +90,7 @@ def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
 
 
 def aligned(logits: Tensor) -> Tensor:
-    """Return rows aligned like contiguous ones: Triton sums in another order where it cannot load vectors."""
+    """Return the logits aligned like contiguous ones; otherwise Triton loads no vectors and sums differ."""
     is_aligned = logits.stride(0) % 16 == 0 and logits.data_ptr() % 16 == 0
     if logits.stride(1) == 1 and is_aligned == (logits.shape[1] % 16 == 0):
         return logits
@@ -171,7 +171,7 @@ def _split_kernel(
     group: tl.constexpr,
     split: tl.constexpr,
 ) -> None:
-    """Of each split: greatest value, sums over e**d with d = value - greatest, second largest, rank count."""
+    """Compute per split: largest and second largest value, sums of e**d (d = value - largest), rank count."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     num_splits = tl.num_programs(1)
@@ -181,7 +181,7 @@ def _split_kernel(
     values = tl.load(base + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
     highest = tl.max(values)
     d = values - tl.where(highest == float("-inf"), 0.0, highest)
-    d = tl.where(d < -1e4, -1e4, d)  # of -inf too; a NaN stays
+    d = tl.where(d < -1e4, -1e4, d)  # also for -inf; NaN stays NaN
     e = tl.exp(d)
     total = tl.sum(e)
     products = tl.sum(d * e)
@@ -220,7 +220,7 @@ def _merge_kernel(
     has_margin: tl.constexpr,
     splits: tl.constexpr,
 ) -> None:
-    """The numbers of a row from the sums of its splits, in float64."""
+    """Merge the sums of a row's splits in float64, and write the row's results."""
     row = tl.program_id(0).to(tl.int64)
     parts = tl.arange(0, splits)
     mask = parts < num_splits
@@ -275,7 +275,7 @@ def _top_kernel(
     part: tl.constexpr,
     groups: tl.constexpr,
 ) -> None:
-    """The best `top` groups by their maxima (among equals the first), then the best of their logits."""
+    """Select the `top` groups with the largest maxima (first among equals), then their largest logits."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * row_stride
     parts: tl.constexpr = group // part
@@ -336,10 +336,10 @@ def _given_kernel(
     lse = tl.load(lses + row)
     is_valid = (lse == lse).to(tl.int32)  # noqa: PLR0124 (NaN)
     ids = part * split + tl.arange(0, split)
-    end = tl.where(first < last, vocab_size, 0)  # nothing to read where there are no given ids
+    end = tl.where(first < last, vocab_size, 0)  # read nothing if there are no given ids
     values = tl.load(base + ids, mask=ids < end, other=float("-inf")).to(tl.float32)
     one = (part == 0).to(tl.int32)  # a rank is 1 + the count
-    stored = tl.where(part == 0, last, first)  # the first program stores what all know
+    stored = tl.where(part == 0, last, first)  # only the first program stores the log-probabilities
     for start in range(first, last, 8):
         entries = start + tl.arange(0, 8)
         mask = entries < last

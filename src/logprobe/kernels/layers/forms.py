@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
-PIECE_NUMBERS = 1 << 20  # elements that are checked at a time, so that they stay in a cache
+PIECE_NUMBERS = 1 << 20  # elements checked at a time, so that they stay in the cache
 STEP = 32  # inputs are padded to a multiple of this: a block of any form
 
 
@@ -117,7 +117,7 @@ def pack_floats(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Panel
     num_outputs, width = weight.shape
     panels = PanelWeights(form, num_outputs, width, torch.empty(0, dtype=torch.uint8), bias)
     data = _on_lines(panels.num_bytes)
-    # (steps of inputs, PANEL) a panel; of bfloat16, a step is two.
+    # Per panel (steps, PANEL); a step is one input, two for bfloat16.
     unit = torch.int32 if form is BFLOAT16 else dtype
     steps = data.view(unit).view(-1, panels.panel_bytes // (PANEL * unit.itemsize), PANEL)
     for number, target in enumerate(steps):
@@ -154,7 +154,7 @@ def fill_blocks(panels: PanelWeights, start: int, header: Array, groups: Array) 
     Args:
         panels: result of `empty_panels`.
         start: the first output, a multiple of PANEL.
-        header: (outputs, blocks, 1 or 2) of float16 or float32: scales, and summands of a form of int4.
+        header: (outputs, blocks, 1 or 2) of float16 or float32: scales, and summands of int4 forms.
         groups: (outputs, blocks, inputs of a block) int8, or (outputs, blocks, 4) uint32, each eight int4.
     """
     blocks = panels.data.numpy().reshape(
@@ -166,7 +166,7 @@ def fill_blocks(panels: PanelWeights, start: int, header: Array, groups: Array) 
 
 
 def _fill_lanes(target: Array, values: Array) -> None:
-    """Numbers of (outputs, blocks, n) into the bytes of (panels, blocks, n · PANEL · their size)."""
+    """Write (outputs, blocks, n) values to `target`, the bytes of (panels, blocks, n · PANEL) values."""
     num_whole, num_left = divmod(len(values), PANEL)
     lanes = target.view(values.dtype)
     lanes = np.lib.stride_tricks.as_strided(
@@ -181,7 +181,7 @@ def _fill_lanes(target: Array, values: Array) -> None:
 
 
 def _on_lines(size: int) -> torch.Tensor:
-    """Bytes of zeros that begin with a line of the cache; none is written."""
+    """Allocate zeroed bytes aligned to a cache line, without touching them."""
     memory = np.zeros(size + LINE, np.uint8)
     start = -memory.ctypes.data % LINE
     return torch.from_numpy(memory[start : start + size])

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 SEGMENT: Final = 256  # keys
 NO_WINDOW: Final = 1 << 30
-DECODE_ROWS: Final = 16  # of a tile: tokens times the heads of a group
+DECODE_ROWS: Final = 16  # rows of a tile: tokens times query heads per key/value head
 CHUNK_ROWS: Final = 32
-MAX_PARTIAL_BYTES: Final = 1 << 30  # of segments that are to be merged
+MAX_PARTIAL_BYTES: Final = 1 << 30  # partial results of segments
 NUM_WARPS: Final = 4
 DECODE_STAGES: Final = 3  # keys and values of the next blocks are read ahead
 CHUNK_STAGES: Final = 1
-SUMS: Final = tl.constexpr(16)  # least columns of a product
+SUMS: Final = tl.constexpr(16)  # minimum columns of a product
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ def norm(
         is_centred: subtract the mean (LayerNorm).
         out: (rows, parts * width) float32, each row contiguous, which may be `x`; or
             (num_pieces, rows, width) bfloat16 for the pieces of the result.
-        residual: added to the result; of the shape of `out`, which it may be.
+        residual: added to the result; same shape as `out`, may be `out` itself.
     """
     width = x.shape[1] if weight is None else len(weight)
     num_pieces = len(out) if out.dtype == torch.bfloat16 else 0
@@ -124,12 +124,12 @@ def rotate_and_store(
     Args:
         projected: (rows, queries + keys + values) float32, each row contiguous.
         offsets: of the first query, key and value in a row.
-        head_stride: numbers between the heads of one kind.
-        rotary: cosines and sines, (rows, pairs) float32, contiguous; None: nothing rotates.
+        head_stride: elements between consecutive heads.
+        rotary: cosines and sines, (rows, pairs) float32, contiguous; None: no rotation.
         pool: keys and values, (num_slots, kv_heads, head_dim) float32 or bfloat16.
-        slots: (rows,) int32; -1: the row has no token, and nothing of it is stored.
+        slots: (rows,) int32; -1: padding row, which is not stored.
         query: (rows, heads, head_dim) float32, filled with the rotated queries.
-        is_paired: neighbours rotate together, as in GPT-J; else the halves of the rotated part, as in Llama.
+        is_paired: rotate adjacent pairs, as in GPT-J, instead of the two halves, as in Llama.
         query_scales: (rows,) float32, multiplied with the rotated queries.
     """
     keys, values = pool
@@ -231,7 +231,7 @@ def gate(x: Tensor, activation: str, out: Tensor, *, has_values: bool) -> Tensor
         x: (rows, width), or (rows, 2 * width) with the values after the gates; float32, contiguous.
         activation: one of ACTIVATIONS.
         out: (num_pieces, rows, width) bfloat16, contiguous.
-        has_values: whether there are values.
+        has_values: True if `x` contains values.
     """
     num_pieces, num_rows, width = out.shape
     if num_rows:
@@ -251,7 +251,7 @@ def gate(x: Tensor, activation: str, out: Tensor, *, has_values: bool) -> Tensor
 
 @triton.jit
 def tanh(x: tl.tensor) -> tl.tensor:
-    """Return the hyperbolic tangent, by its series near 0, where the quotient would lose digits."""
+    """Return the hyperbolic tangent; near 0 by its series, where the quotient would lose precision."""
     square = x * x
     series = x * (
         1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835))))

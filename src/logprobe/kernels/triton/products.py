@@ -130,7 +130,7 @@ def _tile(num_rows: int, num_outputs: int) -> dict[str, int]:
 
 
 def _num_stages(tile: dict[str, int], item_bytes: int, num_pieces: int, device: torch.device) -> int:
-    """Return how many blocks of inputs are read ahead: as many as the shared memory of the GPU holds."""
+    """Return the number of pipeline stages: the tile's, or fewer if the shared memory holds fewer."""
     rows_bytes = 2 * num_pieces * tile["block_rows"]
     stage_bytes = BLOCK_INPUTS * (item_bytes * tile["block_outputs"] + rows_bytes)
     return max(1, min(tile["num_stages"], _shared_bytes(device) // stage_bytes))

@@ -191,7 +191,7 @@ class GlobalLogprobsCapture(LogitsProcessor):
         if num_kept < len(rows) and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%s keeps %d of the %d rows of a step; give it more max_bytes than %d",
+                "%s keeps only %d of the %d rows of a step; raise max_bytes (now %d)",
                 type(self).__name__,
                 num_kept,
                 len(rows),

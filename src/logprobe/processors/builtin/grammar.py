@@ -78,7 +78,7 @@ class GrammarLogitsProcessor(MaskLogitsProcessor):
         self._model = model
 
     def check_args(self, args: Any) -> None:
-        """Refuse an invalid grammar."""
+        """Reject an invalid grammar."""
         self._template(grammar_of(args))
 
     def update_state(self, batch: BatchState) -> None:
@@ -265,7 +265,9 @@ def _check_size(name: str, value: Any) -> None:
     """Check the size in characters, parts and choices before anything is built."""
     texts = value if name == "choice" else [value] if isinstance(value, str) else []
     require(
-        name != "choice" or len(value) <= MAX_CHOICES, name, f"has {len(texts)} texts; at most {MAX_CHOICES}"
+        name != "choice" or len(value) <= MAX_CHOICES,
+        name,
+        f"has {len(texts)} choices; at most {MAX_CHOICES}",
     )
     num_chars = sum(map(len, texts))
     require(num_chars <= MAX_GRAMMAR_BYTES, name, f"has {num_chars} characters; at most {MAX_GRAMMAR_BYTES}")

@@ -144,7 +144,7 @@ class BannedWordsLogitsProcessor(MaskLogitsProcessor):
         self._sequences = lru_cache(maxsize=4096)(lambda word: word_sequences(model, word))
 
     def check_args(self, args: Any) -> None:
-        """Refuse a text without tokens."""
+        """Reject a text without tokens."""
         for word in args.bad_words:
             message = f"{shortened(word)!r} has no tokens in this model's vocabulary"
             require(self._sequences(word), "bad_words", message)
@@ -187,7 +187,7 @@ def _continuing(model: ModelFacts, text: str) -> tuple[int, ...]:
 
     ids, data = model.encode(text), text.encode("utf-8", "replace")
     if bytes_of(ids) == b" " + data:
-        # No space is prepended after a line break, which is a token of its own in these tokenizers.
+        # These tokenizers prepend no space after a line break, which is a separate token.
         behind = model.encode("\n" + text)
         starts = range(len(behind))
         ids = next((behind[start:] for start in starts if bytes_of(behind[start:]) == data), ids)

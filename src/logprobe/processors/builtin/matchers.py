@@ -61,8 +61,8 @@ class LlguidanceMatcher:
         problem = problem_of(matcher)
         if problem is not None:  # llguidance reports it as the end of the text
             is_ambiguous = "too many" in problem.lower()
-            what = "can be read in too many ways to follow it" if is_ambiguous else "cannot be followed"
-            raise ParameterError("grammar", f"{what} further: {problem}")
+            what = "can be parsed in too many ways" if is_ambiguous else "cannot be parsed further"
+            raise ParameterError("grammar", f"{what}: {problem}")
         return None if bits is None else np.frombuffer(bits, dtype=np.uint8)
 
 
@@ -111,7 +111,7 @@ def as_matcher(matcher: Any, vocab_size: int) -> Matcher:
     if hasattr(matcher, "accept_token") and hasattr(matcher, "fill_next_token_bitmask"):
         return XgrammarMatcher(matcher, vocab_size)
     raise ParameterError(
-        "factory", f"gave {type(matcher).__name__}, which is no matcher of llguidance or xgrammar"
+        "factory", f"returned {type(matcher).__name__}, which is not a matcher of llguidance or xgrammar"
     )
 
 

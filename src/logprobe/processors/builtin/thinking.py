@@ -76,7 +76,7 @@ class Thinking:
         expected = self.next_forced
         if expected is not None:
             if token_id != expected:
-                raise OverruledError(f"token {token_id} came where {expected} was forced")
+                raise OverruledError(f"token {token_id} was drawn where {expected} was forced")
             self.num_forced += 1
             if self.next_forced is None:
                 self.is_on, self.forced, self.num_forced = False, (), 0
@@ -150,7 +150,7 @@ class ThinkingBudgetLogitsProcessor(LogitsProcessor):
         self._token_bytes = model.vocabulary.token_bytes
 
     def check_args(self, args: Any) -> None:
-        """Refuse markers without tokens, and equal markers."""
+        """Reject markers without tokens, and equal markers."""
         markers = self._markers(args)
         require(markers.start.ids, "think_start", "has no tokens in this model's vocabulary")
         require(markers.end.ids, "think_end", "has no tokens in this model's vocabulary")

@@ -99,10 +99,10 @@ def _call(value: Any, source: str) -> ToolCall:
         arguments = {} if arguments is None else arguments
         text = _own_text(source, arguments) or _dumped(arguments)
     if not isinstance(arguments, Mapping):
-        raise ValueError("the arguments are no object")  # noqa: TRY004 - the text is wrong, not a type
+        raise ValueError("the arguments are not an object")  # noqa: TRY004 - the text is wrong, not a type
     json.dumps(arguments, allow_nan=False)  # raises for values that are not JSON (NaN)
     if _SURROGATE.search(function["name"] + text):
-        raise ValueError("a text that cannot be sent")
+        raise ValueError("the text contains surrogates")
     return ToolCall(function["name"], text)
 
 

@@ -312,7 +312,7 @@ def _json_of(given: Fields | None) -> str:
     try:
         return json.dumps(given, sort_keys=True)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ParameterError("response_template", f"is no JSON object: {error}") from error
+        raise ParameterError("response_template", f"is not a JSON object: {error}") from error
 
 
 def _form_of(

@@ -45,10 +45,10 @@ def call_format(
     known = read_tools(tools)
     called = [number for number, tool in enumerate(known) if choice in (ANY_TOOL, tool.name)]
     names = ", ".join(tool.name for tool in known) or "none"
-    require(called, "tool_choice", f"names no tool that there is; known: {names}", got=choice)
+    require(called, "tool_choice", f"is not the name of a tool; known: {names}", got=choice)
     if form.calls is None:
-        other = "cannot be put as a grammar; leave it to the model (auto)"
-        raise ParameterError("tool_choice", f"calls in the form {form.name!r} {other}")
+        other = "cannot be expressed as a grammar; use auto"
+        raise ParameterError("tool_choice", f"the call syntax {form.name!r} {other}")
     is_thinking = opens_reasoning(form, prefix)
     lines = [
         f"start: {'thought ' if is_thinking else ''}calls",
@@ -71,7 +71,7 @@ def _calls(form: ResponseForm, marks: CallMarks, called: Sequence[int], *, is_on
 def _call(form: ResponseForm, marks: CallMarks, tool: Tool, number: int) -> list[str]:
     """Return the grammar rules of a tool's call."""
     is_plain = "{name}" not in marks.open or PLAIN_NAME.fullmatch(tool.name)
-    problem = f"cannot stand in a call in the form {form.name!r}; use letters, digits, _, - and ."
+    problem = f"is not allowed in the call syntax {form.name!r}; use letters, digits, _, - and ."
     require(is_plain, f"tools[{number}].function.name", problem, got=tool.name)
     before, after = marks.open.replace("{name}", tool.name), marks.close
     if marks.arguments is not None:
@@ -89,14 +89,18 @@ def _schema_text(tool: Tool, number: int) -> str:
     try:
         return json.dumps({"type": "object", **tool.parameters, "x-guidance": JSON_STYLE})
     except (TypeError, ValueError, RecursionError) as error:
-        raise ParameterError(f"tools[{number}].function.parameters", f"are no JSON: {error}") from error
+        raise ParameterError(
+            f"tools[{number}].function.parameters", f"are not valid JSON: {error}"
+        ) from error
 
 
 def _thought(form: ResponseForm) -> list[str]:
     """Return the rules for the rest of the reasoning, up to its end marker."""
     end = form.thought_end
     if end is None:
-        raise ParameterError("tool_choice", "the end of the model's reasoning cannot be put as a grammar")
+        raise ParameterError(
+            "tool_choice", "the end of the model's reasoning cannot be expressed as a grammar; use auto"
+        )
     if end in form.special:  # ordinary text cannot contain it
         return [f"thought: THOUGHT {_terminals(form, end)}", r"THOUGHT: /(.|\n)*/"]
     return [f"thought[suffix={json.dumps(end, ensure_ascii=False)}]: /(.|\\n)*/"]

@@ -28,7 +28,7 @@ Channel = Literal["content", "reasoning", "tool_call"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one piece adds to a channel.
+    """Text and token bytes that one piece adds to a channel.
 
     `rows` are pairs (position in the completion, bytes of the token in this text), in order. Streamed or not,
     a token is in at most one part per channel, with all of its bytes in that channel.
@@ -81,7 +81,7 @@ class Channels:
         self._follow(self._regions.advance(self._source.add_prompt(begun_reply(form, prefix))))
 
     def take(self, piece: Piece[Any]) -> list[Part]:
-        """Return what is decided after this piece: at most one content part, one reasoning part, and calls.
+        """Return the parts decided after this piece: at most one of content and one of reasoning, and calls.
 
         After the piece with a finish reason everything has been returned.
         """
@@ -127,7 +127,7 @@ class Channels:
         elif isinstance(step, Open):
             self._region = _Region(step.captures, bits, [])
         else:
-            assert self._region is not None, "it was opened"
+            assert self._region is not None, "a region of calls is open"
             if isinstance(step, Close):
                 self._end_calls(self._region, bits)
             else:

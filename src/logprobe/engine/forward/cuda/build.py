@@ -46,9 +46,9 @@ def cuda_decoder(
     except torch.OutOfMemoryError:
         raise
     except (KeyError, ValueError, AttributeError, TypeError, RuntimeError) as error:
-        return f"it is put together in another way ({type(error).__name__}: {error})"
+        return f"its structure is not supported ({type(error).__name__}: {error})"
     if decoder.unplaced:
-        return f"its tensor {decoder.unplaced[0]} is not known here"
+        return f"its tensor {decoder.unplaced[0]} is not supported"
     try:
         if tolerance is None and (arithmetic != "bf16x3" or kv_dtype != torch.float32):
             tolerance = BF16_TOLERANCE
@@ -56,7 +56,7 @@ def cuda_decoder(
     except torch.OutOfMemoryError:
         raise
     except (UnsupportedModelError, RuntimeError, IndexError) as error:
-        return f"the GPU decoder gives other numbers ({error})"
+        return f"the GPU decoder did not pass verification ({error})"
     return decoder
 
 

@@ -205,7 +205,7 @@ class CudaDecoder:
         """
         for name in lora.parts:
             if name.startswith(f"{self.spec.path}.") and name not in self._parts:
-                raise UnsupportedModelError(f"lora {lora.name!r} changes {name}, which takes no weights here")
+                raise UnsupportedModelError(f"lora {lora.name!r} changes {name}, which is not supported")
         self.make_room(lora)
 
     def make_room(self, lora: LoraWeights) -> None:
@@ -244,7 +244,7 @@ class CudaDecoder:
         Args:
             token_ids: (num_tokens,).
             positions: (num_tokens,).
-            plan: where keys and values are stored, and what each token attends to.
+            plan: slots of the keys and values, and the context that each token attends to.
             is_long: use the long rotary frequencies (longrope).
         """
         if self.graphs is not None and not self.loras.groups and self.graphs.can_run(plan):
