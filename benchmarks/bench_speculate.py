@@ -46,8 +46,8 @@ def conversations(kind: str, num_chars: int) -> list[list[dict[str, str]]]:
     if kind == "code editing":
         return [_edit(*one, num_chars) for one in EDITS]
     if kind == "summaries with quotes":
-        text = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8")
-        sections = [part for part in text.split("\n### ") if 1200 < len(part) < 2400]
+        text = (ROOT / "docs" / "dev" / "decisions.md").read_text(encoding="utf-8")
+        sections = [part for part in text.split("\n## ") if 1000 < len(part) < 2400]
         return [_sum_up(part[:num_chars]) for part in sections[: max(BATCHES)]]
     return [_talk(TELL.format(text=text), "Once upon a time") for text in STORIES]
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[np.float64]]
     Normalise = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-TEXT = Path(__file__).resolve().parents[1] / "docs" / "decisions.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 NUM_TOKENS, WINDOW = 8192, 8192
 RANGE = 1024  # positions of a column of the second table
 ROWS = 256  # of logits that are held at once
@@ -167,12 +167,13 @@ def lines(measured: dict[str, Any]) -> Iterator[str]:
 def main() -> None:
     """Measure, and print the table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("text", nargs="?", type=Path, default=TEXT)
+    parser.add_argument("text", nargs="*", type=Path, help="files; the pages of docs/ by default")
     parser.add_argument("--tokens", type=int, default=NUM_TOKENS)
     parser.add_argument("--window", type=int, default=WINDOW)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    measured = measure(given.text.read_text(encoding="utf-8"), given.tokens, given.window)
+    text = "\n".join(path.read_text(encoding="utf-8") for path in given.text or sorted(DOCS.glob("*.md")))
+    measured = measure(text, given.tokens, given.window)
     if given.json:
         print(json.dumps(measured | {"machine": machine_facts()}))
     else:

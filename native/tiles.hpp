@@ -1,7 +1,7 @@
 // Products of a few rows with a panel of weights: the innermost loops of linear layers and of attention.
 //
 // A panel holds PANEL outputs, inputs outermost, so that the weights of one input lie side by side. Its inputs
-// come in blocks (of GGUF: with a scale each) of groups of GROUP inputs; `Form` tells how (docs/kernels.md).
+// come in blocks (of GGUF: with a scale each) of groups of GROUP inputs; `Form` tells how (docs/dev/kernels.md).
 #pragma once
 
 #include <type_traits>
