@@ -16,9 +16,7 @@ from report import machine, newest_results
 from logprobe.config import EngineConfig
 from logprobe.engine.plan.shares import LARGE_PART, PLACES_PART
 from logprobe.processors.builtin.grammar import MAX_STEP_ITEMS
-from logprobe.server import ServerSettings
 from logprobe.server.http.workers import MAX_JOBS, NUM_THREADS
-from logprobe.server.limits import limit_table
 from route_audit import AUDIT, READ
 
 if TYPE_CHECKING:
@@ -29,7 +27,7 @@ BENCH = "bench_attacks"
 HEADER = """# Reliability
 
 How a server behaves under load and under attack, for the person who operates it: what it guarantees, how
-clients share it, its limits, and what was measured. Access control is described in
+clients share it, what bounds a request, and what was measured. Access control is described in
 [SECURITY.md](../SECURITY.md), the installation in [deployment](deploy.md). `make docs` writes this page
 from the server's limits and the recorded results.
 
@@ -89,18 +87,12 @@ request (400).
 
 """
 
-LIMITS = """## Limits
+BOUNDS = """## What bounds each route
 
-`logprobe serve --help` describes each limit.
-
-"""
-
-BOUNDS = """
-## What bounds each route
-
-The settings that limit the work of a request. Every route with a body is also bounded by {body}. The number
-of connections is left to the operating system, and `write_timeout_s` starts again whenever a reader takes
-data.
+The settings that limit the work of a request; [SECURITY.md](../SECURITY.md#limits-of-the-server) explains
+them. Every route with a body is also bounded by {body}.
+The number of connections is left to the operating system, and `write_timeout_s` starts again whenever a
+reader takes data.
 
 """
 
@@ -251,7 +243,7 @@ def tortured(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 def page() -> str:
     """Return the whole page."""
-    engine, settings = EngineConfig(), ServerSettings()
+    engine = EngineConfig()
     sharing = SHARING.format(
         step=engine.max_batch_tokens,
         large=LARGE_PART,
@@ -262,17 +254,12 @@ def page() -> str:
         jobs=MAX_JOBS,
         items=f"{MAX_STEP_ITEMS:,}",
     )
-    limits = table(
-        ("limit", "default"), [(f"`{name}`", f"{value:,}") for name, value in limit_table(settings).items()]
-    )
     results = newest_results()
     return "".join(
         [
             HEADER,
             table(("guarantee", "tested by"), GUARANTEES.items()),
             sharing,
-            LIMITS,
-            limits,
             bounds(),
             measured(results),
             tortured(results),
