@@ -1,4 +1,4 @@
-"""Compiles the native kernels (docs/kernels.md) as part of a build: one library for each kind of processor.
+"""Compiles the native kernels (docs/dev/kernels.md) during a build: one library for each kind of processor.
 
 The machine's C++ compiler (or the one in `CXX`) is used, or zig's from PyPI where there is none.
 `LOGPROBE_TARGET` is the platform tag of a wheel to compile for by zig: one of TARGETS.

@@ -1,13 +1,18 @@
-"""Write docs/performance.md and its picture from the newest result of each benchmark in results/."""
+"""Write docs/performance.md and its picture from the newest result of each benchmark in results/.
 
+`--all` prints every recorded figure with its targets instead.
+"""
+
+import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from areas import AREAS, PREFIXES
 from chart import chart
 from harness import DEFAULT_MODEL, OURS, RESULTS, ROOT, number
-from headlines import Row, rows
+from headlines import Row, rows, title
 from misses import REASONS
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -17,25 +22,45 @@ OPENING = f"""# Performance
 
 ![The table below as a picture: a bar for each ratio](pictures/{PICTURE.name})
 
-Tasks of a user with the model `{DEFAULT_MODEL}`, each beside the other library that was best at it of those
-measured. The ratio says how many times as good ours is: over 1 it is better, whichever way the unit counts;
-in brackets stand the worst and the best round. The last column says when it was measured and at which commit
-of ours, and leads to all figures of the benchmark.
+Typical tasks with the model `{DEFAULT_MODEL}` (SmolLM2-135M-Instruct, Q4_1), each compared with the best of
+the other libraries that were measured. The ratio says how many times as good logprobe is: above 1 it is
+better, whether the unit counts up or down. The worst and the best round are in parentheses. The last column
+gives the day and the commit.
+
+"""
+
+AREA_OPENING = """
+## Results by area
+
+Medians over the rounds, and for each other library or variant the median and the ratio. `best` is the
+best public configuration of a library, `default` its defaults, `q8_0` llama.cpp's own 8-bit weights;
+`floor` is what reading the weights once per step would allow, `multiply-adds alone` what the arithmetic
+would. GPU figures are on the page about [NVIDIA GPUs](gpu.md), delays under attack on
+[reliability](reliability.md).
+"""
+
+MISSED = """
+## Missed targets
+
+Benchmarks have targets. Those that the newest run misses, and why:
 
 """
 
 HOW = """
 ## How it is measured
 
-Written by `make bench`, which runs every `benchmarks/bench_*.py` but one: `make bench-real` runs
-`bench_real.py`, on a model of real size that it makes of random weights. Each rival runs in a process and
-environment of its own, on the same weights, prompts, number type (unless its label names another) and number
-of threads; the contestants take turns, and a ratio is the median over the rounds of ours against theirs in
-the same round. Above 1 means that ours is better, whichever way the unit counts. `best` is a rival's best
-public configuration, `default` what it does unasked, `q8_0` llama.cpp's own 8-bit weights. Seconds and rates
-belong to the machine named; the ratios are the claim.
+`make rivals` installs the other libraries, `make bench` runs every `benchmarks/bench_*.py` except
+`bench_real.py` and `bench_gpu.py`, and `make bench-real` runs `bench_real.py` on a model of real size
+with random weights. Every run is saved in `benchmarks/results`, and `python benchmarks/report.py` writes
+this page from the newest result of each benchmark; `python benchmarks/report.py --all` prints every
+figure with its spread, targets and notes.
 
-## All figures
+- Each library runs in its own process and environment, on the same weights, prompts and number of
+  threads, and with the same number type unless its label names another.
+- The libraries take turns; the others are stopped meanwhile. A ratio is the median over the rounds of
+  logprobe against the other library in the same round.
+- Rates and seconds belong to the machine; the ratios are what can be compared.
+
 """
 
 HEADLINE_HEADINGS = ("task", "logprobe", "the best other", "ours against it", "measured")
@@ -53,7 +78,7 @@ def newest_results(folder: Path = RESULTS) -> dict[str, Mapping[str, Any]]:
 
 
 ELSEWHERE = {"attacks", "gpu"}
-"""Whose figures docs/reliability.md and docs/gpu.md show."""
+"""Benchmarks whose figures are on docs/reliability.md and docs/gpu.md."""
 
 
 def without_gone(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -112,6 +137,56 @@ def misses_any(content: Mapping[str, Any]) -> bool:
     return any(target["verdict"] == "missed" for figure in content["figures"] for target in figure["targets"])
 
 
+AREA_HEADINGS = ("figure", "logprobe", "others", "measured")
+
+
+def area_lines(title_: str, results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the heading and table of an area; empty if none of its figures is recorded."""
+    lines = [
+        area_line(bench, figure, results[bench])
+        for bench, names in AREAS[title_].items()
+        if bench in results
+        for name in names
+        for figure in results[bench]["figures"]
+        if figure["name"] == name
+    ]
+    if not lines:
+        return []
+    head = ["| " + " | ".join(AREA_HEADINGS) + " |", "|---" * len(AREA_HEADINGS) + "|"]
+    return [f"\n### {title_}\n", *head, *lines]
+
+
+def area_line(bench: str, figure: Mapping[str, Any], content: Mapping[str, Any]) -> str:
+    """Return one figure as a row of an area's table."""
+    spreads, ratios = figure["spreads"], figure["ratios"]
+    ours = f"{number(spreads[OURS]['median'])} {figure['unit']}" if OURS in spreads else ""
+    others = [
+        f"{title(name)}: {number(spread['median'])}"
+        + (f" ({ratios[name]['median']:.2f} x)" if name in ratios else "")
+        for name, spread in spreads.items()
+        if name != OURS
+    ]
+    model = bench.partition("--model ")[2].split()
+    name = PREFIXES.get(bench, "") + figure["name"] + (f" ({model[0]})" if model else "")
+    cells = (name, ours, "<br>".join(others), f"{content['day']}, {commit(content['machine'])}")
+    return "| " + " | ".join(cells) + " |"
+
+
+def missed_lines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the table of the targets that are missed, one benchmark per row."""
+    yield "| benchmark | missed | reason |"
+    yield "|---|---|---|"
+    for bench, content in results.items():
+        if misses_any(content):
+            missed = [
+                f"{figure['name']}: {target['text']}"
+                for figure in content["figures"]
+                for target in figure["targets"]
+                if target["verdict"] == "missed"
+            ]
+            yield f"| `{bench}` | {'<br>'.join(missed)} | {REASONS[bench]} |"
+
+
 def section(bench: str, content: Mapping[str, Any]) -> Iterator[str]:
     """The lines of one benchmark: table, notes, machine."""
     yield f"\n### `{bench}`\n"
@@ -133,7 +208,7 @@ def headline_line(row: Row) -> str:
         f"{number(row.ours)} {row.unit}",
         f"{row.rival}: {number(row.theirs)}",
         f"**{median} x** ({low} - {high})",
-        f"{row.day}, [{commit(row.machine)}](#{row.bench})",
+        f"{row.day}, {commit(row.machine)}",
     )
     return "| " + " | ".join(cells) + " |"
 
@@ -147,20 +222,40 @@ def places(headlines: Sequence[Row]) -> dict[str, list[str]]:
 
 
 def first_table(headlines: Sequence[Row]) -> Iterator[str]:
-    """The lines of what a user decides by, and on what it was measured."""
+    """Yield the table of headlines."""
     yield "| " + " | ".join(HEADLINE_HEADINGS) + " |"
     yield "|---" * len(HEADLINE_HEADINGS) + "|"
     yield from map(headline_line, headlines)
-    for place, tasks in places(headlines).items():
-        which = "" if len(tasks) == len(headlines) else f" ({'; '.join(tasks)})"
-        yield f"\nMeasured on {place}{which}."
 
 
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The whole page."""
-    first = "\n".join(first_table(rows(results))) + "\n"
-    lines = [line for bench, content in results.items() for line in section(bench, content)]
-    return OPENING + first + HOW + "\n".join(lines) + "\n"
+    """Return the whole page."""
+    areas = [line for name in AREAS for line in area_lines(name, results)]
+    parts = [OPENING, _text(first_table(rows(results)))]
+    parts += [AREA_OPENING, _text(areas)] if areas else []
+    if any(map(misses_any, results.values())):
+        parts += [MISSED, _text(missed_lines(results))]
+    return "".join([*parts, HOW, _text(machines(results))])
+
+
+def machines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield on what the benchmarks of the page were measured, one machine and set of versions per line."""
+    benches: dict[str, list[str]] = {}
+    for bench, content in results.items():
+        facts = content["machine"]
+        benches.setdefault(f"{processor(facts)}; {versions(facts)}", []).append(bench)
+    for place, names in benches.items():
+        which = "" if len(benches) == 1 else f" ({', '.join(names)})"
+        yield f"Measured on {place}{which}."
+
+
+def everything(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return every recorded figure, with targets and notes, one section per benchmark."""
+    return _text(line for bench, content in results.items() for line in section(bench, content))
+
+
+def _text(lines: Iterable[str]) -> str:
+    return "\n".join(lines) + "\n"
 
 
 def picture(results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -173,7 +268,12 @@ def picture(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 def main() -> None:
     """Write the page and its picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="print every recorded figure; write nothing")
     results = without_gone(newest_results())
+    if parser.parse_args().all:
+        print(everything(results), end="")
+        return
     for path, content in ((PAGE, page(results)), (PICTURE, picture(results))):
         path.write_text(content, encoding="utf-8")
         print(f"wrote {path.relative_to(ROOT)}")

@@ -1,32 +1,23 @@
-"""docs/reliability.md from the server's own limits and the newest figures of benchmarks/bench_attacks.py."""
+"""Print docs/reliability.md from the server's limits and the newest results of the attack and stress runs."""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from harness import number
 from report import machine, newest_results
 
-from logprobe.analysis.covers import MAX_STEPS, MIN_STEPS
-from logprobe.analysis.healing import ROWS_AT_ONCE as HEALING_ROWS
-from logprobe.analysis.schemas import MAX_WAYS, MAX_WAYS_IN_ALL
 from logprobe.config import EngineConfig
 from logprobe.engine.plan.shares import LARGE_PART, PLACES_PART
-from logprobe.next_token.fields import MEMBERS_A_ROW
 from logprobe.processors.builtin.grammar import MAX_STEP_ITEMS
-from logprobe.server import ServerSettings
-from logprobe.server.http.gate import PIECE_BYTES
-from logprobe.server.http.protocol import LOG_EVERY_S, MAX_HEADER_BYTES, MAX_PIPELINED
-from logprobe.server.http.workers import MAX_JOBS, NUM_THREADS, QUICK_BYTES, QUICK_ENTRIES, QUICK_PROMPTS
-from logprobe.server.limits import limit_table
-from logprobe.server.members import ROWS_AT_ONCE
-from logprobe.server.openai.bodies import MAX_LISTED
-from logprobe.server.routes.score import SCORE_ENTRIES
-from logprobe.text.channels.calls import MAX_DEPTH as MAX_CALL_DEPTH
+from logprobe.server.http.workers import MAX_JOBS, NUM_THREADS
+from route_audit import AUDIT, READ
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,571 +26,115 @@ BENCH = "bench_attacks"
 
 HEADER = """# Reliability
 
-What a server of this library promises under load and attack, and what shows it. This page is written by
-`python docs/reliability_page.py` (`make docs`) from the server's own limits and the newest run of
-`benchmarks/bench_attacks.py`. Who may do what stands in [SECURITY.md](../SECURITY.md).
+How a server behaves under load and under attack, for the person who operates it: what it guarantees, how
+clients share it, what bounds a request, and what was measured. Access control is described in
+[SECURITY.md](../SECURITY.md), the installation in [deployment](deploy.md). `make docs` writes this page
+from the server's limits and the recorded results.
 
-## Promises
+## Guarantees
 
 """
 
-PROMISES = {
-    "no request ends the process, keeps a second client's `/health` waiting, or keeps memory": (
+GUARANTEES = {
+    "no request ends the process, delays `/health` for other clients, or leaves memory behind": (
         "`tests/server/attacks`, `benchmarks/bench_attacks.py`"
     ),
-    "whatever a logits processor raises fails its own request": "`tests/server/attacks/test_processors.py`",
-    "a step that hangs shows in `/health` (503), and every waiter ends with an error": "the same",
-    "an engine process that does not answer shows in `/ready`, its waiters end with an error, other replicas "
-    "go on": "`tests/engine/backends/process/test_server.py`",
-    "no web page of another origin reads or drives the server": (
-        "`tests/server/attacks/test_browsers.py`; in a real Chromium `tests/web` (`make test-web`)"
+    "an exception in a logits processor ends its own request only": (
+        "`tests/server/attacks/test_processors.py`"
     ),
-    "of 96 mixed requests, 24 at once and a third given up, none is lost and none is wrong (5e-5 nats)": (
+    "a step that hangs makes `/health` return 503, and every waiting request ends with an error": (
+        "`tests/server/attacks/test_processors.py`"
+    ),
+    "an engine process that does not answer makes `/ready` fail, its requests end with an error, and other "
+    "replicas continue": "`tests/engine/backends/process/test_server.py`",
+    "no web page of another origin can read from or control the server": (
+        "`tests/server/attacks/test_browsers.py`, `tests/web`"
+    ),
+    "every request gets one result or one error, and its slots, handles and memory are freed": (
         "`tests/torture`"
     ),
-    "nothing stays of them: requests, slots, handles, memory": "the same",
-    "with a decoder of our own a row has the same bits alone, among others, kept, cold, in chunks, drawn "
-    "and scored": "`tests/engine/test_batch_invariance.py`, `make torture`",
-    "records, Arrow columns and Parquet files are not believed: one `InputError`, no memory by their own "
-    "say-so": "`tests/records/forms/*hostile.py`",
-    "nor are GGUF and safetensors headers, LoRA folders, or other servers' replies": (
-        "`tests/models`, `tests/next_token/test_remote_hostile.py`"
+    "records, Arrow and Parquet files, checkpoints, LoRA folders and replies of other servers are validated; "
+    "a bad one raises an error and cannot make the process allocate what it claims": (
+        "`tests/records/forms`, `tests/models`, `tests/next_token/test_remote_hostile.py`"
     ),
-    "what nobody thought of": "fuzz tests of all of these, some seconds in every run, longer by `make fuzz`",
 }
 
-FAIRNESS = """
-## How long a neighbour waits
+SHARING = """
+## How clients share the server
 
-One HTTP request, with all its prompts and samples, is one call; so is one call of `LLM`. While a call is
-alone, or all calls fit into a step (`max_batch_tokens`, {step}), they are served as they came, with all there
-is. Otherwise, counted in the engine's steps (`tests/engine/plan/test_shares.py`):
+A client is identified by its API key, or by its address if the server has no keys. One HTTP request, with
+all its prompts and samples, is one call. A single call, or calls that fit into one step together
+(`max_batch_tokens`, {step} tokens), run in order of arrival with all resources. Otherwise:
 
-- A completion that runs gets a token in every step, whatever others ask.
-- A step runs at most `max_batch_tokens` tokens and scores at most as many prompt rows. Calls that ask for
-  more than a step have, together, one in {large} of each beside others: {part} tokens and as many rows.
-- A call that comes later and fits into a step has its first token after at most three steps beside a long
-  prompt, an echo with its logprobs, `n = 128`, or a body of 512 prompts: a call that holds more than its
-  share of the places (`max_batch_rows`, {places}) or of the slots of the key/value pool gives some up for it.
-  A share is what is there divided by the calls, of places at least one in {most}.
-- Calls that ask for more than a step wait for each other in the order of their arrival.
-- A server's clients are told apart by their keys, or else by their addresses. Places and slots are shared
-  between them first, then what each has between its calls; in a step the prompts of a client that has less to
-  run come first. So hundreds of calls of one client are to another one as a single call is.
-- A client may have all of `max_requests`, `max_tokens_in_flight` and `max_logprob_bytes` in progress, all
-  requests of a route (`max_requests` and `max_waiting`, those whose bodies are still to come too), and all
-  jobs that wait for a worker to read them. An eighth of each comes on top for clients that hold no more than
-  an eighth of that (`tests/server/test_limits.py`, `tests/server/attacks/test_monopoly.py`).
-- The threads that read take turns between the clients whose bodies wait: a client's first body waits for
-  those that are being read, and at most one of each other client's (`tests/server/test_workers.py`).
-- Further requests of a client wait for room in the order of their arrival, at most `max_waiting` of them and
-  for `wait_timeout_s`; then they get 429 with `Retry-After`. While it waits, a request keeps the bytes of its
-  body and its place among the requests of its route, nothing else; it is read again once it is admitted.
-  Clients whose requests wait take turns. One that leaves gives its place to the next, a server that drains
-  ends the wait with 503. Requests of other clients that find room are admitted at once.
+- **Running completions** get a token in every step.
+- **Large calls**, with more work than one step, together get 1/{large} of each step ({part} tokens and as
+  many prompt rows) while others run, and wait for each other in order of arrival.
+- **Small calls** get their first token after at most three steps. A call that holds more than its share
+  of the running places (`max_batch_rows`, {places}) or of the KV cache is preempted for them. A share is
+  the total divided by the number of calls, for places at least 1/{most}.
+- **Between clients**, places and cache are divided first, then between the calls of each client; prompts
+  of the client with the least work run first. Many calls of one client count like one.
+- **Limits.** One client may use all of `max_requests`, `max_tokens_in_flight` and `max_logprob_bytes`; an
+  eighth of each is added for clients that hold no more than an eighth of it.
+- **Waiting.** Requests that find no room wait in order of arrival: at most `max_waiting` per client and
+  for `wait_timeout_s`, then they get 429 with `Retry-After`. Waiting requests keep only the bytes of
+  their body. A draining server answers 503.
+- **Reading and writing.** Bodies are read by {threads} threads that take turns between clients, with at
+  most {jobs} jobs queued or running; one more gets 429. Replies are written by as many other threads.
 
-A grammar takes at most {items} items of the parser for a token; one that can be read in too many ways to be
-followed within that fails its own request (400).
-
-## Limits
+A grammar may use {items} parser items per token; an ambiguous grammar that needs more fails its own
+request (400).
 
 """
 
+BOUNDS = """## What bounds each route
 
-class Audited(NamedTuple):
-    """What some routes, or whatever comes on any path, cost; a route may stand in several."""
+The settings that limit the work of a request; [SECURITY.md](../SECURITY.md#limits-of-the-server) explains
+them. Every route with a body is also bounded by {body}.
+The number of connections is left to the operating system, and `write_timeout_s` starts again whenever a
+reader takes data.
 
-    what: tuple[str, ...]  # "METHOD path", or words where it is no route
-    costs: str
-    bounds: str  # in backticks: settings and limits alone
-    shown: tuple[str, ...]  # tests, from the folder TESTS
-
-
-TESTS = "tests/server"
-
-AUDIT_HEADER = f"""
-## What each route costs
-
-An audit of every route, and of what comes before one: what a request takes (time of the event loop or of a
-worker, memory, what is kept after it), what bounds that, and which test shows it (from `{TESTS}`). JSON that
-is read or written in one call holds the interpreter, on whichever thread; Python code in a worker takes turns
-with the event loop; tokenising and compiling grammars let it run. Workers are {NUM_THREADS} threads
-that read, with {MAX_JOBS} jobs, running and waiting, for all routes together, and a few more for clients that
-have few (a job too many is a 429), and {NUM_THREADS} that write.
-
-"""
-
-READ = (
-    "POST /v1/chat/completions",
-    "POST /v1/completions",
-    "POST /v1/responses",
-    "POST /v1/score",
-    "POST /v1/classify",
-    "POST /v1/judge",
-    "POST /v1/uncertainty",
-    "POST /v1/rerank",
-    "POST /v2/rerank",
-    "POST /rerank",
-    "POST /v1/next_token_logprobs",
-    "POST /tokenize",
-    "POST /v1/tokenize",
-    "POST /detokenize",
-    "POST /v1/detokenize",
-)
-
-AUDIT = (
-    Audited(
-        ("any path: a header",),
-        "a connection, and the bytes so far",
-        f"`header_timeout_s`, also for the next header on a connection; {MAX_HEADER_BYTES:,} bytes",
-        (
-            "attacks/test_slow.py::test_a_header_that_does_not_end_closes_the_connection",
-            "attacks/test_slow.py::test_a_second_header_has_its_time_too",
-            "attacks/test_slow.py::test_a_header_without_end_is_cut_off",
-            "attacks/test_words.py::test_nor_does_one_of_a_header",
-            "attacks/test_smuggling.py::test_a_header_that_is_too_large_is_a_431",
-            "attacks/test_smuggling.py::test_a_faulty_request_is_a_400_and_nothing_after_it_is_run",
-        ),
-    ),
-    Audited(
-        ("any path: a body that its route does not read",),
-        "a connection; the bytes are dropped",
-        "`header_timeout_s` after the reply",
-        ("attacks/test_slow.py::test_a_body_that_nobody_asked_for_ends_in_time",),
-    ),
-    Audited(
-        ("any path: requests sent before the replies to earlier ones",),
-        "the headers, and the bodies that came with them",
-        f"{MAX_PIPELINED} requests; then the connection closes after the replies to these",
-        ("attacks/test_smuggling.py::test_pipelined_requests_are_bounded",),
-    ),
-    Audited(
-        ("any path: trailers",),
-        "a connection; the trailers are dropped",
-        f"`header_timeout_s` after the reply, or `body_timeout_s` before it; {MAX_HEADER_BYTES:,} bytes",
-        (
-            "attacks/test_slow.py::test_trailers_without_end_are_cut_off",
-            "attacks/test_slow.py::test_trailers_that_do_not_end_in_time_close_the_connection",
-        ),
-    ),
-    Audited(
-        ("any path: an idle connection",),
-        "a socket",
-        "`header_timeout_s`, whatever bytes come that begin no request",
-        (
-            "attacks/test_slow.py::test_bytes_that_begin_no_request_keep_no_connection",
-            "attacks/test_slow.py::test_nor_do_they_where_silence_follows",
-            "attacks/test_slow.py::test_a_client_that_closes_its_half_between_requests_gets_nothing_more",
-        ),
-    ),
-    Audited(
-        ("any path: a reply that is not read",),
-        f"the reply, and {PIECE_BYTES:,} bytes of it in the connection; a larger one is sent in such pieces, "
-        "others served between any two",
-        "`write_timeout_s` from when the client last took all that it was sent; replies of the engine count "
-        "in `max_requests`, `max_tokens_in_flight` and `max_logprob_bytes` until they were taken",
-        (
-            "attacks/test_unread.py::test_a_reply_counts_until_it_is_read",
-            "attacks/test_unread.py::test_a_reply_that_is_not_taken_closes_the_connection",
-        ),
-    ),
-    Audited(
-        ("any path with a key, of a server of several models: one that is not loaded",),
-        "a load, by all cores and for seconds; the model's weights and pool, which stay",
-        "one load at a time, what is loaded together within `max_models_bytes`; who waits counts in "
-        "`max_requests` of the route. Clients that ask for more models in turn than fit have them loaded "
-        "again and again",
-        (
-            "test_models.py::test_who_asks_at_once_waits_for_one_load",
-            "test_models.py::test_the_one_unused_longest_leaves_where_memory_is_short",
-            "test_models.py::test_a_model_in_use_never_leaves",
-        ),
-    ),
-    Audited(
-        ("any path: no HTTP, or another protocol",),
-        "a count, now and then a line of the log",
-        f"the connection closes, or the request is served as HTTP; a line in {LOG_EVERY_S:.0f} s at most",
-        (
-            "attacks/test_words.py::test_connections_that_send_rubbish_are_counted_and_logged_now_and_then",
-            "test_bad_connections.py::test_a_line_comes_at_once_and_then_in_a_while_with_the_number_since",
-        ),
-    ),
-    Audited(
-        ("any path: refused by its `Host`, its `Origin`, its key, or as no route",),
-        "a look at the header; a short reply that names what was sent, shortened",
-        "nothing of a body is read first; `allowed_host`, `cors_origin`, `api_key`",
-        (
-            "attacks/test_browsers.py::test_a_name_that_is_not_the_servers_is_refused",
-            "attacks/test_browsers.py::test_a_page_of_another_origin_is_refused",
-            "test_behaviour.py::test_keys_let_in_who_brings_one",
-            "attacks/test_words.py::test_nor_does_one_of_a_header",
-        ),
-    ),
-    Audited(
-        ("GET /health", "GET /ready", "GET /ping", "POST /ping", "GET /version"),
-        "a look at the engine's clock, on the event loop; nothing kept",
-        "need no key and are always answered; `stall_s` is how long a step may hang before they say so",
-        (
-            "attacks/test_gets.py::test_of_a_route_that_waits_a_bound_is_in_progress_until_it_is_sent",
-            "attacks/test_processors.py::test_an_engine_that_hangs_is_told_and_every_waiter_ends",
-        ),
-    ),
-    Audited(
-        ("GET /",),
-        "the page's bytes, put together for the first who asks, on the event loop, and kept",
-        "made once, of the server's own files; all replies share the bytes",
-        ("test_page.py::test_the_page_needs_no_key_and_tells_browsers_what_it_may_do",),
-    ),
-    Audited(
-        (
-            "GET /v1/tokenizer",
-            "GET /tokenizer_info",
-            "GET /v1/tokenizer_info",
-            "GET /v1/logits_processors",
-            "GET /openapi.json",
-        ),
-        "a document, made for the first who asks, in a worker, and kept",
-        "made once for all who ask meanwhile; all replies share the bytes; 304 for who has them",
-        (
-            "attacks/test_gets.py::test_as_many_gets_as_one_likes_hold_nobody_up",
-            "attacks/test_gets.py::test_who_has_a_document_is_not_sent_it_again",
-            "attacks/test_gets.py::test_a_document_is_made_once_for_all_who_ask",
-        ),
-    ),
-    Audited(
-        ("GET /v1/models", "GET /v1/models/{model:path}"),
-        "a short reply, made anew on the event loop; nothing kept",
-        "as long as the operator's list (`lora`); a name is repeated shortened",
-        (
-            "attacks/test_gets.py::test_as_many_gets_as_one_likes_hold_nobody_up",
-            "attacks/test_words.py::test_nor_does_one_of_a_header",
-        ),
-    ),
-    Audited(
-        ("GET /v1/capabilities", "GET /server_info", "GET /get_world_size"),
-        "a short reply, made anew on the event loop; nothing kept",
-        "of a size that no client changes",
-        (
-            "attacks/test_gets.py::test_as_many_gets_as_one_likes_hold_nobody_up",
-            "attacks/test_sizes.py::test_all_limits_are_told",
-        ),
-    ),
-    Audited(
-        ("POST /reset_prefix_cache",),
-        "cached prefixes, which are computed anew where they are asked for again",
-        "`operator_key`",
-        (
-            "test_operator.py::test_who_is_no_operator_may_do_nothing",
-            "attacks/test_operators.py::test_whoever_is_no_operator_changes_nothing",
-            "attacks/test_operators.py::test_an_operators_hostile_folder_is_a_400_and_holds_nobody_up",
-        ),
-    ),
-    Audited(
-        ("GET /metrics",),
-        "all figures as text, written beside the event loop",
-        "counted by routes, models, statuses and fields that the server knows, so no client's words make it "
-        "longer; one at a time, the next for all who ask meanwhile, also where the server is full; on "
-        "`metrics_port` the same, without a key",
-        (
-            "attacks/test_gets.py::test_figures_are_written_beside_the_event_loop_and_once_for_all_who_ask_meanwhile",
-            "attacks/test_gets.py::test_as_many_gets_as_one_likes_hold_nobody_up",
-            "attacks/test_words.py::test_invented_fields_are_counted_as_other",
-            "test_unknown_fields.py::test_a_clients_words_are_bounded_and_stay_out_of_metrics_and_the_log",
-            "attacks/test_words.py::test_names_of_weights_that_are_not_loaded_are_kept_nowhere",
-            "test_metrics_port.py::test_nothing_else_is_there",
-        ),
-    ),
-    Audited(
-        READ,
-        f"the body's bytes, then its values: on the event loop up to {QUICK_BYTES:,} bytes that hold no more "
-        f"than {QUICK_PROMPTS} prompts and nothing that takes long to understand (grammars, banned words, a "
-        "text with several continuations), else in a worker",
-        "`body_timeout_s`, `max_body_bytes`, `max_body_values` (before anything is decoded), `max_depth`; of "
-        "a route `max_requests` and `max_waiting` at once, those whose bodies are still to come too",
-        (
-            "attacks/test_gets.py::test_bodies_that_do_not_come_count_as_work",
-            "attacks/test_monopoly.py::test_another_client_is_served_while_one_has_half_sent_all_its_bodies",
-            "attacks/test_monopoly.py::test_bodies_that_wait_to_be_read_have_a_reserve_too",
-            "test_workers.py::test_readers_take_turns_between_callers",
-            "attacks/test_sizes.py::test_a_name_that_is_no_text_is_not_built_to_choose_the_model",
-            "attacks/test_slow.py::test_a_body_that_does_not_come_is_a_408",
-            "test_behaviour.py::test_a_body_that_is_too_large_is_refused",
-            "attacks/test_sizes.py::test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up",
-            "attacks/test_sizes.py::test_a_body_that_is_nested_deeply_is_a_400",
-            "attacks/test_sizes.py::test_what_rejected_bodies_took_is_returned",
-            "attacks/test_words.py::test_a_field_of_eight_megabytes_holds_nobody_up",
-            "attacks/test_fuzz.py::test_bytes_that_are_no_body_are_answered",
-            "test_workers.py::test_a_large_body_is_read_in_a_worker_and_a_small_one_at_once",
-            "test_workers.py::test_a_small_body_whose_bytes_do_not_bound_its_time_is_understood_in_a_worker",
-        ),
-    ),
-    Audited(
-        ("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses"),
-        "the engine's steps; tokens and their logprobs until the reply was taken; a grammar, compiled in a "
-        "worker; what each new token is compared with",
-        "`max_requests`, `max_tokens_in_flight`, `max_logprob_bytes`, an eighth more of each for who holds "
-        "little; `max_waiting` of a client wait for room, for `wait_timeout_s`; `max_logprobs`, "
-        "`max_logprob_token_ids`, `max_token_ids`, `max_bad_words`, `max_stop`, `max_stop_bytes`; "
-        "`max_grammar_bytes`, `max_grammar_parts`, `max_choices`; a client that leaves ends its request",
-        (
-            "test_behaviour.py::test_tokens_and_bytes_of_logprobs_are_limited",
-            "test_behaviour.py::test_a_prompt_counts_once_for_each_choice_that_begins_with_it",
-            "test_behaviour.py::test_a_full_server_says_when_to_come_back",
-            "test_behaviour.py::test_requests_wait_for_room_and_are_served_once_there_is",
-            "test_behaviour.py::test_a_client_that_leaves_while_it_waits_gives_its_place_back",
-            "test_behaviour.py::test_a_server_that_ends_tells_requests_that_wait",
-            "attacks/test_monopoly.py::test_another_client_is_served_while_requests_of_one_wait",
-            "test_behaviour.py::test_a_client_that_leaves_frees_its_place_at_once",
-            "attacks/test_monopoly.py::test_another_client_is_served_while_one_has_all_there_is",
-            "attacks/test_sizes.py::test_named_ids_are_counted_as_the_bytes_that_they_take",
-            "attacks/test_grammars.py::test_a_hostile_grammar_is_a_400_or_served_and_holds_nobody_up",
-            "attacks/test_grammars.py::test_an_ambiguous_grammar_is_followed_as_far_as_its_bounds_go",
-            "attacks/test_fuzz.py::test_every_body_is_answered",
-        ),
-    ),
-    Audited(
-        ("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses"),
-        f"a reply, or a part of one that is streamed: written in a worker beyond {QUICK_ENTRIES:,} tokens "
-        "and alternatives of these, a prompt's once for each choice that echoes it, else on the event loop",
-        "`max_logprob_bytes`; a stream waits for its reader after `buffer_rows`",
-        (
-            "test_behaviour.py::test_a_slow_reader_is_paused_and_loses_nothing",
-            "attacks/test_unread.py::test_a_reply_counts_until_it_is_read",
-            "test_workers.py::test_what_a_stream_tells_of_a_long_prompt_is_written_in_a_worker",
-            "test_workers.py::test_a_reply_of_many_alternatives_is_written_in_a_worker_however_few_its_tokens",
-            "test_workers.py::test_a_prompt_that_each_choice_begins_with_counts_once_for_each_and_is_made_once",
-            "test_workers.py::test_the_end_of_a_long_response_is_written_in_a_worker",
-            "test_workers.py::test_reading_is_refused_where_too_many_wait_and_writing_waits_for_none_of_them",
-        ),
-    ),
-    Audited(
-        ("POST /v1/chat/completions", "POST /v1/responses"),
-        "calls of tools, read once their last mark or the end of a choice is there: in time linear in their "
-        f"text; in a worker where what the choices have held back comes to {QUICK_ENTRIES:,} tokens",
-        f"a call is nested {MAX_CALL_DEPTH} deep at most, what is deeper is content; the model's context",
-        (
-            "attacks/test_calls.py::test_a_nested_call_is_read_in_linear_time",
-            "attacks/test_calls.py::test_a_call_that_the_prompt_has_begun_is_read_beside_the_event_loop",
-        ),
-    ),
-    Audited(
-        ("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses"),
-        'with `field_logprobs: "members"`, once a choice has ended: the values that its schema names, looked '
-        "up in a worker, and a next-token row, as wide as the vocabulary, for each way to spell them",
-        f"`max_field_rows` of all choices and values of a reply, {ROWS_AT_ONCE} of them at once, "
-        f"{MEMBERS_A_ROW} members looked at for each; they count in `max_requests`, `max_tokens_in_flight` "
-        f"and `max_logprob_bytes` before the reply begins; {MAX_WAYS:,} alternatives of a place of the "
-        f"schema, {MAX_WAYS_IN_ALL:,} in all, counted before they are laid out; a client that leaves ends "
-        "them",
-        (
-            "attacks/test_grammars.py::test_alternatives_are_counted_before_they_are_laid_out",
-            "attacks/test_grammars.py::test_a_value_is_read_of_many_alternatives_once",
-            "test_fields.py::test_rows_of_a_reply_are_capped_for_all_of_its_values_and_choices",
-            "test_fields.py::test_rows_are_counted_before_the_reply_begins",
-            "test_fields.py::test_members_need_raw_rows_and_a_schema_that_can_be_followed",
-            "test_fields.py::test_a_client_that_leaves_gives_its_rows_up",
-        ),
-    ),
-    Audited(
-        ("POST /v1/chat/completions", "POST /v1/responses", "POST /tokenize", "POST /v1/tokenize"),
-        "a conversation laid out by the model's template (Python) and tokenised; in a worker unless it is "
-        "small and plain; a template whose cost its input does not bound, in a process of its own",
-        "`max_messages`, `max_text_bytes`, the model's context; `max_depth`; 5 s and 512 MB of that process",
-        (
-            "attacks/test_templates.py::test_an_endless_template_leaves_the_server_to_others",
-            "attacks/test_sizes.py::test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up",
-            "attacks/test_stored.py::test_a_long_name_of_an_empty_field_is_refused_and_not_kept",
-        ),
-    ),
-    Audited(
-        ("POST /v1/completions",),
-        "each prompt tokenised; the fields beside the prompts read once for each of them",
-        "`max_requests` prompts, `max_text_bytes`, the model's context; `max_body_values` for prompts times "
-        "values beside them",
-        ("attacks/test_sizes.py::test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up",),
-    ),
-    Audited(
-        ("POST /v1/responses",),
-        "the reply and its conversation, kept as JSON until younger ones need the room: the oldest of the "
-        "key that has most goes; an earlier conversation, decoded in a worker",
-        "`max_stored`, `max_stored_bytes`, of all clients together; no conversation beyond `max_body_bytes` "
-        "is kept",
-        (
-            "attacks/test_stored.py::test_stored_messages_are_in_the_bound_of_what_is_stored",
-            "test_stored.py::test_one_owner_pushes_out_no_others",
-            "test_stored.py::test_the_conversation_counts_as_the_response_does",
-            "test_stored.py::test_a_conversation_that_no_body_could_hold_is_not_kept",
-            "test_responses.py::test_what_is_stored_is_bounded_in_bytes_and_the_oldest_go_first",
-            "test_workers.py::test_what_is_stored_is_read_in_a_worker_however_small_the_body",
-        ),
-    ),
-    Audited(
-        ("GET /v1/responses/{response_id}", "DELETE /v1/responses/{response_id}"),
-        "a look into a table, on the event loop; the reply is the bytes that are kept",
-        "`max_stored_bytes`; found by the key that made it alone",
-        (
-            "attacks/test_stored.py::test_a_stored_reply_is_there_for_its_own_key_alone",
-            "attacks/test_stored.py::test_no_guess_finds_or_ends_what_another_key_stored",
-            "attacks/test_words.py::test_nor_does_one_of_a_header",
-        ),
-    ),
-    Audited(
-        ("GET /v1/responses/{response_id}/input_items",),
-        f"a conversation, decoded whole, and a page of it as JSON; in a worker beyond {QUICK_BYTES:,} bytes",
-        f"`max_stored_bytes`, `max_requests` at once; {MAX_LISTED} messages a page",
-        (
-            "attacks/test_stored.py::test_a_stored_reply_is_there_for_its_own_key_alone",
-            "attacks/test_words.py::test_nor_does_one_of_a_query",
-        ),
-    ),
-    Audited(
-        ("POST /v1/score",),
-        "the context tokenised with each continuation; the engine's steps, and where a token spans the "
-        f"boundary up to {MAX_STEPS:,} next-token rows for continuations after the same tokens, or "
-        f"{MIN_STEPS} for each, admitted {HEALING_ROWS} at a time; the reply, in a worker as Arrow "
-        f"or beyond {QUICK_ENTRIES:,} tokens, each continuation as {SCORE_ENTRIES} more",
-        "`max_requests` continuations, `max_messages`, `max_text_bytes` for the context or conversation "
-        "times the continuations, the model's context for a context of ids; `max_requests`, "
-        "`max_tokens_in_flight`, `max_logprob_bytes`",
-        (
-            "attacks/test_sizes.py::test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up",
-            "attacks/test_sizes.py::test_a_conversation_counts_once_for_each_continuation",
-            "test_workers.py::test_a_score_of_many_continuations_is_written_in_a_worker",
-            "test_workers.py::test_a_score_as_arrow_is_written_in_a_worker_however_small",
-            "attacks/test_fuzz.py::test_every_body_is_answered",
-        ),
-    ),
-    Audited(
-        ("POST /v1/classify", "POST /v1/judge"),
-        "each text tokenised with each answer, a conversation laid out once; the engine's steps, and where a "
-        f"token spans the boundary up to {MAX_STEPS:,} next-token rows a prompt, or {MIN_STEPS} an answer, "
-        f"admitted {HEALING_ROWS} at a time; the reply, "
-        f"in a worker beyond {QUICK_ENTRIES:,} tokens, each answer as {SCORE_ENTRIES} more",
-        "`max_requests` prompts times answers, before any is compared or tokenised; `max_messages`; "
-        "`max_text_bytes` for the prompts times the answers; `max_requests`, `max_tokens_in_flight`, "
-        "`max_logprob_bytes`",
-        (
-            "attacks/test_sizes.py::test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up",
-            "attacks/test_words.py::test_a_refusal_repeats_no_more_than_a_name_of_what_was_sent",
-            "test_workers.py::test_a_small_body_whose_bytes_do_not_bound_its_time_is_understood_in_a_worker",
-            "attacks/test_fuzz.py::test_every_body_is_answered",
-        ),
-    ),
-    Audited(
-        ("POST /v1/uncertainty",),
-        f"one request an answer, made in a worker beyond {QUICK_PROMPTS}; the engine's steps; the reply, in "
-        f"a worker beyond {QUICK_ENTRIES:,} tokens and alternatives of both distributions",
-        "128 answers; `max_text_bytes`, `max_messages`; `max_logprobs` alternatives; `max_requests`, "
-        "`max_tokens_in_flight`, `max_logprob_bytes`",
-        (
-            "attacks/test_sizes.py::test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up",
-            "attacks/test_words.py::test_a_refusal_repeats_no_more_than_a_name_of_what_was_sent",
-            "test_workers.py::test_a_small_body_whose_bytes_do_not_bound_its_time_is_understood_in_a_worker",
-            "attacks/test_fuzz.py::test_every_body_is_answered",
-        ),
-    ),
-    Audited(
-        ("POST /v1/rerank", "POST /v2/rerank", "POST /rerank"),
-        "the query and the layout tokenised with each document; the engine's steps, two requests a document; "
-        f"the reply, in a worker beyond {QUICK_ENTRIES:,} tokens, each answer as {SCORE_ENTRIES} more",
-        "`max_requests` documents; `max_text_bytes` for the documents, and for the query and the layout "
-        "times them, before they are joined; `max_requests`, `max_tokens_in_flight`, `max_logprob_bytes`",
-        (
-            "attacks/test_sizes.py::test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up",
-            "test_workers.py::test_answers_of_many_documents_are_written_in_a_worker",
-            "test_workers.py::test_a_small_body_whose_bytes_do_not_bound_its_time_is_understood_in_a_worker",
-            "attacks/test_fuzz.py::test_every_body_is_answered",
-        ),
-    ),
-    Audited(
-        ("POST /v1/next_token_logprobs",),
-        "prompts tokenised; the engine's steps; of each prompt a row as wide as the vocabulary until it was "
-        "taken; rows written one by one on the event loop, which serves others between them",
-        "`max_requests` prompts, `max_text_bytes`; `max_tokens_in_flight`, `max_logprob_bytes`",
-        (
-            "attacks/test_sizes.py::test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up",
-            "attacks/test_unread.py::test_a_reply_counts_until_it_is_read",
-            "attacks/test_unread.py::test_a_reply_that_is_not_taken_closes_the_connection",
-            "attacks/test_fuzz.py::test_every_body_is_answered",
-        ),
-    ),
-    Audited(
-        ("POST /tokenize", "POST /v1/tokenize"),
-        "a text tokenised; a list of its ids, as long as the text at most, and their words where asked",
-        "`max_text_bytes`",
-        (
-            "attacks/test_sizes.py::test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up",
-            "attacks/test_fuzz.py::test_every_body_is_answered",
-        ),
-    ),
-    Audited(
-        ("POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter", "POST /update_weights_from_disk"),
-        "files of the server's machine, read on a thread of their own; the weights' memory, until they are "
-        "dropped or replaced",
-        "`operator_key`",
-        (
-            "test_operator.py::test_who_is_no_operator_may_do_nothing",
-            "attacks/test_operators.py::test_whoever_is_no_operator_changes_nothing",
-            "attacks/test_operators.py::test_an_operators_hostile_folder_is_a_400_and_holds_nobody_up",
-        ),
-    ),
-    Audited(
-        ("POST /detokenize", "POST /v1/detokenize"),
-        "the bytes of each id, as one text",
-        "`max_body_values` ids, each as long as the longest token",
-        ("attacks/test_fuzz.py::test_every_body_is_answered",),
-    ),
-)
-
-OPEN = """
-What the audit found without a bound: how many connections there are is for the operating system to say, and
-`write_timeout_s` begins anew whenever a reader takes what it was sent.
 """
 
 NOT_COVERED = """
-## What is not covered
+## Not covered
 
-- The time of a step: others' tokens are computed with one's own, so beside 63 other completions a token takes
-  as long as 64 take together.
-- Clients without keys that share an address are one client, and one that has many addresses is many.
+- The duration of a step: tokens of all running completions are computed together, so a token takes longer
+  when more of them run.
+- Clients without keys that share an address count as one, and a client with many addresses as many.
 - A client that closes its half of the connection counts as gone: it gets a 400, and its request ends.
-- Bombs in honest formats: a Parquet file may hold columns that repeat, up to 8 positions a byte.
-- What the operator lifts (`--max-logprobs -1`, `--allowed-host '*'`), and processors, which are the
-  operator's own code.
+- Compression in valid files: a Parquet file may repeat columns, up to 8 positions per byte.
+- Limits that the operator removes (`--max-logprobs -1`, `--allowed-host '*'`), and logits processors,
+  which are the operator's own code.
 """
 
-
 MEASURED = """
-## What others felt
+## Measured: delay for other clients
 
-Printed by `benchmarks/bench_attacks.py`, on two cores that the attacker shares: what a second client waited
-for at most while the first one did as the row says, ms, median of the rounds, in each layout of the server:
-an engine on a thread (the default), an engine process, two replicas. The first row is what honest clients do.
+`benchmarks/bench_attacks.py` runs {count} kinds of attack one after the other, on two cores shared with
+the attacker, for three layouts: an engine thread (the default), an engine process, two replicas. The
+longest wait of another client during any of them, ms, median over the rounds:
 
 {attacks}
-The memory of all processes after them, more than before: {memory}.
-
-How long a neighbour's next token took while a heavy request ran, ms:
+Next token of another client while a heavy request runs, ms:
 
 {beside}
+Memory of all processes after the attacks, compared with before: {memory}.
+
 Measured on {on}.
 """
 TORTURE = """
-## The long run
+## Measured: stress test
 
-Printed by `make torture` (`benchmarks/torture.py`): requests of every kind that the suite's storm knows, of
-twelve clients at once, some of which leave, read slowly, or send what is no body, while an operator has the
-weights replaced by the same ones; where an engine is a process of its own, one is killed (SIGKILL), stopped
-or starved every few seconds, in newer runs also while files with other numbers lie in the place of the
-weights, which it must not serve, or while `TMPDIR` is away. An error is a reply that says so, or rows that
-break off: what ran in a process that was killed. Afterwards replies of each layout are asked for again,
-alone, and every number is compared, bit for bit. vLLM runs without LoRA weights here: on a CPU it ends at
-log-probabilities of a prompt once it is ready for them.
+`make torture` sends requests of every kind from twelve clients, some of which leave, read slowly or send
+invalid bodies, while weights are replaced and engine processes are killed, stopped or starved. An error
+is a reply that states one, or a stream that ends early because its process was killed. Afterwards the
+replies are requested again alone and compared bit by bit.
 
 {layouts}
-Numbers of drawn tokens against those of the same tokens scored afterwards ({model}), bit for bit:
+Drawn tokens scored again with {model}, with cached prefixes, without, and in chunks: {differing} of
+{numbers} numbers differ.
 
-{drawn}
 Measured on {on}.
 """
 LAYOUT_NAMES = {"logprobe": "thread", "an engine process": "process", "two replicas": "replicas"}
@@ -608,116 +143,128 @@ MEMORY, NEIGHBOUR = "memory after all of them", "a neighbour's next token beside
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A row of heads, and rows of as many columns."""
+    """Return a Markdown table."""
     lines = [f"| {' | '.join(row)} |" for row in (heads, *rows)]
     return "\n".join([lines[0], "|---" * len(heads) + "|", *lines[1:]]) + "\n"
 
 
-def audit() -> str:
-    """What each route costs."""
-    rows = [
-        (
-            ", ".join(one if one.startswith("any path") else f"`{one}`" for one in row.what),
-            row.costs,
-            row.bounds,
-            ", ".join(f"`{one}`" for one in row.shown),
-        )
-        for row in AUDIT
-    ]
-    return AUDIT_HEADER + table(("route", "what it costs", "what bounds it", "shown by"), rows) + OPEN
+def bounds() -> str:
+    """Return the table of the settings that bound each route; routes with the same settings share a row."""
+    settings: dict[str, dict[str, None]] = {}
+    body: list[str] = []
+    for row in AUDIT:
+        names = re.findall("`([^`]*)`", row.bounds)
+        if row.what == READ:
+            body = names
+            continue
+        for route in row.what:
+            title = route if route.startswith("any path") else f"`{route}`"
+            settings.setdefault(title, {}).update(dict.fromkeys(names))
+    routes: dict[tuple[str, ...], list[str]] = {}
+    for title, names_of in settings.items():
+        own = tuple(name for name in names_of if title.strip("`") not in READ or name not in body)
+        if own:
+            routes.setdefault(own, []).append(title)
+    rows = [("; ".join(titles), _listed(names)) for names, titles in routes.items()]
+    return BOUNDS.format(body=_listed(body)) + table(("route", "settings"), rows)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def measured(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The figures of the newest run, an attack or a neighbour a row."""
+    """Return the largest figures of the newest attack run."""
     if BENCH not in results:
         return ""
     figures = {figure["name"]: figure["spreads"] for figure in results[BENCH]["figures"]}
     layouts = list(next(iter(figures.values())))
 
-    def medians(figure: str) -> list[str]:
-        return [number(figures[figure][layout]["median"]) for layout in layouts]
+    def largest(beginning: str) -> Iterator[str]:
+        for layout in layouts:
+            medians = {
+                name.removeprefix(beginning): spread[layout]["median"]
+                for name, spread in figures.items()
+                if name.startswith(beginning)
+            }
+            worst = max(medians, key=lambda name: medians[name])
+            yield f"{number(medians[worst])} ({worst})"
 
-    def rows(*beginnings: str) -> Iterator[list[str]]:
-        for name in figures:
-            if name.startswith(beginnings[0]):
-                attack = name.removeprefix(beginnings[0])
-                yield [attack, *(cell for begin in beginnings for cell in medians(begin + attack))]
-
-    heads = [f"`/health`, {LAYOUT_NAMES[name]}" for name in layouts]
-    heads += [f"a completion, {LAYOUT_NAMES[name]}" for name in layouts]
-    attacks = table(("attack", *heads), rows(HEALTH, COMPLETION))
-    beside = table(("beside", *(LAYOUT_NAMES[name] for name in layouts)), rows(NEIGHBOUR))
+    names = [LAYOUT_NAMES[layout] for layout in layouts]
+    attacks = table(
+        ("", *names), [("`/health`", *largest(HEALTH)), ("a completion of 4 tokens", *largest(COMPLETION))]
+    )
+    beside = table(
+        ("heavy request", *names),
+        [
+            (name.removeprefix(NEIGHBOUR), *(number(spread[layout]["median"]) for layout in layouts))
+            for name, spread in figures.items()
+            if name.startswith(NEIGHBOUR)
+        ],
+    )
     memory = ", ".join(
-        f"{cell} % ({LAYOUT_NAMES[name]})" for name, cell in zip(layouts, medians(MEMORY), strict=True)
+        f"{number(figures[MEMORY][layout]['median'])} % ({LAYOUT_NAMES[layout]})" for layout in layouts
     )
     return MEASURED.format(
-        attacks=attacks, beside=beside, memory=memory, on=machine(results[BENCH]["machine"])
+        count=sum(name.startswith(HEALTH) for name in figures) - 1,
+        attacks=attacks,
+        beside=beside,
+        memory=memory,
+        on=machine(results[BENCH]["machine"]),
     )
 
 
 def tortured(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """What became of the long run's requests, a layout a row, and drawn tokens scored."""
+    """Return the outcome of the stress test, one layout per row."""
     if "torture" not in results:
         return ""
     found = results["torture"]
     ends = ("result", "error", "refused", "left", "lost", "wrong")
     rows = [
         (
-            one["layout"],
-            f"{one['minutes']:.1f}",
-            f"{one['sent']:,}",
-            *(f"{one['ended'].get(end, 0):,}" for end in ends),
-            ", ".join(f"{count} {fault}" for fault, count in sorted(one["faults"].items())) or "-",
-            f"{one['differing']:,} of {one['numbers']:,}",
-            f"{one['worst_nats']:.1g}",
-            ", ".join(f"{name} {value:g}" for name, value in one["left_behind"].items()) or "nothing",
-            f"{one['health_p99_ms']:.1f} ({one['idle_health_p99_ms']:.1f})",
+            layout["layout"],
+            f"{layout['sent']:,} in {layout['minutes']:.1f} min",
+            *(f"{layout['ended'].get(end, 0):,}" for end in ends),
+            f"{layout['differing']:,} of {layout['numbers']:,}",
+            f"{layout['health_p99_ms']:.1f} ({layout['idle_health_p99_ms']:.1f})",
         )
-        for one in found["layouts"]
+        for layout in found["layouts"]
     ]
-    heads = (
-        "layout",
-        "minutes",
-        "sent",
-        *ends,
-        "done meanwhile",
-        "numbers that differ",
-        "worst, nats",
-        "stays",
-    )
-    heads += ("p99 of /health, ms (idle)",)
-    drawn = [
-        (f"{one['among']}", one["scored"], f"{one['numbers']:,}", f"{one['differing']:,}")
-        for one in found["drawn"]
-    ]
-    model = next((one["model"] for one in found["drawn"]), "-")
+    heads = ("layout", "requests", *ends, "numbers that differ", "p99 of `/health`, ms (idle)")
+    drawn = found["drawn"]
     return TORTURE.format(
         layouts=table(heads, rows),
-        drawn=table(("drawn at once", "scored", "numbers", "that differ"), drawn),
-        model=model,
+        model=", ".join(sorted({run["model"] for run in drawn})) or "no model",
+        differing=f"{sum(run['differing'] for run in drawn):,}",
+        numbers=f"{sum(run['numbers'] for run in drawn):,}",
         on=machine(found["machine"]),
     )
 
 
 def page() -> str:
-    """The whole page."""
-    engine, settings = EngineConfig(), ServerSettings()
-    fairness = FAIRNESS.format(
+    """Return the whole page."""
+    engine = EngineConfig()
+    sharing = SHARING.format(
         step=engine.max_batch_tokens,
         large=LARGE_PART,
         part=engine.max_batch_tokens // LARGE_PART,
         places=engine.max_batch_rows,
         most=PLACES_PART,
+        threads=NUM_THREADS,
+        jobs=MAX_JOBS,
         items=f"{MAX_STEP_ITEMS:,}",
     )
-    limits = table(
-        ("limit (what each bounds: SECURITY.md)", "default"),
-        [(f"`{name}`", f"{value:,}") for name, value in limit_table(settings).items()],
-    )
-    promises = table(("promise", "shown by"), PROMISES.items())
     results = newest_results()
-    return (
-        HEADER + promises + fairness + limits + audit() + measured(results) + tortured(results) + NOT_COVERED
+    return "".join(
+        [
+            HEADER,
+            table(("guarantee", "tested by"), GUARANTEES.items()),
+            sharing,
+            bounds(),
+            measured(results),
+            tortured(results),
+            NOT_COVERED,
+        ]
     )
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-SCRIPTS = {  # docs/reliability.md: test_reliability_page.py
+SCRIPTS = {
     "cli.md": "cli_help.py",
     "dependencies.md": "dependencies.py",
     "errors.md": "errors_page.py",
     "models.md": "models_page.py",
+    "reliability.md": "reliability_page.py",
 }
 
 

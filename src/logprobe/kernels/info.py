@@ -12,7 +12,9 @@ from logprobe.kernels.native import library
 if TYPE_CHECKING:
     from logprobe.kernels.native import Library
 
-REMEDY: Final = "install a wheel for this system, or reinstall with a C++ compiler on PATH (docs/kernels.md)"
+REMEDY: Final = (
+    "install a wheel for this system, or reinstall with a C++ compiler on PATH; see docs/dev/kernels.md"
+)
 
 logger = logging.getLogger("logprobe")
 

@@ -1,6 +1,6 @@
 """Load the native kernel library: its C declarations, and the variant for this processor.
 
-It is compiled from `native/` when the package is built (docs/kernels.md).
+It is compiled from `native/` when the package is built (docs/dev/kernels.md).
 """
 
 from __future__ import annotations

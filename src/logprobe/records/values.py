@@ -74,7 +74,7 @@ class Logprob:
     """One candidate at one position: log-probability (nats), 1-based rank, text.
 
     A dataclass so that `asdict`, `replace` and `is_dataclass` work; not frozen, because creating a frozen one
-    takes over twice as long (docs/decisions.md).
+    takes over twice as long (docs/dev/decisions.md).
     """
 
     logprob: float

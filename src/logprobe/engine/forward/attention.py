@@ -36,7 +36,7 @@ KNOWN_OPTIONS = {
     "position_embeddings",
     "output_router_logits",
 }
-# Up to these sizes, the row kernel is faster (measured: docs/decisions.md).
+# Up to these sizes, the row kernel is faster (measured: docs/dev/kernels.md).
 FEW_ROWS = 4
 FEW_SCORES = 4096
 

@@ -23,7 +23,7 @@ class KVPool:
     """The KV cache: keys and values of every slot, (num_slots, kv_heads, dim) per layer.
 
     On a CPU, the engine allocates it without huge pages: only pages of slots that are used get mapped, a few
-    with each first use (docs/decisions.md).
+    with each first use (docs/dev/decisions.md).
     """
 
     def __init__(self, num_slots: int) -> None:

@@ -235,7 +235,7 @@ def packed(matrices: Iterable[Matrix], source: Source) -> Iterator[PanelWeights]
 def in_huge_pages(panels: Iterable[PanelWeights]) -> Iterator[PanelWeights]:
     """Copy panels contiguously into memory with huge pages, where the system supports them.
 
-    A step reads all panels; huge pages cause fewer TLB misses (docs/decisions.md).
+    A step reads all panels; huge pages cause fewer TLB misses (docs/dev/decisions.md).
     """
     memory = None
     for one in panels:

@@ -24,7 +24,7 @@ PRIOR: Final = (0.0, 0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
 STEP: Final = 1 / 16
 """Step size of the moving average of acceptance."""
 FREE_ROWS: Final = 2
-"""Minimum number of extra rows that double the time of a step with one row (docs/decisions.md)."""
+"""Minimum number of extra rows that double the time of a step with one row (docs/dev/decisions.md)."""
 
 
 def least_chance(num_rows: int) -> float:

@@ -6,7 +6,7 @@ that the product with the values needs. Earlier results are rescaled when a larg
 (FlashAttention, Dao et al., 2022), so the scores of a whole context are never stored. Blocks start at
 multiples of BLOCK_KEYS from the start of the context, so a row's bits depend only on its own context, not on
 its chunk, and equal those of the row kernel. torch's fused attention uses another library for its products,
-which is slower on some processors (docs/decisions.md).
+which is slower on some processors (docs/dev/kernels.md).
 """
 
 from __future__ import annotations
