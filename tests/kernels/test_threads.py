@@ -81,8 +81,8 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
     subprocess.run([sys.executable, "-c", FORK], check=True, timeout=120)
 
 
-# The other threads run only kernels outside the GIL. Torch and the address sanitizer's allocator take locks there,
-# and a forked child would wait for ever for a lock that was held during the fork.
+# The other threads run only kernels outside the GIL. Torch and the address sanitizer's allocator take locks
+# there, and a forked child would wait for ever for a lock that was held during the fork.
 FORK_WHILE_BUSY = """
 import os, threading, torch
 from logprobe.kernels.layers.norm import norm_stage
