@@ -157,7 +157,7 @@ def test_a_hole_in_the_ids_is_known_from_an_empty_piece() -> None:
 
 
 def test_a_negative_id_is_a_parameter_error() -> None:
-    with pytest.raises(ParameterError, match="token_id: is -1"):
+    with pytest.raises(ParameterError, match="token_id: must be >= 0, got -1"):
         Vocabulary([b"a"]).token_bytes(-1)
 
 

@@ -58,7 +58,7 @@ def as_name(model: Any, tokenizer: Any = None) -> Iterator[str]:
         "is a PeftModel; give model.merge_and_unload(), or load its base model and call add_lora",
     )
     is_fast = getattr(tokenizer, "is_fast", False) is True
-    require(is_fast, "tokenizer", "must be a PreTrainedTokenizerFast if model is a loaded model")
+    require(is_fast, "tokenizer", "must be a fast one (PreTrainedTokenizerFast) if model is a loaded model")
     with tempfile.TemporaryDirectory(prefix="logprobe-") as parent:
         given = Path(str(getattr(model, "name_or_path", "") or type(model).__name__)).name
         folder = Path(parent) / given

@@ -127,7 +127,7 @@ def test_a_row_of_nan_ends_its_request_and_no_other(worker: WorkerDraw) -> None:
 def test_tokens_that_vllm_took_and_nobody_drew_end_the_request_by_name(worker: WorkerDraw) -> None:
     run = worker.open("a", work(temperature=0.0))
     worker.draw(logits(8), {0: (run, 3)})
-    assert "of which 0 were drawn" in str(take(worker, a=3)["a"][0].finish.error)
+    assert "but only 0 were sampled" in str(take(worker, a=3)["a"][0].finish.error)
 
 
 def test_a_draw_that_raises_ends_its_requests_and_not_the_worker(

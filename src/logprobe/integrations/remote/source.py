@@ -232,7 +232,7 @@ class ServerRows:
 
 
 def _closed() -> EngineClosedError:
-    return EngineClosedError("this model was closed by cleanup(); create a new one")
+    return EngineClosedError("this model was cleaned up; make a new one")
 
 
 def _give_up_unwanted(exchange: asyncio.Task[None], asked: Sequence[Asked], _: BegunRow) -> None:

@@ -121,7 +121,7 @@ class OfflineClient:
     def _post(self, order: Order) -> None:
         with self._lock:
             if self._is_closed:
-                raise EngineClosedError("the engine is closed; create a new one")
+                raise EngineClosedError("the engine is closed; make a new one")
             self._orders.put(order)
 
     async def _call(self, method: str, *args: Any, **options: Any) -> Any:
