@@ -282,6 +282,6 @@ def test_scores_that_cannot_be_are_refused_by_name(
 def test_a_prompt_that_is_cut_has_no_lists(tiny_llm: LLM) -> None:
     long = LONG + LONG
     params = SamplingParams(max_tokens=0, prompt_logprobs=0, logprob_token_ids=[[]] * len(long))
-    with pytest.raises(ParameterError, match="whole prompt") as raised:
+    with pytest.raises(ParameterError, match="lists per position") as raised:
         tiny_llm.generate([long], params, truncation="window")
     assert raised.value.parameter == "logprob_token_ids"

@@ -205,7 +205,7 @@ def test_slots_are_handed_out_from_the_lowest_and_come_back() -> None:
     pool.free(first)
     assert pool.allocate(2).tolist() == [0, 1]
     assert pool.num_free == 3
-    with pytest.raises(AssertionError, match="4 slots asked, 3 free"):
+    with pytest.raises(AssertionError, match="4 slots requested, 3 free"):
         pool.allocate(4)
 
 
