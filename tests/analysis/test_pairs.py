@@ -58,7 +58,7 @@ def test_pairs_are_scored_some_at_a_time(tiny_llm: LLM, monkeypatch: pytest.Monk
     with pytest.raises(ParameterError, match="pair 4 has a text") as error:
         minimal_pairs(tiny_llm, [*PAIRS[:4], ("x", "")])
     assert error.value.parameter == "pairs"
-    with pytest.raises(ParameterError, match="from pair 2 on, number 1") as error:
+    with pytest.raises(ParameterError, match="from pair 2 on, text 1") as error:
         minimal_pairs(tiny_llm, [*PAIRS[:2], ("x", "\ud800")])
     assert error.value.parameter == "pairs"
 

@@ -150,5 +150,5 @@ def test_a_text_past_the_context_is_scored_in_windows(tiny_llm: LLM) -> None:
 
 
 def test_the_text_at_fault_is_named(tiny_llm: LLM) -> None:
-    with pytest.raises(ParameterError, match="texts: number 1 is not valid Unicode"):
+    with pytest.raises(ParameterError, match="texts: text 1 is not valid Unicode"):
         surprisal(tiny_llm, ["the", "a\ud800"])

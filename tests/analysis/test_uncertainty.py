@@ -305,7 +305,7 @@ def test_of_no_answer_nothing_is_known() -> None:
     assert figures["semantic_entropy"] is None
     assert figures["share"] is None
     assert figures["monte_carlo_sequence_entropy"] is None
-    assert "none of 2 answers" in repr(found)
+    assert "all 2 answers stopped early" in repr(found)
 
 
 def test_a_result_is_json(llm: LLM) -> None:

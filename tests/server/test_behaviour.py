@@ -392,4 +392,4 @@ def test_python_m_logprobe_is_the_command_line() -> None:
     command = [sys.executable, "-m", "logprobe", "serve", "a", "--model", "b"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
-    assert "give one of them" in ended.stderr
+    assert "set only one of them" in ended.stderr

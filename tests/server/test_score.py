@@ -270,7 +270,7 @@ def test_own_ids_at_each_position_of_prompts_and_completions(server: Any) -> Non
 @pytest.mark.parametrize(
     ("path", "body", "param", "said"),
     [
-        ("score", NAMED | {"token_ids": [[[3]]]}, "token_ids", "1 continuations"),
+        ("score", NAMED | {"token_ids": [[[3]]]}, "token_ids", "one list per continuation"),
         ("score", NAMED | {"token_ids": [[[3]], [5]]}, "token_ids", "1 lists for the 3 tokens"),
         ("score", NAMED | {"token_ids": [[99_999], [5]]}, "token_ids", "lies outside"),
         ("score", NAMED | {"token_ids": [[[*range(257)], [], []], []]}, "token_ids", "max_logprob_token_ids"),

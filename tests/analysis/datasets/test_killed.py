@@ -177,10 +177,10 @@ def test_a_finished_run_is_resumed_with_its_own_settings_and_output_alone(
     score_dataset(tiny_llm, str(source), out)
     with pytest.raises(InputError, match="had a different truncation"):
         score_dataset(tiny_llm, str(source), out, resume=True, settings=DataSettings(truncation="left"))
-    with pytest.raises(InputError, match="exists; give force=True"):
+    with pytest.raises(InputError, match="exists; use force=True"):
         score_dataset(tiny_llm, str(source), out)
     out.write_bytes(b"somebody else's")
-    with pytest.raises(InputError, match="exists; give force=True"):
+    with pytest.raises(InputError, match="exists; use force=True"):
         score_dataset(tiny_llm, str(source), out, resume=True)
     assert score_dataset(tiny_llm, str(source), out, force=True).num_rows == 1
     assert score_dataset(tiny_llm, str(source), out, resume=True).num_rows == 1

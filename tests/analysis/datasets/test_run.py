@@ -165,7 +165,16 @@ def test_bad_rows_are_told_apart_and_the_others_scored(tiny_llm: LLM, tmp_path: 
     assert [row["row"] for row in rows_of(tmp_path / "o.parquet")] == [0, 9, 10]
     bad = rows_of(tmp_path / "o.parquet.errors.jsonl")
     assert [row["line"] for row in bad] == [2, 3, 4, 5, 6, 7, 8, 9]
-    says = ["is empty", "got int", "got null", "has no 'text'", "no JSON", "no JSON object", "Unicode", "301"]
+    says = [
+        "is empty",
+        "got int",
+        "got null",
+        "has no 'text'",
+        "not valid JSON",
+        "must be a JSON object",
+        "Unicode",
+        "301",
+    ]
     for row, words in zip(bad, says, strict=True):
         assert words in row["error"]
 
@@ -304,7 +313,7 @@ def test_an_output_that_exists_is_kept_unless_forced(tiny_llm: LLM, write: Any, 
     out = tmp_path / "o.parquet"
     out.write_text("mine")
     for resume in (False, True):
-        with pytest.raises(InputError, match="exists; give force=True"):
+        with pytest.raises(InputError, match="exists; use force=True"):
             score_dataset(tiny_llm, source, out, resume=resume)
     assert out.read_text() == "mine"
     assert score_dataset(tiny_llm, source, out, force=True).num_rows == 1

@@ -48,7 +48,9 @@ def test_the_cluster_is_shared_out_evenly(machines: Any, asked: dict[str, Any], 
     ],
 )
 def test_more_than_there_is_is_refused(machines: Any, asked: dict[str, Any]) -> None:
-    with pytest.raises(ParameterError, match=r"ray_actors: the cluster has room for [0-4] of") as caught:
+    with pytest.raises(
+        ParameterError, match=r"ray_actors: the cluster has room for [0-4] actors of"
+    ) as caught:
         RaySettings(**asked).share(machines)
     assert caught.value.parameter == "ray_actors"
 

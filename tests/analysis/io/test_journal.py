@@ -100,7 +100,7 @@ def test_two_processes_never_write_one_output(begun: Path) -> None:
     try:
         assert other.stdout.readline() == b"has it\n"
         for resume, force in ((True, False), (False, False), (False, True)):
-            with pytest.raises(InputError, match="another process writes it"):
+            with pytest.raises(InputError, match="another process is writing it"):
                 Journal(output, schema_of(DataSettings()), ASKED, Summary, resume=resume, force=force)
     finally:
         other.communicate()
@@ -168,5 +168,5 @@ def test_a_run_to_resume_that_is_damaged_is_refused_by_the_files_name(begun: Pat
         with journal(begun) as run:
             list(run.groups())
 
-    with pytest.raises(InputError, match=r"o\.parquet\.parts.*give force"):
+    with pytest.raises(InputError, match=r"o\.parquet\.parts.*use force"):
         resume()
