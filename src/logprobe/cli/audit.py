@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -32,15 +33,8 @@ if TYPE_CHECKING:
     from logprobe.analysis.auditing.report import AuditReport
 
 KEY_VARIABLE: Final = "OPENAI_API_KEY"
-MAX_NATS: Final = 1e-3
-TIMEOUT_S: Final = 60.0
 # Of parameters that are called otherwise here.
-FLAGS: Final = {
-    "url": "URL",
-    "api_key": "--api-key-env",
-    "texts": "--data",
-    "model": "--endpoint-model",
-}
+FLAGS: Final = {"url": "URL", "api_key": "--api-key-env", "texts": "--data", "model": "--endpoint-model"}
 STORED: Final = ".parquet"
 # Parameters of the command that only one of the two kinds takes.
 OF_ENDPOINTS: Final = (
@@ -48,85 +42,66 @@ OF_ENDPOINTS: Final = (
     *("before", "quick", "conformance", "plot"),
 )
 OF_ROLLOUTS: Final = ("trainer", "temperature", "top_k", "top_p", "min_p")
-
-_Endpoint = Annotated[
-    str,
-    typer.Argument(
-        metavar="URL|ROLLOUTS.parquet",
-        help="An OpenAI-compatible server, as http://host:8000, or what a sampler stored of its samples.",
-    ),
-]
-_Trainer = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="TRAINER.parquet", help="The same samples with a trainer's numbers, in place of --model."
-    ),
-]
-_Model = Annotated[
-    str | None,
-    typer.Option("--model", help=f"Computes the exact numbers. {MODEL_HELP}", autocompletion=complete_model),
-]
-_EndpointModel = Annotated[
-    str | None, typer.Option(help="The endpoint's name for it; by default the one model that it lists.")
-]
-_Lora = Annotated[
-    str | None,
-    typer.Option(
-        "--lora", metavar="NAME=FOLDER", help="Audit LoRA weights: the endpoint's name, the folder."
-    ),
-]
-_Data = Annotated[
-    list[str] | None,
-    typer.Option("--data", help="Prompts: txt, jsonl, csv, Parquet, folders, patterns; instead of ours."),
-]
-_KeyVariable = Annotated[
-    str | None, typer.Option(help=f"The environment variable of the key; by default {KEY_VARIABLE}.")
-]
-_Before = Annotated[
-    Path | None, typer.Option(help="A report of before a change: what should have changed, and what not.")
-]
-_MaxNats = Annotated[float, typer.Option(help="How far a number may be from the exact one.")]
-_Timeout = Annotated[float, typer.Option(help="Seconds of one request, waits for a full server included.")]
-_Conformance = Annotated[
-    bool, typer.Option("--conformance", help="Exit with 1 for a fault in API conformance, too.")
-]
-_Quick = Annotated[bool, typer.Option("--quick", help="Fewer prompts and circumstances.")]
-_Plot = Annotated[Path | None, typer.Option(help="Draw the numbers to a PNG (extra plot).")]
-_Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the report, for --before.")]
-_Temperature = Annotated[
-    float | None, typer.Option(help="That rollouts were drawn with; by default as they say themselves.")
-]
-_TopK = Annotated[int | None, typer.Option(help="Likewise.")]
-_TopP = Annotated[float | None, typer.Option(help="Likewise.")]
-_MinP = Annotated[float | None, typer.Option(help="Likewise.")]
+ENDPOINT_HELP: Final = (
+    "An OpenAI-compatible server, as http://host:8000, or what a sampler stored of its samples."
+)
 
 
 @takes_settings(EngineConfig, only=ENGINE_FLAGS | {"engine", "engine_options"})
 def audit(
     context: typer.Context,
-    endpoint: _Endpoint,
-    trainer: _Trainer = None,
+    endpoint: Annotated[str, typer.Argument(metavar="URL|ROLLOUTS.parquet", help=ENDPOINT_HELP)],
+    trainer: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="TRAINER.parquet", help="The same samples with a trainer's numbers, in place of --model."
+        ),
+    ] = None,
     *,
-    model: _Model = None,
-    endpoint_model: _EndpointModel = None,
-    lora: _Lora = None,
-    data: _Data = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help=f"Computes the exact numbers. {MODEL_HELP}", autocompletion=complete_model),
+    ] = None,
+    endpoint_model: Annotated[
+        str | None, typer.Option(help="The endpoint's name for it; by default the one model that it lists.")
+    ] = None,
+    lora: Annotated[
+        str | None,
+        typer.Option(metavar="NAME=FOLDER", help="Audit LoRA weights: the endpoint's name, the folder."),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="Prompts: txt, jsonl, csv, Parquet, folders, patterns; instead of ours."),
+    ] = None,
     text_column: ColumnOption = "text",
     lines: LinesOption = False,
     format: FormatOption = None,  # noqa: A002 - the flag's name
     limit: LimitOption = None,
-    api_key_env: _KeyVariable = None,
-    timeout_s: _Timeout = TIMEOUT_S,
-    before: _Before = None,
-    max_nats: _MaxNats = MAX_NATS,
-    quick: _Quick = False,
-    conformance: _Conformance = False,
-    temperature: _Temperature = None,
-    top_k: _TopK = None,
-    top_p: _TopP = None,
-    min_p: _MinP = None,
-    plot: _Plot = None,
-    output: _Output = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(help=f"The environment variable of the key; by default {KEY_VARIABLE}.")
+    ] = None,
+    timeout_s: Annotated[
+        float, typer.Option(help="Seconds of one request, waits for a full server included.")
+    ] = 60.0,
+    before: Annotated[
+        Path | None,
+        typer.Option(help="A report of before a change: what should have changed, and what not."),
+    ] = None,
+    max_nats: Annotated[float, typer.Option(help="How far a number may be from the exact one.")] = 1e-3,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer prompts and circumstances.")] = False,
+    conformance: Annotated[
+        bool, typer.Option("--conformance", help="Exit with 1 for a fault in API conformance, too.")
+    ] = False,
+    temperature: Annotated[
+        float | None, typer.Option(help="That rollouts were drawn with; by default as they say themselves.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Likewise.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Likewise.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Likewise.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the numbers to a PNG (extra plot).")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the report, for --before.")
+    ] = None,
     as_json: JsonOption = False,
     **engine: Any,
 ) -> None:
@@ -139,55 +114,54 @@ def audit(
     Exit code 1 if the numbers fail: a fault in them, or a number further off than --max-nats.
     """
     for path in (output, plot):
-        _check_writable(path)
-    if plot is not None and find_spec("matplotlib") is None:  # before minutes of requests
+        if path is not None and not path.absolute().parent.is_dir():  # before minutes of requests
+            raise OutputError(f"{path}: there is no such folder; make it first")
+    if plot is not None and find_spec("matplotlib") is None:
         raise typer.BadParameter("needs matplotlib; pip install 'logprobe[plot]'", param_hint="--plot")
-    if endpoint.endswith(STORED):
+    is_stored = endpoint.endswith(STORED)
+    if is_stored:
         _refuse(context, OF_ENDPOINTS, "is of endpoints alone")
-        if trainer is not None:
-            _refuse(context, ("model", "lora"), "goes with no TRAINER.parquet, which has the numbers")
-        drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        names = {"rollouts": "ROLLOUTS.parquet", "other": "--model"}
-        with flags_for(**names), _opened(None if trainer else _given(model), lora, engine) as llm:
-            is_right = _audit_rollouts(
-                endpoint, trainer or llm, drawn, max_nats, output=output, as_json=as_json
-            )
     else:
         _refuse(context, OF_ROLLOUTS, "goes with rollouts alone")
-        texts = read_texts(data, text_column, kind=format, by_line=lines, limit=limit) if data else None
+    if trainer is not None:
+        _refuse(context, ("model", "lora"), "goes with no TRAINER.parquet, which has the numbers")
+    elif model is None:
+        raise typer.BadParameter("name the model that computes the exact numbers", param_hint="--model")
+    named = _named_folder(lora)
+    report: Any
+    if is_stored:
+        from logprobe.analysis.rollouts import compare_rollouts
+
+        drawn: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        with flags_for(rollouts="ROLLOUTS.parquet", other="--model"), _opened(model, named, engine) as llm:
+            report = compare_rollouts(endpoint, trainer or llm, **drawn)
+        is_right, show = report.is_right(max_nats), partial(print_rollouts, report, max_nats)
+    else:
+        from logprobe.analysis.auditing.endpoint import Endpoint
+        from logprobe.analysis.auditing.run import audit as run
+
         asked: dict[str, Any] = {
             "model": endpoint_model,
-            "texts": texts,
+            "texts": read_texts(data, text_column, kind=format, by_line=lines, limit=limit) if data else None,
             "before": None if before is None else _read_report(before),
             "max_nats": max_nats,
             "quick": quick,
         }
-        report = _audited(endpoint, _key(api_key_env), timeout_s, _given(model), lora, asked, engine)
-        _show(report, output, plot, as_json=as_json)
+        with flags_for(**FLAGS):
+            server = Endpoint(endpoint, api_key=_key(api_key_env), timeout_s=timeout_s)
+            with _opened(model, named, engine) as llm, _bar() as progress:
+                report = run(server, llm, lora=named[0], progress=progress, **asked)
         is_right = report.numbers == "PASS" and not (conformance and report.faults("conformance"))
+        show = partial(print_report, report)
+        _write(plot, report.plot)
+    values = json.dumps(report.to_dict())
+    _write(output, lambda path: path.write_text(values, encoding="utf-8"))
+    if as_json:
+        typer.echo(values)
+    else:
+        show()
     if not is_right:
         raise typer.Exit(1)
-
-
-def _audited(
-    url: str,
-    api_key: str | None,
-    timeout_s: float,
-    model: str,
-    lora: str | None,
-    asked: Mapping[str, Any],
-    engine: Mapping[str, Any],
-) -> AuditReport:
-    from logprobe.analysis.auditing.endpoint import Endpoint
-    from logprobe.analysis.auditing.run import audit as run
-
-    with flags_for(**FLAGS):
-        endpoint = Endpoint(url, api_key=api_key, timeout_s=timeout_s)  # refused before a model is loaded
-        with _opened(model, lora, engine) as llm, _bar() as progress:
-            return run(endpoint, llm, lora=_named_folder(lora)[0], progress=progress, **asked)
-
-
-# -- what comes in -------------------------------------------------------------------------------------------
 
 
 def _refuse(context: typer.Context, names: Iterable[str], why: str) -> None:
@@ -198,19 +172,13 @@ def _refuse(context: typer.Context, names: Iterable[str], why: str) -> None:
             raise typer.BadParameter(why, param_hint=hint)
 
 
-def _given(model: str | None) -> str:
-    if model is None:
-        raise typer.BadParameter("name the model that computes the exact numbers", param_hint="--model")
-    return model
-
-
 @contextmanager
-def _opened(model: str | None, lora: str | None, engine: Mapping[str, Any]) -> Iterator[Any]:
-    """The model, with LoRA weights where they are named; None where no model is needed."""
-    name, folder = _named_folder(lora)
+def _opened(model: str | None, named: tuple[str | None, str], engine: Mapping[str, Any]) -> Iterator[Any]:
+    """Load the model, with LoRA weights if they are named; None if no model is needed."""
     if model is None:
         yield None
         return
+    name, folder = named
     with open_llm(model, **engine) as llm:
         if name is not None:
             llm.add_lora(name, folder)
@@ -220,16 +188,14 @@ def _opened(model: str | None, lora: str | None, engine: Mapping[str, Any]) -> I
 def _named_folder(lora: str | None) -> tuple[str | None, str]:
     name, separator, folder = (lora or "").partition("=")
     if lora is not None and not (name and separator and folder):
-        raise typer.BadParameter(f"{lora!r} is no NAME=FOLDER", param_hint="--lora")
+        raise typer.BadParameter(f"{lora!r} is not NAME=FOLDER", param_hint="--lora")
     return name or None, folder
 
 
 def _key(variable: str | None) -> str | None:
-    """The key for the endpoint: of the variable that was named, which must be there, or of the usual one."""
-    if variable is None:
-        return os.environ.get(KEY_VARIABLE) or None
-    key = os.environ.get(variable)
-    if not key:
+    """Return the endpoint's key, from the variable that was named, which must be set, or the usual one."""
+    key = os.environ.get(variable or KEY_VARIABLE) or None
+    if variable is not None and key is None:
         # The name is not repeated: some take the flag for the key itself.
         raise typer.BadParameter("names no environment variable that is set", param_hint="--api-key-env")
     return key
@@ -243,21 +209,21 @@ def _read_report(path: Path) -> AuditReport:
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: is no report that -o wrote ({error})") from error
+        raise InputError(f"{path}: is not a report that -o wrote ({error})") from error
 
 
-def _check_writable(path: Path | None) -> None:
-    """Refuse a file that cannot be, before minutes of requests."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise OutputError(f"{path}: there is no such folder; make it first")
-
-
-# -- what goes out -------------------------------------------------------------------------------------------
+def _write(path: Path | None, write: Callable[[Path], object]) -> None:
+    if path is None:
+        return
+    try:
+        write(path)
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written ({error.strerror or error})") from error
 
 
 @contextmanager
 def _bar() -> Iterator[Callable[[int, int, str], None] | None]:
-    """A bar over requests on standard error; None where nobody sees it."""
+    """Show a progress bar of requests on standard error; yield None if that is not a terminal."""
     screen = console(stderr=True)
     if not screen.is_terminal:
         yield None
@@ -272,47 +238,3 @@ def _bar() -> Iterator[Callable[[int, int, str], None] | None]:
             bar.update(task, completed=done, total=total, description=f"{done}/{total} {what}")
 
         yield advance
-
-
-def _show(report: AuditReport, output: Path | None, plot: Path | None, *, as_json: bool) -> None:
-    values = json.dumps(report.to_dict())
-    _write(output, lambda path: path.write_text(values, encoding="utf-8"))
-    _write(plot, report.plot)
-    if as_json:
-        typer.echo(values)
-    else:
-        print_report(report)
-
-
-def _write(path: Path | None, write: Callable[[Path], object]) -> None:
-    if path is None:
-        return
-    try:
-        write(path)
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written ({error.strerror or error})") from error
-
-
-# -- rollouts ------------------------------------------------------------------------------------------------
-
-
-def _audit_rollouts(
-    path: str,
-    trainer: Any,
-    drawn: Mapping[str, Any],
-    max_nats: float,
-    *,
-    output: Path | None,
-    as_json: bool,
-) -> bool:
-    """Compare what a sampler stored with a trainer, show it, and say whether it is right."""
-    from logprobe.analysis.rollouts import compare_rollouts
-
-    report = compare_rollouts(path, trainer, **drawn)
-    values = json.dumps(report.to_dict())
-    _write(output, lambda path: path.write_text(values, encoding="utf-8"))
-    if as_json:
-        typer.echo(values)
-    else:
-        print_rollouts(report, max_nats)
-    return report.is_right(max_nats)
