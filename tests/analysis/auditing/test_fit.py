@@ -51,8 +51,8 @@ def group_of(
         entries = [([ids[t]], float(numbers[t, ids[t]]), True)]
         entries += [([int(one)], float(numbers[t, one]), False) for one in best]
         places.append(Place(t, [(one, None if np.isneginf(n) else n, c) for one, n, c in entries]))
-    ask = Ask(form="completions", prompt="p", params=params or {})
-    return Group(ask, where, rows, ids, places)  # type: ignore[arg-type]
+    ask = Ask(form="echo" if where == "prompt" else "completions", prompt="p", params=params or {})
+    return Group(ask, rows, ids, places)
 
 
 def judged(group: Group, max_nats: float = MAX_NATS) -> tuple[Fitted, dict[str, Any]]:

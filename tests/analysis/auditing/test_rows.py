@@ -128,7 +128,7 @@ def found_in(llm: LLM, tokens: Tokens, rows: list[Row | None], num_top: int = 3)
     findings = Findings()
     reader = Reader(tokens, Reference(llm))
     ask = Ask(form="echo", prompt=TEXT, num_top=num_top)
-    group = reader.read("prompt", ask, Reply(prompt=tuple(rows)), tokens.encode(TEXT), findings)
+    group = reader.read(ask, Reply(prompt=tuple(rows)), tokens.encode(TEXT), findings)
     assert group is not None
     fitted = fit([group], tokens)
     assert fitted is not None
@@ -186,9 +186,9 @@ def test_a_read_without_findings_counts_nothing(tiny_llm: LLM, tokens: Tokens) -
     rows = changed(true_rows(tiny_llm, tokens), 4, alternatives=(Entry(-1.0, None, "no token's text"),))
     reader = Reader(tokens, Reference(tiny_llm))
     ask, ids = Ask(form="echo", prompt=TEXT, num_top=1), tokens.encode(TEXT)
-    assert reader.read("prompt", ask, Reply(prompt=tuple(rows)), ids) is not None
+    assert reader.read(ask, Reply(prompt=tuple(rows)), ids) is not None
     assert (reader.num_rows, reader.num_unknown) == (0, 0)
-    assert reader.read("prompt", ask, Reply(prompt=tuple(rows)), ids, Findings()) is not None
+    assert reader.read(ask, Reply(prompt=tuple(rows)), ids, Findings()) is not None
     assert (reader.num_rows, reader.num_unknown) == (len(rows) - 1, 1)
 
 

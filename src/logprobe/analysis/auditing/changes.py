@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 def stored_prompts(fitted: Fitted) -> Iterator[StoredPrompt]:
     """Yield the chosen numbers of plain prompts, and the first rows of greedy completions."""
-    if fitted.ask.params != ({} if fitted.where == "prompt" else {"temperature": 0}):
+    if fitted.ask.params != ({} if fitted.ask.wants_prompt else {"temperature": 0}):
         return
     rows: dict[int, list[StoredRow]] = {}  # by group
     groups = {id(group): group for group, _ in fitted.places}
     for index, (group, place) in enumerate(fitted.places):
-        if fitted.is_chosen[index] if group.where == "prompt" else place.t == 0:
+        if fitted.is_chosen[index] if group.ask.wants_prompt else place.t == 0:
             row = StoredRow(
                 position=group.first + place.t,
                 token_id=int(fitted.ids[index]),
@@ -33,7 +33,7 @@ def stored_prompts(fitted: Fitted) -> Iterator[StoredPrompt]:
         ask = groups[key].ask
         yield StoredPrompt(
             ask=fitted.label,
-            where=fitted.where,
+            where=fitted.ask.where,
             prompt=ask.shown,
             token_ids=fitted.tokens.encode_ask(ask),
             rows=tuple(listed),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from logprobe.analysis.auditing.forms import Ask, Reply
-    from logprobe.analysis.auditing.report import Errors, Findings, StoredPrompt, Where
+    from logprobe.analysis.auditing.report import Errors, Findings, StoredPrompt
     from logprobe.analysis.auditing.rows import Group, Reader
 
 Ids: TypeAlias = tuple[int, ...]
@@ -73,22 +73,21 @@ class Comparison:
         ids = own if reply.prompt_ids is None else reply.prompt_ids
         if own and ids != own:
             self._add_other_ids(ask, own, ids)
-        where: Where = "prompt" if ask.wants_prompt else "completion"
-        group = self.reader.read(where, ask, reply, ids)
+        group = self.reader.read(ask, reply, ids)
         if group is not None and self._is_off(group):
             if self.base is not None:
-                found = self.base.read(where, ask, reply, ids)
+                found = self.base.read(ask, reply, ids)
                 if self._explains(found, group):
-                    self._blame("lora-prompt" if where == "prompt" else "lora-ignored", group)
+                    self._blame("lora-prompt" if ask.wants_prompt else "lora-ignored", group)
                     return found
             others = self.reader.tokens.beginnings(ids)
             if own not in {ids, ()}:
                 others["as the tokenizer has it"] = own
             layouts, refused = self.reader.tokens.layouts(ask, SYSTEMS) if ask.is_chat else ({}, {})
             for name, other_ids in {**others, **layouts}.items():
-                if self._explains(self.reader.read(where, ask, reply, other_ids), group):
+                if self._explains(self.reader.read(ask, reply, other_ids), group):
                     self._blame("template" if name in layouts else "bos", group, name)
-                    return self.reader.read(where, ask, reply, other_ids, self.findings)
+                    return self.reader.read(ask, reply, other_ids, self.findings)
             if ask.is_chat and self._has_unknown_layout(group):
                 counted, is_known = reply.num_prompt_tokens, reply.num_prompt_tokens == len(own)
                 note = f"it counts {counted} prompt tokens, the template has {len(own)}"
@@ -97,7 +96,7 @@ class Comparison:
                     why = f"chats {name} were not looked at: {printable(message, MAX_TEXT)}"
                     self.findings.add("left-out", why, is_note=True)
                 return None
-        return self.reader.read(where, ask, reply, ids, self.findings)
+        return self.reader.read(ask, reply, ids, self.findings)
 
     def _is_off(self, group: Group) -> bool:
         """Return whether most numbers of a reply fit no distribution and no known cause."""
@@ -141,4 +140,4 @@ class Comparison:
         at = next((i for i, (a, b) in enumerate(zip(own, ids, strict=False)) if a != b), len(own))
         token = self.reader.tokens.show(ids[at]) if at < len(ids) else None
         note = f"ids {list(ids[:4])}…, ours {list(own[:4])}…"
-        self.findings.add(kind, detail, evidence=[ask.evidence("prompt", at, token=token, note=note)])
+        self.findings.add(kind, detail, evidence=[ask.evidence(at, where="prompt", token=token, note=note)])

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from logprobe.analysis.auditing.forms import Ask
-    from logprobe.analysis.auditing.report import Findings, Where
+    from logprobe.analysis.auditing.report import Findings
     from logprobe.analysis.auditing.rows import Group, Place
     from logprobe.analysis.auditing.tokens import Tokens
     from logprobe.analysis.measures import Floats
@@ -60,14 +60,9 @@ class Fitted:
         return self.places[0][0].ask
 
     @property
-    def where(self) -> Where:
-        """The kind of the rows."""
-        return self.places[0][0].where
-
-    @property
     def label(self) -> str:
         """The ask, and the kind of the rows."""
-        return f"{self.ask.label} ({self.where} rows)"
+        return f"{self.ask.label} ({self.ask.where} rows)"
 
     @property
     def errors(self) -> Floats:
@@ -98,9 +93,9 @@ class Fitted:
     def evidence_at(self, index: int | np.integer[Any], note: str = "") -> Evidence:
         """Return one number as evidence."""
         group, place = self.places[index]
-        numbers = {"theirs": finite(self.theirs[index]), "ours": finite(self.ours[index])}
         token = self.tokens.show(int(self.ids[index]))
-        return group.ask.evidence(group.where, group.first + place.t, token=token, note=note, **numbers)
+        theirs, ours = finite(self.theirs[index]), finite(self.ours[index])
+        return group.ask.evidence(group.first + place.t, token=token, theirs=theirs, ours=ours, note=note)
 
 
 def finite(value: float) -> float | None:
@@ -289,7 +284,7 @@ def _causes(fitted: Fitted, used: NDArray[np.bool_]) -> Iterator[Cause]:
     for base in (2, 10):
         correction = f"divide logprobs by {1 / math.log(base):.4f}"
         yield Cause("log-base", "none", correction, fitted.raw / math.log(base), str(base))
-    if fitted.where == "prompt":
+    if fitted.ask.wants_prompt:
         yield from _shifts(fitted)
     rows = [row[used[row]] for row in fitted.by_row()]
     rows = [row for row in rows if len(np.unique(fitted.ids[row])) >= 3]

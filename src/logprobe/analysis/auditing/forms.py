@@ -111,8 +111,14 @@ class Ask:
             replace(self, prompt=({"role": "user", "content": str(self.prompt)},)) if self.is_chat else self
         )
 
-    def evidence(self, where: Where, position: int | None = None, **values: Any) -> Evidence:
+    @property
+    def where(self) -> Where:
+        """The rows of its reply that are compared."""
+        return "prompt" if self.wants_prompt else "completion"
+
+    def evidence(self, position: int | None = None, *, where: Where | None = None, **values: Any) -> Evidence:
         """Return evidence from a reply to this ask."""
+        where = where or self.where
         return Evidence(ask=self.label, prompt=self.shown, position=position, where=where, **values)
 
     def body(self, extras: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,10 +166,10 @@ def read(value: Any, ask: Ask, what: str) -> Reply | Refusal:
     try:
         bodies = msgspec.convert(value if ask.stream else [value], list[_Body])
         reply = _joined([body.reply(ask) for body in bodies])
-        if not reply.num_choices:
-            raise msgspec.ValidationError("the reply has no choice")  # noqa: TRY301
     except (msgspec.ValidationError, RecursionError) as error:
         raise ServerError(f"{what}: the reply has another shape than OpenAI's: {error}") from error
+    if not reply.num_choices:
+        raise ServerError(f"{what}: the reply has no choice; is it a server with OpenAI's interface?")
     return _split_echo(reply, ask.max_tokens) if ask.form == "echo" else reply
 
 

@@ -23,9 +23,7 @@ PLOT_FLOOR_NATS: Final = 1e-8  # equal numbers are drawn here on the logarithmic
 MAX_TEXT: Final = 80  # characters of a prompt, a token or a server's message
 
 Area: TypeAlias = Literal["numbers", "conformance"]
-Verdict: TypeAlias = Literal["PASS", "FAIL"]
 Where: TypeAlias = Literal["prompt", "completion"]
-Answer: TypeAlias = Literal["answered", "refused", "ignored", "error"]
 
 NUMBER_KINDS: Final[dict[str, str]] = {
     "temperature-unasked": "numbers are of a temperature of {detail} that was not asked ({extent})",
@@ -194,7 +192,7 @@ class FieldAnswer:
 
     field: str
     form: Literal["whole", "stream"]
-    answer: Answer
+    answer: Literal["answered", "refused", "ignored", "error"]
     detail: str = ""
 
 
@@ -243,7 +241,7 @@ class AuditReport:
     version: int = VERSION
 
     @property
-    def numbers(self) -> Verdict:
+    def numbers(self) -> Literal["PASS", "FAIL"]:
         """PASS if numbers were compared, errors are within `max_nats`, and numbers have no other fault."""
         is_near = bool(self.errors) and self.worst_nats <= self.max_nats
         return "PASS" if is_near and not self.faults("numbers") else "FAIL"

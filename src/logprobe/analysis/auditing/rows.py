@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from logprobe.analysis.auditing.forms import Ask, Reply, Row
     from logprobe.analysis.auditing.reference import Reference
-    from logprobe.analysis.auditing.report import Findings, Where
+    from logprobe.analysis.auditing.report import Findings
     from logprobe.analysis.auditing.tokens import Tokens
 
 MAX_ROWS: Final = 4096  # read from one reply
@@ -159,7 +159,6 @@ class Group:
     """The rows of one reply with the exact rows."""
 
     ask: Ask
-    where: Where
     rows: NDArray[np.float32]  # (T, V) raw, nats
     ids: tuple[int, ...]  # (T,) tokens of the rows
     places: list[Place]
@@ -167,12 +166,12 @@ class Group:
     @property
     def first(self) -> int:
         """Position of the first row: the first token of a prompt has none."""
-        return 1 if self.where == "prompt" else 0
+        return int(self.ask.wants_prompt)
 
     @property
     def counted(self) -> tuple[int, ...]:
         """Tokens that penalties count; at row t, the first t."""
-        return self.ids if self.where == "completion" else ()
+        return () if self.ask.wants_prompt else self.ids
 
 
 @dataclass(slots=True)
@@ -185,18 +184,13 @@ class Reader:
     num_unknown: int = 0  # entries of tokens that could not be identified
 
     def read(
-        self,
-        where: Where,
-        ask: Ask,
-        reply: Reply,
-        prompt_ids: tuple[int, ...],
-        findings: Findings | None = None,
+        self, ask: Ask, reply: Reply, prompt_ids: tuple[int, ...], findings: Findings | None = None
     ) -> Group | None:
         """Return the rows of a prompt or completion with the exact ones; None if there are none.
 
         With `findings`, count the rows, and add the faults of their order, texts and bytes.
         """
-        if where == "prompt":
+        if ask.wants_prompt:
             aligned = align_prompt(reply.prompt or (), prompt_ids, self.tokens)
             ids, start, has_rows = prompt_ids, 1, bool(reply.prompt)
         else:
@@ -206,7 +200,7 @@ class Reader:
             self.num_unknown += aligned.num_unknown
         if not has_rows or not 0 < start < len(ids):
             return None
-        group = Group(ask, where, self.reference.rows(ids, start), ids[start:], [])
+        group = Group(ask, self.reference.rows(ids, start), ids[start:], [])
         group.places = [self._place(at - group.first, aligned.ids[at], row) for at, row in aligned.pairs]
         if findings is not None:
             self._check(group, aligned, findings)
@@ -223,10 +217,8 @@ class Reader:
         self.num_unknown += sum(not ids for place in group.places for ids, _, _ in place.entries)
         for position, row in aligned.pairs:
             for kind, token_id, note in self._wrong_words(aligned.ids[position], row):
-                token = self.tokens.show(token_id)
-                findings.add(
-                    kind, evidence=[group.ask.evidence(group.where, position, token=token, note=note)]
-                )
+                evidence = group.ask.evidence(position, token=self.tokens.show(token_id), note=note)
+                findings.add(kind, evidence=[evidence])
         shifted = [position for position, _ in aligned.pairs] if aligned.shift else []
         for kind, positions in (
             ("rows-missing", aligned.missing),
@@ -237,7 +229,7 @@ class Reader:
                 findings.add(
                     kind,
                     evidence=[
-                        group.ask.evidence(group.where, at, token=self.tokens.show(aligned.ids[at]))
+                        group.ask.evidence(at, token=self.tokens.show(aligned.ids[at]))
                         for at in positions[:5]
                     ],
                     count=len(positions),

@@ -240,7 +240,7 @@ async def _send_all(asks: Iterator[Ask], session: Session, findings: Findings) -
             replies.append((ask, reply))
         else:
             title = f"{ask.label} is not answered ({{count}} requests)"
-            evidence = [ask.evidence("completion", note=str(reply))]
+            evidence = [ask.evidence(note=str(reply))]
             findings.add("error" if reply.is_failure else "form", title, is_note=True, evidence=evidence)
         session.tell(ask.label)
     return replies

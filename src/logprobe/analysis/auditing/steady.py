@@ -86,7 +86,7 @@ def difference(before: Reply, reply: Reply, wheres: Iterable[Where] = ("prompt",
             size, first, second = _row_difference(row, other)
             if size > found.worst:
                 found.where = where
-            found.add(index, size, second, first, limit=-1.0)
+            found.add(index, size, second, first, limit=-1.0)  # no difference of a row is within a limit
             if where == "completion" and _key(row) != _key(other):
                 break  # later rows have another context
     return found
@@ -238,8 +238,9 @@ class Steady:
         findings = self.comparison.findings
         if not found.is_beyond(self.comparison.max_nats) or is_excused or findings.has("unsteady-repeated"):
             return
-        numbers = {"theirs": found.theirs, "ours": found.ours}
-        evidence = ask.evidence(found.where, found.begins_at, note=name, **numbers)
+        evidence = ask.evidence(
+            found.begins_at, where=found.where, theirs=found.theirs, ours=found.ours, note=name
+        )
         findings.add(kind, evidence=[evidence], worst=found.worst or CAP)
 
     # -- comparison with the exact numbers -----------------------------------------------------------------
