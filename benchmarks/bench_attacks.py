@@ -431,7 +431,7 @@ def audited_s() -> float:
 
     async def ask(url: str) -> None:
         async with Connection(Endpoint(url, timeout_s=AUDIT_TIMEOUT_S)) as connection:
-            await connection.post("/v1/completions", {"prompt": "the cat"})
+            await connection.send("/v1/completions", {"prompt": "the cat"})
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), EmptyLists) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

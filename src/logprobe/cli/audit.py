@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -32,15 +33,8 @@ if TYPE_CHECKING:
     from logprobe.analysis.auditing.report import AuditReport
 
 KEY_VARIABLE: Final = "OPENAI_API_KEY"
-MAX_NATS: Final = 1e-3
-TIMEOUT_S: Final = 60.0
 # Flags of parameters that have another name here.
-FLAGS: Final = {
-    "url": "URL",
-    "api_key": "--api-key-env",
-    "texts": "--data",
-    "model": "--endpoint-model",
-}
+FLAGS: Final = {"url": "URL", "api_key": "--api-key-env", "texts": "--data", "model": "--endpoint-model"}
 STORED: Final = ".parquet"
 # Parameters that apply only to endpoints, or only to rollouts.
 OF_ENDPOINTS: Final = (
@@ -48,104 +42,84 @@ OF_ENDPOINTS: Final = (
     *("before", "quick", "conformance", "plot"),
 )
 OF_ROLLOUTS: Final = ("trainer", "temperature", "top_k", "top_p", "min_p")
-
-_Endpoint = Annotated[
-    str,
-    typer.Argument(
-        metavar="URL|ROLLOUTS.parquet",
-        help="An OpenAI-compatible server, such as http://host:8000, or a sampler's stored rollouts.",
-    ),
-]
-_Trainer = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="TRAINER.parquet",
-        help="The same samples with a trainer's log-probabilities, instead of --model.",
-    ),
-]
-_Model = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        help=f"Model for the exact log-probabilities. {MODEL_HELP}",
-        autocompletion=complete_model,
-    ),
-]
-_EndpointModel = Annotated[
-    str | None, typer.Option(help="Name of the model at the endpoint; by default, the one that it lists.")
-]
-_Lora = Annotated[
-    str | None,
-    typer.Option(
-        "--lora", metavar="NAME=FOLDER", help="Audit LoRA weights: their name at the endpoint, their folder."
-    ),
-]
-_Data = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--data",
-        help="Prompts: txt, jsonl, csv, Parquet, folders, glob patterns; default: built-in prompts.",
-    ),
-]
-_KeyVariable = Annotated[
-    str | None, typer.Option(help=f"Environment variable with the API key; by default {KEY_VARIABLE}.")
-]
-_Before = Annotated[
-    Path | None,
-    typer.Option(help="Earlier report of the same endpoint (see --output), to find what changed."),
-]
-_MaxNats = Annotated[float, typer.Option(help="Maximum error of a log-probability, in nats.")]
-_Timeout = Annotated[
-    float, typer.Option(help="Timeout of a request in seconds, including waits for a full server.")
-]
-_Conformance = Annotated[
-    bool, typer.Option("--conformance", help="Also exit with 1 for faults in API conformance.")
-]
-_Quick = Annotated[bool, typer.Option("--quick", help="Test fewer prompts and conditions.")]
-_Plot = Annotated[Path | None, typer.Option(help="Plot the log-probabilities to a PNG file (extra plot).")]
-_Output = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Write the report as JSON, e.g. for a later --before.")
-]
-_Temperature = Annotated[
-    float | None, typer.Option(help="Temperature of the rollouts; by default, as stored in the file, else 1.")
-]
-_TopK = Annotated[
-    int | None, typer.Option(help="top_k of the rollouts; by default, as stored in the file, else 0 (all).")
-]
-_TopP = Annotated[
-    float | None, typer.Option(help="top_p of the rollouts; by default, as stored in the file, else 1.")
-]
-_MinP = Annotated[
-    float | None, typer.Option(help="min_p of the rollouts; by default, as stored in the file, else 0.")
-]
+ENDPOINT_HELP: Final = (
+    "An OpenAI-compatible server, such as http://host:8000, or a sampler's stored rollouts."
+)
 
 
 @takes_settings(EngineConfig, only=ENGINE_FLAGS | {"engine", "engine_options"})
 def audit(
     context: typer.Context,
-    endpoint: _Endpoint,
-    trainer: _Trainer = None,
+    endpoint: Annotated[str, typer.Argument(metavar="URL|ROLLOUTS.parquet", help=ENDPOINT_HELP)],
+    trainer: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="TRAINER.parquet",
+            help="The same samples with a trainer's log-probabilities, instead of --model.",
+        ),
+    ] = None,
     *,
-    model: _Model = None,
-    endpoint_model: _EndpointModel = None,
-    lora: _Lora = None,
-    data: _Data = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Model for the exact log-probabilities. {MODEL_HELP}", autocompletion=complete_model
+        ),
+    ] = None,
+    endpoint_model: Annotated[
+        str | None, typer.Option(help="Name of the model at the endpoint; by default, the one that it lists.")
+    ] = None,
+    lora: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME=FOLDER", help="Audit LoRA weights: their name at the endpoint, their folder."
+        ),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Prompts: txt, jsonl, csv, Parquet, folders, glob patterns; default: built-in prompts."
+        ),
+    ] = None,
     text_column: ColumnOption = "text",
     lines: LinesOption = False,
     format: FormatOption = None,  # noqa: A002 - the flag's name
     limit: LimitOption = None,
-    api_key_env: _KeyVariable = None,
-    timeout_s: _Timeout = TIMEOUT_S,
-    before: _Before = None,
-    max_nats: _MaxNats = MAX_NATS,
-    quick: _Quick = False,
-    conformance: _Conformance = False,
-    temperature: _Temperature = None,
-    top_k: _TopK = None,
-    top_p: _TopP = None,
-    min_p: _MinP = None,
-    plot: _Plot = None,
-    output: _Output = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(help=f"Environment variable with the API key; by default {KEY_VARIABLE}.")
+    ] = None,
+    timeout_s: Annotated[
+        float, typer.Option(help="Timeout of a request in seconds, including waits for a full server.")
+    ] = 60.0,
+    before: Annotated[
+        Path | None,
+        typer.Option(help="Earlier report of the same endpoint (see --output), to find what changed."),
+    ] = None,
+    max_nats: Annotated[float, typer.Option(help="Maximum error of a log-probability, in nats.")] = 1e-3,
+    quick: Annotated[bool, typer.Option("--quick", help="Test fewer prompts and conditions.")] = False,
+    conformance: Annotated[
+        bool, typer.Option("--conformance", help="Also exit with 1 for faults in API conformance.")
+    ] = False,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="Temperature of the rollouts; by default, as stored in the file, else 1."),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(help="top_k of the rollouts; by default, as stored in the file, else 0 (all)."),
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="top_p of the rollouts; by default, as stored in the file, else 1.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="min_p of the rollouts; by default, as stored in the file, else 0.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Plot the log-probabilities to a PNG file (extra plot).")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write the report as JSON, e.g. for a later --before."),
+    ] = None,
     as_json: JsonOption = False,
     **engine: Any,
 ) -> None:
@@ -162,55 +136,54 @@ def audit(
     Exit code 1 if the numbers fail: they have a fault, or an error larger than --max-nats.
     """
     for path in (output, plot):
-        _check_writable(path)
-    if plot is not None and find_spec("matplotlib") is None:  # before minutes of requests
+        if path is not None and not path.absolute().parent.is_dir():  # before minutes of requests
+            raise OutputError(f"{path}: the folder does not exist; create it first")
+    if plot is not None and find_spec("matplotlib") is None:
         raise typer.BadParameter("requires matplotlib; pip install 'logprobe[plot]'", param_hint="--plot")
-    if endpoint.endswith(STORED):
+    is_stored = endpoint.endswith(STORED)
+    if is_stored:
         _refuse(context, OF_ENDPOINTS, "applies only to endpoints")
-        if trainer is not None:
-            _refuse(context, ("model", "lora"), "cannot be combined with TRAINER.parquet")
-        drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        names = {"rollouts": "ROLLOUTS.parquet", "other": "--model"}
-        with flags_for(**names), _opened(None if trainer else _given(model), lora, engine) as llm:
-            is_right = _audit_rollouts(
-                endpoint, trainer or llm, drawn, max_nats, output=output, as_json=as_json
-            )
     else:
         _refuse(context, OF_ROLLOUTS, "applies only to rollouts")
-        texts = read_texts(data, text_column, kind=format, by_line=lines, limit=limit) if data else None
+    if trainer is not None:
+        _refuse(context, ("model", "lora"), "cannot be combined with TRAINER.parquet")
+    elif model is None:
+        raise typer.BadParameter("missing; name the model for the exact numbers", param_hint="--model")
+    named = _named_folder(lora)
+    report: Any
+    if is_stored:
+        from logprobe.analysis.rollouts import compare_rollouts
+
+        drawn: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        with flags_for(rollouts="ROLLOUTS.parquet", other="--model"), _opened(model, named, engine) as llm:
+            report = compare_rollouts(endpoint, trainer or llm, **drawn)
+        is_right, show = report.is_right(max_nats), partial(print_rollouts, report, max_nats)
+    else:
+        from logprobe.analysis.auditing.endpoint import Endpoint
+        from logprobe.analysis.auditing.run import audit as run
+
         asked: dict[str, Any] = {
             "model": endpoint_model,
-            "texts": texts,
+            "texts": read_texts(data, text_column, kind=format, by_line=lines, limit=limit) if data else None,
             "before": None if before is None else _read_report(before),
             "max_nats": max_nats,
             "quick": quick,
         }
-        report = _audited(endpoint, _key(api_key_env), timeout_s, _given(model), lora, asked, engine)
-        _show(report, output, plot, as_json=as_json)
+        with flags_for(**FLAGS):
+            server = Endpoint(endpoint, api_key=_key(api_key_env), timeout_s=timeout_s)
+            with _opened(model, named, engine) as llm, _bar() as progress:
+                report = run(server, llm, lora=named[0], progress=progress, **asked)
         is_right = report.numbers == "PASS" and not (conformance and report.faults("conformance"))
+        show = partial(print_report, report)
+        _write(plot, report.plot)
+    values = json.dumps(report.to_dict())
+    _write(output, lambda path: path.write_text(values, encoding="utf-8"))
+    if as_json:
+        typer.echo(values)
+    else:
+        show()
     if not is_right:
         raise typer.Exit(1)
-
-
-def _audited(
-    url: str,
-    api_key: str | None,
-    timeout_s: float,
-    model: str,
-    lora: str | None,
-    asked: Mapping[str, Any],
-    engine: Mapping[str, Any],
-) -> AuditReport:
-    from logprobe.analysis.auditing.endpoint import Endpoint
-    from logprobe.analysis.auditing.run import audit as run
-
-    with flags_for(**FLAGS):
-        endpoint = Endpoint(url, api_key=api_key, timeout_s=timeout_s)  # validate before loading a model
-        with _opened(model, lora, engine) as llm, _bar() as progress:
-            return run(endpoint, llm, lora=_named_folder(lora)[0], progress=progress, **asked)
-
-
-# -- arguments -----------------------------------------------------------------------------------------------
 
 
 def _refuse(context: typer.Context, names: Iterable[str], why: str) -> None:
@@ -221,19 +194,13 @@ def _refuse(context: typer.Context, names: Iterable[str], why: str) -> None:
             raise typer.BadParameter(why, param_hint=hint)
 
 
-def _given(model: str | None) -> str:
-    if model is None:
-        raise typer.BadParameter("missing; name the model for the exact numbers", param_hint="--model")
-    return model
-
-
 @contextmanager
-def _opened(model: str | None, lora: str | None, engine: Mapping[str, Any]) -> Iterator[Any]:
+def _opened(model: str | None, named: tuple[str | None, str], engine: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the model, with LoRA weights if given; None if no model is needed."""
-    name, folder = _named_folder(lora)
     if model is None:
         yield None
         return
+    name, folder = named
     with open_llm(model, **engine) as llm:
         if name is not None:
             llm.add_lora(name, folder)
@@ -249,11 +216,9 @@ def _named_folder(lora: str | None) -> tuple[str | None, str]:
 
 def _key(variable: str | None) -> str | None:
     """Return the API key from the named environment variable, which must be set, or from the default one."""
-    if variable is None:
-        return os.environ.get(KEY_VARIABLE) or None
-    key = os.environ.get(variable)
-    if not key:
-        # Do not repeat the value: users may have passed the key itself.
+    key = os.environ.get(variable or KEY_VARIABLE) or None
+    if variable is not None and key is None:
+        # The name is not repeated: some take the flag for the key itself.
         raise typer.BadParameter("this environment variable is not set", param_hint="--api-key-env")
     return key
 
@@ -266,21 +231,21 @@ def _read_report(path: Path) -> AuditReport:
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: is not a report written with -o ({error})") from error
+        raise InputError(f"{path}: is not a report that -o wrote ({error})") from error
 
 
-def _check_writable(path: Path | None) -> None:
-    """Check that the folder of an output file exists, before minutes of requests."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise OutputError(f"{path}: the folder does not exist; create it first")
-
-
-# -- output --------------------------------------------------------------------------------------------------
+def _write(path: Path | None, write: Callable[[Path], object]) -> None:
+    if path is None:
+        return
+    try:
+        write(path)
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written ({error.strerror or error})") from error
 
 
 @contextmanager
 def _bar() -> Iterator[Callable[[int, int, str], None] | None]:
-    """Yield a callback for a progress bar on standard error; None if standard error is not a terminal."""
+    """Show a progress bar of requests on standard error; yield None if that is not a terminal."""
     screen = console(stderr=True)
     if not screen.is_terminal:
         yield None
@@ -295,47 +260,3 @@ def _bar() -> Iterator[Callable[[int, int, str], None] | None]:
             bar.update(task, completed=done, total=total, description=f"{done}/{total} {what}")
 
         yield advance
-
-
-def _show(report: AuditReport, output: Path | None, plot: Path | None, *, as_json: bool) -> None:
-    values = json.dumps(report.to_dict())
-    _write(output, lambda path: path.write_text(values, encoding="utf-8"))
-    _write(plot, report.plot)
-    if as_json:
-        typer.echo(values)
-    else:
-        print_report(report)
-
-
-def _write(path: Path | None, write: Callable[[Path], object]) -> None:
-    if path is None:
-        return
-    try:
-        write(path)
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written ({error.strerror or error})") from error
-
-
-# -- rollouts ------------------------------------------------------------------------------------------------
-
-
-def _audit_rollouts(
-    path: str,
-    trainer: Any,
-    drawn: Mapping[str, Any],
-    max_nats: float,
-    *,
-    output: Path | None,
-    as_json: bool,
-) -> bool:
-    """Compare stored rollouts with a trainer, print the report, and return True if they are right."""
-    from logprobe.analysis.rollouts import compare_rollouts
-
-    report = compare_rollouts(path, trainer, **drawn)
-    values = json.dumps(report.to_dict())
-    _write(output, lambda path: path.write_text(values, encoding="utf-8"))
-    if as_json:
-        typer.echo(values)
-    else:
-        print_rollouts(report, max_nats)
-    return report.is_right(max_nats)

@@ -21,11 +21,10 @@ def print_report(report: AuditReport) -> None:
 
     screen = console()
     colour = "bold green" if report.numbers == "PASS" else "bold red"
-    server = f" ({report.server})" if report.server else ""
     first = Text.assemble("numbers: ", (report.numbers, colour), f"  {words.numbers_summary(report)}")
     screen.print(first, soft_wrap=True)
     screen.print(f"API conformance: {words.conformance_summary(report)}", soft_wrap=True)
-    screen.print(_plain(f"{words.asked_of(report)}{server}; {words.measured(report)}"), soft_wrap=True)
+    screen.print(_plain(words.audited(report)), soft_wrap=True)
     for finding in report.findings:
         screen.print()
         for line in _finding_lines(finding):
@@ -36,10 +35,10 @@ def print_report(report: AuditReport) -> None:
 
 
 def _finding_lines(finding: Finding) -> Iterator[Text]:
-    from logprobe.analysis.auditing.words import extent_of, numbers_of, place_of
+    from logprobe.analysis.auditing.words import numbers_of, place_of
 
     style = "red" if finding.severity == "fault" else "yellow"
-    extent = f"  ({extent_of(finding)})" if finding.of > 1 else ""
+    extent = f"  ({finding.count:,} of {finding.of:,})" if finding.of > 1 else ""
     yield Text.assemble(
         (f"{finding.severity:<5}", style), f"  {finding.kind}: {_plain(finding.title)}{extent}"
     )
@@ -53,7 +52,8 @@ def _facts(report: AuditReport) -> Iterator[tuple[str, str]]:
     from logprobe.analysis.auditing import words
 
     for distribution, asks in _grouped((name, ask) for ask, name in report.distributions.items()):
-        yield "distribution", f"{words.distribution_words(distribution)}: {words.some_of(asks)}"
+        others = f" and {len(asks) - 1} more" if asks[1:] else ""
+        yield "distribution", f"{words.distribution_words(distribution)}: {asks[0]}{others}"
     of_all = {
         "errors": words.errors_words(report, "chosen"),
         "": words.errors_words(report, "alternatives"),

@@ -9,11 +9,8 @@ import numpy as np
 import pytest
 
 from logprobe.analysis.auditing.distributions import tempered
-from logprobe.analysis.auditing.findings import Findings
 from logprobe.analysis.auditing.fit import (
     Fitted,
-    Group,
-    Place,
     allowance_of,
     distance,
     errors_of,
@@ -22,6 +19,8 @@ from logprobe.analysis.auditing.fit import (
     rounding_of,
 )
 from logprobe.analysis.auditing.forms import Ask
+from logprobe.analysis.auditing.report import Findings
+from logprobe.analysis.auditing.rows import Group, Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,9 +50,9 @@ def group_of(
         best = np.argsort(-numbers[t])[:num_top] if num_top else []
         entries = [([ids[t]], float(numbers[t, ids[t]]), True)]
         entries += [([int(one)], float(numbers[t, one]), False) for one in best]
-        places.append(Place(t, t, [(one, None if np.isneginf(n) else n, c) for one, n, c in entries]))
-    ask = Ask(form="completions", prompt="p", params=params or {})
-    return Group(ask, where, rows, (1,), ids, places)  # type: ignore[arg-type]
+        places.append(Place(t, [(one, None if np.isneginf(n) else n, c) for one, n, c in entries]))
+    ask = Ask(form="echo" if where == "prompt" else "completions", prompt="p", params=params or {})
+    return Group(ask, rows, ids, places)
 
 
 def judged(group: Group, max_nats: float = MAX_NATS) -> tuple[Fitted, dict[str, Any]]:

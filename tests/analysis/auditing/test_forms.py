@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from logprobe.analysis.auditing.endpoint import Answer
-from logprobe.analysis.auditing.forms import Ask, Entry, Refusal, Reply, Row, read
+from logprobe.analysis.auditing.endpoint import Refusal
+from logprobe.analysis.auditing.forms import Ask, Entry, Reply, Row, read
 
 
 def reply_of(form: str, value: Any, **asked: Any) -> Reply:
-    found = read(Answer(200, value), Ask(form=form, prompt="a b", **asked), "POST /")
+    found = read(value, Ask(form=form, prompt="a b", **asked), "POST /")
     assert isinstance(found, Reply)
     return found
 
@@ -104,7 +104,7 @@ def test_a_stream_comes_to_the_whole() -> None:
         {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}},
     ]
     ask = Ask(form="chat", prompt=({"role": "user", "content": "?"},), stream=True)
-    found = read(Answer(200, events), ask, "POST /")
+    found = read(events, ask, "POST /")
     assert isinstance(found, Reply)
     assert (found.text, found.num_prompt_tokens) == ("aa", 3)
     assert found.completion == (Row(Entry(-1.0, None, "a", b"a"), ()),) * 2
@@ -124,7 +124,7 @@ def test_events_of_a_stream_may_have_no_choices_and_no_index() -> None:
 
 def test_a_whole_reply_to_a_stream_is_a_refusal() -> None:
     ask = Ask(form="completions", prompt="a", stream=True)
-    assert isinstance(read(Answer(200, {"choices": []}), ask, "POST /"), Refusal)
+    assert isinstance(read({"choices": []}, ask, "POST /"), Refusal)
 
 
 def test_what_is_no_number_of_json_is_none_and_never_a_crash() -> None:

@@ -1,4 +1,4 @@
-"""A report is plain data: it goes through JSON and comes back whole."""
+"""A report goes through JSON and comes back whole; one fault a kind with the counts of all, notes apart."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from logprobe.analysis.auditing.report import (
+    MAX_EVIDENCE,
     AuditReport,
     Errors,
     Evidence,
     FieldAnswer,
     Finding,
+    Findings,
     Steadiness,
     StoredPrompt,
     StoredRow,
@@ -90,3 +92,31 @@ def test_a_plot_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_what_is_no_report_is_refused(values: object) -> None:
     with pytest.raises(InputError, match="audit report"):
         AuditReport.from_dict(values)  # type: ignore[arg-type]
+
+
+# -- findings ------------------------------------------------------------------------------------------------
+
+
+def evidence(theirs: float) -> Evidence:
+    return Evidence(ask="echo", prompt="a", position=1, where="prompt", theirs=theirs, ours=0.0)
+
+
+def test_what_is_found_again_adds_to_its_counts() -> None:
+    findings = Findings()
+    for worst in (0.25, 0.5, 0.125):
+        findings.add("stale-weights", worst=worst, of=2, evidence=[evidence(-worst)] * MAX_EVIDENCE)
+    (found,) = findings.listed()
+    assert (found.count, found.of, found.worst_nats) == (3, 6, 0.5)
+    assert found.title.startswith("3 of 6 numbers")
+    assert found.title.endswith("up to 0.5 nats")
+    assert [one.theirs for one in found.evidence] == [-0.5] * MAX_EVIDENCE
+    assert findings.has("bos", "stale-weights")
+
+
+def test_notes_of_one_kind_keep_their_titles() -> None:
+    findings = Findings()
+    for title in ("no echo", "no prompt_logprobs", "no echo"):
+        findings.add("form", title, is_note=True)
+    counts = {one.title: one.count for one in findings.listed()}
+    assert counts == {"no echo": 2, "no prompt_logprobs": 1}
+    assert not findings.has("form")

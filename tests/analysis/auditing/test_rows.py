@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from logprobe.analysis.auditing.findings import Findings
-from logprobe.analysis.auditing.fit import fit
+from logprobe.analysis.auditing.fit import check_alternatives, fit
 from logprobe.analysis.auditing.forms import Ask, Entry, Reply, Row
 from logprobe.analysis.auditing.reference import Reference
-from logprobe.analysis.auditing.rows import Reader, align_completion, align_prompt, check_alternatives
+from logprobe.analysis.auditing.report import Findings
+from logprobe.analysis.auditing.rows import Reader, align_completion, align_prompt
 from logprobe.analysis.auditing.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def test_rows_that_are_left_out(tokens: Tokens, left_out: list[int]) -> None:
 
 
 def test_rows_that_could_be_of_several_tokens_are_not_compared(tokens: Tokens) -> None:
-    ids = (*tokens.encode("a"), *tokens.encode_plain(b"xxxx cat"))
+    ids = (*tokens.encode("a"), *tokens.edge.plain_ids("xxxx cat"))
     rows = rows_of(ids, tokens)
     found = align_prompt([*rows[:2], *rows[3:]], ids, tokens)
     assert len(found.missing) == 1
@@ -85,7 +85,7 @@ def test_a_first_token_without_a_row_is_no_fault(tokens: Tokens) -> None:
 
 
 def test_generated_tokens_are_identified_by_ids_or_by_the_text(tokens: Tokens) -> None:
-    ids = tuple(tokens.encode_plain(TEXT.encode()))
+    ids = tuple(tokens.edge.plain_ids(TEXT))
     rows = tuple(Row(Entry(-1.0, None, tokens.show(one))) for one in ids)
     reply = Reply(text=TEXT, completion=rows)
     found = align_completion(reply, tokens)
@@ -103,7 +103,7 @@ def test_generated_tokens_are_identified_by_ids_or_by_the_text(tokens: Tokens) -
 
 def test_rows_of_whole_characters_place_no_token_within_one(tokens: Tokens) -> None:
     """llama.cpp gives the last token of a character all of its bytes, and those before it no row."""
-    letter, *within = tokens.encode_plain("a🌊".encode())
+    letter, *within = tokens.edge.plain_ids("a🌊")
     own = Row(Entry(-1.0, letter, "a", b"a"))
     merged = Row(Entry(-1.0, within[-1], "🌊", "🌊".encode()))
     found = align_completion(Reply(text="a🌊\ufffd", completion=(own, merged, own)), tokens)
@@ -113,7 +113,7 @@ def test_rows_of_whole_characters_place_no_token_within_one(tokens: Tokens) -> N
 
 
 def test_a_text_may_leave_out_what_is_no_whole_character(tokens: Tokens) -> None:
-    within = tokens.encode_plain("a🌊".encode())[1]
+    within = tokens.edge.plain_ids("a🌊")[1]
     assert not tokens.is_whole(within)
     assert within in tokens.ids_of(Entry(-1, None, ""))
     assert within in tokens.ids_of(Entry(-1, None, "\ufffd"))
@@ -126,9 +126,9 @@ def test_a_text_may_leave_out_what_is_no_whole_character(tokens: Tokens) -> None
 def found_in(llm: LLM, tokens: Tokens, rows: list[Row | None], num_top: int = 3) -> set[str]:
     """The kinds of what is found in the rows of a prompt."""
     findings = Findings()
-    reader = Reader(tokens, Reference(llm), findings)
+    reader = Reader(tokens, Reference(llm))
     ask = Ask(form="echo", prompt=TEXT, num_top=num_top)
-    group = reader.read("prompt", ask, Reply(prompt=tuple(rows)), tokens.encode(TEXT))
+    group = reader.read(ask, Reply(prompt=tuple(rows)), tokens.encode(TEXT), findings)
     assert group is not None
     fitted = fit([group], tokens)
     assert fitted is not None
@@ -182,18 +182,18 @@ def test_words_and_alternatives_that_are_wrong(tiny_llm: LLM, tokens: Tokens) ->
     assert third in wide.alternatives
 
 
-def test_a_quiet_read_counts_nothing(tiny_llm: LLM, tokens: Tokens) -> None:
+def test_a_read_without_findings_counts_nothing(tiny_llm: LLM, tokens: Tokens) -> None:
     rows = changed(true_rows(tiny_llm, tokens), 4, alternatives=(Entry(-1.0, None, "no token's text"),))
-    reader = Reader(tokens, Reference(tiny_llm), Findings())
+    reader = Reader(tokens, Reference(tiny_llm))
     ask, ids = Ask(form="echo", prompt=TEXT, num_top=1), tokens.encode(TEXT)
-    assert reader.read("prompt", ask, Reply(prompt=tuple(rows)), ids, is_quiet=True) is not None
+    assert reader.read(ask, Reply(prompt=tuple(rows)), ids) is not None
     assert (reader.num_rows, reader.num_unknown) == (0, 0)
-    assert reader.read("prompt", ask, Reply(prompt=tuple(rows)), ids) is not None
+    assert reader.read(ask, Reply(prompt=tuple(rows)), ids, Findings()) is not None
     assert (reader.num_rows, reader.num_unknown) == (len(rows) - 1, 1)
 
 
 def test_tokens_are_known_by_every_way_to_write_them(tokens: Tokens) -> None:
-    (token_id,) = tokens.encode_plain(b" cat")
+    (token_id,) = tokens.edge.plain_ids(" cat")
     spellings = [
         Entry(-1, token_id),
         Entry(-1, None, " cat"),

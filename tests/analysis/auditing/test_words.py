@@ -26,7 +26,9 @@ def test_each_verdict_names_its_kinds_of_faults() -> None:
     assert words.numbers_summary(replace(PASSING, errors=())) == "no number could be compared"
     assert words.conformance_summary(PASSING) == "no fault, 1 note"
     assert words.conformance_summary(NONCONFORMING) == "text-wrong, ignored, 1 note"
-    assert words.measured(PASSING) == "412 requests, 9,120 rows"
+    assert words.audited(PASSING) == (
+        "http://127.0.0.1:8000, model m (some server 1.2); 412 requests, 9,120 rows"
+    )
 
 
 def test_joined_distributions_have_joined_words() -> None:

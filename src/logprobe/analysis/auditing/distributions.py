@@ -5,8 +5,9 @@ Computed in float64 by sorting, independently of the sampler's kernels, which ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+import re
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from logprobe.analysis import measures
 from logprobe.errors import require
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
     from numpy.typing import NDArray
@@ -40,6 +41,11 @@ class Shaping:
         require(self.top_k >= -1, "top_k", f"must be -1 or 0 (all) or positive, got {self.top_k}")
         require(0 < self.top_p <= 1, "top_p", f"must lie in (0, 1], got {self.top_p}")
         require(0 <= self.min_p <= 1, "min_p", f"must lie in [0, 1], got {self.min_p}")
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any]) -> Self:
+        """Return the shaping that a request's parameters apply after penalties and masks."""
+        return cls(**{one.name: params[one.name] for one in fields(cls) if one.name in params})
 
     @property
     def divisor(self) -> float:
@@ -82,6 +88,50 @@ def _shaped(rows: Floats, shaping: Shaping) -> dict[str, Floats]:
         cut = np.where(_is_kept(rows, shaping), rows, -np.inf)
         shaped |= {"kept": cut, "renormalised": cut - measures.logsumexp(cut)[..., None]}
     return shaped
+
+
+def candidates(
+    rows: npt.ArrayLike, params: Mapping[str, Any], tokens: Sequence[int]
+) -> list[tuple[str, Floats]]:
+    """Return every distribution that rows of a request may be of, by name, the simplest first.
+
+    A name occurs twice if truncation before and after the temperature both apply. `tokens` are those that
+    penalties count; row t follows tokens[:t].
+    """
+    shaping, changed = Shaping.of(params), changed_logits(rows, params, tokens)
+    named = [*distributions(rows, shaping, changed).items()]
+    if shaping.divisor == 1:
+        return named
+    if shaping.truncates:
+        for name, cut in distributions(rows, replace(shaping, temperature=1.0), changed).items():
+            if name.endswith("kept"):
+                with np.errstate(invalid="ignore"):
+                    named.append((name.replace("kept", "renormalised"), tempered(cut, shaping.divisor)))
+    return [(re.sub(r"(kept|renormalised)$", r"temperature+\1", name), values) for name, values in named]
+
+
+def changed_logits(
+    rows: npt.ArrayLike, params: Mapping[str, Any], tokens: Sequence[int]
+) -> dict[str, Floats]:
+    """Return rows (T, V) after a bias or penalties, by distribution name; row t follows tokens[:t].
+
+    Repetition penalties are not covered: they divide logits, which log-probabilities do not determine.
+    """
+    raw = np.asarray(rows, np.float64)
+    bias = np.zeros(raw.shape[1])
+    for token_id, value in (params.get("logit_bias") or {}).items():
+        bias[int(token_id)] += value
+    changed = {"masked": raw + bias} if bias.any() else {}
+    presence, frequency = params.get("presence_penalty", 0.0), params.get("frequency_penalty", 0.0)
+    if presence or frequency:
+        penalty = np.zeros(raw.shape)
+        for row in range(1, len(raw)):
+            ids, counts = np.unique(np.asarray(tokens[:row], np.int64), return_counts=True)
+            penalty[row, ids] = presence + frequency * counts
+        changed["penalised"] = raw - penalty
+        if bias.any():
+            changed["masked+penalised"] = raw + bias - penalty
+    return changed
 
 
 def tempered(rows: npt.ArrayLike, temperature: float) -> Floats:

@@ -1,4 +1,4 @@
-"""`Endpoint`: the server to audit, and its JSON replies.
+"""`Endpoint`: the server to audit, and `Connection`: its JSON replies.
 
 A refusal (4xx) is an answer, since the audit reports what a server lacks; a failed exchange is an error.
 """
@@ -17,7 +17,6 @@ from logprobe.transport.http_client import HttpClient, printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from types import TracebackType
 
     from logprobe.transport.http_client import HttpReply
 
@@ -39,7 +38,6 @@ class Endpoint:
         url: http:// or https://, with or without `/v1`.
         api_key: sent as a bearer token; no message contains it.
         timeout_s: seconds for one request, including waits for a busy server.
-        max_in_flight: maximum number of concurrent requests.
         max_bytes: maximum size of one reply.
 
     Raises:
@@ -50,7 +48,6 @@ class Endpoint:
     _: KW_ONLY
     api_key: str | None = field(default=None, repr=False)
     timeout_s: float = 60.0
-    max_in_flight: int = 64
     max_bytes: int = MAX_BYTES
 
     def __post_init__(self) -> None:
@@ -60,7 +57,6 @@ class Endpoint:
         require(not has_user, "url", "holds a user or a password; give a key as api_key")
         is_time = isinstance(self.timeout_s, int | float) and 0 < self.timeout_s < math.inf
         require(is_time, "timeout_s", "must be a positive number of seconds", got=self.timeout_s)
-        require(self.max_in_flight >= 1, "max_in_flight", "must be at least 1", got=self.max_in_flight)
         require(self.max_bytes >= 1, "max_bytes", "must be at least 1", got=self.max_bytes)
         key = self.api_key
         is_text = isinstance(key, str) and key.isascii() and key.isprintable() and key == key.strip()
@@ -69,91 +65,74 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """A reply: its JSON (for a stream, the list of its events), or the message of a refusal."""
+class Refusal:
+    """A request that the server rejected, with its message."""
 
     status: int
-    value: Any
-    message: str = ""
+    message: str
 
     @property
-    def is_ok(self) -> bool:
-        """True for 2xx."""
-        return 200 <= self.status < 300
+    def is_failure(self) -> bool:
+        """True if the server failed (5xx) rather than refused."""
+        return self.status >= 500
+
+    def __str__(self) -> str:
+        return f"{self.status}: {self.message}"
 
 
 @final
-class Connection:
-    """Requests to one endpoint, within one event loop.
-
-    Raises:
-        ModelError: httpx is not installed.
-        ParameterError: an address that cannot be used.
-    """
+class Connection(HttpClient):
+    """Requests to one endpoint, within one event loop; errors as `HttpClient`."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self.url = endpoint.url
+        super().__init__(endpoint.url, endpoint.api_key, endpoint.timeout_s)
         self.num_requests = 0
         self._endpoint = endpoint
-        self._client = HttpClient(endpoint.url, endpoint.api_key, endpoint.timeout_s)
-        self._slots = asyncio.Semaphore(endpoint.max_in_flight)
 
-    async def get(self, path: str) -> Answer:
-        """Return the reply of a GET; errors as `post`."""
-        return await self._exchange("GET", path, None)
+    async def __aenter__(self) -> Self:
+        return self
 
-    async def post(self, path: str, body: Mapping[str, Any]) -> Answer:
-        """Return the reply to a JSON body.
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def send(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Return the JSON of a reply (of a stream, the list of its events), or a `Refusal`; None: GET.
 
         Raises:
             ParameterError: the server rejects the key.
             ServerError: the reply is incomplete after `timeout_s`, is not JSON, or is too large.
             UnreachableError: the connection failed or was lost.
         """
-        return await self._exchange("POST", path, json.dumps(body).encode())
+        self.num_requests += 1
+        method, content = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
+        what, timeout_s = f"{method} {self.url}{path}", self._endpoint.timeout_s
+        since = time.monotonic()
+        reply = await self.exchange(method, path, content, self._endpoint.max_bytes)
+        left_s = max(timeout_s - (time.monotonic() - since), MIN_PARSE_S)
+        try:  # in a thread: a large reply takes seconds, and other exchanges have time limits, too
+            return await asyncio.wait_for(asyncio.to_thread(self._parse, reply, what), left_s)
+        except TimeoutError as error:
+            message = f"{what}: the reply is not parsed within {timeout_s:g} s; raise timeout_s"
+            raise ServerError(message) from error
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._client.close()
-
-    async def _exchange(self, method: str, path: str, content: bytes | None) -> Answer:
-        async with self._slots:
-            self.num_requests += 1
-            what, timeout_s = f"{method} {self.url}{path}", self._endpoint.timeout_s
-            since = time.monotonic()
-            reply = await self._client.exchange(method, path, content, self._endpoint.max_bytes)
-            left_s = max(timeout_s - (time.monotonic() - since), MIN_PARSE_S)
-            try:  # in a thread: a large reply takes seconds, and other exchanges have time limits, too
-                return await asyncio.wait_for(asyncio.to_thread(self._answer, reply, what), left_s)
-            except TimeoutError as error:
-                raise ServerError(
-                    f"{what}: the reply is not parsed within {timeout_s:g} s; raise timeout_s"
-                ) from error
-
-    def _answer(self, reply: HttpReply, what: str) -> Answer:
-        if reply.status in {401, 403}:
-            message = self._printable(_message_of(reply.data))
-            raise ParameterError("api_key", f"the server refuses it ({reply.status}): {message}")
+    def _parse(self, reply: HttpReply, what: str) -> Any:
         if not reply.is_success:
-            return Answer(reply.status, None, self._printable(_message_of(reply.data)))
+            message = self._printable(_message_of(reply.data))
+            if reply.status in {401, 403}:
+                raise ParameterError("api_key", f"the server refuses it ({reply.status}): {message}")
+            return Refusal(reply.status, message)
         max_values = max(self._endpoint.max_bytes // BYTES_PER_VALUE, MIN_VALUES)
         if sum(map(reply.data.count, SEPARATORS)) > max_values:
             raise ServerError(f"{what}: the reply has more than {max_values} JSON values; raise max_bytes")
-        parse = self._events if "event-stream" in reply.content_type else self._json
-        return Answer(reply.status, parse(reply.data, what))
+        return (self._events if "event-stream" in reply.content_type else self._json)(reply.data, what)
 
     def _json(self, data: bytes, what: str) -> Any:
         try:
             return json.loads(data)
         except (ValueError, RecursionError) as error:
             start = self._printable(data.decode("utf-8", "replace"), 60)
-            raise ServerError(
-                f"{what}: the reply is not JSON ({start!r}); is it the right address?"
-            ) from error
+            message = f"{what}: the reply is not JSON ({start!r}); is it the right address?"
+            raise ServerError(message) from error
 
     def _events(self, data: bytes, what: str) -> list[Any]:
         """Parse the server-sent events of a stream, up to `[DONE]`."""

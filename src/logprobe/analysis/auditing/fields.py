@@ -12,9 +12,15 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import numpy as np
 
-from logprobe.analysis.auditing.distributions import distributions, log_kept_mass, tempered
-from logprobe.analysis.auditing.forms import Ask, Refusal, Reply
-from logprobe.analysis.auditing.reference import changed_logits, shaping_of
+from logprobe.analysis.auditing.distributions import (
+    Shaping,
+    changed_logits,
+    distributions,
+    log_kept_mass,
+    tempered,
+)
+from logprobe.analysis.auditing.endpoint import Refusal
+from logprobe.analysis.auditing.forms import Ask, Reply
 from logprobe.analysis.auditing.report import MAX_TEXT, Evidence, FieldAnswer
 from logprobe.analysis.auditing.rows import align_completion
 from logprobe.analysis.auditing.session import TRIAL_TEXT, WITHOUT_ROWS
@@ -24,8 +30,7 @@ from logprobe.transport.http_client import printable
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from logprobe.analysis.auditing.findings import Findings
-    from logprobe.analysis.auditing.rows import Reader
+    from logprobe.analysis.auditing.compare import Comparison
     from logprobe.analysis.auditing.session import Session
     from logprobe.analysis.measures import Floats
 
@@ -45,14 +50,17 @@ class Seen:
 
     params: Mapping[str, Any]
     reply: Reply
-    rows: Floats | None  # (T, V) our rows of the generated tokens, nats; None where they say nothing
     ids: tuple[int, ...]
+    rows: Floats | None  # (T, V) our rows of the generated tokens, nats; None where they say nothing
     near: float
+
+    def own(self, rows: Floats) -> Floats:
+        """Return the numbers of the generated tokens, (T,) nats."""
+        return rows[np.arange(len(self.ids)), list(self.ids)]
 
     def are_best(self, rows: Floats) -> bool:
         """Return whether each token is the most likely one of rows."""
-        own = rows[np.arange(len(self.ids)), list(self.ids)]
-        return bool(np.all(rows.max(axis=1) - own <= self.near))
+        return bool(np.all(rows.max(axis=1) - self.own(rows) <= self.near))
 
 
 def _is_greedy(seen: Seen) -> bool | None:
@@ -67,13 +75,12 @@ def _is_within(seen: Seen) -> bool | None:
     """Return whether truncation keeps every token, before or after the temperature; None if undecidable."""
     if seen.rows is None:
         return None
-    asked = shaping_of(seen.params)
+    asked = Shaping.of(seen.params)
     masses = []
     for shaping in (asked, replace(asked, temperature=1.0)):
         kept = distributions(seen.rows, shaping)["kept"]
         least = np.where(np.isfinite(kept), kept, np.inf).min(axis=1)
-        own = tempered(seen.rows, shaping.divisor)[np.arange(len(seen.ids)), list(seen.ids)]
-        if np.all(own >= least - seen.near):
+        if np.all(seen.own(tempered(seen.rows, shaping.divisor)) >= least - seen.near):
             masses.append(float(log_kept_mass(seen.rows, shaping).sum()))
     if not masses:
         return False
@@ -84,7 +91,7 @@ def _is_penalised(seen: Seen) -> bool | None:
     """Return whether each greedy token is the most likely one only after penalties; None if undecidable."""
     if seen.rows is None:
         return None
-    after = changed_logits(seen.rows.astype(np.float32), seen.params, seen.ids)["penalised"]
+    after = changed_logits(seen.rows, seen.params, seen.ids)["penalised"]
     is_after, is_raw = seen.are_best(after), seen.are_best(seen.rows)
     return None if is_after == is_raw else is_after
 
@@ -92,6 +99,10 @@ def _is_penalised(seen: Seen) -> bool | None:
 def _is_short(seen: Seen) -> bool:
     count = seen.reply.num_completion_tokens
     return bool((len(seen.reply.completion or ()) if count is None else count) <= seen.params["max_tokens"])
+
+
+def _has_alternatives(seen: Seen) -> bool:
+    return bool(seen.reply.completion) and all(row.alternatives for row in seen.reply.completion or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +115,24 @@ class Trial:
     beside: Mapping[str, Any] = field(default_factory=lambda: COLD)
     max_tokens: int = 12
     text: str = TEXT
-    form: str | None = None  # None: both
     hows: tuple[How, ...] = ("whole", "stream")
 
+    def ask(self, form: str, how: How = "whole") -> Ask:
+        """Return the request, in a form."""
+        params = {**self.beside, **self.params}
+        is_stream = how == "stream"
+        return Ask(
+            form=form,
+            prompt=self.text,
+            max_tokens=self.max_tokens,
+            num_top=2,
+            params=params,
+            stream=is_stream,
+        ).as_chat()
 
-def trials(bias_id: int, bias_text: str, stop: str | None) -> list[Trial]:
-    """Return all trials; `stop` is a word of the greedy text."""
+
+def trials(form: str, bias_id: int, bias_text: str, stop: str | None) -> list[Trial]:
+    """Return all trials of a form; `stop` is a word of the greedy text."""
 
     def is_biased(seen: Seen) -> bool:
         ids = seen.reply.completion_ids
@@ -118,6 +141,13 @@ def trials(bias_id: int, bias_text: str, stop: str | None) -> list[Trial]:
     def is_stopped(seen: Seen) -> bool:
         return stop is not None and stop not in seen.reply.text[: -len(stop)]
 
+    def has_echo(seen: Seen) -> bool:
+        return seen.reply.text.strip().startswith(TEXT[:20])
+
+    def has_usage(seen: Seen) -> bool:
+        return seen.reply.has_usage
+
+    usage, include = "stream_options.include_usage", {"stream_options": {"include_usage": True}}
     found = [
         Trial("temperature", {"temperature": 0}, _is_greedy, {}),
         Trial("top_p", {"top_p": 0.01}, _is_within, HOT),
@@ -125,31 +155,12 @@ def trials(bias_id: int, bias_text: str, stop: str | None) -> list[Trial]:
         Trial("frequency_penalty", {"frequency_penalty": 2.0}, _is_penalised, text=REPEATS),
         Trial("presence_penalty", {"presence_penalty": 2.0}, _is_penalised, text=REPEATS),
         Trial("max_tokens", {"max_tokens": 3}, _is_short),
-        Trial("n", {"n": 2}, lambda seen: seen.reply.num_choices == 2, HOT, 4, hows=("whole",)),
+        Trial("n", {"n": 2}, lambda seen: seen.reply.num_choices == 2, HOT, max_tokens=4, hows=("whole",)),
         Trial("logprobs", {}, lambda seen: bool(seen.reply.completion), max_tokens=4),
-        Trial(
-            "top_logprobs",
-            {},
-            lambda seen: (
-                bool(seen.reply.completion) and all(row.alternatives for row in seen.reply.completion or ())
-            ),
-            max_tokens=4,
-        ),
-        Trial(
-            "echo",
-            {"echo": True},
-            lambda seen: seen.reply.text.strip().startswith(TEXT[:20]),
-            max_tokens=2,
-            form="completions",
-        ),
-        Trial(
-            "stream_options.include_usage",
-            {"stream_options": {"include_usage": True}},
-            lambda seen: seen.reply.has_usage,
-            max_tokens=2,
-            hows=("stream",),
-        ),
+        Trial("top_logprobs", {}, _has_alternatives, max_tokens=4),
+        Trial(usage, include, has_usage, max_tokens=2, hows=("stream",)),
     ]
+    found += [Trial("echo", {"echo": True}, has_echo, max_tokens=2)] if form == "completions" else []
     return found + ([] if stop is None else [Trial("stop", {"stop": [stop]}, is_stopped)])
 
 
@@ -158,10 +169,8 @@ class Fields:
     """The trials of one server."""
 
     session: Session
-    reader: Reader
-    findings: Findings
+    comparison: Comparison
     is_known: bool  # the server runs the model that our rows are of
-    max_nats: float
     ignored: list[Evidence] = field(default_factory=list)
     slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_AT_ONCE))
 
@@ -171,58 +180,40 @@ class Fields:
         for form in ("completions", "chat"):
             if form in self.session.without_rows:
                 name = f"{form}.logprobs"
-                answers.append(FieldAnswer(field=name, form="whole", answer="ignored", detail=WITHOUT_ROWS))
                 self._add_ignored(name, "whole", TRIAL_TEXT)
-            if form not in self.session.extras:
-                continue
-            self.session.tell(f"fields of {form}")
-            chosen = [trial for trial in await self._trials(form) if trial.form in {None, form}]
-            asked = [self._answer(form, trial, how) for trial in chosen for how in trial.hows]
-            answers += await asyncio.gather(*asked)
+                answers.append(FieldAnswer(field=name, form="whole", answer="ignored", detail=WITHOUT_ROWS))
+            if form in self.session.extras:
+                self.session.tell(f"fields of {form}")
+                tried = await self._trials(form)
+                answers += await asyncio.gather(
+                    *(self._answer(form, trial, how) for trial in tried for how in trial.hows)
+                )
         if self.ignored:
             names = ", ".join(dict.fromkeys(evidence.ask.partition(" ")[0] for evidence in self.ignored))
-            self.findings.add(
-                "ignored",
-                f"fields are accepted with 200 and have no effect: {printable(names, 400)}",
-                evidence=self.ignored,
-                count=len(self.ignored),
-                of=len(answers),
-            )
+            detail, count, of = printable(names, 400), len(self.ignored), len(answers)
+            self.comparison.findings.add("ignored", detail, evidence=self.ignored, count=count, of=of)
         return answers
 
     async def _trials(self, form: str) -> list[Trial]:
-        tokens = self.reader.tokens
-        reply = await self.session.ask(self._ask(form, Trial("", {}, _is_short), "whole"))
+        tokens = self.comparison.reader.tokens
+        reply = await self.session.ask(Trial("", {}, _is_short).ask(form))
         text = reply.text if isinstance(reply, Reply) else ""
         words = [word for word in text.split()[1:] if word.isalnum() and word.isascii()]
-        bias_id = tokens.longest(" blue")
-        return trials(bias_id, (tokens.show(bias_id) or "").strip(), words[0] if words else None)
-
-    @staticmethod
-    def _ask(form: str, trial: Trial, how: How) -> Ask:
-        ask = Ask(
-            form=form,
-            prompt=trial.text,
-            max_tokens=trial.max_tokens,
-            num_top=2,
-            params={**trial.beside, **trial.params},
-            stream=how == "stream",
-        )
-        return replace(ask, prompt=({"role": "user", "content": trial.text},)) if ask.is_chat else ask
+        bias_id = tokens.of_word(" blue")
+        return trials(form, bias_id, tokens.show(bias_id).strip(), words[0] if words else None)
 
     async def _answer(self, form: str, trial: Trial, how: How) -> FieldAnswer:
         """Send a request with a field, and return the result."""
-        name, ask = f"{form}.{trial.name}", self._ask(form, trial, how)
+        name, ask = f"{form}.{trial.name}", trial.ask(form, how)
         reply = await self._try(ask)
         if not isinstance(reply, Reply):
             detail = printable(str(reply), MAX_TEXT)
-            is_failure = isinstance(reply, ServerError) or reply.is_failure
-            if is_failure:
-                title = "{count} requests fail that could have been answered or refused"
-                evidence = self._evidence(name, how, ask.shown, detail)
-                self.findings.add("error", title, severity="note", evidence=[evidence])
-            answer: Literal["error", "refused"] = "error" if is_failure else "refused"
-            return FieldAnswer(field=name, form=how, answer=answer, detail=detail)
+            if isinstance(reply, Refusal) and not reply.is_failure:
+                return FieldAnswer(field=name, form=how, answer="refused", detail=detail)
+            title = "{count} requests fail that could have been answered or refused"
+            evidence = [_evidence(name, how, ask.shown, detail)]
+            self.comparison.findings.add("error", title, is_note=True, evidence=evidence)
+            return FieldAnswer(field=name, form=how, answer="error", detail=detail)
         is_heard = trial.is_heard(self._seen(ask, reply))
         if is_heard is False and self.session.extras[form]:
             # Our extra fields may be the cause: with `return_token_ids`, vLLM omits the prompt from an echo.
@@ -246,20 +237,19 @@ class Fields:
             return error
 
     def _seen(self, ask: Ask, reply: Reply) -> Seen:
-        tokens = self.reader.tokens
+        comparison, tokens = self.comparison, self.comparison.reader.tokens
         prompt_ids = tokens.encode_ask(ask) if reply.prompt_ids is None else reply.prompt_ids
         aligned = align_completion(reply, tokens)
-        is_known = self.is_known and not (ask.is_chat and self.findings.has("template"))
+        is_known = self.is_known and not (ask.is_chat and comparison.findings.has("template"))
         rows = None
         if is_known and prompt_ids and aligned.ids and not aligned.num_unknown:
-            raw = self.reader.reference.rows(prompt_ids + aligned.ids, len(prompt_ids))
-            rows = raw.astype(np.float64)
-        near = max(NEAR, 2 * self.max_nats)
-        return Seen(ask.params, reply, rows, aligned.ids, near)
+            exact = comparison.reader.reference.rows(prompt_ids + aligned.ids, len(prompt_ids))
+            rows = exact.astype(np.float64)
+        return Seen(ask.params, reply, aligned.ids, rows, max(NEAR, 2 * comparison.max_nats))
 
     def _add_ignored(self, name: str, how: How, prompt: str) -> None:
-        self.ignored.append(self._evidence(name, how, prompt, "200"))
+        self.ignored.append(_evidence(name, how, prompt, "200"))
 
-    @staticmethod
-    def _evidence(name: str, how: How, prompt: str, note: str) -> Evidence:
-        return Evidence(ask=f"{name} ({how})", prompt=prompt, position=None, where="completion", note=note)
+
+def _evidence(name: str, how: How, prompt: str, note: str) -> Evidence:
+    return Evidence(ask=f"{name} ({how})", prompt=prompt, position=None, where="completion", note=note)

@@ -8,24 +8,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import msgspec
 
+from logprobe.analysis.auditing.endpoint import Refusal
+from logprobe.analysis.auditing.report import Evidence
 from logprobe.errors import ServerError
 from logprobe.transport.http_client import printable
 
 if TYPE_CHECKING:
-    from logprobe.analysis.auditing.endpoint import Answer, Connection
+    from logprobe.analysis.auditing.report import Where
 
-COMPLETIONS: Final = "/v1/completions"
-CHATS: Final = "/v1/chat/completions"
 FORMS: Final[dict[str, str]] = {
-    "completions": COMPLETIONS,
-    "echo": COMPLETIONS,
-    "prompt_logprobs": COMPLETIONS,
-    "chat": CHATS,
-    "chat prompt_logprobs": CHATS,
+    "completions": "/v1/completions",
+    "echo": "/v1/completions",
+    "prompt_logprobs": "/v1/completions",
+    "chat": "/v1/chat/completions",
+    "chat prompt_logprobs": "/v1/chat/completions",
 }
 """Form of a request → route."""
 PROMPT_FORMS: Final = ("echo", "prompt_logprobs")
@@ -104,6 +105,22 @@ class Ask:
             return f"{len(self.ids)} ids {printable(str(list(self.ids[:8])), 40)}"
         return printable(" / ".join(message["content"] for message in self.messages), 60)
 
+    def as_chat(self) -> Ask:
+        """Return the same ask with the text as a user's message, if its form is a chat's."""
+        return (
+            replace(self, prompt=({"role": "user", "content": str(self.prompt)},)) if self.is_chat else self
+        )
+
+    @property
+    def where(self) -> Where:
+        """The rows of its reply that are compared."""
+        return "prompt" if self.wants_prompt else "completion"
+
+    def evidence(self, position: int | None = None, *, where: Where | None = None, **values: Any) -> Evidence:
+        """Return evidence from a reply to this ask."""
+        where = where or self.where
+        return Evidence(ask=self.label, prompt=self.shown, position=position, where=where, **values)
+
     def body(self, extras: Mapping[str, Any]) -> dict[str, Any]:
         """Return the JSON body, with extra fields."""
         body: dict[str, Any] = {"max_tokens": self.max_tokens}
@@ -136,48 +153,24 @@ class Reply:
     has_usage: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A request that the server rejected, with its message."""
-
-    status: int
-    message: str
-
-    @property
-    def is_failure(self) -> bool:
-        """True if the server failed (5xx) rather than refused."""
-        return self.status >= 500
-
-    def __str__(self) -> str:
-        return f"{self.status}: {self.message}"
-
-
-async def exchange(
-    connection: Connection, ask: Ask, extras: Mapping[str, Any], model: str | None
-) -> Reply | Refusal:
-    """Send an ask with extra body fields, and parse the reply.
+def read(value: Any, ask: Ask, what: str) -> Reply | Refusal:
+    """Parse the JSON of a reply.
 
     Raises:
-        ServerError: no reply, or one that cannot be read.
-        ParameterError: the server refuses the key.
+        ServerError: it has another shape than OpenAI's.
     """
-    path = FORMS[ask.form]
-    body = ask.body(extras) | ({} if model is None else {"model": model})
-    return read(await connection.post(path, body), ask, f"POST {connection.url}{path}")
-
-
-def read(answer: Answer, ask: Ask, what: str) -> Reply | Refusal:
-    """Parse an answer into a reply or a refusal."""
-    if not answer.is_ok:
-        return Refusal(answer.status, answer.message)
+    if isinstance(value, Refusal):
+        return value
+    if ask.stream and not isinstance(value, list):
+        return Refusal(200, "a whole reply in place of a stream")
     try:
-        if not ask.stream:
-            return _reply(msgspec.convert(answer.value, _Body), ask)
-        if not isinstance(answer.value, list):
-            return Refusal(answer.status, "a whole reply in place of a stream")
-        return _reply(_merged(msgspec.convert(answer.value, list[_Body])), ask)
+        bodies = msgspec.convert(value if ask.stream else [value], list[_Body])
+        reply = _joined([body.reply(ask) for body in bodies])
     except (msgspec.ValidationError, RecursionError) as error:
         raise ServerError(f"{what}: the reply has another shape than OpenAI's: {error}") from error
+    if not reply.num_choices:
+        raise ServerError(f"{what}: the reply has no choice; is it a server with OpenAI's interface?")
+    return _split_echo(reply, ask.max_tokens) if ask.form == "echo" else reply
 
 
 # -- the JSON ------------------------------------------------------------------------------------------------
@@ -197,8 +190,7 @@ class _Token(msgspec.Struct):
     top_logprobs: list[_Token] | None = None
 
     def entry(self) -> Entry:
-        text = self.decoded_token if self.token is None else self.token
-        entry = _text_entry(text, self.logprob)
+        entry = _text_entry(self.decoded_token if self.token is None else self.token, self.logprob)
         token_id = self.id if self.token_id is None else self.token_id
         data = None if self.bytes is None else bytes(self.bytes)
         return replace(entry, token_id=entry.token_id if token_id is None else token_id, data=data)
@@ -227,20 +219,11 @@ class _Logprobs(msgspec.Struct):
         return tuple(
             Row(
                 _text_entry(token, number),
-                None if top is None else tuple(_text_entry(text, value) for text, value in top.items()),
+                None if top is None else tuple(map(_text_entry, top, top.values())),
                 is_map=True,
             )
             for token, number, top in zip(self.tokens, numbers, maps, strict=True)
         )
-
-    def extend(self, other: _Logprobs) -> None:
-        for name in self.__struct_fields__:
-            if (values := getattr(other, name)) is not None:
-                mine = getattr(self, name)
-                if mine is None:
-                    setattr(self, name, [*values])
-                else:
-                    mine += values
 
 
 class _Message(msgspec.Struct):
@@ -251,7 +234,7 @@ class _Choice(msgspec.Struct):
     index: int | None = None
     text: str | None = None
     message: _Message | None = None
-    delta: _Message | None = None
+    delta: _Message | None = None  # of a stream
     logprobs: _Logprobs | None = None
     token_ids: list[_Id] | None = None
     prompt_token_ids: list[_Id] | None = None
@@ -269,42 +252,64 @@ class _Body(msgspec.Struct):
     prompt_token_ids: list[_Id] | None = None
     prompt_logprobs: _PromptRows | None = None
 
+    def reply(self, ask: Ask) -> Reply:
+        choices = self.choices or []
+        choice = next((one for one in choices if not one.index), _Choice())
+        message = choice.delta if ask.stream else choice.message
+        if ask.is_chat and choices and message is None and not ask.stream:
+            raise msgspec.ValidationError("the choice has no message")
+        text = message and message.content if ask.is_chat else choice.text
+        ids = choice.prompt_token_ids if self.prompt_token_ids is None else self.prompt_token_ids
+        listed = choice.prompt_logprobs if self.prompt_logprobs is None else self.prompt_logprobs
+        usage = _Usage() if self.usage is None else self.usage
+        return Reply(
+            text=text or "",
+            prompt=None if listed is None else _prompt_rows(listed, ids),
+            completion=None if choice.logprobs is None else choice.logprobs.rows(),
+            prompt_ids=None if ids is None else tuple(ids),
+            completion_ids=None if choice.token_ids is None else tuple(choice.token_ids),
+            num_prompt_tokens=usage.prompt_tokens,
+            num_completion_tokens=usage.completion_tokens,
+            num_choices=len(choices),
+            has_usage=self.usage is not None,
+        )
+
 
 def _text_entry(text: str | None, logprob: float | None) -> Entry:
     number = logprob if logprob is not None and math.isfinite(logprob) and abs(logprob) < 1e300 else None
     digits = text.removeprefix(ID_PREFIX) if text is not None and text.startswith(ID_PREFIX) else ""
-    return (
-        Entry(number, int(digits)) if digits.isdecimal() and len(digits) < 10 else Entry(number, None, text)
+    is_id = digits.isdecimal() and len(digits) < 10
+    return Entry(number, int(digits)) if is_id else Entry(number, None, text)
+
+
+def _joined(parts: list[Reply]) -> Reply:
+    """Return the whole reply that the events of a stream amount to."""
+
+    def last(name: str) -> Any:
+        return next((value for part in parts[::-1] if (value := getattr(part, name)) is not None), None)
+
+    def chained(name: str) -> Any:
+        values = [value for part in parts if (value := getattr(part, name)) is not None]
+        return tuple(chain.from_iterable(values)) if values else None
+
+    return Reply(
+        text="".join(part.text for part in parts),
+        prompt=last("prompt"),
+        completion=chained("completion"),
+        prompt_ids=last("prompt_ids"),
+        completion_ids=chained("completion_ids"),
+        num_prompt_tokens=last("num_prompt_tokens"),
+        num_completion_tokens=last("num_completion_tokens"),
+        num_choices=max((part.num_choices for part in parts), default=0),
+        has_usage=any(part.has_usage for part in parts),
     )
 
 
-def _reply(body: _Body, ask: Ask) -> Reply:
-    if not body.choices:
-        raise msgspec.ValidationError("the reply has no choice")
-    choice = body.choices[0]
-    if ask.is_chat and choice.message is None:
-        raise msgspec.ValidationError("the choice has no message")
-    ids = choice.prompt_token_ids if body.prompt_token_ids is None else body.prompt_token_ids
-    listed = choice.prompt_logprobs if body.prompt_logprobs is None else body.prompt_logprobs
-    usage = _Usage() if body.usage is None else body.usage
-    rows = None if choice.logprobs is None else choice.logprobs.rows()
-    reply = Reply(
-        text=(choice.message.content if ask.is_chat and choice.message else choice.text) or "",
-        prompt=None if listed is None else _prompt_rows(listed, ids),
-        completion=rows,
-        prompt_ids=None if ids is None else tuple(ids),
-        completion_ids=None if choice.token_ids is None else tuple(choice.token_ids),
-        num_prompt_tokens=usage.prompt_tokens,
-        num_completion_tokens=usage.completion_tokens,
-        num_choices=len(body.choices),
-        has_usage=body.usage is not None,
-    )
-    return reply if ask.form != "echo" or rows is None else _split_echo(reply, rows, ask.max_tokens)
-
-
-def _split_echo(reply: Reply, rows: tuple[Row, ...], max_tokens: int) -> Reply:
+def _split_echo(reply: Reply, max_tokens: int) -> Reply:
     """Move the rows of an echoed prompt to `prompt`; some servers count one token too many."""
-    counted = reply.num_completion_tokens
+    if reply.completion is None:
+        return reply
+    rows, counted = reply.completion, reply.num_completion_tokens
     num_generated = max_tokens if counted is None else min(counted, max_tokens)
     stop = len(rows) - min(num_generated, len(rows))
     prompt: tuple[Row | None, ...] = rows[:stop]
@@ -328,35 +333,3 @@ def _prompt_rows(listed: _PromptRows, ids: list[int] | None) -> tuple[Row | None
             chosen = entries.get(own, next(iter(entries.values()), None))
             rows.append(Row(chosen, tuple(entries.values()), is_map=True))
     return tuple(rows)
-
-
-def _merged(events: list[_Body]) -> _Body:
-    """Return the whole reply that the events of a stream amount to, with its first choice alone."""
-    choices: list[_Choice] = []
-    whole = _Body(choices=choices)
-    for event in events:
-        for name in ("usage", "prompt_token_ids", "prompt_logprobs"):
-            if (value := getattr(event, name)) is not None:
-                setattr(whole, name, value)
-        for part in event.choices or []:
-            if not part.index:
-                if not choices:
-                    choices.append(_Choice(text="", message=_Message("")))
-                _extend(choices[0], part)
-    return whole
-
-
-def _extend(choice: _Choice, part: _Choice) -> None:
-    for name in ("prompt_token_ids", "prompt_logprobs"):
-        if (value := getattr(part, name)) is not None:
-            setattr(choice, name, value)
-    assert choice.message is not None
-    assert choice.text is not None
-    choice.text += part.text or ""
-    choice.message.content = (choice.message.content or "") + ((part.delta and part.delta.content) or "")
-    if part.token_ids is not None:
-        choice.token_ids = choice.token_ids or []
-        choice.token_ids += part.token_ids
-    if part.logprobs is not None:
-        choice.logprobs = choice.logprobs or _Logprobs()
-        choice.logprobs.extend(part.logprobs)

@@ -1,11 +1,11 @@
-"""Report of an audit: findings with evidence, errors, steadiness, fields, and numbers for a later audit.
+"""Report of an audit: findings with evidence, measurements, and numbers for a later audit.
 
 Plain, JSON-serializable data; nothing here sends requests or computes rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -14,6 +14,7 @@ import numpy as np
 from logprobe.errors import InputError, ParameterError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
 VERSION: Final = 2
@@ -21,53 +22,50 @@ MAX_EVIDENCE: Final = 5
 PLOT_FLOOR_NATS: Final = 1e-8  # equal numbers are drawn here on the logarithmic axis
 MAX_TEXT: Final = 80  # characters of a prompt, a token or a server's message
 
-Severity: TypeAlias = Literal["fault", "note"]
 Area: TypeAlias = Literal["numbers", "conformance"]
-Verdict: TypeAlias = Literal["PASS", "FAIL"]
 Where: TypeAlias = Literal["prompt", "completion"]
-Answer: TypeAlias = Literal["answered", "refused", "ignored", "error"]
 
 NUMBER_KINDS: Final[dict[str, str]] = {
-    "temperature-unasked": "numbers are of a distribution after a temperature that nobody asked",
-    "renormalised-unasked": "numbers are renormalised over a part of the vocabulary, unasked",
-    "shifted": "rows stand at the position of their neighbour",
-    "rounded": "numbers are rounded after they were computed",
-    "rows-missing": "tokens have no row",
-    "rows-repeated": "tokens have two rows",
-    "unsteady-repeated": "the same request, alone, has other numbers the next time",
-    "unsteady-beside-others": "numbers change where other requests run",
-    "unsteady-cached": "numbers change once a prefix is cached",
-    "unsteady-after-generation": "numbers of a prompt change after a generation",
-    "unsteady-order": "numbers depend on the order of requests",
-    "wrong-at-length": "numbers are wrong for prompts of some lengths",
-    "stream-differs": "a stream has other numbers than a whole reply",
-    "filled-in": "numbers stand where none was computed",
-    "alternatives-wrong": "the alternatives are not the likeliest tokens",
-    "bos": "prompts begin otherwise than the tokenizer says",
-    "template": "chats are laid out otherwise than the model's template says",
-    "lora-prompt": "prompt rows of a LoRA request are those of the base model",
-    "lora-ignored": "generated rows of a LoRA request are those of the base model",
-    "stale-weights": "numbers stayed where the weights changed",
-    "changed-unasked": "numbers changed where the weights stayed",
-    "log-base": "numbers are logarithms of another base",
-    "probabilities": "numbers are probabilities, not their logarithms",
-    "prefill-decode": "generated rows are right, and the same tokens scored as a prompt are wrong",
-    "does-not-fit": "numbers are of no distribution that was computed",
+    "temperature-unasked": "numbers are of a temperature of {detail} that was not asked ({extent})",
+    "renormalised-unasked": "numbers are renormalised over a part of the vocabulary{detail} ({extent})",
+    "log-base": "numbers are logarithms to the base {detail}, not nats ({extent})",
+    "probabilities": "numbers are probabilities, not their logarithms ({extent})",
+    "rounded": "numbers are rounded to {detail}, up to {worst} nats",
+    "shifted": "rows are those of the neighbouring token ({count} of {of})",
+    "rows-missing": "{count} of {of} tokens have no row",
+    "rows-repeated": "{count} of {of} tokens have two rows",
+    "filled-in": "{count} of {of} numbers are filled in, zeros or a floor, up to {worst} nats off",
+    "alternatives-wrong": "{count} rows leave out a token that is more likely than those listed",
+    "unsteady-repeated": "the same request, alone, has other numbers the next time, up to {worst} nats",
+    "unsteady-beside-others": "numbers change while other requests run, up to {worst} nats",
+    "unsteady-cached": "a prompt has other numbers once it is cached, up to {worst} nats",
+    "unsteady-order": "numbers depend on which prompt was sent before, up to {worst} nats",
+    "unsteady-after-generation": "a prompt has other numbers after a generation, up to {worst} nats",
+    "wrong-at-length": "prompts of {count} lengths have wrong numbers, up to {worst} nats",
+    "prefill-decode": "generated rows are right; scored as a prompt, they are up to {worst} nats off",
+    "stream-differs": "a stream has other numbers than a whole reply, up to {worst} nats",
+    "bos": "prompts begin otherwise than the tokenizer says: {detail} ({count} replies)",
+    "template": "chats are laid out otherwise than the model's template says{detail} ({count} replies)",
+    "lora-prompt": "prompt rows are those of the model without its LoRA weights, up to {worst} nats off",
+    "lora-ignored": "the LoRA weights have no effect: {count} replies are the base model's",
+    "stale-weights": "{count} of {of} numbers stayed where the weights changed them up to {worst} nats",
+    "changed-unasked": "{count} of {of} numbers changed up to {worst} nats though the weights did not",
+    "does-not-fit": "{detail}",
 }
-"""Kinds of findings about wrong or missing numbers, or numbers of another prompt → their meaning."""
+"""Kinds of findings about wrong or missing numbers, or numbers of another prompt → title."""
 
 CONFORMANCE_KINDS: Final[dict[str, str]] = {
-    "bytes-wrong": "bytes are not those of the token",
-    "text-wrong": "a token's text is that of another token",
-    "ids-repeated": "a token stands twice among the alternatives",
-    "alternatives-cut": "fewer alternatives than asked",
-    "ignored": "a field is taken and has no effect",
-    "error": "a request failed that should not",
-    "form": "a form that the server has not, or refuses by name",
-    "unidentified": "tokens that cannot be told by id, bytes or text",
-    "left-out": "a check that could not be made",
+    "ids-repeated": "{count} rows list a token twice among the alternatives",
+    "alternatives-cut": "{count} rows have fewer alternatives than asked ({detail})",
+    "bytes-wrong": "{count} tokens have the bytes of another token",
+    "text-wrong": "{count} tokens have the text of another token",
+    "ignored": "fields are accepted with 200 and have no effect: {detail}",
+    "unidentified": "{count} entries are of tokens that cannot be identified by their id, bytes or text",
+    "error": "{detail}",
+    "form": "{detail}",
+    "left-out": "{detail}",
 }
-"""Kinds of findings about departures from OpenAI's API, whatever the numbers → their meaning."""
+"""Kinds of findings about departures from OpenAI's API, whatever the numbers → title."""
 
 KINDS: Final[dict[str, str]] = NUMBER_KINDS | CONFORMANCE_KINDS
 
@@ -91,7 +89,7 @@ class Finding:
     """One fault or note."""
 
     kind: str
-    severity: Severity
+    severity: Literal["fault", "note"]
     title: str
     count: int
     of: int
@@ -103,6 +101,62 @@ class Finding:
     def area(self) -> Area:
         """Verdict that the finding belongs to."""
         return "numbers" if self.kind in NUMBER_KINDS else "conformance"
+
+
+class Findings:
+    """Collects findings: one fault per kind with its worst evidence, and one note per kind and detail."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, str | None], Finding] = {}
+
+    def add(
+        self,
+        kind: str,
+        detail: str = "",
+        *,
+        is_note: bool = False,
+        evidence: Iterable[Evidence] = (),
+        worst: float | None = None,
+        count: int = 1,
+        of: int = 1,
+        correction: str | None = None,
+    ) -> None:
+        """Add a finding; one that was found before adds to its counts, and keeps its title and correction."""
+        key = kind, detail if is_note else None
+        title = KINDS[kind].replace("{detail}", detail)
+        new = Finding(kind=kind, severity="note" if is_note else "fault", title=title, count=0, of=0)
+        old = self._kept.get(key, new)
+        sizes = [size for size in (old.worst_nats, worst) if size is not None]
+        worst_first = sorted([*old.evidence, *evidence], key=_distance, reverse=True)
+        self._kept[key] = replace(
+            old,
+            count=old.count + count,
+            of=old.of + of,
+            worst_nats=max(sizes, default=None),
+            evidence=tuple(worst_first[:MAX_EVIDENCE]),
+            correction=old.correction or correction,
+        )
+
+    def has(self, *kinds: str) -> bool:
+        """Return whether there is a fault of one of these kinds."""
+        return any((kind, None) in self._kept for kind in kinds)
+
+    def listed(self) -> tuple[Finding, ...]:
+        """Return all findings: faults in numbers, then faults in conformance, then notes."""
+        found = [replace(finding, title=_filled_title(finding)) for finding in self._kept.values()]
+        return tuple(sorted(found, key=lambda one: (one.severity != "fault", one.area != "numbers")))
+
+
+def _filled_title(finding: Finding) -> str:
+    title = finding.title.replace("{extent}", "{count} of {of}, up to {worst} nats")
+    title = title.replace("{count}", f"{finding.count:,}").replace("{of}", f"{finding.of:,}")
+    return title.replace("{worst}", f"{finding.worst_nats or 0:.3g}")
+
+
+def _distance(evidence: Evidence) -> float:
+    if evidence.theirs is None or evidence.ours is None:
+        return 0.0
+    return abs(evidence.theirs - evidence.ours)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +192,7 @@ class FieldAnswer:
 
     field: str
     form: Literal["whole", "stream"]
-    answer: Answer
+    answer: Literal["answered", "refused", "ignored", "error"]
     detail: str = ""
 
 
@@ -187,7 +241,7 @@ class AuditReport:
     version: int = VERSION
 
     @property
-    def numbers(self) -> Verdict:
+    def numbers(self) -> Literal["PASS", "FAIL"]:
         """PASS if numbers were compared, errors are within `max_nats`, and numbers have no other fault."""
         is_near = bool(self.errors) and self.worst_nats <= self.max_nats
         return "PASS" if is_near and not self.faults("numbers") else "FAIL"

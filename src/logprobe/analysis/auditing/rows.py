@@ -9,18 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
-from logprobe.analysis.auditing.fit import Group, Place
-
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from logprobe.analysis.auditing.findings import Findings
-    from logprobe.analysis.auditing.fit import Fitted
+    import numpy as np
+    from numpy.typing import NDArray
+
     from logprobe.analysis.auditing.forms import Ask, Reply, Row
     from logprobe.analysis.auditing.reference import Reference
-    from logprobe.analysis.auditing.report import Where
+    from logprobe.analysis.auditing.report import Findings
     from logprobe.analysis.auditing.tokens import Tokens
 
 MAX_ROWS: Final = 4096  # read from one reply
@@ -46,10 +43,11 @@ def align_prompt(rows: Sequence[Row | None], ids: tuple[int, ...], tokens: Token
     if len(rows) == len(ids) and _share(rows, ids, 0, tokens) < WRONG:
         for by in (1, -1):
             if _share(rows, ids, by, tokens) >= RIGHT:
-                moved = ((index + by, row) for index, row in enumerate(rows))
-                pairs = [(at, row) for at, row in moved if row is not None and 0 < at < len(ids)]
+                moved = [
+                    (at, row) for at, row in enumerate(rows, by) if row is not None and 0 < at < len(ids)
+                ]
                 return Alignment(
-                    ids, [(at, row) for at, row in pairs if _fits(row, ids[at], tokens)], shift=by
+                    ids, [(at, row) for at, row in moved if _fits(row, ids[at], tokens)], shift=by
                 )
     has_first = bool(rows) and (rows[0] is None or len(rows) == len(ids))
     return _matched(rows[1:] if has_first else rows, ids, 1, tokens)
@@ -68,16 +66,12 @@ def align_completion(reply: Reply, tokens: Tokens) -> Alignment:
 
 def _share(rows: Sequence[Row | None], ids: Sequence[int], by: int, tokens: Tokens) -> float:
     """Return the share of rows that fit the token `by` positions later."""
-    fits = [
-        _fits(row, ids[index + by], tokens)
-        for index, row in enumerate(rows)
-        if row is not None and 0 <= index + by < len(ids)
-    ]
-    return sum(fits) / max(len(fits), 1)
+    within = [(at, row) for at, row in enumerate(rows, by) if row is not None and 0 <= at < len(ids)]
+    return sum(_fits(row, ids[at], tokens) for at, row in within) / max(len(within), 1)
 
 
-def _fits(row: Row | None, token_id: int, tokens: Tokens) -> bool:
-    return row is not None and row.chosen is not None and tokens.may_be(row.chosen, token_id)
+def _fits(row: Row, token_id: int, tokens: Tokens) -> bool:
+    return row.chosen is not None and tokens.may_be(row.chosen, token_id)
 
 
 def _matched(rows: Sequence[Row | None], ids: tuple[int, ...], first: int, tokens: Tokens) -> Alignment:
@@ -86,27 +80,27 @@ def _matched(rows: Sequence[Row | None], ids: tuple[int, ...], first: int, token
     Each row has an earliest and a latest position by the tokens that rows name; a row is identified where
     both are the same.
     """
-    found = Alignment(ids)
-    kept = [rows[0]] if rows else []
-    for row in rows[1:]:
-        if len(rows) - len(found.repeated) > len(ids) - first and row is not None and row == kept[-1]:
+    found, expected = Alignment(ids), ids[first:]
+    kept: list[Row | None] = []
+    for row in rows:
+        is_repeated = bool(kept) and row is not None and row == kept[-1]
+        if is_repeated and len(rows) - len(found.repeated) > len(expected):
             found.repeated.append(first + len(kept) - 1)
         else:
             kept.append(row)
-    if len(kept) == len(ids) - first and _share(kept, ids[first:], 0, tokens) >= RIGHT:
-        earliest = latest = list(range(first, len(ids)))
+    if len(kept) == len(expected) and _share(kept, expected, 0, tokens) >= RIGHT:
+        earliest = latest = list(range(len(expected)))
     else:
-        earliest = _earliest(kept, ids[first:], tokens)
-        latest = [len(ids) - first - 1 - at for at in _earliest(kept[::-1], ids[first:][::-1], tokens)][::-1]
+        earliest = _earliest(kept, expected, tokens)
+        latest = [len(expected) - 1 - at for at in _earliest(kept[::-1], expected[::-1], tokens)][::-1]
         if len(earliest) < len(kept):
             found.num_unknown = len(kept)
             return found
-        earliest, latest = [at + first for at in earliest], [at + first for at in latest]
     for row, at, last in zip(kept, earliest, latest, strict=True):
         if row is not None and at == last:
-            found.pairs.append((at, row))
+            found.pairs.append((first + at, row))
         found.num_unknown += at != last
-    has_row = {at for at, row in zip(earliest, kept, strict=True) if row is not None}
+    has_row = {first + at for at, row in zip(earliest, kept, strict=True) if row is not None}
     found.missing = [at for at in range(first, len(ids)) if at not in has_row]
     return found
 
@@ -115,8 +109,8 @@ def _earliest(rows: Sequence[Row | None], ids: Sequence[int], tokens: Tokens) ->
     """Return the first position that each row can have after the row before; fewer where one has none."""
     found: list[int] = []
     for row in rows:
-        start = found[-1] + 1 if found else 0
-        at = next((at for at in range(start, len(ids)) if row is None or _fits(row, ids[at], tokens)), None)
+        later = range(found[-1] + 1 if found else 0, len(ids))
+        at = next((at for at in later if row is None or _fits(row, ids[at], tokens)), None)
         if at is None:
             break
         found.append(at)
@@ -126,20 +120,20 @@ def _earliest(rows: Sequence[Row | None], ids: Sequence[int], tokens: Tokens) ->
 def _by_text(rows: Sequence[Row], text: str, tokens: Tokens) -> Alignment:
     """Match rows whose bytes together are the text; what follows one that does not fit is unidentified."""
     data, ids, cursor = text.encode("utf-8", "replace"), list[int](), 0
-    is_whole = not tokens.is_partial(text)
+
+    def comes_next(token_id: int, row: Row) -> bool:
+        own, rest = tokens.vocabulary.token_bytes(token_id), data[cursor:]
+        if tokens.is_partial(text):  # the text cannot locate tokens; rely on the row's own token alone
+            assert row.chosen is not None
+            return tokens.is_right_text(row.chosen, token_id) and tokens.is_right_bytes(row.chosen, token_id)
+        if tokens.is_special(token_id) or rest.startswith(own) or own.startswith(rest):
+            return True  # the end of the text may be missing, and at its start, a space
+        return cursor == 0 and rest.startswith(own.lstrip())
+
     for row in rows:
         options = [] if row.chosen is None else tokens.options(row.chosen)
-        # A text with partial characters cannot locate tokens; rely on the row's own token alone.
-        fitting = (
-            token_id
-            for token_id in options
-            if (
-                _stands_at(token_id, data, cursor, tokens)
-                if is_whole
-                else row.chosen is not None and tokens.is_right(row.chosen, token_id)
-            )
-        )
-        if (token_id := next(fitting, None)) is None:
+        token_id = next((token_id for token_id in options if comes_next(token_id, row)), None)
+        if token_id is None:
             break
         ids.append(token_id)
         if not tokens.is_special(token_id):
@@ -148,156 +142,118 @@ def _by_text(rows: Sequence[Row], text: str, tokens: Tokens) -> Alignment:
     return Alignment(tuple(ids), list(enumerate(rows[: len(ids)])), num_unknown=len(rows) - len(ids))
 
 
-def _stands_at(token_id: int, data: bytes, cursor: int, tokens: Tokens) -> bool:
-    """Return whether the token comes next in the text; a leading space or its end may be missing."""
-    own, rest = tokens.vocabulary.token_bytes(token_id), data[cursor:]
-    if tokens.is_special(token_id) or rest.startswith(own) or own.startswith(rest):
-        return True
-    return cursor == 0 and rest.startswith(own.lstrip())
+# -- rows with the exact rows --------------------------------------------------------------------------------
 
 
-# -- comparison with the reference ---------------------------------------------------------------------------
+@dataclass(slots=True)
+class Place:
+    """One row of a reply, with the ids that its entries may mean."""
+
+    t: int  # the row of ours
+    entries: list[tuple[list[int], float | None, bool]]  # ids, logprob, whether it is the chosen token
+    is_map: bool = False  # by texts: two tokens of one text are one entry
+
+
+@dataclass(slots=True)
+class Group:
+    """The rows of one reply with the exact rows."""
+
+    ask: Ask
+    rows: NDArray[np.float32]  # (T, V) raw, nats
+    ids: tuple[int, ...]  # (T,) tokens of the rows
+    places: list[Place]
+
+    @property
+    def first(self) -> int:
+        """Position of the first row: the first token of a prompt has none."""
+        return int(self.ask.wants_prompt)
+
+    @property
+    def counted(self) -> tuple[int, ...]:
+        """Tokens that penalties count; at row t, the first t."""
+        return () if self.ask.wants_prompt else self.ids
 
 
 @dataclass(slots=True)
 class Reader:
-    """Pairs the rows of replies with the reference, and adds faults of rows to `findings`."""
+    """Pairs the rows of replies with the reference, and counts them."""
 
     tokens: Tokens
     reference: Reference
-    findings: Findings
     num_rows: int = 0
     num_unknown: int = 0  # entries of tokens that could not be identified
 
     def read(
-        self, where: Where, ask: Ask, reply: Reply, prompt_ids: tuple[int, ...], *, is_quiet: bool = False
+        self, ask: Ask, reply: Reply, prompt_ids: tuple[int, ...], findings: Findings | None = None
     ) -> Group | None:
-        """Return the rows of a prompt or completion with the exact ones; `is_quiet` adds no findings."""
-        if where == "prompt":
-            if not reply.prompt or len(prompt_ids) < 2:
-                return None
-            aligned, first = align_prompt(reply.prompt, prompt_ids, self.tokens), 1
-            context, ids = prompt_ids[:1], prompt_ids
+        """Return the rows of a prompt or completion with the exact ones; None if there are none.
+
+        With `findings`, count the rows, and add the faults of their order, texts and bytes.
+        """
+        if ask.wants_prompt:
+            aligned = align_prompt(reply.prompt or (), prompt_ids, self.tokens)
+            ids, start, has_rows = prompt_ids, 1, bool(reply.prompt)
         else:
-            if not reply.completion or not prompt_ids:
-                return None
-            aligned, first = align_completion(reply, self.tokens), 0
-            context, ids = prompt_ids, prompt_ids + aligned.ids
-        if not is_quiet:
+            aligned = align_completion(reply, self.tokens)
+            ids, start, has_rows = prompt_ids + aligned.ids, len(prompt_ids), bool(reply.completion)
+        if findings is not None and has_rows:
             self.num_unknown += aligned.num_unknown
-        if len(ids) == len(context):
+        if not has_rows or not 0 < start < len(ids):
             return None
-        rows = self.reference.rows(ids, len(context))
-        group = Group(ask, where, rows, context, aligned.ids[first:], [])
-        for position, row in aligned.pairs:
-            place = self._place(position, position - first, aligned.ids[position], row)
-            group.places.append(place)
-            if not is_quiet:
-                self.num_unknown += sum(not ids for ids, _, _ in place.entries)
-                self._check_words(group, position, aligned.ids[position], row)
-        if not is_quiet:
-            self.num_rows += len(group.places)
-            self._check_alignment(group, aligned, first)
+        group = Group(ask, self.reference.rows(ids, start), ids[start:], [])
+        group.places = [self._place(at - group.first, aligned.ids[at], row) for at, row in aligned.pairs]
+        if findings is not None:
+            self._check(group, aligned, findings)
         return group
 
-    def _place(self, position: int, t: int, token_id: int, row: Row) -> Place:
-        entries: list[tuple[list[int], float | None, bool]] = []
-        if row.chosen is not None:
-            entries.append(([token_id], row.chosen.logprob, True))
+    def _place(self, t: int, token_id: int, row: Row) -> Place:
         alternatives = row.alternatives or ()
+        entries = [] if row.chosen is None else [([token_id], row.chosen.logprob, True)]
         entries += [(self.tokens.named(entry), entry.logprob, False) for entry in alternatives]
-        by_text = any(entry.token_id is None for entry in alternatives)
-        return Place(position, t, entries, is_map=row.is_map and by_text)
+        return Place(t, entries, is_map=row.is_map and any(entry.token_id is None for entry in alternatives))
 
-    def _check_words(self, group: Group, position: int, token_id: int, row: Row) -> None:
-        """Check the texts and bytes of tokens, and that no token is listed twice."""
+    def _check(self, group: Group, aligned: Alignment, findings: Findings) -> None:
+        self.num_rows += len(group.places)
+        self.num_unknown += sum(not ids for place in group.places for ids, _, _ in place.entries)
+        for position, row in aligned.pairs:
+            for kind, token_id, note in self._wrong_words(aligned.ids[position], row):
+                evidence = group.ask.evidence(position, token=self.tokens.show(token_id), note=note)
+                findings.add(kind, evidence=[evidence])
+        shifted = [position for position, _ in aligned.pairs] if aligned.shift else []
+        for kind, positions in (
+            ("rows-missing", aligned.missing),
+            ("rows-repeated", aligned.repeated),
+            ("shifted", shifted),
+        ):
+            if positions:
+                findings.add(
+                    kind,
+                    evidence=[
+                        group.ask.evidence(at, token=self.tokens.show(aligned.ids[at]))
+                        for at in positions[:5]
+                    ],
+                    count=len(positions),
+                    of=len(group.ids),
+                    correction=f"take the row {-aligned.shift:+d}" if aligned.shift else None,
+                )
+
+    def _wrong_words(self, token_id: int, row: Row) -> Iterator[tuple[str, int, str]]:
+        """Yield wrong texts and bytes of tokens, and tokens listed twice: the kind, the token and a note."""
         named = [] if row.chosen is None else [(row.chosen, token_id)]
         seen = []
         for entry in row.alternatives or ():
             ids = self.tokens.ids_of(entry)
             if len(ids) == 1 and not self.tokens.is_partial(entry.text):
                 seen.append(ids[0])
-            is_known = entry.token_id is not None or (
-                entry.data is not None and not any(self.tokens.is_right_bytes(entry, one) for one in ids)
+            has_other_bytes = entry.data is not None and not any(
+                self.tokens.is_right_bytes(entry, one) for one in ids
             )
-            named += [(entry, ids[0])] if ids and is_known else []
+            named += [(entry, ids[0])] if ids and (entry.token_id is not None or has_other_bytes) else []
         for entry, known_id in named:
-            own = self.tokens.vocabulary.token_bytes(known_id)
             if not self.tokens.is_right_text(entry, known_id):
-                title = "{count} tokens have the text of another token"
-                self._add("text-wrong", title, group, position, known_id, f"text {entry.text!r:.40}")
+                yield "text-wrong", known_id, f"text {entry.text!r:.40}"
             if not self.tokens.is_right_bytes(entry, known_id):
-                title = "{count} tokens have the bytes of another token"
-                note = f"bytes {entry.data!r:.40}, the token has {own!r:.40}"
-                self._add("bytes-wrong", title, group, position, known_id, note)
+                own = self.tokens.vocabulary.token_bytes(known_id)
+                yield "bytes-wrong", known_id, f"bytes {entry.data!r:.40}, the token has {own!r:.40}"
         if len({*seen}) < len(seen):
-            title = "{count} rows list a token twice among the alternatives"
-            self._add("ids-repeated", title, group, position, token_id, "")
-
-    def _check_alignment(self, group: Group, aligned: Alignment, first: int) -> None:
-        of = len(aligned.ids) - first
-        for kind, title, positions in (
-            ("rows-missing", "{count} of {of} tokens have no row", aligned.missing),
-            ("rows-repeated", "{count} of {of} tokens have two rows", aligned.repeated),
-            (
-                "shifted",
-                "rows are at the position of their neighbour ({count} of {of})",
-                [at for at, _ in aligned.pairs] if aligned.shift else [],
-            ),
-        ):
-            if positions:
-                self.findings.add(
-                    kind,
-                    title,
-                    evidence=[
-                        group.evidence(at, self.tokens.show(aligned.ids[at]), "") for at in positions[:5]
-                    ],
-                    count=len(positions),
-                    of=of,
-                    correction=f"take the row {-aligned.shift:+d}" if kind == "shifted" else None,
-                )
-
-    def _add(self, kind: str, title: str, group: Group, position: int, token_id: int, note: str) -> None:
-        self.findings.add(kind, title, evidence=[group.evidence(position, self.tokens.show(token_id), note)])
-
-
-def check_alternatives(fitted: Fitted, findings: Findings, max_nats: float) -> None:
-    """Check that raw or tempered rows have as many alternatives as requested, and the most likely ones."""
-    if {*fitted.name.split("+")} & {"kept", "renormalised", "masked", "penalised", "none"}:
-        return
-    if float(np.median(fitted.errors - fitted.allowance)) > max_nats:  # probably of another model
-        return
-    for indices in fitted.by_row():
-        group, place = fitted.places[indices[0]]
-        listed = [(ids, number) for ids, number, is_chosen in place.entries if not is_chosen]
-        if not listed or group.ask.num_top < 2:
-            continue
-        row = group.rows[place.t]
-        best = np.argsort(-row, kind="stable")[: group.ask.num_top]
-        tokens = fitted.tokens
-        # Two tokens of one text are one key of a map.
-        texts = {tokens.vocabulary.token_bytes(int(one)).decode("utf-8", "replace") for one in best}
-        expected = min(len(best), len(texts)) if place.is_map else len(best)
-        if len(listed) < expected:
-            findings.add(
-                "alternatives-cut",
-                f"{{count}} rows have fewer alternatives than asked ({len(listed)} of {expected})",
-                evidence=[fitted.evidence_at(int(indices[0]), f"{len(listed)} of {expected} alternatives")],
-            )
-        known = [ids[0] for ids, _ in listed if len(ids) == 1]
-        if len(known) < len(listed):
-            continue
-        chosen = group.ids[place.t]
-        lowest = (
-            min(float(row[one]) for one in known if one != chosen) if {*known} - {chosen} else row[chosen]
-        )
-        left_out = [int(one) for one in best if int(one) not in known and row[one] > lowest + 2 * max_nats]
-        if place.is_map:  # a token that no text names is no key of a map of texts
-            left_out = [one for one in left_out if tokens.is_whole(one)]
-        if left_out:
-            note = f"{tokens.show(left_out[0])!r} is left out"
-            findings.add(
-                "alternatives-wrong",
-                "{count} rows leave out a token that is more likely than those listed",
-                evidence=[fitted.evidence_at(int(indices[0]), note)],
-            )
+            yield "ids-repeated", token_id, ""

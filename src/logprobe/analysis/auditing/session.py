@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from logprobe.analysis.auditing.forms import FORMS, PROMPT_FORMS, Ask, Refusal, Reply, exchange
+from logprobe.analysis.auditing.endpoint import Refusal
+from logprobe.analysis.auditing.forms import FORMS, PROMPT_FORMS, Ask, Reply, read
 from logprobe.errors import ServerError, UnreachableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from logprobe.analysis.auditing.endpoint import Connection
 
+Progress: TypeAlias = Callable[[int, int, str], None]
 TRIAL_TEXT: Final = "The sky above the port was"
-TRIAL_CHAT: Final = ({"role": "user", "content": "Name a colour."},)
 EXTRAS: Final[tuple[dict[str, Any], ...]] = ({"return_token_ids": True}, {})
 """Fields that have a server return ids, where it takes them."""
 EXTRA_IDS: Final = 2048  # of a reply beyond its request: a chat template has tokens of its own
@@ -28,14 +28,14 @@ class Session:
     connection: Connection
     num_ids: int  # of the model that computes the exact rows
     model: str | None = None
+    progress: Progress | None = None
+    planned: int = 0  # requests, for `progress`
     extras: dict[str, dict[str, Any]] = field(default_factory=dict)  # answered form → fields it takes
     refused: dict[str, str] = field(default_factory=dict)  # form → why the server lacks it
     without_rows: list[str] = field(default_factory=list)  # forms answered with 200 and no row
     min_tokens: dict[str, int] = field(default_factory=dict)  # form → fewest tokens to generate
     takes_ids: bool = True
-    progress: Callable[[int, int, str], None] | None = None
     done: int = 0
-    planned: int = 0
 
     @property
     def prompt_form(self) -> str | None:
@@ -47,43 +47,38 @@ class Session:
         """The form whose generated rows are requested repeatedly."""
         return "completions" if "completions" in self.extras else None
 
-    @property
-    def stream_forms(self) -> list[str]:
-        """Forms that can be streamed."""
-        return [form for form in ("completions", "chat") if form in self.extras]
-
     async def ask(self, ask: Ask) -> Reply | Refusal:
         """Return the reply to one ask.
 
         Raises:
-            ServerError: as `exchange`, or a reply with too many ids, or ids that our model does not have.
+            ServerError: no reply, or one that cannot be read, or with ids that our model does not have.
             ParameterError: the server refuses the key.
         """
         ask = replace(ask, max_tokens=max(ask.max_tokens, self.min_tokens.get(ask.form, 0)))
-        extras = {} if ask.is_plain else self.extras.get(ask.form, {})
-        reply = await exchange(self.connection, ask, extras, self.model)
+        reply = await self._send(ask, {} if ask.is_plain else self.extras.get(ask.form, {}))
         self.done += 1
         if isinstance(reply, Reply):
-            self._check_lengths(reply, ask)
-            highest = max((*(reply.prompt_ids or ()), *(reply.completion_ids or ())), default=0)
-            if highest >= self.num_ids:
-                raise ServerError(
-                    f"{self.connection.url}: token {highest} is not one of the {self.num_ids} of the model "
-                    "that computes the exact rows; name the model that the server runs"
-                )
+            self._check_ids(reply, ask)
         return reply
 
-    def _check_lengths(self, reply: Reply, ask: Ask) -> None:
-        """Refuse far more token ids than the request can have: each takes a row of the vocabulary."""
-        prompt = str(ask.prompt) if ask.ids is None else ask.ids
-        for name, ids, expected in (
-            ("prompt", reply.prompt_ids, len(prompt)),
-            ("completion", reply.completion_ids, ask.max_tokens),
-        ):
-            if ids is not None and len(ids) > expected + EXTRA_IDS:
+    async def _send(self, ask: Ask, extras: Mapping[str, Any]) -> Reply | Refusal:
+        path = FORMS[ask.form]
+        body = ask.body(extras) | ({} if self.model is None else {"model": self.model})
+        return read(await self.connection.send(path, body), ask, f"POST {self.connection.url}{path}")
+
+    def _check_ids(self, reply: Reply, ask: Ask) -> None:
+        """Refuse ids of another model, and far more than a request can have: each takes a row of ours."""
+        expected = len(str(ask.prompt) if ask.ids is None else ask.ids)
+        for ids, limit in ((reply.prompt_ids, expected), (reply.completion_ids, ask.max_tokens)):
+            if ids is not None and len(ids) > limit + EXTRA_IDS:
                 raise ServerError(
-                    f"{self.connection.url}: {len(ids)} {name} token ids for a request of at most "
-                    f"{expected}; is it a server with OpenAI's interface?"
+                    f"{self.connection.url}: {len(ids)} token ids where at most {limit} were expected; "
+                    "is it a server with OpenAI's interface?"
+                )
+            if ids and max(ids) >= self.num_ids:
+                raise ServerError(
+                    f"{self.connection.url}: token {max(ids)} is not one of the {self.num_ids} of the model "
+                    "that computes the exact rows; name the model that the server runs"
                 )
 
     async def settle(self) -> None:
@@ -117,18 +112,17 @@ class Session:
 
     async def _try(self, form: str) -> None:
         """Try one form, with and without the fields that request token ids."""
-        is_prompt = form in PROMPT_FORMS
         best: Reply | Refusal | None = None
-        for max_tokens in (0, 1) if is_prompt else (2,):
+        for max_tokens in (0, 1) if form in PROMPT_FORMS else (2,):
             for extras in EXTRAS:
-                ask = Ask(form=form, prompt=TRIAL_TEXT, max_tokens=max_tokens, num_top=2)
-                ask = replace(ask, prompt=TRIAL_CHAT) if ask.is_chat else ask
+                ask = Ask(form=form, prompt=TRIAL_TEXT, max_tokens=max_tokens, num_top=2).as_chat()
                 reply = await self._answer(ask, extras)
                 # Prefer a reply without rows to a refusal, and the refusal of the last, simplest request.
                 if isinstance(reply, Reply) or not isinstance(best, Reply):
                     best = reply
                 if isinstance(reply, Reply) and _has_rows(reply, wants_prompt=ask.wants_prompt):
-                    self.extras[form], self.min_tokens[form] = extras, max_tokens if is_prompt else 0
+                    self.extras[form] = extras
+                    self.min_tokens[form] = max_tokens if form in PROMPT_FORMS else 0
                     return
         if isinstance(best, Refusal):
             self.refused[form] = str(best)
@@ -138,7 +132,7 @@ class Session:
     async def _answer(self, ask: Ask, extras: Mapping[str, Any]) -> Reply | Refusal:
         """Return a reply; treat one that cannot be parsed as a refusal, as servers' routes differ."""
         try:
-            return await exchange(self.connection, ask, extras, self.model)
+            return await self._send(ask, extras)
         except UnreachableError:
             raise
         except ServerError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 from logprobe.errors import ParameterError
 
@@ -24,9 +24,8 @@ class Tokens:
     """Vocabulary and tokenizer of the model that computes the exact rows."""
 
     def __init__(self, text: TextEdge) -> None:
-        self._edge = text
+        self.edge = text
         self.vocabulary: Vocabulary = text.vocabulary
-        self._tokenizer: Any = text.tokenizer
 
     # -- what an entry names -------------------------------------------------------------------------------
 
@@ -41,7 +40,7 @@ class Tokens:
     def _by_text(self) -> dict[str, list[int]]:
         """Every text that a token may be reported as → possible ids, the exact ones first."""
         table: dict[str, list[int]] = defaultdict(list)
-        pieces = self._tokenizer.convert_ids_to_tokens(list(range(len(self.vocabulary))))
+        pieces = self.edge.tokenizer.convert_ids_to_tokens(list(range(len(self.vocabulary))))
         for token_id, piece in enumerate(pieces):
             data = self.vocabulary.token_bytes(token_id)
             texts = {self.vocabulary.token_text(token_id), *(data.decode("utf-8", how) for how in ERRORS)}
@@ -50,9 +49,8 @@ class Tokens:
             for text in texts:
                 table[text].append(token_id)
         for token_id in range(len(self.vocabulary)):
-            # SentencePiece drops the leading space of a text.
             text = self.vocabulary.token_text(token_id)
-            if text.startswith(" "):
+            if text.startswith(" "):  # SentencePiece drops the leading space of a text
                 table[text[1:]].append(token_id)
         return dict(table)
 
@@ -62,16 +60,14 @@ class Tokens:
             return [entry.token_id] if 0 <= entry.token_id < len(self.vocabulary) else []
         by_text = [] if entry.text is None else self._by_text.get(entry.text, [])
         by_bytes = [] if entry.data is None else self._by_bytes.get(entry.data, [])
-        both = [token_id for token_id in by_text if token_id in by_bytes]
-        return both or by_text or by_bytes
+        return [token_id for token_id in by_text if token_id in by_bytes] or by_text or by_bytes
 
     def options(self, entry: Entry) -> list[int]:
         """Return the ids that either the text or the bytes of an entry may mean."""
         ids = self.ids_of(entry)
-        by_bytes = (
-            [] if entry.token_id is not None or entry.data is None else self._by_bytes.get(entry.data, [])
-        )
-        return [*ids, *(token_id for token_id in by_bytes if token_id not in ids)]
+        if entry.token_id is None and entry.data is not None:
+            ids = list(dict.fromkeys([*ids, *self._by_bytes.get(entry.data, [])]))
+        return ids
 
     def named(self, entry: Entry) -> list[int]:
         """Return `ids_of`; [] if the text may come from any of several tokens with partial characters."""
@@ -86,13 +82,8 @@ class Tokens:
         """Return whether an entry can be of a token; an empty entry can be of any."""
         if entry.token_id is not None:
             return entry.token_id == token_id
-        if entry.text is None and entry.data is None:
-            return True
-        return token_id in self.ids_of(entry) or self.is_partial(entry.text)
-
-    def is_right(self, entry: Entry, token_id: int) -> bool:
-        """Return whether text and bytes are those of a token."""
-        return self.is_right_text(entry, token_id) and self.is_right_bytes(entry, token_id)
+        is_empty = entry.text is None and entry.data is None
+        return is_empty or token_id in self.ids_of(entry) or self.is_partial(entry.text)
 
     def is_right_text(self, entry: Entry, token_id: int) -> bool:
         """Return whether the text is one that servers write for this token."""
@@ -102,7 +93,7 @@ class Tokens:
         if self.is_special(token_id):
             return text == ""
         whole = self.vocabulary.token_bytes(token_id).decode("utf-8", "ignore")
-        return text == "" or text.strip() == whole.strip() or text == self._tokenizer.decode([token_id])
+        return text == "" or text.strip() == whole.strip() or text == self.edge.tokenizer.decode([token_id])
 
     def is_right_bytes(self, entry: Entry, token_id: int) -> bool:
         """Return whether the bytes are this token's, or none of a special token."""
@@ -125,41 +116,32 @@ class Tokens:
 
     def is_special(self, token_id: int) -> bool:
         """Return whether texts leave the token out."""
-        return token_id in self._edge.special_token_ids
+        return token_id in self.edge.special_token_ids
 
-    def show(self, token_id: int | None) -> str | None:
+    def show(self, token_id: int) -> str:
         """Return the text of a token for reports."""
-        return None if token_id is None else self.vocabulary.token_text(token_id)[:40]
+        return self.vocabulary.token_text(token_id)[:40]
 
     # -- texts and prompts ---------------------------------------------------------------------------------
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the ids of a text, with the tokenizer's default special tokens."""
-        return tuple(self._edge.encode(text).tolist())
-
-    def encode_plain(self, data: bytes) -> list[int]:
-        """Return the ids of a piece of a text, without special tokens."""
-        return self._edge.plain_ids(data.decode("utf-8", "replace"))
+        return tuple(self.edge.encode(text).tolist())
 
     def can_encode(self, text: str) -> bool:
         """Return whether the tokenizer has tokens for all of a text."""
         return {*self.vocabulary.missing_bytes}.isdisjoint(text.encode())
-
-    def text_of(self, ids: Sequence[int]) -> str:
-        """Return the text of ids without special tokens."""
-        return self._edge.text_of(ids)
 
     def cut(self, text: str, num_tokens: int) -> str:
         """Return the beginning of a text, at most `num_tokens` tokens."""
         ids = self.encode(text)
         if len(ids) <= num_tokens:
             return text
-        return self._edge.bytes_of(ids[:num_tokens]).decode("utf-8", "ignore")
+        return self.edge.bytes_of(ids[:num_tokens]).decode("utf-8", "ignore")
 
-    def longest(self, text: str) -> int:
-        """Return the id of the longest token of a text."""
-        ids = self.encode_plain(text.encode())
-        return max(ids, key=lambda token_id: len(self.vocabulary.token_text(token_id).strip()))
+    def of_word(self, word: str) -> int:
+        """Return the id of a word, or of its longest token."""
+        return max(self.edge.plain_ids(word), key=lambda one: len(self.vocabulary.token_text(one).strip()))
 
     def encode_ask(self, ask: Ask) -> tuple[int, ...]:
         """Return the ids of a prompt by tokenizer and chat template; () for a chat without a template."""
@@ -172,12 +154,12 @@ class Tokens:
     @property
     def has_template(self) -> bool:
         """True if the tokenizer has a chat template."""
-        return self._tokenizer.chat_template is not None
+        return self.edge.tokenizer.chat_template is not None
 
     def beginnings(self, ids: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """Return variants of a prompt: without BOS, with BOS, with BOS twice, with EOS instead."""
         own = tuple(ids)
-        bos, eos = self._edge.bos_token_id, self._edge.eos_token_id
+        bos, eos = self.edge.bos_token_id, self.edge.eos_token_id
         bare = own[1:] if own and own[0] == bos else own
         found = {"without BOS": bare}
         if bos is not None:
@@ -192,15 +174,15 @@ class Tokens:
         Also return the layouts that the template rejects, with its message: Gemma's has no system prompt.
         """
         messages = ask.messages
-        conversations = {"without the beginning of the answer": (messages, False)}
+        conversations = {"without the beginning of the answer": messages}
         if messages[0]["role"] != "system":
             for text in systems:
                 system = {"role": "system", "content": text}
-                conversations[f"with a system text {text!r}"] = ([system, *messages], True)
+                conversations[f"with a system text {text!r}"] = [system, *messages]
         found, refused = {}, {}
-        for name, (conversation, begins_answer) in conversations.items():
+        for name, conversation in conversations.items():
             try:
-                found[name] = self._lay_out(conversation, begins_answer=begins_answer)
+                found[name] = self._lay_out(conversation, begins_answer=conversation is not messages)
             except ParameterError as error:
                 refused[name] = str(error)
         return found, refused
@@ -209,4 +191,4 @@ class Tokens:
         from logprobe.text.chat import Layout, read_messages
 
         layout = Layout(add_generation_prompt=begins_answer)
-        return tuple(read_messages(messages, self._edge, layout).tolist())
+        return tuple(read_messages(messages, self.edge, layout).tolist())

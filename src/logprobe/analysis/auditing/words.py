@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from logprobe.analysis.auditing.report import Area, AuditReport, Evidence, Finding, Steadiness
-
-Numbers: TypeAlias = Literal["chosen", "alternatives"]
+    from logprobe.analysis.auditing.report import AuditReport, Evidence, Steadiness
 
 DISTRIBUTION_WORDS: Final = {
     "raw": "the model's own",
@@ -30,28 +26,22 @@ def numbers_summary(report: AuditReport) -> str:
     if not report.errors:
         return "no number could be compared"
     worst = f"worst {nats(report.worst_nats)} nats (at most {report.max_nats:g})"
-    return ", ".join([worst, *_kinds(report, "numbers")])
+    return ", ".join([worst, *(finding.kind for finding in report.faults("numbers"))])
 
 
 def conformance_summary(report: AuditReport) -> str:
     """Return the kinds of conformance faults, and how many notes there are."""
+    kinds = [finding.kind for finding in report.faults("conformance")] or ["no fault"]
     notes = sum(finding.severity == "note" for finding in report.findings)
-    return ", ".join([*(_kinds(report, "conformance") or ["no fault"]), _count(notes, "note")])
+    return ", ".join([*kinds, _count(notes, "note")])
 
 
-def _kinds(report: AuditReport, area: Area) -> list[str]:
-    return [finding.kind for finding in report.faults(area)]
-
-
-def measured(report: AuditReport) -> str:
-    """Return the numbers of requests and rows that the verdict is based on."""
-    return f"{_count(report.requests, 'request')}, {_count(report.rows, 'row')}"
-
-
-def asked_of(report: AuditReport) -> str:
-    """Return the endpoint, model and LoRA that were audited."""
+def audited(report: AuditReport) -> str:
+    """Return what was audited, and the numbers of requests and rows that the verdict is based on."""
     lora = f", LoRA {report.lora}" if report.lora else ""
-    return f"{report.endpoint}, model {report.model}{lora}"
+    server = f" ({report.server})" if report.server else ""
+    counts = f"{_count(report.requests, 'request')}, {_count(report.rows, 'row')}"
+    return f"{report.endpoint}, model {report.model}{lora}{server}; {counts}"
 
 
 def nats(value: float | None) -> str:
@@ -70,28 +60,19 @@ def distribution_words(name: str) -> str:
 
 def place_of(evidence: Evidence) -> str:
     """Return the ask, position and token of a piece of evidence."""
-    parts = [evidence.ask]
-    if evidence.position is not None:
-        parts.append(f"{evidence.where} row {evidence.position}")
-    place = ", ".join(parts)
-    return place if evidence.token is None else f"{place}, {evidence.token!r}"
+    row = None if evidence.position is None else f"{evidence.where} row {evidence.position}"
+    token = None if evidence.token is None else repr(evidence.token)
+    return ", ".join(part for part in (evidence.ask, row, token) if part is not None)
 
 
 def numbers_of(evidence: Evidence) -> str:
     """Return the server's and the exact number, where present, and the note."""
-    numbers = [f"{name} {value:.4f}" for name, value in (("theirs", evidence.theirs), ("ours", evidence.ours))
-               if value is not None]  # fmt: skip
-    return "; ".join(
-        [*([", ".join(numbers)] if numbers else []), *([evidence.note] if evidence.note else [])]
-    )
+    values = {"theirs": evidence.theirs, "ours": evidence.ours}
+    numbers = ", ".join(f"{name} {value:.4f}" for name, value in values.items() if value is not None)
+    return "; ".join(part for part in (numbers, evidence.note) if part)
 
 
-def extent_of(finding: Finding) -> str:
-    """Return the count of a finding, of how many checked."""
-    return f"{finding.count:,} of {finding.of:,}" if finding.of else ""
-
-
-def errors_words(report: AuditReport, of: Numbers) -> str | None:
+def errors_words(report: AuditReport, of: Literal["chosen", "alternatives"]) -> str | None:
     """Summarize the errors of one kind of numbers in a line; None if none were compared."""
     rows = [row for row in report.errors if row.of == of]
     if not rows:
@@ -107,11 +88,11 @@ def errors_words(report: AuditReport, of: Numbers) -> str | None:
 
 def steadiness_words(report: AuditReport) -> str | None:
     """Summarize all circumstances in a line: how many were steady, and the worst of the others."""
-    rows = report.steadiness
-    if not rows:
+    if not report.steadiness:
         return None
-    unsteady = [row for row in rows if not row.is_equal]
-    words = f"steady in {len(rows) - len(unsteady)} of {_count(len(rows), 'circumstance')}"
+    unsteady = [row for row in report.steadiness if not row.is_equal]
+    num_rows = len(report.steadiness)
+    words = f"steady in {num_rows - len(unsteady)} of {_count(num_rows, 'circumstance')}"
     if not unsteady:
         return words
     worst = max(unsteady, key=lambda row: math.inf if row.worst is None else row.worst)
@@ -126,11 +107,6 @@ def steady_words(row: Steadiness) -> str:
         return "differs"
     begin = "" if row.begins_at is None else f" from row {row.begins_at} on"
     return f"up to {nats(row.worst)}{begin}"
-
-
-def some_of(asks: Sequence[str]) -> str:
-    """Return the first ask, and the number of others."""
-    return asks[0] if len(asks) == 1 else f"{asks[0]} and {len(asks) - 1} more"
 
 
 def _count(number: int, what: str) -> str:

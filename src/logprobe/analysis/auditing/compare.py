@@ -1,0 +1,143 @@
+"""Compare the numbers of replies with the exact rows, ask by ask, and find the prompt that they are of.
+
+Rows that fit no distribution may be of another prompt: of other weights (LoRA), begun otherwise (BOS), or in
+another layout (chat template).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import numpy as np
+
+from logprobe.analysis.auditing.changes import stored_prompts
+from logprobe.analysis.auditing.fit import (
+    BETTER,
+    cause_of,
+    check_alternatives,
+    errors_of,
+    filled_in,
+    fit,
+    judge,
+)
+from logprobe.analysis.auditing.report import MAX_TEXT
+from logprobe.transport.http_client import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from logprobe.analysis.auditing.forms import Ask, Reply
+    from logprobe.analysis.auditing.report import Errors, Findings, StoredPrompt
+    from logprobe.analysis.auditing.rows import Group, Reader
+
+Ids: TypeAlias = tuple[int, ...]
+SYSTEMS: Final = ("You are a helpful assistant.", "")
+"""System prompts that servers are known to add."""
+
+
+@dataclass(slots=True)
+class Comparison:
+    """Replies beside the exact rows, and what was measured."""
+
+    reader: Reader
+    base: Reader | None  # of the model without the LoRA weights
+    findings: Findings
+    max_nats: float
+    roundings: dict[str, str] = field(default_factory=dict)  # form → precision that numbers are rounded to
+    errors: list[Errors] = field(default_factory=list)
+    distributions: dict[str, str] = field(default_factory=dict)
+    stored: list[StoredPrompt] = field(default_factory=list)
+
+    def compare(self, replies: Sequence[tuple[Ask, Reply]]) -> None:
+        """Compare all replies; chats come last, as the errors of completions help to judge their layout."""
+        by_label: dict[str, list[tuple[Ask, Reply]]] = {}
+        for ask, reply in replies:
+            by_label.setdefault(ask.label, []).append((ask, reply))
+        for pairs in by_label.values():
+            groups = [group for ask, reply in pairs if (group := self._group(ask, reply)) is not None]
+            fitted = fit(groups, self.reader.tokens)
+            if fitted is None:
+                continue
+            if fitted.rounding is not None:
+                self.roundings[fitted.ask.form] = fitted.rounding
+            judge(fitted, self.findings, self.max_nats)
+            check_alternatives(fitted, self.findings, self.max_nats)
+            self.distributions[fitted.label] = fitted.name
+            self.errors += errors_of(fitted)
+            self.stored += stored_prompts(fitted)
+
+    def _group(self, ask: Ask, reply: Reply) -> Group | None:
+        """Return a reply's numbers with the exact rows of the prompt that they fit, sent or not."""
+        own = self.reader.tokens.encode_ask(ask)
+        ids = own if reply.prompt_ids is None else reply.prompt_ids
+        if own and ids != own:
+            self._add_other_ids(ask, own, ids)
+        group = self.reader.read(ask, reply, ids)
+        if group is not None and self._is_off(group):
+            if self.base is not None:
+                found = self.base.read(ask, reply, ids)
+                if self._explains(found, group):
+                    self._blame("lora-prompt" if ask.wants_prompt else "lora-ignored", group)
+                    return found
+            others = self.reader.tokens.beginnings(ids)
+            if own not in {ids, ()}:
+                others["as the tokenizer has it"] = own
+            layouts, refused = self.reader.tokens.layouts(ask, SYSTEMS) if ask.is_chat else ({}, {})
+            for name, other_ids in {**others, **layouts}.items():
+                if self._explains(self.reader.read(ask, reply, other_ids), group):
+                    self._blame("template" if name in layouts else "bos", group, name)
+                    return self.reader.read(ask, reply, other_ids, self.findings)
+            if ask.is_chat and self._has_unknown_layout(group):
+                counted, is_known = reply.num_prompt_tokens, reply.num_prompt_tokens == len(own)
+                note = f"it counts {counted} prompt tokens, the template has {len(own)}"
+                self._blame("template", group, "" if is_known or counted is None else note)
+                for name, message in refused.items():
+                    why = f"chats {name} were not looked at: {printable(message, MAX_TEXT)}"
+                    self.findings.add("left-out", why, is_note=True)
+                return None
+        return self.reader.read(ask, reply, ids, self.findings)
+
+    def _is_off(self, group: Group) -> bool:
+        """Return whether most numbers of a reply fit no distribution and no known cause."""
+        fitted = fit([group], self.reader.tokens)
+        if fitted is None:
+            return False
+        filled = filled_in(fitted, self.max_nats)
+        errors = (fitted.errors - fitted.allowance)[~filled]
+        is_off = len(errors) > 0 and float(np.median(errors)) > self.max_nats
+        return is_off and cause_of(fitted, filled, self.max_nats) is None
+
+    def _median(self, group: Group | None) -> float:
+        """Return the median error of a reply's numbers, nats."""
+        fitted = None if group is None else fit([group], self.reader.tokens)
+        return np.inf if fitted is None else float(np.median(fitted.errors))
+
+    def _explains(self, other: Group | None, group: Group) -> bool:
+        return self._median(other) * BETTER < self._median(group)
+
+    def _has_unknown_layout(self, group: Group) -> bool:
+        """Return whether a chat's numbers are far worse than those of completions."""
+        means = [error.mean for error in self.errors if error.ask.startswith("completions")]
+        return bool(means) and self._median(group) > BETTER * max([*means, self.max_nats])
+
+    def _blame(self, kind: str, group: Group, name: str = "") -> None:
+        """Add a fault that explains one reply."""
+        fitted = fit([group], self.reader.tokens)
+        assert fitted is not None
+        evidence = fitted.evidence(fitted.errors > self.max_nats)[:2]
+        detail = f": {name}" if name and kind == "template" else name
+        self.findings.add(kind, detail, evidence=evidence, worst=float(np.median(fitted.errors)))
+
+    def _add_other_ids(self, ask: Ask, own: Ids, ids: Ids) -> None:
+        """Add a fault for prompt ids of the reply that are not those of our tokenizer."""
+        kind, detail = "does-not-fit", "prompts are cut into other tokens than the tokenizer's"
+        if ask.is_chat:
+            kind, detail = "template", ""
+        for name, other in self.reader.tokens.beginnings(own).items():
+            if ids == other and not ask.is_chat:
+                kind, detail = "bos", name
+        at = next((i for i, (a, b) in enumerate(zip(own, ids, strict=False)) if a != b), len(own))
+        token = self.reader.tokens.show(ids[at]) if at < len(ids) else None
+        note = f"ids {list(ids[:4])}…, ours {list(own[:4])}…"
+        self.findings.add(kind, detail, evidence=[ask.evidence(at, where="prompt", token=token, note=note)])
