@@ -231,7 +231,7 @@ def _read_report(path: Path) -> AuditReport:
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: is not a report that -o wrote ({error})") from error
+        raise InputError(f"{path}: is not a report written with -o ({error})") from error
 
 
 def _write(path: Path | None, write: Callable[[Path], object]) -> None:
