@@ -261,11 +261,11 @@ def test_lists_that_cannot_be_are_refused_by_name(tiny_llm: LLM, params: dict[st
     ("asked", "parameter", "said"),
     [
         ({"token_ids": [NAMED[:-1]]}, "token_ids", "5 lists for the 6 tokens"),
-        ({"token_ids": [NAMED, NAMED]}, "token_ids", "given for 2 pairs"),
+        ({"token_ids": [NAMED, NAMED]}, "token_ids", "one entry per pair, got 2 for 1"),
         ({"token_ids": [[[10**6]] * 6]}, "token_ids", "lies outside"),
         ({"token_ids": [[10**6]]}, "token_ids", "lies outside"),
         ({"token_ids": [5]}, "token_ids", "must be a list"),
-        ({"token_ids": [NAMED], "truncation": "window"}, "token_ids", "windows"),
+        ({"token_ids": [NAMED], "truncation": "window"}, "token_ids", "truncation='window'"),
         ({"temperature": 0.0}, "temperature", "must be positive"),
         ({"temperature": float("nan")}, "temperature", "finite"),
         ({"temperature": 1.0, "sampling": SamplingParams()}, "temperature", "sampling"),
