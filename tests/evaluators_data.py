@@ -1,4 +1,4 @@
-"""What the tests of evaluation tools compare with, and the files that they read."""
+"""Expected results and input files for the tests of evaluation tools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def write_tasks(folder: Path, tasks: Mapping[str, tuple[list[dict[str, Any]], dict[str, Any]]]) -> None:
-    """Tasks `local_NAME` of lm-evaluation-harness, each of rows of its own."""
+    """Write lm-evaluation-harness tasks named `local_NAME`, each with its own rows."""
     for name, (rows, task) in tasks.items():
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -24,14 +24,14 @@ def write_tasks(folder: Path, tasks: Mapping[str, tuple[list[dict[str, Any]], di
 
 
 class Run(NamedTuple):
-    """What lm-evaluation-harness found, by task."""
+    """Results of an lm-evaluation-harness run, by task."""
 
     metrics: dict[str, Any]
-    answers: dict[str, Any]  # to each request
+    answers: dict[str, Any]  # one for each request
 
     @classmethod
     def read(cls, out: Path) -> Run:
-        """A run by its files."""
+        """Read the results of a run from its output folder."""
         (results,) = out.rglob("results_*.json")
         answers = {
             path.name.split("_2")[0].removeprefix("samples_"): [
@@ -43,7 +43,7 @@ class Run(NamedTuple):
 
 
 def assert_same_run(got: Run, want: Run, *, metric: dict[str, float], score: dict[str, float]) -> None:
-    """The same metrics and answers, numbers within what `pytest.approx` is given."""
+    """Assert equal metrics and answers, with numbers compared by `pytest.approx`."""
     for task, metrics in want.metrics.items():
         for name, value in metrics.items():
             if isinstance(value, float):
@@ -55,7 +55,7 @@ def assert_same_run(got: Run, want: Run, *, metric: dict[str, float], score: dic
 
 
 def assert_alike(mine: Any, theirs: Any, score: dict[str, float]) -> None:
-    """Numbers alike and all else equal, through whatever lists they are nested in."""
+    """Assert equality through nested lists, with numbers compared by `pytest.approx`."""
     if isinstance(theirs, list):
         assert len(mine) == len(theirs)
         for one, other in zip(mine, theirs, strict=True):
@@ -79,9 +79,9 @@ def _loaded(folder: Path) -> tuple[Any, Any]:
 
 
 def surprisals(folder: Path, text: str, *, before: str = "") -> list[float]:
-    """Of a text's tokens but the first, by transformers in float64; nats.
+    """Return the surprisals (nats) of all tokens of a text but the first, by transformers in float64.
 
-    After another text it is that text's white space at the end, and each token of its own.
+    With `before`, its trailing white space is moved to the text, and every token of the text is scored.
     """
     import torch
 

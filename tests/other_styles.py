@@ -1,4 +1,4 @@
-"""Processors in other engines' styles that know nothing of this library."""
+"""Logits processors written for other engines' interfaces, without knowledge of this library."""
 
 # ruff: noqa: ARG002 - an interface's arguments, used or not
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 
 
 class Capture:
-    """Keeps the rows of the latest step for whoever asks."""
+    """Keep the rows of the latest step."""
 
     def __init__(self, vllm_config: Any = None, device: Any = None, is_pin_memory: bool = False) -> None:
         self.made_with = (vllm_config, device, is_pin_memory)
@@ -35,7 +35,7 @@ class Capture:
 
 
 class Count:
-    """Makes the text of a request with `count` go on by ones from it; told by index what has changed."""
+    """Make requests with `count` continue in steps of one; the engine reports batch changes by index."""
 
     def __init__(self, _: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.requests: dict[int, tuple[int, list[int], int]] = {}
@@ -81,7 +81,7 @@ class Count:
 
 
 class Slots:
-    """Adds to one token of requests with `favour`; looks at every slot, and notes what it sees."""
+    """Add to one token's logit for requests with `favour`; record the state of every slot."""
 
     def __init__(self, fd_config: Any) -> None:
         self.favoured: list[int | None] = []
@@ -96,14 +96,14 @@ class Slots:
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         assert len(logits) == len(self.favoured)
         for index, token_id in enumerate(self.favoured):
-            logits[index] += 1000.0 if token_id is None else 0.0  # of rows that are none of its own: dropped
+            logits[index] += 1000.0 if token_id is None else 0.0  # rows of other requests: ignored
             if token_id is not None:
                 logits[index, token_id] = 1000.0
         return logits
 
 
 class Looks:
-    """In nobody's style."""
+    """Implement none of the known interfaces."""
 
     def update_state(self, batch: Any) -> None:
         pass

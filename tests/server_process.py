@@ -1,4 +1,4 @@
-"""`logprobe serve` in a process of its own, for tests of what only a process can show."""
+"""Run `logprobe serve` in a subprocess, for tests that need a real process."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ import psutil
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-# Freezes lasted seconds to minutes. benchmarks/bench_attacks.py holds an idle machine to 100 ms.
+# Freezes lasted seconds to minutes; benchmarks/bench_attacks.py requires 100 ms on an idle machine.
 WORST_HEALTH_S = 1.0
 MAX_GROWTH = 0.1
-PATIENCE_S = 180  # until what never comes is given up, on a machine that has much else to do
+PATIENCE_S = 180  # timeout for a busy machine
 
 
 @dataclass
 class Reply:
-    """What came back."""
+    """An HTTP reply."""
 
     status: int
     data: bytes
@@ -42,14 +42,14 @@ class Reply:
 
 @dataclass
 class Attacked:
-    """A server's process and its address."""
+    """A server subprocess and its address."""
 
     process: subprocess.Popen[str]
     port: int
     log: list[str] = field(default_factory=list)  # lines written since it listens
 
     def send(self, path: str, data: bytes, **headers: str) -> Reply:
-        """Post bytes as they are."""
+        """Post raw bytes."""
         return self.ask("POST", path, data, **{"Content_Type": "application/json"} | headers)
 
     def post(self, path: str, **body: Any) -> Reply:
@@ -70,7 +70,7 @@ class Attacked:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Let the process stand still in the block: what happens meanwhile, it finds all at once."""
+        """Stop the process (SIGSTOP) during the block, so that it gets all that arrives meanwhile at once."""
         self.process.send_signal(signal.SIGSTOP)
         try:
             is_still = psutil.Process(self.process.pid)
@@ -89,9 +89,9 @@ class Attacked:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Ask for the health all the time: it must come soon each time, and the server outlive the block.
+        """Poll `/health` during the block: each reply must be fast, and the server must survive.
 
-        Its memory must come back to what it was.
+        Its memory must return to the level before.
         """
         stop, latencies, before = threading.Event(), [], self._memory()
 
@@ -116,7 +116,7 @@ class Attacked:
         return psutil.Process(self.process.pid).memory_info()
 
     def _health_s(self) -> float:
-        """How long the health takes, but for the time in which a thread of either side waited for a core."""
+        """Return the latency of `/health`, less the time that threads of both processes waited for a core."""
         pids = self.process.pid, os.getpid()
         start, before = time.perf_counter(), waits_ns(*pids)
         assert self.get("/health").status == 200
@@ -125,21 +125,21 @@ class Attacked:
 
 
 def own_bytes(memory: Any) -> int:
-    """What a process holds for itself; of files that it maps, as much is there as the system likes."""
+    """Return a process's private memory; file-backed pages are up to the system."""
     return int(memory.rss - memory.shared)
 
 
 def waits_ns(*pids: int) -> dict[Path, int]:
-    """How long each thread of some processes has been ready to run while the machine ran others, so far."""
+    """Return how long each thread of these processes has been runnable but not running, in total."""
     found = {}
     for thread in (one for pid in pids for one in Path(f"/proc/{pid}/task").iterdir()):
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
             found[thread] = int((thread / "schedstat").read_text().split()[1])
     return found
 
 
 def eventually(is_so: Callable[[], bool], otherwise: str) -> None:
-    """Wait until something is so."""
+    """Wait until a condition holds."""
     deadline = time.monotonic() + PATIENCE_S
     while not is_so():
         assert time.monotonic() < deadline, otherwise
@@ -153,7 +153,7 @@ def serving_process(
     python: Path = Path(sys.executable),
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Attacked]:
-    """Run `logprobe serve` on a free port until the block ends; another `python` finds it in `src`."""
+    """Run `logprobe serve` on a free port during the block; another `python` imports it from `src`."""
     command = [str(python), "-c", "from logprobe.cli import command; command()", "serve", str(folder)]
     source = str(Path(__file__).parents[1] / "src")
     path = {} if python == Path(sys.executable) else {"PYTHONPATH": source}

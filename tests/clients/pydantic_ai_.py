@@ -1,4 +1,4 @@
-"""Pydantic AI: an agent's output by the model's own JSON mode, and by its tools, which is its default."""
+"""Pydantic AI: structured output by the model's JSON mode, and by tools (its default)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Place(BaseModel):
 
 
 def ask_json(url: str, model: str) -> tuple[Any, list[tuple[str, float]]]:
-    """A reply by a class, with log-probabilities."""
+    """Ask for JSON of a class; return the output with its log-probabilities."""
     settings = {"temperature": 0, "openai_logprobs": True, "openai_top_logprobs": 2}
     agent = Agent(_model(url, model), output_type=NativeOutput(Review), model_settings=settings)
     found = agent.run_sync(REVIEW)
@@ -35,16 +35,16 @@ def ask_json(url: str, model: str) -> tuple[Any, list[tuple[str, float]]]:
 
 
 def ask_tool(url: str, model: str) -> tuple[str, Any]:
-    """The arguments of a tool that ends the run."""
+    """Ask with an output tool; return its name and arguments."""
     output = ToolOutput(Place, name=TOOL_NAME, description="Tell the weather in a city.")
     agent = Agent(_model(url, model), output_type=output, model_settings={"temperature": 0})
     found = agent.run_sync(WEATHER)
-    call, *_ = found.response.tool_calls  # it may have been called several times
+    call, *_ = found.response.tool_calls  # the model may have called it several times
     return call.tool_name, found.output.model_dump()
 
 
 def _model(url: str, model: str) -> OpenAIResponsesModel:
-    """What `openai:NAME` stands for, at another address."""
+    """Return the model that `openai:NAME` would make, for another base URL."""
     return OpenAIResponsesModel(model, provider=OpenAIProvider(base_url=url, api_key="none"))
 
 

@@ -1,4 +1,4 @@
-"""The Python reference names every public name, and the site's menu every page."""
+"""The Python reference lists every public name, and the site's menu lists every page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 TEXT = "\n".join(page.read_text(encoding="utf-8") for page in sorted((DOCS / "reference").glob("*.md")))
 NAMED = set(re.findall(r"^::: (logprobe\.[\w.]+)$", TEXT, re.MULTILINE))
-# These stand on the index page and on the page of errors.
+# Documented on the index page and on the page of errors.
 ELSEWHERE = {"logprobe.__version__", "logprobe.LogprobeError"}
 MODULES = ["kernels", "processors", "records", "sampling", "analysis", "testing", "transport"]
 
@@ -26,7 +26,7 @@ def public(module: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("module", ["logprobe", *(f"logprobe.{name}" for name in MODULES)])
 def test_every_public_name_is_in_the_reference(module: str) -> None:
-    # A name that the root has, too, stands there.
+    # Names that the root package also exports are documented there.
     root = {id(value) for value in public("logprobe").values()} if module != "logprobe" else set()
     missing = {
         name
@@ -44,7 +44,7 @@ def test_every_name_of_the_reference_is_there(name: str) -> None:
 
 
 def pages_of(menu: Any) -> list[str]:
-    """The pages of a menu, or of a part of it."""
+    """Return the pages of a menu or submenu."""
     if isinstance(menu, str):
         return [menu]
     parts = menu.values() if isinstance(menu, dict) else menu

@@ -1,4 +1,4 @@
-"""Steps that are told beside the next one say what the plain loop says, in the same order."""
+"""The overlapped loop publishes the same events in the same order as the plain loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from logprobe.transport.messages import Event
 
-LIMIT_S = 120  # nothing takes as long, also on a busy machine
+LIMIT_S = 120  # generous, also for a busy machine
 PROMPTS = st.lists(st.integers(2, 5), min_size=1, max_size=20)
 ARRIVALS = st.tuples(st.integers(0, 12), st.sampled_from(KINDS), PROMPTS)
 ORDERS = st.tuples(st.integers(1, 20), st.sampled_from([Abort, Pause, Resume]), st.integers(0, 6))
@@ -43,7 +43,7 @@ SIZES = st.fixed_dictionaries(
 def test_both_loops_say_the_same(
     arrivals: list[Any], orders: list[Any], sizes: dict[str, int], failing: set[int]
 ) -> None:
-    """Requests that come, stop, wait and go at any step, in a pool that is too small for all."""
+    """Requests that arrive, stop, pause and abort at any step, in a pool too small for all of them."""
 
     def outputs_of(loop: type[SerialLoop | OverlappedLoop]) -> dict[str, Any]:
         driven, number = Driven(loop, **sizes), 0
@@ -135,7 +135,7 @@ def test_the_next_step_runs_while_the_last_one_is_published() -> None:
 
 
 def test_what_cannot_be_published_stops_the_engine() -> None:
-    """That is a bug of ours, and no request's fault: it must not pass unseen."""
+    """A failure to publish is a bug of ours, not of a request, so it must not pass unnoticed."""
     driven = Driven(OverlappedLoop)
     driven.submit("r", [5, 6], max_tokens=3)
 

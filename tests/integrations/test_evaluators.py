@@ -1,4 +1,4 @@
-"""What evaluation tools ask, in process and of a server: the same numbers and texts."""
+"""Requests of evaluation tools give the same numbers and texts in process and through a server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-TOLERANCE = 1e-5  # nats: what stands beside a row moves its last bits
+TOLERANCE = 1e-5  # nats: the composition of a batch changes a row's last bits
 CONTEXTS = ("the cat", "a dog and", "the cat")
 CHOICES = (" and the dog", " of", " the the é")
 
@@ -61,7 +61,7 @@ def test_scores_are_the_same_in_their_order(in_process: InProcess, served: Serve
             in_process.encode(choice, add_special_tokens=False),
         )
         for context in CONTEXTS
-        for choice in CHOICES * 7  # more than one body takes
+        for choice in CHOICES * 7  # more than fit one request body
     ]
     mine, theirs = served.score(pairs), in_process.score(pairs)
     assert [score.logprob for score in mine] == pytest.approx(

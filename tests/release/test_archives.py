@@ -1,4 +1,4 @@
-"""The wheel and the source archive of `make test-wheel`, and the wheel in an environment of its own."""
+"""The wheel and source archive of `make test-wheel`, and the wheel installed in a fresh environment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARIS = "The capital of France is Paris."
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    """Where the archives lie in `dist`, and an environment with the wheel in `venv`."""
+    """The folder with the archives in `dist` and an environment with the wheel in `venv`."""
     if "RELEASE_FOLDER" not in os.environ:
         pytest.skip("RELEASE_FOLDER is not set: `make test-wheel` builds what is tested here")
     return Path(os.environ["RELEASE_FOLDER"])
@@ -35,7 +35,7 @@ def wheel(folder: Path) -> zipfile.ZipFile:
 
 
 def run(folder: Path, *words: str, text: str = "") -> str:
-    """What a command of the environment prints, run outside the repository and without its paths."""
+    """Run a command of the environment outside the repository, without its paths; return its output."""
     env = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}}
     done = subprocess.run(
         [folder / "venv" / "bin" / words[0], *words[1:]],

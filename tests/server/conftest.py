@@ -1,4 +1,4 @@
-"""A real server on a free port over a tiny model, and clients that talk to it."""
+"""Run a real server on a free port over a tiny model, with clients for it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from logprobe import LLM
 
 
-# One for all clients: each would read the system's certificates anew, which takes longer than its requests.
+# Shared by all clients: loading the system's certificates takes longer than a client's requests.
 TLS = ssl.create_default_context()
 
 
 @dataclass(frozen=True)
 class Running:
-    """A server that listens, and the model behind it."""
+    """A running server and the model behind it."""
 
     url: str
     llm: Any
@@ -50,7 +50,7 @@ class Running:
 
 @pytest.fixture(scope="session")
 def serve_llm(new_serving: Any) -> Callable[..., Any]:
-    """Serve the model of an `LLM` until the block ends."""
+    """Serve the model of an `LLM` during the block."""
 
     @contextmanager
     def serve(llm: Any, processors: tuple[Any, ...] = (), **settings: Any) -> Iterator[Running]:
@@ -64,32 +64,31 @@ def serve_llm(new_serving: Any) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def new_server(tiny_llm: LLM, serve_llm: Any) -> Callable[..., Any]:
-    """Make a server with settings of its own on the tiny Llama; a context manager."""
+    """Make a server with given settings on the tiny Llama; a context manager."""
     return lambda **settings: serve_llm(tiny_llm, **settings)
 
 
 @pytest.fixture(scope="session")
 def server(new_server: Any) -> Iterator[Running]:
-    """The tiny Llama served; logprobs without a cap."""
+    """The tiny Llama served without a cap on logprobs."""
     with new_server(max_logprobs=-1) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def capped_server(new_server: Any) -> Iterator[Running]:
-    """The tiny Llama served with the settings as they come."""
+    """The tiny Llama served with default settings."""
     with new_server() as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def real_server(real_llm: LLM, serve_llm: Any) -> Iterator[Running]:
-    """SmolLM2 served."""
     with serve_llm(real_llm) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def client(server: Running) -> openai.OpenAI:
-    """OpenAI's own client at the tiny server."""
+    """The OpenAI client, connected to the tiny server."""
     return server.client()

@@ -1,4 +1,4 @@
-"""How much callers may have in progress, all together and each."""
+"""Limits on the work in progress, for all callers together and for each caller."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_is_beyond_a_limit_is_refused_for_good_whoever_asks() -> None:
 
 
 def run_full(work: Any, **settings: Any) -> Any:
-    """The result of `work` beside a caller that holds all of 8 requests, given the limits and its ticket."""
+    """Run `work` with the limits and the ticket of a caller that holds all 8 requests; return its result."""
 
     async def run() -> Any:
         limits = Limits(ServerSettings(max_requests=8, **settings))
@@ -81,7 +81,7 @@ def test_requests_that_wait_are_admitted_in_order_of_arrival() -> None:
         assert limits.in_use()["requests"] == 0
         return states
 
-    # The last one would fit beside the first, and waits for the one before it.
+    # The last one would fit now, but waits its turn behind the one before it.
     assert run_full(work) == [[True, False, False], [True, True, True], [True, True, True]]
 
 
@@ -93,7 +93,7 @@ def test_a_new_request_does_not_overtake_its_callers_that_wait() -> None:
         with pytest.raises(NoRoomError):
             limits.admit(cost(1), "hog")
         limits.admit(cost(4), "other").release()
-        limits.admit(cost(0), "hog").release()  # the bytes of a reply that is ready
+        limits.admit(cost(0), "hog").release()  # a reply that is ready costs only its bytes
         first.release()
         (await wait).release()
 
@@ -152,7 +152,7 @@ def test_a_request_that_leaves_makes_room_for_the_next(is_admitted: bool) -> Non
     async def work(limits: Limits, hog: Any) -> None:
         first, second = await begun(limits.wait(cost(8), "hog"), limits.wait(cost(1), "hog"))
         if is_admitted:
-            hog.release()  # the first has its ticket now, and has not seen it
+            hog.release()  # the first has been admitted, but has not resumed yet
             first.cancel()
         else:
             first.cancel()

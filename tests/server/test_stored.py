@@ -1,4 +1,4 @@
-"""What is kept of responses: by owner, and as many bytes as it takes."""
+"""Stored responses are kept by owner and within a byte limit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_one_owner_pushes_out_no_others(max_responses: int, max_bytes: int) -> N
 
 
 def test_a_conversation_that_no_body_could_hold_is_not_kept() -> None:
-    """Turn by turn it would grow to all the room there is, and is read in one go."""
+    """Without this limit a conversation would grow turn by turn to the whole store, and be read at once."""
     stored = StoredResponses(4, 10_000, 250)
     stored.keep(b"", RESPONSE, MESSAGES * 2)
     assert stored.find(b"", "resp-1").messages() == MESSAGES * 2

@@ -1,4 +1,4 @@
-"""How a cluster is shared out among actors; no Ray is needed for that."""
+"""Distribution of a cluster's resources among actors, tested without Ray."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ GPUS = {"CPU": 8.0, "GPU": 4.0}
     ("machines", "asked", "share"),
     [
         ([SMALL], {}, (1, 4, 0)),
-        ([SMALL, LARGE], {}, (2, 4, 0)),  # one a machine, and as many CPUs as all of them have
+        ([SMALL, LARGE], {}, (2, 4, 0)),  # one actor per machine, each with the CPUs of the smallest machine
         ([SMALL, LARGE], {"ray_actors": 5}, (5, 4, 0)),
         ([LARGE], {"ray_actors": 3}, (3, 5, 0)),
         ([LARGE], {"ray_cpus": 2}, (1, 2, 0)),
-        ([GPUS, GPUS], {}, (8, 2, 1)),  # one a GPU
+        ([GPUS, GPUS], {}, (8, 2, 1)),  # one actor per GPU
         ([GPUS, SMALL], {}, (4, 2, 1)),
         ([GPUS], {"ray_gpus": 0}, (1, 8, 0)),
         ([GPUS], {"ray_gpus": 0.5}, (8, 1, 0.5)),

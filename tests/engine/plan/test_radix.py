@@ -1,4 +1,4 @@
-"""The radix tree and its slots against a plain dict of prefixes."""
+"""The radix tree and its slots, compared with a plain dict of prefixes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ids_of(values: Any) -> Any:
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """The twin maps (adapter, prefix) to the slot of the prefix's last token."""
+    """Compare the tree with a twin dict: (adapter, prefix) to the slot of the prefix's last token."""
 
     @initialize()
     def start(self) -> None:
@@ -35,7 +35,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.locked: list[tuple[Any, Any, tuple[int, ...]]] = []
 
     def known(self, adapter: Any, ids: list[int]) -> int:
-        """How many leading ids the twin knows."""
+        """Return how many leading ids the twin knows."""
         length = 0
         while length < len(ids) and (adapter, tuple(ids[: length + 1])) in self.twin:
             length += 1
@@ -111,7 +111,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule()
     def forget_step(self) -> None:
-        # Those who stand on this step's tokens are ended first, as the scheduler does.
+        # Requests that hold this step's tokens are ended first, as the scheduler does.
         for entry in [entry for entry in self.locked if self.born[entry[1], entry[2]] == self.step]:
             self.tree.unlock(entry[0])
             self.locked.remove(entry)
@@ -128,7 +128,7 @@ class TreeMachine(RuleBasedStateMachine):
         }
 
     def drop_what_is_gone(self) -> None:
-        """Take the tree's word for what went, but for what must and what cannot have gone."""
+        """Drop the prefixes that the tree evicted from the twin; no pinned prefix may be among them."""
         held = self.held()
         gone = set(self.twin) - set(held)
         assert not gone & self.pinned(), "a pinned prefix went"
@@ -136,7 +136,7 @@ class TreeMachine(RuleBasedStateMachine):
             del self.twin[prefix], self.born[prefix]
 
     def held(self) -> dict[Any, int]:
-        """Every prefix in the tree, read node by node."""
+        """Return every prefix in the tree, read node by node."""
         prefixes: dict[Any, int] = {}
         stack = [(adapter, (), root) for adapter, root in self.tree._roots.items()]
         while stack:
@@ -173,7 +173,7 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
         tree.insert(tree.root(), ids_of([first, 7, 8]), pool.allocate(3))
     node, _ = tree.descend(tree.root(), ids_of([1, 7, 8]))
     tree.lock(node)
-    tree.unlock(node)  # used last
+    tree.unlock(node)  # most recently used
     tree.evict(3)
     assert sorted(tree.root().children) == [1, 3]
     tree.evict(1)

@@ -1,4 +1,4 @@
-"""What vLLM answers wrongly, and what this engine answers; each fails, too, once vLLM has mended it."""
+"""Results that vLLM gets wrong and this engine right; a test also fails once vLLM has fixed its bug."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def vllm_params(**asked: Any) -> Any:
 
 
 async def of_vllm(engine: Any, ids: list[int], *, lora: Any = None, **asked: Any) -> Any:
-    """VLLM's own answer to one request of its own."""
+    """Run one request directly on vLLM and return its output."""
     name = uuid.uuid4().hex
     outputs = engine.core._llm.generate(
         {"prompt_token_ids": ids}, vllm_params(**asked), name, lora_request=lora
@@ -54,7 +54,7 @@ def ask_vllm(engine: Any, *requests: tuple[list[int], dict[str, Any]]) -> list[A
 
 
 def ask(engine: Any, *requests: tuple[list[int], dict[str, Any]]) -> list[Any]:
-    """This engine's answers to requests beside each other."""
+    """Run requests concurrently on this engine and return their outputs."""
 
     async def together() -> list[Any]:
         maker = Requests(engine)
@@ -74,7 +74,7 @@ def ask(engine: Any, *requests: tuple[list[int], dict[str, Any]]) -> list[Any]:
 
 
 def difference(output: Any, other: Any) -> float:
-    """Nats between the chosen tokens of two texts, at most; infinite where other tokens were chosen."""
+    """Return the largest difference of the chosen tokens' log-probabilities (nats); inf if tokens differ."""
     text, twin = output.outputs[0], other.outputs[0]
     if list(text.token_ids) != list(twin.token_ids):
         return float("inf")
@@ -88,7 +88,7 @@ def random_ids(seed: int, length: int) -> list[int]:
 
 
 class TestPromptLogprobsBesideThePrefixCache:
-    """VLLM leaves the rows of cached tokens as the memory was, where the cache is read."""
+    """On a prefix cache hit, vLLM leaves the rows of cached tokens uninitialised."""
 
     LENGTH = 80
 
@@ -100,10 +100,10 @@ class TestPromptLogprobsBesideThePrefixCache:
     def test_vllms_own_rows_are_not_those_of_the_prompt(self, on_vllm: LoadedModel) -> None:
         engine, ids = on_vllm.engine, random_ids(1, self.LENGTH)
         cold, num_cold = self.chosen_by_vllm(engine, ids, reads_cache=False)
-        self.chosen_by_vllm(engine, random_ids(2, self.LENGTH), reads_cache=False)  # the memory is used again
+        self.chosen_by_vllm(engine, random_ids(2, self.LENGTH), reads_cache=False)  # reuses the memory
         warm, num_warm = self.chosen_by_vllm(engine, ids, reads_cache=True)
         assert (num_cold, num_warm > 0) == (0, True)
-        # Memory as it was may also hold NaN.
+        # Uninitialised memory may also hold NaN.
         are_right = np.abs(warm[:num_warm] - cold[:num_warm]) <= 0.1
         assert not are_right.all(), "vLLM has mended it: read the cache"
         np.testing.assert_allclose(warm[num_warm:], cold[num_warm:], atol=TOLERANCE)
@@ -124,7 +124,7 @@ class TestPromptLogprobsBesideThePrefixCache:
 
 class TestGivenIds:
     def test_vllm_spoils_the_alternatives_of_a_neighbour(self, on_vllm: LoadedModel) -> None:
-        """A request for named ids in the batch takes the top-k of the others away."""
+        """A request with `logprob_token_ids` removes the top-k alternatives of the others in its batch."""
         ids = random_ids(3, 10)
         asked = {"logprobs": 3, "max_tokens": 6}
         [alone] = ask_vllm(on_vllm.engine, (ids, asked))
@@ -157,7 +157,7 @@ class TestGivenIds:
 
 
 class TestTheLastAlternative:
-    """Where the chosen token lies outside the k best, vLLM's chat reply holds it and k - 1 of them."""
+    """If the chosen token is not among the k best, vLLM's chat reply has it and only k - 1 of them."""
 
     ASKED: ClassVar = {"temperature": 2.0, "seed": 5, "logprobs": 2, "max_tokens": 30}
 
@@ -181,11 +181,11 @@ class TestTheLastAlternative:
 
 
 class TestLoraOnACpu:
-    """With LoRA enabled, vLLM's CPU build has faults of its own."""
+    """With LoRA enabled, vLLM's CPU build has additional faults."""
 
     @pytest.fixture
     def engine(self, vllm_config: EngineConfig) -> Iterator[Any]:
-        """With places for two LoRA weights, of which this library leaves the last one empty."""
+        """An engine with two LoRA slots, of which this library leaves the last one empty."""
         options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
         options |= vllm_config.engine_options  # type: ignore[operator]
         loaded = start_engine(replace(vllm_config, engine_options=options))

@@ -1,4 +1,4 @@
-"""Calls that a client begins itself: they are read in linear time, beside the event loop."""
+"""Tool calls that clients send as history are parsed in linear time, off the event loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DEPTH = 90
 BYTES = 1 << 20
-# Far from both: a text of this depth that is read anew at each level takes more than 50 times as long.
+# Far from both: parsing the text again at each level would take more than 50 times as long.
 MAX_TIMES = 15
 TALKS = (
     "{% for tool in tools or [] %}[{{ tool.function | tojson }}]{% endfor %}"
@@ -30,7 +30,7 @@ TALKS = (
 
 
 def call(depth: int, num_bytes: int) -> str:
-    """A call within the `function` of others, each of which holds a share of so many bytes."""
+    """Build a call nested in the `function` of others, each holding an equal share of `num_bytes`."""
     rest = json.dumps("the cat " * (num_bytes // (depth - 1) // 8))
     return (
         f'{{"rest": {rest}, "function": ' * (depth - 1)
@@ -58,7 +58,7 @@ def test_a_nested_call_is_read_in_linear_time() -> None:
 
 @pytest.fixture
 def talks(long_llm: Any, serve_llm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A model whose chat template lays out calls."""
+    """A served model whose chat template renders tool calls."""
     monkeypatch.setattr(long_llm.text.tokenizer, "chat_template", TALKS)
     with serve_llm(long_llm) as running:
         yield running

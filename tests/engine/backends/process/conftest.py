@@ -1,4 +1,4 @@
-"""Engine processes over tiny models, and what they leave behind."""
+"""Fixtures that run tiny models in engine processes and check for leaks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from logprobe.engine.request import RequestOutput
     from logprobe.transport.messages import Admitted, Request
 
-LIMIT_S = 300  # nothing takes as long, also on a busy machine
+LIMIT_S = 300  # generous, also for a busy machine
 
 
 @pytest.fixture(scope="session")
 def settings(config: EngineConfig) -> dict[str, Any]:
-    """Of an engine, as the front doors take them."""
+    """Engine settings in the form that the public entry points take."""
     own = {field.name: getattr(config, field.name) for field in fields(config)}
     return {
         name: own[name] for name in ("model", "kv_bytes", "max_batch_tokens", "max_batch_rows", "weights")
@@ -35,7 +35,7 @@ def settings(config: EngineConfig) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def start(config: EngineConfig) -> Callable[..., AbstractContextManager[Front]]:
-    """Start engine processes, which are gone after the block."""
+    """Start engine processes and stop them when the block ends."""
 
     @contextmanager
     def started(**more: Any) -> Iterator[Any]:
@@ -50,21 +50,21 @@ def start(config: EngineConfig) -> Callable[..., AbstractContextManager[Front]]:
 
 @pytest.fixture(scope="session")
 def engine(started: Callable[[str], Any]) -> Front:
-    """One process for all tests that leave it whole, or have it started again."""
+    """One engine process, shared by the tests that leave it running or restart it."""
     one: Front = started("process")
     return one
 
 
 @pytest.fixture(scope="session")
 def replicas(started: Callable[[str], Any]) -> Front:
-    """Two processes, likewise."""
+    """Two replica processes, shared like `engine`."""
     both: Front = started("router")
     return both
 
 
 @pytest.fixture
 def places(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Which replica each request of this test was given to, by its number: it may end before one can look."""
+    """Record which replica each request was sent to, by number; it may end before a test looks."""
     taken: dict[str, int] = {}
     submit = Replica.submit
 
@@ -77,27 +77,27 @@ def places(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 class Teller:
-    """Requests by their ids and parameters, and what becomes of them; no wait is endless."""
+    """Submit requests and collect their results, with a timeout on every wait."""
 
     def __init__(self, asker: Any) -> None:
         self._asker = asker
 
     def request(self, ids: Any = (5, 6, 7), **params: Any) -> Request:
-        """A request with a name of its own."""
+        """Make a request with a unique id."""
         made: Request = self._asker.request(ids, **params)
         return made
 
     def submit(self, engine: Any, ids: Any = (5, 6, 7), **params: Any) -> str:
-        """Have a request run; its name."""
+        """Submit a request and return its id."""
         [name] = self._asker.submit(engine, self._asker.request(ids, **params))
         return str(name)
 
     async def result(self, engine: Any, name: str) -> RequestOutput:
-        """What a request comes to."""
+        """Wait for the output of a request."""
         return await asyncio.wait_for(engine.result(name), LIMIT_S)
 
     def ask(self, engine: Any, ids: Any = (5, 6, 7), **params: Any) -> RequestOutput:
-        """What a new request comes to."""
+        """Run a request and return its output."""
         return asyncio.run(self.result(engine, self.submit(engine, ids, **params)))
 
 
