@@ -22,7 +22,6 @@ _HEADER_BYTES: Final = 1 << 20  # of a safetensors file: its names, shapes and p
 _SMALL_BYTES: Final = 1 << 25  # of a file that is read whole in no time
 _SETTINGS: Final = ("config.json", "generation_config.json")
 _LIBRARIES: Final = ("torch", "transformers", "tokenizers", "numpy")
-_TOKENIZER_FILES: Final = "*token*"  # tokenizer.json, tokenizer_config.json, special_tokens_map.json ...
 _CODE: Final = ("engine", "kernels", "models")
 
 
@@ -54,17 +53,6 @@ def panels_folder(folder: Path, source: str) -> Path:
 def record_folder(folder: Path, source: str) -> Path:
     """Where what was proven of a model lies."""
     return home() / "loads" / f"{_stem(folder)}-{source}-{_digest([LAYOUT, *_code()])}"
-
-
-def tokenizer_folder(folder: Path, source: str) -> Path:
-    """Where the tokenizer lies that was made of the model's own files as they are now.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
-    files = [file for file in sorted(folder.glob(_TOKENIZER_FILES)) if file.is_file()]
-    made_of = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
-    return home() / "loads" / f"{_stem(folder)}-{source}-{_digest([*made_of, *_code()])}"
 
 
 def _stem(folder: Path) -> str:
