@@ -51,6 +51,7 @@ _LIBRARY_FILES: Final = (
     "vocab.json",
     "chat_template*",
     "*.jinja",
+    "additional_chat_templates/*.jinja",
     "*.model",
     "*.safetensors",
     "*.gguf",
