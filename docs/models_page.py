@@ -46,9 +46,8 @@ Beside a model's files, the first load leaves two things for the next ones, in `
   weight where bfloat16 or float16 holds them, those of its blocks from a `.gguf` file. All processes map
   them, so that they are in memory once.
 - **records** of what was proven of it, with a few of transformers' logits: about a megabyte each, some more
-  where the vocabulary is large; and beside each its tokenizer as transformers has set it up, as large as its
-  `tokenizer.json`. New versions of this library or of those below it make new ones; a model keeps at most
-  {most_records} of both together.
+  where the vocabulary is large. New versions of this library or of those below it make new ones; a model
+  keeps at most {most_records}.
 
 `logprobe models list` says what files, panels and records take of each model, also of folders and of the
 hub's models, which are listed as "left by" their names. `logprobe models show MODEL` says it of one, and of a

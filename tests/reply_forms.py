@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from logprobe.models import Vocabulary
-from logprobe.models.stored.tokenizer import TokenizerFacts
+from logprobe.models.fast_tokenizer import TokenizerFacts
 from logprobe.text.channels import Channels, Part, ResponseForm, template_of
 from logprobe.text.edge import TextEdge
 from logprobe.text.pieces import Cutter

@@ -244,7 +244,7 @@ def test_a_folder_that_was_loaded_is_shown_with_what_that_left_and_keeps_its_fil
     with LLM(name, weights="published", kv_bytes=1 << 20) as llm:
         assert llm.engine.capabilities().weights == "published"
     left = [folder for kind in ("panels", "loads") for folder in sorted((home / kind).glob("[!.]*"))]
-    assert len(left) == 3  # of the latter kind a record and a tokenizer
+    assert len(left) == 2
     shown = json.loads(CliRunner().invoke(app, ["show", name, "--json"]).stdout)
     assert shown["folder"] == name
     assert {"files", "panels", "records"} <= shown.keys()

@@ -75,6 +75,7 @@ def index_of(text: str) -> Callable[[Path], None]:
 
 def fifo_of(name: str) -> Callable[[Path], None]:
     def make(folder: Path) -> None:
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).unlink(missing_ok=True)
         os.mkfifo(folder / name)
 
@@ -104,6 +105,7 @@ REFUSED_AT_ONCE: dict[str, Callable[[Path], None]] = {
     "large template": large("chat_template.jinja"),
     "weights are a FIFO": fifo_of("model.safetensors"),
     "tokenizer is a FIFO": fifo_of("tokenizer.json"),
+    "one of several templates is a FIFO": fifo_of("additional_chat_templates/rag.jinja"),
     "generation_config is a FIFO": fifo_of("generation_config.json"),
     "index is no JSON": index_of("["),
     "index is a list": index_of("[]"),

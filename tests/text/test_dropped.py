@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from logprobe.errors import ParameterError
+from logprobe.text import templates
 from logprobe.text.chat import Layout, lay_out
 from logprobe.text.dropped import MAX_TRIALS
 from refusals import raises
@@ -126,15 +127,11 @@ def test_a_shape_that_was_laid_out_whole_vouches_for_itself_alone(laid_out: Any,
 
 
 def test_a_conversation_of_a_known_shape_is_laid_out_once(
-    laid_out: Any, tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch
+    laid_out: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     laid_out(TWO_ROLES, [ASK])
-    lay, count = tiny_llm.text.tokenizer.apply_chat_template, []
-    monkeypatch.setattr(
-        tiny_llm.text.tokenizer,
-        "apply_chat_template",
-        lambda *args, **more: count.append(1) or lay(*args, **more),
-    )
+    lay, count = templates.render_chat, []
+    monkeypatch.setattr(templates, "render_chat", lambda *args, **more: count.append(1) or lay(*args, **more))
     laid_out(TWO_ROLES, [ASK | {"content": "a dog"}])
     assert len(count) == 1
     laid_out(TWO_ROLES, [ASK | {"content": ""}, ASK])

@@ -8,7 +8,7 @@ import pytest
 
 from conftest import CHAT_TEMPLATE
 from logprobe.errors import ParameterError
-from logprobe.text import rendering
+from logprobe.text import rendering, templates
 from logprobe.text.chat import Layout, lay_out, variables_of
 from logprobe.text.edge import TextEdge
 from logprobe.text.template_cost import is_cheap
@@ -80,7 +80,7 @@ def test_a_template_without_bounds_takes_no_memory_here(
     edge: TextEdge, template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rendered: list[Any] = []
-    monkeypatch.setattr(edge.tokenizer, "apply_chat_template", lambda *_, **__: rendered.append(1) or "")
+    monkeypatch.setattr(templates, "render_chat", lambda *_, **__: rendered.append(1) or "")
     edge.tokenizer.chat_template = CHAT_TEMPLATE + template
     with raises(ParameterError, parameter="messages"):
         lay_out(MESSAGES, edge)

@@ -228,7 +228,7 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # untyped without inspect-ai
         variables, effort = dict(given or {}), config.reasoning_effort
         if effort is None:
             return variables
-        known = variables_of(str(self.text.tokenizer.chat_template))
+        known = variables_of(str(self.text.template_source.chat_template))
         ways = [{"reasoning_effort": effort}, *([{"enable_thinking": False}] if effort == "none" else [])]
         read = [way for way in ways if way.keys() <= known]
         require(read, "reasoning_effort", "is not supported by the model's chat template; leave it out")

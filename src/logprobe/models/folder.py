@@ -50,6 +50,7 @@ _LIBRARY_FILES: Final = (
     "vocab.json",
     "chat_template*",
     "*.jinja",
+    "additional_chat_templates/*.jinja",
     "*.model",
     "*.safetensors",
     "*.gguf",

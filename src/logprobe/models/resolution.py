@@ -139,7 +139,8 @@ def checked_folder(folder: Path) -> Path:
         check_counts(folder, weight_files(folder))
     if not (folder / "tokenizer.json").is_file():
         raise ModelNotFoundError(
-            f"{folder}: has no tokenizer.json; save the fast tokenizer there (save_pretrained)"
+            f"{folder}: has no tokenizer.json; convert the tokenizer with transformers "
+            "(AutoTokenizer.from_pretrained, save_pretrained)"
         )
     return folder
 

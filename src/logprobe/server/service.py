@@ -306,7 +306,7 @@ class Service:
 
     def template_variables(self) -> frozenset[str]:
         """Return the variables of the model's chat template; empty if it has no valid template."""
-        template = chat_template_of(self.text.tokenizer)
+        template = chat_template_of(self.text.template_source)
         if template is None:
             return frozenset()
         from jinja2 import TemplateSyntaxError
@@ -320,7 +320,7 @@ class Service:
         """Return True if a body has no conversation, or its size bounds the time to render the template."""
         if getattr(body, "messages", None) is None and getattr(body, "input", None) is None:
             return True
-        template = chat_template_of(self.text.tokenizer)
+        template = chat_template_of(self.text.template_source)
         return template is None or is_cheap(template)
 
     def reply_form(self) -> ResponseForm | None:

@@ -116,8 +116,8 @@ def lay_out(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> 
         ParameterError: there is no template, a role is missing, a part is not text, the template raises or
             would ignore something, such as whitespace around a message that is to be continued.
     """
-    tokenizer = text.tokenizer
-    if tokenizer.chat_template is None:
+    source = text.template_source
+    if source.chat_template is None:
         raise ParameterError(
             "messages", "the model has no chat template; use text completion (generate, /v1/completions)"
         )
@@ -127,18 +127,18 @@ def lay_out(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> 
     tools, variables = _plain_tools(layout.tools), dict(layout.chat_template_kwargs or {})
     ways = [(plain, list(range(len(plain))))]
     has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in plain)
-    if (tools or has_calls) and _says_tools(tokenizer, tools):
+    if (tools or has_calls) and _says_tools(source, tools):
         ways, tools = as_texts(plain, tools), None
     elif has_calls:
         ways.append(([_with_argument_texts(message) for message in plain], ways[0][1]))
-    _check_variables(variables, tokenizer.chat_template)
+    _check_variables(variables, _template_for(source.chat_template, tools))
 
     def render(messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None = tools) -> str:
         # If a template trims contents, transformers also strips the line breaks before an empty last message.
         is_empty = layout.continue_final_message and not messages[-1]["content"]
         if is_empty:
             messages = [*messages[:-1], messages[-1] | {"content": FILLER}]
-        laid_out = _render(tokenizer, messages, tools, layout, variables)
+        laid_out = _render(source, messages, tools, layout, variables)
         return laid_out.removesuffix(FILLER) if is_empty else laid_out
 
     plain, numbers, laid_out = _first_rendered(render, ways)
@@ -149,7 +149,7 @@ def lay_out(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> 
     if tools is not None:
         _check_tools(lambda: render(plain, None), laid_out)
     shape = _shape_of(plain, layout)
-    known = text.sound_shapes.setdefault(str(tokenizer.chat_template), set())
+    known = text.sound_shapes.setdefault(str(source.chat_template), set())
     if shape is None or shape not in known:
         is_sound = check_laid_out(plain, render, laid_out, numbers)
         if shape is not None and is_sound and len(known) < MAX_SHAPES:
@@ -158,7 +158,7 @@ def lay_out(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> 
 
 
 def _render(
-    tokenizer: Any,
+    source: Any,
     messages: Sequence[dict[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None,
     layout: Layout,
@@ -169,23 +169,35 @@ def _render(
     Raises:
         ParameterError: rendering exceeds the time limit.
     """
-    template = tokenizer.get_chat_template(None, tools)
-    options = {
+    from logprobe.text.templates import render_chat  # with jinja2
+
+    template = _template_for(source.chat_template, tools)
+    arguments: dict[str, Any] = {
+        "messages": messages,
+        "tools": tools,
         "add_generation_prompt": layout.begins_a_message,
         "continue_final_message": layout.continue_final_message,
-        **variables,
+        "variables": {**source.special_tokens_map, **variables},
     }
     if is_cheap(template):
-        text: str = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
-        return text
+        return render_chat(template, **arguments)
     size = len(template)
     require(
-        size <= MAX_TEMPLATE_CHARS, "messages", f"the model's chat template is too long ({size} characters)"
+        size <= MAX_TEMPLATE_CHARS,
+        "messages",
+        f"the model's chat template has {size} characters, more than {MAX_TEMPLATE_CHARS}",
     )
-    # The same arguments that `apply_chat_template` passes to the template.
-    given = [{name: value for name, value in message.items() if value is not None} for message in messages]
-    shown = {**tokenizer.special_tokens_map, **options}
-    return PROCESS.render(template, {"conversations": [given], "tools": tools, **shown})
+    return PROCESS.render(template, arguments)
+
+
+def _template_for(templates: str | Mapping[str, str], tools: Sequence[Mapping[str, Any]] | None) -> str:
+    """Return the template of a conversation, of several by name that of tools or the default."""
+    if isinstance(templates, str):
+        return templates
+    name = "tool_use" if tools is not None and "tool_use" in templates else "default"
+    known = ", ".join(sorted(templates))
+    require(name in templates, "messages", f"the model's chat templates ({known}) have no default")
+    return templates[name]
 
 
 def _first_rendered(
@@ -249,9 +261,9 @@ def _check_tools(render_bare: Any, laid_out: str) -> None:
     require(not is_ignored, "tools", "the model's chat template ignores them; describe them in a message")
 
 
-def chat_template_of(tokenizer: Any) -> str | None:
+def chat_template_of(source: Any) -> str | None:
     """Return the chat template used for conversations with tools; None if there is none."""
-    template: str | dict[str, str] | None = tokenizer.chat_template
+    template: str | dict[str, str] | None = source.chat_template
     if isinstance(template, dict):
         return template.get("tool_use", template.get("default"))
     return template
@@ -268,9 +280,9 @@ def takes_tools(template: str) -> bool:
         return True  # the syntax error is reported when it is rendered
 
 
-def _says_tools(tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None) -> bool:
+def _says_tools(source: Any, tools: Sequence[Mapping[str, Any]] | None) -> bool:
     """Return True if tools, calls and results must be described in text since the template ignores them."""
-    template = chat_template_of(tokenizer)
+    template = chat_template_of(source)
     assert template is not None, "the caller checked it"
     # A template that renders calls itself keeps doing so as long as no tools are given.
     return not takes_tools(template) and (bool(tools) or "tool_calls" not in template)

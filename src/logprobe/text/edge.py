@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import TYPE_CHECKING, Any, Self
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Self, final
 
 import numpy as np
 
 from logprobe.errors import ParameterError, require
 from logprobe.models import Vocabulary
-from logprobe.models.stored.tokenizer import TokenizerFacts
+from logprobe.models.fast_tokenizer import TokenizerFacts
 from logprobe.text.spans import byte_spans
 
 if TYPE_CHECKING:
@@ -23,24 +24,47 @@ if TYPE_CHECKING:
 
     from tokenizers import Encoding, Tokenizer
 
+    from logprobe.models.fast_tokenizer import FastTokenizer
     from logprobe.records.values import IntArray
     from logprobe.text.spans import Spans
 
 logger = logging.getLogger("logprobe")
 
 
+@final
+class LoadOnce:
+    """Call `load` at the first call, and return its result at each; thread-safe."""
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self._load, self._lock = load, Lock()
+        self._results: list[Any] = []
+
+    def __call__(self) -> Any:
+        """Return the result of `load`."""
+        with self._lock:
+            if not self._results:
+                self._results.append(self._load())
+            return self._results[0]
+
+    @property
+    def is_loaded(self) -> bool:
+        """True after the first call has returned."""
+        return bool(self._results)
+
+
 @dataclass(frozen=True, slots=True)
 class TextEdge:
     """A model's tokenizer together with the exact bytes of its tokens.
 
-    Texts are encoded with the `tokenizers` backend as transformers configured it; transformers itself is only
-    imported when `tokenizer` is accessed.
+    Texts are encoded with the `tokenizers` backend, and chat templates are rendered with jinja2; transformers
+    itself is only imported when `tokenizer` is accessed.
     """
 
     backend: Tokenizer
     facts: TokenizerFacts
     vocabulary: Vocabulary
     load_tokenizer: Callable[[], Any]  # thread-safe; returns the same object each time
+    fast: FastTokenizer | None = None  # the tokenizer as read from its files; None: `load_tokenizer` gave it
     # Chat template -> conversation shapes that it is known to render completely (`chat.lay_out`).
     sound_shapes: dict[str, set[str]] = field(default_factory=dict, compare=False, repr=False)
     logged_warnings: set[str] = field(default_factory=set, compare=False, repr=False)
@@ -53,6 +77,24 @@ class TextEdge:
         backend: Tokenizer = tokenizer.backend_tokenizer
         vocabulary = Vocabulary.from_tokenizer(backend)
         return cls(backend, TokenizerFacts.of(tokenizer), vocabulary, lambda: tokenizer)
+
+    @classmethod
+    def of_fast(cls, fast: FastTokenizer, load_tokenizer: Callable[[], Any]) -> Self:
+        """Create from a tokenizer that was read without transformers; `load_tokenizer` loads that of it."""
+        vocabulary = Vocabulary.from_tokenizer(fast.backend)
+        return cls(fast.backend, fast.facts, vocabulary, LoadOnce(load_tokenizer), fast)
+
+    @property
+    def template_source(self) -> Any:
+        """The object with the attributes `chat_template`, `special_tokens_map` and `response_template`.
+
+        That is `tokenizer` once it is loaded, because a caller may have changed them there; before that, the
+        tokenizer that was read without transformers.
+        """
+        load = self.load_tokenizer
+        if self.fast is not None and isinstance(load, LoadOnce) and not load.is_loaded:
+            return self.fast
+        return self.tokenizer
 
     @property
     def tokenizer(self) -> Any:

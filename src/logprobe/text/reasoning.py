@@ -33,7 +33,7 @@ def lay_out_reasoning(messages: Conversation, text: TextEdge, layout: Layout) ->
     bare = [_without_reasoning(message) for message in messages]
     if bare == [*messages]:
         return lay_out(messages, text, layout), True
-    name = _field_read(str(text.tokenizer.chat_template))
+    name = _field_read(str(text.template_source.chat_template))
     whole = [_in_one_field(message, name) for message in messages]
     last = max((index for index, message in enumerate(bare) if message.get("role") == "user"), default=0)
     for first in (0, last):

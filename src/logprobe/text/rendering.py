@@ -1,7 +1,7 @@
 """Render chat templates of unbounded cost in a subprocess with time and memory limits.
 
-The subprocess runs this file. It renders with transformers, as `apply_chat_template` does, one request at a
-time, and exits with its parent. Requests and replies are length-prefixed JSON over stdin and stdout.
+The subprocess runs this file. It renders with `templates.render_chat`, one request at a time, and exits with
+its parent. Requests and replies are length-prefixed JSON over stdin and stdout.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 LIMIT_S: Final = 5.0  # per rendering
-START_LIMIT_S: Final = 60.0  # for the subprocess to start, which imports transformers
+START_LIMIT_S: Final = 60.0  # for the subprocess to start
 MAX_TEXT_BYTES: Final = 1 << 26  # of rendered text
 MAX_MORE_BYTES: Final = 1 << 29  # address space that rendering may add (RLIMIT_AS)
 MAX_TIMEOUTS: Final = 3  # per template; after that it is rejected without rendering
@@ -52,7 +52,7 @@ class TemplateProcess:
         self._owner = os.getpid()
 
     def render(self, template: str, arguments: Mapping[str, Any]) -> str:
-        """Render a template with the arguments of transformers' `render_jinja_template`.
+        """Render a template with the arguments of `templates.render_chat` by name.
 
         Raises:
             ParameterError: the template exceeded the time limit.
@@ -148,7 +148,7 @@ def _main() -> None:
     import resource
     from pathlib import Path
 
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from logprobe.text.templates import render_chat
 
     if sys.platform == "linux":  # only Linux has /proc/self/statm
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
@@ -161,8 +161,7 @@ def _main() -> None:
         data = sys.stdin.buffer.read(int.from_bytes(head, "little"))
         try:
             template, arguments = json.loads(data)
-            rendered: Any = render_jinja_template(chat_template=template, **arguments)
-            reply = msgspec.json.encode(_Reply(text=rendered[0][0]))
+            reply = msgspec.json.encode(_Reply(text=render_chat(template, **arguments)))
         except Exception as error:  # noqa: BLE001 - a template may raise anything
             reason = " ".join(str(error).split()) or type(error).__name__
             reply = msgspec.json.encode(_Reply(error=shortened(reason, MAX_REASON_CHARS)))

@@ -113,7 +113,7 @@ def test_as_many_records_are_kept_as_there_may_be(
     """Locks, and what another process is writing, are no records."""
     monkeypatch.setenv("LOGPROBE_HOME", str(tmp_path))
     LLM(str(tiny_model_folder), kv_bytes=1 << 21).close()
-    [record, *others] = (tmp_path / "loads").glob("[!.]*")
+    [record] = (tmp_path / "loads").glob("[!.]*")
     for number in range(MAX_RECORDS):
         older = record.with_name(f"{record.name[:-4]}{number:04d}")
         shutil.copytree(record, older)
@@ -125,12 +125,12 @@ def test_as_many_records_are_kept_as_there_may_be(
     LLM(str(tiny_model_folder), kv_bytes=1 << 21).close()
     kept = {one.name for one in (tmp_path / "loads").glob("[!.]*")}
     assert len(kept) == MAX_RECORDS
-    assert {record.name, *(one.name for one in others)} <= kept
+    assert record.name in kept
     assert partial.is_dir()
 
 
-# Of the tiny model the tokenizer takes 4 kB, the record 8, the panels 460.
-@pytest.mark.parametrize("most_bytes", [2_000, 6_000, 100_000])
+# Of the tiny model the record takes 8 kB, the panels 460.
+@pytest.mark.parametrize("most_bytes", [2_000, 100_000])
 def test_a_cache_without_room_costs_a_load_nothing_but_time(
     tiny_model_folder: Path,
     tmp_path: Path,

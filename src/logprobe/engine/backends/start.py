@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
+from importlib.util import find_spec
 from pkgutil import resolve_name
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from logprobe.config import ENGINES
@@ -18,12 +18,12 @@ from logprobe.engine.forward.process_memory import keep_out_of_collections, resi
 from logprobe.engine.forward.system_limits import free_bytes
 from logprobe.engine.front import Front
 from logprobe.engine.protocol import Capabilities
-from logprobe.errors import ModelError
-from logprobe.models import Vocabulary, load_tokenizer, quantization, resolve, weight_version
+from logprobe.errors import MissingPackageError, ModelError
+from logprobe.models import load_tokenizer, quantization, resolve, weight_version
 from logprobe.models.cache import in_words
+from logprobe.models.fast_tokenizer import SETTINGS, FastTokenizer, read_fast_tokenizer
 from logprobe.models.folder import reading_errors
 from logprobe.models.quiet import quiet_transformers
-from logprobe.models.stored.store import LoadStore
 from logprobe.processors.registry import load_processors
 from logprobe.text.edge import TextEdge
 
@@ -137,33 +137,27 @@ def build_native_engine(config: EngineConfig) -> NativeParts:
 
 
 def text_edge(files: ModelFiles) -> TextEdge:
-    """Load the tokenizer and exact token bytes; a cached copy does not need transformers."""
-    store = LoadStore.of(files)
-    stored = None if store is None else store.tokenizer()
+    """Load the tokenizer and exact token bytes, without transformers if its files allow it.
+
+    Raises:
+        ModelNotFoundError: there is no `tokenizer.json`.
+        UnsupportedModelError: a file of the tokenizer cannot be read.
+        MissingPackageError: the tokenizer needs transformers, which is not installed.
+    """
     with reading_errors(f"{files.name}: its tokenizer"):
-        if stored is not None:
-            vocabulary = Vocabulary.from_tokenizer(stored[0])
-            return TextEdge(*stored, vocabulary, _once(partial(_load_tokenizer, files)))
-        text = TextEdge.of(_load_tokenizer(files))
-    if store is not None:
-        store.write_tokenizer(text.backend, text.facts)
-    return text
+        fast = read_fast_tokenizer(files.folder)
+        if isinstance(fast, FastTokenizer):
+            return TextEdge.of_fast(fast, partial(_load_tokenizer, files))
+        if find_spec("transformers") is None:
+            raise MissingPackageError(
+                f"{files.name}: {fast} of its {SETTINGS} needs transformers; pip install transformers"
+            )
+        return TextEdge.of(_load_tokenizer(files))
 
 
 def _load_tokenizer(files: ModelFiles) -> Any:
     with quiet_transformers():
         return load_tokenizer(files)
-
-
-def _once(make: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a thread-safe function that calls `make` once and then returns the cached result."""
-    lock, made = Lock(), cache(make)
-
-    def give() -> Any:
-        with lock:
-            return made()
-
-    return give
 
 
 def _what_it_took(forward: NativeForward, seconds: float) -> str:

@@ -23,6 +23,7 @@ from logprobe.integrations.vllm.engine import VllmEngine
 from logprobe.integrations.vllm.orders import FORMAT, SETTINGS
 from logprobe.integrations.vllm.params import portable_params, portable_row
 from logprobe.models import load_config, quantization, resolve, weight_version
+from logprobe.models.config_files import read_generation_config
 from logprobe.models.quiet import quiet_transformers
 from logprobe.models.resolution import has_gguf
 from logprobe.processors import ModelFacts
@@ -201,11 +202,7 @@ def worker_settings(config: EngineConfig, files: ModelFiles, dtype: str, device:
 
 def end_ids(files: ModelFiles, text: TextEdge) -> frozenset[int]:
     """Return all ids that end a text, from the model's configuration, generation settings and tokenizer."""
-    from transformers import GenerationConfig
-
-    sources: list[Any] = [load_config(files), text]
-    if (files.folder / "generation_config.json").is_file():
-        sources.append(GenerationConfig.from_pretrained(files.folder, local_files_only=True))
+    sources: list[Any] = [load_config(files), text, read_generation_config(files.folder)]
     ids: set[int] = set()
     for source in sources:
         named = getattr(source, "eos_token_id", None)

@@ -22,7 +22,6 @@ _HEADER_BYTES: Final = 1 << 20  # read of a large safetensors file: names, shape
 _SMALL_BYTES: Final = 1 << 25  # largest file that is hashed whole
 _SETTINGS: Final = ("config.json", "generation_config.json")
 _LIBRARIES: Final = ("torch", "transformers", "tokenizers", "numpy")
-_TOKENIZER_FILES: Final = "*token*"  # tokenizer.json, tokenizer_config.json, special_tokens_map.json, ...
 _CODE: Final = ("engine", "kernels", "models")
 
 
@@ -54,17 +53,6 @@ def panels_folder(folder: Path, source: str) -> Path:
 def record_folder(folder: Path, source: str) -> Path:
     """Return the cache folder of a model's verification record."""
     return home() / "loads" / f"{_stem(folder)}-{source}-{_digest([LAYOUT, *_code()])}"
-
-
-def tokenizer_folder(folder: Path, source: str) -> Path:
-    """Return the cache folder of the tokenizer made from the model's present files.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
-    files = [file for file in sorted(folder.glob(_TOKENIZER_FILES)) if file.is_file()]
-    made_of = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
-    return home() / "loads" / f"{_stem(folder)}-{source}-{_digest([*made_of, *_code()])}"
 
 
 def _stem(folder: Path) -> str:

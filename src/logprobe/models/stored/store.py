@@ -7,29 +7,24 @@ from __future__ import annotations
 
 import logging
 import shutil
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from logprobe.errors import DownloadError
 from logprobe.models.cache import MANIFEST, is_there, new_entry
 from logprobe.models.given import is_copy
-from logprobe.models.stored.identity import panels_folder, record_folder, source_key, tokenizer_folder
+from logprobe.models.stored.identity import panels_folder, record_folder, source_key
 from logprobe.models.stored.panels import read_panels, stored_forms, write_panels
 from logprobe.models.stored.record import read_record, write_record
-from logprobe.models.stored.tokenizer import exact_state, read_tokenizer, write_tokenizer
 from logprobe.private_files import sync
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from tokenizers import Tokenizer
-
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.models.resolution import ModelFiles
-    from logprobe.models.stored.tokenizer import TokenizerFacts
 
-MAX_RECORDS: Final = 16  # of one model, including its tokenizers; a few megabytes each
+MAX_RECORDS: Final = 16  # of one model; a few megabytes each
 
 logger = logging.getLogger("logprobe")
 
@@ -95,21 +90,6 @@ class LoadStore:
             self._write(self._record_folder, lambda partial: write_record(partial, record, tensors))
         except (DownloadError, OSError) as error:
             self._refuse(error)
-
-    def tokenizer(self) -> tuple[Tokenizer, TokenizerFacts] | None:
-        """Return the tokenizer that transformers made from the present files; None if none is stored."""
-        try:
-            folder = tokenizer_folder(self._folder, self._source)
-            return read_tokenizer(folder) if is_there(folder) else None
-        except OSError:  # of the model's own files: reported when the tokenizer is loaded from them
-            return None
-
-    def write_tokenizer(self, backend: Tokenizer, facts: TokenizerFacts) -> None:
-        """Store a tokenizer if it can be restored exactly; remove this model's oldest entries."""
-        if (state := exact_state(backend)) is not None:
-            folder = tokenizer_folder(self._folder, self._source)
-            with suppress(DownloadError, OSError):
-                self._write(folder, lambda partial: write_tokenizer(partial, state, facts))
 
     def _write(self, folder: Path, write: Callable[[Path], None]) -> None:
         """Create an entry, replacing an existing one; remove the oldest entries beyond `MAX_RECORDS`."""

@@ -197,11 +197,14 @@ async def tokenizer_info(request: HttpRequest, service: Service) -> Response:
 
 
 def _tokenizer_info(service: Service) -> bytes:
-    tokenizer = service.text.tokenizer
-    names = ("eos_token", "bos_token", "pad_token", "chat_template")
-    ids = ("eos_token_id", "bos_token_id", "pad_token_id")
-    facts = {name: getattr(tokenizer, name, None) for name in (*names, *ids)}
-    return msgspec.json.encode(facts | {"vocab_size": service.vocab_size})
+    text, source = service.text, service.text.template_source
+    special = {name: source.special_tokens_map.get(name) for name in ("eos_token", "bos_token", "pad_token")}
+    ids = {
+        f"{name}_id": None if token is None else text.backend.token_to_id(token)
+        for name, token in special.items()
+    }
+    facts = {**special, **ids, "chat_template": source.chat_template, "vocab_size": service.vocab_size}
+    return msgspec.json.encode(facts)
 
 
 def _models(service: Service) -> list[dict[str, Any]]:

@@ -293,10 +293,11 @@ def template_of(text: TextEdge, override: Fields | None = None) -> ResponseForm 
     Raises:
         ParameterError: `override` is not a response template.
     """
-    chat_template = chat_template_of(text.tokenizer)
+    source = text.template_source
+    chat_template = chat_template_of(source)
     if chat_template is None:
         return None
-    own = getattr(text.tokenizer, "response_template", None)
+    own = getattr(source, "response_template", None)
     given = own if override is None else override
     key = (chat_template, _json_of(given), override is None)
     if key not in text.response_forms:
