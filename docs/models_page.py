@@ -28,6 +28,10 @@ with the model's own, at its first positions, at its last and across each length
 `logprobe info MODEL` shows the outcome. A model that cannot be run so is refused with
 `UnsupportedModelError`; `engine='vllm'` may run it.
 
+`engine/forward/reference/` is a second decoder for the families of the native one, in NumPy and float64,
+written to be read: `logits(config, weights, token_ids)`. The tests compare it with transformers in float64,
+to 1e-10 of the largest logit, and the native decoder with it. No model is verified against it at load yet.
+
 - **native**: with published weights, by the native decoder, a row of `engine/forward/families.py`. A model of
   such a family runs so only where each key of its configuration and each of its tensors is known there. On a
   GPU such a family runs by the [GPU decoder](gpu.md).

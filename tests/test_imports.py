@@ -14,6 +14,7 @@ import pytest
         ("logprobe", ["torch", "transformers", "tokenizers", "pyarrow", "numpy", "rich"]),
         ("logprobe.records", ["torch", "transformers", "pyarrow"]),
         ("logprobe.cli", ["torch", "transformers", "pyarrow"]),
+        ("logprobe.engine.forward.reference", ["torch", "transformers"]),
     ],
 )
 def test_a_light_module_loads_nothing_heavy(module: str, heavy: list[str]) -> None:

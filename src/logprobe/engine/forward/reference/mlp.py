@@ -1,0 +1,38 @@
+"""The MLP of a layer: plain, or gated (GLU variants, Shazeer 2020)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from logprobe.engine.forward.reference.functions import ACTIVATIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from logprobe.engine.forward.reference.settings import Settings
+    from logprobe.engine.forward.reference.weights import Array, Weights
+
+
+def mlp(settings: Settings, layer: Weights, gates: Sequence[str], down: str, x: Array) -> Array:
+    """Return down(activation(gate(x)) · up(x)), or down(activation(gate(x))), (positions, hidden size).
+
+    Args:
+        settings: of the model.
+        layer: weights of the layer.
+        gates: modules that compute gate and up: two, or one whose outputs are both, one after the other.
+        down: module of the projection back to the hidden size.
+        x: (positions, hidden size).
+    """
+    outputs = np.concatenate([layer.linear(name, x) for name in gates], axis=-1)
+    return layer.linear(down, inner(settings, outputs))
+
+
+def inner(settings: Settings, outputs: Array) -> Array:
+    """Return activation(gate) · up of (positions, 2 · width) outputs, or activation(outputs)."""
+    activation = ACTIVATIONS[settings.activation]
+    if not settings.family.is_gated:
+        return activation(outputs)
+    gate, up = np.split(outputs, 2, axis=-1)
+    return activation(gate) * up

@@ -1,0 +1,167 @@
+"""Rotary position embedding (Su et al. 2021), and the ways to scale it to longer texts.
+
+Dimensions of a head rotate in pairs. Pair i of `width` / 2 turns by position · frequency[i], with
+frequency[i] = theta^(-2i / width); scaling changes the frequencies of slow pairs, and sometimes multiplies
+cosines and sines by a factor. transformers rounds frequencies and angles to float32; here both are float64.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from numpy.typing import NDArray
+
+    from logprobe.engine.forward.reference.weights import Array
+
+ORIGINAL_LEN: Final = "original_max_position_embeddings"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotary:
+    """The rotary embedding of a layer."""
+
+    parameters: Mapping[str, Any]  # transformers' `rope_parameters` of one kind of layer
+    head_dim: int
+    width: int  # dimensions that rotate, the first of each head
+    context_len: int  # `max_position_embeddings`
+    is_truncated: bool = True  # YaRN: round the bounds of its ramp to whole pairs
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Return a number of the parameters, or the default if there is one and the parameters have none."""
+        value: float = self.parameters[name] if default is None else self.parameters.get(name) or default
+        return value
+
+
+def rotate(x: Array, cosines: Array, sines: Array, *, is_paired: bool) -> Array:
+    """Rotate the first dimensions of each head by the angles of its position.
+
+    Args:
+        x: (positions, heads, head size), queries or keys.
+        cosines: (positions, pairs), from `cosines_and_sines`.
+        sines: (positions, pairs).
+        is_paired: pairs are adjacent dimensions; False: dimension i of the first half and i of the second.
+    """
+    width = 2 * cosines.shape[1]
+    rotated, rest = x[..., :width], x[..., width:]
+    axis = -1 if is_paired else -2
+    pairs = rotated.reshape(*x.shape[:-1], *((-1, 2) if is_paired else (2, -1)))
+    first, second = np.moveaxis(pairs, axis, 0)  # (positions, heads, pairs) each
+    cosines, sines = cosines[:, None], sines[:, None]
+    turned = (first * cosines - second * sines, second * cosines + first * sines)
+    return np.concatenate((np.stack(turned, axis=axis).reshape(rotated.shape), rest), axis=-1)
+
+
+def cosines_and_sines(rotary: Rotary, positions: NDArray[np.int64]) -> tuple[Array, Array]:
+    """Return the cosines and sines of all angles of a text, both (positions, pairs)."""
+    frequencies = FREQUENCIES[rotary.parameters["rope_type"]](rotary, len(positions))
+    angles = positions[:, None] * frequencies
+    factor = attention_factor(rotary)
+    return factor * np.cos(angles), factor * np.sin(angles)
+
+
+def attention_factor(rotary: Rotary) -> float:
+    """Return the factor of cosines and sines, which makes attention sharper in longer texts."""
+    kind = rotary.parameters["rope_type"]
+    if kind not in {"yarn", "longrope"}:
+        return 1.0
+    if rotary.parameters.get("attention_factor") is not None:
+        return rotary.number("attention_factor")
+    growth = math.log(max(_extension(rotary), 1))
+    if kind == "longrope":
+        return math.sqrt(1 + growth / math.log(rotary.number(ORIGINAL_LEN)))
+    over, under = rotary.number("mscale", 0), rotary.number("mscale_all_dim", 0)
+    if over and under:  # DeepSeek-V2 (2024)
+        return (0.1 * over * growth + 1) / (0.1 * under * growth + 1)
+    return 0.1 * growth + 1
+
+
+def unscaled(rotary: Rotary, _num_tokens: int = 0) -> Array:
+    """Return theta^(-2i / width), (pairs,)."""
+    return _powers(rotary.number("rope_theta"), rotary.width)
+
+
+def linear(rotary: Rotary, _num_tokens: int) -> Array:
+    """Divide all frequencies: positions are interpolated (Chen et al. 2023)."""
+    return unscaled(rotary) / rotary.number("factor")
+
+
+def dynamic(rotary: Rotary, num_tokens: int) -> Array:
+    """Raise theta with the length of a text beyond the context length (dynamic NTK; bloc97, emozilla 2023).
+
+    The slowest frequency is then divided as by linear scaling, the fastest stays.
+    """
+    factor = rotary.number("factor")
+    stretch = factor * max(num_tokens, rotary.context_len) / rotary.context_len - (factor - 1)
+    exponent = rotary.width / (rotary.width - 2)
+    return _powers(rotary.number("rope_theta") * stretch**exponent, rotary.width)
+
+
+def proportional(rotary: Rotary, _num_tokens: int) -> Array:
+    """Return frequencies for the whole head, of which the slow ones, beyond a proportion, are 0."""
+    num_rotating = int(rotary.number("partial_rotary_factor", 1.0) * rotary.head_dim // 2)
+    frequencies = _powers(rotary.number("rope_theta"), rotary.head_dim)
+    frequencies[num_rotating:] = 0
+    return frequencies / rotary.number("factor", 1.0)
+
+
+def llama3(rotary: Rotary, _num_tokens: int) -> Array:
+    """Divide frequencies of long waves, keep those of short waves, blend between (Llama 3.1, 2024)."""
+    frequencies = unscaled(rotary)
+    slow, fast = rotary.number("low_freq_factor"), rotary.number("high_freq_factor")
+    turns = rotary.number(ORIGINAL_LEN) * frequencies / (2 * math.pi)
+    kept = np.clip((turns - slow) / (fast - slow), 0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / rotary.number("factor")
+
+
+def yarn(rotary: Rotary, _num_tokens: int) -> Array:
+    """Do the same with a ramp over the numbers of the pairs: YaRN (Peng et al. 2023)."""
+    frequencies = unscaled(rotary)
+
+    def pair_of(num_turns: float) -> float:
+        """Return the number of the pair that turns so often in the original context length."""
+        wave = rotary.number(ORIGINAL_LEN) / (num_turns * 2 * math.pi)
+        return rotary.width * math.log(wave) / (2 * math.log(rotary.number("rope_theta")))
+
+    low, high = pair_of(rotary.number("beta_fast", 32)), pair_of(rotary.number("beta_slow", 1))
+    if rotary.is_truncated:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary.width - 1)
+    high += 0.001 if low == high else 0  # as the authors' code does
+    divided: Array = np.clip((np.arange(rotary.width // 2) - low) / (high - low), 0, 1)
+    return (1 - divided) * frequencies + divided * frequencies / _extension(rotary)
+
+
+def longrope(rotary: Rotary, num_tokens: int) -> Array:
+    """Divide each frequency by its own factor, of a set for short or for long texts (Ding et al. 2024)."""
+    is_long = num_tokens > rotary.number(ORIGINAL_LEN)
+    divisors: Array = np.array(rotary.parameters["long_factor" if is_long else "short_factor"])
+    return unscaled(rotary) / divisors
+
+
+# transformers' `rope_type` → frequencies (pairs,) of a text of some length
+FREQUENCIES: Final[dict[str, Callable[[Rotary, int], Array]]] = {
+    "default": unscaled,
+    "linear": linear,
+    "dynamic": dynamic,
+    "proportional": proportional,
+    "llama3": llama3,
+    "yarn": yarn,
+    "longrope": longrope,
+}
+
+
+def _powers(theta: float, width: int) -> Array:
+    exponents: Array = -np.arange(0, width, 2) / width
+    return theta**exponents
+
+
+def _extension(rotary: Rotary) -> float:
+    """Return how many times longer than the original context length texts may be."""
+    return rotary.number("factor", rotary.context_len / rotary.number(ORIGINAL_LEN))

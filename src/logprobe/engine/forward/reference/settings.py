@@ -1,0 +1,109 @@
+"""The numbers of a decoder, read from its configuration.
+
+A configuration is the content of `config.json` with every default filled in, as `to_dict()` of transformers'
+configurations returns it. Names of modules and the order of parts come from `families`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
+
+from logprobe.engine.forward.config import Factors, Rule
+from logprobe.engine.forward.families import ACTIVATIONS, FAMILIES, Family
+from logprobe.engine.forward.reference.rotary import Rotary
+from logprobe.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Families with `sliding_window` in all layers, and those with it in layers of type `sliding_attention`.
+WINDOW_IN_ALL: Final = {"mistral", "ministral3", "mixtral", "phi3", "qwen3_moe", "starcoder2"}
+WINDOW_BY_TYPE: Final = {
+    *("cohere2", "cwm", "exaone4", "gemma2", "gemma3_text", "ministral", "olmo3"),
+    *("qwen2", "qwen2_moe", "qwen3", "smollm3"),
+}
+# Families that rotate only a part of each head; the others do not read the key.
+ROTATES_PART: Final = {"glm", "gpt_neox", "phi", "phi3", "stablelm"}
+GPT2_NAMES: Final = {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+    "n_positions": "max_position_embeddings",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Structure of one decoder; lists have one entry for each layer."""
+
+    family: Family
+    num_heads: int
+    num_key_heads: int  # heads of keys and values
+    head_dim: int
+    epsilon: float  # of the norms
+    activation: str
+    is_parallel: bool  # attention and MLP read the same hidden states
+    factors: Factors
+    rules: list[Rule]
+    rotary: list[Rotary | None]  # None: the layer has no rotary embedding
+    experts_per_token: int
+    normalises_experts: bool
+
+
+def settings_of(config: Mapping[str, Any]) -> Settings:
+    """Return the settings of a configuration, or of its text part."""
+    config = config.get("text_config") or config
+    if (kind := config["model_type"]) not in FAMILIES:
+        raise UnsupportedModelError(f"config: no reference of model_type {kind!r}; use {', '.join(FAMILIES)}")
+    family = FAMILIES[kind]
+    values = SimpleNamespace(**{GPT2_NAMES.get(name, name): value for name, value in config.items()})
+    values.head_dim = getattr(values, "head_dim", None) or values.hidden_size // values.num_attention_heads
+    layers = range(values.num_hidden_layers)
+    return Settings(
+        family=family,
+        num_heads=values.num_attention_heads,
+        num_key_heads=getattr(values, "num_key_value_heads", None) or values.num_attention_heads,
+        head_dim=values.head_dim,
+        epsilon=getattr(values, family.epsilon) if isinstance(family.epsilon, str) else family.epsilon,
+        activation=ACTIVATIONS[config[family.activation]],
+        is_parallel=family.is_parallel(values),
+        factors=family.factors(values),
+        rules=[_rule(values, layer) for layer in layers],
+        rotary=[_rotary(values, layer) if family.rotates(values, layer) else None for layer in layers],
+        experts_per_token=0 if family.experts is None else values.num_experts_per_tok,
+        normalises_experts=family.experts is not None and family.experts.normalises(values),
+    )
+
+
+def _rule(values: SimpleNamespace, layer: int) -> Rule:
+    """Return scale, window and soft cap of a layer's attention scores."""
+    kind = values.model_type
+    scale, softcap, has_window = values.head_dim**-0.5, None, kind in WINDOW_IN_ALL
+    if kind in WINDOW_BY_TYPE:
+        has_window = values.layer_types[layer] == "sliding_attention"
+    if kind in {"gemma2", "gemma3_text"}:
+        scale = values.query_pre_attn_scalar**-0.5
+    if kind == "gemma2":
+        softcap = values.attn_logit_softcapping
+    if kind == "granite":
+        scale = values.attention_multiplier
+    if kind == "gpt2":
+        scale = scale if values.scale_attn_weights else 1.0
+        scale /= layer + 1 if values.scale_attn_by_inverse_layer_idx else 1
+    return Rule(scale, (values.sliding_window or None) if has_window else None, softcap)
+
+
+def _rotary(values: SimpleNamespace, layer: int) -> Rotary:
+    outer = values.rope_parameters  # of all layers, or by layer type
+    parameters = outer if "rope_type" in outer else outer[values.layer_types[layer]]
+    reads_part = values.model_type in ROTATES_PART or parameters["rope_type"] != "default"
+    part = parameters.get("partial_rotary_factor", 1.0) if reads_part else 1.0
+    return Rotary(
+        parameters=parameters,
+        head_dim=values.head_dim,
+        width=int(values.head_dim * part),
+        context_len=values.max_position_embeddings,
+        is_truncated=outer.get("truncate", True),  # transformers does not look for it by layer type
+    )
