@@ -1,4 +1,4 @@
-"""A proxy before a real server that adds one fault at a time, each of which was seen in another server."""
+"""A proxy in front of a real server that injects one fault at a time, each seen in a real server."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 IMPOSSIBLE = -9999.0
 GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
 LEGACY = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-PREFIX_CHARS, PREFIX_IDS = 48, 16  # of which a prompt is found in the cache
+PREFIX_CHARS, PREFIX_IDS = 48, 16  # how much of a prompt must match for a cache hit
 EVENT, DONE = b"data: ", b"data: [DONE]"
-OVERLAP_S = 0.1  # for which requests at once wait for each other
+OVERLAP_S = 0.1  # how long concurrent requests wait for each other
 
 
-# -- rows, whatever shape they have --------------------------------------------------------------------------
+# -- rows of any format --------------------------------------------------------------------------------------
 
 
 @dataclass
 class Row:
-    """One position of a reply: what names its token, its number, and the alternatives likewise."""
+    """One position of a reply: the token's fields, its number, and the same of the alternatives."""
 
     token: dict[str, Any]
     number: float | None
@@ -51,20 +51,20 @@ class Row:
     position: int = 0
 
     def mapped(self, change: Callable[[float], float]) -> Row:
-        """The same row with other numbers."""
+        """Return the row with `change` applied to all numbers."""
         others = None if self.others is None else [(name, change(number)) for name, number in self.others]
         return replace(self, number=None if self.number is None else change(self.number), others=others)
 
     def sorted(self) -> list[tuple[Any, float]]:
-        """The alternatives, the likeliest first."""
+        """Return the alternatives, likeliest first."""
         return sorted(self.others or (), key=lambda entry: -entry[1])
 
 
-Rows = list[Row | None]  # None: a prompt's first, where it is null
+Rows = list[Row | None]  # None: the first row of a prompt, which is null
 
 
 def legacy_rows(table: Mapping[str, Any], num_prompt: int) -> Rows:
-    """OpenAI's parallel arrays."""
+    """Read OpenAI's parallel arrays."""
     columns = [table.get(name) or [None] * len(table["tokens"]) for name in LEGACY]
     return [
         Row(
@@ -88,7 +88,7 @@ def to_legacy(rows: Sequence[Row | None], k: int | None) -> dict[str, Any]:
 
 
 def _map(row: Row, k: int | None) -> dict[str, float]:
-    """The k best, and the chosen token."""
+    """Return a map of the k best tokens and the chosen token."""
     best = dict(row.sorted()[:k])
     text = row.token["token"]
     if text not in best and row.number is not None:
@@ -97,7 +97,7 @@ def _map(row: Row, k: int | None) -> dict[str, float]:
 
 
 def object_rows(items: Sequence[Any], *, is_prompt: bool) -> Rows:
-    """OpenAI's chat rows."""
+    """Read OpenAI's chat rows."""
     rows: Rows = []
     for item in items:
         if item is None:
@@ -130,7 +130,7 @@ def to_objects(rows: Sequence[Row | None], k: int | None) -> list[Any]:
 
 
 def id_rows(items: Sequence[Any]) -> Rows:
-    """vLLM's rows of prompts: a map of ids, the token that stands there first."""
+    """Read vLLM's prompt rows: maps of ids whose first entry is the prompt's token."""
     rows: Rows = []
     for item in items:
         if item is None:
@@ -164,24 +164,24 @@ def to_ids(rows: Sequence[Row | None], k: int | None) -> list[Any]:
     return told
 
 
-# -- an exchange, and the faults -----------------------------------------------------------------------------
+# -- exchanges and faults ------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class Exchange:
-    """One request, with what a server with state knows of those before it and beside it."""
+    """One request, with what a stateful server knows of earlier and concurrent ones."""
 
     path: str
     body: dict[str, Any]  # as the client sent it
-    number: int  # of the request
-    times_before: int  # that the same body was sent
-    is_cached: bool  # whether another prompt began like this one
-    after_generation: bool  # whether the one before it generated
-    before: str  # the prompt before this one
-    num_beside: int = 0  # most others in flight meanwhile
-    other: Any = None  # the reply of a second request, where a fault asks one
-    num_top: int | None = None  # alternatives that the table in hand was asked with
-    positions: Counter[str] = field(default_factory=Counter)  # rows of a stream so far, by table
+    number: int  # request number
+    times_before: int  # how often the same body was sent before
+    is_cached: bool  # True if another prompt started like this one
+    after_generation: bool  # True if the previous request generated tokens
+    before: str  # the previous request's prompt
+    num_beside: int = 0  # maximum of other requests in flight
+    other: Any = None  # reply to the second request that some faults send
+    num_top: int | None = None  # alternatives requested for the current table
+    positions: Counter[str] = field(default_factory=Counter)  # rows streamed so far, by table
 
     @property
     def is_stream(self) -> bool:
@@ -193,7 +193,7 @@ class Exchange:
 
     @property
     def is_scoring(self) -> bool:
-        """Whether it asks numbers of a prompt and generates one token at most."""
+        """True if it asks for prompt log-probabilities and generates at most one token."""
         asks_prompt = bool(self.body.get("echo")) or self.body.get("prompt_logprobs") is not None
         return asks_prompt and (self.body.get("max_tokens") or 0) <= 1
 
@@ -203,7 +203,7 @@ def prompt_of(body: Mapping[str, Any]) -> str:
 
 
 def asked(body: Mapping[str, Any], name: str) -> int | None:
-    """How many alternatives a table was asked with."""
+    """Return how many alternatives were requested for a table."""
     count = (
         body.get("top_logprobs" if "messages" in body else "logprobs")
         if name == "logprobs"
@@ -213,12 +213,12 @@ def asked(body: Mapping[str, Any], name: str) -> int | None:
 
 
 def noise(row: Row, salt: object, nats: float) -> Row:
-    """Other numbers, each off by half to all of so much; equal numbers of a row stay equal."""
+    """Shift each number by half to all of `nats`; equal numbers of a row stay equal."""
 
     def off(number: float) -> float:
         if number <= IMPOSSIBLE:
             return number
-        shift = random.Random(f"{number!r} {row.position} {salt}").uniform(-1, 1)  # noqa: S311 - a fault
+        shift = random.Random(f"{number!r} {row.position} {salt}").uniform(-1, 1)  # noqa: S311 - a fault, no secret
         return min(number + math.copysign(nats / 2, shift) + nats * shift / 2, -1e-7)
 
     return row.mapped(off)
@@ -226,20 +226,20 @@ def noise(row: Row, salt: object, nats: float) -> Row:
 
 @dataclass(frozen=True)
 class Fault:
-    """What a proxy changes in a reply or a request."""
+    """A change that the proxy makes to a request or its reply."""
 
-    kind: str  # the finding that names it
+    kind: str  # the finding that must report it
     source: str  # where it was seen
     tell: Callable[[Rows, Exchange], Rows] | None = None
     ask: Callable[[Proxy, dict[str, Any]], Awaitable[dict[str, Any]]] | None = None
     second: Callable[[Proxy, dict[str, Any]], dict[str, Any] | None] | None = None
-    more: int = 0  # further alternatives that it needs; -1: whole rows
-    also: frozenset[str] = frozenset()  # further findings that are right
-    wait_s: float = 0.0  # before it answers, so that requests at once are beside each other
+    more: int = 0  # additional alternatives that it needs; -1: whole rows
+    also: frozenset[str] = frozenset()  # other findings that are also correct
+    wait_s: float = 0.0  # delay before replying, so that concurrent requests overlap
 
 
 def each(change: Callable[[Row, Exchange], Row]) -> Callable[[Rows, Exchange], Rows]:
-    """A fault about single rows that have a number."""
+    """Make a fault that changes single rows that have a number."""
     return lambda rows, exchange: [
         row if row is None or row.number is None else change(row, exchange) for row in rows
     ]
@@ -256,12 +256,12 @@ def of_completions(change: Callable[[Row, Exchange], Row]) -> Callable[[Rows, Ex
 def where(
     is_so: Callable[[Exchange], bool], nats: float, salt: Callable[[Exchange], object] = lambda _: "salt"
 ) -> Callable[[Rows, Exchange], Rows]:
-    """Numbers that are off in some circumstance."""
+    """Make a fault that shifts numbers if a condition holds."""
     return each(lambda row, exchange: noise(row, salt(exchange), nats) if is_so(exchange) else row)
 
 
 def scaled(row: Row, temperature: float) -> Row:
-    """The whole row after a temperature."""
+    """Apply a temperature to the whole row."""
     values = [number / temperature for _, number in row.others or () if number > IMPOSSIBLE]
     best = max(values)
     normaliser = best + math.log(sum(math.exp(value - best) for value in values))
@@ -269,7 +269,7 @@ def scaled(row: Row, temperature: float) -> Row:
 
 
 def renormalised(row: Row, k: int | None) -> Row:
-    """Numbers over the alternatives reported, and the chosen token."""
+    """Renormalise over the reported alternatives and the chosen token."""
     if row.others is None:
         return row
     reported = [number for _, number in row.sorted()[:k]]
@@ -280,7 +280,7 @@ def renormalised(row: Row, k: int | None) -> Row:
 
 
 def shifted(rows: Rows, exchange: Exchange) -> Rows:
-    """Prompt rows of the position before: the token's number in its neighbour's distribution."""
+    """Shift prompt rows by one: the token's number in its neighbour's distribution."""
     del exchange
     moved: Rows = []
     for row, before in zip(rows, [None, *rows], strict=False):
@@ -294,7 +294,7 @@ def shifted(rows: Rows, exchange: Exchange) -> Rows:
 
 
 def _name(token: Any) -> Any:
-    """What tells a token from others, in a table's own words."""
+    """Return the field that identifies a token in a table."""
     return token if isinstance(token, str) else token.get("token_id", token.get("token"))
 
 
@@ -307,7 +307,7 @@ def to_bfloat16(number: float) -> float:
 
 
 def dropped(rows: Rows, exchange: Exchange) -> Rows:
-    """A row in 7 is left out, never a prompt's first."""
+    """Drop every 7th row, but never the first one of a prompt."""
     del exchange
     return [row for row in rows if row is None or row.position % 7 != 5]
 
@@ -318,7 +318,7 @@ def repeated(rows: Rows, exchange: Exchange) -> Rows:
 
 
 def duplicated(row: Row) -> Row:
-    """The sampled token once more among the alternatives, in the place of the last (list forms alone)."""
+    """Repeat the sampled token as the last alternative (list formats only)."""
     is_map = not row.others or isinstance(row.others[0][0], str) or "token_id" in row.others[0][0]
     if is_map or row.others is None or row.number is None:
         return row
@@ -330,12 +330,12 @@ def duplicated(row: Row) -> Row:
 
 
 def _alike(row: Row, best: Sequence[tuple[Any, float]]) -> Any:
-    """The chosen token with the fields that alternatives have."""
+    """Return the chosen token with the fields of an alternative."""
     return {name: row.token[name] for name in best[0][0]}
 
 
 def without_best(row: Row, exchange: Exchange) -> Row:
-    """The likeliest token is missing, but for the chosen one."""
+    """Remove the likeliest token unless it was chosen."""
     del exchange
     best = row.sorted()
     rivals = [entry for entry in best if _name(entry[0]) != _name(row.token)]
@@ -348,7 +348,7 @@ def cut_to_3(row: Row, exchange: Exchange) -> Row:
 
 
 def wrong_bytes(row: Row, exchange: Exchange) -> Row:
-    """The bytes of the text that stands for a token: of a part of a character, or without its space."""
+    """Replace a token's bytes by those of its text: U+FFFD for partial characters, no leading space."""
     del exchange
 
     def told(token: Any) -> Any:
@@ -363,7 +363,7 @@ def wrong_bytes(row: Row, exchange: Exchange) -> Row:
 
 
 def wrong_text(rows: Rows, exchange: Exchange) -> Rows:
-    """Each fifth token has the text of its likeliest rival, in the place of its own."""
+    """Replace the text of every fifth token by that of its likeliest alternative."""
     del exchange
     told: Rows = []
     for row in rows:
@@ -380,7 +380,7 @@ def wrong_text(rows: Rows, exchange: Exchange) -> Rows:
 def without(
     name: str, *, streams: bool = False
 ) -> Callable[[Proxy, dict[str, Any]], Awaitable[dict[str, Any]]]:
-    """A field that is taken and dropped."""
+    """Make a fault that accepts a field and ignores it."""
 
     async def ask(proxy: Proxy, body: dict[str, Any]) -> dict[str, Any]:
         del proxy
@@ -393,7 +393,7 @@ def without(
 
 
 def beginning(change: Callable[[list[int], int], list[int]]) -> Any:
-    """Prompts that begin otherwise than the tokenizer says."""
+    """Make a fault that changes how prompts start (BOS)."""
 
     async def ask(proxy: Proxy, body: dict[str, Any]) -> dict[str, Any]:
         prompt = body.get("prompt")
@@ -407,7 +407,7 @@ def beginning(change: Callable[[list[int], int], list[int]]) -> Any:
 
 
 async def with_system_text(proxy: Proxy, body: dict[str, Any]) -> dict[str, Any]:
-    """A system text of the server's own."""
+    """Add a system message."""
     del proxy
     if "messages" not in body or body["messages"][0]["role"] == "system":
         return body
@@ -416,12 +416,12 @@ async def with_system_text(proxy: Proxy, body: dict[str, Any]) -> dict[str, Any]
 
 
 def of_base(proxy: Proxy, body: dict[str, Any]) -> dict[str, Any] | None:
-    """The same request of the base model, for one of LoRA weights."""
+    """Return the same request for the base model if it was for a LoRA."""
     return body | {"model": proxy.base} if body.get("model") in proxy.loras else None
 
 
 def base_prompt(rows: Rows, exchange: Exchange) -> Rows:
-    """Prompt rows of the base model, generated ones of the LoRA weights."""
+    """Take prompt rows from the base model and generated rows from the LoRA."""
     has_prompt = any(row is not None and row.is_prompt for row in rows)
     if exchange.other is None or "choices" not in exchange.other or not has_prompt:
         return rows
@@ -436,7 +436,7 @@ def base_prompt(rows: Rows, exchange: Exchange) -> Rows:
     ] + rows[len(others) :]
 
 
-FAR = frozenset({"does-not-fit"})  # numbers that are wrong wherever they are asked
+FAR = frozenset({"does-not-fit"})  # numbers that are wrong in every request
 
 FAULTS: dict[str, Fault] = {
     "scaled": Fault(
@@ -490,9 +490,9 @@ FAULTS: dict[str, Fault] = {
     "order": Fault(
         "unsteady-order",
         "vLLM 42019: the order of requests",
-        # What a longer prompt has left in a buffer.
+        # A longer prompt left values in a buffer.
         where(lambda exchange: len(exchange.before) > len(exchange.prompt) and exchange.is_scoring, 0.05),
-        also=FAR | {"unsteady-beside-others"},  # a neighbour's longer prompt may be the one before
+        also=FAR | {"unsteady-beside-others"},  # the previous prompt may be a concurrent one
     ),
     "length_512": Fault(
         "wrong-at-length",
@@ -571,14 +571,14 @@ FAULTS: dict[str, Fault] = {
     ),
     "noise": Fault("does-not-fit", "lmdeploy 1742: not the reference model's", where(lambda _: True, 0.3)),
 }
-"""Each fault by its name; `stale_weights` is told by a server of the old weights."""
+"""The faults by name; `stale_weights` is injected by serving the old weights."""
 
 
 # -- the proxy -----------------------------------------------------------------------------------------------
 
 
 def num_prompt_rows(choice: Mapping[str, Any], exchange: Exchange, reply: Mapping[str, Any]) -> int:
-    """Rows of an echo that are its prompt's."""
+    """Return the number of prompt rows in an echo."""
     rows = len(choice["logprobs"]["tokens"])
     if not exchange.body.get("echo"):
         return 0
@@ -589,7 +589,7 @@ def num_prompt_rows(choice: Mapping[str, Any], exchange: Exchange, reply: Mappin
 
 
 class Proxy:
-    """Passes requests on to a server, and tells one fault about what it replies."""
+    """Forward requests to a server and inject one fault into requests or replies."""
 
     def __init__(
         self,
@@ -714,14 +714,14 @@ class Proxy:
 
 
 def _prefix(body: Mapping[str, Any]) -> str:
-    """How a prompt begins; all of it where it is short."""
+    """Return the start of a prompt (all of it if it is short)."""
     prompt = body.get("prompt", body.get("messages"))
     size = PREFIX_CHARS if isinstance(prompt, str) else PREFIX_IDS
     return f"{body.get('model')} {json.dumps(prompt[:size])}"
 
 
 def _with_more(body: dict[str, Any], more: int) -> dict[str, Any]:
-    """The same with more alternatives in each table that has some."""
+    """Return the body with more alternatives in each table that has some."""
     names = ("top_logprobs",) if "messages" in body else ("logprobs",)
     counts = {name: body[name] for name in (*names, "prompt_logprobs") if body.get(name) is not None}
     return body | {name: -1 if min(count, more) < 0 else count + more for name, count in counts.items()}
@@ -741,9 +741,9 @@ def faulty(
     loras: Sequence[str] = (),
     refused: Sequence[str] = (),
 ) -> Iterator[str]:
-    """The address of a proxy before `upstream` that tells one fault (None: none) until the block ends.
+    """Yield the address of a proxy for `upstream` that injects one fault (None: none) during the block.
 
-    Fields that are `refused` are answered with a 400 that names them, as by a server that has them not.
+    Fields in `refused` are rejected with a 400 that names them, as by a server without support for them.
     """
     fault = None if name is None else FAULTS[name]
     proxy = Proxy(upstream, fault, base=base, loras=loras, refused=refused)

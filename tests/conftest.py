@@ -1,4 +1,4 @@
-"""Tiny random models made on the spot, so that no test but those marked `real_model` needs a download."""
+"""Shared fixtures with tiny random models; only tests marked `real_model` need a download."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-# Before torch and tokenizers load: as many threads as the smallest machine that runs the tests has cores,
-# or one where test processes share them; they sleep while they wait. Tests about threads set their own.
+# Before torch and tokenizers load: as many threads as the smallest test machine has cores, or one with
+# pytest-xdist; idle threads sleep. Tests about threads set their own number.
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Before Triton loads: without an NVIDIA GPU its kernels run through its interpreter.
+# Before Triton loads: without an NVIDIA GPU its kernels run in its interpreter.
 if not os.path.exists("/dev/nvidiactl"):  # noqa: PTH110
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if find_spec("hypothesis") is not None:
     from hypothesis import settings as hypothesis_settings
 
-    # Its own deadline of 200 ms tells a slow example from a fast one only where nothing else runs. And each
-    # run of the suite has the same examples, but for `make fuzz`.
+    # Hypothesis' deadline of 200 ms only makes sense on an idle machine. All runs of the suite use the same
+    # examples, except `make fuzz`.
     is_fuzz = "FUZZ_EXAMPLES" in os.environ
     hypothesis_settings.register_profile("steady", deadline=None, derandomize=not is_fuzz)
     hypothesis_settings.load_profile("steady")
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from logprobe.server import ServerSettings
 
 CONTEXT_LEN = 128
-SHARED: list[LLM] = []  # the models that all files of a process use
+SHARED: list[LLM] = []  # the models shared by all files of a process
 
 
-# Folders and files that `make quick` leaves out: they start processes, wait for clocks, interpret GPU kernels
-# or load very many models.
+# Excluded from `make quick`: these start processes, wait for clocks, interpret GPU kernels or load very many
+# models.
 SLOW = [
     "analysis/auditing", "analysis/baseline", "analysis/datasets", "analysis/distillation",
     "benchmarks", "cli", "clients", "evaluators", "examples", "families", "gpu",
@@ -62,11 +62,11 @@ SLOW = [
     "server/test_schemas.py", "server/test_shutdown.py", "server/test_start.py", "server/test_workers.py",
     "transport/test_collector_model.py",
 ]  # fmt: skip
-REAL = {"real_llm", "smollm2_folder", "real_files", "real_gguf"}  # fixtures that fetch a model
+REAL = {"real_llm", "smollm2_folder", "real_files", "real_gguf"}  # fixtures that download a model
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests as slow or of a real model; skip those marked `gpu`, `vllm` or `ray` where there is none."""
+    """Mark tests as slow or `real_model`; skip those marked `gpu`, `vllm` or `ray` if it is missing."""
     slow = tuple(config.rootpath / "tests" / name for name in SLOW)
     for item in items:
         if not {item.path, *item.path.parents}.isdisjoint(slow):
@@ -100,9 +100,9 @@ MISSING = {
 
 @pytest.fixture(scope="session", autouse=True)
 def _models_are_proven_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What one process of a run has proven and packed, all others recall: a cache of the run's own.
+    """Share a model cache between the processes of a run, so that each model is verified and packed once.
 
-    Known models are those of the user's cache.
+    The list of known models is that of the user's cache.
     """
     from logprobe.models.cache import home
 
@@ -120,7 +120,7 @@ def _models_are_proven_once(tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="session", autouse=True)
 def _engines_leave_the_collector_alone() -> Iterator[None]:
-    """What engines walk past is told once a file, not with each engine that opens or closes."""
+    """Disable `gc.freeze` in engines: it is called once per test file instead."""
     from logprobe.engine.forward import process_memory
 
     process_memory.gc = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)  # type: ignore[assignment]
@@ -131,10 +131,10 @@ def _engines_leave_the_collector_alone() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _collections_walk_past_what_was_there() -> None:
-    """Collections walk through what this file makes alone.
+    """Freeze existing objects, so that garbage collections only traverse those of this file.
 
-    Each engine that opens or closes asks for one, a third of a second with the libraries that are loaded;
-    a thousand of them do in a run of the suite.
+    Each engine collects when it opens and closes: a third of a second with all libraries loaded, and about
+    a thousand times in a run of the suite.
     """
     from logprobe import LLM  # noqa: F401 - and with it what most tests load
 
@@ -144,13 +144,13 @@ def _collections_walk_past_what_was_there() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _draws_do_not_depend_on_the_files_before() -> None:
-    """Number the requests of shared engines anew: a draw without a seed follows from its request's number."""
+    """Restart the request numbers of shared engines: draws without a seed depend on them."""
     for llm in SHARED:
         llm.engine.core.engine._counter = itertools.count()
 
 
 def share(llm: LLM) -> LLM:
-    """Add a model to those that all files of a process use."""
+    """Register a model that all files of a process share."""
     SHARED.append(llm)
     return llm
 
@@ -167,12 +167,12 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of 2 layers, grouped heads and a head of its own; its tokenizer puts BOS first."""
+    """A Llama with 2 layers, grouped-query attention and an untied head; its tokenizer adds BOS."""
     return save_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
 
 
 def save_tiny_llama(folder: Path, **special: Any) -> Path:
-    """Write `tiny_model_folder`'s model, with other settings where `special` says so."""
+    """Write the model of `tiny_model_folder`, with the settings in `special` changed."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -180,14 +180,14 @@ def save_tiny_llama(folder: Path, **special: Any) -> Path:
     settings = {"num_hidden_layers": 2, "tie_word_embeddings": False, **shape(), **special}
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=size, **settings))
-    torch.nn.init.normal_(model.lm_head.weight, std=0.4)  # logits spread over some ten nats
+    torch.nn.init.normal_(model.lm_head.weight, std=0.4)  # logits spread over about ten nats
     model.save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def tiny_window_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Gemma 2 of 3 layers: sliding windows, squashed scores and logits, a tied head; no BOS."""
+    """A Gemma 2 with 3 layers: sliding windows, soft-capped scores and logits, a tied head; no BOS."""
     import torch
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
@@ -213,7 +213,7 @@ def tiny_window_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_llm(tiny_model_folder: Path) -> Iterator[LLM]:
-    """The tiny Llama behind the offline front door."""
+    """The tiny Llama in an `LLM`."""
     from logprobe import LLM
 
     with LLM(str(tiny_model_folder), kv_bytes=1 << 21, max_batch_tokens=64, max_batch_rows=8) as llm:
@@ -232,7 +232,7 @@ def long_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 @pytest.fixture(scope="session")
 def spaced_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """A tiny Llama whose tokenizer puts a space before a text, as Llama 2's and Mistral's do."""
+    """A tiny Llama whose tokenizer adds a space before a text, as Llama 2's and Mistral's do."""
     from logprobe import LLM
     from spaced_models import save_spaced_llama
 
@@ -243,12 +243,12 @@ def spaced_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 @pytest.fixture(scope="session")
 def adapter_folders(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two adapters: one of attention and MLP layers, one of another rank and scale on queries alone."""
+    """Two LoRA adapters: attention and MLP layers; queries only, with another rank and scale."""
     return save_adapters(tiny_model_folder, tmp_path_factory)
 
 
 def save_adapters(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Write `adapter_folders` for a model."""
+    """Write the adapters of `adapter_folders` for a model."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -272,7 +272,7 @@ def save_adapters(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="session")
 def real_llm() -> Iterator[LLM]:
-    """SmolLM2-135M-Instruct, Q4_1, in float32; a test that cannot have it is skipped with the reason."""
+    """SmolLM2-135M-Instruct, Q4_1, in float32; tests are skipped with the reason if it cannot be loaded."""
     from logprobe import LLM
     from logprobe.errors import ModelError
 
@@ -286,7 +286,7 @@ def real_llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="session")
 def smollm2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M-Instruct as float32 safetensors, which other programs read; written once a run."""
+    """SmolLM2-135M-Instruct as float32 safetensors for other programs; written once per run."""
     import torch
     from filelock import FileLock
 
@@ -313,9 +313,9 @@ def serving(
     further: dict[str, Any] | None = None,
     port: int = 0,
 ) -> Iterator[tuple[str, Any]]:
-    """Serve an engine and its text edge from a thread until the block ends: (address, application).
+    """Serve an engine and its text edge from a thread during the block; yield address and application.
 
-    `port` 0: any that is free.
+    `port` 0: any free port.
     """
     from logprobe.engine.backends.start import LoadedModel
     from logprobe.server.app import create_app, uvicorn_config
@@ -328,7 +328,7 @@ def serving(
         further,
     )
     listener = socket.create_server(("127.0.0.1", port))
-    # The kernel would else take in megabytes for a reader that reads nothing.
+    # Otherwise the kernel would buffer megabytes for a client that reads nothing.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
     server = DrainingServer(uvicorn_config(app, settings), app.state.service.lifetime)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
@@ -347,14 +347,14 @@ def serving(
 
 @pytest.fixture(scope="session")
 def wide_heads(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
-    """The tiny Llama with heads as wide as vLLM's attention on CPUs wants them, and adapters of it."""
+    """The tiny Llama with the head size that vLLM's CPU attention requires, and adapters for it."""
     folder = save_tiny_llama(tmp_path_factory.mktemp("wide-heads"), head_dim=32)
     return folder, save_adapters(folder, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def new_serving() -> Callable[..., Any]:
-    """`serving`, for tests in any folder."""
+    """Return `serving`, for tests in any folder."""
     return serving
 
 
@@ -373,7 +373,7 @@ def shape() -> dict[str, Any]:
 
 
 def save_tokenizer(folder: Path, *, with_bos: bool) -> int:
-    """Write a byte-level BPE tokenizer; the size of its vocabulary."""
+    """Write a byte-level BPE tokenizer; return its vocabulary size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 

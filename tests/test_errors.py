@@ -1,4 +1,4 @@
-"""The tree of errors is what its docstring draws, and each can be caught as what users expect."""
+"""The error classes match the tree in the module's docstring, and can be caught as the expected builtins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DRAWN = re.compile(r"^(?P<indent>[ │├└─]*)(?P<name>[A-Z]\w+)(?: \((?P<bu
 
 
 def drawn_tree() -> dict[str, tuple[str | None, str | None]]:
-    """Name → (parent, builtin it also is), read from the drawing."""
+    """Return name → (parent, builtin base), parsed from the tree in the docstring."""
     tree: dict[str, tuple[str | None, str | None]] = {}
     path: list[tuple[int, str]] = []
     drawing = (errors.__doc__ or "").split("::\n")[1].split("\n\nEach")[0]
@@ -53,7 +53,7 @@ def test_a_parameter_error_begins_with_the_parameter() -> None:
 
 
 class Shown:
-    """Counts how often it is put into words."""
+    """Counts how often it is formatted."""
 
     times = 0
 
@@ -108,7 +108,7 @@ def test_a_batch_error_names_five_failures_and_counts_the_rest() -> None:
     ],
 )
 def test_errors_travel_between_processes(error: LogprobeError) -> None:
-    copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
+    copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - pickled here
     assert type(copy) is type(error)
     assert str(copy) == str(error)
     assert vars(copy).keys() == vars(error).keys()

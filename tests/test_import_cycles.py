@@ -1,4 +1,4 @@
-"""No two files import each other, directly or by way of others; imports for type checkers count."""
+"""No import cycles between files, direct or indirect; imports under TYPE_CHECKING count."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ ROOT = Path(logprobe.__file__).parent
 KNOWN: set[frozenset[str]] = {
     frozenset({"engine.forward.cuda.decoder", "engine.forward.cuda.graphs"}),
 }
-"""Cycles that are left: this list shrinks, and nothing is added to it."""
+"""Remaining cycles: remove entries, never add one."""
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """Return the files of a package by their dotted names below it; an `__init__` has its folder's name."""
+    """Return dotted module names → files of a package; an `__init__` has its folder's name."""
     names = {}
     for path in root.rglob("*.py"):
         parts = path.relative_to(root).with_suffix("").parts
@@ -24,7 +24,7 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def imported(path: Path, known: dict[str, Path], package: str) -> set[str]:
-    """Return the names of the files that a file imports anywhere in it."""
+    """Return the known modules that a file imports anywhere."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -39,7 +39,7 @@ def imported(path: Path, known: dict[str, Path], package: str) -> set[str]:
 
 
 def cycles(edges: dict[str, set[str]]) -> set[frozenset[str]]:
-    """Return the groups of files of which each reaches each other."""
+    """Return the groups of modules that can all reach each other."""
     reached: dict[str, set[str]] = {}
     for name, direct in edges.items():
         seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""What is kept for later processes is nobody else's to write, whatever the umask; links are not followed."""
+"""Cached files are writable by their owner only, whatever the umask, and symbolic links are not followed."""
 
 from __future__ import annotations
 

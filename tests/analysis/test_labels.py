@@ -1,4 +1,4 @@
-"""Labels, documents and grades: whole answers' probabilities, against transformers' own rows."""
+"""Labels, documents and grades: probabilities of whole answers, compared with transformers' rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TALK = [{"role": "user", "content": "the cat"}]
 
 @pytest.fixture(scope="module")
 def rows(tiny_model_folder: Path) -> Any:
-    """ids → (T, V) log-probabilities of transformers' module, float64."""
+    """Return a function from ids to (T, V) log-probabilities of transformers, float64."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder).double().eval()
@@ -223,7 +223,7 @@ def test_braces_of_a_query_and_a_document_stay_as_they_are(tiny_llm: LLM, rows: 
 
 @pytest.fixture(scope="module", params=["digit by digit", "10 is a token"])
 def grader(request: pytest.FixtureRequest, tiny_model_folder: Path, tmp_path_factory: Any) -> Iterator[LLM]:
-    """The tiny Llama, whose tokenizer knows no number of two digits, or one."""
+    """The tiny Llama, with a tokenizer without two-digit numbers, and with "10" as a token."""
     folder = shutil.copytree(tiny_model_folder, tmp_path_factory.mktemp("grader") / "model")
     if request.param == "10 is a token":
         file = folder / "tokenizer.json"
@@ -239,7 +239,7 @@ def grader(request: pytest.FixtureRequest, tiny_model_folder: Path, tmp_path_fac
 
 
 def read_out(llm: LLM, rows: Any, before: list[int], texts: list[str]) -> dict[str, float]:
-    """The probability of each grade by every way to spell it: the longest that its tokens spell counts."""
+    """Return grade probabilities over all tokenizations; a text counts as the longest grade it spells."""
     vocabulary = llm.text.vocabulary
     pieces = [vocabulary.token_bytes(token_id) for token_id in range(len(vocabulary))]
     grades = [text.encode() for text in texts]
@@ -280,11 +280,11 @@ def test_a_text_is_graded_as_a_conversation_is(grader: LLM, rows: Any) -> None:
     np.testing.assert_allclose(np.exp(judged.grades.logprobs), list(want.values()), rtol=2e-4)
 
 
-# -- a token that spans the end of the prompt --------------------------------------------------------------
+# -- tokens that span the end of the prompt -----------------------------------------------------------------
 
 
 def covered(rows: Any, pieces: list[bytes], given: list[int], data: bytes) -> float:
-    """Log of the sum over all token sequences that cover some bytes, the last of them reaching beyond."""
+    """Return the log-probability of all token sequences that cover `data` and may extend beyond it."""
     last = rows(given)[-1]
     found = [last[token_id] for token_id, piece in enumerate(pieces) if piece and piece.startswith(data)]
     for token_id, piece in enumerate(pieces):
@@ -312,7 +312,7 @@ def test_labels_are_measured_by_bytes_where_a_token_spans_the_prompts_end(tiny_l
 
 
 def test_labels_that_cover_all_bytes_have_the_mass_of_one(tiny_llm: LLM) -> None:
-    """What may follow "the ca" is one byte or the end, so that all bytes together have nearly all mass."""
+    """After "the ca" follows one byte or the end, so all bytes together have nearly all the mass."""
     labels = [chr(code) for code in range(0x20, 0x7F)]
     found: Any = tiny_llm.classify("the ca", labels)
     assert (found.boundary, found.mass < 1) == ("bytes", True)
@@ -336,7 +336,7 @@ def test_content_free_prompts_are_measured_as_they_are_cut(tiny_llm: LLM) -> Non
 def test_a_grade_may_go_on_from_the_last_token_of_a_prompt(
     grader: LLM, rows: Any, scale: Sequence[float]
 ) -> None:
-    """Where "10" is one token, the grade 0 after "the 1" is the rest of it."""
+    """With "10" as a token, the grade 0 after "the 1" is the rest of that token."""
     judged: Any = grader.judge("the cat 1", scale=scale)
     is_spanned = len(grader.text.encode("10", add_special_tokens=False)) == 1
     assert judged.grades.boundary == ("bytes" if is_spanned else "token")
@@ -356,7 +356,7 @@ def test_a_grade_may_go_on_from_the_last_token_of_a_prompt(
 
 
 class Told:
-    """A model that is told the log-probabilities of each answer's tokens."""
+    """A model with fixed log-probabilities of each answer's tokens."""
 
     lora = None
 
@@ -370,7 +370,7 @@ class Told:
 
 @pytest.mark.parametrize("over", [0.0, 1e-6])
 def test_a_grade_that_always_goes_on_has_no_probability(tiny_llm: LLM, over: float) -> None:
-    """What rounding puts above one is no probability below zero."""
+    """A continuation probability above one (by rounding) must not give a negative probability."""
     model: Any = Told(tiny_llm, {"1": [-0.5], "2": [-2.0], "10": [-0.5, over]})
     judged: Any = judge(model, TALK, scale=[1, 2, 10])
     assert judged.grades.logprobs.tolist() == [-np.inf, -2.0, -0.5 + over]

@@ -1,4 +1,4 @@
-"""The probabilities of an answer's members, summed over all spellings, are those of going all ways."""
+"""Probabilities of a field's allowed values, summed over all tokenizations, equal those of brute force."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from logprobe.analysis.members import FieldDistribution, Members
     from logprobe.engine.backends.start import LoadedModel
 
-# Of several bytes each: of names, of values, and of both.
+# Multi-byte tokens that end inside names, inside values and across both.
 TOKENS = [
     b'"a', b"ab", b'b"', b'c"', b'"}', b'",', b'": ', b': "', b' "', b' "a', b': "a', b"10", b" 1", b"1}",
     b"0,", b"00", b": 1", b"tr", b"ue", b"true", b" t", b"e}", b"null", b" nu", b"\xc3\xa9", b"\\n", b'\\"',
     b'\\"q', b"[1", b", ", b", 1", b"1]", b'v"', b'"v', b'{"', b'{"v":', b"-1",
 ]  # fmt: skip
 SPACES = b" \t\n\r"
-MANY = 100_000  # more rows than any of these sums takes
+MANY = 100_000  # more rows than any of these sums needs
 
 
 def object_of(**properties: Any) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def asking(schema: dict[str, Any] | None, **more: Any) -> SamplingParams:
 
 @dataclass
 class Fake:
-    """A fake engine, the numbers of its forward pass, and a grammar of which it knows nothing."""
+    """A fake engine, its forward pass, and clients for it; the engine does not apply the grammar."""
 
     forward: FakeForward
     model: LoadedModel
@@ -88,7 +88,7 @@ def fake() -> Iterator[Fake]:
 
 
 class Grammar:
-    """What the engine's own processor leaves of rows."""
+    """Apply the engine's grammar processor to rows."""
 
     def __init__(self, fake: Fake, schema: dict[str, Any]) -> None:
         text = fake.client.text
@@ -102,7 +102,7 @@ class Grammar:
         self.processor.bind(facts)
 
     def __call__(self, row: Any, reply: list[int]) -> Any:
-        """What is left of a row (V,) after these tokens, renormalised."""
+        """Mask a row (V,) after these tokens and renormalise it."""
         own = BatchRow(
             request_id=repr(reply), args=self.args, prompt_token_ids=[0], output_token_ids=list(reply)
         )
@@ -114,9 +114,10 @@ class Grammar:
 def counted(
     fake: Fake, grammar: Grammar | None, prompt: list[int], reply: list[int], text: bytes, after: bytes | None
 ) -> float:
-    """The probability that a text comes next, by going all ways.
+    """Return the probability that a text comes next, by enumerating all tokenizations.
 
-    A byte of `after` must follow it, or its end where `after` has spaces alone; None: it ends by itself.
+    The byte that follows must be one of `after` (or the end of the text if `after` is only white space); with
+    None, the text needs no delimiter.
     """
     row = fake.row(prompt + reply)
     if grammar is not None:
@@ -138,13 +139,13 @@ def set_of(data: bytes) -> set[bytes]:
     return {bytes([byte]) for byte in data}
 
 
-FLOATS = {1.0: "1", 1e-5: "0.00001"}  # of floats, as grammars write them
+FLOATS = {1.0: "1", 1e-5: "0.00001"}  # floats as grammars write them
 
 
 def counted_members(
     fake: Fake, grammar: Grammar | None, output: RequestOutput, start: int, values: list[Any], after: bytes
 ) -> list[float]:
-    """Of each value at a byte of the reply, after the reply's own tokens before it."""
+    """Return the probability of each value at byte `start`, after the reply's own tokens before it."""
     reply, place = [], 0
     for token_id in output.outputs[0].token_ids:
         if place + len(fake.pieces[token_id]) > start:
@@ -166,7 +167,7 @@ def assert_counted(members: Members | None, values: list[Any], probabilities: li
     assert members is not None
     assert json.dumps(members.values) == json.dumps(values)
     found, want = np.exp(members.logprobs), np.array(probabilities)
-    # Rows are float32, and a path has several; what is not followed is a part of 1e-7 in all.
+    # Rows are float32 and a path has several; unexplored paths add up to at most 1e-7.
     np.testing.assert_allclose(found, want, rtol=2e-5, atol=2e-7 * want.sum())
     np.testing.assert_allclose(members.shares, want / want.sum(), rtol=0, atol=2e-6)
     assert members.mass == pytest.approx(want.sum(), abs=2e-6)
@@ -199,7 +200,7 @@ def test_members_are_the_sum_of_all_paths(fake: Fake, case: str, seed: int) -> N
     grammar = Grammar(fake, schema)
     want = counted_members(fake, grammar, output, start, values, SPACES + b",}")
     assert_counted(field.grammar_members, values, want)
-    # The grammar lets nothing else stand there, but for another escape of a line's end.
+    # The grammar allows nothing else here, except another escape of a newline.
     assert case == "escapes" or sum(want) == pytest.approx(1, abs=1e-6)
 
 
@@ -264,7 +265,7 @@ def test_a_schema_of_its_own_needs_no_grammar(fake: Fake) -> None:
     schema = object_of(v={"enum": [1, 10]})
     output = fake.reply(asking(schema))
     raw = fake.reply(asking(None))
-    raw.outputs[0] = output.outputs[0]  # as if the model had written it without one
+    raw.outputs[0] = output.outputs[0]  # as if the model had generated it without a grammar
     raw.outputs[0].processed_logprobs = None
     field = fake.fields(raw, schema=schema)["/v"]
     assert_counted(field.members, [1, 10], counted_members(fake, None, output, 6, [1, 10], SPACES + b",}"))
@@ -287,7 +288,7 @@ def test_what_too_few_rows_leave_is_told(fake: Fake) -> None:
 
 
 def test_bounds_become_one_number(fake: Fake) -> None:
-    """Each split is the mass of the tokens that begin as the reply's own does; all of it adds up."""
+    """A split token counts as the mass of all tokens that start with the same bytes; the parts add up."""
     schema = object_of(v={"enum": ["a", "ab"]}, c={"enum": [1, 10]}, b={"type": "boolean"})
     grammar, num_split = Grammar(fake, schema), 0
     for prompt in ["x", "y", "zz", "1"]:
@@ -295,7 +296,7 @@ def test_bounds_become_one_number(fake: Fake) -> None:
         completion, fields = output.outputs[0], fake.fields(output)
         data, prompt_ids = completion.text.encode(), output.prompt_token_ids
         for stage in (None, grammar):
-            reached, spans = [0.0], []  # of all up to each byte
+            reached, spans = [0.0], []  # cumulative log-probability up to each byte
             for place, token_id in enumerate(completion.token_ids):
                 row = fake.row(prompt_ids + completion.token_ids[:place])
                 row = row if stage is None else stage(row, completion.token_ids[:place])
@@ -343,7 +344,7 @@ def test_processed_numbers_that_are_not_the_grammars_keep_their_bounds(fake: Fak
 
 
 class Flatter(LogitsProcessor):
-    """Of every request."""
+    """A processor that acts on every request."""
 
     Args = NoArgs
     applies_to_all = True
@@ -387,7 +388,7 @@ def test_cold_and_cached_alone_and_beside_others(fake: Fake) -> None:
     fake.lm.clear_kv_cache()
     cold = list(map(numbers, asyncio.run(together())))
     cached = [numbers(asyncio.run(fake.lm.fields(output, max_rows=MANY))) for output in outputs]
-    assert cached == cold  # a fake's rows have the same bits whatever runs beside them
+    assert cached == cold  # rows of the fake engine do not depend on the batch
 
 
 # -- real weights --------------------------------------------------------------------------------------------
@@ -419,7 +420,7 @@ def test_a_grammar_gives_all_to_the_members(real_llm: LLM) -> None:
 
 
 def test_all_spellings_are_more_than_the_one_that_was_written(real_llm: LLM) -> None:
-    """Under a grammar the likeliest tokens may spell a value as the model itself never would."""
+    """Under a grammar the likeliest tokens may spell a value in a way that the model alone would not."""
     values = ["positive", "negative", "neutral"]
     params = asking(object_of(sentiment={"enum": values}))
     output = real_llm.chat("Is the weather nice? Say how it feels.", params)[0]
@@ -427,7 +428,7 @@ def test_all_spellings_are_more_than_the_one_that_was_written(real_llm: LLM) -> 
     members, token_ids = field.members, output.outputs[0].token_ids
     assert members is not None
     assert members.logprob_of(field.value) > field.raw.logprob + 1
-    # Each is at least its usual spelling, here with the space that a token shares with the quote.
+    # Each probability is at least that of the usual spelling, here with the space before the quote.
     start = next(
         i for i in range(len(token_ids)) if real_llm.text.text_of(token_ids[: i + 1]) >= '{"sentiment": '
     )
@@ -450,7 +451,7 @@ def test_a_front_door_in_an_event_loop_has_the_same_numbers(tiny_llm: LLM) -> No
         for mine, theirs in ((one.members, other.members), (one.grammar_members, other.grammar_members)):
             assert (mine is None) == (theirs is None)
             if mine is not None and theirs is not None:
-                # The engine is a batched one: bits depend on what runs beside a row.
+                # Bits of a row depend on its batch here.
                 np.testing.assert_allclose(mine.logprobs, theirs.logprobs, rtol=0, atol=1e-4)
 
 
@@ -475,11 +476,11 @@ def test_the_weights_that_wrote_a_reply_answer(tiny_llm: LLM, adapter_folders: d
         tiny_llm.remove_lora("wide")
 
 
-# -- rows that are too few -----------------------------------------------------------------------------------
+# -- too few rows --------------------------------------------------------------------------------------------
 
 
 def summed(fake: Fake, output: RequestOutput, max_rows_in_all: int) -> tuple[list[FieldDistribution], int]:
-    """The fields by rows that all values share, and how many were asked."""
+    """Compute the fields with a limit on rows shared by all values; return them and the rows used."""
     loaded = fake.model
     sums = FieldSums(loaded, SpellingTools(loaded), output, None, 0, MANY, max_rows_in_all=max_rows_in_all)
     count = 0
@@ -505,7 +506,7 @@ def test_values_share_few_rows_fairly(fake: Fake) -> None:
             if field.members is None or other.members is None:
                 assert other.members is None
                 continue
-            # Whatever was not followed is all that may be missing.
+            # At most the unresolved mass may be missing.
             missing = np.exp(other.members.logprobs) - np.exp(field.members.logprobs)
             assert np.all(missing < field.members.unresolved + 1e-6)
     unresolved = [field.members.unresolved for field in summed(fake, output, 30)[0] if field.members]
@@ -521,7 +522,7 @@ def test_values_that_name_too_many_members_for_their_rows_have_none(fake: Fake) 
     assert (members["/a"] is None, members["/b"] is None) == (True, True)
 
 
-# -- what cannot be asked ------------------------------------------------------------------------------------
+# -- invalid requests ----------------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_asked_names_the_parameter_and_a_remedy(fake: Fake) -> None:

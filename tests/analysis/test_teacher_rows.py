@@ -1,4 +1,4 @@
-"""Ids of one's own at each position, as a teacher is asked for them: scored, generated, at a temperature."""
+"""Named ids at each position, as for distillation from a teacher: scored, generated, with a temperature."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ NAMED: list[list[int]] = [[3, 200, 70], [], [7], list(range(20, 60)), [9, 9], [2
 LONG = [5 + place * 7 % 200 for place in range(110)]
 PAIR = (CONTEXT, CONTINUATION)
 ATOL = 1e-5
-LONG_ATOL = 1e-4  # after a hundred tokens; transformers' own float32 is 4e-5 from its float64 there
+LONG_ATOL = 1e-4  # after a hundred tokens, where transformers' float32 is 4e-5 off its float64
 
 
 @pytest.fixture(scope="module")
 def whole_rows(tiny_model_folder: Path) -> Any:
-    """transformers' whole rows after each token but the last, (T - 1, V) in float64."""
+    """Whole rows by transformers after each token but the last, (T - 1, V) float64."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -45,7 +45,7 @@ def whole_rows(tiny_model_folder: Path) -> Any:
 
 
 def lists_of(record: FlatLogprobs | None) -> list[dict[int, tuple[float, int]] | None]:
-    """What is told of the named ids, position by position: id → logprob and rank."""
+    """Return the named ids of each position: id → logprob and rank."""
     assert record is not None
     assert record.given is not None
     assert len(record.given) == len(record)
@@ -56,13 +56,13 @@ def lists_of(record: FlatLogprobs | None) -> list[dict[int, tuple[float, int]] |
 
 
 def assert_rows(record: FlatLogprobs | None, named: Any, table: Table, atol: float = ATOL) -> None:
-    """The numbers of named ids are those of whole rows, and their ranks count what is greater there."""
+    """Assert that numbers and ranks of named ids agree with whole rows."""
     told = lists_of(record)
     assert [None if row is None else [*row] for row in told] == [[*dict.fromkeys(ids)] for ids in named]
     for row, logprobs in zip(told, table, strict=True):
         for token_id, (logprob, rank) in (row or {}).items():
             assert logprob == pytest.approx(logprobs[token_id], abs=atol)
-            # Two logits closer than the tolerance may change places.
+            # Two logits within the tolerance may swap ranks.
             assert 1 + (logprobs > logprobs[token_id] + atol).sum() <= rank
             assert rank <= 1 + (logprobs > logprobs[token_id] - atol).sum()
 
@@ -81,7 +81,7 @@ def test_named_ids_of_a_continuation_are_transformers_rows(
 ) -> None:
     (score,) = tiny_llm.score([PAIR], token_ids=[NAMED], temperature=temperature, logprobs=2)
     table = whole_rows(CONTEXT + CONTINUATION, temperature or 1.0)[len(CONTEXT) - 1 :]
-    atol = ATOL / min(temperature or 1.0, 1.0)  # as two programs' logits differ, divided by the temperature
+    atol = ATOL / min(temperature or 1.0, 1.0)  # logit differences, divided by the temperature
     assert_rows(score.record, NAMED, table, atol)
     chosen = [row[token_id] for row, token_id in zip(table, CONTINUATION, strict=True)]
     assert score.token_logprobs == pytest.approx(chosen, abs=atol)
@@ -100,7 +100,7 @@ def test_ids_for_all_positions_are_the_same_list_at_each(tiny_llm: LLM) -> None:
 
 
 def test_one_after_another_is_all_at_once(tiny_llm: LLM) -> None:
-    """The slow twin: an all-zero bias is a processor, for which positions are run one by one."""
+    """An all-zero bias is a processor, which forces one position per step (the slow twin)."""
     (fast,) = tiny_llm.score([PAIR], token_ids=[NAMED], temperature=0.7)
     slow_way = SamplingParams(temperature=0.7, logit_bias={3: 0.0})
     (slow,) = tiny_llm.score([PAIR], token_ids=[NAMED], sampling=slow_way)
@@ -124,7 +124,7 @@ def test_a_pair_beside_others_is_that_pair_alone(tiny_llm: LLM) -> None:
 def test_cached_rows_are_those_of_a_cold_engine(tiny_llm: LLM) -> None:
     tiny_llm.engine.forget_prefixes()
     (cold,) = tiny_llm.score([PAIR], token_ids=[NAMED])
-    (bare,) = tiny_llm.score([PAIR])  # of which no named ids are known
+    (bare,) = tiny_llm.score([PAIR])  # caches rows without named ids
     (cached,) = tiny_llm.score([PAIR], token_ids=[NAMED])
     assert_alike(cached.record, cold.record)
     other = [[*ids[::-1], 11] for ids in NAMED]
@@ -136,7 +136,7 @@ def test_cached_rows_are_those_of_a_cold_engine(tiny_llm: LLM) -> None:
 def test_chunks_of_a_prompt_are_the_whole(tiny_llm: LLM, tiny_model_folder: Path, whole_rows: Any) -> None:
     named = [[], *([place % 250, 7] for place in range(1, len(LONG)))]
     params = SamplingParams(max_tokens=0, prompt_logprobs=0, logprob_token_ids=named)
-    (chunked,) = tiny_llm.generate([LONG], params)  # steps of 64 tokens
+    (chunked,) = tiny_llm.generate([LONG], params)  # in steps of 64 tokens
     with LLM(str(tiny_model_folder), kv_bytes=1 << 21, max_batch_tokens=256) as llm:
         (whole,) = llm.generate([LONG], params)
     assert_alike(chunked.prompt_logprobs, whole.prompt_logprobs, LONG_ATOL)

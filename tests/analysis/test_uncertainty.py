@@ -1,4 +1,4 @@
-"""How sure of an answer: drawn answers' figures against transformers' own rows, and worked by hand."""
+"""Uncertainty of sampled answers, compared with transformers' rows and with worked examples."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 PROMPT = "the cat and"
 TALK = [{"role": "user", "content": "the cat"}]
 LONG = SamplingParams(max_tokens=40, seed=5, ignore_eos=True)
-LIMIT_S = 120  # nothing takes as long, also on a busy machine
-# Rows of our kernels in float32 beside float64: logits of some ten nats, of a few ulp each.
+LIMIT_S = 120  # generous, also for a busy machine
+# Our float32 rows against float64: logits of about ten nats, a few ulp each.
 CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-4}
 
 
 @pytest.fixture(scope="module")
 def llm(tiny_model_folder: Path, adapter_folders: dict[str, Path]) -> Iterator[LLM]:
-    """The tiny Llama with LoRA weights, whose bits do not depend on what runs beside."""
+    """The tiny Llama with LoRA weights; its results do not depend on the batch."""
     with LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm:
         llm.add_lora("wide", adapter_folders["wide"])
         yield llm
@@ -46,7 +46,7 @@ def llm(tiny_model_folder: Path, adapter_folders: dict[str, Path]) -> Iterator[L
 
 @pytest.fixture(scope="module")
 def rows(tiny_model_folder: Path) -> Any:
-    """ids → (T, V) log-probabilities of transformers' module, float64."""
+    """Return a function from ids to (T, V) log-probabilities of transformers, float64."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder).double().eval()
@@ -63,7 +63,7 @@ def ids_of(llm: LLM, prompt: str = PROMPT) -> list[int]:
     return ids
 
 
-# -- what each answer was given ------------------------------------------------------------------------------
+# -- figures of each answer ----------------------------------------------------------------------------------
 
 
 def test_every_figure_of_an_answer_is_that_of_whole_rows(tiny_llm: LLM, rows: Any) -> None:
@@ -116,7 +116,7 @@ def test_the_distribution_that_was_drawn_from_is_another(tiny_llm: LLM, shape: d
     raw = tiny_llm.score(pairs)
     drawn = tiny_llm.score(pairs, sampling=SamplingParams(**shape))
     for answer, one, other in zip(found.answers, raw, drawn, strict=True):
-        # Scored all at once and drawn one after another: the last bits of a float32 sum differ.
+        # Scored in one batch and sampled token by token: the last bits of float32 sums differ.
         np.testing.assert_allclose(answer.token_logprobs, one.token_logprobs, rtol=0, atol=5e-6)
         np.testing.assert_allclose(answer.drawn_token_logprobs, other.token_logprobs, rtol=0, atol=5e-6)
     want = -np.mean([score.logprob for score in drawn])
@@ -149,7 +149,7 @@ def test_few_whole_rows_at_a_time_give_the_same_self_certainty(
         assert one.self_certainty == pytest.approx(other.self_certainty, rel=1e-12)
 
 
-# -- what is drawn -------------------------------------------------------------------------------------------
+# -- sampling ------------------------------------------------------------------------------------------------
 
 
 def test_a_seed_gives_the_same_answers_each_time(llm: LLM) -> None:
@@ -223,7 +223,7 @@ def test_lora_weights_of_the_parameters_are_those_of_a_view(llm: LLM) -> None:
     assert by_params == viewed
 
 
-# -- what they say together ----------------------------------------------------------------------------------
+# -- figures of all answers ----------------------------------------------------------------------------------
 
 
 def answer(
@@ -233,7 +233,7 @@ def answer(
     return SampledAnswer(
         text=text,
         token_ids=[*token_ids],
-        token_logprobs=[value - 1.0 for value in each],  # figures of all answers do not read them
+        token_logprobs=[value - 1.0 for value in each],  # not used by the figures of all answers
         drawn_token_logprobs=each,
         entropy=[0.5] * len(each),
         confidence=[confidence] * len(each),
@@ -361,11 +361,11 @@ def test_what_gives_no_yes_or_no_is_refused() -> None:
             draw_plan(4).sum_up(PARIS, same)  # type: ignore[arg-type]
 
 
-# -- what ends an answer early -------------------------------------------------------------------------------
+# -- early stopping ------------------------------------------------------------------------------------------
 
 
 def first_below(confidence: Sequence[float], rule: LowConfidence) -> int | None:
-    """Plainly: after how many tokens the mean of the last `window` is below."""
+    """Return after how many tokens the mean of the last `window` is below the threshold, by a plain loop."""
     for end in range(rule.window, len(confidence) + 1):
         if np.mean(confidence[end - rule.window : end]) < rule.threshold:
             return end
@@ -413,7 +413,7 @@ def test_an_event_loop_ends_the_same_answers(llm: LLM) -> None:
 
 
 def test_an_answer_that_ends_by_itself_there_is_whole(llm: LLM) -> None:
-    """The group falls below the threshold with the token that a stop id has ended."""
+    """The group falls below the threshold at the token that ends the answer by a stop id."""
     (free,) = llm.uncertainty(PROMPT, 1, LONG).answers
     place = next(at for at in range(3, 40) if free.token_ids[at] not in free.token_ids[:at])
     params = SamplingParams(max_tokens=40, seed=5, ignore_eos=True, stop_token_ids=(free.token_ids[place],))
@@ -427,7 +427,7 @@ def test_the_engine_computes_no_more_of_what_was_ended(llm: LLM) -> None:
     num_steps = 0
 
     def wait(_: StepBatch) -> None:
-        # A reader may lag behind a small model: it has ended all answers before the step goes on.
+        # A reader may lag behind a small model, so wait until it has ended all answers.
         nonlocal num_steps
         num_steps += 1
         until = time.monotonic() + LIMIT_S
@@ -441,7 +441,7 @@ def test_the_engine_computes_no_more_of_what_was_ended(llm: LLM) -> None:
         found = llm.uncertainty(PROMPT, 3, params, stop_when=rule)
     assert [one.num_tokens for one in found.answers] == [10, 10, 10]
     assert num_steps < 60
-    llm.generate(PROMPT, SamplingParams(max_tokens=1))  # behind it nothing is left of them
+    llm.generate(PROMPT, SamplingParams(max_tokens=1))  # runs after all of them have been removed
     check_integrity(llm)
 
 
@@ -462,7 +462,7 @@ def test_means_of_groups(window: int, want: list[float]) -> None:
     np.testing.assert_allclose(measures.group_means([1, 2, 4, 8], window), want)
 
 
-# -- what cannot be asked ------------------------------------------------------------------------------------
+# -- invalid requests ----------------------------------------------------------------------------------------
 
 RULE = LowConfidence(threshold=1.0, window=4, k=5)
 

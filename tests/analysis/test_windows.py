@@ -1,4 +1,4 @@
-"""Windows: every token scored once, as a plain loop around transformers does."""
+"""Sliding windows: every token is scored once, as in a plain loop with transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXT = "the cat and the dog, 12 é 🌊\nThe end of the cat? " * 12
 
 
 def plain_windows(num_tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """The loop of Hugging Face's guide: (begin, end, where the scored tokens begin)."""
+    """Iterate like Hugging Face's guide: (begin, end, begin of the scored tokens)."""
     previous_end = 0
     for begin in range(0, num_tokens, stride):
         end = min(begin + window, num_tokens)
@@ -166,7 +166,7 @@ def test_progress_counts_every_byte_and_token(tiny_llm: LLM) -> None:
 def test_the_first_numbers_of_a_long_text_come_before_it_is_read(
     tiny_llm: LLM, reference: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first window comes part by part; its numbers are those of the plain loop."""
+    """The first window is yielded in parts; its numbers equal those of the plain loop."""
     monkeypatch.setattr("logprobe.analysis.windows.FIRST_TOKENS", 16)
     ids = tiny_llm.text.encode(TEXT)
     num_read = 0
@@ -189,7 +189,7 @@ def test_the_first_numbers_of_a_long_text_come_before_it_is_read(
 
 
 def test_parts_of_a_window_are_computed_once(tiny_llm: LLM) -> None:
-    """Each part stands on the one before it in the prefix tree."""
+    """Each part extends the prefix of the one before in the radix tree."""
     ids = np.arange(120, dtype=np.int32) + 40
     before = tiny_llm.engine.stats().cached_tokens
     settings = WindowSettings.of(tiny_llm, window=120, stride=60)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-# Only what is there is run: each benchmark is tested from the commit that adds it. `test_gpu.py` runs
+# Each benchmark that exists is run, so each is tested from the commit that adds it. `test_gpu.py` runs
 # bench_gpu.py.
 SCRIPTS = sorted(set(BENCHMARKS.glob("bench_*.py")) - {BENCHMARKS / "bench_gpu.py"})
 CONTEXT_LEN = 1024
@@ -23,7 +23,7 @@ IN_PROCESSES_OF_THEIR_OWN = {"bench_decode", "bench_real"}
 
 
 class InThisProcess:
-    """A rival without its process, whose start is most of what a smoke run takes: the same jobs, as JSON."""
+    """Run a rival's jobs in this process, as starting processes would take most of a smoke run; uses JSON."""
 
     def __init__(self, rival: Any, **_: Any) -> None:
         self.started = time.perf_counter()
@@ -37,7 +37,7 @@ class InThisProcess:
         return json.loads(json.dumps(protocol._run_job(self._opened, job)))
 
     def pause(self) -> None:
-        """There is nothing to stop."""
+        """Do nothing: there is no process to pause."""
 
     resume = pause
 
@@ -53,7 +53,7 @@ class InThisProcess:
 
 @pytest.fixture(scope="module")
 def model_folder(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny Llama with room for the prompts of the smoke forms."""
+    """The tiny Llama with a context long enough for the prompts of the smoke runs."""
     folder = tmp_path_factory.mktemp("benchmarks") / "tiny"
     shutil.copytree(tiny_model_folder, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -63,7 +63,7 @@ def model_folder(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def as_a_program() -> Iterator[None]:
-    """Give back what a script may change in its process for good."""
+    """Restore the process-wide settings that a script may change."""
     num_threads, on_term = torch.get_num_threads(), signal.getsignal(signal.SIGTERM)
     yield
     torch.set_num_threads(num_threads)

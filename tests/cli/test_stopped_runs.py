@@ -1,4 +1,4 @@
-"""`logprobe score` and `distil` of data sets whose disk is full, or that Ctrl-C stops: `--resume` goes on."""
+"""`logprobe score` and `distil` with `--resume`, after a full disk or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUNS: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Short rows, then long ones, whose parts are larger; one of each half is bad."""
+    """Short rows, then long ones, which make larger parts; each half has one bad row."""
     path = tmp_path_factory.mktemp("data") / "in.jsonl"
     lines = [json.dumps({"text": f"the cat {index}"}) for index in range(600)]
     lines += [json.dumps({"text": f"the dog {index} " * 8}) for index in range(600)]
@@ -34,7 +34,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=RUNS)
 def run(request: pytest.FixtureRequest, source: Path, tiny_model_folder: Path) -> Any:
-    """A run into a folder, by `limited_command`; and the name of its output there."""
+    """A run into a folder by `limited_command`; `output` is the file's name there."""
 
     def started(folder: Path, *flags: str, **limits: Any) -> Any:
         command, *own = RUNS[request.param]
@@ -47,7 +47,7 @@ def run(request: pytest.FixtureRequest, source: Path, tiny_model_folder: Path) -
 
 @pytest.fixture(scope="module")
 def whole(run: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files of a run that nothing stopped."""
+    """The files of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     done = run(folder)
     assert (done.returncode, done.stderr.splitlines()[-1][:17]) == (1, "error: 2 bad rows")
@@ -87,7 +87,7 @@ def test_a_full_disk_is_one_error_and_costs_no_row(
     kept = files_of(tmp_path)
     assert num_parts(kept) > 0
     assert not [name for name in kept if name.endswith(".tmp")], "takes room that nobody uses"
-    if share > 1:  # still no room
+    if share > 1:  # still no space
         assert run(tmp_path, "--resume", most_bytes=most_bytes).returncode == 1
         assert num_parts(files_of(tmp_path)) == num_parts(kept)
     check_resumes(run, tmp_path, whole)

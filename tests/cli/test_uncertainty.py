@@ -1,4 +1,4 @@
-"""`logprobe uncertainty`: the library's figures, as a table and as JSON."""
+"""`logprobe uncertainty`: the library's results as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ASKED = ("the cat", "--n", "6", "--max-tokens", "2", "--seed", "3", "--temperatu
 
 @pytest.fixture
 def run(cli: Callable[..., Any], tiny_model_folder: Path) -> Callable[..., Any]:
-    """The command on the tiny model."""
+    """Run the command on the tiny model."""
 
     def call(*arguments: str, stdin: bytes = b"") -> Any:
         return cli("uncertainty", *arguments, "--model", str(tiny_model_folder), stdin=stdin)
@@ -35,7 +35,7 @@ def test_the_figures_are_those_of_the_library(run: Any, tiny_llm: LLM) -> None:
     found = json.loads(run(*ASKED, *flags).out)
     assert found["prompt"] == "the cat"
     assert found["semantic_sets"] == [list(one) for one in want.semantic_sets]
-    # Another engine may share its steps out otherwise: the last bits of float32 differ.
+    # Another engine may batch differently, so the last bits of float32 differ.
     assert found["semantic_entropy"] == pytest.approx(want.semantic_entropy, abs=1e-5)
     for one, answer in zip(found["answers"], want.answers, strict=True):
         assert one["token_ids"] == answer.token_ids

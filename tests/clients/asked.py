@@ -1,4 +1,4 @@
-"""What each client is asked, and how its script tells what it got: the standard library alone.
+"""The requests that every client makes, and how its script reports the results; standard library only.
 
 A script runs in its client's own environment as `python NAME_.py URL MODEL json` or `... tool`, and prints
 one line of JSON.
@@ -55,10 +55,10 @@ def answer(
     ask_tool: Callable[[str, str], tuple[str, Any]],
     *packages: str,
 ) -> None:
-    """Do what the command line says, hold it to what was asked, and print it.
+    """Run the task of the command line, check the result and print it.
 
-    `ask_json(url, model)` gives a review and the rows of its tokens, `ask_tool` the name of the tool that was
-    called and its arguments.
+    `ask_json(url, model)` returns a review and its token rows, `ask_tool` the name and the arguments of the
+    tool call.
     """
     url, model, task = sys.argv[1:]
     if task == "json":
@@ -77,12 +77,12 @@ def answer(
 
 
 def check_review(review: Any) -> None:
-    """Hold a review to the schema."""
+    """Check a review against the schema."""
     assert review.keys() == {"mood", "stars"}, review
     assert review["mood"] in MOODS, review
     assert review["stars"] in range(1, 6), review
 
 
 def rows_of(content: Any) -> Rows:
-    """Token and log-probability of each row that OpenAI's client read."""
+    """Return the token and log-probability of each row of OpenAI's client."""
     return [(row.token, row.logprob) for row in content]

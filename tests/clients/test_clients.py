@@ -1,7 +1,7 @@
-"""Client libraries, unchanged, in environments of their own, against `logprobe serve` on real weights.
+"""Unmodified client libraries, in their own environments, against `logprobe serve` with real weights.
 
-Each script asserts what its client gave it. Here the body that the client sent is sent once more, directly:
-the client's log-probabilities are those of that reply. `pytest -rP` shows which versions were there.
+Each script checks what its client returned. Here the body that the client sent is sent again directly, and
+its log-probabilities must equal the client's. `pytest -rP` shows the versions of the clients.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ENVIRONMENTS = {
     "llm_structured_confidence_": "clients",
     "structured_logprobs_": "structured_logprobs",
 }
-# Of nats. The same body twice may run beside other requests, and on what the first one left in the cache.
+# Nats. The second request may run in another batch, and uses the prefix cache of the first.
 TOLERANCE = 1e-4
 PASSED_ON = ("content-type", "authorization", "accept")
 
@@ -51,14 +51,14 @@ pytestmark = [
 
 
 class Exchange:
-    """What a client asked, and what came."""
+    """A client's request and the reply to it."""
 
     def __init__(self, path: str, body: Any, reply: httpx.Response) -> None:
         self.path, self.body, self.reply = path, body, reply
 
 
 class Between:
-    """Stands between a client and a server: passes everything on, and keeps it."""
+    """A proxy between client and server that forwards and records everything."""
 
     def __init__(self, url: str) -> None:
         self.exchanges: list[Exchange] = []
@@ -79,7 +79,7 @@ class Between:
                 self.wfile.write(reply.content)
 
             def log_message(self, *_: Any) -> None:
-                """The test tells what matters."""
+                """Suppress the default log."""
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}/v1"
@@ -100,17 +100,17 @@ def between(url: str) -> Iterator[Between]:
 
 @pytest.fixture(scope="module")
 def url(smollm2_folder: Path) -> Iterator[str]:
-    # What clients keep to: the server as it comes, but for its name and more room.
+    # Default settings, except for the name and a larger KV cache.
     flags = ("--served-model-name", "smollm2", "--kv-bytes", "200000000")
     with serving_process(smollm2_folder, *flags) as server:
         yield f"http://127.0.0.1:{server.port}"
 
 
 def run(script: str, url: str, task: str) -> dict[str, Any]:
-    """A script's own line, in its environment; nothing of this project is on its path."""
+    """Run a script in its environment, without this project on its path; return its output line."""
     python = RIVALS / ENVIRONMENTS[script] / "bin" / "python"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    # No client asks home for prices, or tells it anything.
+    # No client may fetch prices or send telemetry.
     quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
     command = [str(python), str(HERE / f"{script}.py"), url, "smollm2", task]
     done = subprocess.run(
@@ -122,7 +122,7 @@ def run(script: str, url: str, task: str) -> dict[str, Any]:
 
 
 def rows_in(reply: Any) -> list[tuple[str, float]]:
-    """Token and log-probability of each row of a reply of chat or responses."""
+    """Return the token and log-probability of each row of a chat or responses reply."""
     if "choices" in reply:
         rows = reply["choices"][0]["logprobs"]["content"]
     else:

@@ -1,4 +1,4 @@
-"""The collector against a model of lists: rows come in order and exactly once, whatever is done to it."""
+"""The collector against a model of lists: under any operations, rows arrive in order and exactly once."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from logprobe.transport.streams import Parcel
 
 NAMES = st.sampled_from(["a", "b", "c"])
 SIZE = 3
-MAX_ROWS = 5  # of an item: more than a buffer
+MAX_ROWS = 5  # per item: more than a buffer holds
 
 
 class BrokenConsumerError(Exception):
-    """What a callback of a test raises."""
+    """Raised by a test's callback."""
 
 
 class Item:
-    """What is added: which request's, its number, and how many rows it stands for."""
+    """An added item: its request, its number, and how many rows it counts as."""
 
     def __init__(self, number: int, num_rows: int) -> None:
         self.number, self.num_rows = number, num_rows
@@ -36,14 +36,14 @@ def num_rows(items: list[Item]) -> int:
 
 
 class WaitingSource(RuleBasedStateMachine):
-    """A source that cannot be paused, on one thread, and consumers by callback."""
+    """A source that cannot be paused, on one thread, with callback consumers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rows: StreamingLogprobsCollector[Item] = StreamingLogprobsCollector(SIZE)
         self.added: defaultdict[str, list[Item]] = defaultdict(list)  # since the request was last forgotten
         self.delivered: defaultdict[str, list[Item]] = defaultdict(list)
-        self.consumers: dict[str, bool] = {}  # whether the next hand-over raises
+        self.consumers: dict[str, bool] = {}  # True if the next delivery raises
         self.numbers = iter(range(10**9))
 
     def waiting(self, name: str) -> list[Item]:
@@ -62,7 +62,7 @@ class WaitingSource(RuleBasedStateMachine):
         self.consumers.pop(name, None)
 
     def expect(self, name: str, work: Any, *, is_due: bool) -> None:
-        """Do what hands rows over if some are due; a consumer that is to raise then ends its request."""
+        """Run an operation that delivers rows if some are due; a consumer that raises ends its request."""
         if is_due and self.consumers.get(name):
             with pytest.raises(BrokenConsumerError):
                 work()
@@ -137,7 +137,7 @@ class WaitingSource(RuleBasedStateMachine):
 
 
 class PausedSource(RuleBasedStateMachine):
-    """A source that heeds pauses, and readers of streams, one step of either at a time."""
+    """A source that respects pauses, and readers of streams, one step of either at a time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class PausedSource(RuleBasedStateMachine):
 
     @rule(batch=st.lists(st.tuples(NAMES, st.integers(0, 2)), max_size=6))
     def add(self, batch: list[tuple[str, int]]) -> None:
-        """One step of the source: what is paused adds nothing, what nobody opened is dropped."""
+        """Run a step of the source: paused requests add nothing, rows of unopened streams are dropped."""
         parcels = [
             Parcel(name, Item(next(self.numbers), count), count)
             for name, count in batch

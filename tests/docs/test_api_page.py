@@ -1,4 +1,4 @@
-"""Every example of docs/api.md runs, and the page names every route and every field without effect."""
+"""All examples of docs/api.md run, and the page lists every route and every ignored field."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PYTHON = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 @pytest.fixture(scope="module")
 def url(long_llm: LLM, new_serving: Any) -> Iterator[str]:
-    """The tiny Llama served, with room for tools."""
+    """The tiny Llama served with a context long enough for tools."""
     with new_serving(long_llm, ServerSettings(model_name="tiny")) as (address, _):
         yield address
 
@@ -48,7 +48,7 @@ def test_a_curl_example_is_answered(url: str, code: str, tmp_path: Path) -> None
 def test_a_python_example_runs(
     url: str, code: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # httpx gives an answer five seconds, which a busy machine may take.
+    # httpx's default timeout of five seconds is too short for a busy machine.
     monkeypatch.setattr(httpx, "post", functools.partial(httpx.post, timeout=PATIENCE_S))
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         names: dict[str, Any] = {"client": client, "url": url, "model": "tiny"}

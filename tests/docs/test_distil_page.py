@@ -1,4 +1,4 @@
-"""The loss of the page on distillation is the KL divergence over the k best and the rest, by brute force."""
+"""The loss on the distillation page equals the KL divergence over the k best and the rest, by brute force."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXT = "the cat and the dog in a cat on the end é 🌊 x"
 
 @pytest.fixture(scope="module")
 def loss() -> Callable[..., Any]:
-    """As it stands on the page."""
+    """The loss function from the page."""
     [example] = [code for code in examples_of("distil.md") if "def loss" in code]
     scope: dict[str, Any] = {}
     exec(example.split("student = AutoModel")[0], scope)  # noqa: S102 - our own page
@@ -32,7 +32,7 @@ def loss() -> Callable[..., Any]:
 
 @pytest.fixture(scope="module")
 def whole(tiny_llm: LLM) -> NDArray[np.float64]:
-    """(positions, vocabulary) the teacher's log-probabilities, nats."""
+    """The teacher's log-probabilities, (positions, vocabulary), nats."""
     record = rows_of(tiny_llm, -1)
     entries = record.top_entries()
     rows = np.empty((len(record), tiny_llm.engine.capabilities().vocab_size))
@@ -47,7 +47,7 @@ def rows_of(llm: LLM, k: int) -> FlatLogprobs:
 
 
 def student_of(whole: NDArray[np.float64], apart: float) -> torch.Tensor:
-    """Another distribution a row, the further from the teacher's the larger `apart`."""
+    """Return random distributions for the rows, further from the teacher's with larger `apart`."""
     moved = torch.from_numpy(whole) + apart * torch.randn(
         whole.shape, generator=torch.Generator().manual_seed(1)
     )

@@ -1,4 +1,4 @@
-"""The examples of the how-to pages run, one after the other on each page; every page is held by some test."""
+"""The examples of the how-to pages run in the order of each page, and every page has such a test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from logprobe.cli.app import run
 
 TESTS = Path(__file__).parents[1]
 COMMAND = re.compile(r"(?:^|[|;&] *)logprobe ((?:[a-z]+ ?){1,2})(.*)", re.MULTILINE)
-# These pages' examples run here, in a folder of their own; each of the others has a test of its own.
+# The examples of these pages run here, each page in its own folder; other pages have their own tests.
 HERE = ["compare.md", "constrain.md", "distil.md", "errors.md", "rl.md", "scoring.md", "speculate.md"]
 
 
@@ -49,7 +49,7 @@ def test_the_page_on_scoring_names_every_column(settings: DataSettings) -> None:
 
 
 def commands() -> list[tuple[str, str, str]]:
-    """Page, command, and a flag of it, for each flag in a shell example."""
+    """Return (page, command, flag) for each flag in a shell example."""
     return sorted(
         {
             (page, words.strip(), flag)

@@ -1,4 +1,4 @@
-"""A row's bits are those of its own text, however that was cut, kept or accompanied."""
+"""A row's bits depend only on its own text, not on chunking, caching or the rest of the batch."""
 
 from __future__ import annotations
 

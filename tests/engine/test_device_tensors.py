@@ -1,8 +1,8 @@
-"""The engine on a device that is not the host's: what is read from it is copied first, by name.
+"""The engine on a device other than the CPU: data is read only through explicit copies.
 
-The device is a double: its tensors compute as the CPU's do, but refuse what would read them on the host
-without saying so, and what mixes them with tensors of the host. So the way of a GPU cannot break unseen on a
-machine without one. The numbers are those of the plain engine.
+The device is a fake: its tensors compute like CPU tensors, but refuse implicit reads on the host and
+operations that mix them with host tensors. This keeps the GPU path working on machines without a GPU.
+The numbers must be those of the plain engine.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from logprobe.transport import AsyncCPUTransfer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-LIMIT_S = 120  # nothing takes as long, also on a busy machine
+LIMIT_S = 120  # generous, also for a busy machine
 PROMPT = [0, 40, 41, 42, 43, 44, 40, 41]
-DEVICE = torch.device("privateuseone", 0)  # the name that torch keeps for devices it does not know
+DEVICE = torch.device("privateuseone", 0)  # torch's name for out-of-tree devices
 HOST = torch.device("cpu")
 READS = {
     torch.Tensor.__array__,
@@ -59,11 +59,11 @@ OF_DEVICE = {
 
 
 class HostReadError(AssertionError):
-    """Numbers of the device were read, or mixed with the host's, without a copy that says so."""
+    """Device data was read, or mixed with host data, without an explicit copy."""
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor of the double's device."""
+    """A tensor on the fake device."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -86,7 +86,7 @@ class DeviceTensor(torch.Tensor):
 
 
 class Device(TorchFunctionMode):
-    """Lets torch make and move tensors on the double's device."""
+    """Let torch create tensors on the fake device and move them there."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -100,7 +100,7 @@ class Device(TorchFunctionMode):
 
 
 def names(func: Any, args: Any, kwargs: Any, device: torch.device) -> bool:
-    """Whether a call makes a tensor on a device or moves one there."""
+    """Return True if a call creates a tensor on a device or moves one there."""
     asked = [kwargs.get("device"), *(args[1:] if func is torch.Tensor.to else ())]
     return any(
         isinstance(value, torch.device | str) and torch.device(value).type == device.type for value in asked
@@ -124,7 +124,7 @@ def leaves(value: Any) -> Iterator[torch.Tensor]:
 
 
 def refuse_mixture(func: Any, arguments: Any) -> None:
-    """Scalars of the host may go into an operation of the device; arrays of it may not."""
+    """Refuse host tensors in device operations, except scalars."""
     if any(not isinstance(tensor, DeviceTensor) and tensor.dim() for tensor in leaves(arguments)):
         raise HostReadError(f"{getattr(func, '__name__', func)} mixes tensors of the device and of the host")
 
@@ -140,13 +140,13 @@ def on_host(value: Any) -> Any:
 def on_device(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.as_subclass(DeviceTensor)
-    if isinstance(value, tuple | list):  # what sort and topk return is a tuple of a type of its own
+    if isinstance(value, tuple | list):  # sort and topk return their own tuple types
         return type(value)([on_device(part) for part in value])
     return value
 
 
 class DeviceForward:
-    """A forward backend whose hidden rows and logits are on the double's device."""
+    """A forward backend whose hidden rows and logits are on the fake device."""
 
     def __init__(self, forward: Any) -> None:
         self._forward = forward
@@ -164,7 +164,7 @@ class DeviceForward:
 
 
 class Doubling(LogitsProcessor):
-    """A registered processor of two lines."""
+    """A minimal registered processor."""
 
     def __init__(self, config: Any) -> None:
         del config
@@ -235,7 +235,7 @@ def test_a_request_gives_what_it_gives_on_the_host(
 
 
 class LateCopies:
-    """Copies to the host that end once the step after theirs has run."""
+    """Copies to the host that end after the next step has run."""
 
     def __init__(self, forward: Any) -> None:
         self.num_late = 0
@@ -250,7 +250,7 @@ class LateCopies:
             self._ran.notify_all()
 
     def finish(self) -> None:
-        """Let the last step's copies end, which no step follows."""
+        """Let the copies of the last step end, as no step follows it."""
         with self._ran:
             self._is_over = True
             self._ran.notify_all()
@@ -303,7 +303,7 @@ def copied_at_once(tensor: torch.Tensor, target: torch.Tensor, _after: int) -> A
 
 
 def run_overlapped(stepped: Any) -> AsyncCPUTransfer:
-    """Run all there is with both loops' threads; the transfer, which holds nothing then."""
+    """Run everything with the overlapped loop's threads; return the transfer, which must be empty."""
     device: Any = SimpleNamespace(host_memory=host_memory, mark=lambda _: 0, copy=copied_at_once)
     transfer = AsyncCPUTransfer(device=device)
     loop = OverlappedLoop(stepped.engine, stepped.take, transfer)
@@ -316,9 +316,9 @@ def run_overlapped(stepped: Any) -> AsyncCPUTransfer:
     return transfer
 
 
-# After the first token, which the bias brings, none is possible.
+# After the first token, forced by the bias, no token is possible.
 DEAD: dict[str, Any] = {
-    "allowed_token_ids": [1, 82, 89],  # the end of text, q and x
+    "allowed_token_ids": [1, 82, 89],  # EOS, q and x
     "bad_words": ["qq", "qx"],
     "logit_bias": {82: 100.0},
     "min_tokens": 3,
@@ -372,7 +372,7 @@ def test_a_dead_end_of_several_processors_fails_its_own_request(new_device_engin
 
 
 class TestTheDouble:
-    """That it refuses what it is there to refuse."""
+    """The fake device refuses what it should."""
 
     rows: ClassVar[torch.Tensor] = on_device(torch.arange(6.0).reshape(2, 3))
 

@@ -1,4 +1,4 @@
-"""Rows known from before answer again without model and head, where they cover the question."""
+"""Rows of cached prompts answer later requests without the model and head if they have all that is asked."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def score(engine: Any, name: str, ids: list[int] = IDS, **params: Any) -> Any:
         ({"prompt_logprobs": 20}, {"prompt_logprobs": 3}, True),
         ({"prompt_logprobs": -1}, {"prompt_logprobs": 20}, True),
         ({"prompt_logprobs": 3}, {"prompt_logprobs": 4}, False),
-        ({"prompt_logprobs": 30}, {"prompt_logprobs": 30}, False),  # wider than what is kept
+        ({"prompt_logprobs": 30}, {"prompt_logprobs": 30}, False),  # more alternatives than are cached
         ({"prompt_logprobs": 0}, {"prompt_logprobs": 0, "entropy": True}, False),
         ({"prompt_logprobs": 0, "entropy": True}, {"prompt_logprobs": 0, "entropy": True}, True),
         ({"prompt_logprobs": 0, "entropy": True}, {"prompt_logprobs": 0}, True),
@@ -84,13 +84,13 @@ def test_a_slot_used_anew_is_not_answered_from_its_past(
 def test_texts_that_differ_in_their_first_token_alone_share_no_row_of_a_slot_used_anew(
     new_engine: Callable[..., Any], assert_same: Callable[..., None], num_slots: int
 ) -> None:
-    # The same next token stands after the same slot; what came before it is another text.
+    # The same next token follows the same slot, but after a different text.
     engine = new_engine(num_slots)
     texts = [[first, *IDS] for first in (40, 50, 60)]
     got = []
     for first, ids in enumerate(texts):
         got.append(score(engine, f"r{first}", ids, prompt_logprobs=1))
-        if num_slots > sum(map(len, texts)):  # else they are evicted
+        if num_slots > sum(map(len, texts)):  # otherwise they are evicted
             engine.take(engine.engine.handle(ForgetPrefixes()))
     for ids, output in zip(texts, got, strict=True):
         assert_same(output, score(new_engine(num_slots), "alone", ids, prompt_logprobs=1))

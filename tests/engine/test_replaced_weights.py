@@ -1,4 +1,4 @@
-"""Weights replaced in a running engine: no cache and no request mixes the numbers of both."""
+"""Weights replaced in a running engine: no cache and no request mixes results of old and new weights."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-LIMIT_S = 120  # nothing takes as long, also on a busy machine
+LIMIT_S = 120  # generous, also for a busy machine
 PAIRS = [("the cat", " and the dog"), ([5, 60, 61], [70, 71, 72, 9])]
 LONG = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True, logprobs=0)
 
 
 @pytest.fixture(scope="module")
 def state(tiny_model_folder: Path) -> dict[str, torch.Tensor]:
-    """The weights of a model in training, some steps on."""
+    """The model's weights after some training steps."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
@@ -63,7 +63,7 @@ def state(tiny_model_folder: Path) -> dict[str, torch.Tensor]:
 def new_folder(
     state: dict[str, torch.Tensor], tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The same weights as a folder like any other."""
+    """The same weights as a checkpoint folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = tmp_path_factory.mktemp("trained")
@@ -80,14 +80,14 @@ def _new_llm(folder: Path) -> LLM:
 
 @pytest.fixture
 def llm(tiny_model_folder: Path) -> Iterator[LLM]:
-    """A model of its own for each test, as its weights change."""
+    """A separate model for each test, as its weights change."""
     with _new_llm(tiny_model_folder) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def want(new_folder: Path) -> list[Any]:
-    """What a fresh load of the new weights gives: two scores, then a greedy text."""
+    """The results of a fresh load of the new weights: two scores, then a greedy text."""
     with _new_llm(new_folder) as fresh:
         return [*fresh.score(PAIRS), fresh.generate("the cat", LONG)[0].outputs[0].token_ids]
 
@@ -97,7 +97,7 @@ def test_the_numbers_afterwards_are_those_of_a_fresh_load(
     llm: LLM, state: dict[str, torch.Tensor], new_folder: Path, want: list[Any], form: str
 ) -> None:
     before = llm.score(PAIRS)
-    llm.generate("the cat", LONG)  # its prefix and rows are known now
+    llm.generate("the cat", LONG)  # caches its prefix and rows
     if form == "bfloat16":
         llm.load_weights({name: weight.bfloat16() for name, weight in state.items()})
         moved = llm.score(PAIRS)
@@ -171,7 +171,7 @@ def test_lora_weights_are_kept_as_they_were_read(
     *,
     is_there: bool,
 ) -> None:
-    """Whatever lies in their folder by then."""
+    """Whatever the folder holds by then."""
     folder = tmp_path / "lora"
     shutil.copytree(adapter_folders["wide"], folder)
     llm.add_lora("a", folder)
@@ -251,7 +251,7 @@ def test_a_caller_in_an_event_loop_replaces_weights(
 
 
 class Running:
-    """Some long requests under way on another thread, held in a step."""
+    """Long requests running on another thread, stopped within a step."""
 
     def __init__(self, llm: LLM) -> None:
         self.outputs: list[Any] = []
@@ -277,7 +277,7 @@ class Running:
 
 
 def wait_for_command(llm: LLM, kind: str) -> None:
-    """Wait until a message waits for the end of a step that is held."""
+    """Wait until a command is queued behind the held step."""
     deadline = time.monotonic() + LIMIT_S
     while kind not in {type(one).__name__ for one in list(llm.engine.core._commands)}:
         assert time.monotonic() < deadline, f"no {kind} came"
@@ -296,7 +296,7 @@ def test_requests_that_run_finish_on_the_old_weights_and_later_ones_wait(
     asking = threading.Thread(target=lambda: later.extend(llm.score(PAIRS)))
     wait_for_command(llm, "TakeWeights")
     asking.start()
-    wait_for_command(llm, "Submit")  # behind the new weights
+    wait_for_command(llm, "Submit")  # queued behind the new weights
     running.go_on()
     for thread in (loading, asking):
         thread.join(LIMIT_S)
@@ -369,24 +369,24 @@ def test_a_request_given_up_while_it_waits_never_runs(llm: LLM, state: dict[str,
     assert llm.generate([5], SamplingParams(max_tokens=1))[0].error is None
 
 
-# -- what a record says of its weights ---------------------------------------------------------------------
+# -- weights versions in records ---------------------------------------------------------------------------
 
 
 def version_of(folder: Path) -> str:
-    """What is known of a folder's weights: the digest of its file."""
+    """Return the version of a folder's weights: the digest of its file."""
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     return f"sha256:{digest}"
 
 
 def versions_of(output: Any) -> set[str | None]:
-    """What everything that an output holds says."""
+    """Return the versions in all records of an output."""
     completion = output.outputs[0]
     records = (output.prompt_logprobs, completion.logprobs, completion.processed_logprobs)
     return {one.info.weight_version for one in (output, *records) if one is not None}
 
 
 def numbers_of(output: Any) -> Any:
-    """What the prompt's tokens have, nats."""
+    """Return the log-probabilities of the prompt's tokens, nats."""
     return np.ma.compressed(output.prompt_logprobs.chosen_entries().logprobs)
 
 
@@ -456,7 +456,7 @@ def test_a_record_across_a_replacement_names_the_weights_that_it_ran_on(
     *,
     overlap: bool,
 ) -> None:
-    """What runs ends on the old weights, and what waits, although it came before they went, has the new."""
+    """Running requests finish on the old weights; waiting ones run on the new, even if submitted before."""
     with LLM(str(tiny_model_folder), kv_bytes=1 << 20, max_batch_rows=8, overlap=overlap) as llm:
         running = Running(llm)
         loading = threading.Thread(target=llm.load_weights, args=(state,), kwargs={"version": "new"})
@@ -516,7 +516,7 @@ def test_lora_weights_that_come_while_others_wait_run_on_both(
         assert llm.with_lora("wide").score(PAIRS) == fresh.with_lora("wide").score(PAIRS)
 
 
-# -- no cache gives an old model's numbers -----------------------------------------------------------------
+# -- no cache returns results of old weights ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lora", [None, "wide"])
@@ -527,7 +527,7 @@ def test_prompts_asked_again_have_the_new_numbers_and_the_new_version(
     adapter_folders: dict[str, Path],
     lora: str | None,
 ) -> None:
-    """The radix tree, the rows of known prompts, and the LoRA weights of the same name."""
+    """The radix tree, the rows of cached prompts, and LoRA weights of the same name."""
     asked = SamplingParams(max_tokens=2, temperature=0, logprobs=2, prompt_logprobs=2, lora=lora)
     with _new_llm(new_folder) as fresh:
         for one in (llm, fresh):
@@ -594,7 +594,7 @@ def test_the_module_below_an_async_model_is_that_of_the_new_weights(
 def test_the_old_weights_are_gone_when_the_new_ones_answer(
     llm: LLM, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a collection of the caller's, and what they took is returned to the system."""
+    """Without `gc.collect()` by the caller, and their memory is returned to the system."""
     llm.load_weights(state)
     before, returned = weakref.ref(llm.engine.core.engine.forward), []
     monkeypatch.setattr(process_memory, "return_freed", lambda: returned.append(before() is None))
@@ -615,7 +615,7 @@ def test_nothing_of_the_new_weights_is_stored_for_the_models_own(
         before = llm.score(PAIRS)
         llm.load_weights(state)
         assert llm.score(PAIRS) != before
-    with _new_llm(tiny_model_folder) as again:  # from what is stored of it
+    with _new_llm(tiny_model_folder) as again:  # from the model cache
         scores = again.score(PAIRS)
         assert scores == before
         assert scores[0].record.info.weight_version == version_of(tiny_model_folder)
@@ -695,7 +695,7 @@ def test_engine_processes_tell_and_forget_as_a_thread_does(
         truth = {own: numbers_of(first), want: numbers_of(output)}
         assert np.abs(truth[own] - truth[want]).max() > 1e-3
         for outputs in [*calls, after]:
-            [version] = set.union(*map(versions_of, outputs))  # one a call, wherever each ran
+            [version] = set.union(*map(versions_of, outputs))  # one per call
             for one in outputs:
                 np.testing.assert_allclose(numbers_of(one), truth[version], atol=5e-5, rtol=0)
         new = lm.next_token_logprobs_sync([5, 60])
@@ -713,7 +713,7 @@ def test_engine_processes_tell_and_forget_as_a_thread_does(
         np.testing.assert_allclose(lm.next_token_logprobs_sync([5, 60]), old, atol=5e-5, rtol=0)
 
 
-# -- what a server tells -----------------------------------------------------------------------------------
+# -- what a server reports -----------------------------------------------------------------------------------
 
 
 def test_a_server_tells_the_weights_that_answer(
@@ -742,7 +742,7 @@ def test_a_server_tells_the_weights_that_answer(
         assert told(url) == [own] * 4 + [f'logprobe_weights{{version="{own}"}} 1.0']
         llm.load_weights(state, version="step 2")
         assert told(url) == ["step 2"] * 4 + ['logprobe_weights{version="step 2"} 1.0']
-        # A client hears of it with its next exchange; what it kept before is then of no use.
+        # A client learns the new version with its next reply; its cached rows are then dropped.
         far.next_token_logprobs_sync([7])
         new = far.next_token_logprobs_sync([5, 60])
         assert far.next_token_logprobs_sync([5, 60]) is new
@@ -766,7 +766,7 @@ def test_a_client_that_learns_of_new_weights_gives_no_kept_row_beside_theirs(
 def test_rows_of_a_server_that_is_started_again_at_its_address_are_its_own(
     tiny_model_folder: Path, new_folder: Path, new_serving: Any, tmp_path: Path
 ) -> None:
-    """With other weights in the same folder: nobody gave them a name."""
+    """The same folder with other weights, which have no version name."""
     folder = tmp_path / "model"
     shutil.copytree(tiny_model_folder, folder)
     with _new_llm(folder) as first, new_serving(first, ServerSettings()) as (url, _):

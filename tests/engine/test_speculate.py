@@ -1,4 +1,4 @@
-"""Drafted tokens change nothing but the number of steps: tokens, numbers and ends are the same."""
+"""Speculation changes only the number of steps: tokens, numbers and finish reasons stay the same."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from logprobe.transport.messages import Abort, Pause, Resume
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-NUM_USUAL = 8  # tokens of which each has one that mostly follows it
+NUM_USUAL = 8  # tokens that have a usual successor
 
 
 class Repeating(FakeForward):
-    """A fake model that mostly says the same after the same token, with numbers of the whole prefix."""
+    """A fake model that mostly repeats the same successor, with numbers that depend on the whole prefix."""
 
     def _state_of(self, token_ids: Sequence[int]) -> int:
         state = super()._state_of(token_ids)
@@ -99,7 +99,7 @@ def test_a_request_alone_ends_the_same_and_sooner(params: dict[str, Any], loop: 
         assert all(0 <= one.num_accepted <= one.num_drafted for one in drafts)
 
 
-# Where a row of a step asks for its entropy, the sums of all are added up in another order.
+# A row with entropy in a step changes the summation order of all its rows.
 MIXED = [params for params in [*LONG, *KINDS] if "entropy" not in params]
 ARRIVALS = st.tuples(
     st.integers(0, 12),
@@ -126,7 +126,7 @@ SIZES = st.fixed_dictionaries(
 def test_many_requests_end_the_same(
     arrivals: list[Any], orders: list[Any], sizes: dict[str, int], loop: Any
 ) -> None:
-    """Requests that come and wait at any step, in a pool that is too small for all; slots are checked."""
+    """Requests that arrive and pause at any step, in a pool too small for all; slots are checked."""
 
     def outputs_of(driven: Driven) -> dict[str, Any]:
         counts: list[int] = []
@@ -187,7 +187,7 @@ def test_wrong_drafts_leave_no_trace_in_the_prefix_cache() -> None:
     output = driven.finish()["r"].outputs[0]
     assert 0 < output.drafts.num_accepted < output.drafts.num_drafted, "no draft was wrong"
     known = {tuple(node.token_ids.tolist()) for node in driven.engine.scheduler.tree.nodes()}
-    # The last token is never run; all before it stand in one line.
+    # The last token is never run; those before it are one path.
     assert sum(map(len, known)) == 4 + 50 - 1
     ids = [5, 97, 98, 101, *output.token_ids[:-1]]
     tree = driven.engine.scheduler.tree
@@ -207,7 +207,7 @@ def test_an_aborted_request_ends_between_drafts() -> None:
 
 
 def test_a_text_does_not_become_long_by_its_drafts() -> None:
-    """Beyond the boundary all keys are others; until then each step is of one kind."""
+    """Beyond the boundary all keys differ; up to it each step is of one kind."""
     driven, plain = speculating(), speculating(speculate=False)
     for one in (driven, plain):
         one.engine.scheduler._rope_boundary = 40

@@ -1,4 +1,4 @@
-"""Drafts on real layers: the tokens are the same, the numbers within the bound of any two batches."""
+"""Speculation on real layers: the same tokens, and numbers within the tolerance between batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPTS = [list(range(2, 40)) + list(range(2, 20)), [7, 8, 9] * 6, [50, 60, 70]]
 
 @pytest.fixture
 def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draft whatever the lookup says, so that many drafts are wrong, also beside many rows."""
+    """Draft in every step, also with many rows in the batch, so that many drafts are wrong."""
     monkeypatch.setattr("logprobe.engine.plan.drafts.FREE_ROWS", 1000)
 
 

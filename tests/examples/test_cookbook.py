@@ -1,4 +1,4 @@
-"""The cookbook's tasks on a real server: what OpenAI's client reads is what the library computes."""
+"""The cookbook's tasks on a real server: results through OpenAI's client equal the library's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from logprobe import LLM
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TOLERANCE = 1e-4  # of nats: requests of other sizes run through other kernels
+TOLERANCE = 1e-4  # nats: other batch sizes use other kernels
 
 pytestmark = pytest.mark.real_model
 
@@ -45,13 +45,13 @@ def ask(url: str, cookbook: Any) -> Iterator[Any]:
 
 
 def answer(llm: LLM, question: str, max_tokens: int, num_top: int = 0) -> Any:
-    """What the library itself says, greedily."""
+    """Return the library's own greedy reply."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0, logprobs=num_top)
     return llm.chat([{"role": "user", "content": question}], params)[0].outputs[0]
 
 
 def logprobs_of(completion: Any) -> list[float]:
-    """Of the tokens that gave text; the one that ends it has no row over HTTP."""
+    """Return the log-probabilities of all tokens but the end token, which has no row over HTTP."""
     rows = [completion.logprobs.chosen(place)[1].logprob for place in range(len(completion.logprobs))]
     return rows[:-1] if completion.finish_reason == "stop" else rows
 
@@ -77,7 +77,7 @@ def test_sufficient_context_is_a_share(ask: Any, cookbook: Any, real_llm: LLM) -
     for question, found in zip(cookbook.QUESTIONS, labels, strict=True):
         assert all(0 < probability <= 1 for _, probability in cookbook.has_sufficient_context(ask, question))
         score = cookbook.sufficient_context_score(ask, question)
-        # Both words are tokens of their own, and among the twenty best.
+        # Both words are single tokens and among the top twenty.
         assert score == pytest.approx(found.probabilities["True"], abs=TOLERANCE)
 
 

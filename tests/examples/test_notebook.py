@@ -1,4 +1,4 @@
-"""The example notebook: it was run as it stands, shows what it says, and its cells run."""
+"""The example notebook is stored with the outputs of its current cells, and its cells run."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def source_of(cell: dict[str, Any]) -> str:
 
 
 def shown(cell: dict[str, Any]) -> set[str]:
-    """The kinds of what a cell shows."""
+    """Return the MIME types of a cell's outputs."""
     return {kind for output in cell["outputs"] for kind in output.get("data", {})}
 
 
 def test_it_was_run_from_top_to_bottom_without_errors_or_talk() -> None:
     assert [cell["execution_count"] for cell in CELLS] == list(range(1, len(CELLS) + 1))
     kinds = {output["output_type"] for cell in CELLS for output in cell["outputs"]}
-    assert kinds == {"execute_result"}  # no stream: no bar, no warning; no error
+    assert kinds == {"execute_result"}  # no stream (progress bar, warning) and no error
 
 
 def test_it_shows_texts_a_picture_and_tables() -> None:
@@ -47,7 +47,7 @@ def test_nothing_in_it_tells_of_the_machine_it_ran_on() -> None:
 
 @pytest.mark.real_model
 def test_its_cells_run(real_llm: logprobe.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the session's one model, which stays open; the last line of a cell is what it shows."""
+    """Uses the shared model of the session, which stays open; the last line of a cell is its output."""
     monkeypatch.setattr(logprobe, "LLM", lambda _: real_llm)
     monkeypatch.setattr(real_llm, "close", lambda: None)
     names: dict[str, Any] = {}
@@ -55,8 +55,8 @@ def test_its_cells_run(real_llm: logprobe.LLM, monkeypatch: pytest.MonkeyPatch) 
         *lines, last = source_of(cell).splitlines()
         exec("\n".join(lines), names)  # noqa: S102 - our own notebook
         if cell["outputs"]:
-            value = eval(last, names)  # noqa: S307 - likewise
+            value = eval(last, names)  # noqa: S307 - our own notebook
             for kind, method in (("image/png", "_repr_png_"), ("text/html", "_repr_html_")):
                 assert kind not in shown(cell) or getattr(value, method)()
         else:
-            exec(last, names)  # noqa: S102 - likewise
+            exec(last, names)  # noqa: S102 - our own notebook

@@ -1,4 +1,4 @@
-"""Whatever key of its configuration is moved, a family gives transformers' numbers or is refused by name."""
+"""With any configuration key changed, a family gives transformers' numbers or is refused with a reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from logprobe.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from logprobe.text.edge import TextEdge
 
-# What transformers says → the variants that it cannot build or run itself.
+# transformers' error → the variants that it cannot build or run itself.
 NOT_IN_TRANSFORMERS = {
     "Could not find a `sliding_window` argument": [
         f"{kind}-sliding_window=None"
@@ -61,20 +61,20 @@ NOT_IN_TRANSFORMERS = {
         "ministral3-old rope_scaling=yarn",
     ],
 }
-# Reason of the refusal → the variants that it holds for.
+# Reason for refusal → the variants it applies to.
 REFUSED = {
     "its tokens attend to later ones": ["gemma3_text-use_bidirectional_attention=True"],
     "its code raised an error": [f"{kind}-return_dict=False" for kind in FAMILIES],
 }
 PART_ROTARY = {"phi", "phi3", "glm", "stablelm", "gpt_neox", "gpt2"}
 WHOLE_ROTARY = [kind for kind in FAMILIES if kind not in {*PART_ROTARY, "cwm"}]
-# Patterns of the variants whose numbers are those of the family without the move.
+# Patterns of variants with the same numbers as the unchanged family.
 SILENT = [
     "*-bookkeeping",
     "*-keys of other families",
     "*-is_encoder_decoder=True",
     "*-max_position_embeddings=*",
-    # It changes nothing up to the context's end.
+    # No effect within the context length.
     *(
         f"{kind}-rope_parameters*=dynamic"
         for kind in FAMILIES
@@ -84,8 +84,8 @@ SILENT = [
     *(f"{kind}-old partial_rotary_factor" for kind in (*WHOLE_ROTARY, "gpt_neox")),
     *(f"{kind}-pretraining_tp=2" for kind in ("llama", "cwm", "seed_oss")),
     *("gpt_neox-is_decoder=True", "gpt2-reorder_and_upcast_attn=True"),
-    "gpt_neox-old rope_theta",  # rotary_emb_base is its word
-    *("gemma3_text-old rope_scaling=linear", "olmo3-old rope_scaling=linear"),  # rope_type is theirs
+    "gpt_neox-old rope_theta",  # it uses rotary_emb_base
+    *("gemma3_text-old rope_scaling=linear", "olmo3-old rope_scaling=linear"),  # they use rope_type
     "gemma3_text-_sliding_window_pattern=38",
     "gemma3_text-attn_logit_softcapping=5.0",
     *("gemma-use_bidirectional_attention=True", "gemma2-use_bidirectional_attention=True"),
@@ -109,7 +109,7 @@ POSSIBLE = [variant for name, variant in VARIANTS.items() if name not in IMPOSSI
 
 
 def in_sample(names: list[str], chosen: set[str]) -> list[Any]:
-    """Return parameters of which those that are not chosen are marked `exhaustive`."""
+    """Return parameters; those not in the sample are marked `exhaustive`."""
     return [pytest.param(name, marks=() if name in chosen else pytest.mark.exhaustive) for name in names]
 
 
@@ -126,7 +126,7 @@ def unmoved(kind: str) -> Truth:
 
 
 def shows(variant: Variant, truth: Truth, vocab_size: int) -> bool:
-    """Whether numbers that ignore what was moved would be seen to be wrong."""
+    """Return True if results that ignore the changed key would be visibly wrong."""
     if vocab_size != VOCAB_SIZE:
         return True
     texts, other = prompts(vocab_size).values(), unmoved(variant.kind)

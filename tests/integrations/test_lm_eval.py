@@ -1,4 +1,4 @@
-"""The harness's model `logprobe`, in process, finds the scores of the harness's own model `hf`."""
+"""The harness's model `logprobe`, in process, gives the scores of the harness's own model `hf`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 PYTHON = Path(__file__).parents[2] / ".rivals/lm_eval/bin/python"
-# A rolling request is the sum of hundreds of tokens.
+# A rolling request sums hundreds of tokens.
 TOLERANCES = {"metric": {"abs": 1e-3, "rel": 1e-4}, "score": {"abs": 2e-4, "rel": 1e-6}}
 
 pytestmark = pytest.mark.skipif(
@@ -65,7 +65,7 @@ TASKS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A task of each kind on local files."""
+    """A folder with a task of each kind on local files."""
     made = tmp_path_factory.mktemp("tasks")
     write_tasks(made, TASKS)
     return made
@@ -73,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def evaluate(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
-    """Run the harness's command with our model known to it: metrics, and the answer to each request."""
+    """Run the harness's command with our model registered; return metrics and answers."""
 
     def run(model: str, arguments: str, *flags: str) -> Run:
         out = tmp_path_factory.mktemp("out")
@@ -102,7 +102,7 @@ def test_a_tiny_model_scores_and_writes_as_hf_does(
 def test_a_real_model_scores_and_writes_as_hf_does(
     evaluate: Callable[..., Any], smollm2_folder: Path
 ) -> None:
-    """Beside `hf` in float64: its float32 sums are themselves 2.5e-4 nats off at 30 tokens of 49,152."""
+    """Compare with `hf` in float64: its float32 sums are 2.5e-4 nats off at 30 tokens (vocabulary 49,152)."""
     want = evaluate("hf", f"pretrained={smollm2_folder},dtype=float64", "--device", "cpu")
     got = evaluate("logprobe", "pretrained=smollm2,dtype=float32")
     assert_same_run(got, want, **TOLERANCES)

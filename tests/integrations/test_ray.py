@@ -1,4 +1,4 @@
-"""Data sets on the actors of a real local Ray: the rows of one process, whatever is killed on the way."""
+"""Datasets on actors of a real local Ray: the same rows as in one process, even if actors are killed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from logprobe.errors import InputError, ModelError, ParameterError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("default")]  # Ray's own warnings are Ray's
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("default")]  # Ray's own warnings are not ours
 
 NUM_TEXTS = 2000
 STORE_BYTES = 100 << 20
@@ -36,13 +36,13 @@ PATIENCE_S = 240.0
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """A Ray of two CPUs and a small store on this machine."""
+    """A local Ray cluster with two CPUs and a small object store."""
     import ray
 
     folders = [str(Path(ray_models.__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))  # of all that Ray starts
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))  # for Ray's processes
         ray.init(
             address="local",
             num_cpus=2,
@@ -57,7 +57,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture
 def pool(cluster: None, tiny_model_folder: Path) -> Callable[..., Any]:
-    """A pool of one actor with the tiny model, unless other settings are given."""
+    """A pool of one actor with the tiny model, unless settings say otherwise."""
     from logprobe.integrations.ray import RayPool
 
     del cluster
@@ -71,7 +71,7 @@ def pool(cluster: None, tiny_model_folder: Path) -> Callable[..., Any]:
 
 @pytest.fixture
 def texts(tmp_path: Path) -> str:
-    """2,000 texts, some of which are bad; the file's name."""
+    """Write 2,000 texts, some of them invalid; return the file's name."""
     chance = random.Random(11)  # noqa: S311 - no secret
     words = ["the", "cat", "and", "dog", "é", "🌊"]
     lines = [
@@ -89,7 +89,7 @@ def assert_same_rows(path: Path, whole: Path) -> None:
     assert got.schema.equals(want.schema, check_metadata=True)
     for name in got.column_names:
         mine, theirs = got[name].to_pylist(), want[name].to_pylist()
-        if isinstance(mine[0], float):  # what else a step holds may change a last bit
+        if isinstance(mine[0], float):  # the last bit may depend on the batch
             assert mine == pytest.approx(theirs, rel=1e-4), name
         else:
             assert mine == theirs, name
@@ -99,7 +99,7 @@ def assert_same_rows(path: Path, whole: Path) -> None:
 
 
 def kill_when_it_holds(victim: Path, done: threading.Event) -> None:
-    """Kill the process whose id a file names, once the file is there."""
+    """Kill the process whose id is in a file, once the file exists."""
     while not done.wait(0.05):
         if victim.exists() and victim.read_text():
             os.kill(int(victim.read_text()), signal.SIGKILL)
@@ -129,9 +129,9 @@ def test_two_actors_of_which_one_is_killed_give_the_rows_of_one_process(
     assert (found.num_rows, found.num_bad) == (NUM_TEXTS - 2, 2) == (want.num_rows, want.num_bad)
     assert found.logprob == pytest.approx(want.logprob, rel=1e-6)
     assert sum(steps) == NUM_TEXTS
-    assert len(steps) > 4  # progress comes on the way
+    assert len(steps) > 4  # progress is reported during the run
     who = {note.name.partition(".")[0] for note in notes.glob("*.*")}
-    assert len(who) == 3  # both of the beginning, and the one that came for the killed one
+    assert len(who) == 3  # the two first actors, and the replacement of the killed one
 
 
 def test_questions_with_choices_and_bad_rows_are_those_of_one_process(
@@ -157,7 +157,7 @@ def test_questions_with_choices_and_bad_rows_are_those_of_one_process(
 
 
 class StoppedError(Exception):
-    """Stands for whatever stops a run."""
+    """Any exception that stops a run."""
 
 
 def stop_after(num_rows: int) -> Callable[[int, int], None]:
@@ -230,7 +230,7 @@ def test_what_a_cluster_cannot_do_is_refused_by_name(pool: Any, texts: str, tmp_
 def test_the_command_starts_a_ray_of_its_own_and_says_nothing_else(
     tiny_model_folder: Path, tmp_path: Path
 ) -> None:
-    """In the folder that relative names are meant from; with bad rows told as without Ray."""
+    """Relative names refer to the working directory; bad rows are reported as without Ray."""
     (tmp_path / "model").symlink_to(tiny_model_folder)
     (tmp_path / "in.jsonl").write_text('{"text": "the cat"}\n{"text": ""}\n{"text": "a dog"}\n')
     command = [str(Path(sys.executable).with_name("logprobe")), "score", "in.jsonl", "--engine", "ray"]

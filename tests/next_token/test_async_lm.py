@@ -1,4 +1,4 @@
-"""What `AsyncLM` gives, and how asks become steps."""
+"""Results of `AsyncLM`, and how its requests are batched into steps."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from logprobe import AsyncLM
     from logprobe.engine.protocol import StepBatch
 
-LIMIT_S = 120.0  # nothing takes as long, also on a busy machine
+LIMIT_S = 120.0  # generous, also for a busy machine
 TOLERANCE = 2e-5
 BOTH = pytest.mark.parametrize("lm", ["near", "far"], indirect=True)
 
 
 @pytest.fixture
 def counts(lm: AsyncLM) -> Iterator[list[int]]:
-    """The number of tokens of each step."""
+    """Record the number of tokens of each step."""
     found: list[int] = []
     with watching_steps(lm, lambda batch: found.append(len(batch.token_ids))):
         yield found
@@ -212,7 +212,7 @@ def test_the_event_loop_is_not_blocked_while_rows_are_computed(new_lm: Any, rand
         ticks, num_steps = threading.Semaphore(0), itertools.count()
 
         def see_the_loop_tick(_: StepBatch) -> None:
-            # A loop that waits for this step cannot tick any more, and then the step fails.
+            # If the event loop waited for this step it could not tick, and the step would fail.
             while ticks.acquire(blocking=False):
                 continue
             for _ in range(3):

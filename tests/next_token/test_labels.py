@@ -1,4 +1,4 @@
-"""Labels, documents and grades for callers in an event loop: `LLM`'s own numbers."""
+"""Async labels, documents and grades give the same numbers as `LLM`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYOUT: dict[str, Any] = {"template": ("th ", "{query}: {document}", " the"), "l
 
 @pytest.fixture(scope="module")
 def llm(tiny_model_folder: Path, adapter_folders: dict[str, Path]) -> Iterator[LLM]:
-    """The tiny Llama with LoRA weights, whose bits do not depend on what runs beside."""
+    """The tiny Llama with LoRA weights; its results do not depend on the batch."""
     with LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm:
         llm.add_lora("wide", adapter_folders["wide"])
         yield llm

@@ -1,4 +1,4 @@
-"""How asks of a model behind HTTP end: refused, failed, full, given up, closed."""
+"""Requests to a remote model that are refused, fail, exceed limits, are cancelled or closed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from logprobe.testing import StepHold, failing_steps, open_requests
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LIMIT_S = 120  # nothing takes as long, also on a busy machine
-TOLERANCE = 5e-5  # two engine steps of other neighbours: float32 rounding, nats
+LIMIT_S = 120  # generous, also for a busy machine
+TOLERANCE = 5e-5  # nats: float32 rounding between steps with different batches
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = LIMIT_S) -> None:
@@ -102,7 +102,7 @@ def test_one_that_stays_full_is_an_error_in_time(
 
     monkeypatch.setattr(served[1].limits, "admit", full)
     with RemoteLM(served[0], request_timeout=LIMIT_S) as far:
-        # Only now: what is asked at the start may take longer on a busy machine.
+        # Set only now: the requests at the start may take longer on a busy machine.
         monkeypatch.setattr(far._source._link, "_timeout_s", 0.5)  # type: ignore[attr-defined]
 
         async def ask() -> list[Any]:

@@ -1,4 +1,4 @@
-"""What `AsyncVirtualLM` adds to any engine: tensors, rows kept by number, genlm-backend's names."""
+"""What `AsyncVirtualLM` adds to other engines: tensors, rows cached by number, genlm-backend's names."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ TOLERANCE = 2e-5  # nats, of the native engine on the tiny model
 
 @pytest.fixture(scope="module")
 def new_virtual(tiny_llm: LLM) -> Callable[..., AsyncVirtualLM]:
-    """Make one around the tiny model's open engine."""
+    """Make an AsyncVirtualLM on the tiny model's running engine."""
     return lambda *args, **settings: AsyncVirtualLM(tiny_llm, *args, **settings)
 
 
 class StepCapture:
-    """Keeps the log-softmax of the latest step, as a logits processor of vLLM's that knows no requests."""
+    """Keep the log-softmax of the latest step, as a vLLM logits processor without knowledge of requests."""
 
     def __init__(self) -> None:
         self._captured_batch: torch.Tensor | None = None
@@ -60,7 +60,7 @@ class StepCapture:
 
 
 class AllStepsCapture(StepCapture):
-    """Keeps all steps since it was cleared."""
+    """Keep the steps since the last clear."""
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         before = self.get_all_logprobs()
@@ -128,7 +128,7 @@ def test_any_capture_has_all_rows_of_a_call_that_no_step_could_hold(
     new_virtual: Any, random_ids: Any, plain_row: Any, kind: Any
 ) -> None:
     capture = kind()
-    asked = [random_ids(seed, 50) for seed in range(5)]  # of 64 tokens a step
+    asked = [random_ids(seed, 50) for seed in range(5)]  # at 64 tokens per step
     with new_virtual(capture) as lm:
         rows = lm.batch_next_token_logprobs_sync(token_ids_list=asked)
         np.testing.assert_allclose(capture.get_all_logprobs(), rows, atol=1e-5)

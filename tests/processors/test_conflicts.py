@@ -1,4 +1,4 @@
-"""Masks of one request that leave no token together: refused at admission, or named while generating."""
+"""Masks that together leave no token: refused at admission, or reported during generation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def choice(*texts: str) -> dict[str, Any]:
 
 @pytest.fixture
 def stages(facts: ModelFacts) -> Stages:
-    """Those of the ten letters a to j, of which j is the end of a text."""
+    """Stages for the ten letters a to j, of which j is EOS."""
     return Stages.build(EngineConfig(), facts)
 
 
@@ -59,17 +59,17 @@ def stages(facts: ModelFacts) -> Stages:
         ({"bad_words": ["b"], "response_format": choice("ab")}, ["bad_words", "response_format"]),
         ({"bad_words": ["ab"], "response_format": choice("ab")}, ["bad_words", "response_format"]),
         ({"min_tokens": 3, "response_format": choice("ab", "c")}, ["min_tokens", "response_format"]),
-        # The text is complete, and what would end it is not allowed.
+        # The text is complete, but EOS is not allowed.
         (
             {"allowed_token_ids": [0], "response_format": choice("a")},
             ["allowed_token_ids", "response_format"],
         ),
-        # Each two of these agree.
+        # Any two of these can be satisfied.
         (
             {"allowed_token_ids": [0, 1, EOS], "bad_words": ["b"], "response_format": choice("b", "c")},
             ["allowed_token_ids", "bad_words", "response_format"],
         ),
-        # The third field has no part in it.
+        # The third field is not involved.
         ({"allowed_token_ids": [3], "bad_words": ["d"], "min_tokens": 1}, ["allowed_token_ids", "bad_words"]),
     ],
 )
@@ -88,7 +88,7 @@ def test_masks_that_leave_no_text_are_refused_by_the_names_of_their_fields(
     [
         {"allowed_token_ids": [3, 4], "bad_words": ["d"]},
         {"allowed_token_ids": [3, EOS], "min_tokens": 2},
-        {"allowed_token_ids": [0], "response_format": choice("a"), "max_tokens": 1},  # ends by its length
+        {"allowed_token_ids": [0], "response_format": choice("a"), "max_tokens": 1},  # ends by max_tokens
         {"allowed_token_ids": [0], "response_format": choice("a"), "stop": ["a"]},  # ends by a stop string
         {"allowed_token_ids": [0, 1], "response_format": choice("ab"), "stop_token_ids": [1]},
         {"bad_words": ["ab"], "response_format": choice("ab", "c")},
@@ -129,12 +129,12 @@ def new_row(args: Any, params: SamplingParams, output: tuple[int, ...] = ()) -> 
         prompt_token_ids=[1],
         output_token_ids=output,
         params=params,
-        serial=next(SERIALS),  # no state is kept from one row to another
+        serial=next(SERIALS),  # no state shared between rows
     )
 
 
 def any_text_ends(masks: Any, params: SamplingParams) -> bool:
-    """Follow each text by what the processors do to logits, not by `forbid`."""
+    """Return True if any text can end, searching with the processors' logits instead of `forbid`."""
 
     def left(output: tuple[int, ...]) -> list[int]:
         logits = torch.zeros(1, 10)
@@ -156,7 +156,7 @@ def any_text_ends(masks: Any, params: SamplingParams) -> bool:
 
 
 class Unmask(LogitsProcessor):
-    """Makes one token possible again."""
+    """Allow one token again."""
 
     arg_names = ("unmask",)
 
@@ -173,7 +173,7 @@ class Unmask(LogitsProcessor):
 
 
 class Forbid(Unmask):
-    """Makes some tokens impossible."""
+    """Mask some tokens."""
 
     arg_names = ("forbid",)
 
@@ -185,7 +185,7 @@ class Forbid(Unmask):
 
 @pytest.fixture
 def step(facts: ModelFacts, logits: Callable[..., Any]) -> Callable[..., Any]:
-    """What a pipeline makes of one row."""
+    """Run a pipeline on one row and return the result."""
 
     def run(kinds: list[type], output: list[int], **fields: Any) -> Any:
         pipeline = Pipeline(EngineConfig(logits_processors=kinds), facts)
@@ -224,7 +224,7 @@ def test_a_grammar_that_a_later_processor_overrules_is_a_conflict(step: Callable
 
 @pytest.fixture
 def dead_end(tiny_llm: LLM) -> tuple[list[int], dict[str, Any]]:
-    """A token, and what a request asks that draws it and cannot go on; other tokens lead to an end."""
+    """Return a token, and request parameters for which it leads to a dead end (other tokens do not)."""
     (token_id,) = tiny_llm.text.encode("cat", add_special_tokens=False).tolist()
     fields = {"response_format": choice("cat", "cow"), "min_tokens": 3, "logit_bias": {token_id: 100.0}}
     return [token_id], {**fields, "temperature": 0.0}

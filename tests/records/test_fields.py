@@ -1,4 +1,4 @@
-"""What was given to each value of a JSON text, token by token."""
+"""Log-probabilities of each value in a JSON text, token by token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Pieces:
-    """A table of which each token is a piece of one text."""
+    """A vocabulary in which each token is a piece of one text."""
 
     def __init__(self, pieces: list[bytes]) -> None:
         self._pieces = pieces
@@ -34,7 +34,7 @@ class Pieces:
 
 
 def record_of(pieces: list[bytes]) -> FlatLogprobs:
-    """A record in which token i has the log-probability -(i + 1)."""
+    """Make a record in which token i has the log-probability -(i + 1)."""
     record = FlatLogprobs()
     count = len(pieces)
     logprobs = -np.arange(1, count + 1, dtype=np.float32)[:, None]
@@ -103,7 +103,7 @@ def test_every_value_is_found_wherever_tokens_end(
     data = json.dumps(value, indent=indent, ensure_ascii=is_ascii).encode("utf-8", "surrogatepass")
     try:
         text = data.decode()
-    except UnicodeDecodeError:  # a lone half of a pair, which no text holds
+    except UnicodeDecodeError:  # a lone surrogate half, which no str can encode
         return
     pieces = [data[begin : begin + width] for begin in range(0, len(data), width)]
     fields = {field.pointer: field for field in fields_of(record_of(pieces), text)}

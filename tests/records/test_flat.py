@@ -119,7 +119,7 @@ def test_a_slice_shares_memory_and_grows_apart(step: Any, as_dicts: Any) -> None
     part = flat[100:700]
     num_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert num_bytes < part.nbytes / 2  # only of the last block the logprobs are copied
+    assert num_bytes < part.nbytes / 2  # only the last block's logprobs are copied
     more = step(1, 20, 100)
     part.append_rows(*more)
     flat.append_rows(*arrays)
@@ -258,7 +258,7 @@ def test_bad_input_is_refused_and_adds_nothing(add: Any) -> None:
 
 
 def test_what_does_not_pack_is_kept_all_the_same() -> None:
-    """A rank that contradicts the place, a value that differs, a column that repeats."""
+    """A rank that contradicts the position, a different value, a repeated column."""
     flat = FlatLogprobs()
     flat.append_rows([[7, 7, 8]], [[-1.0, -1.0, -1.0]], [2])
     flat.append_rows([[7, 7, 8]], [[-1.5, -1.0, -1.25]], [1])
@@ -321,7 +321,7 @@ def test_texts_come_from_the_table_on_access_and_given_ones_win() -> None:
 
 
 def repeats(flat: FlatLogprobs) -> list[bool]:
-    """Which positions show a token twice."""
+    """Return for each position whether a token occurs twice."""
     spans = zip(flat.start_indices, flat.end_indices, strict=True)
     ids = list(flat.token_ids)
     return [len(set(ids[start:stop])) < stop - start for start, stop in spans]
@@ -389,7 +389,7 @@ def test_memory_that_was_never_written_is_never_read(
     def poisoned(shape: Any, dtype: Any = float) -> Any:
         array = empty(shape, dtype)
         if array.dtype == np.float32:
-            array.reshape(-1).view(np.uint32)[:] = 0x7FA0_0000  # a signaling NaN: casting it warns
+            array.reshape(-1).view(np.uint32)[:] = 0x7FA0_0000  # a signaling NaN, so that casting it warns
         return array
 
     arrays, record = step(3, 20, 90), FlatLogprobs()

@@ -1,4 +1,4 @@
-"""What a record costs in memory and objects, and readers beside its one writer."""
+"""Memory and objects of a record, and concurrent readers with its one writer."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def test_regular_rows_cost_little_more_than_their_entries(
 
 
 def num_objects(record: FlatLogprobs) -> int:
-    """Objects under garbage collection that a record leads to; the process has other threads'."""
+    """Count the GC-tracked objects reachable from a record (other threads create objects as well)."""
     seen: set[int] = set()
     found, new = [], [record]
     while new:
         new = [one for one in new if gc.is_tracked(one) and not isinstance(one, type) and id(one) not in seen]
         seen.update(map(id, new))
-        found += new  # which keeps their ids theirs
+        found += new  # keeps them alive, so that their ids stay unique
         new = gc.get_referents(*new)
     return len(seen)
 
@@ -81,7 +81,7 @@ def test_the_number_of_objects_under_garbage_collection_does_not_grow_with_posit
     for _ in range(100):
         flat.append_rows(*arrays)
     gc.collect()
-    assert num_objects(flat) - before <= 8  # a block for each 64 KiB or more
+    assert num_objects(flat) - before <= 8  # one per block of 64 KiB or more
     assert len(flat) == 5051
 
 

@@ -1,4 +1,4 @@
-"""The hook that compiles the native kernels while the package is built; nothing is compiled here."""
+"""The build hook that compiles the native kernels; nothing is compiled here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOOK = Path(__file__).parents[2] / "hatch_build.py"
 
 @pytest.fixture
 def hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module, which puts libraries into `tmp_path/native`; no compiler is on the path, and no zig."""
+    """The hook's module, writing to `tmp_path/native`; neither a compiler nor zig is on the path."""
     spec = importlib.util.spec_from_file_location("hatch_build", HOOK)
     assert spec
     assert spec.loader
@@ -41,7 +41,7 @@ def program(folder: Path, name: str, script: str = "") -> Path:
 
 
 def built(hook: ModuleType, folder: Path) -> dict[str, Any]:
-    """What the hook tells hatchling of the wheel."""
+    """Run the hook and return the build data of the wheel."""
     data: dict[str, Any] = {"artifacts": []}
     hook.NativeKernels(str(folder), {}, None, None, str(folder), "wheel").initialize("standard", data)
     return data
@@ -125,7 +125,7 @@ def test_a_target_names_the_wheel_and_its_libraries(
     assert {path.name for path in hook.FOLDER.iterdir()} == libraries | {"kernels.h", "sources.sha256"}
     assert {command[command.index("-target") + 1] for command in commands} == {system}
 
-    commands.clear()  # nothing has changed
+    commands.clear()  # nothing changed, so nothing is compiled
     built(hook, tmp_path)
     assert commands == []
     monkeypatch.setenv("LOGPROBE_TARGET", next(name for name in hook.TARGETS if name != target))

@@ -1,4 +1,4 @@
-"""What masks and truncation keep of a row: raw at a temperature and processed follow from each other."""
+"""Tokens kept by masks and truncation: raw (with temperature) and processed rows can be converted."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_mass_of_any_row_is_that_of_the_tokens_kept(
 
 
 def test_rows_of_one_step_keep_their_own(tiny_llm: LLM) -> None:
-    """Some rows are truncated, some are not, some are not processed at all."""
+    """Some rows are truncated, some are not, and some are not processed at all."""
     asked = [
         SamplingParams(max_tokens=3, seed=1, ignore_eos=True, logprobs=0, **more)
         for more in (
@@ -138,7 +138,7 @@ def test_kept_ids_need_processed_numbers() -> None:
 
 @pytest.fixture
 def record(tiny_llm: LLM) -> FlatLogprobs:
-    """Six processed positions with what was kept."""
+    """A record of six processed positions with the kept ids."""
     asked = SamplingParams(
         max_tokens=6, seed=2, top_p=0.7, ignore_eos=True, logprobs=2, logprobs_mode="processed_logprobs",
         kept_ids=True,

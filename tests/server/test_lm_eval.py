@@ -1,4 +1,4 @@
-"""lm-evaluation-harness over HTTP finds the scores of its own in-process model."""
+"""lm-evaluation-harness over HTTP gives the scores of its own in-process model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def evaluate(tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
-    """Run the harness; every request's own score, and the metrics."""
+    """Run the harness; return the score of each request, and the metrics."""
 
     def run(model: str, arguments: str, *flags: str, names: str = "local_choices,local_rolling") -> Run:
         out = tmp_path_factory.mktemp("out")
@@ -81,11 +81,11 @@ def over_http(server: Any, limit: int, *more: str) -> str:
 def test_a_tiny_model_scores_alike_in_process_and_over_http(
     server: Any, tiny_model_folder: Path, evaluate: Callable[..., Any]
 ) -> None:
-    # Its HTTP client puts no BOS before a context; its own model follows the tokenizer unless told.
+    # Its HTTP client adds no BOS to a context, but its own model does by default.
     hf = f"pretrained={tiny_model_folder},dtype=float32,add_bos_token=False"
     want = evaluate("hf", hf, "--device", "cpu")
     limit = server.service.capabilities.max_model_len
-    # The client takes a BOS of id 0 for none; told by name, it is heard.
+    # The client ignores a BOS with id 0 unless it is given explicitly.
     asked = over_http(server, limit, "num_concurrent=4", "custom_prefix_token_id=0")
     got = evaluate("local-completions", asked, "--batch_size", "4")
     assert_same_run(got, want, **TOLERANCES)

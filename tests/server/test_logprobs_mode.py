@@ -1,4 +1,4 @@
-"""Which distribution rows are of: as their request says, or else the server's setting; both side by side."""
+"""The mode of log-probabilities comes from the request or the server's default; modes can be mixed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ask(server: Any, path: str, **fields: Any) -> dict[str, Any]:
 
 
 def rows_of(reply: dict[str, Any]) -> Any:
-    """All that a reply says of its tokens' numbers."""
+    """Return everything in a reply about its tokens' log-probabilities."""
     found = [reply.get("logprobs_info")]
     if "output" in reply:
         return found + [part for item in reply["output"] for part in item["content"]]
@@ -51,7 +51,7 @@ def test_a_request_that_names_no_distribution_has_the_servers(
         for path in BODIES:
             expected = rows_of(ask(server, path, logprobs_mode=mode))
             found = rows_of(ask(own, path))
-            if mode == "raw_logprobs":  # which is told to who asks for it by name
+            if mode == "raw_logprobs":  # reported only if the request names it
                 assert "logprobs_info" not in str(found)
                 found = rows_of(ask(own, path, logprobs_mode=mode))
             assert found == expected

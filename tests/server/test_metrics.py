@@ -1,4 +1,4 @@
-"""How long things take, as a server's own process tells it to Prometheus."""
+"""Latency metrics, as a server process reports them to Prometheus."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def served(request: pytest.FixtureRequest, tiny_model_folder: Path) -> Iterator[
 
 
 def samples(server: Attacked) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-    """Name of a sample → its labels → its value."""
+    """Return sample name → labels → value."""
     found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     text = server.get("/metrics").data.decode()
     for family in text_string_to_metric_families(text):
@@ -40,7 +40,7 @@ def count(server: Attacked, name: str, **labels: str) -> float:
 def test_each_completion_waits_once_for_its_first_step(served: Attacked) -> None:
     before, steps = count(served, "queue_seconds"), count(served, "engine_step_seconds")
     assert served.post("/v1/completions", n=3, temperature=1, **ASK).status == 200
-    # An engine process tells its figures several times a second.
+    # An engine process reports its stats several times a second.
     eventually(lambda: count(served, "queue_seconds") == before + 3, "they are not counted")
     eventually(lambda: count(served, "engine_step_seconds") >= steps + 3, "no step is counted")
 

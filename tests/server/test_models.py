@@ -1,4 +1,4 @@
-"""Several models in one server: each answers by its name, within its own limits and the memory for all."""
+"""Several models in one server: selected by name, each with its own limits and a shared memory budget."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ASK = {"prompt": "the cat sat on", "max_tokens": 4, "logprobs": 2, "temperature"
 
 @pytest.fixture
 def serve_several(tiny_llm: LLM, tiny_window_folder: Path, new_serving: Any) -> Callable[..., Any]:
-    """Serve the tiny Llama as `base`, and others by their names: the tiny Gemma unless told."""
+    """Serve the tiny Llama as `base` and other models by name (default: the tiny Gemma)."""
 
     @contextmanager
     def serve(further: dict[str, dict[str, Any]] | None = None, **settings: Any) -> Iterator[Any]:
@@ -105,7 +105,7 @@ def test_each_name_is_answered_by_its_own_model(
         for path in ("/v1/capabilities", "/v1/tokenizer_info"):
             assert server.get(f"{path}?model=other") != server.get(path)
         ids = [httpx.post(f"{server.url}/tokenize", json=body).json()["tokens"] for body in asked_twice()]
-        assert len(ids[0]) == len(ids[1]) + 1  # the Llama's tokenizer puts BOS first
+        assert len(ids[0]) == len(ids[1]) + 1  # the Llama's tokenizer adds BOS
 
 
 def test_every_name_of_a_further_model_is_listed_asleep_and_loaded(serve_several: Any) -> None:
@@ -174,9 +174,9 @@ def test_the_one_unused_longest_leaves_where_memory_is_short(
         first = {name: numbers(server.ask(model=name)) for name in ("a", "b")}
         engines = dict(server.models.engines())
         numbers(server.ask(model="a"))
-        numbers(server.ask(model="c"))  # b is unused longest
+        numbers(server.ask(model="c"))  # b is the least recently used
         assert server.states() == {"base": "loaded", "a": "loaded", "c": "loaded", "b": "unloaded"}
-        assert engines["b"].stalled_s() > 0  # it has ended
+        assert engines["b"].stalled_s() > 0  # its engine has ended
         assert numbers(server.ask(model="b")) == first["b"]
         assert server.states()["a"] == "unloaded"
 
@@ -231,7 +231,7 @@ def test_lora_weights_name_their_model(
     key = "an-operators-own-key"
     with serve_several(further, operator_key=(key,)) as server:
         base = numbers(server.ask())
-        adapted = numbers(server.ask(model="wide"))  # loads its model
+        adapted = numbers(server.ask(model="wide"))  # loads the model
         assert adapted != base
         assert numbers(server.ask(model="twin", lora="wide")) == adapted
         assert numbers(server.ask(lora="wide")) == adapted

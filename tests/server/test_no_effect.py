@@ -1,4 +1,4 @@
-"""Fields that change no number: taken, and named in a header and in the log; all others are refused."""
+"""Fields without effect on results are accepted and named in a header and the log; others are refused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ GIVEN |= {
     f"guided_{form}": {f"guided_{form}": value, "structured_outputs": {form: value}}
     for form, value in FORMS.items()
 }
-# What is asked beside a field, where that is within another one.
+# Fields that must accompany a nested field.
 BESIDE: dict[str, dict[str, Any]] = {
     "messages.reasoning_content": {"messages": TALK},
     "input.reasoning": {"input": TALK},
@@ -64,7 +64,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "tools.function.strict": {"tools": [{"type": "function", "function": TOOL}]},
 }
 EFFECTS = {(RESPONSES, "metadata"), (RESPONSES, "store")}
-WARNING = re.compile(r'299 - "[ !#-\[\]-~]+"')  # RFC 7234, section 5.5; nothing to be escaped in it
+WARNING = re.compile(r'299 - "[ !#-\[\]-~]+"')  # RFC 7234, section 5.5, without characters that need escaping
 
 
 def has_fields(path: str, name: str) -> bool:
@@ -77,7 +77,7 @@ ASKED = [(path, name) for path in BODIES for name in FIELDS_WITHOUT_EFFECT if ha
 
 @pytest.fixture(scope="module")
 def server(long_llm: Any, serve_llm: Any) -> Any:
-    """A model with room for tools, whose chat template reads nothing of reasoning."""
+    """A model with a context long enough for tools, whose chat template ignores reasoning."""
     with serve_llm(long_llm) as running:
         yield running
 

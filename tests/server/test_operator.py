@@ -1,4 +1,4 @@
-"""Weights loaded and replaced over HTTP: by an operator's key alone, for the very next request."""
+"""Loading and replacing weights over HTTP: only with an operator key, effective from the next request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ASK = {"prompt": "the cat", "max_tokens": 3, "logprobs": 0, "temperature": 0, "i
 
 @pytest.fixture
 def served(tiny_model_folder: Path, serve_llm: Any) -> Iterator[Any]:
-    """A server of its own, whose weights may change."""
+    """A separate server, as its weights change."""
     with (
         LLM(str(tiny_model_folder), kv_bytes=1 << 20) as llm,
         serve_llm(llm, model_name="base", operator_key=(KEY,), api_key=("a-client-of-it",)) as running,

@@ -1,4 +1,4 @@
-"""What shapes the draw, over HTTP: `response_format` on each route, whole and streamed, and `logit_bias`."""
+"""`response_format` (on each route, streamed or not) and `logit_bias` over HTTP."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def text_of(chunks: Any) -> str:
 
 
 def biased(server: Any, **nats: float) -> dict[str, float]:
-    """A bias by the tokens' texts."""
+    """Return a `logit_bias` for the texts of tokens."""
     ids = {
         name: server.llm.text.encode(text, add_special_tokens=False).tolist()
         for name, text in {"quote": '"', "close": "}", "dog": "dog", "cat": "cat"}.items()
@@ -148,7 +148,7 @@ def test_a_forced_token_is_the_only_one_drawn_and_a_banned_one_never_is(client: 
     (best,) = [place for place, data in enumerate(_vocabulary(server)) if data == bytes(greedy.bytes)]
     banned = chat(client, logit_bias={str(best): -100}, max_tokens=1, n=20, seed=1, logprobs=True)
     assert all(choice.logprobs.content[0].bytes != greedy.bytes for choice in banned.choices)
-    # What is reported stays the model's own: the banned token is still the likeliest.
+    # Reported log-probabilities are the model's own: the banned token is still the likeliest.
     rows = chat(client, logit_bias={str(best): -100}, max_tokens=1, logprobs=True, top_logprobs=1)
     assert rows.choices[0].logprobs.content[0].top_logprobs[0].logprob == greedy.logprob
 

@@ -1,4 +1,4 @@
-"""What vLLM's clients send: served as what OpenAI's words or ours say, or answered with these."""
+"""Requests as vLLM's clients send them: mapped to OpenAI's or our fields, or refused naming those."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_tokens_come_as_their_ids_where_asked(server: Any, is_stream: bool) -> N
 
 
 def choices_of(reply: Any) -> list[dict[str, Any]]:
-    """What each choice of a reply or a stream says of its tokens."""
+    """Return the token fields of each choice of a reply or stream."""
     assert reply.status_code == 200, reply.text
     lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: {")]
     found: dict[int, dict[str, Any]] = {}
@@ -185,7 +185,7 @@ def test_processed_rows_of_a_prompt_are_at_the_temperature(server: Any, new_serv
     ids, temperature = [5, 60, 61, 70], 0.6
     (score,) = server.llm.score([(ids[:1], ids[1:])], temperature=temperature, logprobs=3)
     (raw,) = server.llm.score([(ids[:1], ids[1:])])
-    # What else shapes a draw does not act on a prompt.
+    # Other sampling parameters do not affect prompt log-probabilities.
     ask = {"prompt": ids, "max_tokens": 1, "prompt_logprobs": 3, "top_k": 2, "logit_bias": {"70": 5.0}}
     with new_server(logprobs_mode="processed_logprobs") as own:
         for asked, want in ((temperature, score), (1.0, raw), (0.0, raw)):

@@ -1,6 +1,6 @@
-"""Our answers, given to the published code of lm-polygraph, uqlm and DeepConf (make test-uncertainty).
+"""Compare our answers with the published code of lm-polygraph, uqlm and DeepConf (make test-uncertainty).
 
-Of their packages only the modules that hold the formulas are loaded: the rest needs what no formula does.
+Only the modules with the formulas are loaded, as the packages' other dependencies are not needed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WINDOW, K = 4, 20
 
 @pytest.fixture
 def published(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """Modules of an installed package, without the `__init__` of the folders that they stand in."""
+    """Load modules of an installed package without running its packages' `__init__`."""
 
     def load(package: str, *modules: str) -> list[Any]:
         spec = find_spec(package)
@@ -52,7 +52,7 @@ def published(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
 
 @pytest.fixture(scope="module")
 def found(tiny_llm: LLM) -> Uncertainty:
-    """Answers of two words each: some come twice, and none is spelt in two ways."""
+    """Answers of two words each; some occur twice, each with a single tokenization."""
     words = tiny_llm.text.tokenizer.convert_tokens_to_ids(["Ġthe", "Ġa", "Ġof", "Ġcat", "Ġand"])
     params = SamplingParams(max_tokens=2, seed=3, allowed_token_ids=words)
     found = tiny_llm.uncertainty(PROMPT, 24, params, same=same, window=WINDOW, k=K, self_certainty=True)
@@ -127,7 +127,7 @@ def test_lm_polygraphs_figures_of_one_answer(
     stats = {
         "greedy_log_likelihoods": [long_answer.token_logprobs],
         "greedy_log_probs": [list(rows)],
-        "entropy": [-(np.exp(rows) * rows).sum(axis=-1)],  # as its EntropyCalculator makes it
+        "entropy": [-(np.exp(rows) * rows).sum(axis=-1)],  # as lm-polygraph's EntropyCalculator does
     }
     wants = [estimator(stats)[0] for estimator in (
         perplexity.Perplexity(), probability.MaximumSequenceProbability(),
@@ -135,7 +135,7 @@ def test_lm_polygraphs_figures_of_one_answer(
     )]  # fmt: skip
     assert math.log(long_answer.perplexity) == pytest.approx(wants[0], rel=1e-12)
     assert -long_answer.logprob == pytest.approx(wants[1], rel=1e-12)
-    # Entropies come from the kernel, in float32; rows that were scored at once differ in their last bits.
+    # Our entropies come from the float32 kernel; rows scored in one batch differ in their last bits.
     assert long_answer.mean_token_entropy == pytest.approx(wants[2], abs=1e-5)
     assert long_answer.self_certainty == pytest.approx(-wants[3], abs=1e-5)
 
@@ -154,7 +154,7 @@ def test_uqlms_figures(
     )
     sets = [[places.index(place) for place in one if place in places] for one in found.semantic_sets]
     shares = utils.compute_cluster_probabilities(probabilities, sets)
-    if is_normalised:  # the default there: of means a token, which are no probabilities of answers
+    if is_normalised:  # uqlm's default: means per token, which are not probabilities of answers
         assert abs(utils.compute_semantic_entropy(shares) - found.semantic_entropy) > 1e-3
         return
     np.testing.assert_allclose(found.shares, shares, rtol=1e-9)
@@ -170,7 +170,7 @@ def test_deepconfs_figures(published: Callable[..., list[Any]], long_answer: Sam
     assert record is not None
     entries = record.top_entries().logprobs.reshape(len(record), -1)
     rows = [{place: SimpleNamespace(logprob=value) for place, value in enumerate(row)} for row in entries]
-    # Theirs are rounded to three places there.
+    # DeepConf rounds to three decimals.
     np.testing.assert_allclose(long_answer.confidence, utils.compute_confidence(rows), rtol=0, atol=6e-4)
     trace = {"confs": long_answer.confidence}
     tail = utils.calculate_tail_confidence(trace, tail_tokens=WINDOW)

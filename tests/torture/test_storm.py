@@ -1,4 +1,4 @@
-"""Many requests of every kind at once, a third given up: none is lost, none is wrong, nothing stays."""
+"""Many concurrent requests of all kinds, a third aborted: none lost, none wrong, nothing leaked."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from server_process import Attacked
 
 NUM_REQUESTS, CONCURRENCY, ABORTED_PART = 96, 24, 3
-NUM_LATE_THREADS = 4  # that a pool may have left to start, however many requests come
+NUM_LATE_THREADS = 4  # threads that a pool may still start later, for any number of requests
 MAX_DIFFERENCE = 5e-5  # nats, of one number between two batches
 WORDS = ["the", " cat", " and", " dog", " of", " a", " in", " on", " th", "er", "1", " é"]
 
@@ -90,7 +90,7 @@ KINDS: dict[str, Callable[[random.Random], Ask]] = {
 def stormy(
     request: pytest.FixtureRequest, tiny_model_folder: Path, adapter_folders: dict[str, Path]
 ) -> Iterator[Attacked]:
-    """The tiny Llama with LoRA weights, in a process of its own with few places and slots."""
+    """The tiny Llama with LoRA weights, in a process with few batch rows and slots."""
     flags = (
         "--lora",
         f"wide={adapter_folders['wide']}",
@@ -105,14 +105,14 @@ def stormy(
 
 
 def send(server: Attacked, ask: Ask, *, num_bytes: int | None = None) -> bytes | None:
-    """The reply's body; None where it is given up, after some bytes of a stream or right after asking."""
+    """Return the reply's body, or None if aborted (at once, or after some bytes of a stream)."""
     path, body = ask
     link = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
     try:
         link.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         if num_bytes is not None and not (num_bytes and body.get("stream")):
             return None
-        with link.getresponse() as response:  # which owns the socket where the server closes the connection
+        with link.getresponse() as response:  # owns the socket if the server closes the connection
             data = response.read(num_bytes)
         assert response.status == 200, data[:500]
         return data if num_bytes is None else None
@@ -121,7 +121,7 @@ def send(server: Attacked, ask: Ask, *, num_bytes: int | None = None) -> bytes |
 
 
 def numbers_of(ask: Ask, data: bytes) -> tuple[Any, Any]:
-    """What a reply says, apart from its names: (words and ids, numbers)."""
+    """Return a reply's content without its ids: (words and ids, numbers)."""
     path, body = ask
     if path == "/v1/next_token_logprobs":
         return None, load(data)["logprobs"]
@@ -138,7 +138,7 @@ def numbers_of(ask: Ask, data: bytes) -> tuple[Any, Any]:
 
 
 def _whole(events: list[Any], body: dict[str, Any]) -> Any:
-    """All that the chunks of a stream say, whichever step each came with."""
+    """Merge the chunks of a stream, independent of the steps they came in."""
     choices = [choice for event in events for choice in event["choices"]]
     rows = [choice["logprobs"] for choice in choices if choice["logprobs"]]
     if "messages" in body:
@@ -152,7 +152,7 @@ def _whole(events: list[Any], body: dict[str, Any]) -> Any:
 def _walk(value: Any, words: list[Any], numbers: list[float]) -> None:
     if isinstance(value, dict):
         for name, inner in value.items():
-            if name not in {"id", "created", "cached_tokens"}:  # which depends on what ran before
+            if name not in {"id", "created", "cached_tokens"}:  # depend on earlier requests
                 words.append(name)
                 _walk(inner, words, numbers)
     elif isinstance(value, list):
@@ -165,11 +165,11 @@ def _walk(value: Any, words: list[Any], numbers: list[float]) -> None:
 
 
 def figures(server: Attacked) -> dict[str, float]:
-    """What the engine and the limits hold, and the process's handles."""
+    """Return the state of the engine and the limits, and the process's handles."""
     told = server.get("/metrics").data.decode()
     names = ("waiting_requests", "running_requests", "paused_requests", "free_slots")
     held = {
-        # Of replicas, all together.
+        # Summed over replicas.
         name: sum(map(float, re.findall(rf"^logprobe_{name}(?:\{{.*\}})? (\S+)$", told, re.MULTILINE)))
         for name in names
     }
@@ -179,13 +179,13 @@ def figures(server: Attacked) -> dict[str, float]:
     def is_listening_only() -> bool:
         return all(link.status == psutil.CONN_LISTEN for link in process.net_connections("tcp"))
 
-    # The handles of the two questions above count until the server has seen that their asker left.
+    # Handles of the two requests above count until the server has seen them close.
     eventually(is_listening_only, "connections stay open")
     return held | {"handles": process.num_fds(), "threads": process.num_threads()}
 
 
 def run_storm(server: Attacked, seed: int) -> dict[int, tuple[Ask, bytes]]:
-    """The replies of those that were not given up."""
+    """Run many requests; return the replies of those that were not aborted."""
     rng = random.Random(seed)  # noqa: S311 - drawn for tests
     names = list(KINDS)
     asks = [KINDS[names[number % len(names)]](rng) for number in range(NUM_REQUESTS)]
@@ -203,7 +203,7 @@ def run_storm(server: Attacked, seed: int) -> dict[int, tuple[Ask, bytes]]:
 
 
 def test_nothing_is_lost_nothing_is_wrong_and_nothing_stays(stormy: Attacked) -> None:
-    run_storm(stormy, seed=1)  # what is loaded when first needed is there
+    run_storm(stormy, seed=1)  # first, so that lazily loaded modules do not count
     eventually(lambda: is_idle(figures(stormy)), "requests of the first storm stay")
     start, memory = figures(stormy), stormy.memory_bytes
     replies = run_storm(stormy, seed=2)

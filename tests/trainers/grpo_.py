@@ -1,6 +1,6 @@
-"""TRL's GRPO, unchanged, by its `rollout_func`: a server samples, on the policy's weights of each step.
+"""TRL's unmodified GRPO with a `rollout_func`: a server samples with the policy's weights of each step.
 
-Arguments: the server's address, an operator's key, the folder of the policy, and one for what is written.
+Arguments: the server's address, an operator key, the policy's folder, and an output folder.
 """
 
 import json
@@ -25,12 +25,12 @@ info = client.get_server_info()
 assert info["model_config"]["logprobs_mode"] == "processed_logprobs"
 assert client.get_world_size() == 1
 tokenizer = AutoTokenizer.from_pretrained(policy)
-largest_gap: list[float] = []  # of a step, between the sampler's numbers and the trainer's, nats
+largest_gap: list[float] = []  # per step, nats: between the sampler's and the trainer's log-probabilities
 versions: list[str] = []
 
 
 def push(trainer: GRPOTrainer) -> None:
-    """The policy's weights, as files, to an operator's route of the server."""
+    """Save the policy's weights and load them into the server by its operator route."""
     path = Path(folder) / f"step-{trainer.state.global_step}"
     trainer.accelerator.unwrap_model(trainer.model).save_pretrained(path)
     reply = requests.post(
@@ -45,7 +45,7 @@ def push(trainer: GRPOTrainer) -> None:
 
 @torch.no_grad()
 def gap(trainer: GRPOTrainer, prompt: list[int], completion: list[int], logprobs: list[float]) -> float:
-    """How far the trainer's own full softmax is from what the tokens were drawn with."""
+    """Return how far the trainer's full softmax is from the sampling log-probabilities, nats."""
     logits = trainer.model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
     rows = (logits.double() / TEMPERATURE).log_softmax(-1)
     own = rows.gather(1, torch.tensor(completion)[:, None])[:, 0]
@@ -53,7 +53,7 @@ def gap(trainer: GRPOTrainer, prompt: list[int], completion: list[int], logprobs
 
 
 def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
-    """One completion a prompt; the trainer repeats each as often as its group is large."""
+    """Sample one completion per prompt; the trainer repeats each prompt by its group size."""
     push(trainer)
     ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
     output = client.generate(ids, temperature=TEMPERATURE, max_tokens=MAX_TOKENS, logprobs=0)
@@ -67,7 +67,7 @@ def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Many different tokens."""
+    """Reward distinct tokens."""
     return [len(set(ids)) / MAX_TOKENS for ids in completion_ids]
 
 

@@ -1,6 +1,6 @@
-"""`AsyncCPUTransfer`: copies beside the device's work, buffers used again once they are let go, refusals.
+"""`AsyncCPUTransfer`: copies that overlap with the device's work, buffer reuse, and errors.
 
-The device is a double whose copies end when a test says so; what needs a GPU is marked `gpu`.
+The device is a fake whose copies end when a test says so; tests that need a GPU are marked `gpu`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from logprobe.errors import ParameterError
 from logprobe.transport import AsyncCPUTransfer
 from refusals import raises
 
-LIMIT_S = 120  # nothing takes as long, also on a busy machine
-SOON_S = 0.05  # that something is watched not to happen
+LIMIT_S = 120  # generous, also for a busy machine
+SOON_S = 0.05  # how long to check that something does not happen
 
 
 class FarTensor(torch.Tensor):
-    """A tensor that says it is not the host's."""
+    """A tensor that claims not to be on the host."""
 
     is_cpu = False
 
@@ -33,7 +33,7 @@ def far(values: Any) -> Any:
 
 
 class Copy:
-    """A copy that writes its target when it is let go, and not before."""
+    """A copy that writes its target when the test releases it."""
 
     def __init__(self, tensor: torch.Tensor, target: torch.Tensor, log: list[str]) -> None:
         self.go = threading.Event()
@@ -46,7 +46,7 @@ class Copy:
 
 
 class SlowDevice:
-    """A device whose copies begin at once and end one by one."""
+    """A device whose copies start at once and end one by one."""
 
     def __init__(self, *, is_slow: bool = True) -> None:
         self.copies: list[Copy] = []
@@ -107,7 +107,7 @@ def test_every_type_and_shape_comes_as_it_is(dtype: torch.dtype, shape: tuple[in
 
 
 def test_a_copy_runs_beside_the_next_step() -> None:
-    """What follows the submission is done while the copy is still under way, and the numbers are right."""
+    """The submission returns while the copy is pending, and the copied numbers are correct."""
     device = SlowDevice()
     with AsyncCPUTransfer(device=device) as transfer:
         future = transfer.submit_transfer(far([1.0, 2.0]), "step 1")
@@ -139,7 +139,7 @@ def test_two_copies_are_under_way_at_once_and_a_third_waits_for_a_buffer() -> No
 
 
 def test_buffers_go_to_transfers_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a result that is awaited would wait for a later one that nobody takes yet."""
+    """Otherwise an awaited result could wait for a later one that nobody takes yet."""
     device, may_take = SlowDevice(), threading.Event()
     with AsyncCPUTransfer(num_buffers=2, max_workers=3, device=device) as transfer:
         take = transfer._take_buffer
@@ -264,7 +264,7 @@ def test_another_device_is_refused() -> None:
 
 @pytest.mark.gpu
 class TestOnAGpu:
-    """The same on the real thing: pinned memory, a stream of its own, no number before it is there."""
+    """The same on a GPU: pinned memory, a separate stream, no result before its copy has ended."""
 
     def test_numbers_come_whole_through_pinned_memory(self) -> None:
         with AsyncCPUTransfer() as transfer:
@@ -276,9 +276,9 @@ class TestOnAGpu:
                 assert bool((result == 2 * number).all())
 
     def test_a_copy_waits_for_the_work_before_it_and_not_for_what_follows(self) -> None:
-        spin = 1 << 33  # clock cycles: seconds of a kernel that does nothing
+        spin = 1 << 33  # clock cycles: an idle kernel of several seconds
         with AsyncCPUTransfer(num_buffers=1) as transfer:
-            # Gets the pinned memory, for which CUDA may wait until the GPU is idle.
+            # Allocates the pinned memory, for which CUDA may wait until the GPU is idle.
             transfer.submit_transfer(torch.zeros(1 << 16, dtype=torch.int64, device="cuda"), "first")
             transfer.get_result("first", LIMIT_S)
             torch.cuda._sleep(1 << 20)

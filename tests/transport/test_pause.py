@@ -1,4 +1,4 @@
-"""Paused requests: they take no step, others go on, and what they held may be used and computed again."""
+"""Paused requests take no steps while others go on; their slots may be reused and are then recomputed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SmallForward:
-    """The forward pass of a loaded model with fewer slots."""
+    """Wrap a model's forward pass, with fewer KV slots."""
 
     def __init__(self, forward: Any, num_slots: int) -> None:
         self._forward = forward
@@ -32,7 +32,7 @@ class SmallForward:
 
 
 class Stepped:
-    """An engine driven by hand, its slots checked after each step."""
+    """Drive an engine by hand and check its slots after each step."""
 
     def __init__(self, llm: Any, num_slots: int, **settings: Any) -> None:
         parts = llm.engine.core.engine
@@ -72,7 +72,7 @@ class Stepped:
 
 @pytest.fixture(scope="module")
 def tiny_llm(tiny_model_folder: Path) -> LLM:
-    """One of its own, its thread ended: engines driven by hand write to its slots what they like."""
+    """A separate model with its engine thread stopped: engines driven by hand overwrite its slots."""
     from logprobe import LLM
 
     with LLM(str(tiny_model_folder), kv_bytes=1 << 21, max_batch_tokens=64, max_batch_rows=8) as llm:
@@ -82,7 +82,7 @@ def tiny_llm(tiny_model_folder: Path) -> LLM:
 
 @pytest.fixture(scope="module")
 def alone(tiny_llm: LLM) -> dict[str, list[int]]:
-    """The tokens of each request when nothing runs beside it."""
+    """The tokens of each request when it runs alone."""
     found = {}
     for name in "abc":
         engine = Stepped(tiny_llm, 200)

@@ -1,4 +1,4 @@
-"""Rows in shared memory: the same as in messages, never a torn or a former one, and pages that come back."""
+"""Rows in shared memory: equal to those in messages, never torn or stale, and pages are reused."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_pages_come_back_with_the_last_view_in_any_order_and_what_does_not_fit_i
 
 def test_no_former_block_and_none_half_written_is_read(file: int) -> None:
     writer, reader = PageWriter(file), PageReader(file)
-    assert_no_block(reader, Span(0, 1, 8))  # there is no memory yet
+    assert_no_block(reader, Span(0, 1, 8))  # no memory exists yet
     first = writer.write(parts_of_array(np.ones(4000, np.float32)))
     assert first is not None
     del first, reader
@@ -190,7 +190,7 @@ def test_no_former_block_and_none_half_written_is_read(file: int) -> None:
     assert_no_block(reader, span)
     pages = writer._pages
     assert pages is not None
-    pages.published[0] = 0  # as while it is written
+    pages.published[0] = 0  # as during a write
     assert_no_block(reader, second)
 
 

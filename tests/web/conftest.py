@@ -1,4 +1,4 @@
-"""The system's Chromium, driven by Playwright."""
+"""Drive the system's Chromium by Playwright."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from server_process import PATIENCE_S
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-OTHER_NAME = "rebound.example"  # which the browser resolves to this machine, as a hostile name server can
+OTHER_NAME = "rebound.example"  # resolved to this machine by the browser, as in a DNS rebinding attack
 
 
 @pytest.fixture(scope="session")
 def other_name() -> str:
-    """A name of somebody else's that the browser takes for this machine."""
+    """A foreign host name that the browser resolves to this machine."""
     return OTHER_NAME
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """The system's Chromium; where there is none the tests are skipped, but not under `make test-web`."""
+    """The system's Chromium; without it tests are skipped, except under `make test-web`."""
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     missing = None if path else "there is no chromium on the path; `make test-web` installs it"
     try:
@@ -45,7 +45,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def new_tab(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Open a tab with cookies and a size of its own, which waits as long as a busy machine may need."""
+    """Open a tab with separate cookies and a given size, and timeouts for a busy machine."""
     contexts = []
 
     def new(**options: Any) -> Any:

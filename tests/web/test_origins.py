@@ -1,4 +1,4 @@
-"""A real Chromium: pages of other origins neither read nor drive the server, those of an allowed one do."""
+"""In a real Chromium, pages of other origins can neither read nor use the server; allowed origins can."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from server_process import Attacked
 
 BODY = '{"prompt": "the cat", "max_tokens": 1}'
-# What a page gets of a request: its text, or that the browser would not show it.
+# The result of a request in a page: its text, or that the browser blocked it.
 ASK = """async ([url, options]) => {
     try {
         const response = await fetch(url, options);
@@ -39,7 +39,7 @@ SEND_FORM = """([url, body, type]) => {
 
 
 class Page(BaseHTTPRequestHandler):
-    """An empty page with a frame for the answers to forms."""
+    """An empty page with a frame as the target of forms."""
 
     def do_GET(self) -> None:
         data = b'<!doctype html><meta charset="utf-8"><title>p</title><iframe name="frame"></iframe>'
@@ -50,7 +50,7 @@ class Page(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Suppress the default log."""
 
 
 def pages() -> tuple[ThreadingHTTPServer, threading.Thread]:
@@ -62,7 +62,6 @@ def pages() -> tuple[ThreadingHTTPServer, threading.Thread]:
 
 @pytest.fixture(scope="module")
 def origins() -> Iterator[tuple[str, str]]:
-    """Two web origins on this machine."""
     made = [pages(), pages()]
     try:
         first, second = (f"http://127.0.0.1:{server.server_port}" for server, _ in made)
@@ -76,19 +75,18 @@ def origins() -> Iterator[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def guarded(tiny_model_folder: Path, origins: tuple[str, str]) -> Iterator[Attacked]:
-    """A server that lets the second origin in."""
+    """A server that allows the second origin."""
     with serving_process(tiny_model_folder, "--cors-origin", origins[1]) as server:
         yield server
 
 
 @pytest.fixture
 def page(new_tab: Any) -> Any:
-    """A tab of its own."""
     return new_tab()
 
 
 def num_requests(server: Attacked) -> float:
-    """Engine requests that ended so far."""
+    """Return the number of engine requests that have ended."""
     told = server.get("/metrics").data.decode()
     return sum(
         float(value) for value in re.findall(r"^logprobe_requests_total\{.*\} (\S+)$", told, re.MULTILINE)
@@ -146,7 +144,7 @@ def test_a_name_that_was_rebound_to_this_machine_reads_nothing(
     before = num_requests(guarded)
     answer = page.goto(url_of(guarded, "/v1/models", other_name))
     assert answer.status == 403
-    # From here on a script of that name calls its own origin: no browser stands in its way.
+    # From here on a script of that name calls its own origin, which no browser blocks.
     for options in ({}, post("application/json")):
         path = "/v1/completions" if options else "/v1/models"
         kind, status, text = page.evaluate(ASK, [path, options])

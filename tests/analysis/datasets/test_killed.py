@@ -1,4 +1,4 @@
-"""Data sets whose run is killed: nothing is lost, and nothing stands twice."""
+"""Dataset runs that are killed and resumed: no row is lost or repeated."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ with LLM(model, kv_bytes=1 << 21) as llm:
 def test_a_run_killed_three_times_ends_as_one_that_was_not(
     tiny_llm: LLM, tiny_model_folder: Path, tmp_path: Path
 ) -> None:
-    chance = random.Random(7)  # noqa: S311 - no secret
+    chance = random.Random(7)  # noqa: S311 - not a secret
     words = ["the", "cat", "and", "dog", "é", "🌊"]
     lines = [json.dumps({"text": " ".join(chance.choices(words, k=8))}) for _ in range(5000)]
     for place in (3, 1500, 4999):
@@ -44,7 +44,7 @@ def test_a_run_killed_three_times_ends_as_one_that_was_not(
     source.write_text("\n".join(lines))
     out = tmp_path / "o.parquet"
     command = [sys.executable, "-c", RUN, str(tiny_model_folder), str(source), str(out), "--resume"]
-    for num_new in (0, 1, 1):  # parts, of which there are five or more
+    for num_new in (0, 1, 1):  # new parts, of at least five in total
         num_parts = len(parts_of(out)) + num_new
         with subprocess.Popen(command) as run:
             eventually(lambda: has_come_to(num_parts, out, run), "the run gets nowhere")  # noqa: B023 - at once
@@ -55,14 +55,14 @@ def test_a_run_killed_three_times_ends_as_one_that_was_not(
     if not out.exists():
         with pytest.raises(InputError, match="had a different truncation"):
             score_dataset(tiny_llm, str(source), out, resume=True, settings=DataSettings(truncation="left"))
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm:  # as `RUN` has it
+    with LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm:  # with the settings of `RUN`
         if not out.exists():
             score_dataset(llm, str(source), out, resume=True)
         score_dataset(llm, str(source), tmp_path / "whole.parquet")
     got, want = pq.read_table(out), pq.read_table(tmp_path / "whole.parquet")
     assert got.schema.equals(want.schema, check_metadata=True)
     for name in got.column_names:
-        assert got[name].to_pylist() == want[name].to_pylist(), name  # to the last bit
+        assert got[name].to_pylist() == want[name].to_pylist(), name  # bit for bit
     assert got.num_rows == 4997
     name = "o.parquet.errors.jsonl"
     assert (tmp_path / name).read_text() == (tmp_path / "whole.parquet.errors.jsonl").read_text()
@@ -73,7 +73,7 @@ def parts_of(out: Path) -> list[Path]:
 
 
 def has_come_to(num_parts: int, out: Path, run: subprocess.Popen[bytes]) -> bool:
-    """Whether a run has noted its settings and has so many parts, or has ended."""
+    """Return True if a run has written its settings and so many parts, or has ended."""
     has_begun = out.with_name(f"{out.name}.parts").joinpath("settings.json").exists()
     return (has_begun and len(parts_of(out)) >= num_parts) or run.poll() is not None
 
@@ -105,7 +105,7 @@ def test_a_run_killed_while_it_writes_a_part_loses_that_part_alone(
 ) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "o.parquet"
     lines = [json.dumps({"text": f"the cat {i}"}) for i in range(1500)]
-    lines[600] = "{broken"  # its part's side file is there, the part is not
+    lines[600] = "{broken"  # its part's side file exists, the part does not
     source.write_text("\n".join(lines))
     command = [sys.executable, "-c", DYING, str(tiny_model_folder), str(source), str(out)]
     died = subprocess.run(command, check=False, capture_output=True)
@@ -125,7 +125,7 @@ def test_a_run_killed_while_it_writes_a_part_loses_that_part_alone(
 def test_a_run_that_dies_at_any_write_is_ended_by_its_next_resumption(
     tiny_llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
-    """What is written is whole then, but for its name; after the last of them the run is finished."""
+    """When a rename is interrupted, the file is complete; after the last rename the run is finished."""
     monkeypatch.setattr("logprobe.analysis.io.journal.ROWS_A_PART", 256)
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps({"text": f"the cat {i}"}) + "\n" for i in range(400)) + "{broken\n")
@@ -154,7 +154,7 @@ def test_a_run_that_dies_at_any_write_is_ended_by_its_next_resumption(
 
 
 def _die_at(number: int, patch: pytest.MonkeyPatch) -> None:
-    """Interrupt a run before so many a time that it gives something another name."""
+    """Interrupt a run before its rename with this number."""
     left = itertools.count(1)
 
     def dying(rename: Any) -> Any:

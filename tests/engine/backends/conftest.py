@@ -1,6 +1,6 @@
-"""The engines of the conformance suite: every way to reach one model, each started once a test process.
+"""The engines of the conformance suite, each started once per test process.
 
-An engine process takes seconds to start, so whoever breaks one leaves a whole one behind.
+An engine process takes seconds to start, so a test that breaks one must restore it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from logprobe.engine.front import Front
     from logprobe.engine.request import RequestOutput
 
-LIMIT_S = 240  # nothing takes as long, also on a busy machine
-VLLM_BLOCK = 32  # tokens, of its prefix cache
-CONTEXT_LEN = 4096  # more tokens than are drawn before a test has given a request up
+LIMIT_S = 240  # generous, also for a busy machine
+VLLM_BLOCK = 32  # tokens per block of its prefix cache
+CONTEXT_LEN = 4096  # more tokens than a request samples before its test aborts it
 
 
 @contextmanager
@@ -55,21 +55,21 @@ def thread(config: EngineConfig, _: Any) -> Iterator[Front]:
 
 @contextmanager
 def overlapped(config: EngineConfig, _: Any) -> Iterator[Front]:
-    """The same, with each step told beside the next one."""
+    """The same with overlapped steps."""
     with thread(replace(config, overlap=True), None) as engine:
         yield engine
 
 
 @contextmanager
 def speculating(config: EngineConfig, _: Any) -> Iterator[Front]:
-    """The same, with drafts of what repeats itself."""
+    """The same with speculative drafts by prompt lookup."""
     with thread(replace(config, overlap=True, speculate=True), None) as engine:
         yield engine
 
 
 @contextmanager
 def process(config: EngineConfig, _: Any, **settings: Any) -> Iterator[Front]:
-    """The engine in a process of its own."""
+    """The engine in its own process."""
     engine = start_engine(replace(config, **settings or {"process": True})).engine
     try:
         yield engine
@@ -78,25 +78,25 @@ def process(config: EngineConfig, _: Any, **settings: Any) -> Iterator[Front]:
 
 
 def router(config: EngineConfig, _: Any) -> AbstractContextManager[Front]:
-    """Two such processes."""
+    """Two engine processes behind a router."""
     return process(config, _, data_parallel=2)
 
 
 @contextmanager
 def vllm(config: EngineConfig, _: Any, **more: Any) -> Iterator[Front]:
-    """The model in vLLM, uncompiled."""
+    """The model in vLLM, in eager mode."""
     options = {"enforce_eager": True, "block_size": VLLM_BLOCK, **more}
     with process(config, None, engine="vllm", weights="auto", engine_options=options) as engine:
         yield engine
 
 
 def vllm_with_lora(config: EngineConfig, _: Any) -> AbstractContextManager[Front]:
-    """The same, ready for LoRA weights, beside which it scores no prompts on a CPU."""
+    """vLLM with LoRA enabled, where it supports no prompt log-probabilities on a CPU."""
     return vllm(config, _, enable_lora=True, max_lora_rank=8)
 
 
 class Remote(NamedTuple):
-    """A server as what begins rows and samples, and the loop that it does so on."""
+    """A client of a server, and the event loop it runs on."""
 
     source: ServerRows
     bridge: LoopThread
@@ -104,7 +104,7 @@ class Remote(NamedTuple):
 
 @contextmanager
 def remote(config: EngineConfig, new_serving: Any) -> Iterator[Remote]:
-    """A server of this library, by HTTP."""
+    """A server of this library over HTTP."""
     loaded = start_native_engine(config)
     with new_serving(loaded, ServerSettings(model_name="tiny")) as (url, _):
         bridge = LoopThread()
@@ -129,7 +129,7 @@ WITH_LORA = {"vllm": vllm_with_lora}
 
 
 def marked(engines: dict[str, Any]) -> list[Any]:
-    """Their names as parameters; what needs vLLM is marked so."""
+    """Return the engines' names as parameters, with the `vllm` mark where needed."""
     return [pytest.param(name, marks=pytest.mark.vllm) if name == "vllm" else name for name in engines]
 
 
@@ -144,7 +144,7 @@ def _ended_processes_are_soon_started_again() -> Iterator[None]:
 def config(
     wide_heads: tuple[Path, dict[str, Path]], tmp_path_factory: pytest.TempPathFactory
 ) -> EngineConfig:
-    """The tiny Llama with a long context."""
+    """The tiny Llama with a longer context."""
     folder = tmp_path_factory.mktemp("long-llama")
     shutil.copytree(wide_heads[0], folder, dirs_exist_ok=True)
     settings = json.loads((folder / "config.json").read_text())
@@ -155,13 +155,13 @@ def config(
         kv_bytes=1 << 23,
         max_batch_tokens=64,
         max_batch_rows=16,
-        logits_processors=("BannedWordsLogitsProcessor",),  # for requests that give it arguments
+        logits_processors=("BannedWordsLogitsProcessor",),  # for requests with arguments for it
     )
 
 
 @pytest.fixture(scope="session")
 def adapter_folders(wide_heads: tuple[Path, dict[str, Path]]) -> dict[str, Path]:
-    """LoRA weights of this suite's model."""
+    """LoRA weights for this suite's model."""
     return wide_heads[1]
 
 
@@ -169,13 +169,13 @@ def adapter_folders(wide_heads: tuple[Path, dict[str, Path]]) -> dict[str, Path]
 def new_engine(
     request: pytest.FixtureRequest, config: EngineConfig, new_serving: Any
 ) -> Callable[[], AbstractContextManager[Front]]:
-    """Start one of each engine, for tests that break or close it."""
+    """Start a new engine of each kind, for tests that break or close it."""
     return lambda: EVERY[request.param](config, new_serving)
 
 
 @pytest.fixture(scope="session")
 def started(config: EngineConfig, new_serving: Any) -> Iterator[Callable[..., Any]]:
-    """The backend of a name, started when it is first asked for and shared by all tests."""
+    """Return the engine of a name, started on first use and shared by all tests."""
     running: dict[str, Any] = {}
     with ExitStack() as stack:
 
@@ -189,7 +189,7 @@ def started(config: EngineConfig, new_serving: Any) -> Iterator[Callable[..., An
 
 @pytest.fixture(params=marked(EVERY))
 def backend(request: pytest.FixtureRequest, started: Callable[..., Any]) -> Iterator[Front]:
-    """Each engine, which holds no request before or after a test."""
+    """Each engine, without requests before and after the test."""
     needs_lora = getattr(request.cls, "needs_lora", False) and request.param in WITH_LORA
     name = f"{request.param} with LoRA" if needs_lora else request.param
     engine: Front = started(name, WITH_LORA[request.param] if needs_lora else None)
@@ -202,20 +202,20 @@ def backend(request: pytest.FixtureRequest, started: Callable[..., Any]) -> Iter
 
 @pytest.fixture(scope="session")
 def far(started: Callable[..., Any]) -> Remote:
-    """The model of all engines on a server."""
+    """The suite's model on a server."""
     there: Remote = started("remote", remote)
     return there
 
 
 @pytest.fixture
 def new_far(config: EngineConfig, new_serving: Any) -> Callable[[], AbstractContextManager[Remote]]:
-    """Start a server, for tests that close what asks it."""
+    """Start a server, for tests that close its client."""
     return lambda: remote(config, new_serving)
 
 
 @pytest.fixture
 def reference(started: Callable[[str], Any]) -> Front:
-    """The engine that all others are held to."""
+    """The engine that all others are compared with."""
     engine: Front = started("thread")
     return engine
 
@@ -233,7 +233,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 class Asker:
-    """Requests with names of their own, and what becomes of them; no wait is endless."""
+    """Make requests with unique ids and collect their results, with a timeout on every wait."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -248,19 +248,19 @@ class Asker:
         )
 
     def submit(self, engine: Front, *requests: Request) -> list[str]:
-        """Have them admitted and enter together; their names."""
+        """Admit requests and submit them together; return their ids."""
         engine.submit([engine.admit(request) for request in requests])
         return [request.request_id for request in requests]
 
     async def ended(self, engine: Front, *requests: Request) -> list[RequestOutput]:
-        """Their outputs once all have ended."""
+        """Run requests and return their outputs once all have ended."""
         names = self.submit(engine, *requests)
         return await asyncio.wait_for(asyncio.gather(*map(engine.result, names)), LIMIT_S)
 
     def ask(
         self, engine: Front, ids: Sequence[int] = (5, 6, 7), *, wants_row: bool = False, **params: Any
     ) -> RequestOutput:
-        """The output of one request."""
+        """Run one request and return its output."""
         [output] = asyncio.run(self.ended(engine, self.request(ids, wants_row=wants_row, **params)))
         return output
 
@@ -272,19 +272,19 @@ def asker() -> Asker:
 
 @pytest.fixture
 def block_size(backend: Front) -> int:
-    """Tokens of a prefix that the engine knows together or not at all."""
+    """The granularity of the engine's prefix cache, in tokens."""
     return VLLM_BLOCK if backend.capabilities().engine == "vllm" else 1
 
 
 def belongings(folder: Path) -> Counter[str]:
-    """What this process holds that a fault could leave behind, and how many of each."""
+    """Count the resources of this process that a fault could leak."""
     links = []
     for link in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # another thread has closed it meanwhile
+        with suppress(FileNotFoundError):  # closed by another thread in the meantime
             links.append(str(link.readlink()))
     held = Counter(f"descriptor {link.split(':')[0]}" for link in links if "/proc/" not in link)
-    held["children"] = len(psutil.Process().children(recursive=True))  # one may have been started again
-    held.update(map(str, Path("/dev/shm").glob("*logprobe*")))  # noqa: S108 - where names would be
+    held["children"] = len(psutil.Process().children(recursive=True))  # one may have been restarted
+    held.update(map(str, Path("/dev/shm").glob("*logprobe*")))  # noqa: S108 - named shared memory
     held.update(map(str, folder.glob("logprobe-*")))
     return held
 
@@ -296,13 +296,13 @@ def nothing_left(
     monkeypatch: pytest.MonkeyPatch,
     until: Callable[[Callable[[], bool]], None],
 ) -> Iterator[None]:
-    """After the test there are no more processes, descriptors, shared memory and folders than before."""
+    """Check that the test leaked no processes, descriptors, shared memory or folders."""
     if request.node.get_closest_marker("vllm"):
-        yield  # what vLLM leaves behind is not this library's
+        yield  # vLLM's own leaks are not this library's
         return
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    uvloop.new_event_loop().close()  # the first one in a process makes a pipe that stays
-    gc.collect()  # what former tests let go of is no part of this one's
+    uvloop.new_event_loop().close()  # the first event loop of a process opens a pipe that stays
+    gc.collect()  # garbage of earlier tests does not count
     before = belongings(tmp_path)
     yield
     gc.collect()
@@ -311,7 +311,7 @@ def nothing_left(
 
 @pytest.fixture(scope="session")
 def until() -> Callable[[Callable[[], bool]], None]:
-    """Wait until something is true, or fail."""
+    """Wait until a condition holds, or fail after a timeout."""
     return wait_until
 
 

@@ -1,4 +1,4 @@
-"""One suite for every engine: whatever stands behind a `Front` keeps the same promises."""
+"""One suite for all engines: every `Front` implementation keeps the same contract."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from logprobe.engine.front import Front
     from logprobe.engine.request import RequestOutput
 
-TOLERANCE = 5e-5  # nats, between any two compositions of a batch
+TOLERANCE = 5e-5  # nats, between any two batches
 PROMPT = [4, 9, 17, 60, 31, 8, 77, 42]
-LONG = 4000  # tokens that no test waits for
+LONG = 4000  # more tokens than any test waits for
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"logprobs": 3},
     "drawn, several": {"n": 3, "temperature": 1.3, "top_p": 0.9, "seed": 7, "logprobs": 2},
@@ -65,7 +65,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-# Field → legal forms that are not the plain one, each with that.
+# Field → pairs of an unusual but legal form and its plain form.
 ODD: dict[str, list[tuple[Any, Any]]] = {
     "n": [(np.int64(2), 2)],
     "best_of": [(np.uint8(2), 2)],
@@ -136,7 +136,7 @@ def assert_close(got: RequestOutput, want: RequestOutput, assert_same: Callable[
 async def growth(
     engine: Front, name: str, buffer_rows: int, limit_s: float
 ) -> tuple[list[list[int]], RequestOutput]:
-    """What each hand-over added to the first completion, and the output that it grew to."""
+    """Return the tokens that each update added to the first completion, and the final output."""
     added: list[list[int]] = []
     before: list[int] = []
     async with asyncio.timeout(limit_s), aclosing(engine.stream(name, buffer_rows=buffer_rows)) as outputs:
@@ -154,7 +154,7 @@ class TestResults:
     def test_every_kind_of_request_gives_the_numbers_of_the_thread(
         self, backend: Front, reference: Front, asker: Any, assert_same: Any
     ) -> None:
-        """All beside each other here; there each alone."""
+        """All in one batch here, each alone in the reference."""
         requests = [
             asker.request(PROMPT[: 3 + place % 6], **kind) for place, kind in enumerate(KINDS.values())
         ]
@@ -210,7 +210,7 @@ class TestResults:
             assert output.num_cached_tokens == backend.stats().cached_tokens - before
             return output.num_cached_tokens
 
-        backend.forget_prefixes()  # one of another test may begin with the same token
+        backend.forget_prefixes()  # a prompt of another test may start with the same token
         assert num_known() == 0
         assert num_known() >= (len(ids) - 1) // block_size * block_size
         backend.forget_prefixes()
@@ -218,7 +218,7 @@ class TestResults:
 
 
 async def served(engine: Front, asker: Any, forms: list[dict[str, Any]]) -> list[Any]:
-    """The output of each request, all beside each other, or the parameter for which it is refused."""
+    """Run requests concurrently; return each output, or the parameter for which it is refused."""
 
     async def one(form: dict[str, Any]) -> Any:
         try:
@@ -234,7 +234,7 @@ class TestRowsAndSamples:
     def test_every_field_in_every_legal_form_is_what_its_plain_form_is(
         self, backend: Front, asker: Any, assert_same: Any
     ) -> None:
-        """An engine that lacks a field refuses it in either form."""
+        """An engine without support for a field refuses it in both forms."""
         assert ODD.keys() == {field.name for field in fields(SamplingParams)}
         beside: dict[str, Any] = DRAWN | REPORTED
         pairs = [(name, *forms) for name, both in ODD.items() for forms in both]
@@ -288,7 +288,7 @@ class TestRowsAndSamples:
         assert len(asyncio.run(backend.result(name)).outputs[0].token_ids) == 2
         with pytest.raises(ParameterError, match="unknown"):
             asyncio.run(backend.result(name))
-        backend.submit([first])  # an id is free again once its output was taken
+        backend.submit([first])  # an id may be reused once its output was taken
         assert len(asyncio.run(backend.result(name)).outputs[0].token_ids) == 2
 
     def test_an_abort_ends_a_request_and_leaves_the_others(
@@ -331,13 +331,13 @@ class TestRowsAndSamples:
         told, want = backend.capabilities(), reference.capabilities()
         for name in ("model", "device", "dtype", "vocab_size", "stages"):
             assert getattr(told, name) == getattr(want, name), name
-        is_vllm = told.engine == "vllm"  # which keeps a place for the last token of a text
+        is_vllm = told.engine == "vllm"  # vLLM reserves a position for the last token
         assert told.max_model_len == want.max_model_len - is_vllm
         assert told.weights == ("vllm" if is_vllm else want.weights)
 
 
 async def drawn(far: Any, *asked: dict[str, Any], ids: Sequence[int] = PROMPT) -> list[Any]:
-    """The ids of samples at the server, all beside each other; what it refuses is its error."""
+    """Sample concurrently at the server; return ids, or the error of a refused request."""
     plain = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
 
     async def one(params: dict[str, Any]) -> Any:
@@ -351,10 +351,10 @@ def prefix(ids: Sequence[int]) -> Prefix:
 
 
 class TestRemote:
-    """The cases of rows and samples where a server of the model begins them."""
+    """The cases of rows and samples where a remote server computes them."""
 
     def test_every_field_in_every_legal_form_is_what_its_plain_form_is(self, far: Any) -> None:
-        """What does not come with a remote sample is refused in either form."""
+        """Fields that remote samples do not support are refused in both forms."""
         pairs = [(name, *forms) for name, both in ODD.items() for forms in both]
         odd = asyncio.run(drawn(far, *(DRAWN | {name: form} for name, form, _ in pairs)))
         plain = asyncio.run(drawn(far, *(DRAWN | {name: form} for name, _, form in pairs)))

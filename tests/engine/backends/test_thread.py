@@ -1,4 +1,4 @@
-"""The engine on its thread: many loops and threads, cancelled waiters, aborts, and the end."""
+"""The engine on its thread: many event loops and threads, cancelled waiters, aborts, and shutdown."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-LIMIT_S = 120  # nothing takes as long, also on a busy machine
+LIMIT_S = 120  # generous, also for a busy machine
 
 
 @pytest.fixture
 def llm(tiny_model_folder: Path) -> Iterator[LLM]:
-    """One of its own, since these tests break or close it."""
+    """A separate model, as these tests break or close it."""
     with LLM(str(tiny_model_folder), kv_bytes=1 << 19, max_batch_tokens=32, max_batch_rows=6) as own:
         yield own
 
 
 @pytest.fixture
 def held(llm: LLM) -> Iterator[StepHold]:
-    """Each step waits until it is released."""
+    """Hold each step until the test releases it."""
     with holding_steps(llm) as hold:
         yield hold
 
@@ -110,7 +110,7 @@ def test_a_stream_grows_to_what_the_whole_result_is(llm: LLM) -> None:
         params = {"max_tokens": 12, "logprobs": 2, "prompt_logprobs": 1}
         submit(llm, request("streamed", range(2, 60), **params))
         states = []
-        # With room for a few rows it is read in several steps, however late this thread gets to it.
+        # A small buffer forces several reads, however late this thread is scheduled.
         async for output in llm.engine.stream("streamed", buffer_rows=3):
             one = output.outputs[0]
             states.append((list(one.token_ids), len(one.logprobs), len(output.prompt_logprobs)))
@@ -159,7 +159,7 @@ def test_leaving_a_stream_early_frees_its_slots_within_a_step(llm: LLM) -> None:
 def test_an_abort_midway_ends_the_stream_with_what_there_is(llm: LLM, held: StepHold) -> None:
     async def run() -> Any:
         submit(llm, request("r", max_tokens=100, logprobs=0))
-        stream = llm.engine.stream("r", buffer_rows=4)  # beyond which the request waits for this reader
+        stream = llm.engine.stream("r", buffer_rows=4)  # pauses the request when full
         first = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)
         held.release()
@@ -217,7 +217,7 @@ def test_the_event_loop_is_not_blocked_by_a_step(llm: LLM, held: StepHold) -> No
         await llm.engine.result("other")
         return took
 
-    # The step is held until the loop has gone on: who waits for it waits until it gives up.
+    # The step is held until the event loop continues, so a loop that blocks on it would time out.
     assert asyncio.run(run()) < LIMIT_S / 2
 
 
@@ -305,7 +305,7 @@ def test_capabilities_state_the_limits(llm: LLM) -> None:
 def test_a_request_runs_on_what_its_name_stands_for_as_it_is_submitted(
     wide_heads: tuple[Path, dict[str, Path]],
 ) -> None:
-    """Weights that nothing holds go at once, also where a request was admitted on them."""
+    """Weights without users are released at once, even if a request was admitted with them."""
     model, folders = wide_heads
     with LLM(str(model), kv_bytes=1 << 20) as llm:
         llm.add_lora("own", folders["narrow"])
@@ -322,6 +322,6 @@ def test_a_request_runs_on_what_its_name_stands_for_as_it_is_submitted(
         llm.remove_lora("own")
         with pytest.raises(ParameterError, match="no LoRA weights 'own'"):
             llm.engine.submit([plain, gone])
-        llm.engine.submit([plain])  # it was not accepted then
+        llm.engine.submit([plain])  # so it was not accepted before
         plain_output = asyncio.run(llm.engine.result("plain"))
         assert plain_output.outputs[0].cumulative_logprob != pytest.approx(want, abs=1e-4)

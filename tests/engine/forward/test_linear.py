@@ -1,4 +1,4 @@
-"""Linear layers and embeddings on panels beside those of torch and transformers."""
+"""Linear layers and embeddings on packed panels, compared with torch's and transformers'."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-TOLERANCE = 2e-6  # of the largest number
+TOLERANCE = 2e-6  # relative to the largest value
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -54,7 +54,6 @@ def rows(count: int, width: int) -> torch.Tensor:
 
 
 def panels_of(model: nn.Module) -> dict[str, Any]:
-    """By name."""
     with torch.inference_mode():
         matrices = matrices_of(model, with_experts=True)
         made = zip(matrices, packed(matrices, LazyModel.of(model).source), strict=True)
@@ -101,7 +100,7 @@ def test_panels_in_huge_pages_are_the_same_and_follow_each_other(monkeypatch: py
         assert one.data.data_ptr() != before.data.data_ptr()
     joined = moved[0].joined(moved[1:3])
     assert joined is not None
-    assert joined.data.data_ptr() == moved[0].data.data_ptr()  # no copy
+    assert joined.data.data_ptr() == moved[0].data.data_ptr()  # not copied
 
 
 @torch.inference_mode()
@@ -159,7 +158,7 @@ def test_gates_and_values_of_one_layer_are_packed_apart() -> None:
 
 
 class Tied(nn.Module):
-    """An embedding whose weights the head has too."""
+    """An embedding that shares its weight with the head."""
 
     def __init__(self, kind: type[nn.Embedding] = nn.Embedding) -> None:
         super().__init__()
@@ -169,7 +168,7 @@ class Tied(nn.Module):
 
 
 class ScaledEmbedding(nn.Embedding):
-    """As Gemma 3 has it."""
+    """Scales its output, as in Gemma 3."""
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         return super().forward(token_ids) * 7.0
@@ -204,7 +203,7 @@ def test_panels_are_taken_by_name_and_the_bias_stays_the_layers() -> None:
 @torch.inference_mode()
 def test_a_module_reads_the_weight_of_a_layer_as_it_was_and_one_of_its_own_class_stays() -> None:
     class OwnLinear(nn.Linear):
-        """Of a form that nobody here knows."""
+        """An unknown subclass."""
 
     model = nn.ModuleDict({"known": linear(5, 7), "own": OwnLinear(5, 7)})
     weight = model["known"].weight.clone()

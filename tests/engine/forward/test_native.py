@@ -1,4 +1,4 @@
-"""The forward pass in each layout of the weights, and the models that it refuses at load."""
+"""The forward pass with each layout of the weights, and models that are refused at load."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ LENGTHS = [1, 3, 33, 70]
 
 
 class Runner:
-    """Prompts through a forward pass, step by step, each prompt in slots of its own."""
+    """Run prompts through a forward pass step by step, each prompt in its own slots."""
 
     def __init__(self, folder: Path, weights: str) -> None:
         config = EngineConfig(model=str(folder), weights=weights, kv_bytes=1 << 19)
         self.forward = NativeForward(config, resolve(str(folder)))
 
     def hidden(self, prompts: list[np.ndarray[Any, Any]], *, split: int = 1000) -> list[torch.Tensor]:
-        """Hidden rows of each prompt, all in one batch; a step runs up to `split` tokens of each."""
+        """Return the hidden rows of each prompt, batched; a step runs up to `split` tokens of each."""
         ends = np.cumsum([len(ids) for ids in prompts])
         slots = [
             np.arange(end - len(ids), end, dtype=np.int32) for ids, end in zip(prompts, ends, strict=True)
@@ -50,7 +50,7 @@ class Runner:
 
     @torch.inference_mode()
     def logits(self, prompts: list[np.ndarray[Any, Any]], *, split: int = 1000) -> torch.Tensor:
-        """(tokens of all prompts, vocabulary)."""
+        """Return logits, (tokens of all prompts, vocabulary)."""
         return self.forward.head(torch.cat(self.hidden(prompts, split=split)))
 
 

@@ -1,4 +1,4 @@
-"""How long one call keeps another's next token waiting, counted in steps and in what a step runs."""
+"""How long one caller's work delays another's next token, in steps and in work per step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_STEPS = 3
 
 @pytest.fixture
 def watched(new_engine: Callable[..., Any]) -> Callable[..., Any]:
-    """An engine of short steps and eight places that notes the tokens and prompt rows of each step."""
+    """An engine with short steps and eight batch rows that records tokens and prompt rows of each step."""
 
     def make(num_slots: int = 2000, **settings: Any) -> Any:
         engine = new_engine(num_slots, **{"max_batch_tokens": STEP, "max_batch_rows": 8} | settings)
@@ -41,7 +41,7 @@ def prompt(length: int, first: int = 2) -> list[int]:
     return [(first + place * 7) % 280 + 2 for place in range(length)]
 
 
-# What one client may send, beside which another one wants its next token.
+# One client's requests, while another client waits for its next token.
 HEAVY: dict[str, Callable[[Any], None]] = {
     "a long prompt": lambda engine: engine.submit("long", prompt(120), max_tokens=1, call="heavy", **GREEDY),
     "a long echo": lambda engine: engine.submit(
@@ -124,7 +124,7 @@ def test_a_step_beside_a_neighbour_runs_a_sixteenth_of_a_large_call(
     engine.num_rows.clear()
     for _ in range(15):
         engine.step()
-    assert max(engine.num_tokens) <= PART + 8  # a token of each that generates
+    assert max(engine.num_tokens) <= PART + 8  # plus one token of each generating request
     assert max(engine.num_rows, default=0) <= PART
     engine.run()
 
@@ -134,7 +134,7 @@ def test_a_call_alone_takes_whole_steps(watched: Callable[..., Any], name: str) 
     shared, plain = watched(), watched()
     HEAVY[name](shared)
     shared.run()
-    plain.engine.scheduler.shares.add = lambda _: None  # knows of no calls
+    plain.engine.scheduler.shares.add = lambda _: None  # no fair sharing between callers
     plain.engine.scheduler.shares.end = lambda _: None
     HEAVY[name](plain)
     plain.run()
@@ -195,7 +195,7 @@ def test_a_neighbour_gets_slots_where_one_call_holds_them_all(watched: Callable[
 
 
 def flood(engine: Any, kind: str, num_calls: int = 300) -> None:
-    """Calls of one caller, each of which would fit into a step."""
+    """Submit many requests of one caller, each small enough for one step."""
     asked = {"long texts": {"max_tokens": 60}, "prompts": {"max_tokens": 1}}[kind] | GREEDY
     length = {"long texts": 2, "prompts": STEP - 1}[kind]
     for number in range(num_calls):

@@ -1,6 +1,6 @@
-"""genlm-control, unchanged, on this library, and on it in vLLM; run where it is installed.
+"""Unmodified genlm-control on this library, natively and on vLLM; run where it is installed.
 
-`make test-genlm` runs the native engine's, `make test-vllm` those on vLLM.
+`make test-genlm` runs the tests on the native engine, `make test-vllm` those on vLLM.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def test_batches_are_consistent_with_single_asks(lm: GenlmLM) -> None:
     lm.clear_cache()
     for ids, row in zip(prefixes, together, strict=True):
         np.testing.assert_allclose(lm.next_token_logprobs_sync(ids), row, atol=1e-4)
-        row[:] = 0  # a caller's own tensor
+        row[:] = 0  # the caller may change its tensor
         assert float(lm.next_token_logprobs_sync(ids).exp().sum()) == pytest.approx(1, abs=1e-5)
 
 
@@ -101,7 +101,7 @@ def test_length_constrained_sampling_gives_texts_of_that_length(prompted: Any) -
         async def prefix(self, context: list[Any]) -> float:
             return 0.0 if len(context) <= self.most else float("-inf")
 
-    # The end of text is so unlikely after most texts that a weight may round to nothing: take many.
+    # After most texts the end is so unlikely that a weight may round to zero, hence many samples.
     np.random.seed(0)  # noqa: NPY002 - genlm-control draws from numpy's global state
     sampler = control.AWRS(prompted, AtMost(prompted.vocab, 5))
     sequences = asyncio.run(sampler.smc(n_particles=16, ess_threshold=0.5, max_tokens=8))
@@ -158,7 +158,7 @@ def test_a_model_by_name_in_vllm_gives_the_native_rows(
     name, weights = next(iter(adapters.items()))
     native = LogprobeLM.from_name(str(folder), kv_bytes=1 << 20)
     options = {**ON_VLLM, "enable_lora": True, "max_lora_rank": 8}
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # genlm-backend's import does so
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # genlm-backend sets this when imported
     with serve_by_name():
         potential = control.PromptedLLM.from_name(str(folder), backend="vllm", engine_opts=options)
     assert type(potential.model) is LogprobeVirtualLM
@@ -212,7 +212,7 @@ def test_what_cannot_be_done_is_an_error(lm: GenlmLM) -> None:
         asyncio.run(lm.next_token_logprobs([10**6]))
     with pytest.raises(ValueError, match="no LoRA weights 'absent'"):
         asyncio.run(lm.batch_next_token_logprobs([[5]], lora_name="absent"))
-    with pytest.raises(RuntimeError, match="lora_name"):  # as genlm-backend has it
+    with pytest.raises(RuntimeError, match="lora_name"):  # the error class of genlm-backend
         lm.set_lora("here", "absent")
     with raises(ParameterError, parameter="bitsandbytes_opts"):
         LogprobeLM.from_name("smollm2", bitsandbytes_opts={"load_in_4bit": True})
@@ -253,7 +253,7 @@ def test_genlm_backends_own_lines_of_the_page_run(
     section = page.read_text(encoding="utf-8").split("## genlm-backend\n")[1].split("\n## ")[0]
     lines = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
     assert len(lines) == 10
-    # What transformers loads adapters by is theirs, and so is their loop: one for all lines.
+    # Loading adapters and the event loop are transformers' part; all lines share one loop.
     names = {"AsyncTransformer": AsyncTransformer, "lora": str(adapter_folders["narrow"])}
 
     async def run() -> None:

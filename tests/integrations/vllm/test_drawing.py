@@ -1,4 +1,4 @@
-"""The draw that runs in vLLM's workers, on rows that a test makes: no vLLM is needed."""
+"""Sampling inside vLLM's workers, on rows that the tests make; vLLM is not needed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def logits(seed: int, num_rows: int = 1) -> torch.Tensor:
 
 
 def left(row: torch.Tensor) -> int:
-    """The one token that vLLM is left."""
+    """Return the only token left for vLLM to choose."""
     assert int((row > -torch.inf).sum()) == 1
     return int(row.argmax())
 
@@ -62,7 +62,7 @@ def test_rows_of_others_stay_as_they_are(worker: WorkerDraw) -> None:
 
 
 def test_a_draw_that_vllm_throws_away_is_drawn_again_from_the_same_number(worker: WorkerDraw) -> None:
-    """The rows of a prompt that is only partly computed draw, too; the last one counts."""
+    """Rows of a partly computed prompt sample too, but only the last one counts."""
     asked = {"temperature": 1.0, "seed": 3, "logprobs": 0}
     run, twin = worker.open("a", work(**asked)), worker.open("b", work(**asked))
     for seed in (7, 8, 9):

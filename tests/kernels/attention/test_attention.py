@@ -1,4 +1,4 @@
-"""The kernels for rows and for chunks against attention written out in float64, and against each other."""
+"""The attention kernels for rows and for chunks against a float64 reference and against each other."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def pools(kv_heads: int, key_dim: int, value_dim: int) -> tuple[torch.Tensor, to
 def plain_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: ScoreRule
 ) -> torch.Tensor:
-    """One query row (heads, dim) over its own context (length, kv_heads, dim), in float64."""
+    """Attend with one query row (heads, dim) to its context (length, kv_heads, dim), in float64."""
     groups = query.shape[0] // keys.shape[1]
     if rule.window is not None:
         keys, values = keys[-rule.window :], values[-rule.window :]
@@ -155,7 +155,7 @@ def test_a_chunk_of_any_length_attends_to_its_own_context(
 def attended(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, rule: ScoreRule
 ) -> torch.Tensor:
-    """What the kernel for chunks writes, into memory that held something else."""
+    """Run the kernel for chunks into an output that was filled with NaN."""
     out = torch.full((*query.shape[:2], values.shape[2]), torch.nan)
     attend_chunk(query, keys, values, slots, rule, out)
     return out
@@ -219,7 +219,7 @@ def test_a_chunk_may_be_any_view_of_queries_and_part_of_a_wider_result() -> None
     packed = torch.randn(4, 60, 16, generator=torch.Generator().manual_seed(1))  # (heads, rows, dim)
     slots, rule = torch.arange(60), ScoreRule(0.25)
     want = attended(packed.transpose(0, 1).contiguous(), keys, values, slots, rule)
-    spread = packed.permute(1, 2, 0).contiguous().permute(0, 2, 1)  # numbers of a head apart from each other
+    spread = packed.permute(1, 2, 0).contiguous().permute(0, 2, 1)  # strided in the last dimension
     for query in (packed.transpose(0, 1), spread):
         wide = torch.full((60, 6, 16), 7.0)
         attend_chunk(query, keys, values, slots, rule, wide[:, 1:5])
@@ -260,7 +260,7 @@ def test_small_weights_of_a_long_context_count_beside_a_large_one(
     keys = torch.randn(context, kv_heads, dim, generator=generator)
     values = torch.randn(context, kv_heads, dim, generator=generator) + 0.5
     query = torch.randn(num_rows, heads, dim, generator=generator)
-    large = 0 if window is None else context - 4000  # each row sees it
+    large = 0 if window is None else context - 4000  # visible to every row
     query[..., 0], keys[..., 0], keys[large, :, 0] = 1.0, 0.0, first_score * dim**0.5
     rule = ScoreRule(dim**-0.5, window)
     builder = RowPlanBuilder()
@@ -310,7 +310,7 @@ def test_a_sink_takes_its_share_of_the_weight_in_every_kernel(
 def with_sinks(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: ScoreRule
 ) -> torch.Tensor:
-    """One row over what it sees, as gpt-oss has it: the sink is one more score, whose weight is dropped."""
+    """Compute one row as gpt-oss does: the sink is one more score, whose weight is dropped."""
     assert rule.sinks is not None
     groups = query.shape[0] // keys.shape[1]
     keys, values = (part.double().repeat_interleave(groups, dim=1) for part in (keys, values))

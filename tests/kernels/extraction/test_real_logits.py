@@ -1,4 +1,4 @@
-"""The extraction on a real model's logits, whose spread and ties no random row has."""
+"""Extraction on a real model's logits, whose spread and ties random rows do not have."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from logprobe.records.rows import KERNEL_EXTRAS
 pytestmark = pytest.mark.real_model
 NUM_ROWS = 64
 KS = [0, 5, 20, 1000, -1]
-TOLERANCE = 2e-6  # nats, of the computation in double precision ...
-ROUNDING = 2.0**-23  # ... and relative, of the float32 numbers that are returned
+TOLERANCE = 2e-6  # nats, of the double-precision computation ...
+ROUNDING = 2.0**-23  # ... and relative, of the float32 results
 WIDE = 262_144
 ALL = dict.fromkeys(KERNEL_EXTRAS, True)
 TEXT = Path(__file__).parents[3] / "examples" / "lighthouse.txt"
@@ -25,7 +25,7 @@ TEXT = Path(__file__).parents[3] / "examples" / "lighthouse.txt"
 
 @pytest.fixture(scope="module")
 def scored() -> tuple[torch.Tensor, torch.Tensor]:
-    """(NUM_ROWS, vocabulary) float32 logits by transformers, and the token that follows each row."""
+    """Return (NUM_ROWS, vocabulary) float32 logits by transformers, and the token that follows each row."""
     try:
         files = resolve("smollm2")
     except ModelError as error:
@@ -56,7 +56,7 @@ def assert_same(logits: torch.Tensor, chosen_ids: torch.Tensor, k: int) -> None:
     ):
         assert mine is not None
         assert exact is not None
-        # Squares of distances, nats**2, weigh what is far, where the exponential is off the most.
+        # Squared distances (nats**2) give weight to far tokens, where the exponential is least exact.
         rounding = 1e-6 if name == "varentropy" else ROUNDING
         torch.testing.assert_close(mine.double(), exact, rtol=rounding, atol=TOLERANCE)
 
@@ -73,7 +73,7 @@ def test_rows_of_262144_real_logits_equal_the_float64_twin(
     scored: tuple[torch.Tensor, torch.Tensor], k: int
 ) -> None:
     logits, chosen_ids = scored
-    # Six rows side by side: the same token's logits in other contexts, with ties across the copies.
+    # Six rows concatenated: the same token's logits in several contexts, with ties across the copies.
     wide = logits[:24].reshape(4, -1)[:, :WIDE]
     assert wide.shape == (4, WIDE)
     tied = torch.cat([logits[:1], logits[:1], logits[1:5].reshape(1, -1)], dim=1)[:, :WIDE]

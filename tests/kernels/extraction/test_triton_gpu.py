@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU against the float64 twin, and that `fill` waits for nothing."""
+"""The Triton kernels on a GPU against the float64 reference; `fill` never synchronises."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, *, rtol: float = 1.2e-7,
 def assert_like_the_twin(
     logits: torch.Tensor, k: int | list[int], given_ids: list[list[int]] | None = None
 ) -> None:
-    """`logits` on the GPU give what the twin gives on the host in float64."""
+    """Assert that extraction on the GPU gives the results of the float64 reference on the host."""
     host = logits.cpu()
     chosen_ids = host.argsort(dim=1)[:, -min(3, host.shape[1])]
     got = extract(logits, chosen_ids, k, given_ids=given_ids, **EXTRAS)
@@ -42,14 +42,14 @@ def assert_like_the_twin(
         assert_close(logprobs[row, : num + 1], want.logprobs[row, : num + 1])
     assert_close(got.lse, want.lse)
     for name in KERNEL_EXTRAS:
-        # The GPU's exp of float32 is up to 2 units in the last place off.
+        # The GPU's float32 exp is off by up to 2 ulp.
         assert_close(got.extras[name], want.extras[name], rtol=5e-7, atol=5e-6)
     if got.given is not None and want.given is not None:
         assert torch.equal(got.given.ranks.cpu(), want.given.ranks)
         assert_close(got.given.logprobs, want.given.logprobs)
 
 
-# Every k and every dtype, not every pair: each is a kernel of its own, which takes seconds to compile.
+# Every k and every dtype, but not every pair: each compiles a separate kernel, which takes seconds.
 @pytest.mark.parametrize(
     ("k", "dtype"),
     [(k, torch.float32) for k in (0, 1, 20, 100, 512, 1000, 5000)]
@@ -68,7 +68,7 @@ def test_random_shapes(seed: int) -> None:
     vocab_size = int(draw.choice([1, 7, 2047, 2048, 2049, 50_257, 151_669, 262_144]))
     logits = random_logits(seed, num_rows, vocab_size, DTYPES[seed % 3])
     if draw.integers(2):
-        logits = logits.float().round().to(logits.dtype)  # ties in plenty
+        logits = logits.float().round().to(logits.dtype)  # many ties
     k = draw.integers(1 + draw.choice([30, 128, 6000]), size=num_rows).tolist()
     given_ids = [draw.integers(vocab_size, size=draw.integers(20)).tolist() for _ in range(num_rows)]
     assert_like_the_twin(logits.cuda(), k, given_ids)
@@ -125,7 +125,7 @@ def requests_of(logits: torch.Tensor, k: int, given_ids: list[int] | None = None
 @pytest.mark.parametrize("k", [0, 20, 1000, 5000])
 def test_the_host_never_waits(k: int) -> None:
     logits = random_logits(3, 4, VOCAB_SIZE).cuda()
-    extract(logits, [0] * 4, k, given_ids=[1, 2], **EXTRAS)  # compiles
+    extract(logits, [0] * 4, k, given_ids=[1, 2], **EXTRAS)  # compiles the kernel
     requests = requests_of(logits, k, [1, 2])
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -140,7 +140,7 @@ def test_a_cuda_graph_replays_it(k: int) -> None:
     logits = random_logits(4, 4, VOCAB_SIZE).cuda()
     requests = requests_of(logits, k).to(logits.device)
     output = allocate(requests, logits.device)
-    fill(logits, requests, output)  # compiles
+    fill(logits, requests, output)  # compiles the kernel
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         fill(logits, requests, output)

@@ -1,4 +1,4 @@
-"""Panel products against float64 on the weights that the plain reader gives."""
+"""Products with packed panels against float64, on the weights of the plain reader."""
 
 import os
 import subprocess
@@ -20,9 +20,9 @@ from logprobe.kernels.layers.panels import Finish, panel_stage
 from logprobe.kernels.native import VARIABLE, VARIANTS, Library, library
 from logprobe.kernels.stages import Series
 
-TOLERANCE = 2e-6  # of the largest output
+TOLERANCE = 2e-6  # relative to the largest output
 ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 64, 65, 130, 300)
-OUTPUTS, INPUTS = 100, 224  # a panel that is not full, a piece that is not whole
+OUTPUTS, INPUTS = 100, 224  # an incomplete panel, an incomplete block
 
 
 def floats(form: str) -> torch.Tensor:
@@ -82,7 +82,7 @@ def test_products_are_those_of_float64_and_bits_do_not_depend_on_the_other_rows(
 
 @pytest.mark.parametrize("form", sorted(FORMS))
 def test_terms_behind_a_large_one_keep_their_digits(form: str) -> None:
-    """A head's hidden states have a few very large numbers, behind which long sums are rounded."""
+    """A head's hidden states have a few very large values, which lose precision in long sums."""
     panels, x = weights(form), activations(64)
     x[:, [0, 96]] = 80.0
     for num_rows in (1, 4, 8, 64):
@@ -91,7 +91,7 @@ def test_terms_behind_a_large_one_keep_their_digits(form: str) -> None:
         assert error < 1.7e-7
 
 
-# Weights of int4_wide are widened with one rounding, and by `rows` with two.
+# int4_wide weights are widened with one rounding, but `rows` rounds twice.
 @pytest.mark.parametrize("form", sorted(FORMS.keys() - {"int4_wide"}))
 def test_the_form_of_the_same_weights_does_not_change_the_bits(form: str) -> None:
     panels = weights(form)
@@ -109,7 +109,7 @@ def test_floats_are_kept_in_the_smallest_form_that_holds_them_exactly(form: str)
 
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "float16"])
 def test_a_matrix_that_lies_turned_is_packed_as_one_that_does_not(form: str) -> None:
-    weight = floats(form)[:96, :64]  # whole panels and blocks: nothing is filled up
+    weight = floats(form)[:96, :64]  # whole panels and blocks, no padding
     for packed in (pack_floats(weight.T.contiguous().T), pack_floats(weight)):
         assert packed.form.name == form
         assert torch.equal(widened(packed), weight)
@@ -203,7 +203,7 @@ def test_bias_and_residual_are_added_and_rows_may_lie_in_wider_arrays() -> None:
 def test_bits_do_not_depend_on_threads(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     panels, x = weights("int4"), activations(300)
     want, out = product(x, panels), torch.empty(300, OUTPUTS)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)  # more threads, more blocks of rows
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)  # more threads make more row blocks
     panel_stage(x, panels, out).run()
     assert torch.equal(out, want)
 
@@ -216,9 +216,9 @@ def test_each_block_of_rows_is_multiplied_once_in_every_run(
     num_rows = 64 * (max_groups + 2)
     panels, x = weights("bfloat16"), activations(num_rows)
     want = torch.cat([product(part, panels) for part in x.split(64)])
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)  # as many blocks as there may be
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)  # the maximum number of blocks
     summands = torch.zeros(num_rows, OUTPUTS)
-    stage = panel_stage(x, panels, summands, Finish(residual=summands))  # what is done twice, adds up
+    stage = panel_stage(x, panels, summands, Finish(residual=summands))  # repeated work would add up
     assert stage.num_items == 3 * (max_groups + 2)  # panels, and blocks
     monkeypatch.undo()
     stage.run(num_threads=num_threads)
@@ -250,7 +250,7 @@ def test_halves_of_a_layer_lie_in_its_own_memory() -> None:
         assert half.bias is not None
         assert half.bias.tolist() == list(range(start, start + 48))
         assert half.data.data_ptr() == whole.data.data_ptr() + (start and half.num_bytes)
-    assert pack_floats(weight[:80]).halves() is None  # a panel would be cut
+    assert pack_floats(weight[:80]).halves() is None  # would split a panel
     assert pack_floats(weight[:95]).halves() is None
 
 
@@ -266,14 +266,14 @@ def test_layers_of_one_form_join_to_one() -> None:
     halves = joined.data.split(len(first.data))
     apart = [replace(first, data=halves[0]), replace(second, data=torch.cat([*halves[1:]]))]
     inside = replace(second, data=joined.data[len(first.data) :])
-    assert apart[0].joined([inside]).data.data_ptr() == joined.data.data_ptr()  # nothing copied
+    assert apart[0].joined([inside]).data.data_ptr() == joined.data.data_ptr()  # no copy
     assert apart[0].joined([apart[1]]).data.data_ptr() != joined.data.data_ptr()
-    assert second.joined([first]) is None  # its last panel is not full
+    assert second.joined([first]) is None  # its last panel is incomplete
     assert first.joined([pack_floats(floats("float16"))]) is None
 
 
 def bits(form: str) -> int:
-    """A number that changes with any bit of some products."""
+    """Return a checksum of some products."""
     return zlib.crc32(product(activations(9), weights(form)).numpy().tobytes())
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of the GPU decoder against their float64 twins; without a GPU by the interpreter."""
+"""The Triton kernels of the GPU decoder against their float64 references; interpreted without a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Bits on a GPU; the interpreter multiplies by NumPy, whose order of sums depends on the shape."""
+    """Assert equal bits on a GPU; the interpreter uses NumPy, whose summation order depends on the shape."""
     if DEVICE == "cuda":
         assert torch.equal(got, want)
     else:
@@ -115,7 +115,7 @@ def test_rotation_and_store(is_paired: bool, pairs: int) -> None:
     want = reference.rotate(new_keys, cosines, sines, is_paired=is_paired)
     close(keys[places], want[stored], 1e-6)
     assert torch.equal(values[places], new_values[stored])
-    assert int(values.any(-1).any(-1).sum()) == len(places)  # a row without a token stores nothing
+    assert int(values.any(-1).any(-1).sum()) == len(places)  # rows without a token store nothing
 
 
 @pytest.mark.parametrize("activation", layers.ACTIVATIONS)
@@ -150,7 +150,7 @@ def test_attention_over_pages(rule: ScoreRule, heads: int, kv_heads: int, dim: i
     query = random(4, heads, dim, seed=3)
     rows = [(token, 1, begin, length) for token, begin, length in zip(range(4), begins, lengths, strict=True)]
     made = {}
-    for segments in (3, 4, 0):  # each a program of its own, one to spare; one program for all
+    for segments in (3, 4, 0):  # 3 programs, 4 (one of them idle), or one for all segments
         out = torch.empty(3, 4, heads * dim, dtype=torch.bfloat16, device=DEVICE)
         decode = tiles(rows, slots, 1, segments)
         attention.attend(query, pool, decode, rule, out)

@@ -102,7 +102,7 @@ def test_rows_read_from_other_threads_are_never_torn(row: Callable[..., Any]) ->
     for position in range(300):
         processor.update_state(BatchState([row("a", ON, output=[0] * position), row("b", ON)]))
         processor.apply(torch.randn(2, 5000, generator=generator) * 10)
-        assert has_read.wait(LIMIT_S)  # from here on it reads beside the steps
+        assert has_read.wait(LIMIT_S)  # from here on reads are concurrent with steps
     is_done.set()
     reader.join()
     np.testing.assert_allclose(sums, 1, atol=1e-5)
@@ -150,7 +150,7 @@ def test_rows_of_wide_vocabularies_are_right_to_float32s_last_places() -> None:
     capture.apply(logits)
     kept = capture.get_all_logprobs()
     assert kept is not None
-    np.testing.assert_allclose(kept, wanted, atol=3e-6, rtol=0)  # torch's own: 1e-5
+    np.testing.assert_allclose(kept, wanted, atol=3e-6, rtol=0)  # torch's own tolerance: 1e-5
 
 
 def test_what_a_caller_does_to_its_rows_is_its_own(logits: Callable[..., Any]) -> None:
@@ -203,7 +203,7 @@ def test_a_step_is_replaced_as_a_whole_under_readers(logits: Callable[..., Any])
 
 
 class UsersCapture(GlobalLogprobsCapture):
-    """As somebody wrote it for genlm-backend's class."""
+    """A user's subclass, as written for genlm-backend's class."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Records as data frames, plain values and JSON: texts beside numbers, and no column of nulls."""
+"""Records as data frames, plain values and JSON: decoded texts are included, all-null columns are not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BASE = ["position", "token_id", "token", "logprob", "rank"]
 
 @pytest.fixture(scope="module")
 def record(tiny_llm: LLM) -> FlatLogprobs:
-    """A prompt's, with alternatives, entropies and a token that the caller named."""
+    """The record of a prompt with alternatives, entropies and a token requested by id."""
     asked = SamplingParams(max_tokens=0, prompt_logprobs=2, entropy=True, logprob_token_ids=(5,))
     (output,) = tiny_llm.generate(["the cat and é"], asked)
     assert output.prompt_logprobs is not None
@@ -36,7 +36,7 @@ def test_a_row_holds_a_position_with_its_texts(tiny_llm: LLM, record: FlatLogpro
     assert table.column_names == [*BASE, *more, *given]
     rows = table.to_pylist()
     assert [row["position"] for row in rows] == list(range(len(record)))
-    assert rows[0]["token"] is None  # nothing predicts the first one
+    assert rows[0]["token"] is None  # the first token has no prediction
     for row, position in zip(rows[1:], record[1:], strict=True):
         assert position is not None
         entry = position[row["token_id"]]

@@ -1,4 +1,4 @@
-"""Bodies of whatever form: each is answered, no answer is the server's fault, and the process goes on."""
+"""Request bodies of any form: each gets a reply, never a server error, and the server keeps running."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ GOOD: dict[str, dict[str, Any]] = {
     "/reset_prefix_cache": {},
     "/ping": {},
 }
-# Valid replies to any input; 500 and above are failures of the server.
+# Valid statuses for any input; 500 and above are server faults.
 ANSWERS = {200, 400, 404, 413, 429}
 # `attacked` has no operator key, `apart` has this one.
 OPERATOR_KEY = "an-operators-own-key"
 NO_KEY = {403}
 PLAIN_ROUTES = [(method, path) for method, path, _ in ROUTES if method != "POST"] + [("GET", "/openapi.json")]
-MAX_BYTES = 1 << 15  # of a refusal, in which each character may be escaped
+MAX_BYTES = 1 << 15  # maximum size of an error reply, in which each character may be escaped
 
 NUMBER = st.one_of(
     st.integers(-2, 300),
@@ -76,7 +76,7 @@ MESSAGES = st.lists(
     ),
     max_size=3,
 )
-# Fields whose values are often of the right kind, so that what is behind their types is reached, too.
+# Fields with mostly valid values, so that the code behind type validation is reached as well.
 LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "prompt": st.one_of(TEXTS, IDS, st.lists(IDS, max_size=3)),
     "messages": MESSAGES,
@@ -162,7 +162,7 @@ def bodies(draw: Any) -> tuple[str, Any]:
 
 
 def answers_of(path: str) -> set[int]:
-    """Valid statuses of a server without an operator key."""
+    """Return the valid statuses of a path on a server without an operator key."""
     return NO_KEY if path in OPERATORS else ANSWERS
 
 
@@ -170,7 +170,7 @@ def test_every_route_is_fuzzed(attacked: Any) -> None:
     described = json.loads(attacked.get("/openapi.json").data)["paths"]
     served = {(method.upper(), path) for path, methods in described.items() for method in methods}
     fuzzed = {("POST", path) for path in GOOD} | {(method, path) for method, path in PLAIN_ROUTES}
-    fuzzed.remove(("GET", "/openapi.json"))  # does not describe itself
+    fuzzed.remove(("GET", "/openapi.json"))  # not listed in itself
     assert {(method, path.replace(":path", "")) for method, path in fuzzed} == served
 
 
@@ -195,7 +195,7 @@ def test_every_body_is_answered(attacked: Any, asked: tuple[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def apart(serve_process: Any) -> Iterator[Attacked]:
-    """A server whose engine is a process of its own, and the same one all the time."""
+    """A server with an engine process, which must be the same one throughout."""
     with serve_process("--engine-process", "--operator-key", OPERATOR_KEY) as server:
         engines = psutil.Process(server.process.pid).children()
         yield server
@@ -265,12 +265,12 @@ def test_chunks_trailers_and_replies_that_are_left_do_no_harm(
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", attacked.port), PATIENCE_S) as link:
         link.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
-        # A trailer that is none closes the connection, at once or beside a reply.
+        # An invalid trailer closes the connection, at once or during a reply.
         with suppress(ConnectionError):
             link.sendall(b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts))
             link.sendall(b"\r\n".join([b"0", *lines, b"", b""]))
             status = link.recv(num_read)[9:12]
-            assert not status or int(status) in answers_of(path) | {400}  # of a trailer that is none
+            assert not status or int(status) in answers_of(path) | {400}  # 400 for an invalid trailer
     assert attacked.get("/health").status == 200
 
 
@@ -318,5 +318,5 @@ FORMATS = st.one_of(
 @given(response_format=FORMATS)
 def test_every_grammar_is_used_or_refused(attacked: Any, response_format: dict[str, Any]) -> None:
     reply = attacked.post("/v1/completions", **GOOD["/v1/completions"], response_format=response_format)
-    # What a grammar turns out to be beyond its bounds only while it is followed fails its own request.
+    # A grammar that exceeds its limits only during generation fails its own request.
     assert reply.status in ANSWERS or "GrammarLogitsProcessor" in reply.error["message"], reply.data[:500]

@@ -1,4 +1,4 @@
-"""What is the same for all is made once; and of no route is more in progress than a bound."""
+"""Constant replies are made once, and each route has a limit on requests in progress."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ NUM_GETS = 400
 
 
 def asked(server: Attacked, path: str, *headers: str) -> socket.socket:
-    """A connection on which something was asked for."""
+    """Return a connection on which a request was sent."""
     link = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)
     link.sendall("\r\n".join([f"GET {path} HTTP/1.1", "Host: localhost", *headers, "", ""]).encode())
     return link
 
 
 def answer_of(link: socket.socket) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body of the one answer on a connection."""
+    """Return status, headers and body of a connection's only reply."""
     with link, link.makefile("rb") as file:
         status = int(file.readline().split()[1])
         lines = iter(file.readline, b"\r\n")
@@ -59,7 +59,7 @@ def test_as_many_gets_as_one_likes_hold_nobody_up(attacked: Attacked, path: str)
 
 
 async def turns(*work: Coroutine[Any, Any, Any]) -> int:
-    """Turns of the event loop until some work, begun at once, has ended."""
+    """Return how many iterations of the event loop some concurrent coroutines need."""
     tasks, count = [asyncio.ensure_future(one) for one in work], 0
     while not all(task.done() for task in tasks):
         await asyncio.sleep(0)
@@ -69,7 +69,7 @@ async def turns(*work: Coroutine[Any, Any, Any]) -> int:
 
 
 def test_others_are_served_between_any_two_pieces() -> None:
-    """Also where every client takes what it is sent at once."""
+    """Holds even if every client takes what is sent at once."""
     pieces, num_replies, num_pieces = [], 8, 3
 
     async def send(message: Any) -> None:
@@ -103,7 +103,7 @@ def test_what_many_replies_took_is_given_back_once_all_are_sent(
             await may_end.wait()
 
         async def nothing(*_: Any) -> Any:
-            """Neither asks nor takes anything."""
+            """An ASGI callable that does nothing."""
 
         gate = Gate(app, ServerSettings(), lambda _: None)
         calls = [asyncio.create_task(gate(dict(scope), nothing, nothing)) for _ in range(num_open)]
@@ -206,7 +206,7 @@ def test_a_document_is_made_once_whenever_another_asks_for_it(num_turns: int) ->
 
 @pytest.mark.parametrize("is_open", [False, True])
 def test_of_a_route_that_waits_a_bound_is_in_progress_until_it_is_sent(server: Any, is_open: bool) -> None:
-    """An open route is no work, and always answered."""
+    """An open route does no work, and always replies."""
     models: Any = copy.copy(server.service.models)
     models.settings = dataclasses.replace(models.settings, max_requests=2, max_waiting=0)
     request: Any = SimpleNamespace(headers={}, client=None, method="GET", scope={CALL: Call("")})
@@ -219,7 +219,7 @@ def test_of_a_route_that_waits_a_bound_is_in_progress_until_it_is_sent(server: A
             return Response()
 
         async def send(_: Any) -> None:
-            """Take all of it."""
+            """Accept everything."""
 
         async def sent(serving: Any) -> Response:
             held = await serving
@@ -256,7 +256,7 @@ def test_a_replys_bytes_count_until_it_is_sent(server: Any) -> None:
         return Response(bytes(100_000))
 
     async def send(_: Any) -> None:
-        """Take all of it."""
+        """Accept everything."""
 
     async def run() -> None:
         serve = endpoint("/large", large, models, models.keys)

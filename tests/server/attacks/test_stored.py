@@ -1,4 +1,4 @@
-"""Replies that one client stored are not another's to find, and all that is stored is counted."""
+"""Stored replies are only visible to the client that stored them, and all stored bytes count."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from server_process import Attacked, Reply
 
 SAID = "the number is 42"
-MAX_ALIKE = 16  # of the 32 hexadecimal digits of two ids, of which chance makes two
+MAX_ALIKE = 16  # equal digits of two ids, of 32 hexadecimal ones; 2 by chance
 LONG = 4_000_000
 
 
@@ -36,14 +36,14 @@ def stored(server: Attacked, key: str = "one", **more: Any) -> str:
 
 @pytest.fixture(scope="module")
 def keyed(serve_process: Any) -> Iterator[Attacked]:
-    """A server with two keys."""
+    """A server with two API keys."""
     with serve_process("--api-key", "one", "--api-key", "two") as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def foreign(keyed: Attacked) -> str:
-    """The id of a reply that the key 'one' stored."""
+    """The id of a reply stored with the key 'one'."""
     return stored(keyed)
 
 
@@ -82,7 +82,7 @@ def test_a_stored_reply_is_there_for_its_own_key_alone(
 
 @st.composite
 def guesses(draw: Any, known: str = "") -> str:
-    """Ids like one that is known, and ids of any form."""
+    """Generate ids similar to a known one, and ids of any form."""
     near = st.integers(0, len(known) - 1).map(lambda place: f"{known[:place]}0{known[place + 1 :]}")
     made = st.sampled_from(["", ".", "..", "%00", "resp-", "resp", "msg-0", "0" * 32, "input_items"])
     kinds = st.one_of(
@@ -115,7 +115,7 @@ def test_no_guess_finds_or_ends_what_another_key_stored(
         reply = ask(keyed, "two", "POST", "/v1/responses", **body)
     else:
         reply = ask(keyed, "two", method, f"/v1/responses/{guess}{rest}")
-    assert reply.status in {307, 400, 404, 405}, reply.data[:300]  # 307: a slash too many
+    assert reply.status in {307, 400, 404, 405}, reply.data[:300]  # 307: redirect for an extra slash
     assert SAID.encode() not in reply.data
     assert SAID in ask(keyed, "one", "GET", f"/v1/responses/{foreign}/input_items").data.decode()
 
@@ -138,7 +138,7 @@ def test_a_long_name_of_an_empty_field_is_refused_and_not_kept(attacked: Attacke
 
 def test_stored_messages_are_in_the_bound_of_what_is_stored(serve_process: Any) -> None:
     with serve_process("--max-stored-bytes", "1000000") as server:
-        # Logprobs of a part of a reply that comes back are taken, and say nothing to the model.
+        # Logprobs in an input part are accepted and ignored.
         part = {"type": "output_text", "text": "the cat", "logprobs": ["x" * LONG]}
         asked = {"input": [{"role": "user", "content": [part]}], "max_output_tokens": 1}
         server.check_alive()

@@ -1,4 +1,4 @@
-"""The engine in a process of its own: admission on this side, LoRA weights and processors on the other."""
+"""The engine in its own process: admission in the parent, LoRA weights and processors in the child."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ if TYPE_CHECKING:
 
     Until = Callable[[Callable[[], bool]], None]
 
-LIMIT_S = 300  # a process that starts on a busy machine takes a part of it
-SOON_S = 0.2  # that something is watched not to happen
+LIMIT_S = 300  # generous, also for a process that starts on a busy machine
+SOON_S = 0.2  # how long to check that something does not happen
 WHOLE = {"max_tokens": 2, "logprobs": -1, "prompt_logprobs": -1}
 
 
 class RaiseOneArgs(msgspec.Struct):
-    """Which token, and by how much."""
+    """The token and the amount that is added to its logit."""
 
     raised: int
     by: float = 50.0
 
 
 class RaiseOneLogitsProcessor(LogitsProcessor):
-    """Raises one token's logit; a refusal says where it runs, of the token 3 and of 100."""
+    """Raise one token's logit; fail for token 3 at admission, and for amounts from 100 on in a step."""
 
     Args = RaiseOneArgs
 
@@ -81,10 +81,10 @@ class RaiseOneLogitsProcessor(LogitsProcessor):
 
 
 def shared_bytes() -> set[int]:
-    """Sizes of the files of shared rows that this process has."""
+    """Return the sizes of the shared-memory files for rows that this process has open."""
     sizes = set()
     for link in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # another thread has closed it meanwhile
+        with suppress(FileNotFoundError):  # closed by another thread in the meantime
             if "logprobe-rows" in str(link.readlink()):
                 sizes.add(link.stat().st_size)
     return sizes
@@ -143,7 +143,7 @@ def test_no_figures_are_overtaken_by_older_ones() -> None:
     tellers[0].start()
     assert is_reading.wait(LIMIT_S)
     tellers[1].start()
-    tellers[1].join(SOON_S)  # it would have sent newer ones
+    tellers[1].join(SOON_S)  # without the lock it would have sent newer stats
     go.set()
     for one in tellers:
         one.join(LIMIT_S)
@@ -152,9 +152,9 @@ def test_no_figures_are_overtaken_by_older_ones() -> None:
 
 @pytest.fixture(scope="module")
 def other(start: Any) -> Iterator[Front]:
-    """One with a registered processor and overlapped steps, whose shared memory is full."""
-    resource = pytest.importorskip("resource")  # only POSIX limits a process
-    limit = 1 << 20  # bytes of a file, fewer than the pages take
+    """An engine with a registered processor and overlapped steps whose shared memory is full."""
+    resource = pytest.importorskip("resource")  # only POSIX has process limits
+    limit = 1 << 20  # bytes per file, less than the pages need
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MKL_NUM_THREADS", "1" if torch.get_num_threads() > 1 else "2")
         with start(overlap=True, logits_processors=[RaiseOneLogitsProcessor]) as one:
@@ -165,7 +165,7 @@ def other(start: Any) -> Iterator[Front]:
 def test_steps_overlap_over_there_with_the_same_numbers(engine: Front, other: Front, teller: Any) -> None:
     asked = [{"logprobs": 3}, {"n": 2, "temperature": 1.1, "seed": 5, "logprobs": 2, "prompt_logprobs": 1}]
     for one in (engine, other):
-        one.forget_prefixes()  # of other tests: what one of them knew, the other would compute
+        one.forget_prefixes()  # cached by other tests in one engine only
     for params in asked:
         mine, theirs = (teller.ask(one, range(4, 40), max_tokens=12, **params) for one in (other, engine))
         assert mine.prompt_logprobs == theirs.prompt_logprobs
@@ -203,7 +203,7 @@ def test_rows_that_are_kept_keep_no_pages(engine: Front, teller: Any, until: Unt
     ids = list(range(2, 66))
     outputs = [teller.ask(engine, ids, max_tokens=0, prompt_logprobs=-1) for _ in range(12)]
     assert all(output.prompt_logprobs == outputs[0].prompt_logprobs for output in outputs)
-    until(lambda: num_leases() == 0)  # whoever follows the process has its last message until the next pulse
+    until(lambda: num_leases() == 0)  # the child's watcher keeps its last message until the next pulse
 
 
 def test_what_can_never_be_served_is_refused_on_this_side(
@@ -229,7 +229,7 @@ def test_what_can_never_be_served_is_refused_on_this_side(
 
 
 def spoilt(teller: Any) -> Any:
-    """A request that only looks as if it could cross: its parameters were changed after they were checked."""
+    """Make an invalid request by changing its parameters after they were checked."""
     request = teller.request(max_tokens=4)
     object.__setattr__(request.params, "logit_bias", {"a": 1.0})
     return request
@@ -281,7 +281,7 @@ def test_registered_processors_run_over_there_and_check_here(other: Front, telle
 
 
 def test_what_a_processor_fails_of_comes_with_the_failure(other: Front, teller: Any) -> None:
-    """A server answers 400 where that is a mistake of whoever asked."""
+    """A server replies 400 if the caller's arguments caused the failure."""
     error = teller.ask(other, logits_processors_args={"raised": 65, "by": 100.0}).error
     assert (type(error), error.processor) == (ProcessorError, "RaiseOneLogitsProcessor")
     assert (type(error.__cause__), error.__cause__.parameter) == (ParameterError, "by")
@@ -290,7 +290,7 @@ def test_what_a_processor_fails_of_comes_with_the_failure(other: Front, teller: 
 
 def test_processors_that_another_process_cannot_find_or_give_back_are_refused(start: Any) -> None:
     class Local(RaiseOneLogitsProcessor):
-        """Has no name elsewhere."""
+        """Local to this function, so it cannot be imported elsewhere."""
 
     for given, match in (
         ([Local], "module.path:ClassName"),

@@ -1,4 +1,4 @@
-"""Several engine processes behind one router: who takes what, and what becomes of the rest when one dies."""
+"""Several engine processes behind one router: distribution of requests, and recovery when one dies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Until = Callable[[Callable[[], bool]], None]
 
 NAMES = ["replica 0", "replica 1"]
-LONG = 4000  # tokens that no test waits for
+LONG = 4000  # more tokens than any test waits for
 
 
 def num_restarts(engine: Front) -> list[int]:
@@ -122,7 +122,7 @@ def test_a_replica_that_is_stopped_is_told_and_left_out_while_the_rest_goes_on(
                 assert len((await teller.result(replicas, name)).outputs[0].token_ids) == 20
             await waiting[free]
             assert not waiting[held].done()
-            # Its neighbour may just be in a step, so only one of the two figures grows.
+            # The other replica may be in a step, so only one of the two values is sure to grow.
             assert replicas.stalled_s() < replicas.stalled_s([held])
         finally:
             os.kill(pids[0], signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""A server whose engine is a process: it outlives the engine, and lets requests end when it is told to go."""
+"""A server with an engine process: it survives the engine's death, and lets requests finish on SIGTERM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-LIMIT_S = 300  # a process that starts on a busy machine takes a part of it
+LIMIT_S = 300  # generous, also for a process that starts on a busy machine
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def server(settings: dict[str, Any]) -> Iterator[tuple[subprocess.Popen[str], st
 def serving(
     settings: dict[str, Any], *flags: str, **environment: str
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`logprobe serve --engine-process`, and its address."""
+    """Run `logprobe serve --engine-process` and yield the process and its address."""
     words = ["--engine-process", "--port", "0", "--kv-bytes", "8388608", "--model-name", "tiny"]
     words += ["--drain-s", str(LIMIT_S), *flags]
     path = os.pathsep.join(filter(None, sys.path))
@@ -96,7 +96,7 @@ def test_the_server_outlives_its_engine_and_drains_before_it_goes(
             os.kill(engine.pid, signal.SIGKILL)
             assert any("was killed by SIGKILL" in line for line in lines)
         assert client.get("/health").status_code == 200
-        reply = client.post("/v1/completions", json=body(3, stream=False))  # waits for the new process
+        reply = client.post("/v1/completions", json=body(3, stream=False))  # waits for the restarted process
         assert reply.status_code == 200, reply.text
         assert "logprobe_engine_restarts_total 1.0" in client.get("/metrics").text
         [engine] = psutil.Process(process.pid).children()
@@ -104,7 +104,7 @@ def test_the_server_outlives_its_engine_and_drains_before_it_goes(
             lines = reply.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
-            engine.send_signal(signal.SIGTERM)  # as when both are told
+            engine.send_signal(signal.SIGTERM)  # as when a process group is terminated
             events = [line for line in lines if line.startswith("data: ")]
         assert events[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in events[-2] + events[-3]

@@ -1,4 +1,4 @@
-"""The whole engine on the GPU decoder: scheduler, cache, prompt rows, draws; without a GPU interpreted."""
+"""The whole engine on the GPU decoder: scheduler, cache, prompt rows, sampling; interpreted without a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOLERANCE = 2e-5  # nats
 
 @pytest.fixture
 def text() -> TextEdge:
-    """No tokenizer: requests and answers are ids here."""
+    """A text edge without a tokenizer: the tests only use ids."""
     return edge_of([bytes([97 + token_id % 26]) for token_id in range(VOCAB_SIZE)])
 
 
@@ -43,9 +43,9 @@ def test_results_name_a_cache_that_is_not_float32() -> None:
 def outputs(forward: Any, text: TextEdge) -> list[RequestOutput]:
     rng = np.random.default_rng(0)
     long, short = rng.integers(3, 90, 21).tolist(), rng.integers(3, 90, 4).tolist()
-    engine = Driven(forward, text, max_batch_tokens=9, max_batch_rows=4)  # steps mix prompts and tokens
+    engine = Driven(forward, text, max_batch_tokens=9, max_batch_rows=4)  # prefill and decode in one step
     first = engine.run((long, SCORED), (short, GREEDY), (short, DRAWN))
-    return [*first, *engine.run(([*long[:15], 7], SCORED))]  # of which a part is cached
+    return [*first, *engine.run(([*long[:15], 7], SCORED))]  # partly cached
 
 
 def test_an_engine_gives_the_numbers_of_the_cpu(text: TextEdge) -> None:
@@ -63,6 +63,6 @@ def test_an_engine_gives_the_numbers_of_the_cpu(text: TextEdge) -> None:
             assert (got_rows is None) == (want_rows is None)
             for got_row, want_row in zip(got_rows or [], want_rows or [], strict=True):
                 assert (got_row is None) == (want_row is None)
-                for token_id in want_row or ():  # a prompt's first token has no row
+                for token_id in want_row or ():  # the first token of a prompt has no row
                     assert abs(got_row[token_id].logprob - want_row[token_id].logprob) < TOLERANCE
         assert [one.token_ids for one in got.outputs] == [one.token_ids for one in want.outputs]
