@@ -102,7 +102,9 @@ def test_a_second_signal_ends_a_server_at_once(
 
         def interrupt_twice() -> None:
             server.process.send_signal(signal.SIGINT)
-            eventually(lambda: "1 requests in progress" in "".join(server.log), "it does not say what it waits for")
+            eventually(
+                lambda: "1 requests in progress" in "".join(server.log), "it does not say what it waits for"
+            )
             server.process.send_signal(signal.SIGINT)
 
         events, is_cut = slow_stream(server, interrupt_twice)
