@@ -1,4 +1,4 @@
-"""Reports of audits made by hand: an endpoint that passes, one that fails, one with conformance faults."""
+"""Hand-made audit reports: an endpoint that passes, one that fails, one with conformance faults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from logprobe.analysis.auditing.report import (
 )
 
 HOSTILE: Final = '<script>alert("1")</script>\x1b[2J'
-"""A text of an endpoint's that would run on a page and clear a terminal."""
+"""Text from an endpoint that would run in an HTML page or clear a terminal."""
 
 PASSING: Final = AuditReport(
     created="2026-01-01T00:00:00Z",
@@ -92,7 +92,7 @@ FAULT: Final = Finding(
             prompt=HOSTILE,
             position=place,
             where="completion",
-            token=" Paris",  # noqa: S106 - no password
+            token=" Paris",  # noqa: S106 - not a password
             theirs=-0.1234,
             ours=-0.4321,
             note=HOSTILE,

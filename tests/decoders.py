@@ -1,4 +1,4 @@
-"""Small random decoders of the families that are known here, and tokens through them step by step."""
+"""Small random decoders of the supported families, and running tokens through them step by step."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HALF_ROTATES = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
-# Rotary frequencies of two kinds.
+# Two kinds of rotary frequencies.
 GEMMA3 = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
 GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 10, "sliding_window": 9}
-# Kind → settings that make it special.
+# Kind → special settings.
 NATIVE: dict[str, dict[str, Any]] = {
     "Llama": {"attention_bias": True, "mlp_bias": True},
     "Mistral": {"sliding_window": 9},
-    "Qwen2": {},  # biases of the projections
-    "Qwen3": {"head_dim": 16},  # norms of the heads
-    "SmolLM3": {"no_rope_layers": [1, 1, 0, 1]},  # a layer without rotation
-    "Phi3": {"rope_parameters": HALF_ROTATES},  # joined projections, and half of a head rotates
+    "Qwen2": {},  # projection biases
+    "Qwen3": {"head_dim": 16},  # norms per head
+    "SmolLM3": {"no_rope_layers": [1, 1, 0, 1]},  # a layer without rotary embedding
+    "Phi3": {"rope_parameters": HALF_ROTATES},  # joined projections, and half of each head rotates
     "Granite": {"residual_multiplier": 0.3, "attention_multiplier": 0.2},
-    "Olmo2": {},  # norms after the parts, and of all heads together
+    "Olmo2": {},  # norms after the blocks, and over all heads
     "Olmo3": {"sliding_window": 9},
     "Gemma": {"head_dim": 12},  # another activation
     "Gemma2": GEMMA,  # four norms
     "Gemma3Text": {**GEMMA, "layer_types": GEMMA3},
-    "GPT2": {"n_inner": 96},  # no rotation, no gates
-    "GPTNeoX": {"rope_parameters": HALF_ROTATES},  # projections by head, both parts read the same
+    "GPT2": {"n_inner": 96},  # no rotary embedding, no gates
+    "GPTNeoX": {"rope_parameters": HALF_ROTATES},  # projections interleaved by head, parallel residual
     "StableLm": {"rope_parameters": HALF_ROTATES, "use_qkv_bias": True},  # LayerNorm
-    "Cohere2": {"sliding_window": 9},  # neighbours rotate, in the layers with windows
-    "Glm": {"head_dim": 12, "rope_parameters": HALF_ROTATES},  # so do half of each head's
+    "Cohere2": {"sliding_window": 9},  # interleaved rotation, in the layers with windows
+    "Glm": {"head_dim": 12, "rope_parameters": HALF_ROTATES},  # interleaved rotation of half of each head
     "Ernie4_5": {"head_dim": 12},
-    "Ministral3": {  # queries are scaled by their position
+    "Ministral3": {  # position-dependent query scale
         "head_dim": 16,
         "rope_parameters": {
             "rope_type": "yarn",
@@ -55,10 +55,10 @@ NATIVE: dict[str, dict[str, Any]] = {
         },
     },
 }
-# Those whose steps are not recorded.
+# Kinds whose steps are not recorded.
 EXPERTS: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4},
-    "Qwen2Moe": {  # one expert that all tokens have, and a layer without experts
+    "Qwen2Moe": {  # a shared expert, and a layer without experts
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
@@ -70,19 +70,19 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {"Glm4": {"head_dim": 12}, "Nemotron":
 
 
 def spread_out(model: Any) -> None:
-    """Weights whose errors would show."""
+    """Change weights so that errors in them become visible."""
     for name, weight in model.named_parameters():
         torch.nn.init.normal_(weight, mean=float("norm" in name and "bias" not in name), std=0.2)
 
 
 def loaded(folder: Path, weights: Any = "published") -> NativeForward:
-    """The forward pass of a folder's model."""
+    """Load the forward pass of a folder's model."""
     name = str(folder)
     return NativeForward(EngineConfig(model=name, weights=weights, kv_bytes=1 << 22), resolve(name))
 
 
 def hidden(forward: NativeForward, prompts: list[Any], *, split: int, loras: Any = None) -> Any:
-    """The last hidden states of each prompt, `split` of its tokens a step; all prompts run together."""
+    """Return the last hidden states of each prompt; a step runs up to `split` tokens of each, batched."""
     ends = np.cumsum([len(ids) for ids in prompts])
     slots = [np.arange(end - len(ids), end, dtype=np.int32) for ids, end in zip(prompts, ends, strict=True)]
     loras = loras or [None] * len(prompts)
@@ -94,7 +94,7 @@ def hidden(forward: NativeForward, prompts: list[Any], *, split: int, loras: Any
 
 
 def logprobs(forward: NativeForward, prompts: list[Any], *, split: int, loras: Any = None) -> torch.Tensor:
-    """Log-probabilities after every token of all prompts, (num_tokens, vocabulary) float64, nats."""
+    """Return log-probabilities after every token of all prompts, (num_tokens, vocabulary) float64, nats."""
     with torch.inference_mode():
         rows = torch.cat(hidden(forward, prompts, split=split, loras=loras))
         return forward.head(rows).double().log_softmax(-1)

@@ -1,4 +1,4 @@
-"""An engine over a fake model, driven step by step by hand: what its messages come to, to the last bit."""
+"""An engine over a fake model, driven step by step: compare outputs bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from logprobe.engine.request import RequestOutput
     from logprobe.transport.messages import Command, Event
 
-LETTERS = {97: 9.0, 98: 9.0, 99: 8.0}  # a, b and c come often
+LETTERS = {97: 9.0, 98: 9.0, 99: 8.0}  # a, b and c are likely
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0, "logprobs": 2},
     {"n": 3, "seed": 4, "logprobs": 1, "prompt_logprobs": 1, "entropy": True},
@@ -37,7 +37,7 @@ KINDS: list[dict[str, Any]] = [
         "seed": 3,
         "logprob_token_ids": [7, 9],
     },
-    # A dead end: after the first token, which the bias brings, none is possible.
+    # A dead end: after the first token, forced by the bias, no token is possible.
     {
         "allowed_token_ids": [257, 97, 98],
         "bad_words": ["aa", "ab"],
@@ -93,7 +93,7 @@ class Driven:
         self.engine.check_integrity()
 
     def finish(self) -> dict[str, RequestOutput]:
-        """Run to the end; what the messages come to, once it is sure that each sample ended once."""
+        """Run to the end and return the outputs, after checking that each sample ended once."""
         while self.engine.has_work:
             self.step()
         self.loop.close()
@@ -111,7 +111,7 @@ class Driven:
 
 
 def told(output: RequestOutput) -> list[Any]:
-    """All that an output says, to the last bit."""
+    """Return everything in an output, bit for bit."""
     return [
         _rows(output.prompt_logprobs),
         *(

@@ -1,7 +1,7 @@
-"""Replies in the forms that models write them in, and chat templates that show the marks of each.
+"""Replies in models' own formats, and chat templates that contain each format's markers.
 
-The templates are short ones of our own with the marks, the roles and the generation prompt of the published
-ones, which are not ours to carry.
+The templates are short ones of our own with the markers, roles and generation prompts of the published
+templates, which we may not redistribute.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def chatml(marks: str) -> str:
 
 
 def turns(marks: str, role: str, end: str, begin: str) -> str:
-    """A chat template that says tools with the marks of their calls, then its turns."""
+    """Return a chat template that presents tools with the call markers, followed by the turns."""
     return (
         "{% if tools %}{{ tools | tojson }}" + marks + "{% endif %}{% for m in messages %}"
         f"{role}{{{{ m.content }}}}{end}{{% endfor %}}{{% if add_generation_prompt %}}{begin}{{% endif %}}"
@@ -57,9 +57,9 @@ def turns(marks: str, role: str, end: str, begin: str) -> str:
 
 @dataclass(frozen=True)
 class Reply:
-    """A reply and what its channels hold."""
+    """A reply and the expected contents of its channels."""
 
-    name: str  # of the form
+    name: str  # of the format
     template: str
     special: tuple[str, ...]
     prefix: str
@@ -67,7 +67,7 @@ class Reply:
     content: str = ""
     reasoning: str = ""
     calls: tuple[tuple[str, str], ...] = ()
-    bodies: tuple[str, ...] = field(default=())  # of the calls, as they were written
+    bodies: tuple[str, ...] = field(default=())  # of the calls, as written
 
 
 LOOK = '{"name": "look", "arguments": {"at": "the dög 😀", "times":  1}}'
@@ -205,7 +205,7 @@ REPLIES = {
     "deepseek-v3.1": Reply(
         "deepseek-v3.1",
         turns("<｜tool▁call▁begin｜>name<｜tool▁sep｜></think>", "<｜User｜>", "", "<｜Assistant｜>"),
-        (*DEEPSEEK, "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),  # and the others as ordinary tokens
+        (*DEEPSEEK, "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),  # the others are ordinary tokens
         "<｜User｜>hi<｜Assistant｜></think>",
         f"Well.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜>"
         "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>",
@@ -314,7 +314,7 @@ REPLIES = {
 
 @dataclass
 class Growing:
-    """A completion that a test lets grow."""
+    """A completion that a test can extend."""
 
     token_ids: list[int]
     finish_reason: str | None = None
@@ -324,7 +324,7 @@ class Growing:
 def edge_of(
     pieces: Iterable[bytes], special: Iterable[str] = (), template: str = "", **more: Any
 ) -> TextEdge:
-    """The edge of a model whose tokens are these pieces, in their order, and then the special ones."""
+    """Return the edge of a model with these pieces as tokens, in order, followed by the special tokens."""
     known = [*pieces]
     first = len(known)
     known += [mark.encode() for mark in special]
@@ -335,14 +335,14 @@ def edge_of(
         special_token_ids=frozenset(range(first, len(known))),
         splits_special_tokens=False,
     )
-    none: Any = None  # no text is cut here
+    none: Any = None  # the tests encode no text
     return TextEdge(none, facts, Vocabulary(known), lambda: tokenizer)
 
 
 def tokens_of(
     text: str, special: Sequence[str], rng: random.Random, longest: int = 6
 ) -> tuple[list[bytes], list[int]]:
-    """A vocabulary of random cuts of a text's bytes, and the text's ids in it before the special ones'."""
+    """Cut a text's bytes at random into a vocabulary (special tokens last); return it with the text's ids."""
     pieces: list[bytes] = []
     ids: list[int] = []
     marks: list[tuple[int, str]] = []
@@ -373,7 +373,7 @@ def parts_of(
     steps: Iterable[int] = (),
     num_text_bytes: int | None = None,
 ) -> list[Part]:
-    """What the channels of a completion hold that grows by these numbers of tokens, and then to its end."""
+    """Return the channel parts of a completion that grows by these numbers of tokens, then to its end."""
     channels, cutter = Channels(form, prefix, edge, tools), Cutter[Growing](edge.bytes_of, [], 0)
     parts: list[Part] = []
     stop = 0
@@ -387,7 +387,7 @@ def parts_of(
 
 
 def joined(parts: Iterable[Part]) -> dict[tuple[str, int], Part]:
-    """One part a channel and call."""
+    """Merge the parts of each channel and call."""
     whole: dict[tuple[str, int], Part] = {}
     for part in parts:
         key = (part.channel, part.index)

@@ -1,8 +1,8 @@
-"""What each route of the server costs, what bounds it, and the tests that show the bound.
+"""The cost of each server route, its bounds, and the tests that show the bounds.
 
-JSON that is read or written in one call holds the GIL, on any thread; Python code in a worker shares it with
-the event loop; tokenisation and grammar compilation release it. Not bounded: the number of connections, and
-`write_timeout_s`, which starts again whenever a reader takes what it was sent.
+JSON that is parsed or written in one call holds the GIL in any thread; Python code in a worker shares it with
+the event loop; tokenization and grammar compilation release it. Not bounded: the number of connections, and
+`write_timeout_s`, which restarts whenever a client reads some of the reply.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from logprobe.text.channels.calls import MAX_DEPTH as MAX_CALL_DEPTH
 
 
 class Audited(NamedTuple):
-    """Cost of some routes, or of anything that arrives on any path; a route may be in several entries."""
+    """Cost of some routes, or of any request to any path; a route may be in several entries."""
 
     what: tuple[str, ...]  # "METHOD path", or "any path: ..." if it is not a route
     costs: str  # event loop, workers, memory, and what is kept afterwards

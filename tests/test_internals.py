@@ -1,4 +1,4 @@
-"""The list of other packages' private names: all of them are there still, and the source uses no other."""
+"""The list of other packages' private names is complete, and all of them still exist."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ROOT = Path(logprobe.__file__).parent
 SOURCES = sorted(ROOT.rglob("*.py"))
 PRIVATE = re.compile(r"torch\.ops\.|\btorch\._|CDLL\((?!None)")
-DOCUMENTED = {"_asdict", "_exit", "_fields", "_replace"}  # of named tuples, and of os
+DOCUMENTED = {"_asdict", "_exit", "_fields", "_replace"}  # of named tuples and os
 BY_NAME = {"attrgetter", "delattr", "getattr", "hasattr", "setattr"}
 
 
@@ -37,7 +37,7 @@ def test_no_operator_or_library_is_looked_up_by_a_private_name() -> None:
 
 
 def owner_of(internals: Internals) -> Any:
-    """The module or class whose names they are."""
+    """Return the module or class that has the names."""
     module, _, name = internals.owner.partition(":")
     imported = importlib.import_module(module)
     return getattr(imported, name) if name else imported
@@ -58,7 +58,7 @@ def test_the_owner_still_has_what_is_used_in_place(internals: Internals) -> None
 @pytest.mark.parametrize("internals", INTERNALS, ids=lambda internals: internals.owner)
 def test_every_name_listed_is_used(internals: Internals) -> None:
     text = "".join((ROOT / name).read_text(encoding="utf-8") for name in internals.used_in)
-    by_path = (*VLLM_WORKER, *VLLM_PROCESSORS)  # the files name these two
+    by_path = (*VLLM_WORKER, *VLLM_PROCESSORS)  # these two are named by the files
     names = [name for name in internals.names if name not in by_path]
     assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []
 
@@ -116,7 +116,7 @@ def is_ours(module: str) -> bool:
 
 
 def defined(tree: ast.AST) -> Iterator[str]:
-    """Private names that a file of ours gives to something."""
+    """Yield private names that one of our files defines."""
     for node in ast.walk(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
@@ -132,7 +132,7 @@ def is_self(node: ast.AST) -> bool:
 
 
 def foreign_names(tree: ast.AST, own: set[str]) -> Iterator[str]:
-    """Private names that a file takes from elsewhere; `own` are those of our own classes and modules."""
+    """Yield private names that a file takes from elsewhere; `own` are those of our classes and modules."""
     for node in ast.walk(tree):
         names: list[str] = []
         match node:
@@ -150,7 +150,7 @@ def foreign_names(tree: ast.AST, own: set[str]) -> Iterator[str]:
 
 
 def inherited_names(tree: ast.Module) -> Iterator[str]:
-    """Private names by which classes of ours use or override what a base class of another package has."""
+    """Yield private names of foreign base classes that our classes use or override."""
     modules = {
         alias.asname or alias.name: node.module or ""
         for node in ast.walk(tree)
@@ -166,20 +166,20 @@ def inherited_names(tree: ast.Module) -> Iterator[str]:
         bases = [one.id for one in node.bases if isinstance(one, ast.Name)]
         for base in bases if private else ():
             module = modules.get(base, "")
-            if is_ours(module) or find_spec(module.partition(".")[0]) is None:  # of an extra that is not here
+            if is_ours(module) or find_spec(module.partition(".")[0]) is None:  # extra not installed
                 continue
             yield from private & assigned(getattr(importlib.import_module(module), base))
 
 
 @cache
 def assigned(owner: Any) -> frozenset[str]:
-    """Names that a class of another package, or a base of it, defines or gives to itself."""
+    """Return names that a foreign class or its bases define or assign."""
     found: set[str] = set()
     for one in inspect.getmro(owner) if inspect.isclass(owner) else ():
         found |= {*vars(one), *getattr(one, "__annotations__", {})}
         try:
             source = inspect.getsource(one)
-        except (OSError, TypeError):  # compiled
+        except (OSError, TypeError):  # a compiled module
             continue
         found |= set(re.findall(r"\bself\.(\w+)\b[^=\n]*=[^=]", source))
     return frozenset(found)

@@ -1,4 +1,4 @@
-"""The offline front door: outputs and scores."""
+"""`LLM`: outputs and scores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def reference(tiny_model_folder: Path) -> Callable[[list[int]], Any]:
-    """Teacher-forced log-probabilities by transformers: (num_tokens, vocabulary) after each token."""
+    """Return teacher-forced log-probabilities by transformers: (num_tokens, vocabulary) after each token."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -146,7 +146,7 @@ def bytes_of(llm: LLM, token_ids: list[int]) -> bytes:
 
 @pytest.fixture
 def spelling_llm(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """The tiny model made to say given tokens, whatever its weights think."""
+    """Make the tiny model generate given tokens."""
     sampler = tiny_llm.engine.core.engine.sampling._sampler
     plain = sampler.draw
 
@@ -167,12 +167,12 @@ def spelling_llm(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 @pytest.mark.parametrize(
     ("said", "stop", "text", "reason"),
     [
-        ("the cat and", "at", "the c", "at"),  # inside a token
-        ("the cat and", "cat and", "the ", "cat and"),  # over several tokens
+        ("the cat and", "at", "the c", "at"),  # within a token
+        ("the cat and", "cat and", "the ", "cat and"),  # across several tokens
         ("the cat and", ["and", "e c"], "th", "e c"),  # the first of several
-        ("the cat and", ["cat", "ca"], "the ", "ca"),  # two that begin together
+        ("the cat and", ["cat", "ca"], "the ", "ca"),  # two that begin at the same place
         ("the cat", "t", "", "t"),  # at once
-        ("dög é 😀!", "é 😀", "dög ", "é 😀"),  # many bytes a character
+        ("dög é 😀!", "é 😀", "dög ", "é 😀"),  # multi-byte characters
         ("dög é 😀!", "😀", "dög é ", "😀"),
         ("the cat", "dog", "the cat", None),  # never: EOS ends it
     ],
@@ -254,7 +254,7 @@ def test_a_scored_prompt_may_be_one_token_longer_than_the_context(
 
 
 def harness_split(llm: LLM, context: str, continuation: str) -> tuple[list[int], int]:
-    """The rule of lm-evaluation-harness in its own words: the joined text's ids, and where they are cut."""
+    """Encode like lm-evaluation-harness: return the joined text's ids, and where they are split."""
 
     def encode(text: str) -> list[int]:
         return llm.text.encode(text).tolist()
@@ -337,7 +337,7 @@ def test_contexts_that_pairs_share_are_computed_once(tiny_model_folder: Path) ->
     assert len({score.logprob for score in scores}) == 4
 
 
-# -- what a record says of itself --------------------------------------------------------------------------
+# -- metadata of records -----------------------------------------------------------------------------------
 
 
 def test_containers_say_what_they_hold(tiny_llm: LLM, tiny_model_folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the offline front door refuses, and how it ends."""
+"""`LLM`: invalid arguments, failures and close."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     from logprobe.engine.protocol import StepBatch
 
-LIMIT_S = 120  # nothing takes as long, also on a busy machine
+LIMIT_S = 120  # generous, also for a busy machine
 
 
-# -- refusals ----------------------------------------------------------------------------------------------
+# -- invalid arguments -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_misspelt_setting_is_answered_with_the_nearest(tiny_model_folder: Path
         LLM(str(tiny_model_folder), max_batch_token=5)
 
 
-# -- failures and the end ----------------------------------------------------------------------------------
+# -- failures and close ------------------------------------------------------------------------------------
 
 
 def boom_at_66(batch: StepBatch) -> None:
@@ -111,7 +111,7 @@ def boom_at_66(batch: StepBatch) -> None:
 
 def test_a_failed_request_is_raised_with_all_outputs_or_returned(tiny_llm: LLM) -> None:
     asked = SamplingParams(max_tokens=2, seed=1)
-    tiny_llm.engine.forget_prefixes()  # a step has no token of a cached prefix
+    tiny_llm.engine.forget_prefixes()  # otherwise no step would run
     with watching_steps(tiny_llm, boom_at_66):
         assert tiny_llm.generate([[6, 6, 6]], asked)[0].error is None
         with pytest.raises(BatchError, match="boom") as caught:
@@ -144,7 +144,7 @@ def test_closing_ends_a_call_in_progress_on_another_thread(tiny_model_folder: Pa
 
     thread = threading.Thread(target=work)
     closing = threading.Thread(target=llm.close)
-    with holding_steps(llm) as hold:  # or the call might end by itself before
+    with holding_steps(llm) as hold:  # otherwise the call might end by itself first
         thread.start()
         hold.wait()
         closing.start()
@@ -154,7 +154,7 @@ def test_closing_ends_a_call_in_progress_on_another_thread(tiny_model_folder: Pa
     assert "closed" in str(caught[0])
 
 
-# -- one bad prompt among many -----------------------------------------------------------------------------
+# -- one invalid prompt among many -------------------------------------------------------------------------
 
 
 def test_a_bad_prompt_among_many_is_named_by_its_number(tiny_llm: LLM) -> None:

@@ -1,4 +1,4 @@
-"""What several tests of scoring begin with."""
+"""Shared fixtures of the scoring tests."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def rough_llm(tiny_model_folder: Path) -> Iterator[LLM]:
-    """The tiny model with fewer bits than `tiny_llm`."""
+    """The tiny model with lower precision than `tiny_llm`."""
     with LLM(str(tiny_model_folder), kv_bytes=1 << 21, dtype="bfloat16") as llm:
         yield llm

@@ -28,7 +28,7 @@ EOS = 4
 
 
 class TinyScorer:
-    """A model of five tokens, into which a text is cut in one way; each context has its own distribution."""
+    """A fake model of five tokens with one tokenization per text; each context has its own distribution."""
 
     lora = None
     engine = SimpleNamespace(capabilities=lambda: SimpleNamespace(max_model_len=32))
@@ -100,7 +100,7 @@ def test_the_probabilities_of_all_words_and_their_ends_sum_to_one() -> None:
             total += math.exp(unit.logprob or 0.0)
             plain = surprisal(tiny, start + word, bos=True)
             naive += math.exp(plain.words[-1].logprob or 0.0)
-            if length == 4:  # longer words: what goes on within one
+            if length == 4:  # longer words: continuations within a word
                 ids = (*context, *tiny.text.encode(word).tolist())
                 goes_on = float(np.exp(tiny.logprobs(ids)[[2, 3]]).sum())
                 total += math.exp(plain.words[-1].logprob or 0.0) * goes_on / begin
@@ -109,7 +109,7 @@ def test_the_probabilities_of_all_words_and_their_ends_sum_to_one() -> None:
 
 
 def rows_of(folder: Path, text: str) -> tuple[list[int], Any]:
-    """The ids after BOS, and transformers' float64 log-softmax before each and after the last."""
+    """Return the ids after BOS, and transformers' float64 log-softmax before each and after the last."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -160,7 +160,7 @@ def test_a_first_word_without_a_number_says_so_and_is_no_zero(tiny_llm: LLM) -> 
         assert all(row["surprisal"] > 0 and row["note"] == "" for row in others)
         frame = scored.to_pandas()
         assert frame["surprisal"].isna().tolist() == [True] + [False] * len(others)
-    # Of its two tokens one is scored: the word is not.
+    # Only one of its two tokens is scored, so the word is not.
     assert surprisal(tiny_llm, "xat", bos=False).rows()[0]["surprisal"] is None
 
 

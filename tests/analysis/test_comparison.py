@@ -69,7 +69,7 @@ def test_bfloat16_is_compared_as_a_plain_loop_over_rows_would(tiny_llm: LLM, rou
 
 @pytest.fixture(scope="module")
 def uneven_heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The tiny Llama with 16 outputs more than its tokenizer has tokens, and without them."""
+    """The tiny Llama with 16 more outputs than its tokenizer has tokens, and without them."""
     import torch
     from transformers import LlamaForCausalLM
 
@@ -107,7 +107,7 @@ def test_mass_outside_the_other_head_is_infinitely_far(uneven_heads: dict[str, A
         assert found.missing_mass == pytest.approx(missing.mean(), rel=1e-4)
         assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["kl"]["mean"] == 9999
 
-        # The other way round nothing is missing: what only B can draw lowers its other tokens.
+        # In the other direction nothing is missing: tokens that only B can sample lower its others.
         back = compare(llms["narrow"], llms["padded"], [text])
         mine, theirs = rows["narrow"], rows["padded"][:, :width]
         kl = (np.exp(mine) * (mine - theirs)).sum(axis=1)

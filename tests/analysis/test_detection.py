@@ -1,6 +1,6 @@
-"""Measures of texts that a model may have seen or a machine written, against their papers' formulas.
+"""Measures of texts seen in training or written by a machine, against their papers' formulas.
 
-What is compared with is computed apart, in float64 from transformers' whole rows.
+Expected values are computed independently, in float64 from transformers' whole rows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LONG = "the cat and the dog, 12 é 🌊\n" * 12
 
 @pytest.fixture(scope="module")
 def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of the same vocabulary and other weights."""
+    """A model with the same vocabulary and other weights."""
     return save_tiny_llama(tmp_path_factory.mktemp("other-llama"), num_hidden_layers=1)
 
 
@@ -48,7 +48,7 @@ def other_llm(other_folder: Path) -> Iterator[LLM]:
 
 
 def rows_of(folder: Path, text: str) -> tuple[list[int], Rows]:
-    """The ids as the model's tokenizer gives them, and transformers' log-softmax after each."""
+    """Return the ids of the model's tokenizer, and transformers' log-softmax after each."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -59,7 +59,7 @@ def rows_of(folder: Path, text: str) -> tuple[list[int], Rows]:
 
 
 def papers(folder: Path, text: str) -> dict[str, float]:
-    """The measures as their papers write them."""
+    """Compute the measures as their papers define them."""
     ids, rows = rows_of(folder, text)
     rows, chosen = rows[:-1], np.array(ids[1:])
     logprobs = rows[np.arange(len(chosen)), chosen]

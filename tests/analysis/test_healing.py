@@ -1,4 +1,4 @@
-"""Continuations that no token begins with, against brute force over all tokenizations."""
+"""Continuations that do not start at a token boundary, against brute force over all tokenizations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-# Context, continuation, and the context's tokens that the joined text begins with, BOS left out.
+# Context, continuation, and the context's tokens that the joined text starts with, without BOS.
 SPANNING = [
     ("the ca", "t and", "the"),
     ("a do", "g", "a"),
@@ -34,7 +34,7 @@ LONG = ("the ca", "t and the dog of the cat in the dog é🌊 of", "the")
 
 
 def rows_of(llm: LLM, **asked: Any) -> Any:
-    """Lists of ids → the log-probabilities after each, (V,) float64 nats, each asked once."""
+    """Return a function from ids to log-probabilities after each list, (V,) float64 nats, cached."""
     known: dict[tuple[int, ...], Any] = {}
 
     def rows(prefixes: list[list[int]]) -> list[Any]:
@@ -49,7 +49,7 @@ def rows_of(llm: LLM, **asked: Any) -> Any:
 
 
 def covered(rows: Any, pieces: list[bytes], given: list[int], data: bytes) -> float:
-    """Log of the sum over all token sequences that cover some bytes, by brute force."""
+    """Return the log of the summed probability of all token sequences that cover some bytes."""
     found, waiting = [], [(given, data, 0.0)]
     while waiting:
         following = []
@@ -70,7 +70,7 @@ def pieces_of(llm: LLM) -> list[bytes]:
 
 
 def conditional(llm: LLM, rows: Any, context: str, continuation: str, given: str) -> float:
-    """Log p(continuation | context) after the tokens of `given`, by brute force."""
+    """Return log p(continuation | context) after the tokens of `given`, by brute force."""
     ids, pieces = llm.text.encode(given).tolist(), pieces_of(llm)
     tail = context.rstrip()[len(given) :].encode()
     text = (context + continuation)[len(given) :].encode()
@@ -79,7 +79,7 @@ def conditional(llm: LLM, rows: Any, context: str, continuation: str, given: str
 
 @pytest.fixture(scope="module")
 def tiny_windowed_llm(tiny_window_folder: Path) -> Iterator[LLM]:
-    """A model whose tokenizer puts no BOS before a text."""
+    """A model whose tokenizer adds no BOS."""
     with LLM(str(tiny_window_folder), kv_bytes=1 << 21) as llm:
         yield llm
 
@@ -134,7 +134,7 @@ def test_the_harness_rule_stays_by_name(tiny_llm: LLM) -> None:
 def test_a_context_that_leaves_nothing_before_the_spanning_token_is_refused(
     tiny_windowed_llm: LLM,
 ) -> None:
-    """The tokenizer puts no BOS before a text, and the first token would have no number."""
+    """Without a BOS, the first token of a text has no log-probability."""
     for rule in ("auto", "token"):
         with raises(ParameterError, parameter="context"):
             tiny_windowed_llm.score([("do", "g")], boundary=rule)  # type: ignore[arg-type]
@@ -170,7 +170,7 @@ def test_after_nothing_the_same_bytes_are_summed(tiny_llm: LLM, rows: Any) -> No
 def test_a_long_text_is_followed_by_its_tokens_after_the_spanning_one(
     tiny_llm: LLM, rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All covers that end with the spanning token, each before the tokens that follow."""
+    """Sum over all covers that end with the spanning token, each followed by the remaining tokens."""
     monkeypatch.setattr(covers, "MAX_ENDS", 100)
     monkeypatch.setattr(covers, "ENDS_TOLERANCE", 1e-300)
     context, continuation, before = LONG
@@ -238,7 +238,7 @@ def test_a_pair_that_is_too_long_is_cut(tiny_llm: LLM, truncation: Any) -> None:
     (score,) = tiny_llm.score([(context, continuation)], truncation=truncation)
     ids, _ = encode_pair(tiny_llm.text, context, continuation)
     rows, pieces = rows_of(tiny_llm), pieces_of(tiny_llm)
-    # As many tokens before it as leave room for one token a byte.
+    # As many tokens before it as possible, with room for one token per byte.
     room = tiny_llm.engine.capabilities().max_model_len + 1 - len(b" cat and")
     given = ids[-room - 2 : -2].tolist()
     want = covered(rows, pieces, given, b" cat and") - covered(rows, pieces, given, b" ca")
@@ -251,7 +251,7 @@ def test_a_long_continuation_is_scored_in_windows(tiny_llm: LLM) -> None:
     (score,) = tiny_llm.score([("the ca", continuation)], truncation="window")
     assert (score.boundary, score.num_bytes) == ("bytes", len(continuation))
     assert (score.record, score.num_chars) == (None, len(continuation))
-    # Of windows the tokens are scored one by one; what the spanning one adds is more than its own number.
+    # In windows tokens are scored one by one; the spanning token adds more than its own log-probability.
     assert math.fsum(score.token_logprobs) < score.logprob < math.fsum(score.token_logprobs[1:]) + 1e-3
 
 
@@ -264,7 +264,7 @@ def test_pairs_of_one_context_share_what_they_read(tiny_llm: LLM) -> None:
 
 
 def test_an_aligned_pair_costs_what_its_ids_cost(tiny_llm: LLM) -> None:
-    """No request but its own: the rows of a byte sum would be more."""
+    """One request only: a byte sum would need more rows."""
     front = tiny_llm.client.engine
     submitted: list[int] = []
     plain = front.submit

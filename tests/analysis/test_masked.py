@@ -1,4 +1,4 @@
-"""Masked models against a loop over transformers, one masked copy at a time."""
+"""Masked language models against a loop over transformers, one masked copy at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEXTS = ["The matrons sat on a mat.", "the cat", "cats, cats, catsas sat on the 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A BERT of two layers with word pieces."""
+    """A two-layer BERT with a WordPiece tokenizer."""
     import torch
     from transformers import BertConfig, BertForMaskedLM, BertTokenizerFast
 
@@ -41,7 +41,7 @@ def bert(folder: Path) -> MaskedLM:
 
 
 def loop(folder: Path, text: str, *, within_word: bool) -> list[float]:
-    """Each token's logprob, by a copy of its own in float64."""
+    """Return each token's log-probability, by a separate masked copy in float64."""
     import torch
     from transformers import AutoModelForMaskedLM, AutoTokenizer
 
@@ -99,7 +99,7 @@ def test_words_hold_their_tokens_and_their_place_in_the_text(bert: MaskedLM) -> 
 
 def test_the_rest_of_a_word_does_not_give_its_beginning_away(bert: MaskedLM) -> None:
     ours, original = (bert.score(TEXTS[0], metric=metric) for metric in masked.METRICS)
-    alone = [0, 3, 4, 5, 6, 7, 8]  # the only token of a word, or the last one
+    alone = [0, 3, 4, 5, 6, 7, 8]  # the only token of a word, or its last one
     np.testing.assert_allclose(ours.logprobs[alone], original.logprobs[alone], atol=1e-5)
     assert not np.allclose(ours.logprobs[1:3], original.logprobs[1:3], atol=1e-3)
 

@@ -1,4 +1,4 @@
-"""Measures against definitions written out, and against numbers worked by hand."""
+"""Measures against written-out definitions and numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_choices_and_standard_errors() -> None:
 def test_calibration_worked_by_hand() -> None:
     found = measures.calibration([0.05, 0.95, 0.85, 0.85, 1.0], [0, 1, 1, 0, 0], num_bins=10)
     assert found.counts.tolist() == [1, 0, 0, 0, 0, 0, 0, 0, 2, 2]
-    # |0.05 - 0| · 1 + |0.85 - 0.5| · 2 + |0.975 - 0.5| · 2, of five answers
+    # |0.05 - 0| · 1 + |0.85 - 0.5| · 2 + |0.975 - 0.5| · 2, over five answers
     assert found.error == pytest.approx((0.05 + 0.7 + 0.95) / 5)
     assert math.isnan(found.accuracy[1])
     assert found.brier == pytest.approx((0.05**2 + 0.05**2 + 0.15**2 + 0.85**2 + 1) / 5)
@@ -173,7 +173,7 @@ def test_a_threshold_keeps_what_is_right_often_enough(accuracy: float, lowest: f
 
 def test_no_threshold_is_none() -> None:
     assert measures.threshold([0.9, 0.8], [0, 1], accuracy=0.9) is None
-    assert measures.threshold([0.8, 0.8], [0, 1], accuracy=0.9) is None  # equals are taken together
+    assert measures.threshold([0.8, 0.8], [0, 1], accuracy=0.9) is None  # equal values are accepted together
 
 
 def test_importance_ratios_and_how_many_samples_they_are_worth() -> None:

@@ -1,4 +1,4 @@
-"""Given tokens scored under the distribution that a request would draw from."""
+"""Given tokens scored under the distribution that a request would sample from."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_tokens_that_were_drawn_have_the_numbers_of_the_draw(
 
 
 def test_all_positions_at_once_are_those_of_one_after_another(tiny_llm: LLM) -> None:
-    """The fast way and its slow twin; an all-zero bias is a processor, and so needs the slow one."""
+    """The fast path and its slow twin: an all-zero bias is a processor, which needs one step per position."""
     pairs = [(CONTEXT, [70, 71, 5, 60]), (CONTEXT, [9]), ("the cat", " and the dog")]
     shape: dict[str, Any] = {"temperature": 0.7, "top_k": 60, "top_p": 0.95, "kept_ids": True,
                              "logprobs": 0, "logprobs_mode": "processed_logprobs"}  # fmt: skip
@@ -80,7 +80,7 @@ def test_all_positions_at_once_are_those_of_one_after_another(tiny_llm: LLM) -> 
 
 
 def test_raw_numbers_at_the_temperature_follow_from_the_kept_mass(tiny_llm: LLM) -> None:
-    """A trainer's full softmax at the sampler's temperature, from a truncated sampler's numbers."""
+    """A trainer's full softmax at the sampler's temperature, from the numbers of a truncated sampler."""
     given = [70, 71, 5, 60]
     cut = SamplingParams(temperature=0.7, top_k=100)
     (processed,) = tiny_llm.score([(CONTEXT, given)], sampling=cut)

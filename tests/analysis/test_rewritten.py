@@ -1,4 +1,4 @@
-"""Counts and places are those of the text that was given, whatever the tokenizer makes of it."""
+"""Counts and offsets refer to the given text, whatever the tokenizer normalises."""
 
 from __future__ import annotations
 

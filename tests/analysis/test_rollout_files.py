@@ -1,4 +1,4 @@
-"""Stored samples in Parquet files that anybody may have made."""
+"""Stored samples in Parquet files from arbitrary writers."""
 
 from __future__ import annotations
 

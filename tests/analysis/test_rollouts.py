@@ -1,4 +1,4 @@
-"""Stored samples against a trainer's numbers: which distribution, what to apply, and how far apart."""
+"""Stored samples against a trainer's numbers: the distribution, the correction, and the distance."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def drawn(llm: LLM, path: Path, *, k: int = 0, mode: str = "processed_logprobs",
 
 
 def transformers_rows(trainer: Any, rollout: Rollout, temperature: float) -> torch.Tensor:
-    """The trainer's log-softmax at every token of a completion, (T, V)."""
+    """Return the trainer's log-softmax at every token of a completion, (T, V)."""
     assert rollout.prompt_ids is not None
     ids = np.concatenate([rollout.prompt_ids, rollout.token_ids])
     with torch.no_grad():

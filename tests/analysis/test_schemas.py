@@ -1,4 +1,4 @@
-"""Which values a schema names at a place."""
+"""The values that a schema allows at a pointer."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def as_a(schema: dict[str, Any]) -> dict[str, Any]:
 )  # fmt: skip
 def test_the_members_of_a_place(schema: dict[str, Any], pointer: str, members: list[Any] | None) -> None:
     found = Schema(schema).members(pointer)
-    assert repr(found) == repr(members)  # True is no 1
+    assert repr(found) == repr(members)  # True is not 1
     assert members is None or Schema(schema).has_members()
 
 

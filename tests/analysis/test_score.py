@@ -1,4 +1,4 @@
-"""`LLM.score` gives all that `/v1/score` gives."""
+"""`LLM.score` returns all that `/v1/score` returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""llama.cpp's figures, against its own sums."""
+"""llama.cpp's statistics, against its own formulas."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def mean_and_uncertainty(total: float, squares: float, count: int) -> tuple[float, float]:
-    """As `kl_divergence` of llama.cpp's tools/perplexity/perplexity.cpp has it."""
+    """Compute like `kl_divergence` in llama.cpp's tools/perplexity/perplexity.cpp."""
     mean = total / count
     return mean, math.sqrt((squares / count - mean * mean) / (count - 1))
 
 
 def percentile(values: list[float], fraction: float) -> float:
-    """As there."""
+    """Compute a percentile like llama.cpp."""
     ordered = sorted(values)
     place = fraction * (len(ordered) - 1)
     whole = int(place)

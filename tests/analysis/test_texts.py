@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def scored(*pieces: str | bytes) -> ScoredText:
-    """A text cut into these tokens; token t has logprob -(t + 1)."""
+    """Make a text of these tokens; token t has the log-probability -(t + 1)."""
     data = [piece.encode() if isinstance(piece, str) else piece for piece in pieces]
     count = len(data)
     return ScoredText(
@@ -79,7 +79,7 @@ def test_spans_by_characters_words_tokens_and_patterns() -> None:
     assert cut[-1, "word"].text == " times"
     assert cut[2, "token"].text == " sat"
     assert cut[0, "sentence"].surprisal == 21
-    assert cut[4:5].text == " cat"  # every token that reaches into the span
+    assert cut[4:5].text == " cat"  # every token that overlaps the span
     assert cut[2:4].surprisal == 1 + 2
     assert table(cut.matching(r"\d+")) == [(" 120", 4 + 5)]
     assert table(cut.matching(re.compile("cat|times"))) == [(" cat", 2), (" times", 6)]

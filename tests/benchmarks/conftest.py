@@ -1,6 +1,6 @@
 import sys
 from pathlib import Path
 
-# The benchmarks are scripts beside each other, not a package.
+# The benchmarks are scripts in one folder, not a package.
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "rivals")]

@@ -1,4 +1,4 @@
-"""What is seen of `logprobe distil` from outside, of a run that is killed and resumed."""
+"""`logprobe distil` observed from outside, for a run that is killed and resumed."""
 
 import json
 import sys

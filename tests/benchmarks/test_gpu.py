@@ -1,4 +1,4 @@
-"""`bench_gpu.py` on a CPU: its sections in their small form, and sections that crash or hang."""
+"""`bench_gpu.py` on a CPU: small runs of its sections, and sections that crash or hang."""
 
 import json
 import time
@@ -26,7 +26,7 @@ def rows_by_figure(section: Any) -> dict[str, list[Any]]:
 
 def test_every_section_measures_and_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, (work, _) in list(SECTIONS.items()):
-        monkeypatch.setitem(SECTIONS, name, (work, 1e6))  # a busy machine takes longer than a budget
+        monkeypatch.setitem(SECTIONS, name, (work, 1e6))  # a busy machine exceeds normal budgets
     results = Results(path=tmp_path / "gpu.json", content={"sections": {}})
     assert bench_gpu.measure(results, list(SECTIONS), Sizes.small(), time.time() + 1e6) == 0
     read = json.loads(results.path.read_text())
@@ -41,7 +41,7 @@ def test_every_section_measures_and_keeps_its_rows(tmp_path: Path, monkeypatch: 
     assert by_arithmetic["bf16x3"]["top20_max_nats"] < 1e-5
     drawn = rows_by_figure(read["sections"]["bits"])["drawn = scored, log-probabilities"]
     assert [row["rows"] for row in drawn] == [2 * 2]
-    # The interpreter multiplies by NumPy, whose order of sums depends on the shape.
+    # The interpreter uses NumPy, whose summation order depends on the shape.
     assert all(row["largest"] < 1e-4 for row in read["sections"]["bits"]["rows"])
 
 

@@ -1,4 +1,4 @@
-"""What docs/performance.md shows first: eight rows of the recorded figures, and their picture."""
+"""The first table of docs/performance.md: eight rows of recorded results, and their chart."""
 
 import json
 import re
@@ -18,7 +18,7 @@ BENCH, FIGURE = HEADLINES[TASK]
 
 
 def recorded(bench: str, name: str) -> tuple[str, Mapping[str, Any]]:
-    """Day and figure of the newest file that has the benchmark, read without the report."""
+    """Return day and figure from the newest file with the benchmark, read independently of the report."""
     for path in sorted(RESULTS.glob("[0-9]*.json"), reverse=True):
         benches = json.loads(path.read_text(encoding="utf-8"))["benches"]
         if bench in benches:
@@ -27,7 +27,7 @@ def recorded(bench: str, name: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def row(**samples: list[float]) -> list[Row]:
-    """The rows of one benchmark with one figure."""
+    """Return the rows of one benchmark with one figure."""
     measured = Figure(name=FIGURE, unit="tokens/s", better="higher", samples={OURS: [8.0, 6.0], **samples})
     machine = {"cpu": "Imagined CPU", "cores": 2, "memory_bytes": 8 << 30, "versions": {}, "commit": None}
     return rows({BENCH: {"day": "2026-01-02", "machine": machine, "figures": [as_json(measured)]}})
@@ -91,7 +91,7 @@ def test_each_processor_is_told_with_its_tasks() -> None:
 
 def test_a_bar_leads_from_one_to_the_ratio_whichever_side_it_is_on() -> None:
     for theirs, kind, side in (([2.0, 2.0], "better", 1), ([32.0, 32.0], "worse", -1)):
-        root = ET.fromstring(chart(row(**{"vllm best": theirs}), ["<a note> & more"]))  # noqa: S314 - our own
+        root = ET.fromstring(chart(row(**{"vllm best": theirs}), ["<a note> & more"]))  # noqa: S314
         bar = next(line for line in root.iter() if line.get("class") == f"bar {kind}")
         assert (float(bar.attrib["x2"]) - float(bar.attrib["x1"])) * side > 0
         assert "<a note> & more" in [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]

@@ -1,4 +1,4 @@
-"""What is told of differences from float64."""
+"""Reports of differences from float64."""
 
 import numpy as np
 import pytest

@@ -30,7 +30,7 @@ def content(ours: float) -> dict[str, object]:
 
 
 def newest(ours: float) -> dict[str, dict[str, object]]:
-    """The results of one benchmark, as they are read from a file."""
+    """Return the results of one benchmark as read from a file."""
     return {"bench_decode": content(ours) | {"day": "2026-01-02"}}
 
 

@@ -81,13 +81,13 @@ def is_alive(pid: int) -> bool:
 
 
 def await_end(pid: int) -> None:
-    """A signal has been sent; the process ends once it has a core to end on."""
+    """Wait until a signalled process has ended, which takes until it gets a core."""
     eventually(lambda: not is_alive(pid), "it lives on")
 
 
 def test_a_job_gives_one_timing_a_call_without_the_warm_up(start: StartRival) -> None:
     with start() as rival:
-        rival.ask(job())  # and its start
+        rival.ask(job())  # includes its start
         began = time.perf_counter()
         result = rival.ask(job(calls=3, warm_up=1))
         whole_s = time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""What the long run keeps of a layout."""
+"""What the torture benchmark records for a layout."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The command line called in this process, on a tiny model or on one real model that is loaded once."""
+"""The command line called in this process, on a tiny model or a real model that is loaded once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Done:
-    """How a command ended."""
+    """The result of a command."""
 
     code: int
     out: str
@@ -28,7 +28,7 @@ class Done:
 
     @property
     def error_line(self) -> str:
-        """The one line that says what was wrong; nothing but talk may stand before it."""
+        """Return the error line; only progress messages may precede it."""
         assert self.out == ""
         *talk, last = self.err.splitlines()
         assert all(line.startswith("loading ") for line in talk), talk
@@ -38,7 +38,7 @@ class Done:
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
-    """Call the command line with arguments and bytes for its standard input."""
+    """Call the command line with arguments and bytes as standard input."""
 
     def call(*arguments: str, stdin: bytes = b"") -> Done:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
@@ -51,7 +51,7 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def on_real_llm(real_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the commands use the real model that the session has loaded already."""
+    """Let the commands use the session's loaded real model."""
 
     @contextmanager
     def loaded(_: str, **__: object) -> Iterator[LLM]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FLAGS = [
-    # arguments, what the one line must name
+    # arguments, text that the error line must contain
     (["score", "--text", "hi", "--top", "-2"], "--top: must be None, -1 (whole vocabulary), 0 or positive"),
     (["generate", "hi", "--logprobs", "-2"], "--logprobs: must be"),
     (["generate", "hi", "--temperature", "-1"], "--temperature: must be 0 or more, got -1"),
@@ -175,7 +175,7 @@ def test_a_full_disk_is_one_line(
         done = cli(*arguments, *model)
         patch.undo()
         with contextlib.suppress(OSError):
-            full.close()  # what it holds cannot be written
+            full.close()  # buffered data cannot be written
     assert done.code == 1
     assert "standard output: No space left on device; free disk space" in done.error_line
 
@@ -218,7 +218,7 @@ def test_the_shell_completes_commands_and_models(words: str, expected: set[str])
         "_LOGPROBE_COMPLETE": "complete_bash",
     }
     command = [sys.executable, "-c", "from logprobe.cli import command; command()"]
-    # The name that a shell would call it by.
+    # The name by which a shell calls it.
     done = subprocess.run(
         command, env=os.environ | environment, capture_output=True, text=True, check=False, timeout=PATIENCE_S
     )

@@ -1,4 +1,4 @@
-"""`logprobe audit` of servers, of reports made by hand, and of rollouts."""
+"""`logprobe audit` of servers, of hand-made reports, and of rollouts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEY = "sk-very-secret"
 
 @pytest.fixture
 def answering(monkeypatch: pytest.MonkeyPatch) -> Callable[[AuditReport], dict[str, Any]]:
-    """Let the audit find what is given; what it was asked."""
+    """Make the audit return a given report; record its arguments."""
 
     def answer(report: AuditReport) -> dict[str, Any]:
         asked: dict[str, Any] = {}
@@ -45,7 +45,7 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Callable[[AuditReport], dict[s
 
 @pytest.fixture(scope="module")
 def url(tiny_llm: LLM, new_serving: Any) -> Iterator[str]:
-    """The tiny Llama served behind a key."""
+    """The tiny Llama served with a key."""
     settings = ServerSettings(model_name="tiny", api_key=(KEY,))
     with new_serving(tiny_llm, settings) as (address, _):
         yield address
@@ -69,7 +69,7 @@ def test_our_own_server_passes_and_its_report_goes_into_files(
     assert json.loads(report.read_text())["numbers"] == "PASS"
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert all(KEY not in text for text in (done.out, done.err, report.read_text()))
-    # The same numbers once more: nothing changed.
+    # The same numbers again: no change.
     again = cli("audit", f"{url}/v1", *flags, "--before", str(report), "--json")
     assert json.loads(again.out)["findings"] == json.loads(report.read_text())["findings"]
     assert again.code == 0
@@ -122,7 +122,7 @@ def test_what_is_asked_arrives(
     [
         (PASSING, (), 0),
         (FAILING, (), 1),
-        (replace(PASSING, max_nats=1e-6), (), 1),  # of 3e-6
+        (replace(PASSING, max_nats=1e-6), (), 1),  # the report has 3e-6
         (replace(PASSING, errors=()), (), 1),  # nothing was compared
         (PASSING, ("--json",), 0),
         (PASSING, ("--conformance",), 0),
@@ -241,7 +241,7 @@ def test_conformance_faults_are_a_list_beside_numbers_that_pass(capsys: pytest.C
 
 @pytest.fixture(scope="module")
 def rollouts(tiny_llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What the tiny Llama drew, with numbers after temperature (whole), and after truncation too (cut)."""
+    """Samples of the tiny Llama, with log-probabilities after temperature (whole) and truncation (cut)."""
     folder = tmp_path_factory.mktemp("rollouts")
     drawn: dict[str, Any] = {"n": 3, "max_tokens": 12, "seed": 3, "ignore_eos": True, "temperature": 0.8}
     asked: dict[str, Any] = {"whole": drawn, "cut": drawn | {"top_p": 0.7}}

@@ -1,4 +1,4 @@
-"""`logprobe chat`: turns from standard input, answers with their surprisal."""
+"""`logprobe chat`: turns from standard input, replies with their surprisal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_shading_changes_no_text(cli: Any, tiny_model_folder: Path) -> None:
     shaded = cli("chat", *flags, "--shade", stdin=b"the cat\n").out
     assert "\x1b[" in shaded
     assert "\x1b[" not in plain
-    # Control characters show as escapes, and tabs as spaces.
+    # Control characters are escaped, tabs become spaces.
     assert re.sub(r"\x1b\[[\d;]*m", "", shaded).split() == harmless(plain).split()
 
 
@@ -41,7 +41,7 @@ def test_a_temperature_that_cannot_be_is_wrong_use(cli: Any) -> None:
 
 
 def messages_of(cli: Any, folder: Path, tmp_path: Path, *lines: str, flags: tuple[str, ...] = ()) -> Any:
-    """How a command ended, and the conversation that it saved after the lines."""
+    """Run the command with input lines; return its result and the saved conversation."""
     path = tmp_path / "talk.json"
     stdin = "".join(f"{line}\n" for line in (*lines, f"/save {path}")).encode()
     done = cli("chat", "--model", str(folder), "--seed", "1", *flags, stdin=stdin)

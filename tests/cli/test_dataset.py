@@ -1,4 +1,4 @@
-"""`logprobe score` on long texts and on data sets."""
+"""`logprobe score` on long texts and on datasets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONG = "the cat and the dog, 12 é 🌊\n" * 12
 
 @pytest.fixture
 def score(cli: Callable[..., Any], tiny_model_folder: Path) -> Callable[..., Any]:
-    """`logprobe score` on the tiny model."""
+    """Run `logprobe score` on the tiny model."""
 
     def run(*arguments: str, stdin: bytes = b"") -> Any:
         return cli("score", *arguments, "--model", str(tiny_model_folder), stdin=stdin)
@@ -186,7 +186,7 @@ def test_a_file_that_cannot_be_used_is_one_line(
 
 
 def test_no_library_speaks_on_standard_error(tiny_model_folder: Path, tmp_path: Path) -> None:
-    """Nor does a tokenizer of a long text past the length that its own settings name."""
+    """Nor does a tokenizer warn about a text beyond the maximum length in its settings."""
     folder = tmp_path / "model"
     shutil.copytree(tiny_model_folder, folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())

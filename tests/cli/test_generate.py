@@ -129,7 +129,7 @@ def test_an_interrupt_keeps_what_came(
     shown = cli(*arguments)
     assert shown.code == 130
     assert shown.out.endswith("\n")
-    # A reader that is late finds several tokens at once, so that one of the two may have more of them.
+    # A late reader finds several tokens at once, so either of the two may have more of them.
     shorter, longer = sorted((shown.out.removesuffix("\n"), found["text"]), key=len)
     assert shorter
     assert longer.startswith(shorter)

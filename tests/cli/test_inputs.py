@@ -20,7 +20,7 @@ def test_bytes_are_decoded_as_they_stand(tmp_path: Path) -> None:
 
 
 def test_standard_input_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal that is read again after its end waits for a second one."""
+    """A terminal that is read again after EOF waits for a second EOF."""
     reads = iter([b"the cat"])
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=SimpleNamespace(read=lambda _: next(reads))))
     assert read_text(STDIN) == "the cat"

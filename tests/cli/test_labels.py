@@ -1,4 +1,4 @@
-"""`logprobe classify`, `judge` and `rerank` on real files: the library's numbers, resumed as scores are."""
+"""`logprobe classify`, `judge` and `rerank` on real files: the library's numbers, with resumption."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DOCUMENTS = ["the cat", "a dog and a cat", "in the", "on"]
 
 @pytest.fixture
 def run(cli: Callable[..., Any], tiny_model_folder: Path) -> Callable[..., Any]:
-    """A command on the tiny model."""
+    """Run a command on the tiny model."""
 
     def call(*arguments: str, stdin: bytes = b"") -> Any:
         return cli(*arguments, "--model", str(tiny_model_folder), stdin=stdin)

@@ -92,7 +92,7 @@ def test_wrong_use_is_exit_code_2() -> None:
 
 @pytest.fixture
 def converted(home: Path) -> Path:
-    """An entry of the cache, as a conversion leaves it."""
+    """A cache entry as left by a conversion."""
     folder = home / "models" / "gguf-0123456789abcdef-c3"
     folder.mkdir(parents=True)
     manifest = {"name": "own", "source": "own.gguf", "source_sha256": "0123"}
@@ -160,11 +160,11 @@ def test_show_fetches_nothing(home: Path) -> None:
     assert not home.exists()
 
 
-KEYS = f"{'0' * 16}-{'a' * 16}"  # of a source, of code and machine
+KEYS = f"{'0' * 16}-{'a' * 16}"  # of a source, and of code and machine
 
 
 def leave(home: Path, stem: str, *, kind: str = "loads", num_bytes: int = 1_500_000) -> Path:
-    """What a load of a model of that stem leaves."""
+    """Make the files that loading a model leaves in the cache."""
     folder = home / kind / f"{stem}-{KEYS}"
     folder.mkdir(parents=True)
     (folder / "file").write_bytes(bytes(num_bytes))

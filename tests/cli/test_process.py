@@ -1,4 +1,4 @@
-"""The installed command in a process of its own: what goes to which stream, and with which code it ends."""
+"""The installed command in a subprocess: its output streams and exit codes."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def model(tiny_model_folder: Path) -> str:
 
 
 def slow_logprobs(folder: str, text: str) -> tuple[list[int], Any]:
-    """Token ids, and the whole log-softmax after each, by transformers alone."""
+    """Return token ids, and the whole log-softmax after each, by transformers only."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -168,7 +168,7 @@ def test_a_text_that_no_context_holds_is_never_held(
 
 
 def assert_same_figures(got: str, want: str) -> None:
-    """The same words, and numbers but for what a step's other rows change in the last bits of each."""
+    """Assert the same words, and the same numbers up to the last bits, which depend on the batch."""
     number = re.compile(r"-?\d+\.\d+")
     assert number.sub("", got) == number.sub("", want)
     assert list(map(float, number.findall(got))) == pytest.approx(
@@ -178,7 +178,7 @@ def assert_same_figures(got: str, want: str) -> None:
 
 @pytest.fixture
 def screen(cli: Callable[..., Any], model: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """What `score` shows on a terminal of 60 columns."""
+    """Return the output of `score` on a terminal of 60 columns."""
     for name in ("NO_COLOR", "COLORTERM"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "60"}.items():

@@ -1,4 +1,4 @@
-"""`logprobe serve` up to the door: which model and which settings the flags and the environment ask for."""
+"""`logprobe serve` without serving: the models and settings that flags and environment select."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST, SECOND = "LogitBiasLogitsProcessor", "MinTokensLogitsProcessor"
 
 @pytest.fixture
 def asked(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """The engine's and the server's settings that a command line comes to, without a server."""
+    """Return the engine's and the server's settings for a command line, without starting a server."""
 
     def serve(*arguments: str, **environment: str) -> tuple[Any, Any]:
         told: list[Any] = []

@@ -1,4 +1,4 @@
-"""The shaded text: every character once, in the colour that the page has for it."""
+"""Shaded text: every character once, in the colours of the web page."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_line_ends_can_be_seen() -> None:
         ({"TERM": "xterm-256color"}, True),
         ({"TERM": "xterm", "COLORTERM": "truecolor"}, True),
         ({"TERM": "xterm-256color", "NO_COLOR": "1"}, False),
-        ({"TERM": "xterm"}, False),  # 16 colours: several shades would be one
+        ({"TERM": "xterm"}, False),  # with 16 colours several shades would coincide
         ({"TERM": "dumb"}, False),
     ],
 )

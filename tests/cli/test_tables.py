@@ -1,4 +1,4 @@
-"""Tables: whole lines for files, and what a terminal of any width shows."""
+"""Tables: complete lines in files, and fitted to the width of a terminal."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def rows() -> list[TokenRow]:
 
 @pytest.fixture
 def screen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
-    """What a call prints on a terminal of some columns, line by line, without colours."""
-    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, whatever takes in the tests' output
+    """Return the lines that a call prints on a terminal of a given width, without colours."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, although pytest captures the output
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
 

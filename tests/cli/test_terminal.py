@@ -1,4 +1,4 @@
-"""Commands on a real terminal, in processes of their own: interrupts, widths, colours."""
+"""Commands on a real terminal, in subprocesses: interrupts, widths, colours."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 ESCAPES = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
-LOADED = "…"  # ends the line that says what is loaded
-SOME = r"\S{20}"  # of an answer that would never end by itself
+LOADED = "…"  # ends the line that names what is loaded
+SOME = r"\S{20}"  # a part of an endless reply
 
 
 @pytest.fixture(scope="module")
 def endless_model(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The tiny model with room for minutes of text; its most likely text never ends."""
+    """The tiny model with a context for minutes of text; its greedy text never ends."""
     folder = tmp_path_factory.mktemp("endless") / "model"
     shutil.copytree(tiny_model_folder, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -38,7 +38,7 @@ def endless_model(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def terminal() -> Iterator[Callable[..., Any]]:
-    """Start a command on a terminal of some columns."""
+    """Start a command on a terminal with some columns."""
     started = []
 
     def start(*arguments: str, columns: int = 80, **environment: str) -> Any:
@@ -68,20 +68,20 @@ def terminal() -> Iterator[Callable[..., Any]]:
 
 
 def heed_interrupts() -> None:
-    """As a command of a terminal does, also where the tests run in the background, which ignores them."""
+    """Restore the default SIGINT handler, which background processes ignore."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def ended(child: Any) -> tuple[int, str]:
-    """The exit code of a command, and what it showed since it was last looked at."""
+    """Return the exit code of a command and its output since the last read."""
     child.expect(pexpect.EOF)
-    child.wait()  # else it has half a second to end in, and is killed
+    child.wait()  # otherwise it is killed after half a second
     child.close()
     return child.exitstatus, child.before
 
 
 def await_rest(child: Any) -> None:
-    """Until a command waits for a key: an interrupt just after its prompt is seen with the next key."""
+    """Wait until a command reads a key: an interrupt just after its prompt is only seen with the next key."""
     process = psutil.Process(child.pid)
     eventually(lambda: process.status() == psutil.STATUS_SLEEPING, "it never rests")
 
@@ -119,7 +119,7 @@ def test_a_conversation_outlives_an_interrupt(terminal: Any, endless_model: str,
     child.expect("error: unknown command /nope; /help lists all commands")
     child.expect_exact("you> ")
     await_rest(child)
-    child.sendintr()  # nothing runs: still no end
+    child.sendintr()  # nothing runs: the first interrupt does not end it
     child.expect_exact("Ctrl-D to quit")
     child.expect_exact("you> ")
     child.sendeof()

@@ -1,4 +1,4 @@
-"""`logprobe score --by`: words and their kin as rows."""
+"""`logprobe score --by`: words and other units as rows."""
 
 from __future__ import annotations
 

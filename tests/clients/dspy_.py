@@ -1,4 +1,4 @@
-"""DSPy: a signature by its JSON adapter, and a tool by the model's own calls."""
+"""DSPy: a signature through its JSON adapter, and a tool through the model's native calls."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Review(dspy.Signature):
 
 
 def ask_json(url: str, model: str) -> tuple[Any, list[tuple[str, float]]]:
-    """The fields of a signature, with log-probabilities."""
-    # Of a model that it does not know DSPy assumes the least: a schema is sent where it is named.
+    """Return the fields of a signature, with log-probabilities."""
+    # For unknown models DSPy assumes few features, so the schema is sent explicitly.
     lm = _lm(url, model, logprobs=True, top_logprobs=2, response_format=RESPONSE_FORMAT)
     with dspy.context(lm=lm, adapter=dspy.JSONAdapter()):
         found = dspy.Predict(Review)(review=REVIEW)
@@ -27,9 +27,9 @@ def ask_json(url: str, model: str) -> tuple[Any, list[tuple[str, float]]]:
 
 
 def ask_tool(url: str, model: str) -> tuple[str, Any]:
-    """A tool that has to be called."""
+    """Force a tool call; return its name and arguments."""
     (reply,) = _lm(url, model)(WEATHER, tools=[TOOL], tool_choice="required")
-    call, *_ = reply["tool_calls"]  # it may have been called several times
+    call, *_ = reply["tool_calls"]  # the model may have called it several times
     return call.function.name, json.loads(call.function.arguments)
 
 

@@ -1,4 +1,4 @@
-"""instructor: a class out of a reply by JSON, and by a tool, which is its default."""
+"""instructor: a class from a reply in JSON mode, and in tool mode (its default)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class get_weather(BaseModel):  # noqa: N801 - the tool's name
 
 
 def ask_json(url: str, model: str) -> tuple[Any, list[tuple[str, float]]]:
-    """A reply by a class, with log-probabilities."""
+    """Ask for JSON of a class; return the output with its log-probabilities."""
     client = instructor.from_openai(OpenAI(base_url=url, api_key="none"), mode=instructor.Mode.JSON_SCHEMA)
     review, reply = client.chat.completions.create_with_completion(
         model=model,
@@ -38,7 +38,7 @@ def ask_json(url: str, model: str) -> tuple[Any, list[tuple[str, float]]]:
 
 
 def ask_tool(url: str, model: str) -> tuple[str, Any]:
-    """The arguments of a tool, which instructor has called and reads."""
+    """Return the tool call that instructor makes and parses."""
     client = instructor.from_openai(OpenAI(base_url=url, api_key="none"))
     weather, reply = client.chat.completions.create_with_completion(
         model=model,
@@ -46,7 +46,7 @@ def ask_tool(url: str, model: str) -> tuple[str, Any]:
         messages=[{"role": "user", "content": WEATHER}],
         temperature=0,
     )
-    call, *_ = reply.choices[0].message.tool_calls  # it may have been called several times
+    call, *_ = reply.choices[0].message.tool_calls  # the model may have called it several times
     assert call.function.name == TOOL_NAME, call
     return call.function.name, weather.model_dump()
 

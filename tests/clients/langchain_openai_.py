@@ -24,7 +24,7 @@ def get_weather(city: str) -> str:
 
 
 def ask_json(url: str, model: str) -> tuple[Any, list[tuple[str, float]]]:
-    """A reply by a class, with log-probabilities."""
+    """Ask for JSON of a class; return the output with its log-probabilities."""
     chat = ChatOpenAI(model=model, base_url=url, api_key="none", temperature=0, logprobs=True, top_logprobs=2)
     found = chat.with_structured_output(Review, include_raw=True).invoke(REVIEW)
     assert found["parsing_error"] is None, found
@@ -33,11 +33,11 @@ def ask_json(url: str, model: str) -> tuple[Any, list[tuple[str, float]]]:
 
 
 def ask_tool(url: str, model: str) -> tuple[str, Any]:
-    """A tool that has to be called."""
+    """Force a tool call; return its name and arguments."""
     chat = ChatOpenAI(model=model, base_url=url, api_key="none", temperature=0)
     reply = chat.bind_tools([get_weather], tool_choice=TOOL_NAME).invoke(WEATHER)
     assert not reply.invalid_tool_calls, reply
-    call, *_ = reply.tool_calls  # it may have been called several times
+    call, *_ = reply.tool_calls  # the model may have called it several times
     return call["name"], call["args"]
 
 

@@ -1,4 +1,4 @@
-"""LiteLLM, by its name for any server that speaks OpenAI's routes."""
+"""LiteLLM with its provider for OpenAI-compatible servers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asked import RESPONSE_FORMAT, REVIEW, TOOL, WEATHER, answer, rows_of
 
 
 def ask_json(url: str, model: str) -> tuple[Any, list[tuple[str, float]]]:
-    """A reply by a schema, with log-probabilities."""
+    """Ask for JSON of a schema; return the output with its log-probabilities."""
     reply = litellm.completion(
         model=f"openai/{model}",
         api_base=url,
@@ -26,7 +26,7 @@ def ask_json(url: str, model: str) -> tuple[Any, list[tuple[str, float]]]:
 
 
 def ask_tool(url: str, model: str) -> tuple[str, Any]:
-    """A tool that has to be called."""
+    """Force a tool call; return its name and arguments."""
     reply = litellm.completion(
         model=f"openai/{model}",
         api_base=url,
@@ -37,7 +37,7 @@ def ask_tool(url: str, model: str) -> tuple[str, Any]:
         tool_choice="required",
     )
     assert reply.choices[0].finish_reason == "tool_calls", reply
-    call, *_ = reply.choices[0].message.tool_calls  # it may have been called several times
+    call, *_ = reply.choices[0].message.tool_calls  # the model may have called it several times
     return call.function.name, json.loads(call.function.arguments)
 
 

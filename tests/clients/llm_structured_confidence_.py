@@ -1,4 +1,4 @@
-"""llm-structured-confidence: how sure each value of a reply in JSON is."""
+"""llm-structured-confidence: the confidence in each value of a JSON reply."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from openai import OpenAI
 
 
 def ask_json(url: str, model: str) -> tuple[Any, list[tuple[str, float]]]:
-    """A reply by a schema; each value is as likely as the server itself says."""
+    """Ask for JSON of a schema; compare each value's probability with the server's."""
     reply = OpenAI(base_url=url, api_key="none").chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": REVIEW}],

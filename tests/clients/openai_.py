@@ -1,4 +1,4 @@
-"""OpenAI's own client."""
+"""The OpenAI client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from openai import OpenAI
 
 
 def ask_json(url: str, model: str) -> tuple[Any, list[tuple[str, float]]]:
-    """A reply by a schema, with log-probabilities."""
+    """Ask for JSON of a schema; return the output with its log-probabilities."""
     reply = OpenAI(base_url=url, api_key="none").chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": REVIEW}],
@@ -24,7 +24,7 @@ def ask_json(url: str, model: str) -> tuple[Any, list[tuple[str, float]]]:
 
 
 def ask_tool(url: str, model: str) -> tuple[str, Any]:
-    """A tool that has to be called."""
+    """Force a tool call; return its name and arguments."""
     reply = OpenAI(base_url=url, api_key="none").chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": WEATHER}],
@@ -33,7 +33,7 @@ def ask_tool(url: str, model: str) -> tuple[str, Any]:
         tool_choice="required",
     )
     assert reply.choices[0].finish_reason == "tool_calls", reply
-    call, *_ = reply.choices[0].message.tool_calls  # it may have been called several times
+    call, *_ = reply.choices[0].message.tool_calls  # the model may have called it several times
     return call.function.name, json.loads(call.function.arguments)
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's agents, which speak /v1/responses unless told otherwise."""
+"""OpenAI's Agents SDK, which uses /v1/responses by default."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def get_weather(city: str) -> str:
 
 
 def ask_json(url: str, model: str) -> tuple[Any, list[tuple[str, float]]]:
-    """A reply by a class, with log-probabilities."""
+    """Ask for JSON of a class; return the output with its log-probabilities."""
     _use(url)
     settings = ModelSettings(temperature=0, top_logprobs=2)
     agent = Agent("critic", model=model, model_settings=settings, output_type=Review)
@@ -42,7 +42,7 @@ def ask_json(url: str, model: str) -> tuple[Any, list[tuple[str, float]]]:
 
 
 def ask_tool(url: str, model: str) -> tuple[str, Any]:
-    """A tool that has to be called, and whose result is the agent's."""
+    """Force a tool call whose result is the agent's result."""
     _use(url)
     agent = Agent(
         "forecaster",
@@ -52,7 +52,7 @@ def ask_tool(url: str, model: str) -> tuple[str, Any]:
         tool_use_behavior="stop_on_first_tool",
     )
     found = Runner.run_sync(agent, WEATHER)
-    call, *_ = found.raw_responses[0].output  # it may have been called several times
+    call, *_ = found.raw_responses[0].output  # the model may have called it several times
     arguments = json.loads(call.arguments)
     assert found.final_output == f"It rains in {arguments['city']}."
     return call.name, arguments

@@ -1,4 +1,4 @@
-"""structured-logprobs: the log-probability of each value of a reply in JSON."""
+"""structured-logprobs: the log-probability of each value of a JSON reply."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from structured_logprobs.main import add_logprobs
 
 
 def ask_json(url: str, model: str) -> tuple[Any, list[tuple[str, float]]]:
-    """A reply by a schema; each value is as likely as the server itself says."""
+    """Ask for JSON of a schema; compare each value's log-probability with the server's."""
     reply = OpenAI(base_url=url, api_key="none").chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": REVIEW}],
@@ -24,7 +24,7 @@ def ask_json(url: str, model: str) -> tuple[Any, list[tuple[str, float]]]:
     (found,) = add_logprobs(reply).log_probs
     fields = {field["pointer"]: field["logprob"] for field in reply.choices[0].model_extra["fields"]}
     assert abs(found["stars"] - fields["/stars"]) < 1e-6, (found, fields)
-    assert found["mood"] < fields["/mood"] + 1e-6, (found, fields)  # it counts the quotation marks, too
+    assert found["mood"] < fields["/mood"] + 1e-6, (found, fields)  # includes the quotation marks
     choice = reply.choices[0]
     return json.loads(choice.message.content), rows_of(choice.logprobs.content)
 

@@ -1,4 +1,4 @@
-"""`StreamingLogprobsCollector`: order, exactly once, bounded, one consumer's trouble its own."""
+"""`StreamingLogprobsCollector`: order, exactly-once delivery, bounds, and isolation of failing consumers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_flush_of_all_reaches_every_request_also_where_one_raises() -> None:
         rows.flush_all()
     assert found == {"b": [1]}
     assert rows.num_waiting("a") == 0
-    rows.flush_all()  # the one that raised is unregistered
+    rows.flush_all()  # the consumer that raised is unregistered
 
 
 def test_a_callback_may_call_back_into_the_collector() -> None:
@@ -144,7 +144,7 @@ def test_leaving_a_stream_forgets_the_request_and_lets_it_go_on() -> None:
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock that tests advance by hand."""
 
     def __init__(self) -> None:
         self._ticks = asyncio.Condition()
@@ -159,12 +159,12 @@ class Clock:
         async with self._ticks:
             self.now_s += 1
             self._ticks.notify_all()
-        for _ in range(4):  # turns of the loop: a reader that was woken reads and sleeps again
+        for _ in range(4):  # loop iterations: a woken reader reads and sleeps again
             await asyncio.sleep(0)
 
 
 def test_sixty_four_slow_readers_stay_within_their_bound() -> None:
-    """A source of three rows a step that makes a hundred steps a second, and readers of a row a second."""
+    """A source of three rows per step and a hundred steps a second, with readers of a row per second."""
     size, total, burst = 8, 60, 3
     names = [str(number) for number in range(64)]
 

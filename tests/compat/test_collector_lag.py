@@ -1,4 +1,4 @@
-"""Consumers that lag, raise or never come: their request waits, its source hears of it, nothing is lost."""
+"""Consumers that lag, raise or never come: their request is paused, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from logprobe.transport.streams import Parcel
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LIMIT_S = 120  # nothing takes as long, also on a busy machine
+LIMIT_S = 120  # generous, also for a busy machine
 
 
 def collector(size: int = 100, **told: Any) -> StreamingLogprobsCollector[int]:
@@ -158,7 +158,7 @@ def test_a_late_callback_gets_a_buffer_at_a_time() -> None:
     told: list[str] = []
     rows = collector(3, pause=lambda name: told.append(f"pause {name}"), resume=told.append)
     found: list[list[int]] = []
-    for number in range(11):  # a source that is slow to heed the pause
+    for number in range(11):  # a source that is slow to pause
         rows.add("a", number)
     assert told == ["pause a"]
     all_came = threading.Event()
@@ -187,7 +187,7 @@ def test_what_a_callback_leaves_of_a_full_buffer_pauses_the_source() -> None:
 
     rows.open("a")
     rows.register_callback("a", lag)
-    rows.add_many([Parcel("a", 1, 2), Parcel("a", 2, 5)])  # the second has more rows than a buffer
+    rows.add_many([Parcel("a", 1, 2), Parcel("a", 2, 5)])  # the second has more rows than the buffer
     until(lambda: told == ["pause a"])
     assert rows.num_waiting("a") == 5
     go.set()
@@ -223,7 +223,7 @@ def test_who_waits_for_room_hears_of_a_callback_that_raised(monkeypatch: pytest.
     wait, waits = rows._room.wait, threading.Event()
 
     def noted(timeout: float | None = None) -> bool:
-        waits.set()  # with the lock, which is let go once it does wait
+        waits.set()  # while holding the lock, which `wait` releases
         return wait(timeout)
 
     monkeypatch.setattr(rows._room, "wait", noted)

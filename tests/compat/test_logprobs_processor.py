@@ -49,7 +49,7 @@ def test_the_chosen_token_and_its_rank_are_kept_in_both_forms(
 def test_positions_are_set_without_a_view_of_the_device(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tensor elsewhere has no `numpy()`: what is written there goes through tensors alone."""
+    """A tensor on a device has no `numpy()`, so the code may only use tensor operations."""
     values = row_of(rng, 30)
     tensors = LogprobsTensors.create_empty(1, 2, 30, device=torch.device("cpu"))
     with monkeypatch.context() as patched:
@@ -235,7 +235,7 @@ def test_a_runner_hands_each_request_its_own_row(rng: np.random.Generator, as_li
 
 
 def test_one_request_reads_its_own_row_alone(rng: np.random.Generator) -> None:
-    """The others may hold anything, even what cannot be read."""
+    """Other rows may hold anything, even unreadable data."""
     tensors = LogprobsTensors.create_empty(2, 1, 30)
     tensors.set_position(0, 0, row_of(rng, 30), 3)
     tensors.num_logprobs[1] = 10**9

@@ -1,4 +1,4 @@
-"""Every name of the source designs, and the older places where some of them are found."""
+"""All names of the source designs, also under the older paths of some of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/audit.md: its example runs, it explains every finding, and its tables are those of the newest run."""
+"""docs/audit.md: its example runs, it explains every finding, and its tables match the newest run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/channels.md lists the forms that are known, and shows the words that tools are said in."""
+"""docs/channels.md lists the known reply formats, and shows how tools are described to models."""
 
 from __future__ import annotations
 

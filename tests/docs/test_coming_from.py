@@ -1,4 +1,4 @@
-"""docs/coming-from.md: both sides of its tables work, as far as their libraries are here."""
+"""docs/coming-from.md: both sides of its tables work if their libraries are installed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL))
-del SECTIONS["Names of their documents"]  # tests/sources
+del SECTIONS["Names of their documents"]  # tested in tests/sources
 
 
 def sides(section: str, column: int) -> list[str]:
-    """The first code of each cell of a column, in order; none of a cell that has no code alone."""
+    """Return the code that begins each cell of a column, in order; cells without it are skipped."""
     rows = [line for line in section.splitlines() if line.startswith("|")][2:]
     cells = [row.strip("| ").split(" | ")[column] for row in rows]
     return [code[1] for cell in cells if (code := re.match(r"`([^`]+)`", cell))]
@@ -42,7 +42,7 @@ def left_sides(section: str) -> list[str]:
 def names(
     tiny_model_folder: Path, adapter_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[dict[str, Any]]:
-    """What the lines may use; the models that they open are small, and closed at the end."""
+    """The names that the lines may use; the models they open are small, and closed at the end."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     opened: list[Any] = []
@@ -92,7 +92,7 @@ def test_each_line_on_the_left_is_python(section: str) -> None:
     lines = left_sides(SECTIONS[section])
     assert len(lines) >= 9
     for line in lines:
-        # A line of the page may be the arguments of a call alone.
+        # A line of the page may be only the arguments of a call.
         code = f"call({line})" if line.startswith("logprobs=") else line
         compile(code, str(PAGE), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 

@@ -1,4 +1,4 @@
-"""The examples of docs/confidence.md, on real weights: a tiny context holds no layout of a reranker."""
+"""The examples of docs/confidence.md, on real weights (a reranker's prompt exceeds the tiny context)."""
 
 from __future__ import annotations
 

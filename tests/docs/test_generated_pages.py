@@ -1,4 +1,4 @@
-"""The generated pages are what their scripts print."""
+"""The generated pages match the output of their scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links, scripts and make targets that the pages name exist, and nothing names the machine of its author."""
+"""Links, scripts and make targets named in the pages exist, and nothing names its author's machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
 }
-CURRENT = {page: text for page, text in PAGES.items() if page != "CHANGELOG.md"}  # which names what is gone
+CURRENT = {page: text for page, text in PAGES.items() if page != "CHANGELOG.md"}  # may name removed files
 FOLDERS = (".ci", ".github", "benchmarks", "deploy", "docs", "examples")
 
 

@@ -1,4 +1,4 @@
-"""The examples of docs/next-token.md run, one after the other; those of genlm and vLLM where those are."""
+"""The examples of docs/next-token.md run in order; those of genlm and vLLM only where they are installed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXAMPLES = examples_of("next-token.md")
 
 @pytest.fixture
 def here(tmp_path: Path, adapter_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, in which LoRA weights lie."""
+    """The current folder, which contains LoRA weights."""
     (tmp_path / "lora").mkdir()
     (tmp_path / "lora" / "tuned").symlink_to(adapter_folders["narrow"])
     monkeypatch.chdir(tmp_path)

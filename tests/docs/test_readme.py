@@ -17,7 +17,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 def test_the_python_example_runs_and_says_what_is_known(
     real_llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # The session's one model instead of a second one.
+    # The session's model instead of a second one.
     monkeypatch.setattr("logprobe.LLM", lambda _: real_llm, raising=False)
     (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     exec(compile(example, "README.md", "exec"), {})  # noqa: S102 - our own text

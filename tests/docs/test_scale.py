@@ -1,4 +1,4 @@
-"""docs/scale.md: its formula is the engine's, its table follows from the formula, its flags exist."""
+"""docs/scale.md: its formula matches the engine, its table the formula, and its flags exist."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TABLE = re.findall(r"^\| (\S+) \| (float32|bfloat16) \| (.*) \|$", PAGE, re.MULT
 
 @pytest.fixture(scope="module")
 def sizes() -> Callable[..., tuple[int, int, int]]:
-    """The page's own function."""
+    """The function on the page."""
     names: dict[str, Any] = {}
     exec(next(code for code in PYTHON if "def sizes" in code), names)  # noqa: S102 - our own page
     made: Callable[..., tuple[int, int, int]] = names["sizes"]

@@ -1,4 +1,4 @@
-"""The table of sizes in docs/deploy.md is what the script prints, and its memory is what a pool takes."""
+"""The size table in docs/deploy.md matches its script, and its memory that of a real pool."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_each_example_prints_what_the_page_shows(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # The session's one model instead of a second one, and a free port.
+    # The session's model instead of a second one, and a free port.
     monkeypatch.setattr("logprobe.LLM", lambda _: real_llm, raising=False)
     client = openai.OpenAI
     monkeypatch.chdir(tmp_path)
@@ -46,7 +46,7 @@ def test_each_example_prints_what_the_page_shows(
             exec(compile(example, "tutorial.md", "exec", dont_inherit=True), names)  # noqa: S102 - our own page
             printed = capsys.readouterr().out
             assert FIGURE.sub("", printed) == FIGURE.sub("", shown)
-            # As shown, but for what another machine's float32 may round otherwise.
+            # As shown, up to rounding differences between machines.
             numbers = [float(one) for one in FIGURE.findall(shown)]
             assert [float(one) for one in FIGURE.findall(printed)] == pytest.approx(numbers, abs=0.011)
         names["client"].close()

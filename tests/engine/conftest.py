@@ -1,4 +1,4 @@
-"""An engine driven step by step without its thread, over one tiny model that all tests of a session share."""
+"""An engine stepped by hand without its thread, over a tiny model shared by all tests of a session."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SMALL: dict[str, Any] = {
 
 
 class WatchedForward:
-    """A forward backend that shows a smaller pool, counts tokens and lets a test spoil a step."""
+    """A forward backend with a smaller pool that counts tokens and lets a test make a step fail."""
 
     def __init__(self, forward: Any, num_slots: int) -> None:
         self._forward = forward
@@ -55,7 +55,7 @@ class WatchedForward:
         self._forward.run(batch)
 
     def close(self) -> None:
-        """Others use the same model."""
+        """Do nothing, as others use the same model."""
 
     def hidden_rows(self, slots: Any) -> Any:
         rows = self._forward.hidden_rows(slots).clone()
@@ -64,9 +64,9 @@ class WatchedForward:
 
 
 class SteppedEngine:
-    """Requests in, steps by hand; each step is followed by the check of every slot's ownership.
+    """Submit requests and run steps by hand; each step is followed by a check of all slots' owners.
 
-    All share one pool of keys and values: run the next engine only when the last one is done with.
+    All instances share one KV pool: run the next engine only when the last one is finished.
     """
 
     def __init__(self, llm: Any, num_slots: int, **settings: Any) -> None:
@@ -117,7 +117,7 @@ class SteppedEngine:
         self.scheduler.check_integrity()
 
     def take(self, events: Iterable[Event]) -> None:
-        """Add what is new, and count how often each request ends."""
+        """Add new events, and count how often each request ends."""
         for event in events:
             builder = self.builders[event.request_id]
             was_finished = builder.output.is_finished
@@ -138,7 +138,7 @@ class SteppedEngine:
 
 
 def start(folder: Path) -> Any:
-    """A model whose own thread has ended; its parts serve engines driven by hand."""
+    """Load a model and stop its thread; its parts serve engines driven by hand."""
     from logprobe import LLM
 
     with LLM(str(folder), kv_bytes=1 << 20) as llm:
@@ -148,7 +148,7 @@ def start(folder: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path) -> Callable[..., Path]:
-    """Save a small random model of a kind that transformers knows, with what makes it special."""
+    """Save a small random model of a transformers class, with special settings."""
 
     def make(kind: str, special: dict[str, Any], prepare: Callable[[Any], None] = lambda _: None) -> Path:
         import torch
@@ -179,7 +179,7 @@ def window_parts(tiny_window_folder: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def new_engine(parts: Any) -> Callable[..., SteppedEngine]:
-    """Make a cold engine on the tiny Llama: number of slots, then settings of `EngineConfig`."""
+    """Make an engine with empty caches on the tiny Llama: number of slots, settings of `EngineConfig`."""
     return lambda num_slots=400, **settings: SteppedEngine(parts, num_slots, **settings)
 
 
@@ -191,7 +191,7 @@ def new_window_engine(window_parts: Any) -> Callable[..., SteppedEngine]:
 
 @pytest.fixture(scope="session")
 def assert_same() -> Callable[[RequestOutput, RequestOutput], None]:
-    """Compare what two requests gave: tokens equal, numbers within the tolerance."""
+    """Compare two outputs: equal tokens, numbers within the tolerance."""
     return _assert_same
 
 
@@ -223,7 +223,7 @@ def _assert_same_rows(got: Any, want: Any) -> None:
         np.testing.assert_allclose(_sorted_logprobs(mine), _sorted_logprobs(theirs), atol=TOLERANCE)
         for token_id in mine.keys() & theirs.keys():
             assert mine[token_id].logprob == pytest.approx(theirs[token_id].logprob, abs=TOLERANCE)
-            # Two logits closer than the tolerance may change places.
+            # Two logits within the tolerance may swap ranks.
             assert abs(mine[token_id].rank - theirs[token_id].rank) <= 1
     assert got.extras.keys() == want.extras.keys(), "a further column is there if and only if it was asked"
     for name, column in want.extras.items():

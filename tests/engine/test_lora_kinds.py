@@ -1,4 +1,4 @@
-"""Every kind of LoRA weights that peft merges into linear layers, beside peft's own forward pass."""
+"""Every kind of LoRA that peft can merge into linear layers, compared with peft's own forward pass."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "biases": ("llama", BIASES),
     "tied": ("llama", {"tie_word_embeddings": True}),
     "scaled": ("gemma3_text", {"sliding_window": 16, "layer_types": ["full_attention"] * 2}),
-    "joined": ("phi3", {}),  # gates and values, queries, keys and values in one matrix each
+    "joined": ("phi3", {}),  # gates and values, and queries, keys and values, in one matrix each
 }
 KINDS: dict[str, dict[str, Any]] = {
     "DoRA": {"target_modules": LAYERS, "use_dora": True, "lora_alpha": 5},
@@ -62,7 +62,7 @@ CASES = [
 
 
 def trained(folder: Path, out: Path, seed: int, **options: Any) -> tuple[Path, Any]:
-    """LoRA weights of random numbers in a folder, and peft's model with them."""
+    """Save random LoRA weights to a folder; return it with peft's model."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -82,7 +82,7 @@ def trained(folder: Path, out: Path, seed: int, **options: Any) -> tuple[Path, A
 def case(
     request: Any, tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path, Any, Any]:
-    """A model, a folder of LoRA weights, and models of peft with and without them."""
+    """A model folder, a LoRA folder, and peft's models with and without the LoRA."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     name, kind = request.param
@@ -102,7 +102,7 @@ def case(
 
 
 def expected(model: Any, ids: list[int]) -> np.ndarray[Any, Any]:
-    """Log-probabilities of ids[1:] by a whole forward pass."""
+    """Return log-probabilities of ids[1:] by a whole forward pass."""
     with torch.inference_mode():
         rows = model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
     return rows[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
@@ -113,7 +113,7 @@ def found(outputs: list[Any]) -> list[np.ndarray[Any, Any]]:
 
 
 @pytest.mark.parametrize("weights", ["published", "plain"])
-@pytest.mark.filterwarnings("ignore")  # peft says that it saves embeddings, and that they are tied
+@pytest.mark.filterwarnings("ignore")  # peft warns that it saves embeddings, and that they are tied
 def test_the_numbers_are_pefts_alone_batched_and_on_cached_prefixes(
     case: tuple[Path, Path, Any, Any], weights: Any
 ) -> None:
@@ -129,7 +129,7 @@ def test_the_numbers_are_pefts_alone_batched_and_on_cached_prefixes(
     with LLM(str(folder), kv_bytes=1 << 21, weights=weights, max_batch_tokens=64) as llm:
         [before] = found(llm.generate([prompts[0]], params[1]))
         llm.add_lora("x", lora)
-        for _ in range(2):  # cold, then on cached prefixes
+        for _ in range(2):  # cold, then with cached prefixes
             outputs = llm.generate([ids for ids in prompts for _ in params], params * len(prompts))
             for index, rows in enumerate(found(outputs)):
                 ids, model = prompts[index // 2], (tuned, base)[index % 2]
@@ -151,7 +151,7 @@ def test_the_numbers_are_pefts_alone_batched_and_on_cached_prefixes(
 def tiny_kinds(
     tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., tuple[Path, Any]]:
-    """Makes LoRA weights of the tiny Llama."""
+    """Make LoRA weights for the tiny Llama."""
     return lambda **options: trained(tiny_model_folder, tmp_path_factory.mktemp("kind") / "l", 3, **options)
 
 

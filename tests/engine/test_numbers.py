@@ -1,6 +1,6 @@
-"""The engine's numbers against transformers in float32, in every batch, chunking and cache state.
+"""The engine's numbers against transformers in float32, for every batch, chunking and cache state.
 
-The real model's tests have twins on the tiny model, which run without any download.
+The tests on the real model have counterparts on the tiny model, which need no download.
 """
 
 # ruff: noqa: RUF001 - texts of many scripts are the point
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FROM_TRANSFORMERS = 2e-4  # nats
 BETWEEN_BATCHES = 5e-5
-BETWEEN_CHUNKS = 1e-4  # the largest of 1,100 positions; 5.5e-5 was seen without AVX-512
+BETWEEN_CHUNKS = 1e-4  # maximum over 1,100 positions; 5.5e-5 was observed without AVX-512
 CODE = "def gcd(a: int, b: int) -> int:\n    while b:\n        a, b = b, a % b\n    return a\n\n\n"
 TEXTS = [
     "The capital of France is Paris, and the capital of Italy is Rome.",
@@ -41,13 +41,13 @@ GREEDY_TOKENS = 24
 
 
 def chosen(output: Any) -> np.ndarray:
-    """The chosen tokens' log-probabilities from position 1 on."""
+    """Return the chosen tokens' log-probabilities from position 1 on."""
     rows = output.prompt_logprobs
     return np.array(list(rows.logprobs), dtype=np.float64)
 
 
 class Reference:
-    """What transformers makes of texts, each computed once for all forms of weights."""
+    """transformers' results for texts, each computed once for all forms of weights."""
 
     def __init__(self, model: Any) -> None:
         self._model = model.eval()
@@ -56,7 +56,7 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(self, ids: list[int]) -> np.ndarray:
-        """Those of the text's own tokens from the second on, float64."""
+        """Return the log-probabilities of the text's tokens from the second on, float64."""
         key = tuple(ids)
         if key not in self._logprobs:
             logits = self._model(torch.tensor([ids[:-1]])).logits[0]
@@ -67,7 +67,7 @@ class Reference:
 
     @torch.no_grad()
     def greedy(self, prompt: list[int]) -> list[int]:
-        """The likeliest tokens one after another."""
+        """Return the greedy tokens."""
         key = tuple(prompt)
         if key not in self._greedy:
             ids = torch.tensor([prompt])
@@ -79,7 +79,7 @@ class Reference:
 
 
 def forget(llm: LLM) -> None:
-    """Make the prefix cache cold."""
+    """Clear the prefix cache."""
     llm.engine.forget_prefixes()
 
 
@@ -88,7 +88,7 @@ def with_batch_tokens(llm: LLM, count: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def assert_numbers_hold(llm: LLM, ids: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Equal numbers alone and together, in small and large chunks, cold and warm; those got alone."""
+    """Assert equal results alone and batched, in small and large chunks, cold and cached; return one."""
     forget(llm)
     alone = [chosen(llm.generate([one], SCORED)[0]) for one in ids]
     forget(llm)
@@ -97,7 +97,7 @@ def assert_numbers_hold(llm: LLM, ids: list[list[int]], monkeypatch: pytest.Monk
     with_batch_tokens(llm, 64, monkeypatch)
     forget(llm)
     in_small_chunks = [chosen(output) for output in llm.generate(ids, SCORED)]
-    # Half of each is known, and the rest is computed on it.
+    # Half of each is cached, and the rest is computed.
     forget(llm)
     llm.generate([one[: len(one) // 2] for one in ids], SCORED)
     on_known_halves = [chosen(output) for output in llm.generate(ids, SCORED)]
@@ -114,7 +114,7 @@ def tiny_reference(tiny_model_folder: Path) -> Reference:
 
 @pytest.fixture(scope="module", autouse=True)
 def _two_threads() -> Iterator[None]:
-    """Engines that start here share their work between two, however many this test process has."""
+    """Let engines started here use two threads, whatever this process's setting."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -130,7 +130,7 @@ def tiny(request: pytest.FixtureRequest, tiny_model_folder: Path) -> Iterator[LL
 
 @pytest.fixture(scope="module", params=["auto", "published"])
 def real(request: pytest.FixtureRequest, real_llm: LLM) -> Iterator[LLM]:
-    """The default model, whose file is of 4-bit and 8-bit blocks."""
+    """The default model, whose file has 4-bit and 8-bit blocks."""
     if request.param == "auto":
         yield real_llm
     else:
@@ -180,7 +180,7 @@ def test_a_long_text_of_the_real_model_equals_transformers_in_every_state(
     real: LLM, real_reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "".join(f"{CODE.replace('gcd', f'gcd_{index}')}# {TEXTS[index % 5]}\n" for index in range(24))
-    # Several whole chunks and one cut short.
+    # Several whole chunks and a partial one.
     ids = real.text.encode(text).tolist()[:1100]
     assert len(ids) == 1100 > 2 * real.config.max_batch_tokens
     forget(real)

@@ -1,4 +1,4 @@
-"""Inspect on our model in process, and by its own providers over HTTP, beside its own `hf`."""
+"""Inspect with our model in process, and over HTTP by its own providers, compared with its own `hf`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SERVED = {"VLLM": ("vllm", "smollm2"), "LOGPROBE": ("openai-api", "logprobe/smol
 def evaluate(
     run: Callable[..., str], rows: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., dict[str, Any]]:
-    """Run `inspect eval`; the log of each task."""
+    """Run `inspect eval`; return the log of each task."""
     data = tmp_path_factory.mktemp("data") / "rows.json"
     data.write_text(json.dumps(rows))
 
@@ -80,7 +80,7 @@ def ours(evaluate: Callable[..., Any], smollm2_folder: Path) -> Any:
 
 
 def assert_same(got: Any, want: Any) -> None:
-    """The same texts, metrics and numbers, of the positions that both have."""
+    """Assert equal texts, metrics and numbers at the positions that both have."""
     assert metrics(got) == pytest.approx(metrics(want), abs=TOLERANCE)
     for mine, theirs in zip(outputs(got), outputs(want), strict=True):
         assert mine["completion"] == theirs["completion"]
@@ -91,7 +91,7 @@ def assert_same(got: Any, want: Any) -> None:
 
 
 def numbers(output: Any) -> list[list[float]]:
-    """Of each position, what was chosen and the three best."""
+    """Return the log-probabilities of the chosen token and of the three best at each position."""
     content = output["choices"][0]["logprobs"]["content"]
     return [[row["logprob"], *(top["logprob"] for top in row["top_logprobs"])] for row in content]
 

@@ -1,7 +1,7 @@
-"""Every key of a family's configuration moved away from its default, one at a time.
+"""Every key of a family's configuration changed from its default, one at a time.
 
-The keys are those of transformers' own classes, and what their modules read beside them: no list of the
-engine's has a say here.
+The keys are those of transformers' configuration classes and those that its modules read in addition,
+independent of the engine.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
     Moves = Iterator[tuple[str, dict[str, Any]]]
 
-# One of each kind of rotation is moved there: the frequencies of all come from the same code.
+# Here only one rotation of each kind is tried: all families use the same code for frequencies.
 SAME_ROTARY = (
     *("cwm", "seed_oss", "arcee", "jais2", "exaone4", "helium", "ernie4_5"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"),
 )
-# Of those that are the same class under several names (internlm3 and iquestcoder are Llama's) one is moved.
+# Of classes with several names (internlm3 and iquestcoder are Llama's) one is used.
 FAMILIES = (
     *("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "smollm3"),
     *("gemma", "gemma2", "gemma3_text", "olmo", "olmo2", "olmo3", "phi3"),
@@ -41,7 +41,7 @@ FAMILIES = (
 
 @dataclass(frozen=True)
 class Variant:
-    """A family with one thing moved; `special` is the whole of what its configuration is given."""
+    """A family with one key changed; `special` is the complete set of configuration arguments."""
 
     kind: str
     moved: str
@@ -49,19 +49,19 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """As in the tables of outcomes."""
+        """The name in the tables of outcomes."""
         return f"{self.kind}-{self.moved}"
 
     @property
     def option(self) -> str:
-        """The key that is moved; of rotations and activations also the value."""
+        """The changed key; for rotations and activations with its value."""
         key, _, value = re.sub(r"\.(full|sliding)_attention", "", self.moved).partition("=")
         return f"{key}={value}" if key == "rope_parameters" or value in ACTIVATIONS else key
 
 
 QUARTER_ROTATES = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
-# What the moves begin at: tiny.py's values, but that each kind of layer and each rotation shows.
+# The starting point: values of tiny.py, changed so that each kind of layer and rotation has an effect.
 BASE: dict[str, dict[str, Any]] = {
     **{kind: {"layer_types": MIXED} for kind in ("ministral", "gemma3_text", "olmo3", "cohere2", "exaone4")},
     **{kind: {"rope_parameters": QUARTER_ROTATES} for kind in ("phi", "glm")},
@@ -76,10 +76,10 @@ BASE: dict[str, dict[str, Any]] = {
     },
     "phi3": {"original_max_position_embeddings": BOUNDARY},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
-    "granite": {"attention_multiplier": 0.25},  # under 1.0, sharp attention makes roundings large
+    "granite": {"attention_multiplier": 0.25},  # sharper attention (1.0) would amplify rounding errors
 }
 
-# Keys that only train, name or report things: moved together.
+# Keys that only affect training, names or reports: changed together.
 BOOKKEEPING: dict[str, Any] = {
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "classifier_dropout", "embedding_dropout"), 0.5),
     **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop", "residual_dropout"), 0.5),
@@ -108,7 +108,7 @@ BOOKKEEPING: dict[str, Any] = {
     "transformers_version": "4.0.0",
     "_name_or_path": "another/name",
 }
-# What no variant moves: the family itself, and what other classes in its module read.
+# Never changed: the family itself, and keys that other classes in its module read.
 UNMOVED = {"model_type", "text_config", "vision_config", "image_token_id", "mm_tokens_per_image"}
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "quick_gelu", "relu2", "tanh")
@@ -122,7 +122,7 @@ LAYER_TYPES = {
         tuple(MIXED),
     )
 }
-# Key → its values, where the type of the default does not say enough; a dictionary gives them names.
+# Key → its values, where the type of the default is not enough; a dictionary names them.
 VALUES: dict[str, Any] = {
     **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function"), ACTIVATIONS),
     "layer_types": LAYER_TYPES,
@@ -155,7 +155,7 @@ VALUES: dict[str, Any] = {
     "use_bidirectional_attention": (True,),
     "is_encoder_decoder": (True,),
 }
-# Keys whose value another key's base hides.
+# Keys without effect unless another key's base is changed.
 UNCOVERING: dict[str, dict[str, Any]] = {
     "no_rope_layer_interval": {"no_rope_layers": None},
     "sliding_window_pattern": {"layer_types": None},
@@ -183,7 +183,7 @@ LONGROPES: dict[str, dict[str, Any]] = {
 
 
 def variants() -> list[Variant]:
-    """Every variant of every family."""
+    """Return every variant of every family."""
     return [
         Variant(kind, moved, BASE.get(kind, {}) | special)
         for kind in FAMILIES
@@ -194,7 +194,7 @@ def variants() -> list[Variant]:
 def sample(candidates: list[Variant]) -> list[Variant]:
     """Return a fixed selection in which each option and each family of the candidates occurs.
 
-    Each option is taken of a family that was taken least often before, drawn by a fixed seed.
+    Each option is taken from a family that was taken least often before, chosen with a fixed seed.
     """
     drawn = random.Random(0).sample(candidates, len(candidates))  # noqa: S311 - no secret
     chosen: list[Variant] = []
@@ -214,13 +214,13 @@ def sample(candidates: list[Variant]) -> list[Variant]:
 
 @functools.cache
 def default_of(kind: str) -> dict[str, Any]:
-    """A family's own default configuration."""
+    """Return a family's default configuration."""
     return dict(CONFIG_MAPPING[kind]().to_dict())
 
 
 @functools.cache
 def read_beside(kind: str) -> set[str]:
-    """What the source of a family's model reads of its configuration, beside the keys of the default one."""
+    """Return the keys that a family's model code reads in addition to those of the default configuration."""
     model = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
     source = inspect.getsource(inspect.getmodule(model))  # type: ignore[arg-type]
     names = set(re.findall(r'\bconfig\.([a-z]\w*)\b(?!\()|getattr\((?:self\.)?config, "(\w+)"', source))
@@ -264,7 +264,7 @@ def _values(key: str, base: Any, default: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _cut(key: str, value: Any, base: dict[str, Any]) -> dict[str, Any]:
-    """Lists of a value for each layer, where there are fewer layers."""
+    """Shorten per-layer lists when there are fewer layers."""
     if key != "num_hidden_layers":
         return {}
     return {name: base[name][:value] for name in ("layer_types", "no_rope_layers") if name in base}
@@ -276,7 +276,7 @@ def _rotations(base: dict[str, Any]) -> Moves:
     if "rope_type" in rope:
         yield from _rotations_of(rope, head_dim)
         return
-    for layers in rope:  # one rotation for each kind of layer
+    for layers in rope:  # one rotation per kind of layer
         for moved, value in _rotations_of(rope[layers], head_dim):
             yield f".{layers}{moved}", rope | {layers: value}
 
@@ -304,12 +304,12 @@ def _rotations_of(rope: dict[str, Any], head_dim: int) -> Moves:
 
 
 def _kind(row: dict[str, Any]) -> dict[str, Any]:
-    """What makes a kind of rotation, without its base."""
+    """Return the kind of a rotation, without its base frequency."""
     return {name: value for name, value in row["rope_parameters"].items() if name != "rope_theta"}
 
 
 def _old_spellings(kind: str) -> Moves:
-    """Keys of configurations written before transformers 5, which its classes still take."""
+    """Yield keys of configurations from before transformers 5, which its classes still accept."""
     if "rope_parameters" not in default_of(kind):
         return
     new = {"rope_parameters": None}
@@ -317,7 +317,7 @@ def _old_spellings(kind: str) -> Moves:
     yield "old rope_scaling=linear", new | {"rope_scaling": {"type": "linear", "factor": 2.0}}
     yield "old rope_scaling=yarn", new | {"rope_scaling": _kind(YARN)}
     yield "old partial_rotary_factor", new | {"partial_rotary_factor": 0.5}
-    if kind != "phi3":  # whose own key it is
+    if kind != "phi3":  # it has its own key
         scaled = {} if kind == "ministral3" else new | {"rope_scaling": _kind(YARN)}
         yield "old original_max_position_embeddings", scaled | {"original_max_position_embeddings": 16}
     if kind == "gpt_neox":
@@ -330,10 +330,10 @@ def _old_spellings(kind: str) -> Moves:
 
 
 def _others(kind: str) -> Moves:
-    """Keys that other families read and this one does not: they change nothing."""
+    """Yield keys that other families read and this one ignores."""
     own = {*default_of(kind), *read_beside(kind), *CONFIG_MAPPING[kind].attribute_map}
     own |= {*UNMOVED, *BOOKKEEPING, "rope_parameters"}
-    own |= {"partial_rotary_factor", "original_max_position_embeddings"}  # which every class takes
+    own |= {"partial_rotary_factor", "original_max_position_embeddings"}  # accepted by every class
     foreign: dict[str, Any] = {}
     for other in FAMILIES:
         base = config_of(other).to_dict()

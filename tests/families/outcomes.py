@@ -1,4 +1,4 @@
-"""What becomes of every family in transformers' mapping of causal language models, by its default variant."""
+"""The outcome of the default variant of every family in transformers' mapping of causal language models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ def _kinds(text: str) -> list[str]:
     return text.split()
 
 
-# Model types that run by the native decoder.
+# Model types that the native decoder runs.
 NATIVE = _kinds("""
 arcee cohere cohere2 cwm ernie4_5 exaone4 gemma gemma2 gemma3 gemma3_text glm got_ocr2 gpt-sw3
 gpt2 gpt_neox granite helium internlm3 iquestcoder jais2 llama ministral ministral3 mistral
@@ -15,7 +15,7 @@ mixtral moss_transcribe_diarize olmo olmo2 olmo3 olmoe phi phi3 qwen2 qwen2_moe 
 seed_oss smollm3 stablelm starcoder2
 """)
 
-# Those that the transformers decoder runs, on published products.
+# Model types that the transformers decoder runs, on the checkpoint's weights.
 TRANSFORMERS = _kinds("""
 afmoe apertus aria_text axk1 beam biogpt bitnet cohere2_moe ctrl deepseek_v2 deepseek_v3 dots1
 ernie4_5_moe exaone_moe flex_olmo flint fuyu gemma3n_text gemma4 gemma4_text gemma4_unified_text
@@ -26,7 +26,7 @@ modernbert-decoder moshi nanochat nemotron opt persimmon phi4_multimodal phimoe 
 vaultgemma youtu
 """)
 
-# Reason of the refusal → those that it holds for.
+# Reason for refusal → model types.
 REFUSED = {
     "none of its layers uses transformers' attention interface": _kinds("""
         big_bird codegen falcon git gpt_neo gpt_neox_japanese gptj megatron-bert mvp openai-gpt
@@ -81,7 +81,7 @@ REFUSED = {
     """),
 }
 
-# No tiny model of these could be made; those of the same source are above under another name.
+# No tiny model of these could be built; those with the same source are listed above under another name.
 UNBUILT = _kinds("""
 bailing_hybrid blt cohere_compass_text dbrx dots3_note emu3 gemma3n gemma4_assistant
 gemma4_unified_assistant llama4 musicgen musicgen_melody qwen3_5 qwen3_5_moe qwen4_exp reformer

@@ -1,4 +1,4 @@
-"""Whether an engine on a model gives transformers' own numbers, however the tokens reach it."""
+"""Compare an engine's numbers with transformers' for several ways of batching, chunking and caching."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ NUM_NEW = 30
 
 
 class Truth:
-    """A model as transformers runs it: each text whole, alone, in a fresh state."""
+    """A model run by transformers: each text whole, alone, without a cache."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        # Rotary embeddings may choose by the length of a text; then no run serves the texts it begins with.
+        # Rotary embeddings may depend on the text's length; then a run is not valid for prefixes of its text.
         self._is_by_length = any(
             name in str(getattr(module, "rope_type", ""))
             for name in ("longrope", "dynamic")
@@ -45,7 +45,7 @@ class Truth:
         self._rows: dict[tuple[int, ...], Any] = {}
 
     def rows(self, token_ids: Any) -> Any:
-        """Log-probabilities after each token, (num_tokens, vocabulary) float64, nats."""
+        """Return log-probabilities after each token, (num_tokens, vocabulary) float64, nats."""
         key = tuple(map(int, token_ids))
         if key not in self._rows:
             model = copy.deepcopy(self._model) if self._is_by_length else self._model
@@ -55,14 +55,14 @@ class Truth:
         return self._rows[key]
 
     def next_rows(self, token_ids: Any, start: int) -> Any:
-        """Log-probabilities of each token from `start` on, each by a run of all before it."""
+        """Return the rows that predict each token from `start` on, by a run per prefix if lengths matter."""
         if not self._is_by_length:
             return self.rows(token_ids)[start - 1 : -1]
         return np.array([self.rows(token_ids[:end])[-1] for end in range(start, len(token_ids))])
 
 
 def load(model: Any, weights: str, **settings: Any) -> native.NativeForward:
-    """The forward pass of the native engine on a copy of a model."""
+    """Load a copy of a model into the native engine and return its forward pass."""
     config = EngineConfig(model="tiny", weights=weights, kv_bytes=1 << 20, device="cpu", **settings)  # type: ignore[arg-type]
 
     def copied(_files: Any, *, dtype: torch.dtype, **_: Any) -> Any:
@@ -73,7 +73,7 @@ def load(model: Any, weights: str, **settings: Any) -> native.NativeForward:
 
 
 class Driven:
-    """An engine driven by hand; each call runs its requests together and checks every slot's owner."""
+    """Drive an engine by hand; each call runs its requests together and checks the owner of every slot."""
 
     def __init__(self, forward: Any, text: TextEdge, **settings: Any) -> None:
         self._engine = Engine(EngineConfig(model="tiny", **settings), forward, text, frozenset())
@@ -106,19 +106,19 @@ GREEDY = SamplingParams(max_tokens=NUM_NEW, temperature=0, logprobs=TOP, ignore_
 
 
 def prompts(vocab_size: int) -> dict[str, list[int]]:
-    """Texts below, across and beyond windows of 16 and boundaries of 32; two share their beginning."""
+    """Return texts below, across and beyond windows of 16 and boundaries of 32; two share a prefix."""
     rng = np.random.default_rng(5)
     long = rng.integers(3, vocab_size, 44).tolist()
     return {
         "long": long,
         "short": rng.integers(3, vocab_size, 9).tolist(),
         "sharing": [*long[:21], *rng.integers(3, vocab_size, 17).tolist()],
-        "start": long[:24],  # of another length than what it begins
+        "start": long[:24],  # a prefix with another length
     }
 
 
 def differences(truth: Truth, forward: Any, text: TextEdge) -> Iterator[tuple[str, float]]:
-    """Name of each way and its largest difference from the truth, in nats."""
+    """Yield the name of each case and its largest difference from the reference, in nats."""
     texts = prompts(forward.vocab_size)
     settings = {"max_batch_tokens": 128, "max_batch_rows": 8}
 
@@ -147,7 +147,7 @@ def differences(truth: Truth, forward: Any, text: TextEdge) -> Iterator[tuple[st
 
 
 def quick_differences(truth: Truth, forward: Any, text: TextEdge) -> Iterator[tuple[str, float]]:
-    """The same, by two ways that hold the others: chunks of many prompts, then growth on what is cached."""
+    """Check two cases that cover the others: chunks of many prompts, then generation on a cached prefix."""
     texts = prompts(forward.vocab_size)
     engine = Driven(forward, text, max_batch_tokens=19, max_batch_rows=8)
     outputs = engine.run(*((ids, SCORED) for ids in texts.values()))
@@ -157,7 +157,7 @@ def quick_differences(truth: Truth, forward: Any, text: TextEdge) -> Iterator[tu
 
 
 def how_layers_run(forward: Any) -> str:
-    """By the `native` or the `transformers` decoder."""
+    """Return the decoder, `native` or `transformers`."""
     return "native" if forward.layout.why_transformers is None else "transformers"
 
 
@@ -167,7 +167,7 @@ def _prompt_difference(truth: Truth, ids: list[int], output: RequestOutput) -> f
 
 
 def _grown_difference(truth: Truth, ids: list[int], engine: Driven, *others: list[int]) -> float:
-    """Of a greedy continuation, whose tokens have to be the truth's too, up to a tie."""
+    """Compare a greedy continuation, whose tokens must be the reference's best up to ties."""
     output, *beside = engine.run((ids, GREEDY), *((other, GREEDY) for other in others))
     largest = 0.0
     for prompt, grown in zip((ids, *others), (output, *beside), strict=True):

@@ -1,7 +1,7 @@
-"""Every kernel over shapes and numbers that are at the edge.
+"""Every kernel on extreme shapes and values.
 
-The same bits in every variant, on any number of threads, and for a row alone or among others; close to
-float64.
+Each gives the same bits in every variant, with any number of threads, and for a row alone or in a batch;
+results are close to float64.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from logprobe.records.rows import KERNEL_EXTRAS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-UNIT = 2.0**-24  # of float32's rounding
+UNIT = 2.0**-24  # float32 unit roundoff
 SPECIAL = [torch.nan, -torch.nan, torch.inf, -torch.inf, -0.0, 0.0, 2.0**-149, 3e38]
 NAMES = sorted(ACTIVATIONS.keys() - {"none"})
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -54,14 +54,14 @@ few = settings(max_examples=40, deadline=None, derandomize=True)
 
 @cache
 def libraries() -> list[Library]:
-    """Every variant that was built and that this processor can run."""
+    """Return all variants that were built and that this CPU can run."""
     found = [Library(name) for name in VARIANTS if Library.path_of(name).exists()]
     return [library for library in found if library.can_run()]
 
 
 @contextmanager
 def running(library: Library, num_threads: int) -> Iterator[None]:
-    """Kernels run by one variant, on so many threads."""
+    """Run kernels with one variant and a given number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
@@ -73,7 +73,7 @@ def running(library: Library, num_threads: int) -> Iterator[None]:
 
 
 def everywhere(compute: Callable[[], list[Tensor]]) -> list[Tensor]:
-    """Return what the kernel computes; check that every variant gives it on one and on three threads."""
+    """Run a kernel with every variant on one and on three threads; assert equal bits; return the result."""
     first: list[Tensor] | None = None
     for library in libraries():
         for num_threads in (1, 3):
@@ -87,7 +87,7 @@ def everywhere(compute: Callable[[], list[Tensor]]) -> list[Tensor]:
 
 
 def assert_bits(got: Tensor, want: Tensor) -> None:
-    """Equal bits; one NaN is as good as another."""
+    """Assert equal bits; any NaN equals any other."""
     if got.is_floating_point():
         assert torch.equal(got.isnan(), want.isnan())
         got, want = (x.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf) for x in (got, want))
@@ -103,7 +103,7 @@ def numbers(shape: tuple[int, ...], seed: int, scale: float = 1.0) -> Tensor:
 
 
 def weights(form: str, outputs: int, inputs: int, seed: int, bias: Tensor | None = None) -> PanelWeights:
-    """Random weights of a form."""
+    """Make random weights of a form."""
     rng = np.random.default_rng(seed)
     if form in {"float32", "bfloat16", "float16"}:
         floats = numbers((outputs, inputs), seed).to(getattr(torch, form)).float()
@@ -169,7 +169,7 @@ def test_products(
         assert_bits(product(x[row : row + 1], rest)[0], got[row])
 
     def exact(panels: PanelWeights) -> tuple[Tensor, Tensor]:
-        """The product in float64, and how far off one in float32 may be."""
+        """Return the product in float64, and the error allowed for float32."""
         wide = torch.from_numpy(panels.rows(np.arange(outputs))).double()
         bound = x.double().abs().sum(1, keepdim=True) * wide.abs().max() * (32 + inputs / 96) * UNIT
         y = x.double() @ wide.T + (0 if panels.bias is None else panels.bias.double())
@@ -264,7 +264,7 @@ def test_norms(
     if residual is not None:
         want, lost = want + residual.view(want.shape), lost + residual.view(want.shape).abs()
     error = (got.view(want.shape) - want).abs()
-    # The squares of numbers beyond 1e19 are infinite in float32.
+    # Squares of numbers beyond 1e19 overflow float32.
     is_usual = wide.abs().amax(-1, keepdim=True) < 1e18
     assert (error <= 2e-6 * (lost + 1e-30))[is_usual.expand(want.shape)].all()
     is_spoilt = wide.isnan().any(-1, keepdim=True).expand(want.shape)
@@ -362,7 +362,7 @@ def test_gates(*, num_rows: int, width: int, activation: str, has_values: bool, 
     wide = gates.double()
     factors = torch.ones_like(wide) if values is None else values.double()
     want = FUNCTIONS[activation](wide) * factors
-    # Where all digits of torch's own 1 + tanh z cancel, the number itself is next to nothing.
+    # Where all digits of torch's 1 + tanh z cancel, the result is close to zero.
     error = 2e-6 * want.abs() + 1e-7 * factors.abs()
     assert ((got - want).abs() <= error)[is_usual].all()
 
@@ -395,7 +395,7 @@ def test_store(num_rows: int, dims: tuple[int, int], special: float) -> None:
 def attended(
     query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, rule: ScoreRule
 ) -> tuple[Tensor, Tensor]:
-    """The last rows of a context, as the kernel for rows and the one for chunks attend them."""
+    """Return the last rows of a context, from the kernel for rows and the one for chunks."""
     outs = [torch.full((*query.shape[:2], values.shape[2]), 7.0) for _ in range(2)]
     count, context = len(query), len(slots)
     places = np.arange(count, dtype=np.int32)
@@ -409,7 +409,7 @@ def attended(
 
 
 def exact_attention(query: Tensor, keys: Tensor, values: Tensor, rule: ScoreRule) -> Tensor:
-    """One row over all that it may see, in float64."""
+    """Attend with one row to all that it may see, in float64."""
     groups = len(query) // keys.shape[1]
     if rule.window is not None:
         keys, values = keys[-rule.window :], values[-rule.window :]
@@ -482,7 +482,7 @@ def test_attention_to_keys_and_values_that_are_no_numbers(
     assert_bits(by_rows, by_chunk)
     for row in range(context):
         want = exact_attention(query[row], keys[: row + 1], values[: row + 1], rule)
-        # A score in float32 may be infinite where it is not in float64.
+        # A float32 score may overflow where float64 does not.
         if abs(special) != 3e38:
             torch.testing.assert_close(by_rows[row].double(), want, atol=2e-5, rtol=2e-5, equal_nan=True)
 
@@ -502,7 +502,7 @@ def test_a_row_whose_scores_are_all_minus_infinity_is_nan_or_all_of_its_sink(
 
 
 def test_the_exponential_is_as_near_as_it_says_and_has_no_bias_where_it_weighs() -> None:
-    """One key of score d beside a sink of 0 has the weight e**d / (1 + e**d)."""
+    """One key of score d next to a sink of 0 has the weight e**d / (1 + e**d)."""
     d = torch.linspace(-87, 0, 30_001)
     query, keys, values = d.view(-1, 1, 1), torch.ones(len(d), 1, 1), torch.ones(len(d), 1, 1)
     rule = ScoreRule(1.0, window=1, sinks=torch.zeros(1))
@@ -515,12 +515,12 @@ def test_the_exponential_is_as_near_as_it_says_and_has_no_bias_where_it_weighs()
         assert ((errors * want).sum() / want.sum()).abs() < 3e-8
 
 
-# -- extraction and draw ---------------------------------------------------------------------------
+# -- extraction and sampling ------------------------------------------------------------------------
 
 
 @st.composite
 def rows_of_logits(draw_from: Any) -> Tensor:
-    """Rows with ties, masks, zeros of either sign, and rows that are not valid."""
+    """Draw rows with ties, masks, zeros of either sign, and invalid rows."""
     num_rows = draw_from(st.sampled_from([0, 1, 2, 5]))
     size = draw_from(st.sampled_from([1, 2, 15, 64, 100, 1023, 1024, 1025, 3000]))
     rng = np.random.default_rng(draw_from(st.integers(0, 2**32)))

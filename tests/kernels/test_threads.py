@@ -1,4 +1,4 @@
-"""The threads of the native library: each item once, several callers, child processes, and limits."""
+"""The native library's thread pool: each item runs once, concurrent callers, child processes, and limits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from logprobe.kernels.stages import Stage
 
 
 def adding(num_items: int) -> tuple[Stage, torch.Tensor]:
-    """A stage of so many items, each of which adds ones to a row of the tensor."""
+    """Make a stage of `num_items`, each of which adds ones to a row of the tensor."""
     out = torch.zeros(num_items, 8)
     stage = norm_stage(torch.ones(num_items, 8), torch.ones(8), out, 0.0, out)
     return Stage("norm", "NormArgs", num_items=num_items, **stage.fields | {"block_rows": 1}), out
@@ -81,8 +81,8 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
     subprocess.run([sys.executable, "-c", FORK], check=True, timeout=120)
 
 
-# The other threads run only kernels outside the GIL. Torch and the address sanitizer's allocator take locks
-# there, and a forked child would wait for ever for a lock that was held during the fork.
+# The other threads run only kernels outside the GIL. Torch and the address sanitizer's allocator take
+# locks there, and a forked child would wait forever for a lock that was held during the fork.
 FORK_WHILE_BUSY = """
 import os, threading, torch
 from logprobe.kernels.layers.norm import norm_stage
@@ -166,7 +166,7 @@ def test_more_threads_than_the_one_core_of_a_process_end_their_work() -> None:
     subprocess.run([sys.executable, "-c", ONE_CORE], check=True, timeout=300)
 
 
-# Address space runs out: the system refuses threads' stacks, and kernels' scratch.
+# Out of address space: the system refuses threads' stacks and kernels' scratch memory.
 LIMITED = """
 import resource, sys, torch
 from pathlib import Path
@@ -216,7 +216,7 @@ SANITIZERS = {
 
 @pytest.fixture(scope="module", params=sorted(SANITIZERS))
 def stress(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """`native/tests/threads.cpp` with a sanitizer: its path and environment."""
+    """Build `native/tests/threads.cpp` with a sanitizer; return its path and environment."""
     compiler, sanitizer = shutil.which("g++"), request.param
     library, options = SANITIZERS[sanitizer]
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"} | options

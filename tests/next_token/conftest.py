@@ -1,4 +1,4 @@
-"""An AsyncLM on the tiny Llama, and the slow way to the same rows: a plain forward pass for each prefix."""
+"""An AsyncLM on the tiny Llama, and slow reference rows: a plain forward pass for each prefix."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ VLLM_OPTIONS: dict[str, Any] = {
 
 
 class PlainRows:
-    """Row of a prefix by one forward pass over it alone, in float64."""
+    """Compute the row of a prefix by a separate forward pass in float64."""
 
     def __init__(self, folder: Path | str) -> None:
         from transformers import AutoModelForCausalLM
@@ -54,7 +54,7 @@ plain_rows = functools.cache(PlainRows)
 
 @pytest.fixture
 def plain_row(request: pytest.FixtureRequest, tiny_model_folder: Path) -> PlainRows:
-    """Of the model that the test's `lm` has."""
+    """Reference rows for the model behind the test's `lm`."""
     callspec = getattr(request.node, "callspec", None)
     is_on_vllm = callspec is not None and callspec.params.get("lm") == "vllm"
     return plain_rows(request.getfixturevalue("wide_heads")[0] if is_on_vllm else tiny_model_folder)
@@ -67,7 +67,7 @@ def plain_rows_of() -> type[PlainRows]:
 
 @pytest.fixture(scope="session")
 def new_lm(tiny_model_folder: Path) -> Callable[..., AsyncLM]:
-    """Make an AsyncLM on the tiny Llama; keywords are settings."""
+    """Make an AsyncLM on the tiny Llama with the given settings."""
     return lambda **settings: AsyncLM.from_name(str(tiny_model_folder), **(SETTINGS | settings))
 
 
@@ -79,7 +79,7 @@ def shared_lm(new_lm: Callable[..., AsyncLM]) -> Iterator[AsyncLM]:
 
 @pytest.fixture(scope="module")
 def far_lm(shared_lm: AsyncLM, new_serving: Any) -> Iterator[RemoteLM]:
-    """A RemoteLM at a server of the same engine."""
+    """A RemoteLM for a server with the same engine."""
     with (
         new_serving(shared_lm._loaded, ServerSettings()) as (url, _),
         RemoteLM(url, cache_bytes=SETTINGS["cache_bytes"]) as far,
@@ -94,14 +94,14 @@ def vllm_options() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def virtual_lm(wide_heads: tuple[Path, dict[str, Path]]) -> Iterator[AsyncVirtualLM]:
-    """An AsyncVirtualLM: fewer rows than are asked at once, and prompts that one step cannot hold."""
+    """An AsyncVirtualLM with fewer batch rows than requests, and steps shorter than the prompts."""
     with AsyncVirtualLM.from_name(wide_heads[0], VLLM_OPTIONS, cache_size=256) as lm:
         yield lm
 
 
 @pytest.fixture
 def lm(request: pytest.FixtureRequest) -> AsyncLM | RemoteLM | AsyncVirtualLM:
-    """A language model that knows nothing yet: in this process, "far" on a server, or in "vllm"."""
+    """A language model with empty caches: "near" (in this process), "far" (on a server) or "vllm"."""
     if getattr(request, "param", "near") == "vllm":
         virtual: AsyncVirtualLM = request.getfixturevalue("virtual_lm")
         virtual.clear_cache()
@@ -122,7 +122,7 @@ def lm(request: pytest.FixtureRequest) -> AsyncLM | RemoteLM | AsyncVirtualLM:
 
 @pytest.fixture(scope="module")
 def served(shared_lm: AsyncLM, adapter_folders: dict[str, Path], new_serving: Any) -> Iterator[Any]:
-    """The engine of `shared_lm` with two adapters behind HTTP: (address, service)."""
+    """Serve the engine of `shared_lm` with two adapters over HTTP: (address, service)."""
     for name, folder in adapter_folders.items():
         shared_lm.add_new_lora(folder, name)
     with new_serving(shared_lm._loaded, ServerSettings(model_name="tiny")) as (url, app):
@@ -137,7 +137,7 @@ def shared_far(served: Any) -> Iterator[RemoteLM]:
 
 @pytest.fixture
 def far(shared_far: RemoteLM, lm: AsyncLM) -> RemoteLM:
-    """A RemoteLM that knows nothing yet, nor does its server's engine."""
+    """A RemoteLM with empty caches, also on its server."""
     assert isinstance(lm, AsyncLM)
     shared_far.clear_cache()
     shared_far.clear_lora()
@@ -146,14 +146,14 @@ def far(shared_far: RemoteLM, lm: AsyncLM) -> RemoteLM:
 
 @pytest.fixture
 def held(lm: AsyncLM) -> Iterator[StepHold]:
-    """Each step of the engine waits until it is released."""
+    """Hold each step of the engine until the test releases it."""
     with holding_steps(lm) as hold:
         yield hold
 
 
 @pytest.fixture(scope="session")
 def random_ids() -> Callable[..., list[int]]:
-    """Distinct prompts: `random_ids(seed, length)`."""
+    """Make distinct prompts: `random_ids(seed, length)`."""
 
     def make(seed: int, length: int) -> list[int]:
         ids: list[int] = np.random.default_rng(seed).integers(2, 250, length).tolist()
@@ -164,7 +164,7 @@ def random_ids() -> Callable[..., list[int]]:
 
 @pytest.fixture(scope="session")
 def wide_model_folder(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny Llama with 13 ids more than its tokenizer has."""
+    """The tiny Llama with 13 more ids than its tokenizer."""
     from transformers import AutoConfig
 
     size = AutoConfig.from_pretrained(tiny_model_folder).vocab_size
@@ -173,7 +173,6 @@ def wide_model_folder(tiny_model_folder: Path, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="session")
 def long_model_folder(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny Llama with a context of 4,200 tokens and a vocabulary of 8,192."""
     folder = tmp_path_factory.mktemp("long")
     return resized(tiny_model_folder, folder, vocab_size=8192, max_position_embeddings=4200)
 

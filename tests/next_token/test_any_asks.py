@@ -1,8 +1,8 @@
-"""Any asks, in any order, at once or not, given up or not: each row is its prefix's own.
+"""Any requests, in any order, concurrent, cancelled or not: each row is that of its own prefix.
 
-Rows are held against a pass in float64. On the tiny Llama, whose logits spread over 20 nats, a plain float32
-pass is off by 3e-5 too: its last hidden state is off by 1e-6 of its length, which is 8, and the head's rows
-are 4 long. Here the head's rows are a tenth of that, so that 1e-5 tells a wrong row from rounding.
+Rows are compared with a float64 pass. On the tiny Llama, whose logits spread over 20 nats, a plain float32
+pass is off by 3e-5 as well: its last hidden state is off by 1e-6 of its norm, which is 8, and the head's
+rows have norm 4. Here they are a tenth of that, so that 1e-5 tells a wrong row from rounding.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-5  # nats
 HEAD_SHARE = 0.1
 IDS = (2, 3, 4)
-# Few ids and short prefixes, so that many asks share some or all of their tokens.
+# Few ids and short prefixes, so that many requests share tokens.
 PREFIX = st.lists(st.sampled_from(IDS), min_size=1, max_size=6)
 PREFIXES = st.one_of(PREFIX.map(lambda ids: [ids]), st.lists(PREFIX, min_size=2, max_size=5))
-ASK = st.tuples(PREFIXES, st.booleans(), st.sampled_from([0, 0, 0, 1, 3]))  # prefixes, given up, pause (ms)
+ASK = st.tuples(PREFIXES, st.booleans(), st.sampled_from([0, 0, 0, 1, 3]))  # prefixes, cancelled, pause (ms)
 Ask = tuple[list[list[int]], bool, int]
 FORGETS = st.sampled_from(["nothing", "prefixes", "rows", "both"])
 
 
 def float64_norm(self: Any, hidden: Any) -> Any:
-    """transformers' own always computes in float32."""
+    """Compute in the input's precision, as transformers' own norm always uses float32."""
     scale = torch.rsqrt((hidden * hidden).mean(-1, keepdim=True) + self.variance_epsilon)
     return self.weight * (hidden * scale)
 
 
 class ExactRows:
-    """Row of a prefix by a pass over it alone in float64; only the table of angles stays float32."""
+    """Compute a prefix's row by a separate float64 pass; only the rotary table stays float32."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -65,7 +65,7 @@ class ExactRows:
 
 @pytest.fixture(scope="module")
 def gentle_folder(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny Llama with a part of its logits."""
+    """The tiny Llama with scaled-down logits."""
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("gentle-llama")
@@ -84,14 +84,14 @@ def exact_row(gentle_folder: Path) -> ExactRows:
 
 @pytest.fixture(scope="module", params=[0, 3000, 1 << 20])
 def bounded_lm(request: Any, gentle_folder: Path) -> Iterator[AsyncLM]:
-    """One that keeps no row, two rows, or all; three at a time run, 16 tokens a step, 48 slots."""
+    """An AsyncLM that caches no row, two rows, or all; 3 batch rows, 16 tokens per step, 48 slots."""
     bounds = {"max_batch_rows": 3, "max_batch_tokens": 16, "kv_bytes": 48 * 1300}
     with AsyncLM.from_name(str(gentle_folder), cache_bytes=request.param, **bounds) as lm:
         yield lm
 
 
 async def ask_all(lm: AsyncLM, asks: list[Ask]) -> list[Any]:
-    """How each ask ends; one of several prefixes is a batch."""
+    """Run requests and return their results or errors; several prefixes form a batch."""
     tasks: list[asyncio.Task[Any]] = []
     for prefixes, is_given_up, pause_ms in asks:
         is_batch = len(prefixes) > 1
@@ -153,6 +153,6 @@ def test_rows_err_from_float64_by_no_more_than_twice_what_a_plain_float32_pass_d
     want = np.stack([exact_row(ids) for ids in asked])
     plain = np.stack([plain_row(ids) for ids in asked])
     error, plain_error = np.abs(rows - want), np.abs(plain - want)
-    # Which order the sums are taken in differs, and with it the rounding; not how much of it there is.
+    # The summation order differs, and so does the rounding, but not its magnitude.
     assert error.max() <= 2 * plain_error.max()
     assert np.sqrt((error**2).mean()) <= 2 * np.sqrt((plain_error**2).mean())

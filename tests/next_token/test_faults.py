@@ -1,4 +1,4 @@
-"""Faults that libraries of this kind have had, each a test."""
+"""Regression tests for faults of similar libraries."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     from logprobe import AsyncLM
 
-LIMIT_S = 120  # nothing takes as long, also on a busy machine
-MAX_ASKS = 2000  # of a trickle: more than half a minute of them
+LIMIT_S = 120  # generous, also for a busy machine
+MAX_ASKS = 2000  # of a slow stream of requests: more than half a minute
 TOLERANCE = 2e-5  # nats, on the tiny model, whose float32 logits reach 20 (rounding: 1e-6 each)
-ON_VLLM = 2e-4  # nats: its layers round elsewhere
+ON_VLLM = 2e-4  # nats: vLLM's layers round differently
 BOTH = pytest.mark.parametrize("lm", ["near", "far"], indirect=True)
 VLLM = pytest.param("vllm", marks=pytest.mark.vllm)
 NEAR_AND_VLLM = pytest.mark.parametrize("lm", ["near", VLLM], indirect=True)
@@ -200,7 +200,7 @@ def _owner(row: Any) -> Any:
 
 
 def _tensor_bytes(row: Any) -> int:
-    """Bytes of what holds a row's memory: a torch storage, or the array itself."""
+    """Return the bytes of the memory behind a row: a torch storage, or the array itself."""
     owner = _owner(row)
     return owner.nbytes if owner.base is None else int(owner.base.untyped_storage().nbytes())
 
@@ -265,7 +265,7 @@ def test_a_loop_closed_under_its_ask_fails_no_other(lm: AsyncLM, plain_row: Any,
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
     assert_row(lm.next_token_logprobs_sync(ids), plain_row(ids))
-    task._log_destroy_pending = False  # type: ignore[attr-defined]  # it can never end: its loop is gone
+    task._log_destroy_pending = False  # type: ignore[attr-defined]  # cannot end: its loop is closed
     task.get_coro().close()  # type: ignore[union-attr]
 
 
@@ -315,7 +315,7 @@ def test_a_trickle_of_asks_faster_than_the_timeout_does_not_hold_the_first(
     new_lm: Any, random_ids: Any
 ) -> None:
     with new_lm(timeout=0.3, batch_size=1000) as lm:
-        lm.next_token_logprobs_sync([5])  # warm
+        lm.next_token_logprobs_sync([5])  # warm up
 
         async def ask() -> int:
             first = asyncio.create_task(lm.next_token_logprobs(random_ids(91, 5)))
@@ -336,11 +336,11 @@ def test_twenty_prompts_of_4096_tokens_need_bounded_memory(long_model_folder: Pa
 
     prompts = np.random.default_rng(0).integers(0, 8000, (20, 4096))
     with AsyncLM.from_name(str(long_model_folder), kv_bytes=1 << 24) as lm:
-        lm.next_token_logprobs_sync(prompts[0, :1500] ^ 1)  # several chunks: every kernel has run
+        lm.next_token_logprobs_sync(prompts[0, :1500] ^ 1)  # several chunks, so that every kernel has run
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         rows = lm.batch_next_token_logprobs_sync(list(prompts))
         grown_bytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     assert rows.shape == (20, 8192)
-    # The pool's pages, taken as slots are first used, and the scratch of long contexts come to 100 MB.
-    # All logits of one prompt alone would add 4,096 x 8,192 x 4 bytes = 134 MB.
+    # Memory of the KV pool (committed on first use) and of long contexts is 100 MB. The logits of a single
+    # prompt would add 4,096 x 8,192 x 4 bytes = 134 MB.
     assert grown_bytes < 200e6

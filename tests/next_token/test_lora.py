@@ -1,4 +1,4 @@
-"""Adapters: rows of one step each under their own, none ever mistaken for another."""
+"""LoRA adapters: rows with different adapters share a step and are never mixed up."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOLERANCE = 5e-5
 def lora_rows(
     adapter_folders: dict[str, Path], tiny_model_folder: Path, plain_rows_of: Any
 ) -> dict[str, Any]:
-    """Adapter → the slow way to its rows: a model with the adapter merged into its weights by peft."""
+    """Return adapter → slow reference rows, by a model with the adapter merged into its weights by peft."""
     from peft import PeftModel
 
     ways = {}
@@ -74,7 +74,7 @@ def test_rows_of_one_batch_run_each_under_their_own_adapter(
 def test_a_step_after_one_under_an_adapter_runs_on_the_model_alone(
     fresh: AsyncLM, lora_rows: dict[str, Any], plain_row: Any, random_ids: Any
 ) -> None:
-    ids = random_ids(3, 40)  # too many rows to run as one recorded series, which no adapter reaches
+    ids = random_ids(3, 40)  # too many rows for the recorded series, which does not support adapters
 
     async def ask() -> list[Any]:
         return [await fresh.next_token_logprobs(ids, lora=name) for name in (next(iter(lora_rows)), None)]
@@ -265,7 +265,7 @@ def test_a_row_begun_after_its_name_was_loaded_again_is_kept_as_the_new_weights(
             waiting = asyncio.create_task(lm.next_token_logprobs(ids, lora="legal"))
             await asyncio.sleep(0.1)
             await asyncio.to_thread(lm.add_lora, "legal", other)
-            await lm.batch_next_token_logprobs([ids[:3]])  # it starts at once, and what waits with it
+            await lm.batch_next_token_logprobs([ids[:3]])  # starts at once, together with what waits
             return await waiting
 
         row = asyncio.run(ask())

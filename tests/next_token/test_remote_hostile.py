@@ -1,4 +1,4 @@
-"""What a hostile server answers becomes an error of few words, and never grows beyond what was asked."""
+"""Replies of a hostile server give a short error, and never use more memory than the request needs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from logprobe.transport.http_client import FULL
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-LIMIT_S = 60  # what is refused takes no such time, also on a busy machine
+LIMIT_S = 60  # errors are raised much faster, also on a busy machine
 VOCAB_SIZE = 16
 FACTS = {
     "engine": "native",
@@ -58,7 +58,7 @@ EVEN = np.full((1, VOCAB_SIZE), -np.log(VOCAB_SIZE), dtype=np.float32)
 
 @contextmanager
 def server_with(answers: dict[str, Any]) -> Iterator[str]:
-    """A server that answers each path with JSON, bytes, or (status, headers, bytes); None never ends."""
+    """Serve JSON, bytes, or (status, headers, bytes) for each path; None never ends."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -82,7 +82,7 @@ def server_with(answers: dict[str, Any]) -> Iterator[str]:
             self.do_GET()
 
         def log_message(self, *_: Any) -> None:
-            """Say nothing."""
+            """Suppress the default log."""
 
         def _endless(self) -> None:
             self.send_response(200)
@@ -236,7 +236,7 @@ def test_every_reply_is_rows_or_one_short_error(path: str, answer: Any, status: 
     data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
     with server_with({path: (status, {}, data)}) as url:
         try:
-            ask(url, 0.3 if status == FULL else 20)  # a full server is asked until the time is up
+            ask(url, 0.3 if status == FULL else 20)  # a full server is retried until the timeout
         except (ServerError, ParameterError) as error:
             message = str(error)
             assert message.isprintable()

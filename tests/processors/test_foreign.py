@@ -1,4 +1,4 @@
-"""Processors written for other engines, unchanged, each request with an instance of its own."""
+"""Unmodified processors of other engines, with a separate instance for each request."""
 
 # ruff: noqa: ARG002 - an interface's arguments, used or not
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TargetArgs(msgspec.Struct):
 
 @pytest.fixture
 def play(facts: ModelFacts, logits: Callable[..., Any]) -> Callable[..., Any]:
-    """Run requests, each (arguments, prompt, tokens it says), step by step; the rows of the last step."""
+    """Run requests of (arguments, prompt, tokens) step by step; return the rows of the last step."""
 
     def go(kind: type[LogitsProcessor], *requests: tuple[dict[str, Any], list[int], list[int]]) -> Any:
         pipeline = Pipeline(EngineConfig(logits_processors=[kind]), facts)
@@ -98,7 +98,7 @@ def test_callables_of_two_and_of_three_parameters(
 
 
 class VllmTarget:
-    """Written as vLLM documents a batch processor: only requests with a `target` are limited to it."""
+    """A batch processor as in vLLM's documentation: limits requests with a `target` to that token."""
 
     @classmethod
     def validate_params(cls, params: Any) -> None:
@@ -148,7 +148,7 @@ def test_vllms_own_validation_refuses_at_admission(facts: ModelFacts) -> None:
 
 
 class FakeXgrammarMatcher:
-    """The interface of `xgrammar.GrammarMatcher`: only the letters a, b, a, b, … and then the end."""
+    """The interface of `xgrammar.GrammarMatcher`: allows only the letters a, b, a, b, … and then the end."""
 
     def __init__(self, length: int) -> None:
         self.left = length

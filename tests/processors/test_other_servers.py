@@ -1,4 +1,4 @@
-"""Processors as they are written and named for other servers."""
+"""Processors in the style and with the names of other servers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Plain(LogitsProcessor):
-    """Does nothing, and keeps what it was made with."""
+    """Do nothing but record the constructor's arguments."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -51,17 +51,17 @@ class Everywhere(Plain):
 
 
 class Named(Plain):
-    """Names its keys."""
+    """Declares its keys."""
 
     arg_names = ("named_strength",)
 
 
 class Untyped(Plain):
-    """Takes what no other has."""
+    """Accepts arguments without declaring them."""
 
 
 class Broken(Plain):
-    """Fails."""
+    """Always fails."""
 
     arg_names = ("broken",)
 
@@ -70,7 +70,7 @@ class Broken(Plain):
 
 
 class Demanding(Plain):
-    """Cannot apply to all."""
+    """Has required arguments, so it cannot apply to all requests."""
 
     applies_to_all = True
 

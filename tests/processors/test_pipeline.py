@@ -1,4 +1,4 @@
-"""Processors together: order, rows that are concerned, failures that stay with their row."""
+"""Several processors together: order, affected rows, and failures that stay within their row."""
 
 # ruff: noqa: ARG002 - an interface's arguments, used or not
 from __future__ import annotations
@@ -27,7 +27,7 @@ class AddArgs(msgspec.Struct, kw_only=True):
 
 
 class Add(LogitsProcessor):
-    """Adds a number to a row, and fails in whatever way it is told."""
+    """Add a number to a row, and fail in the configured way."""
 
     Args = AddArgs
 
@@ -65,7 +65,7 @@ class Add(LogitsProcessor):
 
 
 class Double(LogitsProcessor):
-    """Doubles every row that asks, out of place."""
+    """Double every row that requests it, out of place."""
 
     class Args(msgspec.Struct):  # type: ignore[misc]
         double: bool = False
@@ -156,7 +156,7 @@ def test_masks_come_before_biases_and_penalties_after_the_registered(
         allowed_token_ids=[2, 4, 6],
         logit_bias={2: 1.0, 5: 50.0},
         logits_processors_args={"double": True},
-        presence_penalty=1.5,  # of token 2, the one generated
+        presence_penalty=1.5,  # for token 2, the only generated one
     )
     assert sample is not None
     raw = logits(1)
@@ -216,7 +216,7 @@ def test_a_processor_that_fails_on_one_row_of_eight_fails_that_row_alone(
         assert torch.equal(done.logits[index], expected)
     assert pipeline.counters["Add"].num_failures == 1
     assert pipeline.counters["Double"].num_failures == 0
-    # The step after: the failed one has gone, the rest goes on as a batch.
+    # In the next step the failed request is gone, and the rest continues as a batch.
     rest = samples[:5] + samples[6:]
     pipeline.prepare(rest)
     assert torch.equal(pipeline.apply(raw[:7]).logits[6], raw[6] * 2 + 7)

@@ -1,4 +1,4 @@
-"""Whom a processor meets, and what it is shown, by the style that it is written in."""
+"""Processors of each style: the requests they act on, and the state they see."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ASKED: dict[str, list[dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def wide_folder(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny Llama with room for long prompts."""
+    """The tiny Llama with a longer context."""
     folder = tmp_path_factory.mktemp("wide") / "model"
     shutil.copytree(tiny_model_folder, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -56,7 +56,7 @@ def wide_folder(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def plain_row(wide_folder: Path) -> Callable[[list[int]], Any]:
-    """transformers' row after some tokens."""
+    """Return transformers' row after some tokens."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(wide_folder).eval()
@@ -70,7 +70,7 @@ def plain_row(wide_folder: Path) -> Callable[[list[int]], Any]:
 
 @pytest.fixture
 def start(wide_folder: Path) -> Iterator[Callable[..., tuple[LLM, Any]]]:
-    """An engine with one processor, and the instance that it has made."""
+    """Start an engine with one processor; return it with the processor's instance."""
     started: list[LLM] = []
 
     def start_one(kind: Any, **settings: Any) -> tuple[LLM, Any]:
@@ -90,7 +90,7 @@ def random_prompts(num: int, length: int) -> list[list[int]]:
 
 
 class OwnBase(Capture, LogitsProcessor):
-    """The same on this library's class."""
+    """The same, derived from this library's class."""
 
 
 @pytest.mark.parametrize("kind", [Capture, "other_styles:Capture", OwnBase, "GlobalLogprobsCapture"])
@@ -124,7 +124,7 @@ def test_the_prompts_of_one_call_come_in_one_step(
 ) -> None:
     llm, capture = start(kind, max_batch_tokens=512, overlap=overlap)
     prompts = random_prompts(5, 300)
-    for _ in range(2):  # the second time they are known
+    for _ in range(2):  # the second time they are cached
         llm.generate(prompts, SamplingParams(**GREEDY))
         rows = capture.get_all_logprobs()
         assert len(rows) == 5
@@ -298,7 +298,7 @@ def test_slots_show_every_request_that_runs(start: Any) -> None:
         assert mine.token_ids == theirs.token_ids
         for stage in ("logprobs", "processed_logprobs"):
             got, want = getattr(mine, stage), getattr(theirs, stage)
-            np.testing.assert_array_equal(got.logprobs, want.logprobs)  # the same bits
+            np.testing.assert_array_equal(got.logprobs, want.logprobs)  # bit for bit
 
 
 def test_slots_are_shown_beside_other_processors_and_beyond_a_chunk(start: Any, monkeypatch: Any) -> None:
@@ -416,7 +416,7 @@ def test_words_of_another_engine_mean_the_same() -> None:
 
 
 class Follower:
-    """Keeps who stands at which index, as an update says it; refuses what no engine would say."""
+    """Track the request at each index from batch updates; assert that updates are valid."""
 
     def __init__(self) -> None:
         self.at: dict[int, str] = {}

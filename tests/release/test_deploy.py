@@ -1,4 +1,4 @@
-"""What deploy/ and docs/deploy.md name is there: variables, figures, files, times."""
+"""The variables, metrics, files and times named in deploy/ and docs/deploy.md exist."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 
 
 def variables() -> set[str]:
-    """The environment variables that `logprobe serve` reads, and those of the library."""
+    """Return the environment variables of `logprobe serve` and of the library."""
     [serve] = [command for name, command in typer.main.get_command(app).commands.items() if name == "serve"]  # type: ignore[attr-defined]
     return {str(param.envvar) for param in serve.params if param.envvar} | {"LOGPROBE_HOME", VARIABLE}
 
@@ -71,8 +71,8 @@ def test_the_rules_are_such_that_prometheus_takes_them() -> None:
 def test_the_example_has_prometheus_read_the_metrics_with_a_key_of_a_file() -> None:
     config = yaml.safe_load((ROOT / "deploy" / "prometheus.yaml").read_text(encoding="utf-8"))
     [job] = config["scrape_configs"]
-    assert job["job_name"] == "logprobe"  # as the rules name it
-    assert set(job["authorization"]) == {"credentials_file"}  # whose type is Bearer unless it is named
+    assert job["job_name"] == "logprobe"  # the name in the alerting rules
+    assert set(job["authorization"]) == {"credentials_file"}  # its type defaults to Bearer
     assert job.get("metrics_path", "/metrics") == "/metrics"
     assert [(ROOT / "deploy" / name).name for name in config["rule_files"]] == ["alerts.yaml"]
 
@@ -122,7 +122,7 @@ def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:
     if verifier is None:
         pytest.skip("there is no systemd-analyze here, which checks the unit")
     unit = tmp_path / "logprobe.service"
-    # The command need not be installed here; any program stands for it.
+    # The command need not be installed; any program will do.
     unit.write_text(UNIT.replace("/opt/logprobe/bin/logprobe", sys.executable), encoding="utf-8")
     done = subprocess.run([verifier, "verify", unit], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")

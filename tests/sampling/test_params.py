@@ -1,4 +1,4 @@
-"""What a request may ask for, and how a wrong wish is answered."""
+"""Sampling parameters: accepted values and errors."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_lists_and_numpy_numbers_become_plain_values() -> None:
 
 
 class Word(StrEnum):
-    """Texts that are no plain ones."""
+    """Strings of a str subclass."""
 
     BOTH = "both"
     END = "end"
@@ -103,7 +103,7 @@ class Word(StrEnum):
 
 
 def kinds_of(value: Any) -> Any:
-    """The types of a value and of all within it."""
+    """Return the types of a value and of everything nested in it."""
     if isinstance(value, dict):
         return dict, [(kinds_of(key), kinds_of(item)) for key, item in value.items()]
     return (

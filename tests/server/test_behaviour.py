@@ -1,4 +1,4 @@
-"""Keys, limits, clients that leave or lag, and the end of the server."""
+"""Keys, limits, clients that disconnect or lag, and server shutdown."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def is_idle(server: Any) -> bool:
 
 @contextmanager
 def raw_request(server: Any, path: str, body: dict[str, Any]) -> Iterator[socket.socket]:
-    """A request on a bare socket with a small receive window, so that a slow reader is felt."""
+    """A request on a raw socket with a small receive window, so that slow reading takes effect at once."""
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}"
     head += "\r\nContent-Type: application/json"
@@ -222,7 +222,7 @@ def num_in_progress(server: Any) -> int:
 
 
 def is_held(server: Any) -> bool:
-    """Whether all that runs is paused and stays so; at first the sockets' own buffers let it go on again."""
+    """Return True if all that runs is paused and stays so (at first, socket buffers still take data)."""
     before = stats(server)
     time.sleep(0.2)
     after = stats(server)

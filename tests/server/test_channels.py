@@ -1,4 +1,4 @@
-"""Reasoning and tool calls over HTTP, each with its own rows: whole, streamed, sent back, and asked for."""
+"""Reasoning and tool calls over HTTP with their rows: whole, streamed, sent back, and by request."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TEXT = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}\n" + "\n".join(
 
 
 def forced(*texts: str) -> dict[str, Any]:
-    """What makes a model write one of some texts."""
+    """Return request fields that force a model to write one of some texts."""
     return {"response_format": {"type": "choice", "choice": list(texts)}}
 
 
@@ -72,7 +72,7 @@ def plain(long_llm: Any, serve_llm: Any) -> Any:
 
 @pytest.fixture
 def talks(plain: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The same with a template that has both."""
+    """The same model with a template that has both."""
     monkeypatch.setattr(plain.llm.text.tokenizer, "chat_template", TALKS)
     return plain
 
@@ -84,7 +84,7 @@ def ok(reply: Any) -> dict[str, Any]:
 
 
 def warm(server: Any, asked: dict[str, Any]) -> None:
-    """Have the prompt cached: its last token computed alone may give the first row other last bits."""
+    """Cache the prompt: its last token computed alone may change the last bits of the first row."""
     ok(server.post(CHAT, **asked | {"max_tokens": 1}))
 
 
@@ -104,7 +104,7 @@ def own_bytes(rows: list[dict[str, Any]]) -> bytes:
 
 
 def folded(chunks: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
-    """A choice of a stream, in the shape of a whole one."""
+    """Merge a stream's chunks into a choice in the form of a whole reply."""
     message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
     logprobs: dict[str, Any] = {"content": [], "refusal": None}
     found: dict[str, Any] = {"index": index, "message": message, "logprobs": logprobs}
@@ -129,7 +129,7 @@ def folded(chunks: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
 
 
 def without_ids(choice: dict[str, Any]) -> dict[str, Any]:
-    """A choice as it is in every reply of the same seed; each reply has calls of its own ids."""
+    """Return a choice without its calls' ids, which differ between replies."""
     for call in choice["message"].get("tool_calls", []):
         assert call.pop("id").startswith("call_")
     return choice
@@ -176,7 +176,7 @@ def test_the_rows_are_those_of_the_same_tokens_unsplit(talks: Any) -> None:
     told = [*rows["reasoning"], *rows["content"], *(row for one in rows["tool_calls"] for row in one)]
     texts = whole["choices"][0]["logprobs"]["tokens"]
     left = iter(zip(texts, every, strict=True))
-    for row in told:  # in order, marks left out; prefixes are computed in other steps there
+    for row in told:  # in order, without markers; prefixes are computed in other steps there
         assert any(
             text == row["token"] and math.isclose(logprob, row["logprob"], abs_tol=1e-3)
             for text, logprob in left
@@ -304,7 +304,7 @@ def test_fields_of_arguments_are_the_rows_of_their_tokens(talks: Any) -> None:
     assert b"dog" in own_bytes(told["logprobs"]["content"][start:stop])
 
 
-# -- which calls ---------------------------------------------------------------------------------------------
+# -- tool_choice ---------------------------------------------------------------------------------------------
 
 
 def test_members_of_a_reply_that_may_hold_more_than_content(talks: Any) -> None:
@@ -430,7 +430,7 @@ def test_a_model_whose_calls_are_unknown_keeps_them_as_text(long_llm: Any, serve
             assert server.get("/v1/capabilities").json()["reply_form"] is None
 
 
-# -- how to reason -------------------------------------------------------------------------------------------
+# -- reasoning options ---------------------------------------------------------------------------------------
 
 
 def warnings_of(reply: Any) -> list[str]:
@@ -610,7 +610,7 @@ def response_of(server: Any, **asked: Any) -> dict[str, Any]:
 
 
 def same(response: dict[str, Any]) -> list[dict[str, Any]]:
-    """The output without the ids, which are its own."""
+    """Return the output without its ids."""
     return [
         {name: value for name, value in item.items() if name not in {"id", "call_id"}}
         for item in response["output"]
@@ -666,7 +666,7 @@ def test_events_build_the_same_response_cut_anywhere(talks: Any, extras: dict[st
         asked = INPUT | extras | {"max_output_tokens": max_tokens}
         talks.service.engine.forget_prefixes()
         whole = ok(talks.post(RESPONSES, **asked))
-        talks.service.engine.forget_prefixes()  # whose tokens are counted in usage
+        talks.service.engine.forget_prefixes()  # cached tokens are reported in usage
         told = events(talks, RESPONSES, asked)
         assert [event["sequence_number"] for event in told] == list(range(len(told)))
         last = told[-1]["response"]
@@ -676,7 +676,7 @@ def test_events_build_the_same_response_cut_anywhere(talks: Any, extras: dict[st
 
 
 def items_of(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The items that events tell of, in order; each is the sum of its deltas."""
+    """Return the items described by events, in order, each merged from its deltas."""
     items: list[dict[str, Any]] = []
     texts: dict[int, str] = {}
     rows: dict[int, list[Any]] = {}
@@ -701,7 +701,7 @@ def items_of(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return items
 
 
-@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of our own form of a text
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # about our own form of a text
 def test_openais_client_reads_them(talks: Any) -> None:
     client = talks.client()
     options = {name: value for name, value in INPUT.items() if name != "seed"}
@@ -791,7 +791,7 @@ def test_what_a_response_cannot_be_asked_is_a_400_that_names_the_field(
     assert reply.json()["error"]["param"] == param
 
 
-# -- forms that are given ------------------------------------------------------------------------------------
+# -- given reply formats -------------------------------------------------------------------------------------
 
 OTHER_MARKS = {
     "start_anchor": ["assistant:"],

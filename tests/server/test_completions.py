@@ -1,4 +1,4 @@
-"""`/v1/completions` as OpenAI's client and evaluation harnesses read it."""
+"""`/v1/completions` with OpenAI's client and evaluation harnesses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SENTENCEPIECE = "sentencepiece"
-LINE_ENDS = "\u0085\u2028\u2029"  # which JSON may hold as they are, and `splitlines` ends a line at
+LINE_ENDS = "\u0085\u2028\u2029"  # JSON may contain these unescaped, and `splitlines` splits at them
 PROMPT = "the cat and the dog é of"
 
 
@@ -26,7 +26,7 @@ def create(client: Any, **options: Any) -> Any:
 
 
 def as_harness(server: Any, prompt: Any, **options: Any) -> dict[str, Any]:
-    """The request of lm-evaluation-harness, to the letter."""
+    """Send the exact request of lm-evaluation-harness."""
     asked = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
     reply = server.post("/v1/completions", model=server.service.model_name, prompt=prompt, **asked | options)
     assert reply.status_code == 200, reply.text
@@ -34,7 +34,7 @@ def as_harness(server: Any, prompt: Any, **options: Any) -> dict[str, Any]:
 
 
 def harness_scores(choice: dict[str, Any], context_len: int) -> tuple[float, bool]:
-    """What that client computes from a reply."""
+    """Compute what that client computes from a reply."""
     rows = choice["logprobs"]
     numbers = rows["token_logprobs"][context_len:-1]
     tops = rows["top_logprobs"][context_len:-1]
@@ -250,7 +250,7 @@ def test_a_stream_holds_what_the_whole_reply_holds(server: Any, echo: bool) -> N
     }
     server.service.engine.forget_prefixes()
     whole = server.post("/v1/completions", **asked).json()
-    server.service.engine.forget_prefixes()  # whose tokens are counted in usage
+    server.service.engine.forget_prefixes()  # cached tokens are reported in usage
     text = server.post("/v1/completions", stream=True, stream_options={"include_usage": True}, **asked).text
     chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
     assert text.endswith("data: [DONE]\n\n")

@@ -1,4 +1,4 @@
-"""`field_logprobs`: each value of a JSON reply with its own numbers, whole and streamed."""
+"""`field_logprobs`: log-probabilities of each value of a JSON reply, streamed or not."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ WAYS = {
 
 
 def streamed(server: Any, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The choices of all events of a stream."""
+    """Return the choices of all events of a stream."""
     with httpx.stream("POST", server.url + path, json=body | {"stream": True}, timeout=PATIENCE_S) as stream:
         lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
     assert lines[-1] == "[DONE]"
@@ -110,7 +110,7 @@ def test_they_come_beside_logprobs(server: Any, path: str) -> None:
     assert "fields" not in server.post(path, **body | {"field_logprobs": False}).json()["choices"][0]
 
 
-# -- what else might have stood there ------------------------------------------------------------------------
+# -- alternatives to a value --------------------------------------------------------------------------------
 
 OPEN = {
     "type": "object",
@@ -137,11 +137,11 @@ MEMBERS_WAYS: dict[str, dict[str, Any]] = {path: way | MEMBERS for path, way in 
     }
 }
 TOLERANCE = 1e-4
-"""Nats; rows that run beside others may differ in their last bits, and paths go in another order."""
+"""Nats; bits depend on the batch and on the order of paths."""
 
 
 def told(server: Any, path: str, body: dict[str, Any]) -> list[Any]:
-    """The fields of each choice of a whole reply."""
+    """Return the fields of each choice of a reply that is not streamed."""
     reply = server.post(path, **body)
     assert reply.status_code == 200, reply.text
     return parts_of(reply.json())
@@ -166,7 +166,7 @@ def told_in_stream(server: Any, path: str, body: dict[str, Any]) -> list[Any]:
 
 
 def assert_close(fields: Any, others: Any) -> None:
-    """The same but for the last bits of numbers."""
+    """Assert equality up to the last bits of numbers."""
     if isinstance(fields, list):
         assert len(fields) == len(others)
         for one, other in zip(fields, others, strict=True):
@@ -182,7 +182,7 @@ def assert_close(fields: Any, others: Any) -> None:
 
 
 def in_library(server: Any, body: dict[str, Any], text: str) -> list[FieldDistribution]:
-    """What `llm.fields` gives for a reply of the server to the prompt of a completion."""
+    """Return the result of `llm.fields` for a server's reply to a completion."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": OPEN}}
     params = SamplingParams(
         max_tokens=100,
@@ -282,7 +282,7 @@ def test_a_schema_that_names_no_values_has_fields_as_without(server: Any) -> Non
 
 
 def chain(count: int) -> dict[str, Any]:
-    """A place of more alternatives than are followed."""
+    """Make a field with more alternatives than are followed."""
     either = {"anyOf": [{"enum": ["on"]}, {"enum": ["off"]}]}
     return {"type": "object", "properties": {"a": {"allOf": [either] * count}}, "required": ["a"]}
 
@@ -333,7 +333,7 @@ def test_rows_of_a_reply_are_capped_for_all_of_its_values_and_choices(new_server
     with new_server(max_field_rows=6) as server:
         before = num_rows(server)
         whole = told(server, path, body)
-        assert num_rows(server) - before <= 1 + 6  # and the reply itself
+        assert num_rows(server) - before <= 1 + 6  # plus the reply itself
         for fields in whole:
             named = [field for field in fields if field["members"]]
             assert any(field["unresolved"] > 1e-6 for field in named)
@@ -343,7 +343,7 @@ def test_rows_of_a_reply_are_capped_for_all_of_its_values_and_choices(new_server
 
 
 def num_rows(server: Any) -> float:
-    """Engine requests that have ended."""
+    """Return the number of engine requests that have ended."""
     lines = server.get("/metrics").text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("logprobe_requests_total"))
 
@@ -358,13 +358,13 @@ def test_rows_are_counted_before_the_reply_begins(new_server: Any) -> None:
         assert server.post(path, **body | {"field_logprobs": True}).status_code == 200
     with new_server(max_tokens_in_flight=500, max_field_rows=200, max_requests=8) as server:
         assert told(server, path, body)
-        # The client has the whole reply a moment before the server gives its share back.
+        # The client has the whole reply shortly before the server releases its share.
         eventually(lambda: not any(server.service.limits.in_use().values()), "a share is kept")
 
 
 def test_usage_is_that_of_the_reply_alone(server: Any) -> None:
     path = "/v1/completions"
-    server.post(path, **MEMBERS_WAYS[path])  # from here on both find the prompt in the cache
+    server.post(path, **MEMBERS_WAYS[path])  # from here on the prompt is cached for both
     usages = [
         server.post(path, **MEMBERS_WAYS[path] | {"field_logprobs": asked}).json()["usage"]
         for asked in (True, "members")
@@ -374,7 +374,7 @@ def test_usage_is_that_of_the_reply_alone(server: Any) -> None:
 
 @contextmanager
 def before_rows(monkeypatch: Any, act: Callable[[], object]) -> Iterator[threading.Event]:
-    """Do something once, when a reply first asks for rows; the event says that it was done."""
+    """Run `act` once, when a reply first requests rows; yield an event that is set afterwards."""
     done, rows = threading.Event(), Service.rows
 
     async def acting(self: Service, *asked: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`/v1/classify`, `/v1/judge` and `/v1/rerank`: the library's own numbers, in shapes that clients know."""
+"""`/v1/classify`, `/v1/judge` and `/v1/rerank`: the library's numbers in formats that clients know."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DOCUMENTS = ["the cat", "a dog and a cat", "", "in the"]
 
 @pytest.fixture(scope="module")
 def exact(tiny_model_folder: Path, serve_llm: Any) -> Iterator[Any]:
-    """A server and a model whose bits do not depend on what runs beside."""
+    """A server and a model whose results do not depend on the batch."""
     with (
         LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm,
         serve_llm(llm) as running,

@@ -1,4 +1,4 @@
-"""What a server writes for its operator: a line a request, as text or JSON, and nothing of a client's."""
+"""Server logs: one line per request, as text or JSON, without content of clients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ A_DAY = timedelta(days=1)
 
 
 def asked(server: Attacked) -> None:
-    """A reply, a stream, a refusal, a probe, and a path that is no route."""
+    """Send a normal, a streamed and an invalid request, a probe, and one to an unknown path."""
     body = {"prompt": f"the cat {WORDS}", "max_tokens": 3, "ignore_eos": True}
     server.send("/v1/completions", json.dumps(body).encode(), X_Request_Id="mine-1")
     server.send("/v1/completions", json.dumps(body | {"stream": True}).encode(), X_Request_Id="mine-2")
@@ -40,7 +40,7 @@ def test_a_line_of_json_tells_what_each_request_came_to(tiny_model_folder: Path)
     with serving_process(tiny_model_folder, "--log-format", "json", "--model-name", "tiny") as server:
         asked(server)
         found = [*map(json.loads, lines_of(server, 4, '"logprobe.access"'))]
-    # A line comes when its request has ended, which is after its client has all of the reply.
+    # A line is written when its request has ended, which is after the client has the whole reply.
     by_id = {one["request_id"]: one for one in found}
     whole, stream = by_id.pop("mine-1"), by_id.pop("mine-2")
     refused, unknown = sorted(by_id.values(), key=lambda one: one["status"])

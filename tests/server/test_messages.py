@@ -1,4 +1,4 @@
-"""What messages say over HTTP, with OpenAI's own client: laid out by the template, or refused."""
+"""Chat messages over HTTP, with OpenAI's own client: rendered by the template, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a server: it drains, what is late is told so, and a second signal ends it at once."""
+"""Server shutdown: it drains, late requests get an error, and a second signal ends it at once."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_what_is_cut_off_ends_with_an_error_and_what_comes_late_is_sent_away(
 
 
 def slow_stream(server: Attacked, then: Any) -> tuple[list[str], bool]:
-    """The events of a stream of half a second a token, and whether it was cut in the middle."""
+    """Stream at half a second per token; return the events, and whether the stream was cut off."""
     url = f"http://127.0.0.1:{server.port}/v1/completions"
     events: list[str] = []
     try:

@@ -1,4 +1,4 @@
-"""Keys from a file and HTTPS: what a server reads before it loads a model, and again when it is told to."""
+"""API keys from a file and HTTPS: read before the model is loaded, and again on a signal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/v1/uncertainty`: the library's own figures, and answers that are ended while they are drawn."""
+"""`/v1/uncertainty`: the library's results, and answers that are stopped early."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATH = "/v1/uncertainty"
 
 @pytest.fixture(scope="module")
 def exact(tiny_model_folder: Path, serve_llm: Any) -> Iterator[Any]:
-    """A server and a model whose bits do not depend on what runs beside."""
+    """A server and a model whose results do not depend on the batch."""
     with (
         LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm,
         serve_llm(llm) as running,
@@ -30,7 +30,7 @@ def exact(tiny_model_folder: Path, serve_llm: Any) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def capped(tiny_llm: LLM, serve_llm: Any) -> Iterator[Any]:
-    """A server that gives few alternatives."""
+    """A server with a low limit on alternatives."""
     with serve_llm(tiny_llm, max_logprobs=5) as running:
         yield running
 

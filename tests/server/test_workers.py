@@ -1,4 +1,4 @@
-"""What is read and written on the event loop and what beside it: by size alone, route by route."""
+"""Work on the event loop and in worker threads: chosen by size only, on each route."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 SECURITY = Path(__file__).parents[2] / "SECURITY.md"
 READER, WRITER = "logprobe-http-read", "logprobe-http-write"
-MOST = 32  # entries that are written at once; the tiny model has room for 128 tokens
+MOST = 32  # maximum of entries written at once; the tiny model's context is 128 tokens
 
 MESSAGES = [{"role": "user", "content": "the cat"}]
 RANKED = {
@@ -93,7 +93,7 @@ UNBOUNDED: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
-    """The threads in which a body is decoded, a text tokenised, and a reply written; filled by requests."""
+    """Record the threads in which bodies are decoded, texts tokenized and replies written."""
     names: dict[str, set[str]] = defaultdict(set)
 
     def watched(work: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -192,7 +192,7 @@ def test_readers_take_turns_between_callers() -> None:
         assert sorted(started) == [*range(20)]
         return num_started
 
-    assert asyncio.run(read()) <= NUM_THREADS + 1  # those in progress, and one more of the first caller's
+    assert asyncio.run(read()) <= NUM_THREADS + 1  # those in progress, and one more of the first caller
 
 
 def test_a_job_of_a_client_that_left_is_not_run_and_errors_are_its_own() -> None:
@@ -211,7 +211,7 @@ def test_a_job_of_a_client_that_left_is_not_run_and_errors_are_its_own() -> None
         await asyncio.sleep(0)
         may_end.set()
         await asyncio.gather(*busy, last)
-        with pytest.raises(ValueError):  # noqa: PT011 - of no message
+        with pytest.raises(ValueError):  # noqa: PT011 - without a message
             await failed
         return ran
 

@@ -1,6 +1,6 @@
-"""TRL's trainers, unchanged, in an environment of their own, against `logprobe serve` on a tiny model.
+"""Unmodified TRL trainers, in their own environment, against `logprobe serve` with a tiny model.
 
-`pytest -rP` shows which versions were there, and what each trainer saw.
+`pytest -rP` shows the versions and each trainer's results.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 PYTHON = HERE.parents[1] / ".rivals" / "trl" / "bin" / "python"
 KEY = "an-operators-own-key"
-PATIENCE_S = 900  # a trainer imports as much as an engine
-# As vLLM is to be started for these trainers; a step of a teacher may ask for more than 20 alternatives.
+PATIENCE_S = 900  # a trainer's imports take as long as an engine's start
+# As vLLM must be started for these trainers; a teacher's step may ask for more than 20 alternatives.
 FLAGS = ("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--operator-key", KEY)
 
 pytestmark = pytest.mark.skipif(
@@ -34,13 +34,13 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def url(tiny_model_folder: Path) -> Iterator[str]:
-    """A server of its own, whose weights may change."""
+    """A separate server, as its weights change."""
     with serving_process(tiny_model_folder, "--kv-bytes", "4000000", *FLAGS) as server:
         yield f"http://127.0.0.1:{server.port}"
 
 
 def run(script: str, *arguments: str) -> dict[str, Any]:
-    """A script's own line, in TRL's environment; nothing of this project is on its path."""
+    """Run a script in TRL's environment, without this project on its path; return its output line."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     quiet = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "VLLM_NO_USAGE_STATS": "1"}
     command = [str(PYTHON), str(HERE / f"{script}.py"), *arguments]

@@ -1,4 +1,4 @@
-"""Messages as bytes: what crosses, in which form, and what is refused."""
+"""Encoding of messages: supported values, their form, and errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DELTA = {"type": "Delta", "request_id": "r", "index": 0}
 
 
 def message(told: Any, *blocks: Any) -> bytes:
-    """As whoever writes by hand sends one."""
+    """Encode a hand-written message."""
     return msgspec.msgpack.encode([blocks, [told]])
 
 
@@ -186,7 +186,7 @@ def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
 
 
 class Strange:
-    """Not a plain value."""
+    """Not serialisable."""
 
 
 @pytest.mark.parametrize("value", [Strange(), {"a": [Strange()]}, 2**70])

@@ -1,4 +1,4 @@
-"""The page in a real Chromium against a real server: it shows the API's numbers, and calls nobody else."""
+"""The web page in a real Chromium with a real server: it shows the API's numbers and calls no other host."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-MINUS = "\N{MINUS SIGN}"  # as the page writes it
+MINUS = "\N{MINUS SIGN}"  # as written by the page
 
 
 @pytest.fixture(scope="module")
 def served(tiny_model_folder: Path) -> Iterator[Attacked]:
-    """The tiny model under a long name, to anybody on this machine."""
+    """The tiny model under a long name, without a key."""
     with serving_process(
         tiny_model_folder, "--served-model-name", "a-model/of-a-name-" + "longer" * 8
     ) as server:
@@ -47,14 +47,14 @@ def served(tiny_model_folder: Path) -> Iterator[Attacked]:
 
 @pytest.fixture(scope="module")
 def locked(tiny_model_folder: Path) -> Iterator[Attacked]:
-    """The tiny model, to who has the key."""
+    """The tiny model, protected by a key."""
     with serving_process(tiny_model_folder, "--api-key", KEY) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def thinking(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
-    """The tiny model with a chat template that has reasoning."""
+    """The tiny model with a chat template that supports reasoning."""
     folder = tmp_path_factory.mktemp("thinking") / "model"
     shutil.copytree(tiny_model_folder, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
@@ -63,7 +63,7 @@ def thinking(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 class Seen:
-    """A tab on the page, and all that it asked for and complained of."""
+    """A tab with the page that records its requests and errors."""
 
     def __init__(self, tab: Any, url: str) -> None:
         self.tab = tab
@@ -80,7 +80,7 @@ class Seen:
             self.complaints.append(message.text)
 
     def ask(self, text: str, button: str = "#go", **fields: str) -> None:
-        """Fill the form in, press the button, and wait for the end."""
+        """Fill in the form, press the button, and wait for the end."""
         self.tab.wait_for_selector("body[data-ready]")
         self.tab.fill("#text-a", text)
         for name, value in fields.items():
@@ -89,7 +89,7 @@ class Seen:
         self.wait()
 
     def wait(self) -> None:
-        """Until nothing is in progress."""
+        """Wait until nothing is in progress."""
         self.tab.wait_for_selector("#stop", state="hidden")
 
     def export(self, button: str, folder: Path) -> Path:
@@ -103,7 +103,7 @@ class Seen:
         return self.tab.locator(".panel").nth(panel).locator(".token").all_text_contents()
 
     def facts(self) -> dict[str, str]:
-        """What is said of the token in hand."""
+        """Return the details of the selected token."""
         detail = self.tab.locator("#detail")
         names, values = (detail.locator(tag).all_text_contents() for tag in ("dt", "dd"))
         return dict(zip(names, values, strict=True))
@@ -116,7 +116,7 @@ def seen(new_tab: Any, served: Attacked) -> Seen:
 
 @pytest.fixture(scope="module")
 def rows(served: Attacked) -> list[dict[str, Any]]:
-    """What the API says of the text itself; the first token has no row."""
+    """Return the API's rows of the text; the first token has no row."""
     body = {"prompt": TEXT, "max_tokens": 0, "prompt_logprobs": 10, "prompt_rows": True, "entropy": True}
     reply = json.loads(served.post("/v1/completions", **body).data)
     choice = reply["choices"][0]
@@ -169,7 +169,7 @@ def test_a_continuation_streams_and_ends_with_ranks_and_both_stages(seen: Seen, 
     assert len(new) == 12
     assert all(token["rank"] >= 1 and token["bytes"] is not None for token in new)
     assert any(abs(token["logprob"] - token["processed_logprob"]) > 1e-3 for token in new)
-    # The other stage shows other surprisals, of the generated tokens alone.
+    # The other mode shows other surprisals, for the generated tokens only.
     labels = [token.get_attribute("aria-label") for token in seen.tab.locator(".token").all()]
     seen.tab.select_option("#stage", "processed")
     others = [token.get_attribute("aria-label") for token in seen.tab.locator(".token").all()]
@@ -189,7 +189,7 @@ def test_a_generated_token_has_both_stages_side_by_side(seen: Seen) -> None:
     assert raw["y"] == processed["y"]
     assert raw["x"] + raw["width"] <= processed["x"]
     first_bars = [stages.nth(place).locator(".bars em").first.text_content() for place in (0, 1)]
-    assert first_bars[0] != first_bars[1]  # half the temperature is not the model's own distribution
+    assert first_bars[0] != first_bars[1]  # differ at half the temperature
     assert {"rank", "entropy", "bytes", "processed"} <= set(seen.facts())
 
 
@@ -241,7 +241,7 @@ def test_what_the_server_refuses_is_said_in_words(seen: Seen) -> None:
     seen.ask("cat " * 400, "#score")
     alert = seen.tab.inner_text("#error")
     assert "prompt" in alert
-    assert "128" in alert  # the length of its context
+    assert "128" in alert  # the context length
     seen.ask(TEXT, "#score")
     assert seen.tab.locator("#error").is_hidden()
 
@@ -317,7 +317,7 @@ def test_reasoning_is_folded_with_its_own_surprisal(new_tab: Any, thinking: Atta
     seen = Seen(new_tab(), f"http://127.0.0.1:{thinking.port}/")
 
     def forced(route: Any) -> None:
-        # A tiny model never ends a reasoning by itself.
+        # A tiny model never ends its reasoning by itself.
         form = {"type": "choice", "choice": ["<think>the cat</think>the dog"]}
         route.continue_(post_data=json.dumps(route.request.post_data_json | {"response_format": form}))
 
@@ -342,7 +342,7 @@ def test_reasoning_is_folded_with_its_own_surprisal(new_tab: Any, thinking: Atta
 
 
 def as_percent(logprob: float) -> str:
-    """A probability as the page writes it."""
+    """Format a probability as the page does."""
     share = 100 * math.exp(logprob)
     return f"{share:.2f} %" if share >= 0.01 else f"{share:.1e} %".replace("e-0", "e-")
 

@@ -1,4 +1,4 @@
-"""The bytes of a baseline: what is written is read, and what is altered is refused."""
+"""The baseline file format: what is written can be read, and altered files are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rows_of(num_rows: int, size: int = SIZE) -> NDArray[np.float32]:
 
 
 def written(path: Path, counts: tuple[int, ...] = (7, 5)) -> Path:
-    """Blocks of so many rows; a text begins with the first row, and one within the first block."""
+    """Write blocks of these sizes; a text begins at the first row, and another within the first block."""
     writer = BaselineWriter(path, HEADER)
     for number, count in enumerate(counts):
         rows = rows_of(count)
@@ -85,7 +85,7 @@ def test_a_block_takes_a_tenth_of_llama_cpps_bytes(tmp_path: Path) -> None:
     writer.write(rows, np.zeros(num_rows, np.int32), rows[:, 0].astype(np.float64), [(0, 1, 0)])
     taken = writer._file.tell() - before
     writer.finish()
-    # Its rows are of 2 bytes an entry, of an even number of them, and two floats.
+    # Its rows take 2 bytes per entry, padded to an even number of entries, and two floats.
     assert taken <= num_rows * (2 * size + 8) / 10
     assert taken > 0.8 * max_bytes(num_rows, size)
 

@@ -1,4 +1,4 @@
-"""Models compared with what another one left in a file."""
+"""Models compared with another model's stored baseline."""
 
 from __future__ import annotations
 

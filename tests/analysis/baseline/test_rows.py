@@ -1,4 +1,4 @@
-"""Rows kept in few bits, against whole ones."""
+"""Compressed rows against whole ones."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_codes_are_the_row_in_the_mean() -> None:
     row = rows_of(1, 40)
     draws = [drawn_codes(row, 9, number).astype(np.float64) for number in range(4000)]
     mean = np.mean([(codes / 9) ** 2 for codes in draws], axis=0)
-    # Each entry's variance is at most p / n².
+    # The variance of each entry is at most p / n².
     errors = np.sqrt(np.exp(row) / 81 / len(draws))
     assert np.abs((mean - np.exp(row)) / errors).max() < 4.5
     spreads = np.var([(codes / 9) ** 2 for codes in draws], axis=0) / (np.exp(row) / 81)
@@ -77,7 +77,7 @@ def test_the_divergence_is_within_its_error_and_has_no_bias(spread: float, amoun
     kl, errors, acceptance, acceptance_errors = against(kept_within(rows, 200 * 400, 0)[0], others)
     apart = kl - true_kl(rows, others)
     assert np.abs(apart / errors).max() < 5
-    # The errors of rows are independent: that of the mean is smaller by the root of their number.
+    # Errors of rows are independent: that of the mean is smaller by the square root of their number.
     assert abs(apart.sum()) < 4 * np.sqrt((errors**2).sum())
     shared = np.minimum(np.exp(rows), np.exp(others)).sum(axis=1)
     assert (np.abs(acceptance - shared) <= acceptance_errors + 1e-6).all()
@@ -104,7 +104,7 @@ def test_impossible_tokens_of_either_row() -> None:
     kl, errors, *_ = against(kept, others)
     assert np.isfinite(kl).all()
     assert np.abs(kl).max() <= 5 * errors.max()
-    others[0, 4] = -np.inf  # ruled out by the other alone, however unlikely
+    others[0, 4] = -np.inf  # impossible only in the other, however unlikely
     kl, _, acceptance, _ = against(kept, others)
     assert kl[0] == np.inf
     assert np.isfinite(kl[1])

@@ -1,4 +1,4 @@
-"""Checked rows: what each asks, or what is wrong with it; and that they cross to another process whole."""
+"""Validated rows: the requests or the error of each, and transfer to another process."""
 
 from __future__ import annotations
 

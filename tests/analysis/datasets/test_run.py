@@ -1,4 +1,4 @@
-"""Data sets: every format, every kind of row, and what is wrong with some."""
+"""Datasets in every format, with every kind of row, and with invalid rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHOICES = DataSettings(context_column="q", choices_column="options", answer_colu
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., str]:
-    """Write rows in a format; the file's name."""
+    """Write rows in a format; return the file's name."""
 
     def write_as(rows: list[dict[str, Any]], suffix: str, name: str = "in") -> str:
         path = tmp_path / f"{name}.{suffix}"
@@ -83,7 +83,7 @@ def test_texts_of_every_format_have_the_numbers_of_their_scores(
         assert row["token_entropy"] == pytest.approx(score.entropy, abs=1e-4)
         assert row["logprob"] == pytest.approx(score.logprob, abs=1e-3)
         assert (row["num_bytes"], row["num_chars"]) == (len(text.encode()), len(text))
-        assert row["pmi"] == pytest.approx(0, abs=1e-3)  # there was no context
+        assert row["pmi"] == pytest.approx(0, abs=1e-3)  # without a context
     assert (summary.num_rows, summary.num_bad) == (4, 0)
     assert summary.logprob == pytest.approx(sum(score.logprob for score in scores), abs=1e-3)
     assert not list(tmp_path.glob("out.*.parts*")) + list(tmp_path.glob("*.errors.jsonl"))
@@ -372,7 +372,7 @@ def test_neither_files_nor_sums_depend_on_how_the_rows_came_in_parts(
     source.write_text("".join(json.dumps({"text": f"the cat {i} and a dog"}) + "\n" for i in range(1500)))
     monkeypatch.setattr("logprobe.analysis.io.journal.ROWS_A_GROUP", 700)
     found = []
-    for number, seconds in enumerate((float("inf"), 0.0)):  # parts of a thousand rows, and of each batch
+    for number, seconds in enumerate((float("inf"), 0.0)):  # parts of a thousand rows, then one per batch
         monkeypatch.setattr("logprobe.analysis.io.journal.SECONDS_A_PART", seconds)
         path = tmp_path / f"{number}.parquet"
         found.append((score_dataset(tiny_llm, str(source), path), path.read_bytes()))

@@ -1,4 +1,4 @@
-"""The columns that each trainer reads, read as it reads them."""
+"""The columns that each trainer reads, checked with its own reading code."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_plain_columns_hold_the_positions_that_count() -> None:
 
 
 def unpacked(data: list[int], num_bits: int, count: int) -> list[int]:
-    """As `bitpack.unpack_from_bytes`: a stream of bits, the highest of each element first."""
+    """Unpack like `bitpack.unpack_from_bytes`: a bit stream, the highest bit of each element first."""
     bits = [byte >> place & 1 for byte in data for place in range(7, -1, -1)]
     values = []
     for number in range(count):
@@ -81,7 +81,7 @@ def unpacked(data: list[int], num_bits: int, count: int) -> list[int]:
 
 
 def decompressed(row: dict[str, Any], config: dict[str, Any]) -> tuple[list[list[int]], list[list[float]]]:
-    """As `LogprobCompressor.decompress_to_sparse`, where all k are exact and nothing is a difference."""
+    """Decode like `LogprobCompressor.decompress_to_sparse`, with all k exact and no deltas."""
     assert config["exact_k"] == config["k"]
     assert config["exact_dtype"] == "float32"
     assert not config["delta_encoding"]
@@ -101,7 +101,7 @@ def test_distillkit_reads_the_rows_exactly(rows: list[TeacherRow]) -> None:
             if row.is_target[place] or row.is_learnt[place]:
                 assert own_ids == row.top_ids[place].tolist()
                 assert own_values == row.top_logprobs[place].tolist()
-            else:  # no loss counts it; it is a distribution all the same
+            else:  # no loss counts it, but it must be a distribution
                 assert len(set(own_ids)) == TOP
                 assert sum(math.exp(value) for value in own_values) == pytest.approx(0.5)
             assert own_values == sorted(own_values, reverse=True)
@@ -132,7 +132,7 @@ def test_ids_take_as_many_bits_as_distillkit_reads(size: int) -> None:
 
 
 def axolotl_loss(student: np.ndarray, row: dict[str, Any]) -> float:
-    """As its `loss`, at temperature 1, over log-softmax rows of a student, (T, V)."""
+    """Compute its `loss` at temperature 1, over log-softmax rows of a student, (T, V)."""
     mask = np.array(row["target_mask"]).astype(bool)
     ids, targets = np.array(row["target_token_ids"]), np.array(row["target_logprobs"])
     own = np.take_along_axis(student, ids, axis=1)[mask]

@@ -1,4 +1,4 @@
-"""A data set distilled: texts and conversations, resumed, with bad rows."""
+"""Distillation of datasets: texts and conversations, resumed runs, and invalid rows."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def whole(llm: LLM, ids: list[int]) -> np.ndarray:
-    """The model's whole rows after each of some tokens, (T, V)."""
+    """Return the model's whole rows after each of some tokens, (T, V)."""
     (score,) = llm.score([(ids[:1], [*ids[1:], ids[-1]])], logprobs=-1)
     assert score.record is not None
     size = llm.engine.capabilities().vocab_size
@@ -100,7 +100,7 @@ def test_a_conversation_is_laid_out_once_and_a_row_a_turn(tiny_llm: LLM, tmp_pat
         before = edge.tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
         ids = edge.encode(laid_out, add_special_tokens=False).tolist()
         assert row["input_ids"] == ids
-        # What the rows that count predict is the turn's own text.
+        # The rows that count predict the text of the turn itself.
         answer = [ids[place + 1] for place in row["positions"]]
         assert edge.vocabulary.bytes_of(answer).decode() == laid_out[len(before) :]
         expected = whole(tiny_llm, ids)[row["positions"]]
@@ -158,7 +158,7 @@ def test_a_conversation_that_teaches_nothing_is_a_bad_row(
 
 
 class StoppedError(Exception):
-    """What stops a run."""
+    """Stops a run."""
 
 
 def test_bad_rows_alone_are_written_in_parts_too(
@@ -182,7 +182,7 @@ def test_bad_rows_alone_are_written_in_parts_too(
 
 
 def stopping(after: int) -> Any:
-    """Stops a run after so many batches."""
+    """Stop a run after so many batches."""
     left = iter(range(after))
 
     def advance(*_: int) -> None:
@@ -280,7 +280,7 @@ def test_a_finished_run_says_so_and_is_written_anew_by_force(
 def test_a_run_that_has_just_ended_is_not_written_over(
     tiny_llm: LLM, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other run's parts are there when this one begins, and gone before it has locked them."""
+    """The other run's parts exist when this one begins, and are removed before it has locked them."""
     settings = DistilSettings(top=4)
     distil(tiny_llm, texts, tmp_path / "out", settings=settings)
     written = rows_of(tmp_path / "out")

@@ -1,4 +1,4 @@
-"""Parts of an output: numbers of one model in one file, and nothing left of a run that wrote none."""
+"""Parts of an output: numbers of a single model per file, and no leftovers of a run that wrote none."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def journal(folder: Path, *, resume: bool = True, **known: str) -> Journal[Summa
 
 @pytest.fixture
 def begun(tmp_path: Path) -> Path:
-    """The folder of a run that learnt with its first row which model gives them."""
+    """The folder of a run that learns from its first row which model produced it."""
     with journal(tmp_path, resume=False) as run:
         run.agree(OURS)
         rows = [{"row": 0, "logprob": -1.0}]

@@ -1,4 +1,4 @@
-"""Parquet files of texts that are damaged, of other types, or much larger than their bytes."""
+"""Parquet files of texts that are damaged, have other types, or decompress to much more than their size."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_whatever_byte_is_altered_the_file_is_read_or_refused(tmp_path: Path, co
     texts = ["the cat sat"] * 50 + ["x" * width for width in range(50)]
     whole = written(tmp_path / "x.parquet", texts, compression=compression).read_bytes()
     draw, path, messages = random.Random(0), tmp_path / "altered.parquet", []  # noqa: S311
-    wide = [b"\xff\xff\xff\xff\x0f", b"\xfe" + b"\xff" * 8 + b"\x01", b"\x00", b"\x80"]  # thrift's numbers
+    wide = [b"\xff\xff\xff\xff\x0f", b"\xfe" + b"\xff" * 8 + b"\x01", b"\x00", b"\x80"]  # thrift's varints
     for _ in range(600):
         data, value = bytearray(whole), draw.choice([*wide, draw.randbytes(1)])
         place = draw.randrange(len(data))

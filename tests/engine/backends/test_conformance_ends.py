@@ -1,4 +1,4 @@
-"""The suite of every engine, second half: requests that are given up, paused, failed or closed; LoRA."""
+"""The suite for all engines, second half: requests that are aborted, paused, failed or closed; LoRA."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from logprobe.engine.request import RequestOutput
 
 PROMPT = [4, 9, 17, 60, 31, 8, 77, 42]
-LONG = 4000  # tokens that no test waits for
-# All but the end of text is masked, and that is too early: no token is possible.
-# After the first token, which the bias brings, none is possible.
+LONG = 4000  # more tokens than any test waits for
+# Only EOS is left by the mask, but min_tokens forbids it: no token is possible
+# after the first one, which the bias forces.
 DEAD_END = {
-    "allowed_token_ids": [1, 82, 89],  # the end of text, q and x
+    "allowed_token_ids": [1, 82, 89],  # EOS, q and x
     "bad_words": ["qq", "qx"],
     "logit_bias": {82: 100.0},
     "min_tokens": 3,
@@ -32,13 +32,13 @@ DEAD_END = {
 
 
 async def followed(outputs: Any, seen: list[int]) -> None:
-    """Read a stream to its end, and note how many tokens there are each time."""
+    """Read a stream to its end, and record the number of tokens each time."""
     async for output in outputs:
         seen += [len(output.outputs[0].token_ids)]
 
 
 async def grown(outputs: Any, least: int) -> list[int]:
-    """The tokens of a stream once there are so many, and it has grown since it was first read."""
+    """Return a stream's tokens once there are `least`, and more than at the first read."""
     num_times = 0
     async for output in outputs:
         num_times += 1
@@ -69,9 +69,9 @@ class TestControl:
             async with aclosing(backend.stream(name)) as outputs:
                 await anext(outputs)
 
-        asyncio.run(run())  # and the fixture waits until the engine holds nothing
+        asyncio.run(run())  # the fixture then waits until the engine holds nothing
 
-    # A pause reaches an engine of another process while it steps: these requests are too long to end before.
+    # An engine process receives a pause between steps: these requests are too long to end before it.
 
     def test_a_paused_request_waits_and_goes_on_with_the_same_tokens(
         self, backend: Front, asker: Any, until: Any, limit_s: int
@@ -120,7 +120,7 @@ class TestControl:
             async with asyncio.timeout(limit_s), aclosing(backend.stream(name, buffer_rows=2)) as outputs:
                 await anext(outputs)
                 await asyncio.to_thread(until, lambda: backend.stats().paused == 1)
-                # Its reader's doing, and perhaps undone since: no more rows may come before it is let go.
+                # The reader may have resumed it since: pause again, so that no more rows come until resumed.
                 backend.pause(name)
                 reading = asyncio.ensure_future(followed(outputs, seen))
                 await asker.ended(backend, asker.request([90, 91], max_tokens=30))
@@ -139,9 +139,9 @@ class TestControl:
     def test_sixty_four_slow_readers_hold_no_more_than_their_bound_and_lose_no_row(
         self, backend: Front, asker: Any, until: Any, assert_same: Any, limit_s: int
     ) -> None:
-        """They read on only once none of their requests can go on: all that have not ended are paused.
+        """They continue reading only when all their unfinished requests are paused.
 
-        A pause reaches an engine of another process while it steps: a request may have ended by then.
+        An engine process receives a pause between steps, so a request may have ended by then.
         """
         size, count, length = 4, 64, 24
         num_pauses = backend.stats().pauses

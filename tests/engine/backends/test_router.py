@@ -1,4 +1,4 @@
-"""Which engine takes a request: where its prompt's beginning is known, unless another has much less to do."""
+"""Routing of requests: to the engine with the prompt's prefix cached, unless another is much less loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a start loads: one that builds on an earlier start has no use for transformers."""
+"""A start from the cache does not import transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The native decoder: which models get it, and that the numbers stay transformers' own."""
+"""The native decoder: the models it supports, with the same numbers as transformers."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-TOLERANCE = 2e-4  # nats; float32 itself is 1e-4 from float64 on some of these
+TOLERANCE = 2e-4  # nats; some of these differ by 1e-4 between float32 and float64
 FORMS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Kind → the layers that its LoRA weights change here: all that it has.
+# Kind → layers with LoRA weights in this test: all that the decoder adapts.
 ADAPTED = {
     "Llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "Phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
     "GPTNeoX": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
-    "Granite": ["q_proj", "o_proj", "down_proj"],  # a factor before the residual
+    "Granite": ["q_proj", "o_proj", "down_proj"],  # scales before the residual
     "Gemma2": ["v_proj", "o_proj", "up_proj", "down_proj"],  # norms after the products
     "Qwen2Moe": ["q_proj", "gate_proj", "down_proj", "shared_expert_gate"],
 }
@@ -42,12 +42,12 @@ ADAPTED = {
 
 @pytest.fixture(scope="module")
 def folder(small_model: Callable[..., Path]) -> Callable[[str], Path]:
-    """A small random model of a kind."""
+    """Make a small random model of a kind."""
     return lambda kind: small_model(kind, (NATIVE | EXPERTS | TRANSFORMERS)[kind], spread_out)
 
 
 def transformers_logprobs(model: Any, prompts: list[Any]) -> torch.Tensor:
-    """As `logprobs`, each prompt by a run of its own."""
+    """Compute `logprobs` by transformers, each prompt separately."""
     with torch.inference_mode():
         rows = [model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0] for ids in prompts]
     return torch.cat(rows).double().log_softmax(-1)
@@ -216,7 +216,7 @@ def test_a_decoder_gives_the_tensors_of_transformers_module_back(
     path = folder(kind)
     state = loaded(path).decoder.state()
     want = AutoModelForCausalLM.from_pretrained(path).state_dict()
-    assert load_file(path / "model.safetensors").keys() <= want.keys()  # of a tied head it has none
+    assert load_file(path / "model.safetensors").keys() <= want.keys()  # without the head if it is tied
     again = load_state(resolve(str(path)), state, dtype=torch.float32).state_dict()
     assert state.keys() == again.keys() == want.keys()
     for name, tensor in want.items():

@@ -1,4 +1,4 @@
-"""A second load builds on the first one's proof: the same bits, and never what is damaged."""
+"""A second load reuses the first one's verification: the same bits, and damaged files are never used."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ PROMPT = list(range(5, 45))
 KINDS: dict[str, dict[str, Any]] = {
     "Llama": {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
     "Qwen2": {"tie_word_embeddings": False},  # biases
-    "Qwen3": {"head_dim": 16},  # norms of heads
+    "Qwen3": {"head_dim": 16},  # norms per head
     "Mistral": {"sliding_window": 16},
     "Phi3": longrope(6),
     "Gemma2": NATIVE["Gemma2"],
-    "Gemma3Text": NATIVE["Gemma3Text"],  # two sets of frequencies
-    "Granite": NATIVE["Granite"],  # factors
-    "Ministral3": MINISTRAL3,  # factors of queries
+    "Gemma3Text": NATIVE["Gemma3Text"],  # two sets of rotary frequencies
+    "Granite": NATIVE["Granite"],  # scaling factors
+    "Ministral3": MINISTRAL3,  # scaled queries
     "Olmo": {},  # norms without weights
-    "Glm": NATIVE["Glm"],  # neighbours rotate, gates are joined
+    "Glm": NATIVE["Glm"],  # interleaved rotation, joined gates
     "GPT2": NATIVE["GPT2"],  # learned positions
-    "GPTNeoX": NATIVE["GPTNeoX"],  # projections by head
+    "GPTNeoX": NATIVE["GPTNeoX"],  # projections interleaved by head
     **EXPERTS,
 }
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the test's own."""
+    """A cache for this test only."""
     monkeypatch.setenv("LOGPROBE_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 
@@ -75,7 +75,7 @@ def scored(llm: LLM, **settings: Any) -> list[float]:
 
 
 def load_twice(folder: Path) -> tuple[list[float], list[float]]:
-    """What a first and a second load say; the second must be recalled."""
+    """Return the results of a first and a second load; the second must come from the cache."""
     with open_llm(folder) as llm:
         assert not is_recalled(llm)
         first = scored(llm)
@@ -268,7 +268,7 @@ def test_a_closed_model_lets_its_weights_and_its_pool_go(llama: Path, weights: s
     assert slots.any()
     llm.close()
     assert decoder() is None
-    assert not slots.any()  # its pages were given back
+    assert not slots.any()  # its pages were returned to the system
     llm.close()
     with pytest.raises(EngineClosedError):
         scored(llm)

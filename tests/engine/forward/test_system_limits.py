@@ -1,4 +1,4 @@
-"""The size of the KV cache, and the models that are refused, by the memory of a machine or container."""
+"""The size of the KV cache, and refused models, given the memory limits of a machine or container."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GIB = 1 << 30
 
 
 class Machine:
-    """What a system says of its memory, in files below one folder."""
+    """The system's memory files (/proc, cgroups), below a temporary folder."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder = folder
@@ -95,7 +95,7 @@ def test_weights_that_are_mapped_are_not_free(machine: Machine) -> None:
     file = "r--s 00000000 fe:00 77                   /cache/a model/panels.bin"
     machine.maps(
         f"7f1000000000-7f1300000000 {file}",
-        f"7f2000000000-7f2300000000 {file}",  # the same file once more
+        f"7f2000000000-7f2300000000 {file}",  # the same file mapped twice
         "7f3000000000-7f3040000000 r--s 00000000 fe:00 78                   /cache/other/panels.bin",
         "7f4000000000-7f4040000000 rw-s 00000000 00:01 79                   /dev/shm/rows",
         "7f5000000000-7f5040000000 r-xp 00000000 fe:00 80                   /lib/libtorch_cpu.so",
@@ -120,12 +120,12 @@ def test_the_panels_of_a_model_are_seen_to_be_mapped(
 @pytest.mark.parametrize(
     ("cgroup", "limits", "want"),
     [
-        ("/", {}, 16 * GIB),  # a machine without limits
+        ("/", {}, 16 * GIB),  # no limits
         ("/", {".": ("max", 4 * GIB, 0)}, 16 * GIB),
-        ("/", {".": (8 * GIB, 2 * GIB, 5 * GIB)}, 6 * GIB),  # pages of files count as free
+        ("/", {".": (8 * GIB, 2 * GIB, 5 * GIB)}, 6 * GIB),  # page cache counts as free
         ("/pod/box", {"pod": (8 * GIB, 3 * GIB, 0), "pod/box": ("max", GIB, 0)}, 5 * GIB),
         ("/pod/box", {"pod": (8 * GIB, 3 * GIB, 0), "pod/box": (2 * GIB, GIB, 0)}, GIB),
-        ("/docker/outer-name", {".": (2 * GIB, GIB, 0)}, GIB),  # a container that sees its own as the root
+        ("/docker/outer-name", {".": (2 * GIB, GIB, 0)}, GIB),  # a container whose root is its cgroup
         ("/", {".": (GIB, 2 * GIB, 0)}, 0),
     ],
 )
@@ -140,7 +140,7 @@ def test_a_container_has_what_its_limits_leave(
 
 def test_weights_that_can_never_be_in_memory_are_refused_by_name(machine: Machine) -> None:
     machine.has(GIB, total=8 * GIB)
-    check_memory("fits", 8 * GIB - BASE_BYTES)  # in all: what is taken now may be free again soon
+    check_memory("fits", 8 * GIB - BASE_BYTES)  # total memory, as the rest may become free later
     with pytest.raises(
         ModelError, match=r"^big: needs 16\.5 GB of memory .*this machine has 8\.6 GB; use a sm"
     ):

@@ -1,4 +1,4 @@
-"""Who runs when: fairness, preemption, prefixes shared within a step, and limits of a step."""
+"""Scheduling: fairness, preemption, prefixes shared within a step, and step limits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_prompts_of_one_step_share_their_prefix(new_engine: Callable[..., Any]) 
 
 
 def test_an_output_counts_the_prompt_tokens_that_the_cache_had(new_engine: Callable[..., Any]) -> None:
-    engine = new_engine(400, max_batch_tokens=16)  # prompts run in chunks, and share what others have run
+    engine = new_engine(400, max_batch_tokens=16)  # prompts run in chunks, and share cached prefixes
     stem = list(range(2, 42))
     asked = {"max_tokens": 2, **GREEDY}
     outputs = [engine.submit(f"r{index}", [*stem, 100 + index, 50], **asked) for index in range(3)]
@@ -36,7 +36,7 @@ def test_an_output_counts_the_prompt_tokens_that_the_cache_had(new_engine: Calla
     assert outputs[0].num_cached_tokens is None
     engine.run()
     assert [output.num_cached_tokens for output in outputs] == [0, 40, 40]
-    assert several.num_cached_tokens == 41  # of its first sample; the others find its own, too
+    assert several.num_cached_tokens == 41  # for its first sample only
     assert scored.num_cached_tokens == 40
     again = engine.submit("again", [*stem, 100, 50], **asked)
     engine.run()
@@ -89,7 +89,7 @@ def test_generated_tokens_are_known_to_the_next_request(new_engine: Callable[...
     num_run = engine.forward.num_tokens_run
     engine.submit("next", [5, 6, 7, *output.outputs[0].token_ids], max_tokens=1, **GREEDY)
     engine.run()
-    assert engine.forward.num_tokens_run == num_run + 1  # the last token generated was never run
+    assert engine.forward.num_tokens_run == num_run + 1  # the last generated token was never run
 
 
 @pytest.mark.parametrize("max_batch_tokens", [4, 7, 64])
@@ -154,7 +154,7 @@ def test_a_preempted_request_ends_with_the_numbers_it_gets_alone(
     got = [engine.submit(f"r{index}", ids, **asked) for index, ids in enumerate(prompts)]
     engine.run()
     assert engine.scheduler.num_preempted > 0, "the pool is too large for this test"
-    assert [output.num_cached_tokens for output in got] == [0] * 4  # not its own, found again
+    assert [output.num_cached_tokens for output in got] == [0] * 4  # recomputation does not count
     engine.assert_idle()
     for ids, mine in zip(prompts, got, strict=True):
         alone = new_engine(70)
@@ -210,7 +210,7 @@ def test_an_aborted_request_leaves_at_once_with_what_there_is(new_engine: Callab
     engine.run()
     engine.assert_idle()
     assert [len(one.outputs[0].token_ids) for one in waiting[:2]] == [4, 4]
-    engine.abort("running")  # it has ended: nothing happens
+    engine.abort("running")  # it has ended: no effect
     engine.assert_idle()
 
 

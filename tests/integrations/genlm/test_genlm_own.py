@@ -1,7 +1,7 @@
 """genlm-backend's and genlm-control's own tests on this library, from their source packages.
 
-Run by `make test-genlm`, which lays the sources beside the environment. The models that they load by name are
-small and random here, under GPT-2's own vocabulary. Every test that does not pass is listed, with the reason.
+`make test-genlm` unpacks the sources next to the environment and runs this file. The models that they load
+by name are small random ones with GPT-2's vocabulary. Every test that does not pass is listed with a reason.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, str]]:
-    """Run some of a package's test files: each test that ran → how it ended."""
+    """Run test files of a package; return test → outcome."""
 
     def run(package: str, *files: str) -> dict[str, str]:
         report = tmp_path_factory.mktemp("report") / "report.xml"
         [folder] = SOURCES.glob(f"{package}-*")
         command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(folder)]
         command += ["-p", "genlm_plugin", "-p", "no:cacheprovider", f"--junitxml={report}", *files]
-        # Now and then it meets a text that genlm-control's own canonical form refuses, such as ":'m".
+        # Some seeds find a text that genlm-control's canonical form rejects, such as ":'m".
         command += ["--hypothesis-seed=0"]
         command += [f"--deselect={name}" for name in NOT_RUN]
         done = subprocess.run(
@@ -91,7 +91,7 @@ def outcomes(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 def _environment(cache: Path) -> dict[str, str]:
     own = {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    # Sets of random order would make what hypothesis builds from them differ from run to run.
+    # Random set order would change hypothesis' examples from run to run.
     return {**os.environ, **own, "PYTHONPATH": str(HERE), "PYTHONHASHSEED": "0"}
 
 

@@ -1,4 +1,4 @@
-"""Exchanges with servers that fail: each becomes one error that says what to do."""
+"""Requests to failing servers: each gives one error that says what to do."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ LIMIT_S = 60
 
 @contextmanager
 def broken_server(reply: bytes | None) -> Iterator[str]:
-    """A server that takes a request, says `reply` and closes the connection; None says nothing at all."""
+    """A server that reads a request, sends `reply` and closes the connection; None sends nothing."""
     held = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -73,7 +73,7 @@ def broken_server(reply: bytes | None) -> Iterator[str]:
 
 
 class Slow(BaseHTTPRequestHandler):
-    """Answers after a moment, and keeps connections."""
+    """Reply after a moment, and keep connections open."""
 
     protocol_version = "HTTP/1.1"
 
@@ -85,11 +85,11 @@ class Slow(BaseHTTPRequestHandler):
         self.wfile.write(b"ok")
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Suppress the default log."""
 
 
 def test_an_exchange_that_is_given_up_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever it is: it may be the one that closes those which have waited for too long."""
+    """At any point: it may be the request that closes connections that idled for too long."""
     monkeypatch.setattr(http_client, "KEEP_ALIVE_S", 0.01)
 
     async def give_up(url: str, num_turns: int) -> None:
@@ -105,7 +105,7 @@ def test_an_exchange_that_is_given_up_leaves_no_connection(monkeypatch: pytest.M
         await one.close()
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
-        monkeypatch.setattr(server, "handle_error", lambda *_: None)  # clients that leave
+        monkeypatch.setattr(server, "handle_error", lambda *_: None)  # clients that disconnect
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         with warnings.catch_warnings(record=True) as seen:
@@ -119,11 +119,11 @@ def test_an_exchange_that_is_given_up_leaves_no_connection(monkeypatch: pytest.M
 
 
 def answer(end: socket.socket, reply: bytes) -> None:
-    """Reply, and close once the client has: what it sends to a closed link undoes a reply not yet read."""
+    """Reply, and close after the client: data sent to a closed socket would discard an unread reply."""
     end.settimeout(LIMIT_S)
     with end, suppress(ConnectionError):
         end.sendall(reply)
-        with suppress(OSError):  # "not connected", which is no ConnectionError: the client went first
+        with suppress(OSError):  # "not connected" is not a ConnectionError: the client has closed first
             end.shutdown(socket.SHUT_WR)
         while end.recv(1 << 16):
             continue
@@ -147,7 +147,7 @@ def far(url: str) -> Iterator[RemoteLM]:
 
 
 async def ends(lm: RemoteLM) -> list[Any]:
-    """How several asks and a sample end."""
+    """Return the results or errors of several requests and a sample."""
     asks = [lm.next_token_logprobs([5, place]) for place in range(2, 5)]
     both = asyncio.gather(*asks, lm.sample([5, 6], 3, []), return_exceptions=True)
     return await asyncio.wait_for(both, 2 * LIMIT_S)

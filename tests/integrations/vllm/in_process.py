@@ -1,6 +1,6 @@
-"""Programs in which vLLM's worker runs in their own process: `python in_process.py PROGRAM MODEL`.
+"""Programs with vLLM's worker in the same process: `python in_process.py PROGRAM MODEL`.
 
-A process each: vLLM on a CPU replaces functions of torch's in the process of its worker.
+Each runs in its own process, as vLLM on a CPU replaces torch functions in its worker's process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROMPTS = [np.random.default_rng(seed).integers(2, 250, 40).tolist() for seed in
 
 
 def plain_rows(folder: str) -> Any:
-    """Each prompt's row by a pass of transformers' over it alone."""
+    """Return each prompt's row by a separate forward pass of transformers."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
@@ -48,7 +48,7 @@ def assert_rows(rows: Any, wanted: Any) -> None:
 
 
 def without_our_options(folder: str) -> None:
-    """An LLM that its owner made as vLLM's documents have it."""
+    """Use an LLM made by its owner as in vLLM's documentation."""
     from vllm import LLM, SamplingParams
     from vllm.v1.sample.logits_processor import LogitsProcessor
 
@@ -104,7 +104,7 @@ def without_our_options(folder: str) -> None:
 
 
 def with_our_options(folder: str) -> None:
-    """An LLM that is made of `engine_options`."""
+    """Use an LLM made from `engine_options`."""
     from vllm import LLM
 
     wanted = plain_rows(folder)
@@ -117,12 +117,12 @@ def with_our_options(folder: str) -> None:
 
 
 def freed(folder: str) -> None:
-    """An engine ends when its owner deletes the LLM, although the closed model around it is kept."""
+    """Check that an engine ends when its owner deletes the LLM, even if the closed model is kept."""
     from vllm import LLM
 
     wanted = plain_rows(folder)
     closed = []
-    for _ in range(2):  # a second engine needs the first one gone
+    for _ in range(2):  # the second engine needs the memory of the first
         llm = LLM(model=folder, dtype="float32", seed=0, **OPTIONS)
         client = weakref.ref(llm.llm_engine.engine_core)
         lm = AsyncVirtualLM(llm, GlobalLogprobsCapture(), 4)
@@ -137,7 +137,7 @@ def freed(folder: str) -> None:
 
 
 def by_name(folder: str) -> None:
-    """A model that is loaded by its name, one after the other."""
+    """Load models by name, one after the other."""
     from vllm import LLM
 
     wanted = plain_rows(folder)

@@ -1,4 +1,4 @@
-"""`OfflineClient` on an engine that stands in for vLLM's: what it calls, and how each request ends."""
+"""`OfflineClient` with a fake vLLM engine: the calls it makes, and how each request ends."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ LIMIT_S = 60
 
 @dataclass
 class StandIn:
-    """The methods of vLLM's `LLMEngine` that are called; each request is given so many tokens as it says."""
+    """A fake of the methods of vLLM's `LLMEngine` that are used; requests say how many tokens they get."""
 
     vllm_config: str = "configuration"
     running: dict[str, int] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
     loras: list[Any] = field(default_factory=list)
     threads: set[int] = field(default_factory=set)
-    sizes: list[int] = field(default_factory=list)  # requests in each step
+    sizes: list[int] = field(default_factory=list)  # requests per step
     gate: threading.Event = field(default_factory=threading.Event)
     fault: Exception | None = None
     engine_core: Any = None
@@ -95,7 +95,7 @@ def test_requests_run_together_and_each_gets_its_own_outputs(client: OfflineClie
 
     async def ask() -> Any:
         asked = [asyncio.ensure_future(lefts(client, f"r{count}", count)) for count in (3, 1, 2)]
-        await asyncio.sleep(0)  # all are ordered: the first step holds one or more, the second all that go on
+        await asyncio.sleep(0)  # all are queued: the first step takes some, the second the rest
         engine.gate.set()
         return await asyncio.wait_for(asyncio.gather(*asked), LIMIT_S)
 
@@ -125,7 +125,7 @@ def test_leaving_early_aborts_and_an_ended_request_is_left_alone(
             break
         await outputs.aclose()
         await client.abort("left")
-        await client.collective_rpc("passed")  # behind the abort
+        await client.collective_rpc("passed")  # runs after the abort
 
     asyncio.run(asyncio.wait_for(leave(), LIMIT_S))
     assert engine.aborted == ["left"]
@@ -153,7 +153,7 @@ def test_the_event_loop_goes_on_while_vllm_takes_a_step(client: OfflineClient, e
     step = engine.step
 
     def step_beside_the_loop() -> list[Any]:
-        # A loop that waits for this step cannot tick any more, and then the step fails.
+        # If the event loop waited for this step it could not tick, and the step would fail.
         while ticks.acquire(blocking=False):
             continue
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""Bytes that are no honest record end in one error and ask for no memory, or decode to a usable record."""
+"""Malformed bytes give one error without large allocations, or decode to a usable record."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MANY = 10**15
 
 
 def honest() -> dict[str, FlatLogprobs]:
-    """A record of every form."""
+    """Return a valid record of each form."""
     packed = FlatLogprobs([None])
     packed.append_rows([[1, 2, 3], [9, 4, 5]], [[-3.0, -0.5, -1.0], [-4.0, -0.5, -1.0]], [3, 7])
     side = FlatLogprobs([None])
@@ -56,7 +56,7 @@ DATA = {kind: record.to_bytes() for kind, record in HONEST.items()}
 
 
 def use(record: FlatLogprobs) -> None:
-    """Read all of a record, in every way."""
+    """Read everything in a record through every method."""
     assert len(list(record)) == len(record)
     for read in (record.chosen_entries, record.top_entries):
         read()
@@ -81,13 +81,13 @@ def use(record: FlatLogprobs) -> None:
 
 
 def parts_of(data: bytes) -> tuple[dict[str, Any], bytes]:
-    """Header and columns."""
+    """Split bytes into header and columns."""
     stop = 8 + int.from_bytes(data[4:8], "little")
     return msgspec.json.decode(data[8:stop]), data[stop:]
 
 
 def joined(header: dict[str, Any], body: bytes) -> bytes:
-    """What `parts_of` took apart."""
+    """Join what `parts_of` split."""
     head = msgspec.json.encode(header)
     head += b" " * (-(8 + len(head)) % ALIGNMENT)
     return MAGIC + len(head).to_bytes(4, "little") + head + body
@@ -101,11 +101,11 @@ def check_ends_well(data: bytes) -> None:
     use(record)
 
 
-# -- what altered bytes once did, by name -------------------------------------------------------------------
+# -- regressions --------------------------------------------------------------------------------------------
 
 
 def place_of(header: dict[str, Any], name: str) -> dict[str, Any]:
-    """One column's name, type, shape and offset."""
+    """Return a column's name, type, shape and offset."""
     return {place["name"]: place for place in header["columns"]}[name]
 
 
@@ -203,7 +203,7 @@ def test_a_nan_that_signals_is_an_ordinary_one() -> None:
     altered = bytearray(body)
     altered[place["offset"] : place["offset"] + 4] = b"\x01\0\x80\x7f"
     record = FlatLogprobs.from_bytes(joined(header, bytes(altered)))
-    use(record)  # warnings are errors
+    use(record)  # fails on warnings, which are errors here
     assert np.isnan(record.logprobs[0])
 
 

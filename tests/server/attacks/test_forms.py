@@ -1,4 +1,4 @@
-"""Every field of every route in its odd but legal forms, in every layout: what a front admits is served."""
+"""Unusual but legal forms of every field, on every route and layout: what is admitted is also served."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"input": "the cat", "max_output_tokens": 4, "include": ["message.output_text.logprobs"]},
     ),
 }
-# Field → forms in JSON that are not the one of the engine, each with that.
+# Field → pairs of an unusual JSON form and the engine's form.
 ODD: dict[str, list[tuple[Any, Any]]] = {
     "n": [(1, None)],
     "best_of": [(1, None)],
@@ -79,7 +79,7 @@ def laid_out(request: pytest.FixtureRequest, serve_process: Any) -> Iterator[Att
 
 
 def said(reply: Any) -> Any:
-    """The text of a reply; its numbers may differ in the last bits beside others."""
+    """Return the text of a reply (numbers may differ in the last bits between batches)."""
     assert reply.status == 200, reply.data[:500]
     found = json.loads(reply.data)
     if "output" in found:
@@ -111,7 +111,7 @@ def test_every_field_of_every_route_is_served_in_every_legal_form(laid_out: Atta
 
 
 def test_openais_form_of_logit_bias_ends_nobody(laid_out: Attacked) -> None:
-    """It ended the engine process, and whatever else ran there."""
+    """It once ended the engine process with everything that ran there."""
     with ThreadPoolExecutor() as threads:
         neighbour = threads.submit(
             laid_out.post, "/v1/completions", prompt="the cat", max_tokens=100, ignore_eos=True

@@ -1,4 +1,4 @@
-"""Grammars that would end the process or hold it up are refused by size before anything is compiled."""
+"""Grammars that would crash or block the process are refused by size before compilation."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_an_ambiguous_grammar_is_followed_as_far_as_its_bounds_go(attacked: Any,
         reply = attacked.post("/v1/completions", response_format={"type": "ebnf", "ebnf": AMBIGUOUS}, **body)
     assert reply.status == (200 if is_stream else 400), reply.data[:300]
     assert b"too many ways" in reply.data
-    assert not [line for line in attacked.log if "too many ways" in line]  # it is the client's mistake
+    assert not [line for line in attacked.log if "too many ways" in line]  # the client's mistake
 
 
 def test_a_schema_that_is_nested_deeply_is_a_400(attacked: Any) -> None:
@@ -83,13 +83,13 @@ def test_a_schema_that_is_nested_deeply_is_a_400(attacked: Any) -> None:
 
 
 def alternatives(num_ways: int, num_keys: int) -> dict[str, Any]:
-    """A schema that is one of so many values, each of which may have so many parts."""
+    """Return a schema with `num_ways` alternative values, each with `num_keys` properties."""
     parts: dict[str, Any] = {f"p{number}": True for number in range(num_keys)}
     return {"properties": parts, "anyOf": [{"enum": [number]} for number in range(num_ways)]}
 
 
 def doubled(word: str, last: Any) -> dict[str, Any]:
-    """A schema of which each definition is the next one, twice."""
+    """Return a schema where each definition refers to the next one twice."""
     steps: dict[str, Any] = {f"a{i}": {word: [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(90)}
     return {"$ref": "#/$defs/a0", "$defs": steps | {"a90": last}, "enum": [1]}
 
@@ -107,7 +107,7 @@ def doubled(word: str, last: Any) -> dict[str, Any]:
     ids=range(6),
 )
 def test_alternatives_are_counted_before_they_are_laid_out(schema: dict[str, Any]) -> None:
-    schema = json.loads(json.dumps(schema))  # as a body has it: no part is another one
+    schema = json.loads(json.dumps(schema))  # as parsed from a body: no shared subobjects
     tracemalloc.start()
     try:
         with raises(ParameterError, parameter="schema"):
@@ -126,7 +126,7 @@ def test_a_value_is_read_of_many_alternatives_once() -> None:
     control = time.thread_time() - start
     start = time.thread_time()
     assert schema.members("") == names
-    assert time.thread_time() - start < 100 * control  # each alternative alone takes as long
+    assert time.thread_time() - start < 100 * control  # as long as for each alternative alone
 
 
 def json_texts(values: list[str]) -> int:

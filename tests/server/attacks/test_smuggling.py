@@ -1,4 +1,4 @@
-"""Requests whose end a proxy and this server could find in different places (RFC 9112)."""
+"""Requests whose end a proxy and this server could place differently (RFC 9112)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENGTH = b"Content-Length: %d\r\n" % len(BODY)
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
 CHUNKS = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
 GET = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
-SECOND = b"GET /second HTTP/1.1\r\nHost: localhost\r\n\r\n"  # a 404 if it is run
+SECOND = b"GET /second HTTP/1.1\r\nHost: localhost\r\n\r\n"  # a 404 if it is processed
 LAST = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQA\r\n"
 
@@ -150,12 +150,12 @@ VALID = {
 
 
 def replies_to(server: Attacked, *parts: bytes) -> list[int]:
-    """Statuses of all replies to parts that are sent one after the other, until the server closes."""
+    """Return the statuses of all replies to parts sent one after the other, until the server closes."""
     data = b""
     with socket.create_connection(("127.0.0.1", server.port), PATIENCE_S) as link, suppress(ConnectionError):
         for place, part in enumerate(parts):
             if place:
-                assert server.get("/health").status == 200  # it has read the part before
+                assert server.get("/health").status == 200  # the server has read the part before
             link.sendall(part)
         while part := link.recv(1 << 16):
             data += part
@@ -198,7 +198,7 @@ def test_nothing_is_written_into_the_reply_to_an_earlier_request(attacked: Attac
 def test_a_target_that_is_a_whole_url_may_have_no_path(attacked: Attacked) -> None:
     for target in (b"http://localhost", b"http://localhost?a=1"):
         asked = b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\n" % target
-        assert replies_to(attacked, asked + LAST) == [200, 200]  # the page
+        assert replies_to(attacked, asked + LAST) == [200, 200]  # the web page
 
 
 def test_a_connection_that_is_to_close_runs_no_other_request(attacked: Attacked) -> None:
@@ -212,7 +212,7 @@ def test_a_connection_that_is_to_close_runs_no_other_request(attacked: Attacked)
 def test_a_header_that_is_too_large_is_a_431(attacked: Attacked) -> None:
     lines = b"".join(b"X-%d: a\r\n" % number for number in range(MAX_HEADER_BYTES // 8))
     told = replies_to(attacked, HEADER + lines + LENGTH + b"\r\n" + BODY + LAST)
-    assert told in ([431], [])  # reset where bytes were still to be read
+    assert told in ([431], [])  # reset if bytes were unread
     url = b"GET /%b HTTP/1.1\r\nHost: localhost\r\n\r\n" % (b"a" * MAX_HEADER_BYTES)
     assert replies_to(attacked, url + LAST) in ([431], [])
     fewer = lines[: MAX_HEADER_BYTES // 2].rpartition(b"X")[0]
@@ -222,7 +222,7 @@ def test_a_header_that_is_too_large_is_a_431(attacked: Attacked) -> None:
 def test_a_megabyte_of_a_chunks_extension_is_cut_off(attacked: Attacked) -> None:
     with attacked.watched():
         told = replies_to(attacked, in_chunks(SIZE + b";a=" + b"b" * (1 << 20)))
-    assert told in ([431], [])  # reset where bytes were still to be read
+    assert told in ([431], [])  # reset if bytes were unread
 
 
 def test_pipelined_requests_are_bounded(attacked: Attacked) -> None:
@@ -232,6 +232,6 @@ def test_pipelined_requests_are_bounded(attacked: Attacked) -> None:
     assert few == [200] + [404] * (MAX_PIPELINED - 1) + [200]
     before = psutil.Process(attacked.process.pid).memory_info().rss
     many = replies_to(attacked, first + SECOND * 5_000)
-    assert many in ([200] + [404] * MAX_PIPELINED, [])  # reset where bytes were still to be read
+    assert many in ([200] + [404] * MAX_PIPELINED, [])  # reset if bytes were unread
     assert psutil.Process(attacked.process.pid).memory_info().rss < 1.1 * before
     attacked.check_alive()

@@ -1,4 +1,4 @@
-"""Clients that ask for much and read nothing of it."""
+"""Clients that request large replies and do not read them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from server_process import Attacked
 
-# Each: the route, its body, and how many requests it counts as. Their replies are larger than what a machine
-# keeps of a connection by itself.
+# Route, body, and number of requests that it counts as. Replies are larger than what the kernel
+# buffers for a connection.
 LARGE: dict[str, tuple[str, dict[str, Any], int]] = {
     "rows": ("/v1/next_token_logprobs", {"prompts": [[5 + number % 200] for number in range(8000)]}, 8000),
     "a record": (
@@ -35,21 +35,21 @@ LARGE: dict[str, tuple[str, dict[str, Any], int]] = {
 
 @pytest.fixture(scope="module")
 def patient(serve_process: Any) -> Iterator[Attacked]:
-    """A server of many requests."""
+    """A server that allows many requests."""
     with serve_process("--max-requests", "8000") as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def impatient(serve_process: Any) -> Iterator[Attacked]:
-    """One that waits half a second for what it wrote to be taken."""
+    """A server with a write timeout of half a second."""
     with serve_process("--max-requests", "8000", "--write-timeout-s", "0.5") as server:
         yield server
 
 
 @contextmanager
 def unread(server: Attacked, name: str) -> Iterator[socket.socket]:
-    """A connection on which a reply has begun that is larger than what it takes by itself."""
+    """A connection on which a reply has begun that is larger than its buffers."""
     path, body, _ = LARGE[name]
     data = json.dumps(body).encode()
     with socket.socket() as link:
@@ -68,13 +68,13 @@ def num_requests(server: Attacked) -> int:
 
 
 def is_idle(server: Attacked) -> bool:
-    """Whether the engine has computed all that was asked."""
+    """Return True if the engine has finished all requests."""
     told = server.get("/metrics").data.decode()
     return all(f"\nlogprobe_{name}_requests 0.0\n" in told for name in ("running", "waiting"))
 
 
 def size_of_rest(link: socket.socket) -> int:
-    """Bytes until the end, be it a sudden one."""
+    """Return the number of bytes until the connection closes or is reset."""
     size = 0
     try:
         while part := link.recv(1 << 16):

@@ -1,4 +1,4 @@
-"""No label, message or line of the log grows with the words that a client sends."""
+"""Labels, messages and log lines stay bounded whatever text a client sends."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 LONG = "w" * 200_000
 NAMED = {"type": "function", "function": {"name": "b"}}
-MAX_BYTES = 4096  # of a refusal
+MAX_BYTES = 4096  # maximum size of an error reply
 RUBBISH = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 no request\r\n\r\n"
-TIMED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d")  # as each line of the log begins
+TIMED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d")  # start of each log line
 UPGRADE = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
 
 
 def rejected(server: Attacked) -> dict[str, float]:
-    """How many requests were refused, by the label."""
+    """Return the number of refused requests by label."""
     found = re.findall(rb'logprobe_rejected_total\{param="(.*)"\} (.*)', server.get("/metrics").data)
     return {name.decode(): float(count) for name, count in found}
 

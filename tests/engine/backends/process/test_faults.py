@@ -1,4 +1,4 @@
-"""Engine processes that die, cannot start or hang, fronts that are killed, readers that never read."""
+"""Engine processes that die, fail to start or hang, parents that are killed, and readers that never read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     Until = Callable[[Callable[[], bool]], None]
 
-LIMIT_S = 300  # a process that starts on a busy machine takes a part of it
+LIMIT_S = 300  # generous, also for a process that starts on a busy machine
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Linux keeps what has a name
 FRONT = """
 import sys, time
@@ -92,7 +92,7 @@ def test_a_killed_process_fails_its_requests_by_name_and_is_started_again(
     adapter_folders: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where it cannot be started for a while, which fails what waits for it."""
+    """Also if it cannot be restarted for a while, which fails waiting requests."""
     engine.add_lora("a", adapter_folders["wide"])
     plain = teller.ask(engine, lora="a", logprobs=2)
     num_restarts = engine.stats().restarts
@@ -161,9 +161,9 @@ def test_a_reader_that_never_reads_holds_up_nobody(engine: Front, teller: Any, u
 
     async def others_go_on() -> None:
         stream = engine.stream(lazy, buffer_rows=4)
-        await asyncio.wait_for(anext(stream), LIMIT_S)  # and never again
+        await asyncio.wait_for(anext(stream), LIMIT_S)  # reads once and never again
         await asyncio.to_thread(until, lambda: engine.stats().paused == 1)
-        # What was on its way when it was paused has come before the figures; not one of the rest comes.
+        # Messages in flight at the pause come before the stats; no further ones do.
         waiting = num_waiting()
         for _ in range(3):
             output = await teller.result(engine, teller.submit(engine, max_tokens=200))
@@ -286,7 +286,7 @@ def test_a_process_that_hangs_is_seen_goes_on_when_it_can_and_is_killed_where_it
     name = teller.submit(engine, max_tokens=4000)
     with monkeypatch.context() as impatient:
         os.kill(pid, signal.SIGSTOP)
-        # Long enough for any other process of this one, which may have to wait for a core.
+        # Long enough for the other child processes, which may have to wait for a core.
         impatient.setattr(replicas, "SILENT_S", 5 * replicas.LOOK_S)
         error = asyncio.run(teller.result(engine, name)).error
     assert type(error) is EngineError
@@ -307,7 +307,7 @@ def test_a_step_that_does_not_end_is_a_hang(engine: Front, monkeypatch: pytest.M
 
 @pytest.fixture
 def copied(settings: dict[str, Any], tmp_path: Path) -> tuple[Path, bytes, bytes]:
-    """A copy of the model, its file of weights, and one with other numbers."""
+    """A copy of the model, its weights file, and one with other numbers."""
     folder = tmp_path / "copied"
     shutil.copytree(settings["model"], folder)
     weights = (folder / "model.safetensors").read_bytes()
@@ -316,7 +316,7 @@ def copied(settings: dict[str, Any], tmp_path: Path) -> tuple[Path, bytes, bytes
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Put a new file in the place of another, as programs do that save a model."""
+    """Replace a file atomically, as programs that save models do."""
     path.with_suffix(".new").write_bytes(data)
     path.with_suffix(".new").rename(path)
 
@@ -332,7 +332,7 @@ def test_a_process_that_starts_again_never_serves_other_weights(
         pids = process_ids(engine)
         os.kill(pids[0], signal.SIGKILL)
         until(lambda: "model: the weights of" in engine.stats().why_down)
-        for _ in range(4):  # to every process in turn, where there are several
+        for _ in range(4):  # once per process, where there are several
             output = teller.ask(engine, logprobs=2)
             if data_parallel == 1:
                 assert isinstance(output.error, EngineUnavailableError)

@@ -1,4 +1,4 @@
-"""Other weights in engine processes: in all of them or in none, and again in one that is started again."""
+"""Replacing weights in engine processes: in all or in none, and also in restarted ones."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
     Until = Callable[[Callable[[], bool]], None]
 
-LIMIT_S = 300  # a process that starts on a busy machine takes a part of it
-NEAR = 5e-5  # nats; new weights are off by 1e-2 and more
+LIMIT_S = 300  # generous, also for a process that starts on a busy machine
+NEAR = 5e-5  # nats; new weights differ by at least 1e-2
 IDS = [4, 9, 17, 60, 31]
 
 
 @pytest.fixture(scope="module")
 def published(config: EngineConfig) -> EngineConfig:
-    """Weights of a form that can be replaced."""
+    """A configuration whose weights can be replaced."""
     return dataclasses.replace(config, weights="published")
 
 
@@ -44,7 +44,7 @@ def replicas(start: Any) -> Iterator[Front]:
 
 @pytest.fixture(scope="module")
 def state(published: EngineConfig) -> dict[str, torch.Tensor]:
-    """The weights of a model in training, some steps on; two of them share memory."""
+    """The model's weights after some training steps; two of them share memory."""
     model = AutoModelForCausalLM.from_pretrained(published.model)
     generator = torch.Generator().manual_seed(7)
     state = {
@@ -58,7 +58,7 @@ def state(published: EngineConfig) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def new_thread(start: Any, state: dict[str, torch.Tensor]) -> Iterator[Front]:
-    """An engine of this process on the new weights."""
+    """An engine in this process with the new weights."""
     with start(process=False, weights="published") as engine:
         engine.load_weights(state, finishes=True)
         yield engine
@@ -66,7 +66,7 @@ def new_thread(start: Any, state: dict[str, torch.Tensor]) -> Iterator[Front]:
 
 @pytest.fixture
 def whole_again(replicas: Front, published: EngineConfig, until: Until) -> Iterator[None]:
-    """Both processes run, and have the model's own weights after the test."""
+    """Both processes run, and the model's original weights are restored after the test."""
     until(lambda: all(replica.is_up for replica in replicas.core._replicas))
     yield
     replicas.load_weights(published.model, finishes=False)
@@ -74,7 +74,7 @@ def whole_again(replicas: Front, published: EngineConfig, until: Until) -> Itera
 
 @pytest.fixture
 def answers(replicas: Front, teller: Any, places: dict[str, int]) -> Callable[..., list[Any]]:
-    """What each process answers."""
+    """Return each process's replies."""
 
     def ask(**params: Any) -> list[Any]:
         names = [teller.submit(replicas, IDS, logprobs=3, **params) for _ in replicas.core._replicas]
@@ -89,7 +89,7 @@ def answers(replicas: Front, teller: Any, places: dict[str, int]) -> Callable[..
 
 
 def assert_near(record: Any, expected: Any) -> None:
-    """The bits may differ: a replica has fewer threads than an engine of this process."""
+    """Bits may differ: a replica has fewer threads than an engine in this process."""
     assert len(record) == len(expected)
     for row, expected_row in zip(record, expected, strict=True):
         assert row.keys() == expected_row.keys()
@@ -128,7 +128,7 @@ def test_new_weights_answer_in_every_process_also_in_one_that_is_started_again(
                 assert record.info.probe_difference == replicas.capabilities().layout.probe_difference
 
     are_new()
-    # A process that dies while it reads: the other goes on as before, and so does the one that comes.
+    # If one process dies while it reads them, the other and the replacement keep the old weights.
     victim = replicas.core._replicas[1]
     assert victim.pid is not None
     os.kill(victim.pid, signal.SIGSTOP)
@@ -159,7 +159,7 @@ def test_a_process_that_is_started_again_has_lora_weights_as_they_were_read(
     tmp_path: Path,
     until: Until,
 ) -> None:
-    """Also where their folder is gone."""
+    """Even if their folder no longer exists."""
     folder = tmp_path / "lora"
     shutil.copytree(adapter_folders["wide"], folder)
     replicas.add_lora("a", folder)
@@ -186,7 +186,7 @@ def test_lora_weights_that_are_removed_while_a_process_starts_are_still_there_fo
     monkeypatch: pytest.MonkeyPatch,
     until: Until,
 ) -> None:
-    """It was told of them, and would end without them, and all that waits for it."""
+    """Its start message lists them; without them it and all its waiting requests would fail."""
     before = answers()
     replicas.add_lora("a", adapter_folders["wide"])
     victim = replicas.core._replicas[1]
@@ -232,7 +232,7 @@ def test_requests_that_run_finish_on_the_old_weights_or_end_by_name(
     names = [teller.submit(replicas, IDS, **asked) for _ in range(4)]
     old = replicas.capabilities().weight_version
     for name in names if not finishes else []:
-        replicas.pause(name)  # or they might be through before the weights are read
+        replicas.pause(name)  # so that they do not finish before the weights are read
 
     async def run() -> list[Any]:
         waiting = [asyncio.ensure_future(teller.result(replicas, name)) for name in names]

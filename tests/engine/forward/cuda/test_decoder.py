@@ -1,4 +1,4 @@
-"""The GPU decoder of every family; without a GPU through Triton's interpreter, on the CPU."""
+"""The GPU decoder for every family; without a GPU in Triton's interpreter on the CPU."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ TOLERANCE = 2e-5  # nats
 
 
 def decoder_for(model: Any, **options: Any) -> CudaDecoder:
-    """The decoder of a module on the CPU, without the comparison that a load makes."""
+    """Make the decoder of a module on the CPU, without the verification that a load makes."""
     proof = Proof(LazyModel.of(model), context_len=model.config.max_position_embeddings)
     spec = describe(model, proof)
     assert not isinstance(spec, str), spec
-    model.set_attn_implementation("eager")  # in the place of the proof's
+    model.set_attn_implementation("eager")  # instead of the verification's
     state = {name: one.detach() for name, one in model.named_parameters()}
     tensors = parameters(StateSource(state), model, DEVICE)
     tensors |= {name: one.to(DEVICE) for name, one in frequencies(model, spec).items()}
@@ -47,7 +47,7 @@ def decoder_for(model: Any, **options: Any) -> CudaDecoder:
 
 
 def rows(decoder: CudaDecoder, texts: Sequence[Any], cuts: Sequence[int]) -> torch.Tensor:
-    """Log-probabilities after each token of some texts, run together, cut at some lengths; float64, nats."""
+    """Return log-probabilities after each token of texts, batched and cut at some lengths; float64, nats."""
     pool = decoder.new_pool(sum(map(len, texts)))
     places = np.split(np.arange(pool.num_slots, dtype=np.int32), np.cumsum([len(ids) for ids in texts])[:-1])
     hidden: list[list[torch.Tensor]] = [[] for _ in texts]
@@ -74,12 +74,12 @@ def texts() -> list[Any]:
     return [generator.integers(0, 90, 9), generator.integers(0, 90, 4)]
 
 
-# Of each kind of norm, rotation, attention and experts one; the others are exhaustive.
+# One for each kind of norm, rotation, attention and experts; the others are exhaustive.
 SAMPLE = ("llama", "gemma3_text", "gpt2", "gpt_neox", "cohere2", "granite", "olmo2", "glm", "qwen3_moe")
 
 
 def known_families() -> list[Any]:
-    """All families; those that this version of transformers lacks are skipped."""
+    """Return all families; those that this version of transformers lacks are skipped."""
     lacks = pytest.mark.skipif(True, reason="this version of transformers has no such family")
     return [
         pytest.param(
@@ -104,7 +104,7 @@ def test_every_family_gives_the_numbers_of_transformers_in_float64(kind: str, te
     assert all(torch.equal(state[name], one) for name, one in own.items())
     got = rows(decoder, texts, cuts=[8])
     if FAMILIES[kind].experts is not None:
-        model.set_experts_implementation("eager")  # the other ones know no float64
+        model.set_experts_implementation("eager")  # the others do not support float64
     with torch.inference_mode():
         exact = model.double()
         want = torch.cat([exact(torch.from_numpy(ids)[None]).logits[0].log_softmax(-1) for ids in texts])
