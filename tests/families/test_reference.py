@@ -62,12 +62,13 @@ def arrays_of(state: Any) -> dict[str, Any]:
 
 
 def largest_difference(kind: str, special: dict[str, Any], texts: Any = None) -> float:
-    """From transformers' float64 logits of texts of several lengths, relative to the largest."""
+    """From transformers' float64 logits of a long and a short text, relative to the largest."""
     model = model_of(kind, **copy.deepcopy(special))
     config, weights = model.config.to_dict(), arrays_of(model.state_dict())
     exact = exact_model(model, kind, copy.deepcopy(special))
     largest = 0.0
-    for ids in texts or prompts(weights["lm_head.weight"].shape[0]).values():
+    by_length = prompts(weights["lm_head.weight"].shape[0])
+    for ids in texts or (by_length["long"], by_length["short"]):
         # A rotary embedding of a dynamic kind keeps what an earlier text made of it.
         expected = exact_logits(copy.deepcopy(exact), ids)
         difference = np.abs(logits(config, weights, ids) - expected).max() / np.abs(expected).max()
