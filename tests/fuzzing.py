@@ -1,4 +1,4 @@
-"""How long the fuzz tests look: a few seconds in every run, as long as one likes by `make fuzz`."""
+"""The number of examples in fuzz tests: a few seconds by default, more with `make fuzz`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ NUM_EXAMPLES: Final = int(os.environ.get("FUZZ_EXAMPLES", "100"))
 
 
 def fuzz(share: float = 1.0) -> settings:
-    """Settings of one fuzz test that takes its `share` of the examples: less where each is slow."""
+    """Return settings of a fuzz test that runs its `share` of the examples (less if each is slow)."""
     return settings(
         max_examples=max(round(NUM_EXAMPLES * share), 1),
         deadline=None,
-        derandomize=NUM_EXAMPLES <= 100,  # the same in every run of the suite
+        derandomize=NUM_EXAMPLES <= 100,  # the same examples in every run of the suite
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )

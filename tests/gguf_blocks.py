@@ -1,4 +1,4 @@
-"""Random blocks of the types of GGUF files."""
+"""Random blocks of GGUF's quantized types."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# Where a block's float16 fields stand. Those of the first have a form of panels.
+# Offsets of the float16 fields in a block. The first types have a panel form.
 FORMS: Final = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q8_0": [0], "Q4_K": [0, 2], "Q6_K": [208]}
 HALVES: Final = FORMS | {"Q5_1": [0, 2], "Q2_K": [80, 82], "Q3_K": [108], "Q5_K": [0, 2]}
 
 
 def random_blocks(type_name: str, num_rows: int, num_inputs: int) -> NDArray[Any]:
-    """Any bits are a block, as long as its float16 fields are finite numbers: (rows, bytes of a row)."""
+    """Return random blocks with finite float16 fields (all other bits are valid): (rows, bytes of a row)."""
     inputs, size = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
     rng = np.random.default_rng(0)
     blocks = rng.integers(0, 256, (num_rows, num_inputs // inputs, size), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""The command in a process whose files may not grow past a size, or that interrupts itself."""
+"""Run the command in a process with a file size limit, or that interrupts itself."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def _run(
     os.environ.update(environment)
     streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)]
     sys.stdout, sys.stderr = streams
-    # Parts of few rows, so that runs of a second have some. Python ignores the signal of the size limit, and
-    # a write past it fails as one on a full disk does.
+    # Small parts, so that short runs have several. Python ignores the signal of the size limit, and a write
+    # beyond it fails like on a full disk.
     journal.ROWS_A_PART = sources.ROWS_A_CALL = 100  # type: ignore[misc]
     journal.SECONDS_A_PART = float("inf")  # type: ignore[misc]
     if most_bytes:

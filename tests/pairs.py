@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 def encode_pair(edge: TextEdge, context: str, continuation: str) -> tuple[IntArray, int]:
     """Return the ids of a context and its continuation, and how many of them are the context's.
 
-    They are the tokens of the joined text, of which the continuation has what the number of the context's own
-    tokens leaves.
+    They are the tokens of the joined text, split after as many tokens as the context alone has.
     """
     (split,) = split_texts(edge, context, [continuation], rule="token")
     return split.token_ids, split.start

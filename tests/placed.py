@@ -1,4 +1,4 @@
-"""Tokens that have their slots, as a step's plan takes them: what a sample is to the forward pass."""
+"""Tokens with slots, as in a step's plan: the input of a sample to the forward pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class Placed:
-    """A text whose every token has a slot."""
+    """A text with a slot for every token."""
 
     token_ids: Any  # (n,) int32
     slots: Any  # (n,) int32

@@ -1,4 +1,4 @@
-"""Models that actors of the Ray tests load; a module of its own, since Ray's processes import it by name."""
+"""Models for actors of the Ray tests; in a separate module, as Ray's processes import it by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HELD_S = 300.0
 
 
 class HoldingLLM(LLM):
-    """Notes who has scored how often in `notes`; the first to begin its second call waits to be killed."""
+    """Record calls in `notes`; the first process to begin its second call waits to be killed."""
 
     def __init__(self, folder: str, notes: str) -> None:
         super().__init__(folder, kv_bytes=1 << 21)
@@ -22,7 +22,6 @@ class HoldingLLM(LLM):
         self._num_calls = 0
 
     def score(self, *arguments: Any, **keywords: Any) -> Any:
-        """As `LLM.score`."""
         self._num_calls += 1
         (self._notes / f"{os.getpid()}.{self._num_calls}").touch()
         if self._num_calls == 2:

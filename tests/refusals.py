@@ -1,4 +1,4 @@
-"""How tests expect to be refused: by the class of the error and the parameter that it names."""
+"""Assert errors by their class and the parameter they name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ErrorT = TypeVar("ErrorT", bound=BaseException)
 
 @dataclass
 class Names:
-    """Whether an error names a parameter; pytest prints it where one does not."""
+    """Check that an error names a parameter; pytest prints it if not."""
 
     parameter: str
 
@@ -26,6 +26,6 @@ class Names:
 def raises(
     kind: type[ErrorT], *, parameter: str | None = None, match: str | re.Pattern[str] | None = None
 ) -> pytest.RaisesExc[ErrorT]:
-    """`pytest.raises`, for an error that names this parameter."""
+    """Like `pytest.raises`, for an error that names this parameter."""
     check = None if parameter is None else Names(parameter)
     return pytest.raises(kind, match=match, check=check)

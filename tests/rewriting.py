@@ -1,4 +1,4 @@
-"""Tokenizers that rewrite texts, in place of a tiny model's own."""
+"""Tokenizers that rewrite texts, as replacements for a tiny model's own."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def save_rewriting_llama(folder: Path, name: str) -> Path:
 
 
 def save_sentencepiece_llama(folder: Path) -> Path:
-    """Write the tiny Llama with a tokenizer of Llama 2's form: ▁ for spaces, one put first, bytes."""
+    """Write the tiny Llama with a tokenizer like Llama 2's: ▁ for spaces, one in front, byte fallback."""
     save_tiny_llama(folder)
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"theca", "▁t", "▁th"]
     pieces += ["▁the"]

@@ -1,4 +1,4 @@
-"""Tokenizers in Llama 2's form, which put a space before a text, and a tiny model with one."""
+"""Tokenizers like Llama 2's, which add a space before a text, and a tiny model with one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 FORMS: Final = ("prepend", "first", "always")
-"""Prepend normalizer (Llama 2 and Mistral as converted), and Metaspace's two ways."""
+"""The Prepend normalizer (converted Llama 2 and Mistral), and the two modes of Metaspace."""
 NUM_MERGES: Final = 300
 SPECIALS: Final = ["<unk>", "<s>", "</s>"]
 BYTES: Final = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -38,7 +38,7 @@ def train_tokenizer(form: str) -> Any:
         show_progress=False,
     )
     backend.train_from_iterator(words, trainer)
-    # The trainer gives the byte tokens their ids as special tokens, which they are not.
+    # The trainer adds the byte tokens as special tokens, which they are not.
     state = json.loads(backend.to_str())
     state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] in SPECIALS]
     backend = Tokenizer.from_str(json.dumps(state))
@@ -51,7 +51,7 @@ def train_tokenizer(form: str) -> Any:
 
 
 def without_space(tokenizer: Any) -> Any:
-    """The same tokenizer, as a backend that puts no space before a text."""
+    """Return the same tokenizer with a backend that adds no space before a text."""
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
@@ -71,7 +71,7 @@ def _set_space(backend: Any, form: str) -> None:
 
 
 def save_spaced_llama(folder: Path, form: str = "prepend") -> Path:
-    """Write a random Llama of 2 layers with such a tokenizer."""
+    """Write a random 2-layer Llama with such a tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -93,6 +93,6 @@ def save_spaced_llama(folder: Path, form: str = "prepend") -> Path:
         tie_word_embeddings=False,
     )
     model = LlamaForCausalLM(config)
-    torch.nn.init.normal_(model.lm_head.weight, std=0.4)  # logits spread over some ten nats
+    torch.nn.init.normal_(model.lm_head.weight, std=0.4)  # logits spread over about ten nats
     model.save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""Settings: frozen, checked when made, and a misspelt one is answered with the nearest."""
+"""Settings are frozen and validated at construction; for a misspelt name the nearest one is suggested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a newcomer sees first: short lines, and nothing of other libraries."""
+"""A newcomer's first output: short lines without messages of other libraries."""
 
 from __future__ import annotations
 

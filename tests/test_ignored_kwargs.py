@@ -1,4 +1,4 @@
-"""Keywords of other programs: ignored and logged once, or refused with the name that is used here."""
+"""Keyword arguments of other libraries: ignored and logged once, or refused with this library's name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IGNORED = [(of, name) for of, table in TABLE.items() for name, keyword in table.
 
 @pytest.fixture(autouse=True)
 def nothing_logged() -> None:
-    """No keyword has been logged yet."""
+    """Forget which keywords have been logged."""
     _warn_ignored.cache_clear()
 
 

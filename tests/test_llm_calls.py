@@ -1,4 +1,4 @@
-"""Offline calls as people write them who come from other libraries."""
+"""`LLM` calls in the forms that other libraries use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_sampling_params_is_another_name_for_params(tiny_llm: LLM) -> None:
 
 
 class Unprintable(list[Any]):
-    """Costs too much to put into words."""
+    """Too expensive to format."""
 
     def __repr__(self) -> str:
         raise AssertionError("a call that is served puts into words what it was given")
@@ -111,7 +111,7 @@ def test_a_loaded_model_with_its_tokenizer_is_a_model(tiny_model_folder: Path, t
 
 @pytest.fixture(params=["here", "process"])
 def given_llm(request: Any, tiny_model_folder: Path) -> Iterator[LLM]:
-    """A model that transformers has loaded."""
+    """An LLM made from a model loaded by transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
@@ -199,7 +199,7 @@ def test_leaving_a_stream_gives_its_request_up(tiny_llm: LLM) -> None:
     stream = tiny_llm.stream("the cat", SamplingParams(max_tokens=100, ignore_eos=True))
     next(stream)
     stream.close()
-    tiny_llm.generate("a", SamplingParams(max_tokens=1))  # a step later
+    tiny_llm.generate("a", SamplingParams(max_tokens=1))  # runs at least one more step
     assert not tiny_llm.engine.is_busy
 
 

@@ -1,4 +1,4 @@
-"""The view of a model on LoRA weights: every call runs on them, and it owns nothing."""
+"""The view of a model with LoRA weights: all calls use them, and the view owns no resources."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_one_long_text_moves_the_bar_while_it_is_scored(tiny_llm: LLM, monkeypat
             was_seen.set()
 
     def wait(_: StepBatch) -> None:
-        # Steps that outrun the reader reach it as one.
+        # Steps faster than the reader are reported together.
         assert next(num_steps) == 0 or was_seen.wait(120)
 
     monkeypatch.setattr("logprobe.llm.Tally", Watched)
@@ -81,7 +81,7 @@ def test_only_a_terminal_is_shown_the_bar(monkeypatch: Any, capsys: Any) -> None
     with progress_bar([asked], shown=True) as advance:
         assert advance is None
     assert not capsys.readouterr().err
-    monkeypatch.setenv("FORCE_COLOR", "1")  # what makes any stream a terminal to rich
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich treat any stream as a terminal
     with progress_bar([asked], shown=True) as advance:
         assert advance is not None
         advance(output)

@@ -1,4 +1,4 @@
-"""The public fakes: every number of a fake engine is the one that its forward pass says."""
+"""The public fakes: all numbers of a fake engine are those of its forward pass."""
 
 from __future__ import annotations
 

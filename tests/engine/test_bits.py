@@ -1,4 +1,4 @@
-"""The bits of one scored text and one generation: the same on any number of threads, and as stored."""
+"""The bits of one scored text and one generation: the same with any number of threads, and as recorded."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.real_model
 TEXT = (Path(__file__).parents[2] / "examples" / "lighthouse.txt").read_text(encoding="utf-8")[:1500]
-# Digests of the scored text, of the generated ids and of their numbers: those of every processor.
+# Digests of the scored text, the generated ids and their numbers, equal on all processors.
 KNOWN = ("c40b531fafa7d3a4", "f4f9aaa433ddfc23", "0519477a69b203dc")
 
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
-    """As many as before, afterwards."""
+    """Restore the number of threads afterwards."""
     own = torch.get_num_threads()
     yield
     torch.set_num_threads(own)

@@ -1,4 +1,4 @@
-"""The bridge from plain calls to an event loop."""
+"""The bridge from blocking calls to an event loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """SIGINT raises, whatever an earlier test or the shell that started this process made of it."""
+    """Make SIGINT raise, whatever an earlier test or the parent process has set."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -30,8 +30,8 @@ def test_an_interrupt_closes_a_stream_that_takes_its_time_to_end() -> None:
     async def items() -> AsyncGenerator[int]:
         try:
             yield 1
-            # As Ctrl-C does, while the caller waits for the next item. One that comes in the instant before a
-            # thread waits is seen by Python only with the next signal: pressed again, as people do.
+            # Like Ctrl-C while the caller waits for the next item. A signal that arrives just before a thread
+            # waits is only noticed with the next signal, hence the loop.
             while True:
                 signal.pthread_kill(caller, signal.SIGINT)
                 await asyncio.sleep(5)
@@ -54,7 +54,7 @@ def test_an_interrupt_closes_a_stream_that_takes_its_time_to_end() -> None:
 def test_an_interrupt_before_there_is_anything_to_cancel_closes_the_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It may come at any moment, also just after the loop has begun to make the next item."""
+    """It may come at any time, also just after the loop has begun to make the next item."""
     ended, is_waiting = [], threading.Event()
 
     async def items() -> AsyncGenerator[int]:

@@ -1,4 +1,4 @@
-"""What the garbage collector walks through while an engine runs, and what it gets back when one ends."""
+"""Garbage collection while an engine runs, and the memory freed when it closes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Cycle:
-    """Refers to itself, so that only a collection frees it."""
+    """References itself, so that only a garbage collection frees it."""
 
     def __init__(self) -> None:
         self.itself = self
@@ -25,7 +25,7 @@ class Cycle:
 def test_a_collection_walks_past_what_was_there_at_load_and_through_all_after_close(
     tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_memory, "gc", gc)  # the suite's own walks past the libraries in any case
+    monkeypatch.setattr(process_memory, "gc", gc)  # the suite replaces it
     cycle = Cycle()
     is_freed = weakref.ref(cycle)
     with LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm:

@@ -1,4 +1,4 @@
-"""Counts of how long things take, and what they come to over several engines."""
+"""Duration histograms, and their sums over several engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_each_length_is_counted_where_prometheus_counts_it() -> None:
     lasted = Durations()
     for seconds in (0.0, BUCKETS_S[0], 0.0011, BUCKETS_S[-1], 1e6):
         lasted.add(seconds)
-    assert lasted.counts == [2, 1, *[0] * (len(BUCKETS_S) - 3), 1, 1]  # up to a bound is below it
+    assert lasted.counts == [2, 1, *[0] * (len(BUCKETS_S) - 3), 1, 1]  # bounds are inclusive
     assert lasted.seconds == pytest.approx(1e6 + BUCKETS_S[0] + 0.0011 + BUCKETS_S[-1])
 
 
@@ -26,7 +26,7 @@ def test_a_copy_stays_as_it_was() -> None:
 
 
 def test_several_engines_have_their_sums() -> None:
-    one, other = (EngineStats.of_replicas({}) for _ in range(2))  # neither is up
+    one, other = (EngineStats.of_replicas({}) for _ in range(2))  # neither is running
     for stats, waits in ((one, [0.5, 3.0]), (other, [0.5])):
         stats.durations["queue"] = Durations()
         for seconds in waits:

@@ -1,4 +1,4 @@
-"""The engine as a whole: any mix of requests gives each one what it gets alone on a cold engine."""
+"""The engine as a whole: in any mix, each request gets what it gets alone on an engine with empty caches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-NUM_SLOTS = 120  # of the engine on which a request runs alone
+NUM_SLOTS = 120  # of the engine that runs requests alone
 STEMS = ([5, 6, 7, 8, 9] * 5, [5, 6, 7, 100, 101, 102] * 4, [40])
 
 

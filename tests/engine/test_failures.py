@@ -1,4 +1,4 @@
-"""A failure ends the requests that it touches, with its name, and nothing else."""
+"""A failure ends only the requests that it affects, with an error that names the cause."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fail_on_bad_id(batch: Any) -> None:
 
 
 def spoil_after(engine: Any, bad_ids: set[int], value: float) -> None:
-    """Make the hidden rows of slots that hold these ids non-finite; prompts are seen as they are planned."""
+    """Make hidden rows non-finite in slots with these ids; prompts are known once they are planned."""
     bad_slots: set[int] = set()
 
     def watch(batch: Any) -> None:
@@ -216,7 +216,7 @@ def test_after_any_failures_every_slot_is_owned_and_every_request_ended(
     assert all(output.is_finished for output in outputs)
     failing_steps.clear()
     again = [engine.submit(f"again{index}", ids, **asked) for index, ids in enumerate(prompts)]
-    engine.run()  # on what the tree kept
+    engine.run()  # with the cached prefixes
     for ids, first, second in zip(prompts, outputs, again, strict=True):
         alone = new_engine(90)
         want = alone.submit("alone", ids, **asked)

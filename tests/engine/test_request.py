@@ -1,4 +1,4 @@
-"""What can never be served is refused before it starts, with the figures."""
+"""Requests that can never be served are refused before they start, with the sizes."""
 
 from __future__ import annotations
 

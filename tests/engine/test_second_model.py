@@ -1,4 +1,4 @@
-"""A second real model of another shape: sliding windows, wide vocabulary, tied head, BOS."""
+"""A second real model of another architecture: sliding windows, large vocabulary, tied head, BOS."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_gemma_scores_a_text_longer_than_its_window_as_transformers_does() -> No
     with torch.inference_mode():
         logits = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0, :-1]
     targets = torch.from_numpy(ids[1:].astype(np.int64))[:, None]
-    # Row by row: the whole array in float64 would be a gigabyte.
+    # Row by row, as the whole array in float64 would take a gigabyte.
     normalisers = torch.stack([row.double().logsumexp(-1) for row in logits])
     expected = (logits.gather(1, targets)[:, 0].double() - normalisers).numpy()
 

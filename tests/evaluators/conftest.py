@@ -1,4 +1,4 @@
-"""Evaluation tools, unchanged, in an environment that has no part of this project but what its path says."""
+"""Unmodified evaluation tools, in an environment that has only this project's source on its path."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = REPOSITORY / ".rivals/evaluators"
-TIMEOUT_S = 1200  # of a tool's run, on a machine that has much else to do
+TIMEOUT_S = 1200  # per tool run, also on a busy machine
 QUESTIONS = [
     ("What colour is the sky on a clear day?", ["blue", "green", "a dog"], 0),
     ("Which animal barks?", ["the cat", "the dog", "the fish"], 1),
@@ -51,7 +51,7 @@ def rows() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def path_of_us(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """This project's source, and what an installation would say of it to who looks for entry points."""
+    """Make a path with this project's source and the entry points that an installation would have."""
     told = tmp_path_factory.mktemp("installed") / "logprobe-0.dist-info"
     told.mkdir()
     (told / "METADATA").write_text("Metadata-Version: 2.1\nName: logprobe\nVersion: 0\n")
@@ -67,7 +67,7 @@ def path_of_us(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def run(path_of_us: str) -> Callable[..., str]:
-    """Run a command of the environment's; its standard output."""
+    """Run a command of the environment; return its standard output."""
 
     def run_command(*command: Any, **variables: str) -> str:
         quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -89,7 +89,7 @@ def run(path_of_us: str) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def versions(run: Callable[..., str]) -> str:
-    """Those of the tools."""
+    """Return the versions of the tools."""
     names = ("inspect-ai", "lighteval", "lm-eval", "openai", "transformers", "torch")
     code = f"from importlib.metadata import version; print({{name: version(name) for name in {names}}})"
     return run("python", "-c", code)
@@ -97,7 +97,7 @@ def versions(run: Callable[..., str]) -> str:
 
 @pytest.fixture(scope="session")
 def served(smollm2_folder: Path) -> Iterator[str]:
-    """SmolLM2 behind an address."""
+    """Serve SmolLM2 and yield the address."""
     flags = ("--served-model-name", "smollm2", "--kv-bytes", "200000000")
     with serving_process(smollm2_folder, *flags) as server:
         yield f"http://127.0.0.1:{server.port}"

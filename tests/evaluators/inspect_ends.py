@@ -1,4 +1,4 @@
-"""What a model of ours refuses in Inspect, and how its replies end: `python inspect_ends.py MODEL`."""
+"""Errors of our models in Inspect, and how their replies end: `python inspect_ends.py MODEL`."""
 
 from __future__ import annotations
 

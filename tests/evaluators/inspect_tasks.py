@@ -1,4 +1,4 @@
-"""Tasks of Inspect's on data made at hand; they run in Inspect's own environment."""
+"""Inspect tasks on hand-made data; they run in Inspect's own environment."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""lighteval's documents, models and metrics on data made at hand; it runs in lighteval's own environment.
+"""lighteval's documents, models and metrics on hand-made data; runs in lighteval's own environment.
 
-`python lighteval_runs.py ROWS own|ours ARGUMENTS` prints one line of JSON. Its registry of tasks is left out:
-that of 0.13.0 fetches files when it is imported, and asks the hub by a keyword that huggingface_hub 1 lacks.
+`python lighteval_runs.py ROWS own|ours ARGUMENTS` prints one line of JSON. It avoids lighteval's registry of
+tasks: that of 0.13.0 downloads files on import, and uses a keyword that huggingface_hub 1 lacks.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def model_of(whose: str, arguments: str) -> Any:
 
     from logprobe.integrations import lighteval
 
-    # As `lighteval custom MODEL FILE` has it.
+    # Like `lighteval custom MODEL FILE`.
     return load_model(CustomModelConfig(model_name=arguments, model_definition_file_path=lighteval.__file__))
 
 

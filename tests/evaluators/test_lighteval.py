@@ -1,4 +1,4 @@
-"""lighteval on our model in process and over HTTP, beside its own model on transformers."""
+"""lighteval with our model in process and over HTTP, compared with its own model on transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.real_model
 def evaluate(
     run: Callable[..., str], rows: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, str], dict[str, Any]]:
-    """What a model of lighteval's gives to the documents, and their metrics."""
+    """Return the replies of a lighteval model to the documents, and their metrics."""
     data = tmp_path_factory.mktemp("data") / "rows.json"
     data.write_text(json.dumps(rows))
     home = str(tmp_path_factory.mktemp("home"))
@@ -65,13 +65,13 @@ def test_it_scores_and_writes_as_lightevals_own_model_does(
     assert got["greedy"] == theirs["greedy"]
     for mine, other in zip(got["logprobs"], theirs["logprobs"], strict=True):
         assert mine == pytest.approx(other, abs=TOLERANCE)
-    # Not beside its own: that takes each token's number from the position after it.
+    # Not compared with lighteval's own, which reads each token's number from the position after it.
     for [mine], row in zip(got["rolling"], rows, strict=True):
         assert mine == pytest.approx(rolled(smollm2_folder, row["text"]), abs=TOLERANCE)
 
 
 def rolled(folder: Path, text: str) -> float:
-    """The logprob of a text after the chat template's question of nothing, by transformers; nats."""
+    """Return a text's log-probability after the chat template's empty question, by transformers; nats."""
     from transformers import AutoTokenizer
 
     asked = [{"role": "user", "content": ""}]

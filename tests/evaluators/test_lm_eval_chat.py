@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a chat behind a server: log-likelihoods over `/v1/score`, as its `hf` has them."""
+"""lm-evaluation-harness with a chat behind a server: log-likelihoods by `/v1/score` equal those of `hf`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.real_model
 def evaluate(
     run: Callable[..., str], rows: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Run]:
-    """Run the harness with our model known to it: metrics, and the answer to each request."""
+    """Run the harness with our model registered; return metrics and answers."""
     folder = tmp_path_factory.mktemp("tasks")
     write_tasks(folder, {name: (rows, task) for name, task in TASKS.items()})
 

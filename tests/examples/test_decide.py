@@ -1,4 +1,4 @@
-"""From labels to decisions on real weights: what is taken was sure enough, and the rest goes to a person."""
+"""Decisions from labels on real weights: sure answers are accepted, the rest goes to a person."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_label_is_taken_where_it_is_sure_and_the_model_would_say_it(decide: An
     assert decide.decision(sure, 0.9) == "positive"
     assert decide.decision(unsure, 0.9) is None
     assert decide.decision(unsure, 0.5) == "positive"
-    assert decide.decision(astray, 0.9) is None  # sure among the labels, and says neither
+    assert decide.decision(astray, 0.9) is None  # sure among the labels, but the model would say neither
     assert decide.decision(sure, None) is None
 
 
@@ -47,7 +47,7 @@ def test_it_runs_by_hand_and_beats_a_guess(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(decide, "LLM", lambda _: real_llm)
-    monkeypatch.setattr(type(real_llm), "__exit__", lambda *_: None)  # the session's one model stays open
+    monkeypatch.setattr(type(real_llm), "__exit__", lambda *_: None)  # the session's model stays open
     picture = tmp_path / "sure.png"
     monkeypatch.setattr(sys, "argv", ["decide.py", "--plot", str(picture)])
     decide.main()
@@ -57,7 +57,7 @@ def test_it_runs_by_hand_and_beats_a_guess(
     table = lines[1 : next(place for place, line in enumerate(lines) if "Brier" in line)]
     assert sum(int(line.split()[-1]) for line in table) == len(decide.REVIEWS) == 32
     rights = sum(float(line.split()[-2]) * int(line.split()[-1]) for line in table)
-    assert rights > 24.5  # 25 or more; a guesser gets there once in a thousand times
+    assert rights > 24.5  # 25 or more; guessing gets there once in a thousand times
     half = len(decide.REVIEWS) // 2
     decisions = lines[-half - 1 : -1]
     certainties = [float(line[14:19]) for line in decisions]

@@ -1,4 +1,4 @@
-"""The example programs on `AsyncLM`: their numbers against enumeration, and as they are run by hand."""
+"""The example programs with `AsyncLM`: numbers against enumeration, and run from the command line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def example(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
 def run_main(
     example: Any, real_llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., list[str]]:
-    """Run the program with arguments, on the session's one model; its lines."""
+    """Run the program with arguments on the session's model; return its output lines."""
     loaded = LoadedModel(real_llm.engine, real_llm.text)
     monkeypatch.setattr(AsyncLM, "from_name", lambda _: AsyncLM(loaded))
 
@@ -53,7 +53,7 @@ def run_main(
 
 
 def log_normaliser(lm: AsyncLM, prompt_ids: list[int], allowed: Any, num_tokens: int) -> float:
-    """By enumeration: the log-probability that so many tokens, or those before the end, are all allowed."""
+    """Return by enumeration the log-probability that the next tokens (up to the end) are all allowed."""
     row = lm.next_token_logprobs_sync(prompt_ids).astype(float)
     if num_tokens == 1:
         return float(np.logaddexp.reduce(row[allowed]))
@@ -72,7 +72,7 @@ def test_the_particles_estimate_the_normaliser_that_enumeration_finds(lm: AsyncL
     allowed = example.allowed_tokens(lm, "a")
     prompt_ids = lm.tokenizer.encode(PROMPT)
     particles, estimate = asyncio.run(example.run(lm, prompt_ids, allowed, (3, 1), seed=5))
-    assert estimate == pytest.approx(log_normaliser(lm, prompt_ids, allowed, 1), abs=1e-6)  # no chance in it
+    assert estimate == pytest.approx(log_normaliser(lm, prompt_ids, allowed, 1), abs=1e-6)  # not random
     particles, estimate = asyncio.run(example.run(lm, prompt_ids, allowed, (600, 2), seed=5))
     exact = log_normaliser(lm, prompt_ids, allowed, 2)
     weights = np.exp([particle.log_weight for particle in particles])

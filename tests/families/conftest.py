@@ -1,4 +1,4 @@
-"""What the tests of families share."""
+"""Shared fixtures of the family tests."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def text() -> TextEdge:
-    """No tokenizer: requests and answers are ids here."""
+    """A text edge without a tokenizer: the tests only use ids."""
     pieces = [bytes([97 + token_id % 26]) for token_id in range(VOCAB_SIZE)]
     return edge_of(pieces)

@@ -1,4 +1,4 @@
-"""The families and variants that are proven: what each is like, and how its layers run."""
+"""The tested families and variants: their settings, and how their layers run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from families.tiny import WINDOW
 
-BOUNDARY = 32  # of rotary frequencies
+BOUNDARY = 32  # of the rotary frequencies
 Layers = Literal["native", "transformers"]
 
 
@@ -17,12 +17,12 @@ class Row:
 
     name: str
     kind: str
-    layers: Layers = "transformers"  # with published weights
+    layers: Layers = "transformers"  # with the checkpoint's weights
     special: dict[str, Any] = field(default_factory=dict)
 
 
 def longrope(dim: int = 8) -> dict[str, Any]:
-    """Rotary settings whose two sets of frequencies differ much, for heads of 2 · dim."""
+    """Return rotary settings with two very different sets of frequencies, for heads of size 2 · dim."""
     return {
         "rope_parameters": {
             "rope_type": "longrope",
@@ -36,7 +36,7 @@ def longrope(dim: int = 8) -> dict[str, Any]:
 
 
 def phi3_longrope(dim: int = 8) -> dict[str, Any]:
-    """The same for Phi-3, whose own key wins over that of its rotary settings."""
+    """The same for Phi-3, whose own key overrides that of its rotary settings."""
     return longrope(dim) | {"original_max_position_embeddings": BOUNDARY}
 
 

@@ -1,4 +1,4 @@
-"""A family that runs by the native decoder gives a row the same bits, however its tokens reach the engine."""
+"""With the native decoder a row has the same bits for any batching, chunking and caching."""
 
 from __future__ import annotations
 
@@ -51,6 +51,6 @@ def test_a_row_has_the_same_bits_in_every_layout(row: Row, text: TextEdge) -> No
     for ids, one in zip(texts.values(), drawn, strict=True):
         grown = [*ids, *one.outputs[0].token_ids]
         if forward.rope_boundary is not None and len(ids) < forward.rope_boundary <= len(grown):
-            continue  # whole, all of it runs by other frequencies: other numbers, by transformers too
+            continue  # the whole text uses other frequencies, hence other numbers, also in transformers
         [again] = Driven(forward, text, **whole).run((grown, SCORED))
         assert bits(one.outputs[0].logprobs) == bits(again.prompt_logprobs, len(ids)), "drawn"

@@ -1,4 +1,4 @@
-"""Every family and variant of the table gives transformers' numbers, however its tokens reach the engine."""
+"""Every family and variant gives transformers' numbers in any batch, chunking and cache state."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_family_gives_the_numbers_of_transformers(row: Row, text: TextEdge) ->
             assert difference <= TOLERANCE, f"{weights}, {way}: {difference:.1e} nats"
 
 
-# Of each kind of attention one; the layers of the others differ, for which two ways say as much as all.
+# One for each kind of attention; the others differ in their layers, for which two cases are enough.
 SAMPLE = (
     "Llama",
     "Mistral",
@@ -76,5 +76,5 @@ def test_16_bits_are_as_near_to_float32_as_transformers_own(name: str, dtype: st
     forward = load(model, "auto", dtype=dtype)
     assert "needs float32 on a CPU" in (forward.layout.why_transformers or "")
     ways = dict(differences(truth, forward, text))
-    # Greedy growth leaves the texts that `native` was measured on; experts may then be chosen by a rounding.
+    # Greedy generation leaves the texts of the `own` measurement; rounding may then change the expert.
     assert max(difference for way, difference in ways.items() if "grown" not in way) <= 1.5 * own

@@ -1,4 +1,4 @@
-"""Every family in transformers' mapping of causal language models is right, or refused with its reason."""
+"""Every family in transformers' mapping of causal language models is correct, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IN_TABLE = {row.kind for row in RIGHT if not row.special}
 
 
 def test_the_outcomes_name_every_family_of_the_mapping_once() -> None:
-    """A family that a new release of transformers brings has to be looked at."""
+    """Fails for families that are new in a transformers release, so that they are reviewed."""
     assert sorted([*NATIVE, *TRANSFORMERS, *REASONS, *UNBUILT]) == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 

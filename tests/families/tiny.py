@@ -1,4 +1,4 @@
-"""Tiny random models of every family that transformers knows as a causal language model."""
+"""Tiny random models of every causal language model family in transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 VOCAB_SIZE = 160
 WINDOW = 16
 CONTEXT_LEN = 128
-# What a configuration is given where it knows the name; families call the same things by many names.
+# Settings for those keys that a configuration has; families use different names for the same thing.
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "vocab_size_per_layer_input": VOCAB_SIZE,
@@ -58,8 +58,8 @@ VISION: dict[str, Any] = {
     "image_size": 28,
     "patch_size": 14,
 }
-# Families whose numbers have to fit together in a way of their own.
-LATENT = {"head_dim": 16, "num_key_value_heads": 4}  # attention through a narrow projection
+# Families with constraints between settings.
+LATENT = {"head_dim": 16, "num_key_value_heads": 4}  # attention through a low-rank projection
 ALL_HEADS = {"num_key_value_heads": 4}
 GEMMA_4 = {
     "num_kv_shared_layers": 0,
@@ -93,7 +93,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 
 def config_of(kind: str, **special: Any) -> Any:
-    """A configuration of a few thousand numbers; `special` goes to its language model's part."""
+    """Return a configuration of a few thousand parameters; `special` changes its language model's part."""
     return _configured(CONFIG_MAPPING[kind], SPECIAL.get(kind, {}) | special)
 
 
@@ -116,7 +116,7 @@ def _small_vision(part: Any) -> dict[str, Any]:
 
 
 def model_of(kind: str, *, seed: int = 0, **special: Any) -> Any:
-    """A model whose weights are drawn so that its logits spread and each part of it shows."""
+    """Return a model whose weights make logits spread and every part have a visible effect."""
     config = config_of(kind, **special)
     config._attn_implementation = "eager"
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The engine on an NVIDIA GPU: the numbers of the CPU, and bits that depend on a row's own text alone."""
+"""The engine on an NVIDIA GPU: the numbers of the CPU, and bits that do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LLAMA = "Llama"
 MODELS = [
     (LLAMA, "bfloat16"),
     (LLAMA, "float32"),
-    ("Qwen3", "bfloat16"),  # norms of heads
+    ("Qwen3", "bfloat16"),  # norms per head
     ("Gemma 2", "bfloat16"),  # sliding windows, soft caps, four norms, a tied head
     ("Phi-3 with a window", "bfloat16"),  # joined projections
     ("GPT-2", "float32"),  # LayerNorm with biases, learned positions, transposed weights, no gates
@@ -42,14 +42,14 @@ DRAWN = SamplingParams(max_tokens=NUM_NEW, temperature=0, logprobs=TOP, ignore_e
 
 @dataclass(frozen=True)
 class Pair:
-    """The engine on the GPU and on the CPU, of one model, with texts that both may run."""
+    """The engine on the GPU and on the CPU for one model, with prompts for both."""
 
     gpu: LLM
     cpu: LLM
     prompts: list[list[int]]
 
     def run(self, prompts: list[list[int]], params: SamplingParams, llm: LLM | None = None) -> list[Any]:
-        """Outputs of prompts that no cache knows."""
+        """Run prompts with empty caches and return their outputs."""
         llm = llm or self.gpu
         llm.engine.forget_prefixes()
         return llm.generate(prompts, params)
@@ -84,7 +84,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def numbers(record: Any, start: int = 0) -> np.ndarray[Any, Any]:
-    """Log-probabilities of the chosen token and the most likely ones at each position, float32."""
+    """Return log-probabilities of the chosen and the likeliest tokens at each position, float32."""
     rows = record[start:]
     best = np.asarray(rows.top_entries().logprobs, np.float32).reshape(len(rows), TOP)
     return np.column_stack([np.asarray(rows.chosen_entries().logprobs, np.float32), best])
@@ -109,7 +109,7 @@ def test_prompts_have_the_numbers_of_the_cpu(pair: Pair) -> None:
 
 def test_drawn_tokens_have_the_numbers_of_the_cpu(pair: Pair) -> None:
     drawn = pair.run(pair.prompts, DRAWN)
-    # Scored on the CPU, not drawn there: two tokens may be as likely but for a rounding.
+    # Scored on the CPU instead of sampled: rounding may swap nearly equal tokens.
     whole = [[*ids, *one.outputs[0].token_ids] for ids, one in zip(pair.prompts, drawn, strict=True)]
     scored = pair.run(whole, SCORED, pair.cpu)
     for ids, one, again in zip(pair.prompts, drawn, scored, strict=True):

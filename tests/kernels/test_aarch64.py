@@ -1,4 +1,4 @@
-"""The kernels compiled for 64-bit Arm give the bits of those for x86-64, under an emulator."""
+"""The kernels compiled for 64-bit Arm give the bits of x86-64, in an emulator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEEDED = ("g++", "aarch64-linux-gnu-g++", "qemu-aarch64-static")
 
 
 def compiled(folder: Path, compiler: str, *options: str) -> Path:
-    """The program that runs every kernel and prints digests."""
+    """Compile the program that runs every kernel and prints digests."""
     folder.mkdir()
 
     def compile_one(source: Path) -> None:

@@ -39,7 +39,7 @@ except ParameterError as error:
 
 
 def forced(variant: str) -> str:
-    """What a process prints that `LOGPROBE_KERNELS` names a variant to."""
+    """Return what a process with `LOGPROBE_KERNELS` set to a variant prints."""
     command = [sys.executable, "-c", FORCED]
     environment = os.environ | {VARIABLE: variant}
     return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.strip()

@@ -6,7 +6,7 @@ from logprobe.kernels.stages import Series, Stage
 
 
 def chain(length: int) -> tuple[list[Stage], list[torch.Tensor]]:
-    """Norms, each of the one before it, with rows enough for many items."""
+    """Make norms, each of the one before, with enough rows for many items."""
     torch.manual_seed(length)
     rows = [torch.randn(200, 33), *(torch.zeros(200, 33) for _ in range(length))]
     weights = [torch.rand(33) + 0.5 for _ in range(length)]
@@ -39,7 +39,7 @@ def test_each_stage_sees_all_of_the_one_before_it(length: int, num_threads: int)
 def test_a_series_keeps_the_memory_that_it_writes() -> None:
     weight, out = torch.ones(33), torch.zeros(1, 33)
     series = Series([norm_stage(torch.full((1, 33), float(place)), weight, out, 1e-5) for place in (1, 4)])
-    [torch.full((1, 33), 9.0) for _ in range(50)]  # would land where freed memory was
+    [torch.full((1, 33), 9.0) for _ in range(50)]  # would reuse freed memory
     series.run()
     torch.testing.assert_close(out, torch.ones(1, 33))
 

@@ -1,4 +1,4 @@
-"""What an event loop asks in one iteration goes on together."""
+"""Requests made in one iteration of an event loop are batched."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from logprobe import AsyncLM
 
-LIMIT_S = 120.0  # nothing takes as long, also on a busy machine
+LIMIT_S = 120.0  # generous, also for a busy machine
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_an_iteration_within_another_loops_keeps_to_itself(
         batches.add([1])
         outer = asyncio.get_running_loop()
         inner = asyncio.new_event_loop()
-        asyncio._set_running_loop(None)  # what those do who nest event loops in a notebook
+        asyncio._set_running_loop(None)  # as libraries that nest event loops in notebooks do
         inner.run_until_complete(add(2))
         asyncio._set_running_loop(outer)
         inner.close()
@@ -110,7 +110,7 @@ def test_a_reset_meets_the_asks_of_its_own_iteration(new_lm: Callable[..., Async
         with pytest.raises(RequestAbortedError):
             await asyncio.wait_for(ask, LIMIT_S)
 
-    with new_lm(timeout=2 * LIMIT_S) as lm:  # else the row may be there before the reset
+    with new_lm(timeout=2 * LIMIT_S) as lm:  # otherwise the row may be ready before the reset
         asyncio.run(main(lm))
 
 

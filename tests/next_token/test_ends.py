@@ -1,4 +1,4 @@
-"""How an AsyncLM ends, and what it refuses to start with."""
+"""Closing an AsyncLM, and invalid settings at its start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from logprobe.errors import EngineClosedError, ParameterError
 from logprobe.testing import holding_steps
 from refusals import raises
 
-LIMIT_S = 120  # nothing takes as long, also on a busy machine
+LIMIT_S = 120  # generous, also for a busy machine
 TOLERANCE = 2e-5  # nats, on the tiny model, whose float32 logits reach 20 (rounding: 1e-6 each)
 
 

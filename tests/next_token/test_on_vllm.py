@@ -1,4 +1,4 @@
-"""`AsyncVirtualLM` on vLLM: what designs of this kind got wrong, and an engine that exists."""
+"""`AsyncVirtualLM` on vLLM: faults of similar designs, and use of an existing engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def assert_rows(rows: Any, wanted: list[Any]) -> None:
 
 @pytest.fixture(scope="module")
 def lora_rows(wide_heads: tuple[Path, dict[str, Path]], plain_rows_of: Any) -> dict[str, Any]:
-    """LoRA weights → the slow way to their rows: a model with them merged into its own by peft."""
+    """Return LoRA name → slow reference rows, by a model with the weights merged by peft."""
     from peft import PeftModel
 
     ways = {}
@@ -48,7 +48,7 @@ def lora_rows(wide_heads: tuple[Path, dict[str, Path]], plain_rows_of: Any) -> d
 def test_more_prompts_than_max_num_seqs_and_prompts_that_one_step_cannot_hold(
     lm: AsyncVirtualLM, plain_row: Any, random_ids: Any
 ) -> None:
-    lengths = [3, 100, 1, 50, 7, 33, 2, 90, 32, 31, 5, 64] * 2  # four rows, and 32 tokens, a step
+    lengths = [3, 100, 1, 50, 7, 33, 2, 90, 32, 31, 5, 64] * 2  # four rows and 32 tokens per step
     asked = [random_ids(seed, length) for seed, length in enumerate(lengths)]
     assert_rows(lm.batch_next_token_logprobs_sync(asked), [plain_row(ids) for ids in asked])
 
@@ -64,7 +64,7 @@ def test_known_prefixes_of_all_lengths_and_unknown_ones_in_one_batch(
     lm: AsyncVirtualLM, plain_row: Any, random_ids: Any
 ) -> None:
     stem = random_ids(200, 100)
-    lm.next_token_logprobs_sync(stem)  # vLLM keeps whole blocks of 32
+    lm.next_token_logprobs_sync(stem)  # vLLM caches whole blocks of 32
     asked = [[*stem[:end], 7] for end in (99, 31, 64, 1, 63, 65, 32, 96)]
     asked += [random_ids(300 + length, length) for length in (70, 2, 40)]
     assert_rows(lm.batch_next_token_logprobs_sync(asked), [plain_row(ids) for ids in asked])
@@ -86,7 +86,7 @@ def test_rows_of_lora_weights_are_never_stale(
     lm.add_new_lora(str(first_folder), lora_name="tuned")
     lm.set_lora(str(first_folder), "tuned")
     assert_rows([lm.next_token_logprobs_sync(ids)], [lora_rows[first](ids)])
-    lm.add_new_lora(str(second_folder), lora_name="tuned")  # in place of the other
+    lm.add_new_lora(str(second_folder), lora_name="tuned")  # replaces the other
     assert_rows([lm.next_token_logprobs_sync(ids)], [lora_rows[second](ids)])
     lm.clear_cache()
     assert_rows([lm.next_token_logprobs_sync(ids)], [lora_rows[second](ids)])
@@ -175,7 +175,7 @@ def test_an_option_that_cannot_be_is_refused_by_name(
 
 @pytest.fixture(scope="module")
 def two_workers(wide_heads: tuple[Path, dict[str, Path]], vllm_options: dict[str, Any]) -> Iterator[Any]:
-    """vLLM's own blocking engine on two workers, as its owner made it."""
+    """vLLM's own blocking engine with two workers, as made by its owner."""
     from vllm import LLM
 
     with pytest.MonkeyPatch.context() as patch:

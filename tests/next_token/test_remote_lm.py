@@ -1,4 +1,4 @@
-"""A model behind HTTP: the bits of the engine it runs on, few exchanges, and every waiter ends."""
+"""A model behind HTTP: the bits of its engine, few requests, and no waiter hangs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
     from logprobe.testing import StepHold
 
-TOLERANCE = 5e-5  # two engine steps of other neighbours: float32 rounding, nats
+TOLERANCE = 5e-5  # nats: float32 rounding between steps with different batches
 ROWS = "/v1/next_token_logprobs"
 
 
 @pytest.fixture
 def posts(far: RemoteLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
-    """Every body that is sent from now on."""
+    """Record every body sent from now on."""
     link, sent = far._source._link, []  # type: ignore[attr-defined]
     post = link.post
 
@@ -183,7 +183,7 @@ def test_what_cannot_be_served_is_refused_by_name_before_anything_is_sent(
         far.set_lora("elsewhere", name="wide")
     assert posts == []
     with raises(ParameterError, parameter="temperature"):
-        asyncio.run(far.sample([5], 4, [], temperature=3.0))  # beyond what HTTP takes
+        asyncio.run(far.sample([5], 4, [], temperature=3.0))  # above the server's maximum
     assert not far._source._samples  # type: ignore[attr-defined]
 
 

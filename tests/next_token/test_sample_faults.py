@@ -1,4 +1,4 @@
-"""Faults that samplers of this kind have had, each a test."""
+"""Regression tests for faults of similar samplers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_models_own_end_of_text_ends_a_sample_that_does_not_ignore_it_and_st
 ) -> None:
     eos, prompts = lm.tokenizer.eos_token_id, [random_ids(seed, 4) for seed in range(200)]
     rows = lm.batch_next_token_logprobs_sync(prompts)
-    prompts = [prompts[place] for place in rows[:, eos].argsort()[-24:].tolist()]  # before which it is likely
+    prompts = [prompts[place] for place in rows[:, eos].argsort()[-24:].tolist()]  # EOS is likely
 
     def draw(eos_token_ids: list[int], *, ignore_eos: bool) -> Any:
         asked = lm.batch_sample(prompts, 60, eos_token_ids, 2.0, 1, ignore_eos=ignore_eos)

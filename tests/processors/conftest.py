@@ -1,4 +1,4 @@
-"""Rows, batches and a small model's facts without a model, and tiny models with processors of their own."""
+"""Rows, batches and model facts without a model, and tiny models with processors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VOCAB_SIZE = 10
 
 
 class Letters:
-    """A tokenizer of ten letters: a = 0 … j = 9."""
+    """A tokenizer for ten letters: a = 0 … j = 9."""
 
     eos_token_id = 9
     special_token_ids = frozenset({9})
@@ -48,7 +48,7 @@ def facts() -> ModelFacts:
 
 @pytest.fixture
 def make(facts: ModelFacts) -> Callable[[type[LogitsProcessor]], Any]:
-    """Make a processor as the engine does."""
+    """Make a processor like the engine does."""
 
     def make_one(kind: type[LogitsProcessor]) -> Any:
         processor = kind(EngineConfig())
@@ -60,7 +60,7 @@ def make(facts: ModelFacts) -> Callable[[type[LogitsProcessor]], Any]:
 
 @pytest.fixture
 def row() -> Callable[..., BatchRow]:
-    """A row: request id, arguments, tokens of the prompt, tokens generated."""
+    """Make a row: request id, arguments, prompt tokens, generated tokens."""
 
     def make_row(name: str, args: Any = None, prompt: Any = (), output: Any = (), **more: Any) -> BatchRow:
         ids = output if isinstance(output, list) else list(output)
@@ -74,7 +74,7 @@ def row() -> Callable[..., BatchRow]:
 
 @pytest.fixture
 def run() -> Callable[..., torch.Tensor]:
-    """Update a processor with rows and apply it to fixed logits; a second time must give the same."""
+    """Update a processor with rows and apply it to fixed logits; a second run must give the same."""
     previous: dict[int, tuple[BatchRow, ...]] = {}
 
     def run_once(processor: Any, rows: list[BatchRow], logits: torch.Tensor | None = None) -> torch.Tensor:
@@ -102,7 +102,7 @@ def logits() -> Callable[..., torch.Tensor]:
 
 @pytest.fixture(scope="session")
 def new_llm(tiny_model_folder: Path) -> Iterator[Callable[..., LLM]]:
-    """Start the tiny Llama with some processors; all are closed at the end of the session."""
+    """Start the tiny Llama with processors; all are closed at the end of the session."""
     from logprobe import LLM
 
     started: list[LLM] = []

@@ -51,7 +51,7 @@ def test_page_pipeline_and_sampler_list_the_same_order(doc: str | None) -> None:
 
 @pytest.mark.real_model
 def test_the_example_program_runs(real_llm: LLM) -> None:
-    del real_llm  # that the model can be had
+    del real_llm  # only checks that the model is available
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "say_it_again.py")],
         capture_output=True,

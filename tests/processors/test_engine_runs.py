@@ -30,7 +30,7 @@ VOCAB_SIZE = 288
 
 
 class YourLogitsProcessor(LogitsProcessor):
-    """Written from a slot-based engine's published sample alone."""
+    """Written only from a slot-based engine's published sample."""
 
     def __init__(self, fd_config: Any) -> None:
         self.enabled: list[Any] = []
@@ -54,7 +54,7 @@ class FollowArgs(msgspec.Struct, kw_only=True):
 
 
 class FollowLogitsProcessor(LogitsProcessor):
-    """Makes the text count: the next token is 100 + the number of tokens generated so far, mod 100."""
+    """Force the next token to 100 + the number of generated tokens mod 100."""
 
     Args = FollowArgs
 

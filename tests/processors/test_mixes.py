@@ -1,4 +1,4 @@
-"""Random mixes of processors, arriving and leaving: each request gets what it gets alone."""
+"""Random mixes of processors, with requests arriving and leaving: each gets what it gets alone."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def some_params(rng: np.random.Generator) -> SamplingParams:
 @pytest.mark.parametrize("seed", range(6))
 def test_a_request_in_a_random_mix_gives_what_it_gives_alone(llm: LLM, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    # The prompts start to think often, so that budgets matter.
+    # Prompts often start with thinking, so that budgets matter.
     prompts = [[*rng.integers(2, 288, int(rng.integers(1, 9))).tolist(), 5] for _ in range(16)]
     asked = [some_params(rng) for _ in prompts]
     together = llm.generate(prompts, asked)

@@ -1,4 +1,4 @@
-"""The sampler with rows that processors changed: those are drawn from, and the others as if alone."""
+"""The sampler with rows changed by processors: they are sampled from, and other rows are unaffected."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ Step = tuple[Array, Array, Array]
 def draw_step(
     rng: np.random.Generator, n: int, k: int, vocab_size: int, *, num_levels: int | None = None
 ) -> tuple[Array, Array, Array]:
-    """Ids and logprobs (n, k + 1), chosen first, and its ranks (n,); few `num_levels` make ties."""
+    """Return ids and logprobs (n, k + 1), chosen first, and ranks (n,); few `num_levels` make ties."""
     logits = rng.normal(size=(n, vocab_size)) * 3
     if num_levels:
         logits = np.round(logits * num_levels / 6)
@@ -38,7 +38,7 @@ def draw_step(
 
 
 def dicts_of(ids: Array, logprobs: Array, ranks: Array) -> list[dict[int, Logprob] | None]:
-    """What `append_rows` of the same arrays must read as."""
+    """Return what `append_rows` with the same arrays must read as."""
     positions: list[dict[int, Logprob] | None] = []
     for row in range(len(ids)):
         position: dict[int, Logprob] = {}
@@ -56,11 +56,11 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture
 def step(rng: np.random.Generator) -> Callable[..., Step]:
-    """`step(n, k, vocab_size, num_levels=None)`: a step's arrays."""
+    """Return `step(n, k, vocab_size, num_levels=None)`, which makes a step's arrays."""
     return partial(draw_step, rng)
 
 
 @pytest.fixture
 def as_dicts() -> Callable[..., list[dict[int, Logprob] | None]]:
-    """The plain twin of `append_rows`."""
+    """Return the plain reference of `append_rows`."""
     return dicts_of

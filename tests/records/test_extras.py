@@ -1,4 +1,4 @@
-"""A further column is named in one table; records, bytes, files and tables learn of it from there."""
+"""An additional column is declared in one table, which records, bytes, files and tables use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOVELTIES = np.float32([0.5, 2.5, np.nan])
 
 @pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch) -> FlatLogprobs:
-    """Two positions with a column that nobody has heard of, and one without."""
+    """Two positions with a made-up column, and one without."""
     monkeypatch.setitem(EXTRAS, "novelty", np.dtype(np.float32))
     flat = FlatLogprobs()
     flat.append_rows([[7, 1], [8, 2]], [[-1.0, -0.5], [-3.0, -0.5]], [2, 2], novelty=[0.5, 2.5])

@@ -1,4 +1,4 @@
-"""Records of different lengths as tensors of one shape."""
+"""Records of different lengths, padded to tensors of one shape."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def records() -> list[FlatLogprobs]:
-    """Two, one and no positions."""
+    """Records of two, one and no positions."""
     two, one = FlatLogprobs(), FlatLogprobs()
     two.append_rows([[7, 1], [8, 2]], [[-1.0, -0.5], [-2.0, -0.5]], [2, 2], entropy=[1.5, 2.5])
     one.append_rows([[9, 3]], [[-3.0, -0.5]], [2], entropy=[0.5])

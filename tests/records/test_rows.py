@@ -1,4 +1,4 @@
-"""Rows of a step: one kind for all walls, cut without a copy, and never a wide block behind a narrow row."""
+"""Rows of a step: one type for all layers, sliced without copies, without keeping wide blocks alive."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def some_rows(num_rows: int, k: int, *, seed: int = 0, **beside: Any) -> HostRow
 
 
 def named(num_rows: int) -> GivenLists:
-    """Row n has n named ids."""
+    """Make rows where row n has n named ids."""
     offsets = np.cumsum([0, *range(num_rows)])
     ids = np.arange(offsets[-1], dtype=np.int32)
     return GivenLists.of(offsets, ids, -ids.astype(np.float32), ids + np.int32(1))
 
 
 def memory_of(array: np.ndarray) -> int:
-    """Bytes that an array keeps alive."""
+    """Return the bytes of the memory that an array keeps alive."""
     while isinstance(array.base, np.ndarray):
         array = array.base
     return array.nbytes

@@ -1,4 +1,4 @@
-"""The sampler: each row gets what it asked, as if it were alone."""
+"""The sampler: each row gets its own parameters, as if it were alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def logits_of(num_rows: int, seed: int = 0) -> torch.Tensor:
 
 
 def report(rows: Any, row: int, stage: str) -> dict[str, Any] | None:
-    """What one row of a step reports at one stage."""
+    """Return what one row of a step reports at one stage."""
     is_raw = stage == "raw"
     indices = rows.logprobs_rows if is_raw else rows.processed_rows
     numbers = rows.logprobs if is_raw else rows.processed_logprobs
@@ -87,7 +87,7 @@ def test_both_stages_equal_plain_torch(params: SamplingParams, seed: int) -> Non
 
 
 def plain_processed(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """The numbered steps of the sampler, one after another, each with a sort of its own."""
+    """Apply the numbered steps of the sampler one after another, each with a separate sort."""
     if params.temperature == 0:
         return logits.log_softmax(-1)
     logits = logits / params.temperature

@@ -1,4 +1,4 @@
-"""What is no request is counted each time, and logged now and then."""
+"""Invalid requests are all counted, and logged at intervals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions` read by OpenAI's own client."""
+"""`/v1/chat/completions` with OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def create(client: Any, **options: Any) -> Any:
 
 
 def fold(chunks: Any, index: int = 0) -> dict[str, Any]:
-    """Text, rows and reason of one choice of a stream."""
+    """Merge the text, rows and finish reason of one choice of a stream."""
     found: dict[str, Any] = {"text": "", "rows": [], "reason": None}
     for chunk in chunks:
         for choice in chunk.choices:
@@ -76,7 +76,7 @@ def test_a_text_that_ends_inside_a_character_has_a_replacement_and_its_rows_the_
     data = server.llm.text.bytes_of(ids[:num_tokens])
     form = {"type": "choice", "choice": ["a🐈"]}
     asked: dict[str, Any] = {"logprobs": True, "max_tokens": num_tokens, "response_format": form}
-    # The grammar may take other tokens of the same bytes.
+    # The grammar may use other tokens with the same bytes.
     asked["extra_body"] = {"allowed_token_ids": [*ids, 1]}
     whole, told = create(client, **asked).choices[0], fold(create(client, stream=True, **asked))
     rows = [row.model_dump() for row in whole.logprobs.content]
@@ -200,7 +200,7 @@ def test_extensions_add_fields_only_when_asked(server: Any) -> None:
         **asked,
     ).json()
     choice = extended["choices"][0]
-    # With entropy the kernel adds up in another loop, whose last bit is the compiler's.
+    # With entropy the kernel uses another loop, whose last bit depends on the compiler.
     pairs = zip(choice["logprobs"]["content"], plain["choices"][0]["logprobs"]["content"], strict=True)
     for one, other in pairs:
         assert one == other | {"logprob": pytest.approx(other["logprob"], abs=1e-6)}

@@ -1,4 +1,4 @@
-"""A wall clock that is set forward and back by a day: durations, deadlines and limits do not depend on it."""
+"""A wall clock that jumps by a day: durations, deadlines and limits do not depend on it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ time.time_ns = lambda: int(1e9 * time.time())
 from logprobe.cli import command
 command()
 """
-# What a reply or report is dated with, and what is compared with the times of files.
+# Uses of the wall clock: dates of replies and reports, and comparisons with file times.
 WALL_CLOCK = {
     "models/cache.py": 1,
     "analysis/auditing/run.py": 1,
@@ -77,7 +77,7 @@ def test_a_server_whose_clock_jumps_answers_counts_and_drains(tiny_model_folder:
     ):
         first, again = (client.post("/v1/completions", json=body).json()["choices"] for _ in range(2))
         assert first == again
-        # Its template has a deadline.
+        # Its template has a time limit.
         assert client.post("/v1/chat/completions", json=chat).status_code == 200
         assert client.get("/health").status_code == client.get("/ready").status_code == 200
         seconds = {

@@ -1,4 +1,4 @@
-"""Adapters behind HTTP: chosen by `lora` or as `model`, on every route; loaded before the first request."""
+"""LoRA adapters over HTTP: selected by `lora` or `model` on every route, loaded before the first request."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def ask(server: Any, path: str, **fields: Any) -> dict[str, Any]:
 
 
 def numbers(reply: dict[str, Any]) -> Any:
-    """Every log-probability of a reply that a choice of weights changes."""
+    """Return every log-probability of a reply that depends on the choice of weights."""
     if "results" in reply:
         return [one["relevance_score"] for one in sorted(reply["results"], key=lambda one: one["index"])]
     if reply["object"] == "list":

@@ -1,4 +1,4 @@
-"""The figures on a port of their own: without a key, and nothing else there."""
+"""Metrics on a separate port: without a key, and nothing else there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEY = {"Authorization": "Bearer secret"}
 
 @pytest.fixture(scope="module")
 def locked(tiny_model_folder: Path) -> Iterator[Attacked]:
-    """A server behind a key, started with two ports that are none here."""
+    """A server with a key, started with two port flags of another server that have no effect here."""
     others = ("--engine-worker-queue-port", "8182", "--cache-queue-port", "8183")
     flags = ("--metrics-port", "0", *others, "--api-key", "secret")
     with serving_process(tiny_model_folder, *flags) as server:
@@ -30,7 +30,7 @@ def locked(tiny_model_folder: Path) -> Iterator[Attacked]:
 
 @pytest.fixture(scope="module")
 def figures(locked: Attacked) -> Attacked:
-    """The same server by the port of its figures, which its log names."""
+    """The same server by its metrics port, which its log names."""
 
     def ports() -> list[str]:
         return re.findall(r"http://127\.0\.0\.1:(\d+)/metrics", "".join(locked.log))

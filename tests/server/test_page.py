@@ -1,4 +1,4 @@
-"""The page as the server gives it: one file, its own policy, no key; the browser's side is in tests/web."""
+"""The web page as served: one file, its own CSP, no key; tests in a browser are in tests/web."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_page_needs_no_key_and_tells_browsers_what_it_may_do(new_server: Cal
 def test_the_page_fetches_nothing_from_outside() -> None:
     html = assemble()[0].decode()
     outside = re.findall(r"https?://[^\s\"')]+", html)
-    assert set(outside) == {"http://www.w3.org/2000/svg"}  # a name, which nobody fetches
+    assert set(outside) == {"http://www.w3.org/2000/svg"}  # an XML namespace, not a request
     assert not re.search(r"<(link|script|img|iframe)[^>]+(src|href)=\"(?!data:)", html)
     assert "innerHTML" not in html
 

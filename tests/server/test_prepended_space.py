@@ -1,4 +1,4 @@
-"""Grammars on a tokenizer that puts a space before a text, over HTTP."""
+"""Grammars over HTTP with a tokenizer that adds a space before a text."""
 
 from __future__ import annotations
 

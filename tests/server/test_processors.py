@@ -1,4 +1,4 @@
-"""Processors that the operator registered, over HTTP: arguments in the body, the list, and failures."""
+"""Registered processors over HTTP: arguments in the body, the list, and failures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MESSAGES: Any = [{"role": "user", "content": "the cat"}]
 
 @pytest.fixture(scope="module")
 def processing(tiny_model_folder: Path, serve_llm: Any) -> Iterator[Any]:
-    """A server started with a built-in by name and a class by its place."""
+    """A server started with a built-in processor by name and a class by import path."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
         with (

@@ -1,4 +1,4 @@
-"""`/v1/responses` read by OpenAI's own client."""
+"""`/v1/responses` with OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_stream_builds_the_same_response(server: Any, client: Any) -> None:
     expected = own(whole.output[0].content[0])
     assert own(events[-1].response.output[0].content[0]) == expected
     (done,) = [event for event in events if event.type == "response.output_text.done"]
-    # The client's types of events have no `bytes`, which it keeps as it keeps every further field.
+    # The client's event types have no `bytes` field, but keep unknown fields.
     for rows in ([row for event in deltas for row in event.logprobs], done.logprobs):
         assert [row.model_dump() for row in rows] == expected
 

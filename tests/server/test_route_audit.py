@@ -1,4 +1,4 @@
-"""Every route states what it costs, what bounds it, and tests that exist."""
+"""Every route states its cost, its bounds, and existing tests."""
 
 from __future__ import annotations
 

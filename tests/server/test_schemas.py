@@ -1,4 +1,4 @@
-"""Replies against the published shapes; whatever is sent, the answer is 2xx or a 4xx that says why."""
+"""Replies match the published schemas; any request gets 2xx, or 4xx with a reason."""
 
 from __future__ import annotations
 

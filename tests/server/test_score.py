@@ -1,4 +1,4 @@
-"""`/v1/score`, `/v1/next_token_logprobs`, the tokenizer routes and what the server tells of itself."""
+"""`/v1/score`, `/v1/next_token_logprobs`, the tokenizer routes and the server's information routes."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ CONTINUED = {"continue_final_message": True, "add_generation_prompt": False}
     ("begun", "continuation", "scored"),
     [
         ("the dog and", " of the cat", " of the cat"),
-        ("the dog and ", "of the cat", " of the cat"),  # the space is the first token's
+        ("the dog and ", "of the cat", " of the cat"),  # the space belongs to the first token
         ("the dog and", "\n\n", "\n\n"),
         ("é", "🐈 é", "🐈 é"),
     ],
@@ -150,7 +150,7 @@ def test_lm_evaluation_harness_splits_by_name(server: Any) -> None:
 
 
 def as_echo(server: Any, ids: list[int]) -> list[float]:
-    """The numbers of a prompt's tokens."""
+    """Return the log-probabilities of a prompt's tokens by `echo`."""
     asked = {"prompt": ids, "echo": True, "max_tokens": 0, "logprobs": 0}
     reply = server.post("/v1/completions", **asked)
     assert reply.status_code == 200, reply.text
@@ -192,7 +192,7 @@ def test_scores_come_as_arrow_when_asked(server: Any) -> None:
     headers = {"accept": "application/vnd.apache.arrow.stream"}
     reply = httpx.post(f"{server.url}/v1/score", json=asked, headers=headers, timeout=PATIENCE_S)
     rows = pa.ipc.open_stream(reply.content).read_all().to_pylist()
-    # Two requests: what shares a step may move the last bit of a float32.
+    # Two requests: the batch may change the last bit of a float32.
     for row, one in zip(rows, plain, strict=True):
         assert row["token_logprobs"] == pytest.approx(one["token_logprobs"], abs=1e-5)
     assert rows[0].keys() == plain[0].keys() - {"index"}

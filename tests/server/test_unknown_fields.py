@@ -1,4 +1,4 @@
-"""Unknown fields of bodies: refused where ignoring them would change the reply, else ignored by name."""
+"""Unknown fields are refused if they would change the reply, otherwise ignored and named."""
 
 from __future__ import annotations
 

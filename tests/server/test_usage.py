@@ -1,4 +1,4 @@
-"""`usage` of every route: the tokens of a prompt, and how many of them the prefix cache had."""
+"""`usage` on every route: prompt tokens, and how many of them came from the prefix cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCORED = {"/v1/score", "/v1/classify", "/v1/judge", "/v1/rerank"}
 
 
 def details(usage: dict[str, Any]) -> tuple[int, int]:
-    """Prompt tokens, and those of them from the cache, by either interface's names."""
+    """Return prompt tokens and cached tokens, with either interface's names."""
     if "input_tokens" in usage:
         return usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]
     return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
@@ -56,7 +56,7 @@ def test_cached_tokens_are_those_that_an_earlier_request_computed(cold: Any, pat
         counted.append(cold.service.engine.stats().cached_tokens - before)
     (num_first, cached_first), (num_again, cached_again) = found
     assert num_first == num_again
-    if path in SCORED:  # all that its requests found, also of each other, but none of their last tokens
+    if path in SCORED:  # includes hits between its own requests, except their last tokens
         assert [cached_first, cached_again] == counted
         assert cached_first < cached_again < num_again
     else:

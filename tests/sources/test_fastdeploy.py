@@ -1,4 +1,4 @@
-"""FastDeploy's page on logits processors: both offline examples, its start command, and both ways to ask."""
+"""FastDeploy's page on logits processors: both offline examples, the start command, both request forms."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BIAS = {"logit_bias": {FAVOURED: 100.0}}
 
 
 class ClipLogitsProcessor(LogitsProcessor):
-    """The page's processor of one's own: bounds for the logits of the requests that give some."""
+    """The page's example of a custom processor: bounds for the logits of requests that set them."""
 
     def __init__(self, fd_config: Any) -> None:
         assert fd_config.dtype == "float32"

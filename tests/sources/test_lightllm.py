@@ -1,4 +1,4 @@
-"""LightLLM's shape of a reply's tokens, by the function of docs/coming-from.md."""
+"""LightLLM's reply format for tokens, by the function of docs/coming-from.md."""
 
 from __future__ import annotations
 

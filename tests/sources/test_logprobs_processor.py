@@ -1,4 +1,4 @@
-"""A log-probability processor's containers, verbs and functions, called as their document lists them."""
+"""A log-probability processor's containers and functions, called as in its document."""
 
 import inspect
 from typing import Any
@@ -111,7 +111,7 @@ def test_what_is_set_comes_back(sparse: Any) -> None:
     assert (first.token_id, second.token_id) == (
         3,
         0,
-    )  # the chosen token, also where it is not among the best
+    )  # includes the chosen token if it is not among the best
     assert [one.token_id for one in second.top_k] == [1, 3]
 
 
@@ -120,7 +120,7 @@ def test_the_names_of_the_accelerated_functions_have_the_documents_order() -> No
     top_logprobs, top_indices = extract_top_k_logprobs_rust(rows, 2)
     assert top_indices.tolist() == [[1, 3], [2, 0]]
     np.testing.assert_array_equal(top_logprobs, np.take_along_axis(rows, top_indices, 1))
-    ids, logprobs = extract_top_k_logprobs(rows, 2)  # this library's own order
+    ids, logprobs = extract_top_k_logprobs(rows, 2)  # this library's order
     np.testing.assert_array_equal(ids, top_indices)
     np.testing.assert_array_equal(logprobs, top_logprobs)
     token_ids = torch.tensor([[0, 1, 2, 3]] * 2)

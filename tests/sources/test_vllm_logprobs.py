@@ -96,7 +96,7 @@ def test_helpers_start_and_grow_either_form(is_flat: bool) -> None:
 
 
 def test_a_record_with_texts_is_written_as_a_chat_reply() -> None:
-    """Without a table: the texts that came with the entries, which may differ for one id."""
+    """Without a vocabulary: uses the texts that came with the entries, which may differ for one id."""
     flat = FlatLogprobs([{1: Logprob(-0.5, 2, "é"), 2: Logprob(-0.25, 1, "b")}, {1: Logprob(-1.0, 1, " É")}])
     first, second = json.loads(ChatEncoder().content(flat))
     assert first == {

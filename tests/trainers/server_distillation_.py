@@ -1,6 +1,6 @@
-"""TRL's server distillation, unchanged: a student learns from a teacher that a server answers for.
+"""TRL's unmodified server distillation: a student learns from a teacher behind a server.
 
-Arguments: the server's address, the folders of the student and the teacher, and one for what is written.
+Arguments: the server's address, the folders of the student and the teacher, and an output folder.
 """
 
 import json
@@ -19,11 +19,11 @@ PROMPTS = ["the cat and", "a dog on the", "in the of", "s the an"]
 
 
 def trained(student: str, url: str, folder: str, steps: int) -> ServerDistillationTrainer:
-    """A trainer after so many steps; its log has the loss of each."""
+    """Train for some steps; the trainer's log has the loss of each."""
     args = ServerDistillationConfig(
         output_dir=folder,
         teacher_model_server_url=url,
-        beta=0.0,  # the forward KL, over the teacher's best and the rest
+        beta=0.0,  # forward KL, over the teacher's best tokens and the rest
         loss_top_k=TOP,
         temperature=TEMPERATURE,
         max_completion_length=12,
@@ -49,12 +49,12 @@ def trained(student: str, url: str, folder: str, steps: int) -> ServerDistillati
 
 
 def losses(trainer: ServerDistillationTrainer) -> list[float]:
-    """Of each step."""
+    """Return the loss of each step."""
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
 def largest_difference(trainer: ServerDistillationTrainer, teacher: str) -> float:
-    """Of the client's numbers from transformers' own, nats."""
+    """Return the largest difference between the client's and transformers' numbers, nats."""
     model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32).eval()
     sequences, starts = [[5, 60, 61, 70, 12, 9], [7, 8, 200, 33]], [2, 1]
     found = trainer.teacher_client.get_sequence_logprobs(
@@ -71,7 +71,7 @@ def largest_difference(trainer: ServerDistillationTrainer, teacher: str) -> floa
         assert (best - rows.topk(TOP).values).abs().max() < 1e-5
         largest = max(largest, (best - torch.tensor(found["logprobs"][place])).abs().max().item())
         actual = torch.tensor(found["actual_logprobs"][place])
-        seen = actual.isfinite()  # the client looks for it in what it was sent
+        seen = actual.isfinite()  # the client looks it up in the reply
         assert seen.all(), "the chosen token always comes"
         largest = max(largest, (own - actual).abs().max().item())
     return largest

@@ -1,4 +1,4 @@
-"""Messages between the two sides of a pair of sockets: their order, and how an end is noticed."""
+"""Messages over a pair of sockets: their order, and detection of the other side's end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-LIMIT_S = 120  # nothing takes as long, also on a busy machine
+LIMIT_S = 120  # generous, also for a busy machine
 commands: Codec[Any] = Codec(Submit | Abort)  # type: ignore[arg-type]
 events: Codec[Any] = Codec(list[Event])  # type: ignore[misc]  # a union as an argument
 
@@ -64,7 +64,7 @@ def test_what_was_sent_before_an_end_is_received_before_it(
     first = front.receive(LIMIT_S)
     engine._lifeline.close()  # as when the process ends
     with monkeypatch.context() as patient:
-        patient.setattr("logprobe.transport.channel.DRAIN_S", LIMIT_S)  # the sockets' thread may come late
+        patient.setattr("logprobe.transport.channel.DRAIN_S", LIMIT_S)  # the thread may be late
         rest = [front.receive(LIMIT_S) for _ in range(19)]
     assert [one[0].request_id for one in (first, *rest)] == [str(number) for number in range(20)]
     with pytest.raises(PeerGoneError):
@@ -83,7 +83,7 @@ def test_a_side_that_is_closed_sends_nothing(sides: tuple[Channel[Any], Channel[
 def test_a_front_never_waits_to_send(sides: tuple[Channel[Any], Channel[Any]]) -> None:
     front, engine = sides
     front.wait_for_peer()
-    for _ in range(5000):  # more than any buffer of sockets: nobody reads them
+    for _ in range(5000):  # more than socket buffers hold, and unread
         front.send(Abort("r" * 1000))
     assert engine.receive(LIMIT_S) == Abort("r" * 1000)
 

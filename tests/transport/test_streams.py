@@ -1,4 +1,4 @@
-"""`RequestStreams`: order, exactly once, bounded, and one reader's lag its own."""
+"""`RequestStreams`: order, exactly-once delivery, bounds, and isolation of slow readers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from logprobe.errors import ParameterError
 from logprobe.transport.streams import Parcel, RequestStreams
 from refusals import raises
 
-LIMIT_S = 120  # nothing takes as long, also on a busy machine
+LIMIT_S = 120  # generous, also for a busy machine
 
 
 class Source:
-    """Streams, and what their source was told."""
+    """Streams, and the pauses and resumptions reported to their source."""
 
     def __init__(self, buffer_size: int) -> None:
         self.told: list[str] = []
@@ -34,7 +34,7 @@ def test_a_reader_gets_a_buffer_at_a_time_and_its_source_is_paused_meanwhile() -
     source = Source(3)
     source.rows.open("a")
     source.rows.open("b")
-    source.add("a", *range(7))  # a source that is slow to heed the pause
+    source.add("a", *range(7))  # a source that is slow to pause
     source.add("b", 9)
     assert source.told == ["pause a"]
 
@@ -133,7 +133,7 @@ def test_readers_whose_event_loop_was_closed_are_named() -> None:
 
 
 def test_the_last_that_a_source_hears_is_true() -> None:
-    """The reader takes while the source is still being told of the pause: it must not stay paused."""
+    """The reader takes rows while the source is being notified of the pause: it must not stay paused."""
     told: list[str] = []
     is_telling, go = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""The public names in use; `mypy --strict` reads this file (make check), nothing runs it."""
+"""Uses of the public names, checked by `mypy --strict` (make check) and never run."""
 
 from typing import assert_type
 

@@ -1,4 +1,4 @@
-"""Whole tiny models through the pool: every way of attention gives transformers' own numbers."""
+"""Whole tiny models with the KV pool: every attention path gives transformers' numbers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make(
 
 @pytest.fixture
 def expected(kind: str, tiny_model_folder: Path, tiny_window_folder: Path) -> Callable[..., Any]:
-    """Rows of log-probabilities after each token, by transformers on the whole sequence."""
+    """Return log-probabilities after each token, by transformers on the whole sequence."""
     folder = tiny_model_folder if kind == "llama" else tiny_window_folder
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
 

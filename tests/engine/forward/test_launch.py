@@ -1,4 +1,4 @@
-"""Steps of a few rows as one launch: their bits are those of the stages one by one."""
+"""Steps of a few rows as one launch give the same bits as stage by stage."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def forward_of(small_model: Callable[..., Path]) -> Callable[[str], NativeForward]:
-    """The forward pass of a small random model of a kind."""
+    """Load the forward pass of a small random model of a kind."""
     return lambda kind: loaded(small_model(kind, (NATIVE | EXPERTS)[kind]))
 
 
 class Prompts:
-    """Sequences in slots of their own, of which a step runs some tokens each."""
+    """Sequences in separate slots, of which a step runs some tokens each."""
 
     def __init__(self, forward: NativeForward, count: int, length: int = 20) -> None:
         rng = np.random.default_rng(count)
@@ -38,14 +38,14 @@ class Prompts:
         self.sequences: list[Any] = [Placed(ids, own) for ids, own in zip(token_ids, slots, strict=True)]
 
     def step(self, start: int, end: int, *, num_first: int | None = None) -> torch.Tensor:
-        """The hidden rows of tokens [start, end) of all sequences, or of the first ones."""
+        """Return the hidden rows of tokens [start, end) of all sequences, or of the first ones."""
         spans = [Span(one, start, end) for one in self.sequences[:num_first]]
         self.forward.run(StepPlan(tokens=spans).batch())
         return self.forward.hidden_rows(np.concatenate(self.slots[:num_first, start:end])).clone()
 
 
 def count_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of rows of each step that runs as one launch from now on."""
+    """Record the number of rows of each later step that runs as one launch."""
     runs: list[int] = []
     own = Launches.run
 

@@ -1,4 +1,4 @@
-"""Products of LoRA weights by the kernels of panels, against float64 and against torch's."""
+"""LoRA products by the panel kernels, against float64 and torch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def test_products_are_those_of_the_matrices_and_of_each_row_alone(
 ) -> None:
     generator = torch.Generator().manual_seed(rank)
     down, up = (torch.randn(*shape, generator=generator) for shape in ((inputs, rank), (rank, outputs)))
-    part = LowRank(down.to(dtype).float(), up.to(dtype).float())  # as it is loaded
+    part = LowRank(down.to(dtype).float(), up.to(dtype).float())  # as when loaded
     wide = torch.randn(num_rows, inputs + 3, generator=generator)
-    x = wide[:, :inputs]  # rows that lie apart
+    x = wide[:, :inputs]  # strided rows
     want = x.double() @ part.down.double() @ part.up.double()
     got = by_panels(part, x)
     scale = want.abs().max()

@@ -1,4 +1,4 @@
-"""Memory that is taken in tensors: zeroed, apart, aligned, private, mapped when it is used."""
+"""Memory for tensors: zeroed, separate, aligned, private, mapped on first use."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_system_without_huge_pages_gives_its_own(monkeypatch: pytest.MonkeyPat
 
 
 def flags_of(address: int) -> list[str]:
-    """What the system notes of the memory at an address."""
+    """Return the kernel's flags of the mapping at an address."""
     is_it = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if place := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):

@@ -1,4 +1,4 @@
-"""A process in which no variant of the native library is built: the reference twins give the same numbers."""
+"""Without any built variant of the native library, the reference implementations give the same numbers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def without_kernels(folder: Path, models: list[Path | str], pairs: list[Any] = P
 
 
 def numbers(llm: LLM, pairs: list[Any]) -> list[Any]:
-    """Log-probabilities of each pair: its chosen tokens, then all entries."""
+    """Return log-probabilities of each pair: its chosen tokens, then all entries."""
     records = [score.record for score in llm.score(pairs, logprobs=5)]
     return [one.chosen_entries().logprobs.tolist() + one.arrays.logprobs.tolist() for one in records]
 

@@ -1,4 +1,4 @@
-"""What a text's own repeats say of its next tokens, and how far to believe them."""
+"""Drafts by prompt lookup: the next tokens predicted from repeats, and their estimated acceptance."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_is_drafted_follows_the_text_s_end_somewhere_in_it(ids: list[int], 
 
 
 def test_what_was_wrong_is_believed_less_and_what_was_right_more() -> None:
-    """Here the same two tokens are followed by another one each time: soon nothing is drafted of them."""
+    """The same two tokens are always followed by a new one, so drafts after them soon stop."""
     lookup = PromptLookup([1, 2, 3])
     for number in range(100, 150):
         lookup.observe([1, 2, number])

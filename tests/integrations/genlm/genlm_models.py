@@ -1,6 +1,6 @@
-"""Small models under the names that genlm's own tests load, laid out as Hugging Face's cache lays them.
+"""Small models under the names that genlm's own tests load, in the layout of Hugging Face's cache.
 
-Their vocabulary is GPT-2's own; their weights are random.
+They use GPT-2's vocabulary and random weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ REVISION = "0" * 40
 
 
 def make_models(sources: Path, cache: Path) -> None:
-    """Write all of them into `cache`; `sources` holds the unpacked package with GPT-2's vocabulary."""
+    """Write all models to `cache`; `sources` has the unpacked package with GPT-2's vocabulary."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -66,7 +66,7 @@ def _keep(cache: Path, name: str, sources: Path, model: Any) -> None:
 
 
 def _folder(cache: Path, name: str) -> Path:
-    """The folder of a model's only revision."""
+    """Return the folder of a model's only revision."""
     model = cache / f"models--{name.replace('/', '--')}"
     (model / "refs").mkdir(parents=True)
     (model / "refs" / "main").write_text(REVISION)

@@ -1,4 +1,4 @@
-"""A pytest plugin: while it is loaded, `backend="hf"` of genlm-backend and genlm-control is this library."""
+"""A pytest plugin that makes `backend="hf"` of genlm-backend and genlm-control use this library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _served = ExitStack()
 def pytest_configure(config: pytest.Config) -> None:
     from logprobe.integrations.genlm import serve_by_name
 
-    # Some of these tests have hypothesis' own deadline of 200 ms, which is a clock's and not the model's.
+    # Some of these tests have hypothesis' deadline of 200 ms, which only makes sense on an idle machine.
     settings.register_profile("steady", deadline=None)
     settings.load_profile("steady")
     _served.enter_context(serve_by_name())

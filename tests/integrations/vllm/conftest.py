@@ -1,4 +1,4 @@
-"""One vLLM for the tests of this folder: few rows and short chunks; requests wait and prompts are cut."""
+"""One vLLM engine for this folder's tests, with few rows and short chunks, so that requests queue."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-ROWS = 8  # that run at once
-CHUNK = 32  # tokens of one step
+ROWS = 8  # in a batch
+CHUNK = 32  # tokens per step
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 32}
 
 
@@ -39,7 +39,7 @@ def on_vllm(vllm_config: EngineConfig) -> Iterator[LoadedModel]:
 
 @pytest.fixture(scope="session")
 def native(wide_heads: tuple[Path, dict[str, Path]]) -> Iterator[LoadedModel]:
-    """The engine that vLLM's numbers are held to."""
+    """The engine that vLLM is compared with."""
     loaded = start_engine(EngineConfig(model=str(wide_heads[0]), kv_bytes=1 << 22, weights="published"))
     yield loaded
     loaded.engine.close()

@@ -1,4 +1,4 @@
-"""The environment that `make test-vllm` builds: vLLM beside this library's own requirements."""
+"""The environment of `make test-vllm`: vLLM together with this library's requirements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same front doors on vLLM: the offline one, rows one prefix at a time, the server; our processors."""
+"""`LLM`, `AsyncLM`, the server and our processors with vLLM as the engine."""
 
 from __future__ import annotations
 

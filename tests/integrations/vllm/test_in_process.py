@@ -1,4 +1,4 @@
-"""`AsyncVirtualLM` where vLLM's worker runs in the same process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`)."""
+"""`AsyncVirtualLM` with vLLM's worker in the same process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several workers, a runner of another kind, and an engine that dies."""
+"""Several workers, the second model runner, and an engine that dies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BETWEEN_LAYOUTS = 1e-3  # nats
 
 
 async def answers(engine: Any) -> tuple[Any, Any]:
-    """Whole rows of prompts of many lengths, and a drawn text with its numbers."""
+    """Return whole rows for prompts of many lengths, and a sampled text with its numbers."""
     chance = np.random.default_rng(0)
     asked = [chance.integers(2, 250, length).astype(np.int32) for length in (1, 2, 7, 31, 33, 70)]
     maker = Requests(engine)
@@ -89,7 +89,7 @@ def test_an_engine_that_dies_ends_its_requests_by_name(vllm_config: EngineConfig
 
 
 class TestTheSecondRunner:
-    """Its interface on a stand-in: it runs on GPUs."""
+    """Tests its interface with a fake, as it runs on GPUs."""
 
     def test_rows_are_found_by_slot_and_a_partial_prompt_draws_nothing(self) -> None:
         import torch
@@ -124,6 +124,6 @@ class TestTheSecondRunner:
         processor.apply(logits, Context())
         Context.seq_lens_upper_bound_np = np.array([10, 5])
         processor.apply(logits, Context())
-        assert not processor.add_request(4, VllmParams())  # the slot is another's now
+        assert not processor.add_request(4, VllmParams())  # the slot has been reassigned
         processor.apply(logits, Context())
         assert processor._draw.drawn == [{1: ("a", 2)}]

@@ -1,4 +1,4 @@
-"""Whole rows: captured in vLLM's worker and fetched by one call, against vLLM's own form of them."""
+"""Whole rows captured in vLLM's worker and fetched by one call, against vLLM's own rows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def own_rows_of(engine: Any, asked: list[Any]) -> list[Any]:
 
 
 def test_captured_rows_are_vllms_own(on_vllm: LoadedModel) -> None:
-    """More prompts than run at once, of very unequal lengths, some of them longer than a step."""
+    """More prompts than batch rows, of very different lengths, some longer than a step."""
     engine: Any = on_vllm.engine
     asked = prompts(24, 90)
     captured = asyncio.run(rows_of(engine, asked))

@@ -1,4 +1,4 @@
-"""What is said at the start: of what is missing, of what vLLM refuses, and of what cannot stand together."""
+"""Errors at startup: missing packages, options that vLLM refuses, and conflicting options."""
 
 from __future__ import annotations
 

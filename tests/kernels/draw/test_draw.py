@@ -1,4 +1,4 @@
-"""The compiled draw against its plain twin and against the definition of each truncation."""
+"""The compiled sampling kernel against its reference and against the definition of each truncation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from logprobe.kernels.draw.params import Drawn, DrawParams
 from logprobe.kernels.draw.reference import draw_reference
 
 LAST_UNIFORM = float(np.nextafter(1.0, 0.0))
-EPSILON = 1e-5  # the two twins sum and exponentiate in different precision
+EPSILON = 1e-5  # the two implementations sum and exponentiate in different precision
 
 
 def draw_params(num_rows: int, **columns: Any) -> DrawParams:
@@ -32,7 +32,7 @@ def draw_params(num_rows: int, **columns: Any) -> DrawParams:
 
 
 def kept_ids(values: np.ndarray, drawn: Drawn, row: int) -> list[int]:
-    """The ids that a cut keeps and that have any weight."""
+    """Return the ids with nonzero weight that a truncation keeps."""
     cut, cut_id = drawn.cut_logits[row], drawn.cut_ids[row]
     is_kept = (values > cut) | ((values == cut) & (np.arange(len(values)) <= cut_id))
     return np.flatnonzero(is_kept & (values > -np.inf)).tolist()
@@ -47,7 +47,7 @@ def cases(draw_from: Any) -> tuple[torch.Tensor, DrawParams]:
     if draw_from(st.booleans()):
         logits = np.round(logits * 2) / 2  # ties
     logits[rng.random(logits.shape) < draw_from(st.sampled_from([0, 0, 0.5, 0.99]))] = -np.inf
-    logits[:, rng.integers(width)] = 1.0  # at least one token is left
+    logits[:, rng.integers(width)] = 1.0  # at least one token remains
 
     def column(*values: float) -> list[float]:
         return draw_from(st.lists(st.sampled_from(values), min_size=num_rows, max_size=num_rows))
@@ -64,7 +64,7 @@ def cases(draw_from: Any) -> tuple[torch.Tensor, DrawParams]:
 
 
 def shifted(params: DrawParams) -> list[DrawParams]:
-    """The same settings moved by a rounding error in each direction."""
+    """Return the settings shifted by a rounding error in each direction."""
     factors = (1, 1 - EPSILON, 1 + EPSILON)
     return [
         replace(

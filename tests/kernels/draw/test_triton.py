@@ -1,4 +1,4 @@
-"""The draw on a GPU against its plain twin; without a GPU through Triton's interpreter."""
+"""The sampling kernel on a GPU against its reference; without a GPU in Triton's interpreter."""
 
 from __future__ import annotations
 

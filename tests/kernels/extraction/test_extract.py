@@ -1,4 +1,4 @@
-"""The kernels against their plain twin in float64, over shapes, dtypes, and what rows of logits can hold."""
+"""The extraction kernels against their float64 reference, over shapes, dtypes and values of logits."""
 
 from collections.abc import Callable
 
@@ -97,7 +97,7 @@ def test_every_number_equals_the_float64_twin(
     chosen_ids[0] = logits[0].argmax()
     given_ids = [torch.randint(vocab_size, (n,), generator=generator) for n in (0, 1, 7, 60, 400)]
     given_ids[3] = torch.cat([given_ids[3], logits[3].float().topk(min(60, vocab_size)).indices])
-    # A whole row is sorted by any k of the vocabulary's size, which the smaller ones show.
+    # Any k of the vocabulary's size sorts a whole row, so small vocabularies suffice.
     whole = (vocab_size, vocab_size + 1) if vocab_size < 10_000 else ()
     for k in (0, 1, 20, 1000, *whole, -1):
         compare(logits, chosen_ids, k, given_ids)
@@ -309,4 +309,4 @@ def test_the_normaliser_is_off_by_nothing_that_adds_up_over_a_text(spread: int) 
     logits = torch.randn((256, 49_152), generator=torch.Generator().manual_seed(spread)) * spread
     errors = extract(logits, np.zeros(256, np.int32), 0).logprobs[:, 0].double()
     errors -= logits[:, 0].double() - logits.double().logsumexp(-1)
-    assert errors.mean().abs() < 3e-7  # 2e-6 by torch's float32 log_softmax at a spread of 6
+    assert errors.mean().abs() < 3e-7  # torch's float32 log_softmax has 2e-6 at a spread of 6

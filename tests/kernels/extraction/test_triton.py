@@ -1,4 +1,4 @@
-"""The Triton kernel against the float64 twin: through Triton's interpreter, on the CPU."""
+"""The Triton extraction kernel against the float64 reference, in Triton's interpreter on the CPU."""
 
 import json
 import os

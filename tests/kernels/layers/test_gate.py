@@ -1,4 +1,4 @@
-"""Gates by themselves: the bits of the panels' own finish."""
+"""Gates as a separate stage: the same bits as fused with the panel product."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from logprobe.kernels.layers.gate import ACTIVATIONS, PIECE, gate_stage
 from logprobe.kernels.layers.panels import PLAIN, Finish, panel_stage
 
 NAMES = sorted(ACTIVATIONS.keys() - {"none"})
-OUTPUTS, INPUTS = PIECE + 100, 32  # a piece and a panel that are not full
+OUTPUTS, INPUTS = PIECE + 100, 32  # an incomplete block and an incomplete panel
 
 
 def weights(seed: int) -> PanelWeights:

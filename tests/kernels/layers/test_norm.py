@@ -13,7 +13,7 @@ WIDTHS = [1, 7, 64, 577]
 
 
 def rows(num_rows: int, width: int) -> torch.Tensor:
-    """Rows of very different sizes, as the residual stream has them."""
+    """Make rows of very different magnitudes, as in the residual stream."""
     generator = torch.Generator().manual_seed(num_rows + width)
     scales = 10 ** torch.empty(num_rows, 1).uniform_(-3, 3, generator=generator)
     return torch.randn(num_rows, width, generator=generator) * scales
@@ -126,7 +126,7 @@ def centred(
 def assert_centred(
     got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
 ) -> None:
-    """Close to float64, by what float32 loses of the row's mean: digits of its largest number."""
+    """Assert closeness to float64, up to the float32 rounding of the row's mean."""
     bias = None if bias is None else bias.double()
     want = layer_norm(x.double(), weight.shape, weight.double(), bias, epsilon)
     deviations = (x.double().var(dim=1, correction=0, keepdim=True) + epsilon).sqrt()
@@ -147,7 +147,7 @@ def test_centred_rows_far_from_zero_keep_their_digits() -> None:
     x = 1024 + torch.randn(20, 577, generator=torch.Generator().manual_seed(1))
     weight, bias = weights(577), weights(577)
     want = layer_norm(x.double(), weight.shape, weight.double(), bias.double(), EPSILON)
-    # Of a mean square of 2^20, float32 would know the variance of 1 to a tenth; the mean it knows to 2^-14.
+    # From a mean square of 2^20, float32 gets the variance of 1 only to a tenth; it has the mean to 2^-14.
     torch.testing.assert_close(centred(x, weight, bias).double(), want, rtol=2e-3, atol=2e-3)
 
 

@@ -38,7 +38,7 @@ def test_views_of_a_joined_product_are_rotated_as_by_transformers_and_stored(
 
 
 def test_the_parts_of_a_head_may_lie_side_by_side() -> None:
-    query, key, value = torch.randn(40, 6, 3, 16).unbind(2)  # as GPT-NeoX projects them
+    query, key, value = torch.randn(40, 6, 3, 16).unbind(2)  # the layout of GPT-NeoX's projection
     assert_rotated_and_stored(Projections(query, key, value), 4)
 
 

@@ -5,7 +5,7 @@ from logprobe.kernels.layers.store import MAX_ROWS, store_rows
 
 
 def pools(num_slots: int, kv_heads: int, key_dim: int, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pools whose every number tells where it stands."""
+    """Make pools where every number encodes its position."""
     sizes = ((num_slots, kv_heads, dim) for dim in (key_dim, value_dim))
     key_pool, value_pool = (torch.arange(a * b * c).view(a, b, c).float() for a, b, c in sizes)
     return key_pool, -value_pool

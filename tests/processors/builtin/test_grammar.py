@@ -200,7 +200,7 @@ def matcher_of(tokenizer: Any, args: GrammarArgs) -> LlguidanceMatcher:
 
 
 def written(tokenizer: Any, args: GrammarArgs, seed: int = 0, max_tokens: int = 4000) -> list[int]:
-    """Draw tokens among those that a grammar allows, until it allows no more."""
+    """Sample allowed tokens until the grammar allows none."""
     matcher, generator = matcher_of(tokenizer, args), np.random.default_rng(seed)
     token_ids: list[int] = []
     while len(token_ids) < max_tokens and (mask := matcher.mask()) is not None:
@@ -220,7 +220,7 @@ def bytes_of(tokenizer: Any, token_ids: list[int]) -> bytes:
 
 @pytest.fixture(scope="module", params=FORMS)
 def spaced(request: pytest.FixtureRequest) -> Any:
-    """A tokenizer that puts a space before a text."""
+    """A tokenizer that adds a space before a text."""
     return train_tokenizer(request.param)
 
 
@@ -297,7 +297,7 @@ def test_text_that_no_tokens_spell_is_refused_in_one_line() -> None:
     from transformers import PreTrainedTokenizerFast
 
     pieces = [EOS["eos_token"], "\u2581", *"abc"]
-    backend = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], None, False))  # raises at others
+    backend = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], None, False))  # raises for others
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **EOS)
     assert bytes_of(tokenizer, written(tokenizer, GrammarArgs(choice=["cab a"]))) == b"cab a"
@@ -308,7 +308,7 @@ def test_text_that_no_tokens_spell_is_refused_in_one_line() -> None:
 
 
 class Failed:
-    """A matcher of llguidance that has failed."""
+    """A failed llguidance matcher."""
 
     def __init__(self, problem: str) -> None:
         self.get_error = lambda: problem

@@ -35,14 +35,14 @@ def test_five_phases_over_sixteen_slots_move_exactly_the_cells_asked(
         return {(at, token_id): expected_biases[at, token_id] for at, token_id in cells}
 
     expected_biases: dict[tuple[int, int], float] = {}
-    assert changed(NUM_SLOTS) == {}  # nobody runs
+    assert changed(NUM_SLOTS) == {}  # no request is running
     stopped[0], args[0] = [False], {"logit_bias": {3: 2.5}}
     expected_biases = {(0, 3): 2.5}
     assert changed(1) == expected_biases
     stopped[1], args[1] = [False], {"logit_bias": {1: -1.0, "5": 0.25, 9: 100.0}}
     expected_biases = {(0, 3): 2.5, (1, 1): -1.0, (1, 5): 0.25, (1, 9): 100.0}
     assert changed(2) == expected_biases
-    stopped[0], args[0] = [True], None  # the first stops: the second's row is now row 0
+    stopped[0], args[0] = [True], None  # the first request stops, and the second's row becomes row 0
     expected_biases = {(0, 1): -1.0, (0, 5): 0.25, (0, 9): 100.0}
     assert changed(1) == expected_biases
     stopped[0], args[0] = [False], {"logit_bias": None}  # a new request without bias in the freed slot

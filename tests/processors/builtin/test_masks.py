@@ -103,7 +103,7 @@ def test_a_word_counts_without_the_space_that_a_tokenizer_prepends(step: str) ->
             byte_fallback=True,
         )
     )
-    if step == "normalizer":  # as Llama 2 has it
+    if step == "normalizer":  # as in Llama 2
         backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     else:
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=step, split=False)

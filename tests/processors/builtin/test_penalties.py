@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def slow(before: torch.Tensor, args: PenaltiesArgs, prompt: list[int], output: list[int]) -> torch.Tensor:
-    """One row, one token at a time, by the words of the documentation."""
+    """Compute one row token by token, as in the documentation."""
     after = before.clone()
     for token_id in {*prompt, *output}:
         value = float(before[token_id])

@@ -1,4 +1,4 @@
-"""Arrow columns and Parquet files that are no honest record are refused, or read as one that can be used."""
+"""Malformed Arrow columns and Parquet files are refused, or read as a usable record."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def odd() -> FlatLogprobs:
 
 
 def column(name: str, values: list[Any]) -> Callable[[pa.RecordBatch], pa.RecordBatch]:
-    """Put other values into a column of the record's type."""
+    """Replace the values of a column of the record's type."""
 
     def alter(batch: pa.RecordBatch) -> pa.RecordBatch:
         place = batch.schema.get_field_index(name)
@@ -128,7 +128,7 @@ def test_a_footer_that_is_damaged_does_not_end_the_process(tmp_path: Path) -> No
     whole = path.read_bytes()
     for place in range(len(whole) - int.from_bytes(whole[-8:-4], "little") - 8, len(whole) - 8, 7):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
-        with suppress(InputError):  # an end of the process would fail the whole run
+        with suppress(InputError):  # a crash would fail the whole run
             read_parquet(path)
 
 

@@ -1,4 +1,4 @@
-"""Records as shaded text: every token once, shades by whole nats, nothing of a text taken for HTML."""
+"""Records as shaded text: every token once, shades by whole nats, and all text escaped."""
 
 from __future__ import annotations
 

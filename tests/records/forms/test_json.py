@@ -77,11 +77,11 @@ def test_without_has_impossible_alternatives_that_are_none_are_left_out(
     ids[:, 0] += 1000
     ranks[:] = 90
     for row in range(40):
-        logprobs[row, 1 + row % 4 :] = -np.inf  # as where a mask left fewer than k
+        logprobs[row, 1 + row % 4 :] = -np.inf  # as if a mask left fewer than k
     logprobs[3, 0] = -np.inf
     record = FlatLogprobs()
     record.append_rows(ids, logprobs, ranks)
-    by_hand = FlatLogprobs([*record])  # rows that are no rectangle
+    by_hand = FlatLogprobs([*record])  # ragged rows
     table = Table()
     whole, few = (ChatEncoder(table).content(record, num_top, has_impossible=has) for has in (True, False))
     for entry, kept in zip(json.loads(whole), json.loads(few), strict=True):

@@ -1,4 +1,4 @@
-"""Records as pictures: every token drawn once, whatever its text, and panels for what there is."""
+"""Records as pictures: every token drawn once, whatever its text, and a panel for each available column."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reader that is stopped anywhere while the writer goes on."""
+"""A reader that is stopped at any point while the writer continues."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from logprobe.records.store import rows
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-NUM_LINES = 60  # of the store that a reader runs, at least
+NUM_LINES = 60  # minimum of the store's lines that a reader executes
 
 
 def stopped_at(number: int, read: Callable[[], Any], go_on: Callable[[], None]) -> Any:
-    """What `read` gives, `go_on` called before the store's line of that number that it runs."""
+    """Return the result of `read`, calling `go_on` before the store's line with this number."""
     num_lines = 0
 
     def trace(frame: Any, event: str, _: object) -> Any:

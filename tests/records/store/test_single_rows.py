@@ -1,4 +1,4 @@
-"""Rows of a step's arrays that come one by one, each into the block that is open."""
+"""Rows of a step's arrays that are added one by one, each to the open block."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_the_chosen_tokens_and_the_k_best_are_read_as_arrays(step: Any) -> None:
         assert chosen.token_ids.tolist() == [None, *ids[:, 0].tolist()]
         assert chosen.logprobs.tolist() == [None, *logprobs[:, 0].tolist()]
         assert chosen.rank_list() == [None, *ranks.tolist()]
-        is_settled = ranks != 21  # a record of dicts cannot tell rank k + 1 from a k + 1st entry
+        is_settled = ranks != 21  # a record of dicts cannot distinguish rank k + 1 from a k + 1st entry
         lengths = np.diff(top.offsets)[1:]
         assert set(lengths[is_settled]) == {20}
         for row in np.flatnonzero(is_settled):
@@ -54,7 +54,7 @@ def test_the_mass_outside_the_k_best_counts_a_chosen_token_outside(step: Any, k:
         assert rest.dtype == np.float32
         assert np.isnan(rest[0])
         best = np.exp(logprobs[:, 1:].astype(np.float64)).sum(axis=1)
-        is_settled = ranks != k + 1  # a record of dicts cannot tell that one from a k + 1st entry
+        is_settled = ranks != k + 1  # a record of dicts cannot distinguish it from a k + 1st entry
         np.testing.assert_allclose(
             np.exp(rest[1:].astype(np.float64))[is_settled], 1 - best[is_settled], atol=3e-7
         )

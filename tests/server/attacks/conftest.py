@@ -1,4 +1,4 @@
-"""A server in a process of its own, one client that attacks it, and a second one that asks for its health."""
+"""A server in a subprocess, a client that attacks it, and a second one that polls its health."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def serve_process(tiny_model_folder: Path) -> Callable[..., Any]:
-    """Serve the tiny Llama from a process with flags of its own; a context manager."""
+    """Serve the tiny Llama in a subprocess with the given flags; a context manager."""
     return lambda *flags: serving_process(tiny_model_folder, *flags)
 
 
 @pytest.fixture(scope="session")
 def attacked(serve_process: Any) -> Iterator[Attacked]:
-    """The tiny Llama as `logprobe serve` serves it."""
+    """The tiny Llama with the defaults of `logprobe serve`."""
     with serve_process() as server:
         yield server

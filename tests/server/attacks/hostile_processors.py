@@ -1,4 +1,4 @@
-"""Logits processors that do their worst, for a server process to load."""
+"""Malicious logits processors for a server process to load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FAULTS: dict[str, type[BaseException]] = {
 
 
 class FaultArgs(msgspec.Struct, forbid_unknown_fields=True):
-    """Where to raise what."""
+    """Where to raise, and what."""
 
     apply: str = ""
     update_state: str = ""
@@ -26,7 +26,7 @@ class FaultArgs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class FaultyLogitsProcessor(LogitsProcessor):
-    """Raises what a request asks for, or never comes back."""
+    """Raise what a request asks for, or hang."""
 
     Args = FaultArgs
 
@@ -35,7 +35,7 @@ class FaultyLogitsProcessor(LogitsProcessor):
         self._rows: list[Any] = []
 
     def check_args(self, args: Any) -> None:
-        """Fail on admission."""
+        """Fail at admission."""
         _raise(args.check_args)
 
     def update_state(self, batch: Any) -> None:
@@ -45,7 +45,7 @@ class FaultyLogitsProcessor(LogitsProcessor):
             _raise(row.args.update_state)
 
     def apply(self, logits: Any) -> Any:
-        """Fail after it, or hang."""
+        """Fail after the forward pass, or hang."""
         for row in self._rows:
             _raise(row.args.apply)
             time.sleep(row.args.sleep_s)

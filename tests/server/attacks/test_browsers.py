@@ -1,4 +1,4 @@
-"""What a web page can send to a server on its own machine is refused, unless its origin is let in by name."""
+"""Requests of web pages to a server on the same machine are refused, unless their origin is allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One client that asks for all there is, and another one that wants a little."""
+"""One client that requests as much as possible, and another one that needs little."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 KEYS = ("--api-key", "hog", "--api-key", "other")
 LAYOUTS = {"thread": (), "process": ("--engine-process",), "two replicas": ("--data-parallel", "2")}
 LONG = {"max_tokens": 700, "ignore_eos": True, "temperature": 1}
-# What fills `max_requests` (512) for as long as the model can go on, each in so many calls.
+# Fills `max_requests` (512) for as long as the model's context allows, in so many calls.
 HOGS: dict[str, tuple[int, dict[str, Any]]] = {
     "four calls": (4, {"prompt": "the cat", "n": 128, **LONG}),
     "many calls": (64, {"prompt": "the cat", "n": 8, **LONG}),
@@ -34,14 +34,14 @@ HOGS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def keyed(request: pytest.FixtureRequest, serve_process: Callable[..., Any]) -> Iterator[Attacked]:
-    """A server with two keys, on which nothing waits for long."""
+    """A server with two keys and no long queues."""
     with serve_process(*KEYS, "--wait-timeout-s", "0.2", *LAYOUTS[request.param]) as server:
         yield server
 
 
 @contextmanager
 def hogged(server: Attacked, name: str) -> Iterator[list[socket.socket]]:
-    """The connections of a client that has asked for all there is."""
+    """The connections of a client that has used up the limit."""
     count, body = HOGS[name]
     data = json.dumps(body).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer hog\r\n"
@@ -72,14 +72,14 @@ def test_another_client_is_served_while_one_has_all_there_is(keyed: Attacked, na
     with hogged(keyed, name):
         for _ in range(3):
             assert asked(keyed, "other") == 200
-        assert in_use(keyed) > 256  # most of the others' hundreds of tokens are still to come
+        assert in_use(keyed) > 256  # most of the hog's tokens are still to be generated
     eventually(lambda: in_use(keyed) == 0, "its requests go on")
 
 
 def test_a_client_alone_has_all_there_is_and_no_more(keyed: Attacked) -> None:
     with hogged(keyed, "four calls"):
         assert asked(keyed, "other", n=8) == 200
-        assert asked(keyed, "other", n=9) == 429  # more than a little
+        assert asked(keyed, "other", n=9) == 429  # more than the reserve
         assert asked(keyed, "hog") == 429
     eventually(lambda: in_use(keyed) == 0, "its requests go on")
 
@@ -105,7 +105,7 @@ def num_queued(server: Attacked) -> int:
 
 
 def half_sent(server: Attacked, stack: ExitStack) -> None:
-    """Open a connection of the hog's on which half a body has come."""
+    """Open a connection of the hog and send half a body."""
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer hog\r\n"
     link = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), PATIENCE_S))
     link.sendall(f'{head}Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{{"prompt":'.encode())

@@ -1,4 +1,4 @@
-"""Routes of operators, asked by clients and web pages, and with hostile folders by an operator."""
+"""Operator routes called by clients and web pages, and with hostile folders by an operator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLIENT, OPERATOR = "a-client-of-it", "an-operators-own-key"
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": [*range(5, 60)], "max_tokens": 1, "temperature": 0}
 PAGE = "https://a.example"
-# Headers, and the status of each: a page is refused by its origin before any key is read.
+# Headers and the expected status: a page is refused by its origin before its key is checked.
 CALLERS: dict[str, tuple[dict[str, str], int]] = {
     "no key": ({}, 401),
     "a client's key": ({"Authorization": f"Bearer {CLIENT}"}, 401),
@@ -44,14 +44,14 @@ CALLERS: dict[str, tuple[dict[str, str], int]] = {
 
 @pytest.fixture(scope="module")
 def locked(serve_process: Any) -> Iterator[Attacked]:
-    """A server that has keys of both kinds."""
+    """A server with keys of both kinds."""
     with serve_process("--api-key", CLIENT, "--operator-key", OPERATOR) as server:
         yield server
 
 
 @pytest.fixture
 def bodies(tiny_model_folder: Path, adapter_folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    """Bodies that do something where an operator sends them."""
+    """Return bodies that have an effect when sent by an operator."""
     lora = {"lora_name": "mine", "lora_path": str(adapter_folders["wide"])}
     return {
         "/v1/load_lora_adapter": lora,
@@ -66,7 +66,7 @@ def order(server: Attacked, path: str, body: Any) -> Reply:
 
 
 def state_of(server: Attacked) -> tuple[Any, int]:
-    """The models that it serves with their versions, and how much of a prompt its cache has."""
+    """Return the models with their versions, and how much of a prompt is cached."""
     key = {"Authorization": f"Bearer {CLIENT}"}
     models = json.loads(server.get("/v1/models", **key).data)["data"]
     usage = json.loads(server.send(COMPLETIONS, json.dumps(LONG).encode(), **key).data)["usage"]

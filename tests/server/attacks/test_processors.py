@@ -1,4 +1,4 @@
-"""Processors that raise what ends a program, or that never come back."""
+"""Processors that raise process-ending exceptions, or that hang."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BODY = {"prompt": "the cat", "max_tokens": 3, "ignore_eos": True, "temperature":
 
 @pytest.fixture(scope="module")
 def faulty(serve_process: Any) -> Iterator[Any]:
-    """A server with a processor that fails on demand."""
+    """A server with a processor that fails on request."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
         with serve_process("--logits-processors", PROCESSOR) as server:

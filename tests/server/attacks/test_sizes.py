@@ -1,4 +1,4 @@
-"""Bodies that would cost seconds or gigabytes are refused by count and size before anything is made."""
+"""Bodies that would cost seconds or gigabytes are refused by count and size before any allocation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MESSAGES = [{"role": "user", "content": "the cat"}]
 MANY = 1_600_000
-MANY_LISTS = rb"\u002c\u005b\u005d" * 100_000  # escaped, in JSON within a text
+MANY_LISTS = rb"\u002c\u005b\u005d" * 100_000  # escaped, for JSON inside a string
 
 
 def chat(**more: Any) -> bytes:
@@ -27,7 +27,7 @@ def completion(**more: Any) -> bytes:
     return json.dumps({"prompt": "the cat", "max_tokens": 2, **more}).encode()
 
 
-# Each: the route, its bytes, and what the message names.
+# Route, body, and text that the message must contain.
 HOSTILE: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "prompts": ("/v1/completions", lambda: completion(prompt=["a"] * MANY), "max_body_values"),
     "fewer prompts": ("/v1/completions", lambda: completion(prompt=["a"] * 100_000), "max_requests"),
@@ -215,12 +215,12 @@ def test_a_name_that_is_no_text_is_not_built_to_choose_the_model(field: str) -> 
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 1_000_000  # of a million lists, tens of millions of bytes
+    assert peak < 1_000_000  # for a million lists, which would take tens of millions of bytes
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_a_long_text_took_is_returned(serve_process: Any, count: int) -> None:
-    """Tokenising takes hundreds of times its bytes, which the worker's part of the heap would keep."""
+    """Tokenization takes hundreds of times the text's bytes, which the worker's heap arena would keep."""
     data = json.dumps({"prompt": "the cat " * 120_000}).encode()
     with serve_process() as server:
         server.check_alive()
@@ -258,7 +258,7 @@ def test_named_ids_are_counted_as_the_bytes_that_they_take(serve_process: Any) -
 
 
 def test_a_conversation_counts_once_for_each_continuation(serve_process: Any) -> None:
-    """As a context does: it is tokenised with each."""
+    """Like a context: it is tokenized with each."""
     with serve_process("--max-text-bytes", "100000") as server:
         short = [{"role": "user", "content": "1" * 50}]
         assert server.post("/v1/score", messages=short, continuations=["b"] * 400).status == 200

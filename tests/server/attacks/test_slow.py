@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def impatient(serve_process: Any) -> Iterator[Attacked]:
-    """A server that waits half a second for headers and bodies."""
+    """A server with timeouts of half a second for headers and bodies."""
     with serve_process("--header-timeout-s", "0.5", "--body-timeout-s", "0.5") as server:
         yield server
 
 
 def sent(server: Attacked, data: bytes, *, is_half_closed: bool = False) -> socket.socket:
-    """A connection that the server finds together with its first bytes, and with the end of its half.
+    """Open a connection whose first bytes (and half-close) reach the server together.
 
-    They are in time, however long this process waits for a core between one call and the next.
+    The server is stopped meanwhile, so they are in time even if this process has to wait for a core.
     """
     with server.stopped():
         link = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)
@@ -40,7 +40,7 @@ def sent(server: Attacked, data: bytes, *, is_half_closed: bool = False) -> sock
 
 
 def rest_of(link: socket.socket) -> bytes:
-    """All that the server still says, until it closes, be it upon bytes that it has not read."""
+    """Return all that the server still sends until it closes or resets the connection."""
     data = b""
     with suppress(ConnectionResetError):
         while part := link.recv(1 << 16):
@@ -151,7 +151,7 @@ def test_bytes_that_begin_no_request_keep_no_connection(impatient: Attacked) -> 
 def test_nor_do_they_where_silence_follows(
     impatient: Attacked, ask: bytes, blank: bytes, is_early: bool
 ) -> None:
-    """The connection closes whether they come before the reply has ended or after it."""
+    """Applies if they come before the end of the reply and after it."""
     with sent(impatient, ask + blank * is_early) as link:
         if not is_early:
             head, _, body = link.recv(1 << 16).partition(b"\r\n\r\n")
@@ -164,7 +164,7 @@ def test_nor_do_they_where_silence_follows(
 
 
 def closes_beside(link: socket.socket, more: bytes) -> None:
-    """The server says what it has to and closes, though bytes keep coming."""
+    """Assert that the server finishes and closes although bytes keep coming."""
     with suppress(ConnectionResetError, BrokenPipeError):
         link.settimeout(0.1)
         deadline = time.monotonic() + PATIENCE_S

@@ -1,4 +1,4 @@
-"""A model's chat template that never ends holds nobody up but who chats."""
+"""A chat template that never ends delays only chat requests."""
 
 from __future__ import annotations
 
