@@ -61,17 +61,17 @@ class Pipeline:
 
     The order of operations; the pipeline does 2 to 5, the sampler the rest:
 
-    1. the logits as the model gave them are kept as *raw*;
+    1. keep the model's logits as *raw*;
     2. masks: allowed tokens, banned words, minimum length, grammar;
     3. bias on single tokens;
-    4. the registered processors, in declaration order;
-    5. penalties on tokens that already occurred;
+    4. registered processors, in the order of declaration;
+    5. penalties on tokens seen already;
     6. temperature;
     7. top-k;
     8. top-p;
     9. min-p;
-    10. what is left, renormalised, is *processed*;
-    11. the draw.
+    10. the rest, renormalized, is *processed*;
+    11. one uniform number from the request's own generator picks the token.
 
     A batch that fails in a processor (an exception, a wrong shape or dtype, a NaN, no token left) is rerun
     row by row, and only rows that fail on their own are failed. Every `BaseException` counts: on the engine
