@@ -66,7 +66,7 @@ def test_openais_client_sends_them_as_vllm_documents_it(client: openai.OpenAI) -
         ({"guided_grammar": 'root ::= "a"'}, "guided_grammar", "Lark's notation"),
         ({"guided_regex": "("}, "guided_regex", "cannot be used"),
         ({"guided_choice": []}, "guided_choice", "length"),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not valid JSON"),
         ({"vllm_xargs": {"a": 1}}, "vllm_xargs", "'logits_processors_args'"),
         ({"max_new_tokens": 3}, "max_new_tokens", "'max_tokens'"),
         ({"guided_whitespace_pattern": "x"}, "guided_whitespace_pattern", "leave it out"),
@@ -112,7 +112,7 @@ def test_the_capabilities_say_how_far_logprobs_go(capped_server: Any, server: An
     assert told["completions logprobs"] == told["chat/completions top_logprobs"] == 20
     assert capped_server.post("/v1/completions", prompt="a", max_tokens=1, logprobs=20).status_code == 200
     beyond = capped_server.post("/v1/completions", prompt="a", max_tokens=1, logprobs=21)
-    assert "0..20 (max_logprobs)" in beyond.json()["error"]["message"]
+    assert "[0, 20] (max_logprobs)" in beyond.json()["error"]["message"]
     assert server.get("/v1/capabilities").json()["max_logprobs_of"]["completions logprobs"] == -1
 
 
