@@ -277,7 +277,7 @@ class TestRowsAndSamples:
     def test_an_id_that_stands_twice_or_is_in_use_is_refused(self, backend: Front, asker: Any) -> None:
         first = backend.admit(asker.request(max_tokens=2))
         other = backend.admit(asker.request(max_tokens=2))
-        with pytest.raises(ParameterError, match="twice"):
+        with pytest.raises(ParameterError, match="not unique"):
             backend.submit([first, first])
         backend.submit([first])
         name = first.request.request_id
