@@ -22,13 +22,13 @@ the engine runs your model:
 logprobe info MODEL
 ```
 
-The engine verifies a model when it loads it for the first time. It runs the model in transformers to find its
-decoder, and reads each layer's attention window from the mask that transformers builds. It then compares its
-own logits with those of transformers for every implementation of attention. The compared positions are the
-first ones, the last ones of the context, and those around each length at which the rotary frequencies may
-change. Later loads compare the engine's logits with the logits that the first load stored. A model that the
-engine cannot run is rejected with `UnsupportedModelError`, which states the reason; `engine='vllm'` may be
-able to run it.
+The engine verifies every model that it loads. It runs the model in transformers to find its decoder, and
+reads each layer's attention window from the mask that transformers builds. It then compares its own logits
+with those of transformers for every implementation of attention. The compared positions are the first ones,
+the last ones of the context, and those around each length at which the rotary frequencies may change. If the
+native decoder runs the model on a CPU, the first load stores the logits, and later loads only compare with
+them. A model that the engine cannot run is rejected with `UnsupportedModelError`, which states the reason;
+`engine='vllm'` may be able to run it.
 
 ## Decoders
 
