@@ -1,4 +1,4 @@
-"""docs/models.md from the table that the tests of families prove."""
+"""Print docs/models.md from the table of variants in tests/families."""
 
 from __future__ import annotations
 
@@ -15,54 +15,80 @@ from logprobe.models.stored.store import MAX_RECORDS
 
 HEADER = """# Models
 
-What the native engine does with each family of causal language models that transformers {version} knows.
-This page is written by `python docs/models_page.py`, from the table that `tests/families/` proves on tiny
-random models: each variant below gives transformers' float32 log-probabilities to 2e-4 nats for a text
-alone, in a batch, in chunks, on cached prefixes and while it grows, below, across and beyond its window and
-the length at which its rotary frequencies change, with published weights; and chunked and growing on what
-is cached with plain ones.
+This page lists which causal language models of transformers {version} the native engine can run. To see how
+the engine runs your model:
 
-At load every model is watched, then proven: its decoder is found by watching it run, each layer's window
-is read from the mask that transformers makes for it, and the logits of every way of attention are compared
-with the model's own, at its first positions, at its last and across each length at which they may change.
-`logprobe info MODEL` shows the outcome. A model that cannot be run so is refused with
-`UnsupportedModelError`; `engine='vllm'` may run it.
+```sh
+logprobe info MODEL
+```
 
-`engine/forward/reference/` is a second decoder for the families of the native one, in NumPy and float64,
-written to be read: `logits(config, weights, token_ids)`. The tests compare it with transformers in float64,
-to 1e-10 of the largest logit, and the native decoder with it. No model is verified against it at load yet.
+The engine verifies every model that it loads. It runs the model in transformers to find its decoder, and
+reads each layer's attention window from the mask that transformers builds. It then compares its own logits
+with those of transformers for every implementation of attention. The compared positions are the first ones,
+the last ones of the context, and those around each length at which the rotary frequencies may change. If the
+native decoder runs the model on a CPU, the first load stores the logits, and later loads only compare with
+them. A model that the engine cannot run is rejected with `UnsupportedModelError`, which states the reason;
+`engine='vllm'` may be able to run it.
 
-- **native**: with published weights, by the native decoder, a row of `engine/forward/families.py`. A model of
-  such a family runs so only where each key of its configuration and each of its tensors is known there. On a
-  GPU such a family runs by the [GPU decoder](gpu.md).
-- **transformers**: by the transformers decoder (transformers' modules), on published weights where the native
-  kernels run. So does every model with `weights="plain"` or with a `dtype` of 16 bits. `logprobe info MODEL`
-  and the log say why.
-- Frequencies that change with the length of a text (longrope) are those of one forward pass over the whole
-  text. A text that outgrows the short ones is computed again from its start.
+## Decoders
+
+The column `layers` of the tables below names the decoder that runs a model with `weights="published"`. This
+setting keeps the weights in memory in the precision of the model's file. It is the default for float32 on a
+CPU, if there are native kernels for that CPU.
+
+- **native**: this library's own decoder runs the model; on a GPU, the [GPU decoder](gpu.md) does. Each family
+  has an entry in `engine/forward/families.py`. The transformers decoder runs a model instead if the entry
+  does not cover one of its tensors or a configuration key with a non-default value, or if the native
+  decoder's logits differ.
+- **transformers**: transformers' own modules run the model, with this library's attention and KV cache.
+
+The transformers decoder also runs every model with `weights="plain"` (the weights as transformers loads them)
+or with a 16-bit `dtype`. `logprobe info MODEL` and the log state the decoder and the reason.
+
+With longrope, the rotary frequencies depend on the length of the text. The engine uses the frequencies that a
+single forward pass over the whole text would use. When a text grows past the length at which the frequencies
+change, the engine recomputes it from the start.
+
+`engine/forward/reference/` is a second implementation of the native families, in float64 NumPy, written to be
+easy to read. Its entry point is `logits(config, weights, token_ids)`. The tests compare it with transformers
+in float64, to within 1e-10 of the largest logit, and compare the native decoder with it. The engine does not
+use it when it loads a model.
 
 ## What lies on the disk
 
-Beside a model's files, the first load leaves two things for the next ones, in `~/.cache/logprobe` or where
-`LOGPROBE_HOME` says:
+The first load of a model stores two kinds of files that make later loads faster. They are in
+`~/.cache/logprobe`, or in the folder that `LOGPROBE_HOME` names:
 
-- **panels**, its weights as the processor reads them, about as large as in their published form: 2 bytes a
-  weight where bfloat16 or float16 holds them, those of its blocks from a `.gguf` file. All processes map
-  them, so that they are in memory once.
-- **records** of what was proven of it, with a few of transformers' logits: about a megabyte each, some more
-  where the vocabulary is large. New versions of this library or of those below it make new ones; a model
-  keeps at most {most_records}.
+- **Panels** are the weights, repacked for the CPU. They are about as large as the model's file: 2 bytes per
+  weight if bfloat16 or float16 represents the weights exactly, otherwise 4. Weights from a `.gguf` file keep
+  the size of their quantized blocks. All processes map the same panels, so memory holds them once.
+- **Records** hold the result of the verification and a few of transformers' logits. Only models that run on
+  the native decoder have records. A record takes about a megabyte, or more if the vocabulary is large. After
+  an update of this library or of a library that it uses, the next load creates a new record. At most
+  {most_records} records are kept per model.
 
-`logprobe models list` says what files, panels and records take of each model, also of folders and of the
-hub's models, which are listed as "left by" their names. `logprobe models show MODEL` says it of one, and of a
-folder exactly: folders of one name share a line of the list. `logprobe models rm MODEL` removes the files
-that the cache keeps, panels, records, and what a killed command left half made; of your own folders and of
-the hub's files it removes nothing. All of it is made again when the model is loaded again.
+Three commands manage these files:
+
+- `logprobe models list` shows how much disk space the files, panels and records of each model take. A model
+  from one of your folders or from the Hugging Face cache has the title "left by NAME". Folders with the same
+  name share a line.
+- `logprobe models show MODEL` shows the sizes for one model. For a folder, it counts this folder alone.
+- `logprobe models rm MODEL` removes what the cache has of a model: downloaded or converted files, panels,
+  records, and incomplete files of interrupted commands. It never removes your own folders or files of the
+  Hugging Face cache. The next load downloads or creates the removed files again.
+
+## Tested variants
+
+`tests/families/` compares each variant below with transformers, on tiny random models. With
+`weights="published"`, log-probabilities agree with those of transformers in float32 to within 2e-4 nats. The
+tests score each text alone, in a batch, in chunks and with a cached prefix, and generate text. Some texts are
+shorter than the attention window and than the length at which the rotary frequencies change, and some are
+longer. With `weights="plain"`, the tests score texts in chunks and generate on a cached prefix.
 """
 
 
 def page() -> str:
-    """The page as it should stand."""
+    """Return the text of the page."""
     listed = {row.kind for row in RIGHT}
     rows = [f"| {row.name} | `{row.kind}` | {row.layers} |" for row in RIGHT]
     others = [
@@ -74,19 +100,19 @@ def page() -> str:
     return "\n".join(
         [
             HEADER.format(version=_minor(transformers.__version__), most_records=MAX_RECORDS),
-            "## Proven variants\n",
             "| family | `model_type` | layers |",
             "| --- | --- | --- |",
             *rows,
-            "\n## Other families that are right in their default variant\n",
+            "\n## Other families, tested in their default variant\n",
+            'The tests score texts in chunks and generate on a cached prefix, with `weights="published"`.\n',
             "| `model_type` | layers |",
             "| --- | --- |",
             *others,
-            "\n## Refused\n",
+            "\n## Unsupported families\n",
             "| why | `model_type` |",
             "| --- | --- |",
             *refused,
-            f"\nNo tiny model could be made of {_named(UNBUILT)}; most are wrappers of a family above.\n",
+            f"\nNot tested (no tiny model could be built): {_named(UNBUILT)}. Most wrap a family above.\n",
         ]
     )
 
