@@ -130,7 +130,7 @@ def test_lora_weights_that_changed_on_disk_are_loaded_anew(
 def test_a_missing_path_of_lora_weights_fails_where_it_is_added(lm: AsyncVirtualLM, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="adapter_config"):
         lm.add_new_lora(str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match="known: none"):
+    with pytest.raises(ValueError, match="loaded: none"):
         lm.set_lora(str(tmp_path / "nowhere"))
 
 
