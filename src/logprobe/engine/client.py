@@ -55,11 +55,11 @@ Result = TypeVar("Result", bound="MayFail")
 
 
 class MayFail(Protocol):
-    """An output or a score; `error` is set if it failed."""
+    """An output or a score, which may have failed."""
 
     @property
     def error(self) -> LogprobeError | None:
-        """The error, or None if there is none."""
+        """The error that ended it; None if it succeeded."""
 
 
 class Client:

@@ -311,7 +311,7 @@ class Engine:
         """Switch to the pending weights, if there are any and no sample is left; start the held requests.
 
         Paused samples are ended. The scheduler and the caches are replaced, so that nothing computed with the
-        old weights remains. Returns the events of samples that were ended.
+        old weights remains. Returns the resulting events.
         """
         if self._swap.next is None:
             return []

@@ -119,9 +119,10 @@ class Describer:
         )
 
     def _of_request(self, source: LogprobsInfo, request: Request) -> LogprobsInfo | None:
-        """Return the info of the whole output: that of its completions if they have log-probabilities.
+        """Return the info of the whole output.
 
-        Otherwise it is that of the prompt; None if no log-probabilities were requested.
+        This is the info of its completions if they have log-probabilities, otherwise the info of its prompt;
+        None if no log-probabilities were requested.
         """
         params = request.params
         if request.wants_row:

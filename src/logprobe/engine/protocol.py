@@ -177,7 +177,7 @@ class Core(Protocol):
         """
 
     def admit(self, request: Request) -> Admitted:
-        """Validate a request; `Front` adds the load numbers of its model weights and LoRA weights.
+        """Validate a request; `Front` then adds the load numbers of its model weights and LoRA weights.
 
         Raises:
             ParameterError: the request can never be served.

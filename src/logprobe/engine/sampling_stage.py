@@ -150,7 +150,7 @@ def _named_ids(row: SampleRow) -> NamedIds:
 
 
 def _rows_of(row: SampleRow) -> ActiveSample:
-    """Return the row's processors in the state they would have if the drafts before it were accepted."""
+    """Return the row's processors, in their state after all drafts before the row have been accepted."""
     active = row.sample.active
     assert active is not None
     return active.after(row.sample.draft_ids[: row.ahead]) if row.ahead else active

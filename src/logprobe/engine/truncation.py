@@ -34,7 +34,8 @@ def check_truncation(truncation: Truncation) -> None:
 def cut_pair(split: Split, truncation: Truncation, max_model_len: int) -> list[Split]:
     """Return pairs of context and continuation that fit the model, as `truncation` says.
 
-    With `left` this is one pair whose context is cut at the front; with `window`, one pair per window.
+    With `left` this is one pair whose context is cut at the front; with `window`, one pair per window. A pair
+    that fits, and any pair with `error`, is returned as it is.
 
     Raises:
         ParameterError: with `left`, the continuation alone is too long.

@@ -493,7 +493,7 @@ class Decoder:
 
 
 def is_frequency(name: str) -> bool:
-    """Return True if a tensor's name is that of rotary frequencies, which are not model parameters."""
+    """Return True if `name` names rotary frequencies, which are not parameters of the model."""
     return name.startswith(("inv_freq.", "long_inv_freq."))
 
 

@@ -61,7 +61,7 @@ class KVPool:
 
         Args:
             shapes: layer → shapes of one token's key and value.
-            new_zeros: returns a zeroed tensor of a given shape.
+            new_zeros: called with a shape; returns a zeroed tensor of that shape.
         """
         for layer, (key, value) in shapes.items():
             self.keys[layer] = new_zeros((self.num_slots, *key))

@@ -149,7 +149,7 @@ class NativeForward:
         return lora
 
     def make_room(self, lora: LoraWeights) -> None:
-        """Bind `lora` to this model, so that steps can use it.
+        """Prepare `lora` for steps with this model's weights.
 
         Raises:
             EngineClosedError: `close` was called.

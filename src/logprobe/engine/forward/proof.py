@@ -2,7 +2,7 @@
 
 The transformers model runs short texts at its first and last positions, and across every length at which its
 rotary frequencies may change. Then the engine runs the same texts through every attention path, packed into
-one step: once whole, and once with the first half of each text in the KV cache. The logits must agree.
+one step, whole and with the first part of each text in the KV cache. The logits must agree.
 """
 
 from __future__ import annotations

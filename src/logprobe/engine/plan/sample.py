@@ -1,4 +1,4 @@
-"""`Sample`: the state of one unfinished sample of a request; `SampleRow`: a row of logits to draw from.
+"""`Sample`: the state of one unfinished sample of a request; `SampleRow`: a row of logits to sample from.
 
 Positions [0, num_computed) have a slot. The radix tree owns the slots of positions [0, num_in_tree); the
 sample owns the rest, which belong to generated tokens. During a step, positions [num_tokens, num_computed)
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 def new_generator(request: Request, number: int, index: int, seed: int) -> np.random.Generator:
     """Return the random generator for sample `index` of the engine's `number`-th request.
 
-    `seed` is the engine's; the request's own seed takes precedence. Different seeds, samples and, without a
-    seed of their own, requests get independent streams.
+    `seed` is the engine's, which is used if the request has no seed. Different seeds and samples get
+    independent streams of numbers, as do different requests without a seed.
     """
     own = request.params.seed
     base = seed if own is None else own
@@ -253,7 +253,7 @@ class Sample:
 
 @dataclass(eq=False, slots=True)
 class SampleRow:
-    """A row of logits to draw from: for a sample's next token, or for the token after `ahead` drafts."""
+    """A row of logits to sample from: for a sample's next token, or for the token after `ahead` drafts."""
 
     sample: Sample
     ahead: int = 0
@@ -271,7 +271,7 @@ class SampleRow:
 
     @property
     def is_right(self) -> bool:
-        """True if all drafts before this row were accepted, so that the token drawn for it is used."""
+        """True if all drafts before this row were accepted, so that the row's sampled token is used."""
         sample = self.sample
         if sample.is_finished or sample.num_tokens != self.position:
             return False

@@ -216,7 +216,7 @@ class Scheduler:
             self.waiting.remove(sample)
 
     def roll_back(self, plan: StepPlan) -> list[Sample]:
-        """Undo a failed step: remove and return the samples in it, and remove the tree nodes it added."""
+        """Undo a failed step: remove its samples and the tree nodes that it added; return the samples."""
         self.settle(plan)
         failed = [sample for sample in self.running if sample in plan.touched]
         for sample in failed:

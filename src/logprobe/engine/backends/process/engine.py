@@ -164,7 +164,7 @@ class ProcessEngine:
         return any(replica.num_queued_tokens for replica in self._replicas)
 
     def ask(self, command: Asked) -> Layout | None:
-        """Execute a command in every process; if it fails in one, undo it in all.
+        """Execute a command in every process; a load that fails in one process is undone in all.
 
         Raises:
             ModelError: the weights cannot be read, or do not fit the model.

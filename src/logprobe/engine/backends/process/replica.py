@@ -254,7 +254,7 @@ class Replica:
         """Start a process and monitor it until it ends.
 
         Returns:
-            Why the process ended, and True if it ever accepted requests.
+            The reason why the process ended, and True if the process had accepted requests.
         """
         self._process = None
         reason: LogprobeError | None = None

@@ -46,7 +46,7 @@ def attend(query: Array, key: Array, value: Array, rule: Rule, sinks: Array | No
 
 
 def visible(num_positions: int, window: int | None) -> NDArray[np.bool_]:
-    """Return a (positions, positions) mask, True where the position of the row sees that of the column.
+    """Return a (positions, positions) mask, True where the row's position sees the column's position.
 
     A position sees itself and earlier positions: `window` in total (Beltagy et al. 2020), or all if None.
     """
