@@ -32,13 +32,20 @@ if TYPE_CHECKING:
     from logprobe.transport.messages import Admitted, Request
 
 Advance: TypeAlias = "Callable[[RequestOutput], None]"
-"""Progress callback, called with each output that has grown."""
+"""Progress callback, called with a request's output each time the output has grown."""
 
 Watch: TypeAlias = "Callable[[Sequence[Request]], AbstractContextManager[Advance | None]]"
-"""Returns a context manager entered around a batch of requests; it yields a progress callback or None."""
+"""Given a batch of requests, returns a context manager that is open while they run.
+
+The context manager yields a progress callback, or None.
+"""
 
 Follow: TypeAlias = "Callable[[], Callable[[FlatLogprobs], bool] | None]"
-"""Returns a callback that gets one completion's record each time it has grown; it returns True to abort."""
+"""Called once per request; returns a callback, or None.
+
+The callback is called with the completion's record each time the record has grown; it returns True to abort
+the request.
+"""
 
 Prompt: TypeAlias = "str | Sequence[int]"
 OnError: TypeAlias = Literal["raise", "return"]
@@ -48,11 +55,11 @@ Result = TypeVar("Result", bound="MayFail")
 
 
 class MayFail(Protocol):
-    """An output or a score; `error` is set if it failed."""
+    """An output or a score, which may have failed."""
 
     @property
     def error(self) -> LogprobeError | None:
-        """The error, or None if it succeeded."""
+        """The error that ended it; None if it succeeded."""
 
 
 class Client:
@@ -61,8 +68,8 @@ class Client:
     Args:
         engine: front end that runs the requests.
         text: the model's tokenizer and chat template.
-        lora: LoRA weights for all requests; None: the ones named in their parameters.
-        max_logprobs: maximum number of alternatives per token that a request may ask for; -1: no limit.
+        lora: name of the LoRA weights for all requests; None: each request's parameters name its own.
+        max_logprobs: maximum number of alternatives per token in a request; -1: no limit.
     """
 
     def __init__(
@@ -84,7 +91,7 @@ class Client:
         truncation: Truncation = "error",
         add_special_tokens: bool = True,
     ) -> list[RequestOutput]:
-        """Generate completions for one or many prompts, in order; see `LLM.generate`."""
+        """Generate completions for one or many prompts; return outputs in prompt order (`LLM.generate`)."""
         check_on_error(on_error)
         may_cut = truncation != "error"
         if may_cut:
@@ -139,7 +146,7 @@ class Client:
         *,
         add_special_tokens: bool = True,
     ) -> AsyncGenerator[RequestOutput]:
-        """Stream one prompt: yield the same output object each time it has grown; see `LLM.stream`."""
+        """Generate from one prompt; yield the same output object each time it has grown (`LLM.stream`)."""
         prompts, [asked] = _as_prompts(prompt), self._asked(params, 1)
         require(len(prompts) == 1, "prompt", "must be one string or one list of token ids", got=prompt)
         require(not asked.picks_best, "best_of", "cannot be streamed; leave it out, or use generate")
@@ -171,9 +178,9 @@ class Client:
         watch: Watch | None = None,
         follow: Follow | None = None,
     ) -> list[RequestOutput]:
-        """Submit requests and return their outputs, with texts, once all have ended.
+        """Submit requests, wait until all have ended, and return their outputs with decoded texts.
 
-        Cancellation aborts the requests. `follow` requires requests with one sample and `logprobs` set.
+        Cancellation aborts the requests. With `follow`, every request must have one sample and `logprobs`.
         """
         requests = [admission.request for admission in admitted]
         with nullcontext() if watch is None else watch(requests) as advance:
@@ -213,10 +220,11 @@ class Client:
         return params
 
     def allowed_params(self, params: SamplingParams) -> SamplingParams:
-        """Apply this client's LoRA weights to the parameters.
+        """Check the parameters against this client's limits; return them with its LoRA weights set.
 
         Raises:
-            ParameterError: more than `max_logprobs` alternatives, or other LoRA weights than the client's.
+            ParameterError: the parameters ask for more than `max_logprobs` alternatives, or name LoRA weights
+                other than the client's.
         """
         for name in COUNTS if self.max_logprobs != -1 else ():
             asked = getattr(params, name)
@@ -234,7 +242,7 @@ class Client:
         return as_token_ids(prompt)
 
     def ids_of(self, prompt: Prompt | Conversation) -> IntArray:
-        """Tokenize one prompt, or one conversation with the chat template."""
+        """Return the token ids of one prompt, or of one conversation formatted by the chat template."""
         given: Any = prompt
         is_list = isinstance(given, Sequence) and len(given) > 0
         if is_list and isinstance(given[0], Mapping):
@@ -246,7 +254,7 @@ class Client:
 
 
 def check_on_error(on_error: OnError) -> None:
-    """Raise `ParameterError` for a value other than `ON_ERROR`."""
+    """Raise `ParameterError` if the value is not in `ON_ERROR`."""
     require(on_error in ON_ERROR, "on_error", f"must be one of {', '.join(ON_ERROR)}, got {on_error!r}")
 
 
@@ -257,7 +265,11 @@ def _record(output: RequestOutput) -> FlatLogprobs:
 
 
 def admit_each(admit: Callable[[int], T], count: int, on_error: OnError) -> list[T | LogprobeError]:
-    """Admit each request; a rejected one raises an error that names its index, or becomes that error."""
+    """Call `admit` with each index in range(count) and return the results.
+
+    If a request is rejected, raise an error that names its index, or, with `on_error="return"`, put that
+    error in its place.
+    """
     admitted: list[T | LogprobeError] = []
     for index in range(count):
         try:
@@ -273,16 +285,16 @@ def admit_each(admit: Callable[[int], T], count: int, on_error: OnError) -> list
 
 
 def _refused(error: LogprobeError) -> RequestOutput:
-    """Make the output of a request that was rejected before it started."""
+    """Return a failed output for a request that was rejected before it started."""
     failed = CompletionOutput(index=0, finish_reason="error", error=error)
     return RequestOutput(request_id="", outputs=Completions([failed]))
 
 
 def checked(outputs: list[Result], on_error: OnError) -> list[Result]:
-    """Return the outputs or scores.
+    """Return `outputs` unchanged if none failed or failures are to be returned.
 
     Raises:
-        BatchError: any of them failed and `on_error` is `raise`; it holds them all.
+        BatchError: an output failed and `on_error` is `raise`; the error holds all outputs.
     """
     errors: dict[int, LogprobeError] = {
         index: output.error for index, output in enumerate(outputs) if output.error is not None

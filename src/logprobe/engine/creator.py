@@ -8,7 +8,7 @@ from logprobe.errors import EngineClosedError
 
 
 class Creator:
-    """Remembers the process that created it."""
+    """Remembers the id of the process in which it was created."""
 
     __slots__ = ("_pid",)
 
@@ -17,11 +17,11 @@ class Creator:
 
     @property
     def is_gone(self) -> bool:
-        """True in a forked child, where no thread of the engine runs."""
+        """True in a forked child of the creating process, where none of the engine's threads run."""
         return os.getpid() != self._pid
 
     def check(self) -> None:
-        """Raise in a forked child, where every wait would block forever.
+        """Raise an error in a forked child, where waiting for the engine's threads would block forever.
 
         Raises:
             EngineClosedError: this is a fork of the process that made the object.

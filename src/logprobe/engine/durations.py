@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 BUCKETS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
-"""Upper bounds (inclusive) of all buckets but the last, s."""
+"""Upper bounds of all buckets but the last, in seconds, inclusive."""
 
 
 @dataclass(slots=True)
@@ -18,7 +18,7 @@ class Durations:
     seconds: float = 0.0  # sum of all durations
 
     def add(self, seconds: float) -> None:
-        """Count one duration, s."""
+        """Record one duration, in seconds."""
         self.counts[bisect_left(BUCKETS_S, seconds)] += 1
         self.seconds += seconds
 

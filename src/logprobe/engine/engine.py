@@ -1,7 +1,7 @@
 """`Engine`: the engine step, from scheduling to recorded tokens.
 
-`advance()` shows the architecture: schedule, run the model, score prompts, draw tokens, record. A single
-thread drives the engine (`backends.thread`) and passes it commands.
+`_advance()` shows the architecture: schedule, run the model, score prompts, sample tokens, record. A single
+thread (`backends.thread`) drives the engine and passes commands to it.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ PARTS = ("schedule", "forward", "prompt_rows", "sample", "record", "to_host", "p
 
 
 class StepClock:
-    """Seconds spent in each phase of a step since the start; a phase runs on one thread at a time."""
+    """Total time in seconds spent in each phase of a step; only one thread at a time may run a phase."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self._parts = {name: _Part(self.seconds, name) for name in PARTS}
 
     def part(self, name: str) -> _Part:
-        """Return a context manager that adds the time of its block, also if it raises."""
+        """Return a context manager that adds the duration of its block to the phase, even on an error."""
         return self._parts[name]
 
 
@@ -84,26 +84,23 @@ class _Part:
 
 
 class WeightSwap:
-    """State of a weight replacement: prepared forward passes, the pending one, and requests held for it.
-
-    After the swap, no cache holds values computed with the old weights.
-    """
+    """State of a weight replacement: prepared forward passes, and requests that wait for the new weights."""
 
     def __init__(self) -> None:
-        self.number = 0  # of the load in use
-        self.ready: dict[int, ForwardBackend] = {}  # by load number
+        self.number = 0  # load number of the weights in use
+        self.ready: dict[int, ForwardBackend] = {}  # prepared forward passes, by load number
         self.next: int | None = None  # load number of the pending replacement
-        self.held: list[Admitted] = []
+        self.held: list[Admitted] = []  # requests that start once the replacement is done
 
     def end(self) -> tuple[ForwardBackend, list[Admitted]]:
-        """Finish the replacement; return the new forward pass and the held requests."""
+        """Complete the pending replacement; return the new forward pass and the held requests."""
         assert self.next is not None
         self.number, held = self.next, self.held
         self.next, self.held = None, []
         return self.ready.pop(self.number), held
 
     def take(self, request_id: str) -> int | None:
-        """Remove a held request and return its number of samples; None if it is not held."""
+        """Remove a held request; return its number of samples, or None if no such request is held."""
         for admitted in self.held:
             if admitted.request.request_id == request_id:
                 self.held.remove(admitted)
@@ -112,7 +109,7 @@ class WeightSwap:
 
 
 class Engine:
-    """Runs requests step by step; an error in a step ends the requests in that step, not the engine."""
+    """Runs requests in steps; an error in a step ends the requests in that step, not the engine."""
 
     def __init__(
         self,
@@ -162,7 +159,7 @@ class Engine:
         return Admitted(request, self.sampling.admit(request.params))
 
     def load(self, command: LoadLora | LoadWeights) -> Layout | None:
-        """Load LoRA weights, or prepare other weights of the model for `TakeWeights`; thread-safe.
+        """Load LoRA weights, or prepare new model weights for a later `TakeWeights`; thread-safe.
 
         Returns:
             The layout of the prepared model weights; None for LoRA weights.
@@ -186,15 +183,15 @@ class Engine:
 
     @property
     def weights_number(self) -> int:
-        """Number of the load of model weights that is in use; thread-safe."""
+        """Load number of the model weights in use; thread-safe."""
         return self._swap.number
 
     def has_ready(self, number: int) -> bool:
-        """Return True if a load of weights is prepared for `TakeWeights`; thread-safe."""
+        """Return True if the weights of load `number` are prepared for `TakeWeights`; thread-safe."""
         return number in self._swap.ready
 
     def handle(self, command: Command | TakeWeights) -> list[Event]:
-        """Execute a command; return the events of requests that it ends."""
+        """Execute a command; return the events of the requests that the command ends."""
         match command:
             case Submit(requests):
                 return [event for admitted in requests for event in self._add(admitted)]
@@ -219,7 +216,7 @@ class Engine:
         return []
 
     def step(self) -> list[Event]:
-        """Advance all scheduled requests by one step and return the events."""
+        """Run one step and return its events."""
         step = self.advance()
         try:
             return self.events_of(step)
@@ -227,7 +224,7 @@ class Engine:
             return self.fail_step(step, error)
 
     def advance(self) -> StepDeltas:
-        """Do the part of a step that the next step depends on; `events_of` returns its events."""
+        """Run the part of a step that the next step depends on; pass the result to `events_of`."""
         began_s = time.perf_counter()
         step = self._advance()
         self._durations["step"].add(time.perf_counter() - began_s)
@@ -260,15 +257,15 @@ class Engine:
         return step
 
     def events_of(self, step: StepDeltas) -> list[Event]:
-        """Return the events of a step with their rows on the host.
+        """Wait until a step's rows are on the host, and return the step's events.
 
-        Call it once per step, in step order; any thread may call it.
+        Must be called once per step, in order, on any thread.
         """
         with self.clock.part("to_host"):
             return [*step.arrived(), *step.others]
 
     def fail_step(self, step: StepDeltas, error: BaseException) -> list[Event]:
-        """End the requests of a step whose events could not be computed; return the events that say so."""
+        """End the samples of a step whose events could not be computed; return the events of their ends."""
         reason = _as_reason(error)
         for sample in step.deltas:
             if not sample.is_finished:
@@ -281,7 +278,7 @@ class Engine:
         self.scheduler.check_integrity()
 
     def stats(self) -> EngineStats:
-        """Return the current statistics; each figure is read at its own moment while the engine runs."""
+        """Return the current statistics; while the engine runs, they are not an atomic snapshot."""
         scheduler = self.scheduler
         running, waiting = scheduler.running.copy(), scheduler.waiting.copy()
         return EngineStats(
@@ -311,7 +308,11 @@ class Engine:
         )
 
     def _swap_weights(self) -> list[Event]:
-        """Switch to the pending weights if there are any and nothing runs; then start the held requests."""
+        """Switch to the pending weights, if there are any and no sample is left; start the held requests.
+
+        Paused samples are ended. The scheduler and the caches are replaced, so that nothing computed with the
+        old weights remains. Returns the resulting events.
+        """
         if self._swap.next is None:
             return []
         events: list[Event] = [*self._end_all(paused_only=True)]
@@ -381,7 +382,7 @@ class Engine:
 
     @torch.inference_mode()
     def _draw(self, rows: list[SampleRow], slots: IntArray) -> list[Drawn]:
-        """Draw a token for each row, after the tokens in `slots`."""
+        """Sample a token for each row from the logits after the token in the row's entry of `slots`."""
         drawn: list[Drawn] = []
         for chunk in self.sampling.chunks(rows):
             logits = self._logits(rows[chunk], slots[chunk])
@@ -390,7 +391,7 @@ class Engine:
         return drawn
 
     def _logits(self, rows: list[SampleRow], slots: IntArray) -> torch.Tensor:
-        """Compute the logits after the tokens in `slots`, each row with the LoRA weights of its sample."""
+        """Return (rows, vocabulary) logits after the tokens in `slots`, each row with its sample's LoRA."""
         hidden = self.forward.hidden_rows(slots)
         loras = [row.sample.head_lora for row in rows]
         if not any(loras):

@@ -1,8 +1,8 @@
 """`Front`: the engine API that `Client`, `Batcher` and the server call; one implementation for every `Core`.
 
-The core takes commands and publishes events from any thread. The reader of a request applies its events to
-the output in its own event loop, so only one thread modifies an output; each loop is woken once per batch of
-events.
+The core accepts commands and publishes events on any thread. The reader of a request applies the request's
+events to the output in the reader's own event loop, so only one thread modifies an output. Each loop is woken
+once per batch of events.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from logprobe.transport.messages import Admitted, Event, Request
 
 OnRunning: TypeAlias = Literal["finish", "end"]
-"""Handling of running requests when new weights are loaded: `finish` on the old ones, or `end` early."""
+"""What running requests do when weights are replaced: `finish` with the old weights, or `end` early."""
 MAX_VERSION_CHARS = 256  # of a weight version; every record stores it
 BUFFER_ROWS = 1024  # that may be buffered for one reader before its request is paused
 WAKE_ROWS = 64  # buffered before a reader that waits for the whole result is woken
@@ -60,7 +60,7 @@ WIDE = 1024  # alternatives per row from which every row wakes the reader
 class Front:
     """Accepts requests and ends each with exactly one result or one error; thread-safe.
 
-    Holds the output builder of every request whose output has not been taken yet.
+    Holds the output builder of every request until its output has been read.
     """
 
     def __init__(self, core: Core, table: TokenTable) -> None:
@@ -104,10 +104,10 @@ class Front:
         )
 
     def submit(self, admitted: Sequence[Admitted]) -> tuple[Admitted, ...]:
-        """Submit admitted requests as a group; they join the same step if they fit.
+        """Submit admitted requests as a group; they start in the same step if they fit.
 
-        Then call `result` or `stream` exactly once for each. The returned requests name the LoRA weights that
-        they run with.
+        Afterwards call `result` or `stream` exactly once per request. Returns the requests with the load
+        number of the LoRA weights in use, which may have been reloaded since `admit`.
 
         Raises:
             ParameterError: a request id is in use, or LoRA weights were removed; no request was accepted.
@@ -126,9 +126,10 @@ class Front:
         raise AssertionError("a stream ends with a finished output")
 
     def stream(self, request_id: str, *, buffer_rows: int = BUFFER_ROWS) -> AsyncGenerator[RequestOutput]:
-        """Yield the request's output object each time it has grown; leaving the stream early aborts it.
+        """Yield the request's output object each time it has grown.
 
-        The request is paused while `buffer_rows` rows are buffered for the reader.
+        Closing the stream early aborts the request. The request is paused while `buffer_rows` rows wait for
+        the reader.
         """
         return self._grow(request_id, every_step=True, buffer_rows=buffer_rows)
 
@@ -137,7 +138,7 @@ class Front:
         self.core.send(Abort(request_id))
 
     def pause(self, request_id: str) -> None:
-        """Pause a request until `resume`; its KV cache is kept."""
+        """Pause a request until `resume`; its KV cache is kept while memory allows."""
         self.core.send(Pause(request_id))
 
     def resume(self, request_id: str) -> None:
@@ -154,7 +155,7 @@ class Front:
         return self.core.is_busy
 
     def add_lora(self, name: str, path: str | Path) -> None:
-        """Load LoRA weights from a folder, for `SamplingParams(lora=name)`; replaces any of the same name.
+        """Load LoRA weights from a folder for `SamplingParams(lora=name)`; replaces weights of that name.
 
         Raises:
             ModelError: the folder cannot be read, or does not fit the model.
@@ -171,17 +172,17 @@ class Front:
         self._drop(gone)
 
     def remove_lora(self, name: str) -> None:
-        """Reject new requests with these LoRA weights; they are freed once no request uses them.
+        """Unregister LoRA weights: new requests cannot use them; they are freed once no request does.
 
         Raises:
-            ParameterError: no such weights.
+            ParameterError: no LoRA weights with this name are loaded.
         """
         with self._lock:
             gone = self._loras.remove(name)
         self._drop(gone)
 
     def list_loras(self) -> dict[str, str]:
-        """Return the loaded LoRA weights: name → path."""
+        """Return the folders of the loaded LoRA weights, by name."""
         with self._lock:
             return self._loras.paths()
 
@@ -189,20 +190,21 @@ class Front:
         """Return the load number that a LoRA name currently refers to.
 
         Raises:
-            ParameterError: no such weights.
+            ParameterError: no LoRA weights with this name are loaded.
         """
         with self._lock:
             return self._loras.number(name)
 
     def load_weights(self, weights: str | Path | State, *, version: str | None = None, finishes: bool) -> str:
-        """Replace the weights with others of the same model; return their version once they are in use.
+        """Replace the model's weights; return the new weights' version once they are in use.
 
         Concurrent calls are serialized.
 
         Args:
-            weights: a dict of name → weights (a `state_dict()`, also of NumPy arrays), which is copied, or a
-                folder of safetensors files; prefixes from wrappers are removed (`models.loading.as_state`).
-            version: name of the weights in records; None: `models.loading.digest_of`.
+            weights: a dict of tensors or NumPy arrays by parameter name, such as a `state_dict()`, which is
+                copied; or a folder of safetensors files. Prefixes from wrappers are removed
+                (`models.loading.as_state`).
+            version: name of the weights in records; None: a digest (`models.loading.digest_of`).
             finishes: let running requests finish on the old weights; otherwise they end with
                 `WeightsReplacedError`.
 
@@ -235,23 +237,23 @@ class Front:
 
     @property
     def weights_number(self) -> int:
-        """Number of the load of model weights that is in use."""
+        """Load number of the model weights in use."""
         return self._describer.weights_number
 
     def capabilities(self) -> Capabilities:
-        """Return the current capabilities; with several processes, slots and rows are those of each one."""
+        """Return the current capabilities; with several processes, their limits are per process."""
         return self._capabilities
 
     def stats(self) -> EngineStats:
-        """Return the current statistics; each figure is read at its own moment while the engine runs."""
+        """Return the current statistics; while the engine runs, they are not an atomic snapshot."""
         return self.core.stats()
 
     def stalled_s(self, request_ids: Collection[str] = ()) -> float:
-        """Return the duration of the present step, s: 0 while idle, infinite once the engine has stopped.
+        """Return for how many seconds the current step has run: 0 while idle, infinity once stopped.
 
         Args:
-            request_ids: with several processes, consider the ones that run these requests; empty: return the
-                shortest duration of all processes.
+            request_ids: with several processes, return the longest duration among the processes that run
+                these requests; if none does, return the shortest duration of all.
         """
         return self.core.stalled_s(request_ids)
 
@@ -276,7 +278,7 @@ class Front:
             self._describer.expect(number, source, min(oldest, now))
 
     def _drop(self, lora_number: int | None) -> None:
-        """Tell the core to free LoRA weights that nothing uses."""
+        """Tell the core to free the LoRA weights of a load; None: do nothing."""
         if lora_number is not None:
             self.core.send(DropLora(lora_number))
 
@@ -308,14 +310,17 @@ class Front:
         return bound
 
     def _bound(self, admitted: Admitted) -> Admitted:
-        """Return the request with LoRA weights that still exist; their name may have been reloaded since."""
+        """Return the request with the load number of LoRA weights that still exist.
+
+        Weights of the same name may have been loaded again since `admit`.
+        """
         name = admitted.request.params.lora
         if name is None or self._loras.has(admitted.lora_number):
             return admitted
         return replace(admitted, lora_number=self._loras.number(name))
 
     def _publish(self, events: Iterable[Event]) -> None:
-        """Deliver the core's events; those of requests that are not open are dropped."""
+        """Deliver the core's events to their readers; drop events of requests that are not open."""
         for request_id in self._streams.add_many(map(_parcel, events)):
             # Its reader's event loop was closed, so nothing will read it again.
             self._streams.unregister(request_id)
@@ -368,7 +373,7 @@ class Front:
 
 
 def check_on_running(on_running: OnRunning) -> bool:
-    """Return True if running requests are to finish.
+    """Return True for `finish` and False for `end`.
 
     Raises:
         ParameterError: the value is neither `finish` nor `end`.
@@ -379,7 +384,7 @@ def check_on_running(on_running: OnRunning) -> bool:
 
 
 def _parcel(event: Event) -> Parcel[Event]:
-    # A prompt's rows are bounded by its length, so they do not count; prefill must not wait for a reader.
+    # Prompt rows do not count: their number is bounded by the prompt, and prefill must not wait for a reader.
     num_rows = len(event.token_ids) if isinstance(event, Delta) else 0
     is_urgent = isinstance(event, Failure) or event.finish is not None or event.prompt is not None
     return Parcel(event.request_id, event, num_rows, is_urgent)

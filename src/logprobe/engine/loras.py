@@ -1,6 +1,7 @@
 """`LoraTable`: maps LoRA names to loads and counts the references to each load.
 
-`Front` guards it with a lock; a core knows loads only by number.
+A load is one reading of an adapter's files; loading a name again makes a new load with a new number. `Front`
+guards the table with a lock; a core identifies loads by number only.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class LoraTable:
-    """Name → load. A load is kept while its name refers to it or a request uses it."""
+    """Table of loads by name. A load is kept while a name refers to it or a request uses it."""
 
     def __init__(self) -> None:
         self._loads: dict[str, LoadLora] = {}
@@ -23,23 +24,24 @@ class LoraTable:
         self._versions: dict[int, str] = {}  # by load number
 
     def paths(self) -> dict[str, str]:
-        """Return name → path of all loads that requests may name."""
+        """Return the folder of each load that requests may name, by name."""
         return {name: load.path for name, load in self._loads.items()}
 
     def number(self, name: str) -> int:
         """Return the number of the load that a name refers to.
 
         Raises:
-            ParameterError: no such weights.
+            ParameterError: no LoRA weights with this name are loaded.
         """
         known, asked = ", ".join(self._loads) or "none", shortened(name)
         require(name in self._loads, "lora", f"no LoRA weights {asked!r} are loaded; loaded: {known}")
         return self._loads[name].number
 
     def put(self, load: LoadLora, version: str) -> int | None:
-        """Point a name to a load; return the number of its previous load if that is now unused.
+        """Make `load.name` refer to `load`, whose weights have the given version.
 
-        `version` identifies the content of the weights.
+        Returns:
+            The number of the load that the name referred to before, if nothing uses that load any more.
         """
         before = self._loads.get(load.name)
         self._loads[load.name] = load
@@ -48,13 +50,17 @@ class LoraTable:
         return None if before is None else self.release(before.number)
 
     def remove(self, name: str) -> int | None:
-        """Unregister a name; return the number of its load if that is now unused. Raises as `number`."""
+        """Unregister a name; return the number of its load if nothing uses the load any more.
+
+        Raises:
+            ParameterError: no LoRA weights with this name are loaded.
+        """
         number = self.number(name)
         del self._loads[name]
         return self.release(number)
 
     def has(self, number: int) -> bool:
-        """Return True if a load is still kept."""
+        """Return True if the load with this number is still kept."""
         return number in self._holds
 
     def version(self, number: int) -> str | None:
@@ -62,11 +68,11 @@ class LoraTable:
         return self._versions.get(number)
 
     def hold(self, number: int) -> None:
-        """Add a reference for a request, until its `release`."""
+        """Add a request's reference to a load; the request's end must call `release`."""
         self._holds[number] += 1
 
     def release(self, number: int) -> int | None:
-        """Drop a reference to a load; return its number if it is now unused."""
+        """Drop a reference to a load; return the load's number if that was the last reference."""
         self._holds[number] -= 1
         if self._holds[number]:
             return None

@@ -30,9 +30,12 @@ STAGES: dict[str, tuple[Stage, ...]] = {
 
 
 class Describer:
-    """Creates the records of one engine's requests and sets their `LogprobsInfo`.
+    """Creates the outputs and records of an engine's requests, and sets their `LogprobsInfo`.
 
-    `source` names the engine, the model and its weights; `table` maps token ids to text.
+    Args:
+        source: engine, model and initial weights.
+        vocab_size: number of tokens in the vocabulary.
+        table: maps token ids to text.
     """
 
     def __init__(self, source: LogprobsInfo, vocab_size: int, table: TokenTable) -> None:
@@ -42,14 +45,14 @@ class Describer:
         self._table = table
 
     def expect(self, number: int, source: LogprobsInfo, oldest: int) -> None:
-        """Register the provenance of other weights; drop that of loads before `oldest`."""
+        """Register `source` for the weights of load `number`; drop entries of loads before `oldest`."""
         kept = {load: known for load, known in self._sources.items() if load >= oldest}
         self._sources = kept | {number: source}
 
     def open(self, request: Request, lora_version: str | None = None) -> RequestOutput:
-        """Make an output with one empty completion per sample and the records that the request asks for.
+        """Return a new output with one empty completion per sample and the records that were requested.
 
-        `lora_version` is the version of its LoRA weights, if it names any.
+        `lora_version` is the version of the request's LoRA weights, if it has any.
         """
         params, output = request.params, RequestOutput.for_request(request)
         if params.prompt_logprobs is not None:
@@ -73,7 +76,7 @@ class Describer:
     def describe(
         self, output: RequestOutput, request: Request, number: int, lora_version: str | None
     ) -> None:
-        """Set the `LogprobsInfo` of an output and its records for the weights of load `number`."""
+        """Set the `LogprobsInfo` of an output and of its records, for the weights of load `number`."""
         params, source = request.params, self._sources[number]
         if params.lora is not None:
             source = msgspec.structs.replace(source, lora=params.lora, lora_version=lora_version)
@@ -91,7 +94,7 @@ class Describer:
                 record.info = info
 
     def _of_prompt(self, source: LogprobsInfo, request: Request) -> LogprobsInfo:
-        """Describe prompt positions: raw unless the request has `scored_as`."""
+        """Return the info of prompt rows: raw, unless the request has `scored_as`."""
         if request.scored_as is not None:
             return self._of_completion(source, request.scored_as, ("processed",))
         return self._of(source, request.params.prompt_logprobs, stages=("raw",))
@@ -99,7 +102,7 @@ class Describer:
     def _of_completion(
         self, source: LogprobsInfo, params: SamplingParams, stages: tuple[Stage, ...]
     ) -> LogprobsInfo:
-        """Describe generated positions at these stages."""
+        """Return the info of rows of generated tokens at these stages."""
         if "processed" not in stages:
             return self._of(source, params.logprobs, stages=stages)
         return self._of(
@@ -116,7 +119,11 @@ class Describer:
         )
 
     def _of_request(self, source: LogprobsInfo, request: Request) -> LogprobsInfo | None:
-        """Describe the whole output: its completions if they have numbers, else its prompt; None without."""
+        """Return the info of the whole output.
+
+        This is the info of its completions if they have log-probabilities, otherwise the info of its prompt;
+        None if no log-probabilities were requested.
+        """
         params = request.params
         if request.wants_row:
             return self._of(source, -1, stages=("raw",))
@@ -138,11 +145,11 @@ class OutputBuilder:
         self._lora_version = lora_version
         self._describer, self._request = describer, request
         self._params = request.params
-        # Columns with a flag of the same name need it; columns without one are always kept.
+        # A column that has a flag of the same name is kept if the flag is set; the others always.
         self._extras = [name for name in EXTRAS if getattr(request.params, name, True)]
 
     def is_wide(self, width: int) -> bool:
-        """Return True if a row has so many alternatives that rows should be delivered one at a time."""
+        """Return True if the request asks for at least `width` alternatives per row, or for all."""
         return any(
             k == -1 or k >= width for k in (self._params.logprobs or 0, self._params.prompt_logprobs or 0)
         )
@@ -152,7 +159,8 @@ class OutputBuilder:
         if isinstance(event, Failure):
             end_with_error(self.output, event.error)
             return
-        if event.weights_number > self.output.weights_number:  # it was held while other weights were loaded
+        # The request was held while other weights were loaded.
+        if event.weights_number > self.output.weights_number:
             self._describer.describe(self.output, self._request, event.weights_number, self._lora_version)
         completion = self.output.outputs[event.index]
         if event.prompt is not None and self.output.prompt_logprobs is not None:
@@ -184,7 +192,7 @@ class OutputBuilder:
                 completion.cumulative_logprob = _plus_chosen(completion.cumulative_logprob, delta.processed)
 
     def _append(self, record: FlatLogprobs, rows: HostRows) -> None:
-        # Rows of other requests in the step may have asked for more columns.
+        # The rows may have more columns, which other requests in the step asked for.
         given = rows.given if self._params.logprob_token_ids else None
         record.append_rows(
             rows.token_ids,

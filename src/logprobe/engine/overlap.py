@@ -1,8 +1,8 @@
 """`OverlappedLoop`: runs the next step while the previous one is being published.
 
-`Engine.advance` does everything that the next step depends on (tokens, ends, slots). The rest of a step, from
-the copy of its rows to the waking of readers, runs on another thread. It publishes the same events as
-`SerialLoop` in `backends.thread`.
+`Engine.advance` does the part of a step that the next step depends on: tokens, finished samples and slots.
+The rest, from copying rows to the host to waking the readers, runs on another thread. The published events
+are the same as with `SerialLoop` in `backends.thread`.
 """
 
 from __future__ import annotations
@@ -43,13 +43,16 @@ class OverlappedLoop:
         engine.send = self._send
 
     def step(self) -> None:
-        """Run a step and start to publish it."""
+        """Run a step, and start publishing its events on the other thread."""
         step = self._engine.advance()
         self.settle(step)
         self._publishing = step, self._publisher.submit(self._publish_step, step)
 
     def settle(self, next_step: StepDeltas | None = None) -> None:
-        """Wait until every step is published; if one fails, drop its samples from `next_step`."""
+        """Wait until the previous step is published.
+
+        If that failed, end the step's samples with an error and remove them from `next_step`.
+        """
         if self._publishing is None:
             return
         step, publishing = self._publishing
@@ -63,7 +66,7 @@ class OverlappedLoop:
         self._publish(ends)
 
     def close(self) -> None:
-        """Publish the pending step and stop the thread."""
+        """Wait until the pending step is published, and stop the publishing thread."""
         try:
             self.settle()
         finally:
@@ -72,7 +75,7 @@ class OverlappedLoop:
             self._transfer.shutdown()
 
     def _publish_step(self, step: StepDeltas) -> BaseException | None:
-        """Publish a step's events; return the error, if any, for the engine's thread to handle."""
+        """Publish a step's events; return the error if they cannot be computed, else None."""
         try:
             events = self._engine.events_of(step)
         except BaseException as error:  # noqa: BLE001 - it ends the requests of this step, not the engine

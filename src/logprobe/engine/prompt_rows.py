@@ -1,7 +1,7 @@
 """Log-probabilities of prompt tokens, computed with the output head or taken from a cache.
 
-The numbers of a prompt position depend only on its prefix, so they are cached by the prefix's slot: scoring
-the same prompt again runs neither the model nor the head.
+The next-token distribution after a prompt position depends only on the tokens up to there, so the results are
+cached by that position's slot. Scoring the same prompt again runs neither the model nor the head.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KNOWN_WIDTH = 20  # alternatives cached per slot
 
 
 class KnownRows:
-    """Cache of the latest log-probabilities by slot, with their next token and number of alternatives."""
+    """Cache of log-probabilities by slot: per slot, the row computed last, for one next token."""
 
     def __init__(self, num_slots: int) -> None:
         self._next_ids = np.full(num_slots, -1, dtype=np.int32)
@@ -43,18 +43,18 @@ class KnownRows:
         self._logprobs = np.empty((num_slots, KNOWN_WIDTH + 1), dtype=np.float32)
 
     def forget(self, slots: IntArray) -> None:
-        """Invalidate these slots."""
+        """Invalidate the cached rows of these slots."""
         self._next_ids[slots] = -1
 
     def covers(self, slots: IntArray, next_ids: IntArray, k: int, extras: Sequence[str]) -> bool:
-        """Return True if the cache can serve all of these positions."""
+        """Return True if every slot has a row for its next token with `k` alternatives and these columns."""
         is_known = (self._next_ids[slots] == next_ids) & (self._ks[slots] >= k)
         for name in extras:
             is_known &= name in self._extras and ~np.isnan(self._extras[name][slots])
         return bool(is_known.all())
 
     def recall(self, slots: IntArray, k: int, extras: Sequence[str]) -> HostRows:
-        """Return the cached numbers of slots for which `covers` returned True."""
+        """Return the cached rows of slots for which `covers` returned True."""
         return HostRows(
             self._token_ids[slots, : k + 1],
             self._logprobs[slots, : k + 1],
@@ -63,7 +63,7 @@ class KnownRows:
         )
 
     def remember(self, slots: IntArray, rows: HostRows) -> None:
-        """Cache computed rows: valid ones, with up to `KNOWN_WIDTH` alternatives."""
+        """Cache the valid rows among `rows`, with at most `KNOWN_WIDTH` alternatives each."""
         width = min(rows.token_ids.shape[1], KNOWN_WIDTH + 1)
         self._next_ids[slots] = np.where(rows.is_valid, rows.token_ids[:, 0], -1)
         self._ks[slots] = width - 1
@@ -77,7 +77,7 @@ class KnownRows:
 
 
 class PromptScorer:
-    """Scores the prompt positions of a step, from the cache or with one pass of the output head."""
+    """Computes the prompt rows of a step, from the cache or with the output head."""
 
     def __init__(self, forward: ForwardBackend) -> None:
         self._forward = forward
@@ -85,11 +85,11 @@ class PromptScorer:
         self._sampler = Sampler()
 
     def forget(self, slots: IntArray) -> None:
-        """Invalidate the cache of slots that were freed."""
+        """Invalidate cached rows; called with slots that were freed."""
         self._known.forget(slots)
 
     def score(self, spans: Sequence[Span]) -> list[HostRows]:
-        """Return the rows of each span; uncached raw rows with the same LoRA are computed together."""
+        """Return the rows of each span; uncached raw rows whose head has the same LoRA run as one batch."""
         answers = [self._recall(span) for span in spans]
         missing = [index for index, answer in enumerate(answers) if answer is None]
         heads = [spans[index].sample.head_lora for index in missing]
@@ -115,7 +115,7 @@ class PromptScorer:
 
     @torch.inference_mode()
     def _processed(self, span: Span, params: SamplingParams) -> HostRows:
-        """Score a span under the distribution that `params` would draw from; these rows are not cached."""
+        """Score a span under the distribution that `params` would sample from; the rows are not cached."""
         size = default_chunk_rows(self._forward.vocab_size)
         slots, next_ids, named = _slots(span), _next_ids(span).tolist(), _named_ids(span)
         parts = []
@@ -131,7 +131,7 @@ class PromptScorer:
         return HostRows.joined(parts)
 
     def _compute(self, spans: Sequence[Span], lora: LoraWeights | None) -> list[HostRows]:
-        """Compute the rows of spans whose output head uses the same LoRA weights."""
+        """Compute and cache the raw rows of spans whose output head uses the same LoRA weights."""
         slots = np.concatenate([_slots(span) for span in spans])
         widths = [_num_logprobs(span, self._forward.vocab_size) for span in spans]
         lengths = [len(span) for span in spans]
@@ -168,7 +168,7 @@ def _next_ids(span: Span) -> IntArray:
 
 
 def _named_ids(span: Span) -> list[NamedIds]:
-    """Return the ids to report at each position of the span."""
+    """Return, for each row of the span, the token ids that the request wants reported."""
     params = span.sample.request.params
     if not params.names_positions:
         return [params.named_ids_at(0)] * len(span)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Execution of a model's layers, and the largest difference of its log-probabilities from transformers'.
+    """How an engine runs a model's layers, and how far its log-probabilities are from transformers'.
 
     Every load of the same weights gives the same layout.
     """
@@ -41,9 +41,9 @@ class Layout:
     weights: str
     arithmetic: str | None = None  # of matrix products with weights; see `LogprobsInfo.arithmetic`
     num_layers: int
-    why_transformers: str | None  # reason for the transformers decoder; None: the native decoder runs it
+    why_transformers: str | None  # why the transformers decoder is used; None: the native decoder is used
     rope_boundary: int | None  # sequence length in tokens above which the long rotary frequencies apply
-    probe_difference: float  # largest difference from transformers in the load-time probe, nats
+    probe_difference: float  # nats; largest difference from transformers in the check at load time
     kv_dtype: str = "float32"  # of the KV cache
 
     @property
@@ -57,7 +57,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """Static properties and limits of an engine."""
+    """Properties and limits of an engine; they change only when its weights are replaced."""
 
     engine: str
     model: str
@@ -78,7 +78,7 @@ class Capabilities:
     quantization: str | None = None  # of the checkpoint, such as `Q4_1`; None: not quantized
 
     def of_weights(self, layout: Layout, version: str) -> Capabilities:
-        """Return a copy that describes other weights of the same model."""
+        """Return a copy for replaced weights, which have this layout and version."""
         return replace(self, weights=layout.weights, layout=layout, weight_version=version, quantization=None)
 
     def source(self) -> LogprobsInfo:
@@ -116,16 +116,20 @@ class EngineStats:
     seconds: dict[str, float]  # by step phase
     processors: dict[str, ProcessorCounter]  # by logits processor name
     drafted_tokens: int = 0  # proposed by speculative decoding
-    accepted_tokens: int = 0  # of these, accepted
+    accepted_tokens: int = 0  # draft tokens that were accepted
     restarts: int = 0  # of engine processes
-    is_up: bool = True  # accepts requests; aggregated: at least one replica does
-    why_down: str = ""  # reason for not accepting requests or not responding; aggregated: of each replica
+    is_up: bool = True  # accepts requests; with several replicas: at least one of them does
+    # Why the engine does not accept requests or does not respond; with several replicas: each one's reason.
+    why_down: str = ""
     durations: dict[str, Durations] = field(default_factory=dict)  # by name, such as `step`
     replicas: dict[str, EngineStats] = field(default_factory=dict)  # by name, if there are several
 
     @classmethod
     def of_replicas(cls, replicas: dict[str, EngineStats]) -> EngineStats:
-        """Aggregate the statistics of several replicas; `replicas` stays empty for a single one."""
+        """Aggregate the statistics of replicas, given by name.
+
+        The result's `replicas` is empty unless there are several.
+        """
         counts = (
             "waiting",
             "running",
@@ -166,14 +170,14 @@ class Core(Protocol):
         """Start serving.
 
         Args:
-            publish: called with the events of requests.
-            end: called with the reason once no more events will follow, also after `close`.
+            publish: called with each batch of request events.
+            end: called once, after the last event, with the reason why the core stopped, such as `close`.
 
-        Every submitted request ends with a published event or with `end`.
+        Every submitted request ends with a published event, or with `end`.
         """
 
     def admit(self, request: Request) -> Admitted:
-        """Validate a request; `Front` fills in which weights and LoRA weights it uses.
+        """Validate a request; `Front` then adds the load numbers of its model weights and LoRA weights.
 
         Raises:
             ParameterError: the request can never be served.
@@ -183,9 +187,9 @@ class Core(Protocol):
         """Queue a command to run before the next step; commands for finished requests have no effect."""
 
     def ask(self, command: Asked) -> Layout | None:
-        """Execute a command and wait until it is done; `LoadWeights` returns the layout of the new weights.
+        """Execute a command and wait until it is done; return the new weights' layout for `LoadWeights`.
 
-        Commands sent later see its effect. If it fails, nothing has changed.
+        Commands that are sent afterwards see the effect. A command that fails changes nothing.
 
         Raises:
             LogprobeError: the command failed.
@@ -196,7 +200,7 @@ class Core(Protocol):
         """True while requests run or wait."""
 
     def capabilities(self) -> Capabilities:
-        """Return the capabilities with the weights that the core was started with."""
+        """Return the properties and limits of the engine with its initial weights."""
 
     def stats(self) -> EngineStats:
         """Return the current statistics."""
@@ -210,19 +214,19 @@ class Core(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """One step's tokens as flat arrays, grouped in spans; a span is a run of new tokens of one sample."""
+    """The tokens of one step as flat arrays, grouped in spans: each span holds new tokens of one sample."""
 
     token_ids: IntArray  # (num_tokens,) int32
     positions: IntArray  # (num_tokens,) int32, position in the sample
     slots: IntArray  # (num_tokens,) int32, unique KV cache slots
     starts: IntArray  # (num_spans + 1,) int32: span s holds tokens [starts[s], starts[s + 1])
-    context_slots: Sequence[IntArray]  # num_spans x (context length,) int32; ends with the span's own slots
+    context_slots: Sequence[IntArray]  # num_spans x (context length,) int32; the span's own slots come last
     loras: Sequence[LoraWeights | None]  # num_spans; None: no LoRA
-    draw_slots: IntArray  # (num_draws,) int32: slots of the tokens whose next token is drawn
+    draw_slots: IntArray  # (num_rows,) int32: slots of the tokens after which a token is sampled
     are_long: Sequence[bool]  # num_spans: True if the span uses the model's long rotary frequencies
 
     def only(self, *, is_long: bool) -> StepBatch:
-        """Return the spans whose `are_long` equals `is_long`, as a batch of their own."""
+        """Return a batch with only the spans whose `are_long` equals `is_long`."""
         spans = [index for index, own in enumerate(self.are_long) if own == is_long]
         if len(spans) == len(self.are_long):
             return self
@@ -242,12 +246,12 @@ class StepBatch:
         )
 
     def span(self, index: int) -> slice:
-        """Return the token range of span `index`."""
+        """Return the range of indices in `token_ids` that span `index` covers."""
         return slice(int(self.starts[index]), int(self.starts[index + 1]))
 
 
 class ForwardBackend(Protocol):
-    """Runs packed tokens through a model; stores keys, values and last hidden states by slot."""
+    """Runs a step's packed tokens through a model; stores keys, values and final hidden states by slot."""
 
     vocab_size: int
     context_len: int
@@ -257,31 +261,34 @@ class ForwardBackend(Protocol):
 
     @property
     def layout(self) -> Layout | None:
-        """Execution of the layers; None if the backend has no layers."""
+        """How the layers run; None if the backend has no layers."""
 
     def load_lora(self, name: str, path: str, number: int) -> LoraWeights:
-        """Load LoRA weights from a folder, for this model or another of the same shape.
+        """Load LoRA weights from a folder; they also fit other weights of this model.
 
         May be called on any thread while `run` executes.
         """
 
     def make_room(self, lora: LoraWeights) -> None:
-        """Prepare the model for steps that use these LoRA weights; thread-safe while `run` executes."""
+        """Prepare the model for steps with these LoRA weights; may be called while `run` executes."""
 
     def with_weights(self, config: EngineConfig, state: State) -> ForwardBackend:
-        """Return a backend for the same model with a copy of other weights; thread-safe while `run` executes.
+        """Return a new backend for the same model with other weights; may be called while `run` executes.
 
-        `state` maps parameter names to tensors.
+        `state` maps parameter names to tensors, which are copied.
         """
 
     def run(self, batch: StepBatch) -> None:
         """Compute one step; each layer stores all keys and values before it reads any."""
 
     def hidden_rows(self, slots: IntArray) -> torch.Tensor:
-        """Return the last hidden states of the tokens in `slots`, (len(slots), hidden size)."""
+        """Return the final hidden states stored in `slots`, with shape (len(slots), hidden size)."""
 
     def head(self, hidden: torch.Tensor, lora: LoraWeights | None = None) -> torch.Tensor:
-        """Compute float32 logits (rows, vocabulary) from (rows, hidden size), all rows with the same LoRA."""
+        """Compute (rows, vocabulary) float32 logits from (rows, hidden size) hidden states.
+
+        `lora` applies to all rows.
+        """
 
     def close(self) -> None:
         """Release weights and KV cache; the backend cannot be used afterwards."""

@@ -1,7 +1,7 @@
-"""`Recorder`: turns the rows of a step into the deltas of its requests, and detects finished samples.
+"""`Recorder`: turns a step's results into one delta per sample, and detects finished samples.
 
-`record` does everything that the next step depends on. The numeric rows are only needed by
-`StepDeltas.arrived`, which may run concurrently with the next step.
+A delta holds what a step adds to a sample's output. `record` does everything that the next step depends on;
+the log-probabilities are read only by `StepDeltas.arrived`, which may run concurrently with the next step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Drawn(NamedTuple):
-    """A row that a token was drawn for, and the chunk row that holds the token and its numbers."""
+    """A row that a token was sampled from, and where to find the token and its log-probabilities."""
 
     row: SampleRow
     chunk: SampledRows
@@ -37,16 +37,16 @@ class Drawn(NamedTuple):
 
 @dataclass(slots=True)
 class StepDeltas:
-    """Deltas of a step by sample; their rows may still be in transfer to the host."""
+    """Deltas of a step by sample; their rows may still be on the way to the host."""
 
     deltas: dict[Sample, Delta] = field(default_factory=dict)
-    # Row of each drawn token that has numbers, in order: delta, chunk, row of the chunk.
+    # For each sampled token with log-probabilities, in order: its delta, chunk, and row in the chunk.
     rows: list[tuple[Delta, SampledRows, int]] = field(default_factory=list)
     sent: list[SampledRows] = field(default_factory=list)  # chunks whose rows are in transfer
     others: Sequence[Event] = ()  # events of requests that were not in the step
 
     def send(self, send: Send | None) -> None:
-        """Start copying the rows of its tokens to the host; `arrived` must then collect each copy once."""
+        """Start copying the sampled tokens' rows to the host; `arrived` must be called once afterwards."""
         sent = {chunk: chunk.sent(send) for chunk in dict.fromkeys(chunk for _, chunk, _ in self.rows)}
         self.rows = [(delta, sent[chunk], row) for delta, chunk, row in self.rows]
         self.sent = [*sent.values()]
@@ -69,19 +69,22 @@ class StepDeltas:
 
 
 class Recorder:
-    """Builds deltas; looks up the bytes of a token only if the request has stop strings."""
+    """Builds deltas; looks up a token's bytes only if the request has stop strings."""
 
     def __init__(self, text: TextEdge, eos_token_ids: frozenset[int]) -> None:
         self._text = text
         self._eos_token_ids = eos_token_ids
 
     def open(self, sample: Sample) -> None:
-        """Finish a new sample at once if nothing was requested of it."""
+        """Finish a new sample at once if it has neither tokens to generate nor prompt rows to score."""
         if not sample.wants_sample and sample.num_prompt_rows == 0:
             sample.finish(Finish("length"))
 
     def record(self, scored: Iterable[tuple[Span, HostRows]], drawn: Iterable[Drawn]) -> StepDeltas:
-        """Build a step's deltas from prompt rows and drawn tokens, which come in each sample's order."""
+        """Build a step's deltas from its prompt rows and sampled tokens, and update the samples.
+
+        Tokens of the same sample must be in order.
+        """
         step = StepDeltas()
         for span, rows in scored:
             self._add_prompt_rows(_delta_in(step, span.sample), span, rows)
@@ -93,7 +96,7 @@ class Recorder:
         return step
 
     def end(self, samples: Iterable[Sample]) -> list[Delta]:
-        """Make deltas that only report the end of these samples."""
+        """Return deltas that only report how these samples ended."""
         deltas = [(_new_delta(sample), sample) for sample in samples]
         for delta, sample in deltas:
             _end(delta, sample)
@@ -176,11 +179,11 @@ def _new_delta(sample: Sample) -> Delta:
 
 
 def _end(delta: Delta, sample: Sample) -> None:
-    """Add the fields that are reported once, at the end of a sample."""
+    """Set the fields of a delta that are reported only at the end of a sample."""
     delta.finish, delta.drafts = sample.end, sample.drafts
     delta.num_cached_tokens = sample.num_cached
 
 
 def _after(earlier: HostRows | None, rows: HostRows | None) -> HostRows | None:
-    """Append rows to those of an earlier chunk, for samples whose drafts span two chunks."""
+    """Append `rows` to `earlier` rows of the same sample, whose drafts may span two chunks."""
     return rows if earlier is None or rows is None else HostRows.joined([earlier, rows])

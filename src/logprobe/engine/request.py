@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from logprobe.text.pieces import Piece
     from logprobe.transport.messages import Admitted, Drafts, FinishReason
 
-SHOWN_CHARS = 36  # of a text in a `repr`
+SHOWN_CHARS = 36  # maximum length of a text in a `repr`
 
 
 @dataclass(slots=True, kw_only=True, repr=False)
 class CompletionOutput:
-    """One completion of a prompt; its fields grow while it runs and are final once it has finished.
+    """One completion of a prompt; its fields grow during generation and are final once it has finished.
 
-    `logprobs` holds the raw distribution, or the processed one with `logprobs_mode="processed_logprobs"`;
-    `processed_logprobs` is set with `logprobs_mode="both"`. `cumulative_logprob` is the sum of the chosen
-    tokens' log-probabilities in `logprobs`, in nats (None if log-probabilities were not requested).
+    `logprobs` has raw log-probabilities, or processed ones with `logprobs_mode="processed_logprobs"`.
+    `processed_logprobs` is set only with `logprobs_mode="both"`. `cumulative_logprob` is the sum of the
+    chosen tokens' log-probabilities in `logprobs`, in nats; None if log-probabilities were not requested.
     """
 
     index: int
@@ -47,19 +47,19 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     text: str = ""
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop string or token id that ended it
-    num_text_bytes: int | None = None  # where a stop string cut the text, bytes; None: not cut
-    raw_logprob: float | None = None  # sum of the chosen tokens' raw logprobs, nats; None: not computed
+    stop_reason: int | str | None = None  # the stop string or token id that ended the completion
+    num_text_bytes: int | None = None  # length in bytes at which a stop string cut the text; None: not cut
+    raw_logprob: float | None = None  # nats; sum of the chosen tokens' raw logprobs; None: not computed
     explanations: list[list[ProcessorEffect]] | None = None  # per token: effects of the processors
-    row: NDArray[np.float32] | None = None  # (vocabulary,) nats, read-only; for `wants_row`
+    row: NDArray[np.float32] | None = None  # (vocabulary,) nats, read-only; set if `Request.wants_row`
     drafts: Drafts | None = None  # set at the end if the engine speculates
     error: LogprobeError | None = None
 
     def fields(self, *, processed: bool = False) -> list[Field]:
         """Return the log-probability of each value of the JSON text that the model wrote, in nats.
 
-        See `logprobe.analysis.Field`. `processed` reads the processed distribution, for example that of a
-        grammar, if `logprobs_mode` was `both`.
+        See `logprobe.analysis.Field`. With `processed`, the log-probabilities are those of the processed
+        distribution, for example under a grammar; this needs `logprobs_mode="both"`.
 
         Raises:
             ParameterError: log-probabilities were not requested, or the text is not JSON.
@@ -83,10 +83,10 @@ def _short(text: str) -> str:
 
 
 class Completions(list[CompletionOutput]):
-    """The completions of one prompt; attributes of a single completion can be read from the list itself.
+    """List of the completions of one prompt.
 
-    `output.outputs.text` is `output.outputs[0].text`; with any other number of completions it raises
-    `AttributeError`.
+    If there is exactly one, its attributes can be read from the list: `output.outputs.text` is
+    `output.outputs[0].text`. Otherwise this raises `AttributeError`.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -100,12 +100,12 @@ class Completions(list[CompletionOutput]):
 
 
 CompletionPiece: TypeAlias = "Piece[CompletionOutput]"
-"""New part of a growing completion, with its text."""
+"""What has been added to a growing completion: new tokens and their text."""
 
 
 @dataclass(slots=True, kw_only=True, repr=False)
 class RequestOutput:
-    """The output of one request; if it failed, `error` is set and the rest is what was computed before."""
+    """The output of one request; if it failed, `error` is set, and the other fields are incomplete."""
 
     request_id: str
     prompt: str | None = None
@@ -113,14 +113,14 @@ class RequestOutput:
     prompt_logprobs: FlatLogprobs | None = None
     outputs: Completions = field(default_factory=Completions)
     info: LogprobsInfo | None = None
-    # Prompt tokens of the first sample that were in the prefix cache; None until it has ended, or unknown.
+    # Prompt tokens of the first sample that were in the prefix cache; None: unknown, or it has not ended.
     num_cached_tokens: int | None = None
-    weights_number: int = 0  # load number of the model weights that computed it; 0: the initial ones
-    params: SamplingParams | None = None  # None: the request was never started
+    weights_number: int = 0  # load number of the model weights that were used; 0: the initial weights
+    params: SamplingParams | None = None  # None: the request was rejected before it started
 
     @classmethod
     def for_request(cls, request: Request) -> RequestOutput:
-        """Make an output with one empty completion per sample."""
+        """Return a new output with one empty completion per sample."""
         return cls(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids.tolist(),
@@ -135,7 +135,7 @@ class RequestOutput:
         return f"RequestOutput({prompt}{len(self.prompt_token_ids)} prompt tokens, {first}{more})"
 
     def _repr_html_(self) -> str | None:
-        """Render the prompt and each completion as HTML, as far as log-probabilities were requested."""
+        """Render the prompt and the completions that have log-probabilities as HTML; None if none has."""
         prompt = [] if self.prompt_logprobs is None else [self.prompt_logprobs]
         completions = [output.logprobs for output in self.outputs if output.logprobs is not None]
         texts = [shaded([*prompt, record], num_marked=1) for record in completions] or [shaded(prompt)]
@@ -143,7 +143,7 @@ class RequestOutput:
 
     @property
     def error(self) -> LogprobeError | None:
-        """First error of its completions, if any."""
+        """The first error among the completions, or None."""
         return next((output.error for output in self.outputs if output.error is not None), None)
 
     @property
@@ -153,7 +153,10 @@ class RequestOutput:
 
 
 def keep_best(output: RequestOutput, params: SamplingParams) -> None:
-    """Keep the `n` completions with the highest mean raw logprob, best first; keep all if one failed."""
+    """Reduce `best_of` completions to the `n` with the highest mean raw logprob, best first.
+
+    Does nothing if `best_of` is not larger than `n`, or if a completion failed.
+    """
     if params.picks_best and output.error is None:
         best = sorted(output.outputs, key=_mean_raw_logprob, reverse=True)[: params.n]
         for index, completion in enumerate(best):
@@ -195,7 +198,7 @@ class Requests:
         self._numbers = itertools.count()
 
     def of_one_call(self, caller: str = "") -> Requests:
-        """Return a factory whose requests count as one call of `caller` for fair sharing of the engine."""
+        """Return a factory whose requests share the engine with others as one call by `caller`."""
         return Requests(self._engine, f"{self._prefix}-{next(self._numbers)}", caller)
 
     def admit(
@@ -206,7 +209,7 @@ class Requests:
         request_id: str | None = None,
         **more: Any,
     ) -> Admitted:
-        """Create a request, with `more` as its other fields, and validate it; does not start it.
+        """Create and validate a request, but do not start it; `more` are further fields of `Request`.
 
         Raises:
             ParameterError: the request can never be served.
@@ -224,7 +227,10 @@ class Requests:
 
 
 def _scored_as(params: SamplingParams) -> SamplingParams | None:
-    """Return parameters to score prompt rows with; None: raw. Only the temperature applies to a prompt."""
+    """Return the parameters under which prompt rows are scored; None: raw rows.
+
+    Of a request's parameters, only the temperature applies to its prompt.
+    """
     is_processed = params.prompt_logprobs is not None and params.logprobs_mode == "processed_logprobs"
     if not is_processed or params.temperature in {0, 1}:
         return None
@@ -244,7 +250,7 @@ def check_request(request: Request, *, max_len: int, vocab_size: int) -> None:
 
 
 def check_tokens(prompt: IntArray, params: SamplingParams, *, max_len: int, vocab_size: int) -> None:
-    """Raise `ParameterError` if a prompt is empty or too long, or a token id is outside the vocabulary."""
+    """Raise `ParameterError` if a prompt is empty or too long, or if a token id is out of range."""
     require(len(prompt) > 0, "prompt", "is empty; give at least one token, such as the model's BOS")
     _check_ids("prompt", prompt, vocab_size)
     # A prompt that is only scored may be one token longer: its last token is never run.
@@ -298,5 +304,5 @@ def check_vocabulary(name: str, ids: Sequence[Any] | IdLists | None, vocab_size:
 
 def _check_ids(name: str, ids: NDArray[Any], vocab_size: int) -> None:
     outside = ids[(ids < 0) | (ids >= vocab_size)][:1]
-    if len(outside):  # format one id only: numpy formats an array slower than all the rest of this check
+    if len(outside):  # format one id only, because NumPy formats arrays slowly
         raise ParameterError(name, f"token id {outside[0]} lies outside the vocabulary [0, {vocab_size})")

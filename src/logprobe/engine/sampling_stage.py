@@ -1,4 +1,4 @@
-"""`SamplingStage`: draws a token from each row of a step's logits and computes the requested numbers."""
+"""`SamplingStage`: samples a token from each row of a step's logits, and computes log-probabilities."""
 
 from __future__ import annotations
 
@@ -37,39 +37,45 @@ class SamplingStage:
         self.pipeline = Pipeline(config, model)
         self._sampler = Sampler()
         self._num_active = 0  # rows with processors in the last prepared step
-        self._num_seen = 0  # these, plus the following rows if a processor looks at all rows
+        self._num_seen = 0  # rows that processors see: the active ones, or all if a processor sees all rows
         self.chunk_rows = default_chunk_rows(model.vocab_size, config.device)
 
     def admit(self, params: SamplingParams) -> dict[int, Any]:
         """Validate a request's processor arguments; thread-safe.
 
         Returns:
-            The typed arguments by pipeline stage.
+            The parsed arguments by index of the pipeline stage; empty if no processor applies.
 
         Raises:
-            ParameterError: invalid arguments.
+            ParameterError: the arguments are invalid.
         """
         is_asked = params.asks_processors or self.pipeline.applies_to_all
         return self.pipeline.admit(params) if is_asked else {}
 
     def open(self, sample: Sample, number: int, args: dict[int, Any]) -> None:
-        """Find the processors that apply to a new sample; `number` is its request's serial number."""
+        """Attach the processors that apply to a new sample.
+
+        Args:
+            sample: the sample.
+            number: serial number of its request.
+            args: the result of `admit`.
+        """
         sample.active = self.pipeline.open(_row(sample, sample.output_token_ids, number), args)
         sample.is_plain = False
 
     def why_no_drafts(self, sample: Sample) -> str | None:
-        """Return why a sample's drafts cannot be verified: stateful processors; None if it has none."""
+        """Return why drafts cannot be used for a sample (a processor keeps state); None if they can."""
         names = [] if sample.active is None else self.pipeline.keeping_state(sample.active)
         return f"{', '.join(names)} keeps state" if names else None
 
     def prepare(self, rows: list[SampleRow]) -> list[SampleRow]:
-        """Announce the rows of the next step to the processors; call it before the forward pass.
+        """Announce the rows of a step to the processors; must be called before the forward pass.
 
         Returns:
-            The rows in the order that `chunks` and `draw` expect: those with processors first.
+            The rows in the order that `chunks` and `draw` expect: rows with processors first.
         """
         active = [row for row in rows if row.sample.active is not None]
-        # Call the pipeline also if no row has processors now: it learns which samples have left.
+        # If the last step had such rows, call the pipeline without any, so that it sees that they have left.
         if active or self._num_active:
             samples = [_rows_of(row) for row in active]
             is_seen = self.pipeline.sees_all(samples)
@@ -79,7 +85,7 @@ class SamplingStage:
         return active + [row for row in rows if row.sample.active is None] if active else rows
 
     def chunks(self, rows: list[SampleRow]) -> Iterator[slice]:
-        """Cut the rows that `prepare` returned into chunks; the first has every row that processors see."""
+        """Cut the rows that `prepare` returned into chunks; all rows that processors see are in the first."""
         start = 0
         while start < len(rows):
             end = max(start + self.chunk_rows, self._num_seen)
@@ -87,7 +93,12 @@ class SamplingStage:
             start = end
 
     def draw(self, chunk: list[SampleRow], logits: Tensor) -> SampledRows:
-        """Draw a token for each row of `logits`, (rows, V) float32, which is not modified; see `chunks`."""
+        """Sample a token from each row of logits and compute the requested log-probabilities.
+
+        Args:
+            chunk: rows of one slice of `chunks`.
+            logits: (rows, V) float32; not modified.
+        """
         params = [row.sample.request.params for row in chunk]
         uniforms = np.array([row.sample.uniform(row.ahead) for row in chunk])
         if all(row.sample.is_plain for row in chunk):
@@ -105,14 +116,14 @@ class SamplingStage:
         return output
 
     def _apply(self, chunk: list[SampleRow], logits: Tensor) -> ProcessedRows | None:
-        """Run the processors on the first rows of a chunk, those that they see."""
+        """Run the processors on the rows of a chunk that they see; None if no row has processors."""
         has_active = any(row.sample.active is not None for row in chunk)
         return self.pipeline.apply(logits[: self._num_seen]) if has_active else None
 
     def _note_processed(
         self, chunk: list[SampleRow], logits: Tensor, run: ProcessedRows | None, output: SampledRows
     ) -> None:
-        """Set `error` on rows that a processor failed, and `effects` on the others if requested."""
+        """Set `error` on rows whose processors failed, and `effects` on the others if requested."""
         for index, row in enumerate(chunk):
             if run is not None and index < len(run.logits):
                 row.error = run.errors.get(index) or self._dead_end(index, logits, output)
@@ -121,14 +132,17 @@ class SamplingStage:
                 row.effects = _explained(effects, output, index)
 
     def _dead_end(self, index: int, logits: Tensor, output: SampledRows) -> ConflictingParametersError | None:
-        """Return an error if several processors together leave no token but each alone leaves some."""
+        """Return an error if the processors together removed every token of a row, else None."""
         if output.is_valid[index] or not bool(logits[index].amax().cpu().isfinite()):
             return None
         return self.pipeline.dead_end(index)
 
 
 def _named_ids(row: SampleRow) -> NamedIds:
-    """Return the ids that a drawn token reports; None if per-position ids belong to the prompt."""
+    """Return the token ids that the request wants reported for this row.
+
+    None if there are none, or if the request's per-position ids are for the prompt.
+    """
     params = row.sample.request.params
     if params.names_positions and params.prompt_logprobs is not None:
         return None
@@ -136,7 +150,7 @@ def _named_ids(row: SampleRow) -> NamedIds:
 
 
 def _rows_of(row: SampleRow) -> ActiveSample:
-    """Return the processors of a row as if the drafts before it had been generated."""
+    """Return the row's processors, in their state after all drafts before the row have been accepted."""
     active = row.sample.active
     assert active is not None
     return active.after(row.sample.draft_ids[: row.ahead]) if row.ahead else active
@@ -174,7 +188,10 @@ def _explained(effects: list[RowEffect], output: SampledRows, index: int) -> lis
 
 
 def _whole_rows(rows: list[SampleRow], logits: Tensor) -> dict[int, Array]:
-    """Return the log-softmax, nats, of rows whose requests want it; arrays are copies, not views."""
+    """Return row index → (V,) float32 log-probabilities in nats, for requests with `wants_row`.
+
+    The arrays are read-only copies.
+    """
     wanted = [index for index, row in enumerate(rows) if row.sample.request.wants_row]
     if not wanted:
         return {}

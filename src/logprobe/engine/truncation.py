@@ -1,4 +1,4 @@
-"""Fit prompts that exceed the model's context: keep their end, or score them in sliding windows."""
+"""Handles prompts longer than the model's context: keep their end, or score them in sliding windows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def check_truncation(truncation: Truncation) -> None:
 
 
 def cut_pair(split: Split, truncation: Truncation, max_model_len: int) -> list[Split]:
-    """Split a continuation into parts that fit: one with a shortened context (`left`), or windows.
+    """Return pairs of context and continuation that fit the model, as `truncation` says.
+
+    With `left` this is one pair whose context is cut at the front; with `window`, one pair per window. A pair
+    that fits, and any pair with `error`, is returned as it is.
 
     Raises:
         ParameterError: with `left`, the continuation alone is too long.
@@ -51,10 +54,13 @@ def cut_pair(split: Split, truncation: Truncation, max_model_len: int) -> list[S
 def cut_prompt(
     ids: IntArray, params: SamplingParams, truncation: Truncation, max_model_len: int
 ) -> list[tuple[IntArray, SamplingParams, int]]:
-    """Turn a prompt into requests that fit: (ids, params, first scored) of the generating one, then windows.
+    """Split a prompt into requests that fit the model.
 
-    The first request holds the end of a prompt that is too long. Windows follow with `window` if
-    `prompt_logprobs` is set.
+    The first request generates, from the end of the prompt if that is too long. With `window` and
+    `prompt_logprobs`, one request per window follows, to score the prompt.
+
+    Returns:
+        For each request: token ids, parameters, and the index of the first token to score.
     """
     # A prompt that is only scored may be one token longer: its last token is never run.
     room = max_model_len - params.max_tokens if params.max_tokens else max_model_len + 1
@@ -81,7 +87,10 @@ def cut_prompt(
 
 
 def joined_output(output: RequestOutput, windows: Sequence[RequestOutput], ids: IntArray) -> RequestOutput:
-    """Merge the output of a prompt cut into windows: generated text, and the numbers of the whole prompt."""
+    """Add the whole prompt's ids, and its log-probabilities from all windows, to the generating output.
+
+    If a window failed, every completion fails with its error.
+    """
     output.prompt_token_ids = ids.tolist()
     failed = next((window.error for window in windows if window.error is not None), None)
     if failed is not None:

@@ -1,4 +1,4 @@
-"""Kernels that extract top-k, log-normaliser, ranks, given ids and other columns from logits."""
+"""Kernels that compute log-probabilities, ranks, top-k and other columns from logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The implementation of the kernels for each type of device: native, Triton or torch."""
+"""Selects the implementation of the kernels for each type of device: native, Triton or torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("logprobe")
 
 @functools.cache
 def native_library() -> Library | None:
-    """Return the native library; None, with one warning, if no variant runs on this machine.
+    """Return the native library; None if no variant runs on this machine, which is logged once.
 
     Raises:
         ParameterError: `LOGPROBE_KERNELS` names a variant that is not built or that cannot run here.
@@ -41,5 +41,5 @@ def kernel_of(device_type: str) -> str:
 
 
 def kernel_info() -> dict[str, str]:
-    """Return the kernel implementation of each device type."""
+    """Return the kernel implementation for each device type, by the name of the device type."""
     return {device_type: kernel_of(device_type) for device_type in ("cpu", "cuda")}

@@ -1,6 +1,6 @@
-"""Load the native kernel library: its C declarations, and the variant for this processor.
+"""Loads the native kernel library: its C declarations, and the variant for this processor.
 
-It is compiled from `native/` when the package is built (docs/dev/kernels.md).
+The library is compiled from `native/` when the package is built (docs/dev/kernels.md).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VARIABLE: Final = "LOGPROBE_KERNELS"
 
 @functools.cache
 def declarations() -> FFI:
-    """Return the structs and functions of `native/kernels.h`."""
+    """Return the declarations of the structs and functions in `native/kernels.h`."""
     header = (FOLDER / "kernels.h").read_text(encoding="utf-8")
     ffi = FFI()
     ffi.cdef("".join(line for line in header.splitlines(keepends=True) if not line.startswith("#")))
@@ -38,11 +38,11 @@ class Library:
 
     @staticmethod
     def path_of(variant: str) -> Path:
-        """Return the path of a variant, which may not be built."""
+        """Return the path of a variant's file, which may not exist."""
         return FOLDER / f"kernels_{variant}.so"
 
     def can_run(self) -> bool:
-        """Return True if this processor has the variant's instructions."""
+        """Return True if this processor supports the variant's instructions."""
         return bool(self.functions.logprobe_can_run())
 
     @functools.cached_property
@@ -59,11 +59,11 @@ class Library:
 
 @functools.cache
 def library() -> Library:
-    """Load the variant in `LOGPROBE_KERNELS`, or else the first of VARIANTS that runs on this processor.
+    """Load the variant named in `LOGPROBE_KERNELS`, or the first in VARIANTS that runs on this processor.
 
     Raises:
-        ParameterError: the variant in `LOGPROBE_KERNELS` is not built, or does not run here.
-        OSError: `LOGPROBE_KERNELS` is not set, and no variant runs here.
+        ParameterError: the variant named in `LOGPROBE_KERNELS` is not built, or cannot run on this processor.
+        OSError: `LOGPROBE_KERNELS` is not set, and no variant can run on this processor.
     """
     forced = os.environ.get(VARIABLE)
     problems: list[str] = []
@@ -80,7 +80,7 @@ def library() -> Library:
 
 
 def _load(variant: str) -> Library | str:
-    """Return a variant, or the reason why it does not run here."""
+    """Load a variant, or return the reason why it cannot run on this processor."""
     if variant not in VARIANTS or not Library.path_of(variant).exists():
         return "is not built"
     try:

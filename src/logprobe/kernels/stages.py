@@ -1,8 +1,8 @@
 """Launch native kernels, one or many at once, on the thread pool of the native library.
 
-A step of one token runs hundreds of kernels of a few microseconds each, and a launch from Python takes about
-as long as the kernel. So a step's kernels are recorded once and launched together, like a CUDA graph.
-`native/threads.cpp` runs them.
+A step with one token runs hundreds of kernels that take a few microseconds each, and a launch from Python
+takes about as long as a kernel. So a step's kernels are recorded once and launched together, like a CUDA
+graph. `native/threads.cpp` runs them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from logprobe.kernels.native import declarations, library
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-THREAD_ITEMS = 4  # work items per thread, if possible, so that all threads end at nearly the same time
+THREAD_ITEMS = 4  # desired work items per thread, so that all threads end at nearly the same time
 _DTYPES = {
     "float": (torch.float32, np.float32),
     "double": (torch.float64, np.float64),
@@ -29,15 +29,16 @@ _DTYPES = {
 
 
 class Stage:
-    """One kernel with its arguments; can run repeatedly.
+    """A kernel with its arguments; can be run repeatedly.
 
     Args:
-        kernel: name of the kernel, without `logprobe_`.
-        structure: name of its argument struct in `native/kernels.h`.
-        num_items: number of work items that threads share.
-        is_small: run on one thread when run alone, because waking threads would take longer.
-        **fields: fields of the struct: numbers; tensors or arrays, to which the stage keeps references; None
-            for a null pointer. The strides `x_row` and `x_head` of an array `x` are set automatically.
+        kernel: name of the kernel, without the prefix `logprobe_`.
+        structure: name of the kernel's argument struct in `native/kernels.h`.
+        num_items: number of work items, which threads share.
+        is_small: `run` uses one thread, because waking others would take longer.
+        **fields: values of the struct's fields: a number; a tensor or array, to which the stage keeps a
+            reference; or None for a null pointer. The strides `x_row` and `x_head` of an array `x` are set
+            automatically.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Stage:
         self.call = (getattr(library().functions, f"logprobe_{kernel}"), self._args, 0)
 
     def run(self, *, num_threads: int | None = None) -> None:
-        """Run the kernel and wait until it is done; releases the GIL.
+        """Run the kernel and wait until it is done, without holding the GIL.
 
         Raises:
             MemoryError: scratch memory cannot be allocated.
@@ -67,14 +68,14 @@ class Stage:
 
 
 class Series:
-    """Stages that run in one launch; can run repeatedly."""
+    """Stages that run in one launch; can be run repeatedly."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = list(stages)  # keeps the memory of their arguments alive
         self._calls = _calls(self._stages)
 
     def run(self) -> None:
-        """Run all stages in order, each after the previous one is done; releases the GIL.
+        """Run the stages one after another, and wait until all are done, without holding the GIL.
 
         Raises:
             MemoryError: scratch memory cannot be allocated.
@@ -93,7 +94,7 @@ def _launch(calls: Any, num_stages: int, num_threads: int) -> None:
 
 @functools.cache
 def _fields(structure: str) -> dict[str, str]:
-    """Return a struct's field names with the type that a pointer field points to; "" for numbers."""
+    """Return the field names of a struct, each with the type that the field points to ("" for a number)."""
     fields = declarations().typeof(structure).fields
     return {name: field.type.item.cname if field.type.kind == "pointer" else "" for name, field in fields}
 
@@ -113,11 +114,11 @@ def _address(name: str, value: Any, kind: str) -> Any:
 
 
 def items_for_threads() -> int:
-    """Return the number of items to cut a loop into: several per thread, or 1 for a single thread."""
+    """Return the number of work items to split a loop into: THREAD_ITEMS per thread, or 1 for one thread."""
     num_threads = torch.get_num_threads()
     return THREAD_ITEMS * num_threads if num_threads > 1 else 1
 
 
 def block_rows(num_rows: int, most: int) -> int:
-    """Return the rows of a work item: at most `most`, and few enough that every thread gets work."""
+    """Return the number of rows per work item: at most `most`, and so few that every thread gets work."""
     return max(1, min(most, num_rows // torch.get_num_threads()))

@@ -1,6 +1,6 @@
-"""Mass and token ids that masks and truncation keep of a row's raw distribution.
+"""The tokens that masks and truncation keep, and the probability mass of these tokens before masking.
 
-A processed log-probability plus `log_kept_mass` is the raw log-probability at the same temperature.
+A token's processed log-probability plus `log_kept_mass` is its raw log-probability at the same temperature.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ NO_IDS = np.empty(0, np.uint16)
 def log_kept_mass(
     raw: Tensor, processed: Tensor, temperatures: NDArray[np.float32], is_touched: NDArray[np.bool_]
 ) -> NDArray[np.float32]:
-    """Return the log of the mass that each row kept of its raw distribution at its temperature, (B,) nats.
+    """Return, per row, the log of the total raw probability of the tokens that were kept, (B,) in nats.
 
     Args:
         raw: (B, V) float32 logits of the model.
-        processed: (B, V) float32 logits sampled from; -inf for tokens that were removed.
-        temperatures: (B,); 0 counts as 1.
-        is_touched: (B,); False for rows that no mask or truncation can have changed.
+        processed: (B, V) float32 logits that were sampled from; -inf for tokens that were removed.
+        temperatures: (B,) temperatures at which the raw probabilities are taken; 0 counts as 1.
+        is_touched: (B,) bool; False for rows in which no token can have been removed (log mass 0).
     """
     log_mass = np.zeros(len(raw), np.float32)
     touched = np.flatnonzero(is_touched)
@@ -48,7 +48,12 @@ def log_kept_mass(
 
 
 def kept_ids(processed: Tensor, is_asked: NDArray[np.bool_]) -> KeptLists:
-    """Return the ids that each row kept; empty for rows that did not request them."""
+    """Return the ids of the tokens that were kept in each row; empty for rows where `is_asked` is False.
+
+    Args:
+        processed: (B, V) logits that were sampled from; -inf for tokens that were removed.
+        is_asked: (B,) bool.
+    """
     dtype = narrowest_id_dtype(processed.shape[1] - 1)
     runs = [
         (row > -torch.inf).nonzero().view(-1).numpy(force=True).astype(dtype) if asked else NO_IDS

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 NamedIds: TypeAlias = "Sequence[int] | NDArray[np.int64] | None"
-"""Token ids reported at one position in addition to the best; None: none."""
+"""Token ids to report at one position in addition to the most likely ones; None: report no others."""
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "both"]
 MODES: Final = ("raw_logprobs", "processed_logprobs", "both")
 COUNTS: Final = ("logprobs", "prompt_logprobs")
@@ -134,7 +134,7 @@ class SamplingParams:
         self._check_processors()
 
     def _normalise(self) -> None:
-        """Convert every value to its annotated type, as a copy that can be sent to other processes."""
+        """Replace every value by a copy of its annotated type that can be sent to other processes."""
         normal: dict[str, object] = {}
         for name in ("n", "best_of", "max_tokens", "min_tokens", "top_k", "seed", *COUNTS):
             value = getattr(self, name)
@@ -215,17 +215,17 @@ class SamplingParams:
 
     @property
     def num_samples(self) -> int:
-        """Number of completions to sample: `best_of`, or `n` if that is not set."""
+        """Number of completions to sample: `best_of` if set, otherwise `n`."""
         return self.best_of or self.n
 
     @property
     def picks_best(self) -> bool:
-        """True if more completions are sampled than returned."""
+        """True if more completions are sampled than are returned."""
         return self.num_samples > self.n
 
     @property
     def asks_processors(self) -> bool:
-        """True if any built-in or registered logits processor gets arguments."""
+        """True if the parameters have arguments for a built-in or registered logits processor."""
         return self.logits_processors_args is not None or field_values(self) != DEFAULT_VALUES
 
     @property
@@ -234,9 +234,10 @@ class SamplingParams:
         return isinstance(self.logprob_token_ids, IdLists)
 
     def named_ids_at(self, position: int) -> NamedIds:
-        """Return the ids to report at a position; None if no position has any.
+        """Return the ids in `logprob_token_ids` for a position; None if there are none at any position.
 
-        Positions count prompt tokens if `prompt_logprobs` is set, otherwise generated tokens.
+        With lists per position, `position` is an index of a prompt token if `prompt_logprobs` is set, and of
+        a generated token otherwise. Positions after the last list get an empty result.
         """
         ids = self.logprob_token_ids
         if isinstance(ids, IdLists):
@@ -250,12 +251,12 @@ class SamplingParams:
 
 
 def extras_of(*params: SamplingParams) -> dict[str, Any]:
-    """Return the flags of the extra columns that kernels compute; True if any of the requests sets it."""
+    """Return a flag for each extra column that kernels compute: True if any request asks for the column."""
     return {name: any(map(attrgetter(name), params)) for name in KERNEL_EXTRAS}
 
 
 def nth_seed(seed: int, repeat: int) -> int:
-    """Return a distinct seed for each repetition: `seed` for the first, 64-bit hashes for the others."""
+    """Return the seed for a repetition of a request: `seed` itself for `repeat` 0, else a 64-bit hash."""
     if repeat == 0:
         return seed
     return int(np.random.SeedSequence([abs(seed), int(seed < 0), repeat]).generate_state(1, np.uint64)[0])
@@ -288,10 +289,12 @@ def _ints(name: str, values: Any) -> tuple[int, ...]:
 
 
 def named_ids(name: str, value: Any) -> tuple[int, ...] | IdLists | None:
-    """Convert to ids for all positions, or one list per position; None if there are none.
+    """Convert `value` to a tuple of ids for all positions, or to one list of ids per position.
+
+    An empty value becomes None.
 
     Raises:
-        ParameterError: not token ids; the error's parameter is `name`.
+        ParameterError: `value` does not hold token ids; the error's parameter is `name`.
     """
     if value is None or isinstance(value, IdLists):
         return value
@@ -326,7 +329,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _biases(by_id: Any) -> dict[int, float]:
-    """Convert to token id → nats; ids may be strings, as in JSON."""
+    """Convert `by_id` to a dict from token id to bias in nats; its keys may be strings, as in JSON."""
     biases = to_args({"logit_bias": by_id}, LogitBiasArgs, "logit_bias").logit_bias
     require(len(biases) == len(by_id), "logit_bias", "has a token id twice, as a number and as a string")
     return biases

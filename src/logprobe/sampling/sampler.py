@@ -1,4 +1,4 @@
-"""`Sampler`: turn rows of logits into sampled tokens and the requested log-probabilities.
+"""`Sampler`: samples tokens from rows of logits and computes the requested log-probabilities.
 
 The engine calls it once per chunk of rows from the output head.
 """
@@ -37,17 +37,18 @@ LARGEST_K = 1 << 24  # largest range of integers exact in float32; no vocabulary
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampledRows:
-    """Tokens sampled from B rows, with the log-probabilities of the rows that requested them."""
+    """Tokens sampled from B rows of logits, and log-probabilities for the rows that requested them."""
 
     sampled_token_ids: list[int]  # (B,)
     is_valid: list[bool]  # (B,); False: the logits held NaN or +inf, or only -inf
     num_logprobs: list[int]  # (B,), requested number of alternatives; 0 if none
-    # Raw log-probabilities; None: not requested. A function during the copy to the host: it waits for them.
+    # Raw log-probabilities; None: not requested. During the copy to the host, this is a function that waits
+    # for the copy and returns the rows.
     logprobs: DeviceRows | HostRows | Callable[[], HostRows] | None = None
     logprobs_rows: list[int]  # (B,), index into `logprobs`; -1: not requested
-    processed_logprobs: HostRows | None = None  # of the distributions sampled from
+    processed_logprobs: HostRows | None = None  # log-probabilities under the distributions sampled from
     processed_rows: list[int]  # (B,), index into `processed_logprobs`; -1: not requested
-    whole_rows: dict[int, Array] = field(default_factory=dict)  # row → its distribution, (V,) nats, read-only
+    whole_rows: dict[int, Array] = field(default_factory=dict)  # row → (V,) log-probabilities, nats
 
     @property
     def has_rows(self) -> bool:
@@ -60,9 +61,9 @@ class SampledRows:
         return replace(self, logprobs=raw.to_host()) if isinstance(raw, DeviceRows) else self
 
     def sent(self, send: Send | None) -> SampledRows:
-        """Return a copy whose raw log-probabilities come from the host; `send` starts the transfer now.
+        """Start copying the raw log-probabilities to the host with `send`.
 
-        `cut` and `arrive` wait for it.
+        Returns an object whose `cut` and `arrive` wait for the copy, or make it themselves if `send` is None.
         """
         raw = self.logprobs
         if not isinstance(raw, DeviceRows):
@@ -75,9 +76,9 @@ class SampledRows:
             self.logprobs()
 
     def cut(self, row: int, count: int) -> tuple[HostRows | None, HostRows | None]:
-        """Return the raw and processed rows [row, row + count); None if not requested.
+        """Return the raw and the processed rows [row, row + count), each None if not requested.
 
-        The rows must have requested the same. Waits until the raw ones are on the host.
+        All of these rows must have the same parameters. Waits until the raw rows are on the host.
         """
         assert not isinstance(self.logprobs, DeviceRows), "call sent() first"
         raw = self.logprobs() if callable(self.logprobs) else self.logprobs
@@ -121,12 +122,12 @@ class Sampler:
         """Sample one token per row.
 
         Args:
-            logits: (B, V) float32, raw.
+            logits: (B, V) float32 logits of the model.
             params: parameters of each row.
-            uniforms: (B,) in [0, 1).
-            changed: (R, V), the first R rows as changed by processors; None: no row was.
+            uniforms: (B,) random numbers in [0, 1), one for each row.
+            changed: (R, V) logits of the first R rows after the processors; None: no processors ran.
             forced: token id per row that replaces the sampled one; None: keep the sampled one.
-            named: token ids to report per row; None: those of `params`.
+            named: token ids to report per row; None: the ids in `params`.
         """
         return self.draw(logits, params, uniforms, changed, forced, named).to_host()
 
@@ -139,7 +140,7 @@ class Sampler:
         forced: Sequence[int | None] = (),
         named: Sequence[NamedIds] | None = None,
     ) -> SampledRows:
-        """Sample like `sample`, but leave the raw log-probabilities on the device of the logits."""
+        """Do the same as `sample`, but leave the raw log-probabilities on the device of the logits."""
         settings = self._settings
         if named is not None:  # ids of this step only: not reusable
             settings = _BatchSettings(params, logits.shape[1], named)
@@ -165,7 +166,7 @@ class Sampler:
 
 
 class _BatchSettings:
-    """Parameters of a batch as columns; reused while the batch holds the same requests."""
+    """The parameters of a batch as arrays; reused while the batch has the same requests."""
 
     def __init__(
         self, params: Sequence[SamplingParams], vocab_size: int, named: Sequence[NamedIds] | None = None
@@ -183,13 +184,13 @@ class _BatchSettings:
         self.processed_indices = _indices(processed_rows, len(params))
 
     def is_of(self, params: Sequence[SamplingParams], vocab_size: int) -> bool:
-        """Return True for the same parameter objects and vocabulary size."""
+        """Return True if this object was made from these very parameter objects and vocabulary size."""
         is_as_long = len(params) == len(self._params) and vocab_size == self._vocab_size
         return is_as_long and all(map(operator.is_, params, self._params))
 
 
 class _Report:
-    """Computes the log-probabilities that some rows of a step requested."""
+    """Computes log-probabilities, raw or processed, for the rows of a batch that requested them."""
 
     def __init__(
         self,
@@ -211,11 +212,11 @@ class _Report:
         )
 
     def of(self, logits: Tensor, drawn: Drawn) -> DeviceRows:
-        """Compute the rows from the logits of all rows of the step."""
+        """Compute the log-probabilities from the logits of all rows of the batch."""
         return self.of_own(logits if self.is_whole else logits[self.rows], drawn)
 
     def of_own(self, logits: Tensor, drawn: Drawn) -> DeviceRows:
-        """Compute the rows from the logits of the reported rows only."""
+        """Compute the log-probabilities from logits of the reported rows only."""
         chosen = drawn.token_ids if self.is_whole else drawn.token_ids[self.rows]
         return extract_checked(logits, self._requests.of_tokens(torch.from_numpy(chosen)))
 
@@ -227,7 +228,7 @@ def _processed(
     report: _Report,
     temperatures: FloatArray,
 ) -> HostRows:
-    """Compute the rows of the distributions that the tokens were sampled from."""
+    """Compute the log-probabilities under the distributions that the tokens were sampled from."""
     part = truncated_(_copied(logits, changed, report.rows), drawn, report.rows, temperatures)
     rows = np.array(report.rows)
     num_changed = 0 if changed is None else len(changed)
@@ -274,7 +275,7 @@ def _draw(logits: Tensor, changed: Tensor | None, settings: DrawParams) -> Drawn
 
 
 def _copied(logits: Tensor, changed: Tensor | None, rows: list[int]) -> Tensor:
-    """Return copies of some rows, taken from `changed` where it has them."""
+    """Return copies of some rows: from `changed`, which has the first rows, otherwise from `logits`."""
     num_changed = 0 if changed is None else len(changed)
     parts = [logits[[row for row in rows if row >= num_changed]]]
     if changed is not None:

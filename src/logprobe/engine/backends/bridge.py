@@ -1,4 +1,4 @@
-"""`LoopThread`: an event loop on its own thread, through which synchronous code calls the async core."""
+"""`LoopThread`: an event loop on its own thread, on which synchronous code runs coroutines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines for callers without an event loop or inside a running one (notebooks)."""
+    """Runs coroutines for callers that have no event loop, or are called by one (as in notebooks)."""
 
     def __init__(self) -> None:
         self._creator = Creator()
@@ -29,10 +29,10 @@ class LoopThread:
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run `work` on the loop's thread; cancelling the returned future cancels it.
+        """Run a coroutine on the loop's thread; cancelling the returned future cancels the coroutine.
 
         Raises:
-            EngineClosedError: the bridge was closed, or this process is a fork of its creator.
+            EngineClosedError: `close` was called, or this process is a fork of the creating process.
         """
         if self._creator.is_gone:
             work.close()
@@ -44,7 +44,11 @@ class LoopThread:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` to completion; an interrupt of the caller cancels it. Raises as `start`."""
+        """Run a coroutine and return its result; an interrupt of the caller cancels the coroutine.
+
+        Raises:
+            EngineClosedError: `close` was called, or this process is a fork of the creating process.
+        """
         future = self.start(work)
         try:
             return future.result()
@@ -52,20 +56,24 @@ class LoopThread:
             future.cancel()
 
     def iterate(self, items: AsyncGenerator[T]) -> Generator[T]:
-        """Iterate over `items` synchronously; leaving early closes it. Raises as `run`."""
+        """Iterate over an async generator synchronously; stopping early closes the async generator.
+
+        Raises:
+            EngineClosedError: `close` was called, or this process is a fork of the creating process.
+        """
         turns = _Turns()
         try:
             while batch := self.run(_next_of(items, turns)):
                 yield batch[0]
         finally:
-            with suppress(EngineClosedError):  # closing the bridge has ended the generator too
+            with suppress(EngineClosedError):  # `close` has ended the generator already
                 self.run(_close(items, turns))
 
     def post(self, callback: Callable[..., object], *args: object) -> None:
         """Schedule `callback(*args)` on the loop's thread.
 
         Raises:
-            EngineClosedError: the bridge was closed, or this process is a fork of its creator.
+            EngineClosedError: `close` was called, or this process is a fork of the creating process.
         """
         self._creator.check()
         with self._lock:
@@ -88,11 +96,11 @@ class LoopThread:
 
 
 class _Turns:
-    """Ensures that one task at a time steps a generator."""
+    """Ensures that only one task at a time advances an async generator."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
-        self.present: asyncio.Task[Any] | None = None  # holds the lock
+        self.present: asyncio.Task[Any] | None = None  # the task that holds the lock
 
 
 async def _next_of(items: AsyncGenerator[T], turns: _Turns) -> tuple[T] | None:

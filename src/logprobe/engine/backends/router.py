@@ -25,10 +25,14 @@ class Router:
         self._count = 0
 
     def choose(self, admitted: Admitted, queued: Sequence[int], ranks: Sequence[int]) -> int:
-        """Choose the engine with the fewest tokens to run before the prompt of this request has run.
+        """Return the index of the engine that needs to run the fewest tokens to finish the request's prompt.
 
-        `queued` holds each engine's number of queued tokens. Ties go to the least recently chosen engine.
-        `ranks` are UP, SILENT or DOWN; a higher rank is chosen only if no engine has a lower one.
+        Ties go to the least recently chosen engine. The prompt's prefixes then count as known to the engine.
+
+        Args:
+            admitted: the request.
+            queued: number of queued tokens, per engine.
+            ranks: UP, SILENT or DOWN, per engine; only engines of the lowest rank present are considered.
         """
         blocks = list(_blocks(admitted))
         num_prompt = len(admitted.request.prompt_token_ids)
@@ -43,13 +47,13 @@ class Router:
         return chosen
 
     def forget(self, engine: int | None = None) -> None:
-        """Forget the prefixes of one engine, or of all with None."""
+        """Forget the prefixes of one engine; None: of all engines."""
         for known in self._known if engine is None else [self._known[engine]]:
             known.clear()
 
 
 def _blocks(admitted: Admitted) -> Iterator[int]:
-    """Yield a hash per whole block of the prompt; it identifies all tokens up to the end of the block."""
+    """Yield a hash for each whole block of the prompt; a hash covers all tokens up to the block's end."""
     ids = admitted.request.prompt_token_ids
     number = admitted.lora_number
     for start in range(0, len(ids) - BLOCK + 1, BLOCK):
@@ -58,5 +62,5 @@ def _blocks(admitted: Admitted) -> Iterator[int]:
 
 
 def _num_known(known: LRUCache[int, None], blocks: Sequence[int]) -> int:
-    """Count the leading blocks that are known."""
+    """Return how many of the first blocks are known, up to the first unknown one."""
     return next((index for index, block in enumerate(blocks) if block not in known), len(blocks))

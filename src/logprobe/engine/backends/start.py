@@ -43,23 +43,23 @@ class LoadedModel:
 
     engine: Front
     text: TextEdge
-    load_module: Callable[[], Any] | None = None  # loads the transformers module, if available
-    processors: Pipeline | None = None  # set if they run in this process
+    load_module: Callable[[], Any] | None = None  # returns the transformers module; None: not available
+    processors: Pipeline | None = None  # None: the logits processors run in another process
 
 
 @dataclass(frozen=True, slots=True)
 class NativeParts:
-    """A native engine that is not running yet, with its properties."""
+    """A native engine that has not been started, and its properties."""
 
     engine: Engine
     capabilities: Capabilities
     text: TextEdge
     eos_token_ids: frozenset[int]
-    kv_bytes: int  # size of its KV cache
+    kv_bytes: int  # size of the engine's KV cache
 
 
 def start_engine(config: EngineConfig) -> LoadedModel:
-    """Load the model of `config` and start its engine, in this process or in others.
+    """Load the model of `config` and start its engine, in this process or in engine processes.
 
     Raises:
         ModelError: the model cannot be loaded.
@@ -79,7 +79,12 @@ def start_engine(config: EngineConfig) -> LoadedModel:
 
 
 def start_native_engine(config: EngineConfig) -> LoadedModel:
-    """Load the model of `config` and start its engine in this process; raises as `start_engine`."""
+    """Load the model of `config` and start its engine in this process.
+
+    Raises:
+        ModelError: the model cannot be loaded.
+        ParameterError: the settings do not fit the model.
+    """
     parts = build_native_engine(config)
     core = EngineThread(parts.engine, parts.capabilities, overlap=config.overlap)
 
@@ -93,7 +98,12 @@ def start_native_engine(config: EngineConfig) -> LoadedModel:
 
 
 def build_native_engine(config: EngineConfig) -> NativeParts:
-    """Load the model of `config`; raises as `start_engine`."""
+    """Load the model of `config` and create its engine, without starting it.
+
+    Raises:
+        ModelError: the model cannot be loaded.
+        ParameterError: the settings do not fit the model.
+    """
     began = time.perf_counter()
     load_processors(config.logits_processors)  # fail on a wrong name before the weights are read
     files = resolve(config.model)
@@ -137,11 +147,11 @@ def build_native_engine(config: EngineConfig) -> NativeParts:
 
 
 def text_edge(files: ModelFiles) -> TextEdge:
-    """Load the tokenizer and exact token bytes, without transformers if its files allow it.
+    """Load a model's tokenizer and the bytes of its tokens, without transformers if possible.
 
     Raises:
         ModelNotFoundError: there is no `tokenizer.json`.
-        UnsupportedModelError: a file of the tokenizer cannot be read.
+        UnsupportedModelError: a tokenizer file cannot be read.
         MissingPackageError: the tokenizer needs transformers, which is not installed.
     """
     with reading_errors(f"{files.name}: its tokenizer"):
@@ -161,7 +171,7 @@ def _load_tokenizer(files: ModelFiles) -> Any:
 
 
 def _what_it_took(forward: NativeForward, seconds: float) -> str:
-    """Format the time and memory of a load as one line."""
+    """Format the time that a load took and the memory that it uses, as one line."""
     resident = resident_bytes()
     memory = "" if resident is None else f", {resident / 1e6:.0f} MB resident"
     way = "loaded from cache" if forward.is_recalled else "loaded and verified"

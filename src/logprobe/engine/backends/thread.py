@@ -1,7 +1,7 @@
-"""`EngineThread`: runs the native engine on a thread of this process; only that thread steps the engine.
+"""`EngineThread`: runs the native engine on a thread of this process; only that thread runs steps.
 
-Commands from a `Front`, or from `child` for a front in another process, arrive through a queue; events are
-published from the engine's threads.
+Commands arrive through a queue. They come from a `Front`, or from `child` if the front is in another process.
+Events are published from the engine's threads.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class SerialLoop:
             self._publish(events)
 
     def settle(self) -> None:
-        """Do nothing: every step is published already."""
+        """Do nothing, because every step has been published already."""
 
     def close(self) -> None:
-        """Do nothing: there are no resources to release."""
+        """Do nothing, because there are no resources to release."""
 
 
 class EngineThread:
@@ -78,7 +78,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="logprobe-engine", daemon=True)
 
     def start(self, publish: Callable[[Iterable[Event]], None], end: Callable[[LogprobeError], None]) -> None:
-        """Start serving; `end` is called once with the reason for the stop, after the last `publish`."""
+        """Start serving; `end` is called once, after the last `publish`, with the reason for stopping."""
         self._publish, self._end = publish, end
         self._loop = (OverlappedLoop if self._overlap else SerialLoop)(self.engine, publish)
         # The caller's event loop would otherwise wait up to this long for each engine thread.
@@ -108,7 +108,7 @@ class EngineThread:
         return bool(self._commands) or self.engine.has_work
 
     def check_integrity_at_rest(self) -> bool:
-        """Assert the engine's invariants if it is idle; return False if it is not."""
+        """Check the engine's invariants if it is idle; return True if it was idle."""
         with self._wake:
             is_at_rest = self._turn_began is None and not self.is_busy
             if is_at_rest:
@@ -116,7 +116,9 @@ class EngineThread:
         return is_at_rest
 
     def ask(self, command: Asked) -> Layout | None:
-        """Execute a command and wait; weights are read on the caller's thread, so no step waits for the disk.
+        """Execute a command and wait until it is done.
+
+        Weights are read on the caller's thread, so that no step waits for the disk.
 
         Raises:
             ModelError: the weights cannot be read, or do not fit the model.
@@ -129,7 +131,7 @@ class EngineThread:
             return self.engine.load(command)
 
     def take(self, command: TakeWeights) -> Future[None]:
-        """Queue the switch to prepared weights; the future completes once they are in use.
+        """Queue the switch to prepared weights; the returned future completes once they are in use.
 
         Raises:
             EngineError: the weights are not prepared.
@@ -147,7 +149,7 @@ class EngineThread:
         return taking
 
     def capabilities(self) -> Capabilities:
-        """Return the capabilities with the weights that the engine was started with."""
+        """Return the properties and limits of the engine with its initial weights."""
         return self._capabilities
 
     def stats(self) -> EngineStats:
@@ -155,7 +157,7 @@ class EngineThread:
         return self.engine.stats()
 
     def stalled_s(self, request_ids: Collection[str] = ()) -> float:  # noqa: ARG002 - one engine runs all requests
-        """Return the duration of the current step, s: 0 while idle, infinite once the engine has stopped."""
+        """Return for how many seconds the current step has run: 0 while idle, infinity once stopped."""
         if not self._thread.is_alive():
             return math.inf
         began = self._turn_began
@@ -209,7 +211,7 @@ class EngineThread:
                 taking.set_result(None)
 
     def _take_commands(self) -> bool:
-        """Wait for work and execute the queued commands; return False once closed."""
+        """Wait for work, and execute the queued commands; return False once the engine is closed."""
         with self._wake:
             if not self._wake.wait_for(self._should_wake, timeout=CHECK_AFTER_IDLE_S):
                 self.engine.check_integrity()

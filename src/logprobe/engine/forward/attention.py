@@ -1,9 +1,9 @@
 """Attention over the KV cache, also registered as an attention implementation of transformers.
 
-transformers passes each layer's packed queries, keys and values to `pooled_attention`. It writes keys and
-values to their slots, then each span of tokens attends to its own context: prompt chunks by matrix products,
-short spans (a generated token with its draft tokens, the end of a mostly cached prompt) row by row. On CPUs
-with native kernels, both read the KV cache in place, and give the same bits for a row.
+transformers passes each layer's packed queries, keys and values to `pooled_attention`, which first writes
+keys and values to their slots. Then each span of tokens attends to its own context. Prompt chunks use matrix
+products; short spans (a generated token with its drafts, or the end of a mostly cached prompt) run row by
+row. On CPUs with native kernels, both read the KV cache in place and give a row the same bits.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from logprobe.engine.protocol import StepBatch
 
 NAME = "logprobe"
-# Tensor options of the interface that are allowed: `score_rule` applies `scaling` and `s_aux`; the others do
-# not change scores (the queries are already rotated by position).
+# Options of the interface that may be tensors. `score_rule` applies `scaling` and `s_aux`; the others do not
+# change scores, because the queries have already been rotated by position.
 KNOWN_OPTIONS = {
     "scaling",
     "s_aux",
@@ -36,14 +36,14 @@ KNOWN_OPTIONS = {
     "position_embeddings",
     "output_router_logits",
 }
-# Up to these sizes, the row kernel is faster (measured: docs/dev/kernels.md).
+# Up to these sizes, the row kernel is faster (measurements in docs/dev/kernels.md).
 FEW_ROWS = 4
 FEW_SCORES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Rows [start, end) of the packed tokens; they are the last tokens of the context in `slots`."""
+    """Rows [start, end) of the packed tokens, which are the last tokens of the context in `slots`."""
 
     start: int
     end: int
@@ -57,22 +57,25 @@ class Chunk:
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """The KV slots of a step's tokens, and the context that each attends to."""
+    """The KV cache slots of a step's tokens, and the context that each token attends to."""
 
     pool: KVPool
     slots: torch.Tensor  # (num_tokens,) int64
     chunks: list[Chunk]
     rows: RowPlan | None
-    uses_kernels: bool = False  # run chunks by `attend_chunk`; else by torch operations
-    masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
+    uses_kernels: bool = False  # True: chunks run by `attend_chunk`; False: by torch operations
+    masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)  # by chunk and window
 
     @property
     def longest_chunk(self) -> int:
-        """Tokens in the longest context of a chunk; 0 without chunks."""
+        """Number of tokens in the longest context of a chunk; 0 without chunks."""
         return max((len(chunk.slots) for chunk in self.chunks), default=0)
 
     def mask(self, index: int, window: int | None) -> torch.Tensor | None:
-        """Return the mask of chunk `index`, (rows, context) bool, True = visible; None: plain causal mask."""
+        """Return the mask of chunk `index`, (rows, context) bool, where True means visible.
+
+        None stands for a plain causal mask.
+        """
         chunk = self.chunks[index]
         context = len(chunk.slots)
         if window is None or context <= window:
@@ -88,9 +91,9 @@ class AttentionPlan:
 
 
 def sees(row: torch.Tensor, column: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Return True where the token at index `row` attends to the one at `column`; both broadcast.
+    """Return True where the token at index `row` attends to the token at index `column`, broadcast.
 
-    `window` counts the visible tokens, the token itself included; None: no sliding window.
+    `window` is the number of visible tokens, including the token itself; None: no sliding window.
     """
     distance = row - column
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
@@ -100,15 +103,15 @@ def sees(row: torch.Tensor, column: torch.Tensor, window: int | None) -> torch.T
 class CurrentStep:
     """State of the running step, shared by all modules of a transformers model.
 
-    It is an attribute of the modules because some families do not pass keyword arguments on to attention.
+    The modules find it as an attribute, because some families do not pass keyword arguments on to attention.
     """
 
     plan: AttentionPlan | None = None
     is_long: bool = False  # tokens use the long rotary frequencies
     windows: dict[int, int | None] = field(default_factory=dict)  # by layer, read from the model's masks
-    rules: dict[int, ScoreRule] = field(default_factory=dict)  # by layer, from its attention call at load
-    key_dims: dict[int, int] = field(default_factory=dict)  # by layer, from its attention call at load
-    masks: dict[int, torch.Tensor | None] = field(default_factory=dict)  # by layer, only while rules are read
+    rules: dict[int, ScoreRule] = field(default_factory=dict)  # by layer, from the attention call at load
+    key_dims: dict[int, int] = field(default_factory=dict)  # by layer, from the attention call at load
+    masks: dict[int, torch.Tensor | None] = field(default_factory=dict)  # by layer, only during verification
 
     def reach(self, model: torch.nn.Module) -> None:
         """Set this object as attribute `logprobe_step` of every module of `model`."""
@@ -117,12 +120,15 @@ class CurrentStep:
 
 
 def is_short(num_rows: int, context: int) -> bool:
-    """Return True if the row kernel runs the last `num_rows` tokens of `context` tokens."""
+    """Return True if the row kernel is to run the last `num_rows` tokens of a context of `context` tokens."""
     return num_rows <= FEW_ROWS or num_rows * context <= FEW_SCORES
 
 
 def plan_attention(pool: KVPool, batch: StepBatch, device: str) -> AttentionPlan:
-    """Return the plan of a step: short spans use the row kernel if it reads the cache; others are chunks."""
+    """Return the attention plan of a step; its tensors are on `device`.
+
+    Short spans use the row kernel if that can read the KV cache; all other spans become chunks.
+    """
     chunks: list[Chunk] = []
     rows = RowPlanBuilder()
     is_readable = pool.is_readable_in_place
@@ -140,10 +146,17 @@ def plan_attention(pool: KVPool, batch: StepBatch, device: str) -> AttentionPlan
 def all_attention_paths(
     pool: KVPool, prompts: Sequence[torch.Tensor]
 ) -> Iterator[tuple[list[int], AttentionPlan]]:
-    """Yield plans that run `prompts`, each given by its slots, through each attention path.
+    """Yield plans that together run `prompts` through every attention path.
 
     The first plan runs whole prompts and fills the cache; the others run whole prompts or their second
-    halves. Each plan comes with the index of the first token of each prompt that it runs.
+    halves.
+
+    Args:
+        pool: the KV cache.
+        prompts: for each prompt, the slots of its tokens, int64.
+
+    Yields:
+        For every prompt, the index of the first token that the plan runs; and the plan.
     """
     whole, halves = [0] * len(prompts), [len(slots) // 2 for slots in prompts]
     yield whole, _chunked(pool, prompts, whole, uses_kernels=False)
@@ -180,7 +193,10 @@ def pooled_attention(
     attention_mask: torch.Tensor | None,  # noqa: ARG001 - the plan defines what is visible
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Implement transformers' attention interface: (1, num_tokens, heads, value_dim) and no weights."""
+    """Implement transformers' attention interface over the KV cache.
+
+    Returns the attention output, (1, num_tokens, heads, value_dim), and None for the attention weights.
+    """
     step: CurrentStep = module.logprobe_step
     layer, plan = module.layer_idx, step.plan
     check_call(query, key, options)
@@ -193,7 +209,18 @@ def pooled_attention(
 def attend(
     plan: AttentionPlan, layer: int, query: torch.Tensor, rule: ScoreRule, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Attend with (num_tokens, heads, key_dim) queries; return (num_tokens, heads, value_dim)."""
+    """Compute the attention of one layer for the tokens in `plan`, whose keys and values are stored.
+
+    Args:
+        plan: the plan of the step.
+        layer: index of the layer.
+        query: (num_tokens, heads, key_dim).
+        rule: how scores are computed.
+        out: (num_tokens, heads, value_dim), to write the result to; None: allocate it.
+
+    Returns:
+        The attention output, (num_tokens, heads, value_dim).
+    """
     keys, values = plan.pool.keys[layer], plan.pool.values[layer]
     if out is None:
         out = query.new_empty(*query.shape[:2], values.shape[2])
@@ -211,11 +238,11 @@ def attend(
 
 
 def check_call(query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]) -> None:
-    """Check that an attention call passes one key per query token and only known tensor options.
+    """Check that an attention call has one key per query token, and no unknown options that are tensors.
 
     Raises:
-        UnsupportedModelError: the call has more or fewer keys, or an unknown tensor option, which may change
-            the scores.
+        UnsupportedModelError: the number of keys differs, or there is an unknown tensor, which may change the
+            scores.
     """
     if key.shape[2] != query.shape[2]:
         raise UnsupportedModelError("its attention does not read exactly one key per token")
@@ -225,7 +252,13 @@ def check_call(query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]) 
 
 
 def score_rule(query: torch.Tensor, options: dict[str, Any], window: int | None) -> ScoreRule:
-    """Return the score rule of a call of transformers' attention interface; `window` comes from its mask."""
+    """Return the score rule for a call of transformers' attention interface.
+
+    Args:
+        query: (1, heads, num_tokens, key_dim).
+        options: keyword arguments of the call.
+        window: sliding window in tokens, read from the layer's mask; None: no window.
+    """
     scale = options.get("scaling")
     return ScoreRule(
         query.shape[3] ** -0.5 if scale is None else float(scale),
@@ -238,7 +271,18 @@ def score_rule(query: torch.Tensor, options: dict[str, Any], window: int | None)
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, rule: ScoreRule
 ) -> torch.Tensor:
-    """Compute `attend_chunk` with torch operations, on any device and dtype: (heads, rows, value_dim)."""
+    """Do the same as `attend_chunk`, with torch operations on any device and dtype.
+
+    Args:
+        query: (heads, rows, key_dim).
+        key: (kv_heads, context, key_dim).
+        value: (kv_heads, context, value_dim).
+        mask: (rows, context) bool; None: causal.
+        rule: how scores are computed.
+
+    Returns:
+        (heads, rows, value_dim).
+    """
     if rule.softcap is None and rule.sinks is None:
         attended = functional.scaled_dot_product_attention(
             query[None], key[None], value[None],
@@ -261,7 +305,7 @@ def _attend_head(
     rule: ScoreRule,
     head: int,
 ) -> torch.Tensor:
-    """Attend with one head whose scores have a soft cap (Gemma 2) or an attention sink (gpt-oss)."""
+    """Compute attention for one query head whose scores have a soft cap (Gemma 2) or sink (gpt-oss)."""
     scores = (query @ key.T) * rule.scale
     if rule.softcap is not None:
         scores = torch.tanh(scores / rule.softcap) * rule.softcap

@@ -1,8 +1,8 @@
 """The native decoder for CPUs (float32): runs the model families of `families` on packed weight panels.
 
-A step is one list of operations (`Decoder.operations`): kernel stages (norms, matrix products, rotary
-embedding, attention), plus host operations for experts and LoRA weights. Steps with few rows run as one
-recorded launch (`launch`), larger ones operation by operation. The families differ only by their entries in
+A step is a list of operations (`Decoder.operations`): kernel stages for norms, matrix products, rotary
+embedding and attention, and host operations for experts and LoRA weights. Steps with few rows run as one
+recorded launch (`launch`); larger steps run operation by operation. Families differ only in their entries in
 `families`.
 """
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """LayerNorm or RMSNorm of whole rows, or of equal parts of each row (heads)."""
+    """LayerNorm or RMSNorm, applied to whole rows or to equal parts (heads) of each row."""
 
     weight: torch.Tensor  # (width,)
     bias: torch.Tensor | None
@@ -74,18 +74,18 @@ class FeedForward:
 
     @property
     def width(self) -> int:
-        """The intermediate size."""
+        """Number of intermediate values per row (the intermediate size)."""
         return self.down.num_inputs
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer; LoRA weights refer to its matrices by their module names."""
+    """One transformer layer; LoRA weights refer to its matrices by module name."""
 
     index: int
     projections: dict[str, int]  # modules that compute queries, keys and values → number of outputs
-    projection: Linear  # all of them as one layer
-    head_norms: tuple[Norm | None, Norm | None]  # of queries and keys
+    projection: Linear  # the modules in `projections`, joined
+    head_norms: tuple[Norm | None, Norm | None]  # norms of queries and keys
     output_name: str
     output: Linear
     mlp: FeedForward | None  # None: the layer has only routed experts
@@ -95,7 +95,7 @@ class Layer:
     after_attention: Norm | None
     before_mlp: Norm | None
     after_mlp: Norm | None
-    rotary: str | None  # name of its rotary frequencies; None: no rotary embedding
+    rotary: str | None  # name of the rotary frequencies; None: no rotary embedding
     rule: ScoreRule
 
     @property
@@ -108,9 +108,9 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class PanelLayer:
-    """The base weights of a linear layer, in the form that `models.lora.bound` reads."""
+    """The base weights of a linear layer, with the interface that `models.lora.bound` needs."""
 
-    parts: list[PanelWeights]  # concatenated by output
+    parts: list[PanelWeights]  # their outputs, concatenated, are the layer's
     bias: torch.Tensor | None
 
     def rows(self, start: int, end: int) -> torch.Tensor:
@@ -125,13 +125,18 @@ class PanelLayer:
 
 
 class Decoder:
-    """Compute the last hidden states of a step's packed tokens, (num_tokens, hidden size), and logits."""
+    """Computes the final hidden states of a step's packed tokens, and logits from hidden states."""
 
     def __init__(self, spec: DecoderSpec, tensors: Tensors, panels: Mapping[str, PanelWeights]) -> None:
-        """Assemble the layers from the model's tensors and panels, named as in transformers' module.
+        """Assemble the layers.
+
+        Args:
+            spec: structure of the decoder.
+            tensors: vectors (biases, norm weights, rotary frequencies) by name in transformers' module.
+            panels: packed matrices by module name.
 
         Raises:
-            KeyError: a tensor or panel is missing.
+            KeyError: a tensor or matrix is missing.
             ValueError: shapes do not match.
         """
         self.spec, self.family = spec, FAMILIES[spec.family]
@@ -139,7 +144,7 @@ class Decoder:
         self.device = torch.device("cpu")
         self.loras = LoraRows(by_panels)
         self.names = {f"{spec.head}.weight"}  # tensors of transformers' module that this decoder uses
-        self.launches: Launches | None = None  # recorded steps of few rows; set by `record_on`
+        self.launches: Launches | None = None  # recorded steps with few rows; set by `record_on`
         self.embedding_name = f"{spec.path}.{self.family.embedding}"
         self.embedding = self._panels_of(self.embedding_name)
         self.positions = (
@@ -174,7 +179,7 @@ class Decoder:
         return pool
 
     def check_lora(self, lora: LoraWeights) -> None:
-        """Check that the decoder supports LoRA weights on every layer that `lora` changes, and bind them.
+        """Check that every layer that `lora` changes supports LoRA weights, and prepare `lora` for steps.
 
         Raises:
             UnsupportedModelError: `lora` changes a layer that does not support LoRA weights.
@@ -186,20 +191,21 @@ class Decoder:
         self.make_room(lora)
 
     def make_room(self, lora: LoraWeights) -> None:
-        """Bind `lora` to the base weights, so that steps can use it without packing panels first."""
+        """Prepare `lora` for steps with the base weights, so that no step has to pack panels."""
         self.loras.bind(lora, self._lora_base)
 
     def _lora_base(self, name: str) -> PanelLayer:
-        """Return the base weights of a module, to which LoRA weights are bound."""
+        """Return the base weights of a module that LoRA weights change."""
         if name == self.spec.head:
             return PanelLayer([self.lm_head.parts[0]], self.tensors.get(f"{name}.bias"))
         names = [name] if name in self._panels else [f"{name}{half}" for half in HALVES]
         return PanelLayer([self._panels[part] for part in names], self.tensors.get(f"{name}.bias"))
 
     def record_on(self, pool: KVPool, max_len: int) -> None:
-        """Run each step of few rows on `pool` as one recorded launch; contexts have at most `max_len` tokens.
+        """Run steps with few rows on `pool` as recorded launches from now on.
 
-        Models with experts are not recorded: which products they run depends on the rows.
+        Contexts may have at most `max_len` tokens. Models with experts are not recorded, because their
+        products depend on the rows.
         """
         if all(layer.experts is None for layer in self.layers):
             step = self.new_step(MAX_ROWS, pool)
@@ -212,18 +218,18 @@ class Decoder:
     def all_plans(
         self, pool: KVPool, prompts: Sequence[torch.Tensor]
     ) -> Iterator[tuple[list[int], AttentionPlan]]:
-        """Yield plans that run `prompts` through each attention path (see `all_attention_paths`)."""
+        """Yield plans that run `prompts` through each attention path; see `all_attention_paths`."""
         return all_attention_paths(pool, prompts)
 
     def __call__(
         self, token_ids: NDArray[Any], positions: NDArray[Any], plan: AttentionPlan, *, is_long: bool = False
     ) -> torch.Tensor:
-        """Return the last hidden states of packed tokens, (num_tokens, hidden size) float32.
+        """Run packed tokens; return their final hidden states, (num_tokens, hidden size) float32.
 
         Args:
-            token_ids: (num_tokens,).
-            positions: (num_tokens,).
-            plan: slots of the keys and values, and the context that each token attends to.
+            token_ids: (num_tokens,) integers.
+            positions: (num_tokens,) integers, position of each token in its text.
+            plan: KV cache slot of each token, and the context that the token attends to.
             is_long: use the long rotary frequencies (longrope).
         """
         ids, places = (torch.from_numpy(array.astype(np.int64)) for array in (token_ids, positions))
@@ -237,7 +243,7 @@ class Decoder:
         return step.normed
 
     def head(self, hidden: torch.Tensor, lora: LoraWeights | None = None) -> torch.Tensor:
-        """Return (rows, vocabulary) float32 logits of (rows, hidden size) states, all under `lora`."""
+        """Return (rows, vocabulary) float32 logits for (rows, hidden size) states, all with `lora`."""
         logits = self.lm_head(hidden)
         if lora is not None:
             with self.loras.only(lora, len(hidden), self.device):
@@ -250,7 +256,7 @@ class Decoder:
         return logits
 
     def new_step(self, num_rows: int, pool: KVPool) -> Step:
-        """Allocate the buffers of a step of `num_rows` rows."""
+        """Allocate the buffers for a step with `num_rows` rows."""
 
         def make(*shape: int) -> torch.Tensor:
             return torch.empty(num_rows, *shape, dtype=torch.float32, device=self.device)
@@ -274,7 +280,14 @@ class Decoder:
         )
 
     def fill(self, step: Step, ids: torch.Tensor, places: torch.Tensor, *, is_long: bool) -> None:
-        """Write the embeddings and rotary angles of (M,) int64 `ids` and positions `places` to a step."""
+        """Write the inputs of a step to its buffers: embeddings, and cosines and sines of rotary angles.
+
+        Args:
+            step: the step's buffers, M rows.
+            ids: (M,) int64 token ids.
+            places: (M,) int64 positions.
+            is_long: use the long rotary frequencies (longrope).
+        """
         rows = embedded(self.embedding, ids)
         if step.loras is not None:
             step.loras.embed_(self.embedding_name, rows, ids)
@@ -355,7 +368,7 @@ class Decoder:
     def _add_operations(
         self, linear: Linear, name: str, x: torch.Tensor, norm: Norm | None, step: Step
     ) -> list[Operation]:
-        """Return the operations that add `linear(x)`, normed if `norm` is given, to the hidden states."""
+        """Return the operations that add `linear(x)` to the hidden states, after `norm` if there is one."""
         if norm is None:
             factor = self.spec.factors.residual
             return [
@@ -369,7 +382,7 @@ class Decoder:
         ]
 
     def _by_head(self, projected: torch.Tensor) -> Projections:
-        """Split the output of the joint projection, (M, sum of widths), into views by head."""
+        """Return views of the joint projection's output, (M, sum of widths), as queries, keys and values."""
         head_dim = self.spec.head_dim
         if self.family.is_by_head:
             return Projections(*projected.view(len(projected), -1, 3, head_dim).unbind(2))
@@ -377,7 +390,7 @@ class Decoder:
         return Projections(*(part.view(len(part), -1, head_dim) for part in parts))
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return copies of the model's weights, float32, named as in transformers' module."""
+        """Return float32 copies of the model's weights, by parameter name in transformers' module."""
         linears = {name for layer in self.layers for name in layer.names}
         state = state_of(self._panels, linears if self.family.is_transposed else ())
         small = {name: tensor.clone() for name, tensor in self.tensors.items() if not is_frequency(name)}
@@ -480,7 +493,7 @@ class Decoder:
 
 
 def is_frequency(name: str) -> bool:
-    """Return True for rotary frequencies, which are not parameters of transformers' module."""
+    """Return True if `name` names rotary frequencies, which are not parameters of the model."""
     return name.startswith(("inv_freq.", "long_inv_freq."))
 
 
@@ -489,14 +502,17 @@ def _attend_by(plan: AttentionPlan, step: Step, layer: int, rule: ScoreRule) -> 
 
 
 def _normed(norm: Norm | None, x: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, list[Operation]]:
-    """Return a sublayer's input and the operations that compute it: `x` and none without a norm."""
+    """Return the input of a sublayer, and the operations that compute it from `x`.
+
+    Without a norm, the input is `x` and there are no operations; otherwise it is `out`.
+    """
     return (x, []) if norm is None else (out, [norm.stage(x, out)])
 
 
 def _inner_operations(mlp: FeedForward, x: torch.Tensor, out: torch.Tensor, step: Step) -> list[Operation]:
-    """Return the operations of activation(gates) · values.
+    """Return the operations that write activation(gates) · values to `out`.
 
-    One kernel computes both products, unless their weight formats differ or LoRA weights change one of them.
+    One kernel computes gates and values, unless their weight formats differ or LoRA weights change either.
     """
     inner, width = mlp.inner, mlp.width
     is_changed = step.loras is not None and step.loras.change(mlp.gate_names)
@@ -518,7 +534,7 @@ def _inner_operations(mlp: FeedForward, x: torch.Tensor, out: torch.Tensor, step
 def _shared_expert_operations(
     mlp: FeedForward, shared_gate: tuple[str, Linear], x: torch.Tensor, step: Step
 ) -> list[Operation]:
-    """Return the operations of the shared expert, which a sigmoid gate weights (Qwen2-MoE)."""
+    """Return the operations that add the shared expert's output, weighted by a sigmoid gate (Qwen2-MoE)."""
 
     def add() -> None:
         name, gate = shared_gate

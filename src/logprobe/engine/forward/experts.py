@@ -1,7 +1,7 @@
 """Mixture of experts: a router selects a few expert MLPs for each token (Shazeer et al. 2017).
 
-The products of an expert start after the router has run, when its rows are known. Experts run in order of
-their numbers, so that a row's sum does not depend on the other rows of the batch.
+An expert can only run once the router has chosen the expert's rows. Experts run in order of their numbers, so
+that the sum in a row does not depend on the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of a layer and their router."""
+    """The experts of a layer, and the router that selects a few of them for each token."""
 
     router: Linear
     inner: Sequence[GatedPanels]
     down: Sequence[Linear]
     num_chosen: int  # experts per token
-    normalises: bool  # scale the weights of a token's experts to sum to 1
+    normalises: bool  # scale the weights of a token's experts so that they sum to 1
 
     def add_(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
-        """Add the weighted sum of each row's expert outputs to `hidden`.
+        """Add the weighted sum of each row's expert outputs to `hidden`, in place.
 
         Args:
-            hidden: (M, hidden size).
-            x: (M, hidden size), input of the layer's MLP.
+            hidden: (M, hidden size) float32.
+            x: (M, hidden size) float32, the input of the layer's MLP.
         """
         # In float64: torch's float32 softmax may round differently in the scalar tail of its vector loop.
         weights, chosen = self.router(x).double().softmax(-1).topk(self.num_chosen)

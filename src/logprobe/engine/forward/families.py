@@ -1,9 +1,9 @@
 """Structure of each supported model family: module names, and how the modules are combined.
 
-There is one frozen entry per `model_type` of transformers. Everything else is read from the model when it is
-verified at load: sizes and biases from its tensors, windows, scales and soft caps from its attention calls,
-rotary frequencies from its buffers. `reads` lists the configuration keys that an entry takes into account. A
-model with any other key at a non-default value uses the transformers decoder.
+`FAMILIES` has one entry per `model_type` in transformers. Everything else is read from the model when it is
+verified at load: sizes and biases from its tensors; windows, scales and soft caps from its attention calls;
+and rotary frequencies from its buffers. `reads` lists the configuration keys that an entry takes into
+account. A model in which any other key has a non-default value uses the transformers decoder.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ OBSERVED: Final = _keys("""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFacts:
-    """The experts of a layer; names are relative to the layer."""
+    """Module names of a layer's experts, relative to the layer."""
 
     router: str = "mlp.gate"
     gates: str = "mlp.experts.gate_up_proj"
@@ -71,7 +71,7 @@ class ExpertFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A model family; names of a layer's modules are relative to the layer."""
+    """Structure of a model family; module names are relative to the decoder, or to the layer."""
 
     embedding: str = "embed_tokens"
     positions: str | None = None  # learned position embeddings
@@ -85,7 +85,7 @@ class Family:
     is_by_head: bool = False  # the joint projection interleaves query, key and value of each head
     head_norms: tuple[str, ...] = ()  # norms of queries and keys: per head, or over all heads
     output: str = "self_attn.o_proj"
-    gates: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # or one module for both
+    gates: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # gates and values, or one module for both
     is_gated: bool = True  # False: the MLP is down(activation(gates))
     down: str = "mlp.down_proj"
     before_attention: str | None = "input_layernorm"
@@ -94,12 +94,12 @@ class Family:
     after_mlp: str | None = None
     norm: NormKind = "rms"
     has_norm_weights: bool = True
-    epsilon: str | float = "rms_norm_eps"  # configuration key, or the value
+    epsilon: str | float = "rms_norm_eps"  # configuration key, or the value itself
     activation: str = "hidden_act"  # configuration key
     is_transposed: bool = False  # weights are stored as (inputs, outputs)
     is_paired: bool = False  # rotary embedding pairs adjacent dimensions, not the two halves of a head
     is_parallel: Callable[[Any], bool] = lambda _: False  # attention and MLP read the same hidden states
-    shares_norm: bool = False  # with `is_parallel`: one norm for both
+    shares_norm: bool = False  # with `is_parallel`: attention and MLP use the same norm
     rotates: Callable[[Any, int], bool] = lambda _config, _layer: True  # the layer has a rotary embedding
     factors: Callable[[Any], Factors] = lambda _: Factors()
     experts: ExpertFacts | None = None  # used by layers that have a router
@@ -111,7 +111,7 @@ class Family:
         return self.before_attention, self.after_attention, before_mlp, self.after_mlp
 
     def unread(self, config: Any) -> list[str]:
-        """Return the non-default configuration keys that this family does not take into account."""
+        """Return the configuration keys with non-default values that this family does not account for."""
         own, default = config.to_dict(), type(config)().to_dict()
         known = NEUTRAL | OBSERVED | self.reads | {self.epsilon, self.activation}
         return sorted(

@@ -22,8 +22,8 @@ def is_for_kernels(tensor: torch.Tensor) -> bool:
 class KVPool:
     """The KV cache: keys and values of every slot, (num_slots, kv_heads, dim) per layer.
 
-    On a CPU, the engine allocates it without huge pages: only pages of slots that are used get mapped, a few
-    with each first use (docs/dev/decisions.md).
+    On a CPU, the engine allocates it without huge pages, so that memory is used only for slots that have been
+    used (docs/dev/decisions.md).
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -34,14 +34,17 @@ class KVPool:
         self.is_readable_in_place = False
 
     def layer(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of one layer; allocate them by the shapes of `key` and `value` if needed."""
+        """Return the cached keys and values of one layer, (num_slots, kv_heads, dim) each.
+
+        They are allocated if the layer is new, for tokens shaped like those in `key` and `value`.
+        """
         if layer not in self.keys:
             shapes = {layer: (tuple(key.shape[1:]), tuple(value.shape[1:]))}
             self.lay_out(shapes, key.new_zeros)
         return self.keys[layer], self.values[layer]
 
     def store(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write the keys and values, (num_tokens, kv_heads, dim) each, of one layer to `slots`."""
+        """Write one layer's keys and values, (num_tokens, kv_heads, dim), to (num_tokens,) int64 slots."""
         keys, values = self.layer(layer, key, value)
         if is_for_kernels(key):
             store_rows(key, keys, value, values, slots)
@@ -54,7 +57,12 @@ class KVPool:
         shapes: Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]],
         new_zeros: Callable[[tuple[int, ...]], torch.Tensor],
     ) -> None:
-        """Allocate the layers in `shapes`: layer → shapes of one token's key and value."""
+        """Allocate keys and values for layers.
+
+        Args:
+            shapes: layer → shapes of one token's key and value.
+            new_zeros: called with a shape; returns a zeroed tensor of that shape.
+        """
         for layer, (key, value) in shapes.items():
             self.keys[layer] = new_zeros((self.num_slots, *key))
             self.values[layer] = new_zeros((self.num_slots, *value))

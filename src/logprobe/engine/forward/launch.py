@@ -1,8 +1,8 @@
 """Buffers and operations of a decoder step, and recorded launches for steps with few rows (CPU).
 
-With one row, hundreds of kernel launches from Python take longer than the products themselves. So the kernel
-stages of a step are recorded once per number of rows, on fixed buffers that each such step refills (compare
-CUDA graphs).
+With one row, launching hundreds of kernels from Python takes longer than the matrix products themselves. So
+the kernel stages of a step are recorded once for each number of rows, on fixed buffers that every later step
+with that number of rows refills, as with CUDA graphs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Operation: TypeAlias = Stage | HostOperation
 
 @dataclass(slots=True, kw_only=True)
 class Step:
-    """The buffers that the operations of a step of M rows read and write."""
+    """The buffers that the operations of a step with M rows read and write."""
 
     hidden: torch.Tensor  # (M, hidden size)
     normed: torch.Tensor  # (M, hidden size)
@@ -54,12 +54,15 @@ class Step:
     loras: LoraRows | None = None  # None: no row uses LoRA weights
 
     def lora_operations(self, *product: Any, **part: Any) -> list[HostOperation]:
-        """Return a deferred `LoraRows.add_` call with these arguments; empty if no row uses LoRA weights."""
+        """Return an operation that calls `LoraRows.add_` with these arguments, in a list.
+
+        The list is empty if no row uses LoRA weights.
+        """
         loras = self.loras
         return [] if loras is None else [HostOperation(lambda: loras.add_(*product, **part))]
 
     def first_rows(self, num_rows: int) -> Step:
-        """Return a step of views on the first `num_rows` rows of all buffers."""
+        """Return a step whose buffers are views of the first `num_rows` rows of these."""
 
         def cut(part: Any) -> Any:
             if isinstance(part, torch.Tensor):
@@ -72,12 +75,15 @@ class Step:
 
 
 Attend: TypeAlias = Callable[[Step, int, ScoreRule], Operation]
-"""(step, layer, rule) → the operation that attends with `step.query` and writes `step.attended`."""
+"""Given step, layer and score rule, returns the operation that writes attention outputs to `step.attended`.
+
+The operation reads the queries from `step.query`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A recorded step for a fixed number of rows: its buffers and its stages."""
+    """A recorded step for a fixed number of rows: its buffers, attention contexts and kernel stages."""
 
     step: Step
     contexts: RowPlan
@@ -85,7 +91,7 @@ class Launch:
 
 
 class Launches:
-    """Runs steps of few rows on one KV cache; records each number of rows at its first step."""
+    """Runs steps with few rows on one KV cache; the first step with a given number of rows is recorded."""
 
     def __init__(
         self,
@@ -95,10 +101,10 @@ class Launches:
         fill: Callable[..., None],
         operations: Callable[[Step, Attend], list[Operation]],
     ) -> None:
-        """Allocate the context arrays that all recorded steps share.
+        """Allocate the arrays for attention contexts that all recorded steps share.
 
         Args:
-            step: the buffers of a step of MAX_ROWS rows.
+            step: buffers for a step with MAX_ROWS rows.
             max_len: maximum context length in tokens.
             fill: `Decoder.fill`.
             operations: `Decoder.operations`.
@@ -113,17 +119,19 @@ class Launches:
         )
 
     def can_run(self, plan: AttentionPlan) -> bool:
-        """Return True if a step has at most MAX_ROWS rows, on this KV cache, and only uses the row kernel."""
+        """Return True if a plan has at most MAX_ROWS rows, uses this KV cache, and has no prompt chunks."""
         is_few = plan.rows is not None and not plan.chunks and len(plan.slots) <= MAX_ROWS
         return is_few and plan.pool is self._step.pool
 
     def run(
         self, ids: torch.Tensor, places: torch.Tensor, plan: AttentionPlan, *, is_long: bool
     ) -> torch.Tensor:
-        """Return the last hidden states, (M, hidden size), valid until the next step.
+        """Run a step with M rows; return its final hidden states, (M, hidden size).
+
+        The returned tensor is valid until the next step.
 
         Args:
-            ids: (M,) int64.
+            ids: (M,) int64 token ids.
             places: (M,) int64 positions.
             plan: a plan that `can_run` accepts.
             is_long: use the long rotary frequencies (longrope).

@@ -1,7 +1,8 @@
-"""Linear layers and embeddings on packed weight panels, converted to float32 on use (CPU, float32).
+"""Linear layers and embeddings whose weights are packed in panels (CPU, float32 activations).
 
-Results equal those of float32 weights up to the order of summation, but fewer bytes are read. The same
-kernels run one row and a whole prompt.
+A panel is a tile of the weight matrix in the number format of the checkpoint; kernels convert the weights to
+float32 on use. Results equal those of a float32 matrix except for the order of summation, and fewer bytes are
+read. The same kernels run a single row and a whole prompt.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ if TYPE_CHECKING:
 
 GATES_AND_VALUES = ".gate_up_proj"
 HALVES = (".gates", ".values")  # name suffixes of the two halves of a joint gate_up layer, packed separately
-PAGED_BYTES = 1 << 26  # minimum size of one allocation of huge pages
+PAGED_BYTES = 1 << 26  # minimum size of an allocation with huge pages
 
 
 class Linear:
-    """A linear layer on panels; its outputs may be split into parts of different weight formats."""
+    """A linear layer on panels; its outputs may consist of parts with different weight formats."""
 
     def __init__(self, parts: Sequence[PanelWeights]) -> None:
         first, *others = parts
@@ -51,7 +52,7 @@ class Linear:
     def stages(
         self, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None, factor: float = 1.0
     ) -> list[Stage]:
-        """Return the stages of `out = factor * linear(x) + residual`, for (M, inputs) `x`."""
+        """Return the kernel stages for `out = factor * linear(x) + residual`, where `x` is (M, inputs)."""
         widths = [part.num_outputs for part in self.parts]
         summands = [None] * len(widths) if residual is None else torch.split(residual, widths, dim=1)
         stages = []
@@ -86,23 +87,26 @@ class GatedPanels:
 
     @property
     def is_one_pass(self) -> bool:
-        """True if one kernel computes both products (same weight format)."""
+        """True if one kernel can compute gates and values, because their weight formats are the same."""
         return self.values is None or self.values.form is self.gates.form
 
     def stage(self, x: torch.Tensor, out: torch.Tensor) -> Stage:
-        """Return the stage that writes the result of (M, hidden size) `x` to (M, intermediate size) `out`."""
+        """Return the stage that reads (M, hidden size) `x` and writes (M, intermediate size) `out`."""
         return panel_stage(x, self.gates, out, Finish(values=self.values, activation=self.activation))
 
 
 def embedded(weights: PanelWeights, token_ids: torch.Tensor) -> torch.Tensor:
-    """Look up the embeddings of (...) ids: (..., inputs) float32; each distinct row is converted once."""
+    """Return the embeddings of `token_ids`, float32, with shape `(*token_ids.shape, weights.num_inputs)`.
+
+    The row of each distinct id is converted to float32 once.
+    """
     ids, places = np.unique(token_ids.reshape(-1).numpy(), return_inverse=True)
     rows = torch.from_numpy(weights.rows(ids))
     return rows[torch.from_numpy(places)].view(*token_ids.shape, weights.num_inputs)
 
 
 class PanelLinear(nn.Module):
-    """Replacement for `nn.Linear` or GPT-2's `Conv1D` in a transformers model, on panels."""
+    """A linear layer on panels that replaces an `nn.Linear` or GPT-2's `Conv1D` in a transformers model."""
 
     def __init__(self, panels: PanelWeights) -> None:
         super().__init__()
@@ -112,7 +116,7 @@ class PanelLinear(nn.Module):
 
     @functools.cached_property
     def weight(self) -> torch.Tensor:
-        """(outputs, inputs) float32, for modules that read the weight directly."""
+        """The whole weight, (outputs, inputs) float32, for modules that read it directly."""
         return dense(self._linear.parts[0])
 
     def rows(self, start: int, end: int) -> torch.Tensor:
@@ -125,18 +129,18 @@ class PanelLinear(nn.Module):
 
 
 class PanelEmbedding(nn.Module):
-    """Replacement for `nn.Embedding` in a transformers model, on panels."""
+    """An embedding on panels that replaces an `nn.Embedding` in a transformers model."""
 
     def __init__(self, panels: PanelWeights) -> None:
         super().__init__()
         self._panels = panels
         self.num_embeddings, self.embedding_dim = panels.num_outputs, panels.num_inputs
-        # transformers reads device and dtype from a model's first parameter; this may be the only one.
+        # transformers reads a model's device and dtype from its first parameter; this may be the only one.
         self.no_weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
     @functools.cached_property
     def weight(self) -> torch.Tensor:
-        """(num_embeddings, embedding_dim) float32, for modules that read the weight directly."""
+        """The whole weight, (num_embeddings, embedding_dim) float32, for modules that read it directly."""
         return dense(self._panels)
 
     def rows(self, start: int, end: int) -> torch.Tensor:
@@ -144,7 +148,7 @@ class PanelEmbedding(nn.Module):
         return torch.from_numpy(self._panels.rows(np.arange(start, end)))
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return the (..., embedding_dim) float32 embeddings of (...) ids."""
+        """Return the embeddings of `token_ids`, float32, with shape `(*token_ids.shape, embedding_dim)`."""
         return embedded(self._panels, token_ids)
 
 
@@ -154,9 +158,10 @@ def dense(panels: PanelWeights) -> torch.Tensor:
 
 
 def use_panels_(model: nn.Module, panels: Mapping[str, PanelWeights]) -> None:
-    """Replace linear layers and embeddings of a transformers model by ones on panels, by full module name.
+    """Replace the linear layers and embeddings in a transformers model that have panels, in place.
 
-    Modules of classes derived from `nn.Linear` or `nn.Embedding` are left unchanged.
+    `panels` is keyed by full module name. Modules of classes derived from `nn.Linear` or `nn.Embedding` are
+    left unchanged.
     """
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if name not in panels:
@@ -182,7 +187,7 @@ def is_transposed(module: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A weight matrix: a parameter of a transformers model, or one expert or half of it."""
+    """A weight matrix: a parameter of a transformers model, or one expert or one half of a parameter."""
 
     names: tuple[str, ...]  # panel names, one for each module that shares the parameter
     parameter: str
@@ -191,7 +196,7 @@ class Matrix:
     is_transposed: bool = False  # stored as (inputs, outputs)
 
     def panels(self, source: Source) -> PanelWeights:
-        """Read the matrix from `source` and pack it; quantised blocks are taken over as they are."""
+        """Read the matrix from `source` and pack it; blocks that are already quantised stay as they are."""
         is_whole = self.expert is None and self.half is None and not self.is_transposed
         if is_whole and (blocks := source.panels(self.parameter)) is not None:
             return blocks
@@ -204,10 +209,11 @@ class Matrix:
 
 
 def matrices_of(model: nn.Module, *, with_experts: bool) -> list[Matrix]:
-    """Return every matrix of a model, with matrices that one kernel reads together next to each other.
+    """Return all matrices of a model, ordered so that a kernel's matrices are next to each other.
 
     A matrix is named after its module. An expert in a shared parameter is named `parameter[number]`, and the
-    halves of a joint gate_up matrix get the suffixes HALVES.
+    halves of a joint gate_up matrix get the suffixes HALVES. Without `with_experts`, 3-D parameters, which
+    hold all experts of a layer, are left out.
     """
     transposed = {name for name, module in model.named_modules() if is_transposed(module)}
     shared: dict[int, list[str]] = {}
@@ -228,14 +234,14 @@ def matrices_of(model: nn.Module, *, with_experts: bool) -> list[Matrix]:
 
 
 def packed(matrices: Iterable[Matrix], source: Source) -> Iterator[PanelWeights]:
-    """Yield the panels of each matrix in order, packed in parallel on all cores."""
+    """Pack matrices in parallel on all cores; yield the panels of each matrix in order."""
     return made_ahead(partial(matrix.panels, source) for matrix in matrices)
 
 
 def in_huge_pages(panels: Iterable[PanelWeights]) -> Iterator[PanelWeights]:
-    """Copy panels contiguously into memory with huge pages, where the system supports them.
+    """Yield copies of panels that lie one after another in memory with huge pages, if supported.
 
-    A step reads all panels; huge pages cause fewer TLB misses (docs/dev/decisions.md).
+    Every step reads all panels, and huge pages cause fewer TLB misses (docs/dev/decisions.md).
     """
     memory = None
     for one in panels:
@@ -247,14 +253,14 @@ def in_huge_pages(panels: Iterable[PanelWeights]) -> Iterator[PanelWeights]:
 
 
 def state_of(panels: Mapping[str, PanelWeights], transposed: Container[str] = ()) -> dict[str, torch.Tensor]:
-    """Unpack panels into the parameters that they were packed from, float32, by parameter name.
+    """Return the parameters that panels were packed from, in float32, by parameter name.
 
     Args:
-        panels: by panel name.
-        transposed: modules whose weight is stored as (inputs, outputs).
+        panels: panels by the names in `matrices_of`.
+        transposed: names of modules whose weight is stored as (inputs, outputs).
     """
     matrices: dict[str, list[torch.Tensor]] = {}
-    made: dict[int, torch.Tensor] = {}  # by address of the panels: a tied head shares the embedding's
+    made: dict[int, torch.Tensor] = {}  # by address: a tied head shares the embedding's panels
     for name, one in panels.items():  # gates come before values
         address = one.data.data_ptr()
         if address not in made:

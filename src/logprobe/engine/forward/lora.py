@@ -1,7 +1,7 @@
 """LoRA weights in the forward pass: the rows of one step may use different LoRA weights.
 
-`LoraRows.select` maps rows to LoRA weights before each step. Rows and steps without LoRA weights have the
-same result as without this module.
+`LoraRows.select` assigns LoRA weights to rows before each step. Rows without LoRA weights get the same result
+as in a step without any.
 """
 
 from __future__ import annotations
@@ -26,19 +26,25 @@ if TYPE_CHECKING:
     from logprobe.models.lora import Dense, LoraWeights, LowRank, OwnLayer
 
 Groups: TypeAlias = "list[tuple[LoraWeights, torch.Tensor]]"
-"""LoRA weights, with the rows of the step's packed tokens that use them, (num_rows,) int64."""
-MAX_OF_A_THREAD = 1 << 18  # up to this many multiply-adds, one thread is faster than starting a second
+"""LoRA weights, each with the indices of the packed tokens that use them, (num_rows,) int64."""
+MAX_OF_A_THREAD = 1 << 18  # up to this many multiply-adds, one thread is faster than several
 
 
 def by_torch(part: Dense | LowRank, x: torch.Tensor) -> torch.Tensor:
-    """Return (M, outputs) for (M, inputs) `x`, in any dtype and on any device; not batch-invariant."""
+    """Return the product of (M, inputs) `x` with the matrices of `part`, (M, outputs), by torch.
+
+    Works on any device and dtype. A row's bits may depend on the other rows.
+    """
     for matrix in part.matrices:
         x = x @ matrix
     return x
 
 
 def by_panels(part: Dense | LowRank, x: torch.Tensor) -> torch.Tensor:
-    """Return the same by the native panel kernels (CPU, float32); batch-invariant."""
+    """Return the product of (M, inputs) `x` with the matrices of `part`, (M, outputs), by panel kernels.
+
+    For CPUs and float32. A row's bits do not depend on the other rows.
+    """
     num_rows = len(x)
     if not part.panels:
         return x.new_zeros(num_rows, part.matrices[-1].shape[1])
@@ -51,7 +57,7 @@ def by_panels(part: Dense | LowRank, x: torch.Tensor) -> torch.Tensor:
 
 
 class LoraRows:
-    """The LoRA weights of each row of the current step."""
+    """The LoRA weights that each row of the current step uses."""
 
     def __init__(self, multiply: Callable[[Dense | LowRank, torch.Tensor], torch.Tensor] = by_torch) -> None:
         self.groups: Groups = []
@@ -59,13 +65,21 @@ class LoraRows:
         self._bound: WeakKeyDictionary[LoraWeights, dict[str, LowRank]] = WeakKeyDictionary()
 
     def bind(self, lora: LoraWeights, own_layer: Callable[[str], OwnLayer]) -> dict[str, LowRank]:
-        """Bind `lora` to the model's base layers; return its parts by module name (cached)."""
+        """Combine `lora` with the base layers that it changes, at its first use, and cache the result.
+
+        Args:
+            lora: the LoRA weights.
+            own_layer: returns the base layer of a module name.
+
+        Returns:
+            The LoRA's matrices by module name.
+        """
         if lora not in self._bound:
             self._bound[lora] = bound(lora, own_layer)
         return self._bound[lora]
 
     def select(self, batch: StepBatch, device: torch.device | str) -> None:
-        """Set the rows of each LoRA for the next step; no rows if the batch has no LoRA weights."""
+        """Set which rows use which LoRA weights in the next step."""
         rows: dict[int, list[torch.Tensor]] = {}
         loras: dict[int, LoraWeights] = {}
         for index, lora in enumerate(batch.loras):
@@ -77,7 +91,7 @@ class LoraRows:
 
     @contextmanager
     def only(self, lora: LoraWeights | None, num_rows: int, device: torch.device | str) -> Iterator[None]:
-        """Use `lora` for all `num_rows` rows within the `with` block; None: no LoRA weights."""
+        """Use `lora` for rows [0, num_rows) within the `with` block; None: no row uses LoRA weights."""
         groups = self.groups
         self.groups = [] if lora is None else [(lora, torch.arange(num_rows, device=device))]
         try:
@@ -86,7 +100,7 @@ class LoraRows:
             self.groups = groups
 
     def change(self, names: Sequence[str]) -> bool:
-        """Return True if the LoRA weights of some row change one of these layers."""
+        """Return True if the LoRA weights of any row change one of the layers with these module names."""
         return any(name in lora.parts for lora, _ in self.groups for name in names)
 
     def add_(
@@ -99,15 +113,15 @@ class LoraRows:
         factor: float = 1.0,
         linear: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        """Add `factor` times the LoRA product of each row of `x` to `out`.
+        """Add `factor` times the LoRA product of each row of `x` to `out`, in place.
 
         Args:
             name: module name of the linear layer.
             out: (num_tokens, outputs).
             x: (num_tokens, inputs).
-            columns: outputs of the layer that `out` covers.
-            factor: of the LoRA product.
-            linear: computes the base layer's product; needed if `out` contains more than that product.
+            columns: the slice of the layer's outputs that `out` holds.
+            factor: multiplies the LoRA product.
+            linear: computes the base layer's product; needed if `out` holds more than that product.
         """
         for lora, rows in self.groups:
             part = self._part(lora, name)
@@ -132,13 +146,13 @@ class LoraRows:
                 out.index_add_(0, rows, product, alpha=factor)
 
     def embed_(self, name: str, out: torch.Tensor, token_ids: torch.Tensor, *, scale: float = 1.0) -> None:
-        """Apply the LoRA weights of each row to its embedding.
+        """Apply the LoRA weights of each row to the row's embedding, in place.
 
         Args:
             name: module name of the embedding.
-            out: (num_tokens, hidden size), embeddings times `scale`; changed in place.
-            token_ids: (num_tokens,).
-            scale: factor of the embeddings.
+            out: (num_tokens, hidden size), the embeddings, already multiplied by `scale`.
+            token_ids: (num_tokens,) integers.
+            scale: factor that the embeddings in `out` were multiplied by.
         """
         for lora, rows in self.groups:
             part = self._part(lora, name)
@@ -156,7 +170,7 @@ class LoraRows:
 
 
 class LoraLinear(nn.Module):
-    """Wraps a linear layer of a transformers model and adds each row's LoRA product."""
+    """Wraps a linear layer in a transformers model, and adds each row's LoRA product to the output."""
 
     def __init__(self, linear: nn.Module, name: str, rows: LoraRows) -> None:
         super().__init__()
@@ -177,7 +191,7 @@ class LoraLinear(nn.Module):
 
 
 class LoraEmbedding(nn.Module):
-    """Wraps the input embedding of a transformers model and applies each row's LoRA weights."""
+    """Wraps the input embedding in a transformers model, and applies each row's LoRA weights."""
 
     def __init__(self, embedding: nn.Module, name: str, rows: LoraRows) -> None:
         super().__init__()
@@ -192,7 +206,7 @@ class LoraEmbedding(nn.Module):
         return weight
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return the (..., hidden size) embeddings of (...) ids."""
+        """Return the embeddings of `token_ids`, with shape `(*token_ids.shape, hidden size)`."""
         out: torch.Tensor = self.embedding(token_ids)
         if self._rows.groups:
             out = out.clone()
@@ -203,18 +217,18 @@ class LoraEmbedding(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class ModuleLayer:
-    """The base weights of a layer of a transformers model, in the form that `models.lora.bound` reads."""
+    """Base weights of a layer in a transformers model, with the interface that `models.lora.bound` needs."""
 
     module: Any
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """(out_features,)."""
+        """The layer's bias, (out_features,), or None."""
         bias: torch.Tensor | None = getattr(self.module, "bias", None)
         return bias
 
     def rows(self, start: int, end: int) -> torch.Tensor:
-        """Return rows [start, end) of the weight matrix."""
+        """Return rows [start, end) of the weight matrix, (end - start, inputs)."""
         rows: torch.Tensor
         if isinstance(self.module, PanelLinear | PanelEmbedding):
             rows = self.module.rows(start, end)
@@ -225,14 +239,14 @@ class ModuleLayer:
 
 @final
 class LoraRoom:
-    """Registers LoRA weights in a transformers model; thread-safe while steps run."""
+    """Wraps the layers of a transformers model that LoRA weights change; may be used while steps run."""
 
     def __init__(self, model: Any, rows: LoraRows, head: Any) -> None:
         self._model, self._rows, self._head = model, rows, head
         self._lock = threading.Lock()
 
     def make(self, lora: LoraWeights) -> None:
-        """Bind `lora`, which was loaded for a model of this shape, and wrap the layers that it changes."""
+        """Prepare `lora`, which must fit the model's shapes, and wrap the layers that `lora` changes."""
         with self._lock:
             self._rows.bind(lora, self._own_layer)
             for name in lora.parts:

@@ -1,4 +1,4 @@
-"""Read each layer's sliding window from the attention masks that the model itself makes.
+"""Reads each layer's sliding window from the attention masks that the model itself makes.
 
 Some families pass a sliding window to attention as an option, some only apply it in the mask, and some pass
 an option that contradicts their mask. transformers' own attention follows the mask, so the model runs once
@@ -25,7 +25,7 @@ NAME = "logprobe_masks"
 
 
 def noted_mask(*, mask_function: Callable[..., Any], **options: Any) -> torch.Tensor:
-    """Implement transformers' mask interface: a boolean mask, with its mask function as an attribute."""
+    """Implement transformers' mask interface: return a boolean mask with its mask function attached."""
     # Otherwise transformers omits a mask that is purely causal or hides nothing.
     options["allow_is_causal_skip"] = options["allow_is_bidirectional_skip"] = False
     mask = sdpa_mask(mask_function=mask_function, **options)
@@ -58,7 +58,7 @@ AttentionMaskInterface.register(NAME, noted_mask)
 
 
 def window_of(mask: torch.Tensor | None, context_len: int) -> int | None:
-    """Return the sliding window of a layer's mask, in tokens; None: a causal mask without a window.
+    """Return the length of the sliding window in a layer's mask, in tokens; None: causal, no window.
 
     Raises:
         UnsupportedModelError: the mask is neither causal nor a sliding window.
@@ -84,7 +84,7 @@ def window_of(mask: torch.Tensor | None, context_len: int) -> int | None:
 
 
 def _check_rows(function: Callable[..., Any], window: int | None, context_len: int) -> None:
-    """Check mask rows below, at and beyond the window, and at the end of the context."""
+    """Check the mask in rows just below, at and beyond the window's length, and in the last row."""
     near = context_len // 2 if window is None else window
     rows = {0, 1, near - 1, near, near + 1, 2 * near - 1, 2 * near, 2 * near + 1, context_len - 1}
     columns = torch.arange(context_len)

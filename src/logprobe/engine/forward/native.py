@@ -1,4 +1,4 @@
-"""The forward pass of the native engine: runs a scheduled step and stores the last hidden states by slot."""
+"""The forward pass of the native engine: runs a scheduled step and stores its final hidden states by slot."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from logprobe.models.lora import LoraWeights
     from logprobe.records.values import IntArray
 
-GPU_SHARE = 0.7  # share of the GPU memory left after loading that keys, values and hidden states get
-LONG_CONTEXT = 2048  # context tokens from which a chunk's scratch (MBs per 1,000 tokens) is returned
+GPU_SHARE = 0.7  # keys, values and hidden states get this share of the GPU memory left after loading
+LONG_CONTEXT = 2048  # from this many context tokens, a chunk's scratch memory is returned to the system
 
 
 class NativeForward:
-    """Owns the model, the KV cache and the last hidden states; the latter two are indexed by slot."""
+    """Owns the model, the KV cache and the final hidden states; the last two are indexed by slot."""
 
     decoder: Any  # `Decoder`, `CudaDecoder` or `TransformersDecoder`; None once closed
     _memory: PagedMemory | None
     _own_module: Any = None
 
     def __init__(self, config: EngineConfig, files: ModelFiles, state: State | None = None) -> None:
-        """Load the model of `files`; `state`, if given, replaces its weights."""
+        """Load the model in `files`, with the weights in `state` if given (name → tensor)."""
         self.device = _choose_device(config.device)
         _check_arithmetic(config, self.device)
         self._files, self._is_replaced = files, state is not None
@@ -71,7 +71,7 @@ class NativeForward:
         self.decoder.record_on(self.pool, min(self.num_slots, self.context_len))
 
     def _check_invariant(self) -> None:
-        """Raise if the bits of a row's results depend on the other rows of its batch."""
+        """Raise `ParameterError` if the bits of a row's results may depend on the batch."""
         is_native = self.layout.why_transformers is None
         what = f"is not supported: results of the transformers decoder on {self.device} depend on the batch"
         require(
@@ -84,7 +84,10 @@ class NativeForward:
         return self.layout.weights
 
     def transformers_model(self) -> Any:
-        """Return a transformers model with the current weights; load one at the first call if none runs.
+        """Return a transformers model with the current weights.
+
+        This is the running model if the transformers decoder is used. Otherwise it is loaded at the first
+        call.
 
         Raises:
             EngineClosedError: `close` was called.
@@ -132,7 +135,7 @@ class NativeForward:
         self.hidden = self._new_zeros((self.num_slots, ready.hidden_size), dtype=self.dtype)
 
     def load_lora(self, name: str, path: str, number: int) -> LoraWeights:
-        """Load LoRA weights from a folder, for this model or one of the same shape.
+        """Load LoRA weights from a folder; they also fit other weights of this model.
 
         Raises:
             ModelError: the folder cannot be read, or does not fit the model.
@@ -146,7 +149,7 @@ class NativeForward:
         return lora
 
     def make_room(self, lora: LoraWeights) -> None:
-        """Bind `lora` to this model, so that steps can use it.
+        """Prepare `lora` for steps with this model's weights.
 
         Raises:
             EngineClosedError: `close` was called.
@@ -156,7 +159,7 @@ class NativeForward:
         self.decoder.make_room(lora)
 
     def with_weights(self, config: EngineConfig, state: State) -> NativeForward:
-        """Return a new forward pass of this model with the weights in `state`.
+        """Return a new forward pass of this model with the weights in `state` (parameter name → tensor).
 
         Raises:
             ModelError: the weights do not fit the model.
@@ -181,7 +184,7 @@ class NativeForward:
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> None:
-        """Run a step's tokens; store their keys, values and last hidden states in their slots."""
+        """Run a step's tokens, and store their keys, values and final hidden states in their slots."""
         if not len(batch.token_ids):
             return
         if self.rope_boundary is None:
@@ -193,7 +196,7 @@ class NativeForward:
                 self._run_together(spans, is_long=is_long)
 
     def _run_together(self, batch: StepBatch, *, is_long: bool) -> None:
-        """Run tokens that all use the short, or all the long rotary frequencies."""
+        """Run tokens that all use the short rotary frequencies, or all the long ones (`is_long`)."""
         attention = self.decoder.plan(self.pool, batch)
         leaves_scratch = self.device == "cpu" and attention.longest_chunk >= LONG_CONTEXT
         if leaves_scratch:
@@ -209,12 +212,12 @@ class NativeForward:
 
     @torch.inference_mode()
     def hidden_rows(self, slots: IntArray) -> torch.Tensor:
-        """Return the last hidden states of the tokens in `slots`, (len(slots), hidden size)."""
+        """Return the final hidden states stored in `slots`, with shape (len(slots), hidden size)."""
         return self.hidden.index_select(0, torch.from_numpy(slots.astype(np.int64)).to(self.device))
 
     @torch.inference_mode()
     def head(self, hidden: torch.Tensor, lora: LoraWeights | None = None) -> torch.Tensor:
-        """Return (rows, vocabulary) float32 logits of (rows, hidden size) states, all under `lora`."""
+        """Return (rows, vocabulary) float32 logits for (rows, hidden size) states, all with `lora`."""
         logits: torch.Tensor = self.decoder.head(hidden, lora)
         return logits
 

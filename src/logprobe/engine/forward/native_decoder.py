@@ -1,4 +1,4 @@
-"""Build the native decoder from a transformers model of a supported family and configuration."""
+"""Builds the native decoder from a transformers model whose family and configuration are supported."""
 
 from __future__ import annotations
 
@@ -62,7 +62,14 @@ def describe(module: Any, proof: Proof) -> DecoderSpec | str:
 def native_decoder(
     spec: DecoderSpec, module: Any, proof: Proof, panels: Mapping[str, PanelWeights]
 ) -> Decoder | str:
-    """Return the native decoder of a model, verified against its logits, or the reason why it cannot run."""
+    """Return the native decoder of a model, or the reason why it cannot be used.
+
+    Args:
+        spec: structure of the decoder.
+        module: the transformers model.
+        proof: verifies the decoder against the model's logits.
+        panels: packed matrices by module name.
+    """
     state = {
         name: tensor.detach()
         for name, tensor in module.state_dict().items()
@@ -84,7 +91,7 @@ def native_decoder(
 
 
 def _decoder_path(module: Any, family: Family, num_layers: int) -> str:
-    """Return the module name of the decoder; in a multimodal model it is nested deeper."""
+    """Return the module name of the decoder, which multimodal models nest deeper than others."""
     for path, part in module.named_modules():
         if hasattr(part, family.embedding) and len(getattr(part, family.layers, ())) == num_layers:
             return str(path)
@@ -98,7 +105,12 @@ def _head_name(module: Any) -> str:
 
 
 def _rotary(module: Any, proof: Proof, family: Family) -> tuple[list[str | None], dict[str, float]]:
-    """Return the name of each layer's rotary frequencies, and by name the factor of cosines and sines."""
+    """Return the rotary settings of a model.
+
+    Returns:
+        For each layer, the name of its rotary frequencies (None: no rotary embedding); and by name, the
+        factor by which cosines and sines are multiplied.
+    """
     config = module.config.get_text_config(decoder=True)
     layers = range(len(proof.step.rules))
     rotates = [family.rotates(config, layer) for layer in layers]
@@ -115,14 +127,18 @@ def _rotary(module: Any, proof: Proof, family: Family) -> tuple[list[str | None]
 
 
 def frequencies(module: Any, spec: DecoderSpec) -> Tensors:
-    """Return the rotary frequencies by tensor name: the normal ones and, with longrope, the long ones."""
+    """Return the rotary frequencies of a model, by tensor name.
+
+    These are `inv_freq.<name>` and, with longrope, `long_inv_freq.<name>`.
+    """
     tensors: Tensors = {}
     for name in spec.rotary_scaling:
         embedding = _rotary_embedding(module, spec.path)
         buffer, options = f"{_prefix(name)}inv_freq", {} if name == EVERY_LAYER else {"layer_type": name}
         tensors[f"inv_freq.{name}"] = getattr(embedding, buffer).float().clone()
         if spec.rope_boundary is not None:
-            # A call with a position beyond the boundary selects the long ones; position 0 restores the short.
+            # A call with a position beyond the boundary selects the long frequencies; a call with position 0
+            # restores the short ones.
             places = torch.tensor([[spec.rope_boundary]])
             embedding(places.float(), places, **options)
             tensors[f"long_inv_freq.{name}"] = getattr(embedding, buffer).float().clone()
@@ -135,5 +151,5 @@ def _rotary_embedding(module: Any, path: str) -> Any:
 
 
 def _prefix(name: str) -> str:
-    """Return the prefix of a rotary embedding's buffer names; empty if all layers share one."""
+    """Return the prefix of buffer names in the rotary embedding; empty if all layers share frequencies."""
     return "" if name == EVERY_LAYER else f"{name}_"

@@ -1,4 +1,4 @@
-"""Memory of this process: lazily mapped pages, garbage collection, returning freed memory to the system."""
+"""Memory of this process: lazily mapped pages, garbage collection, and return of freed memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ALIGNMENT: Final = 64  # bytes of a cache line
 MAX_TENSORS: Final = 1 << 12  # tensors that one `PagedMemory` can align within its size
 M_TRIM_THRESHOLD: Final = -1  # parameter numbers of mallopt
 M_MMAP_THRESHOLD: Final = -3
-MAX_MMAP_THRESHOLD: Final = 32 << 20  # glibc raises it up to here, and the trim threshold to twice as much
+MAX_MMAP_THRESHOLD: Final = 32 << 20  # glibc's maximum; its trim threshold is at most twice as large
 TRIMMING_BYTES: Final = 96 << 10  # large enough for `free` to trim its arena, too small for malloc to map
 _thresholds_lock: Final = threading.Lock()
 _STATM: Final = Path("/proc/self/statm")
 
 
 def resident_bytes() -> int | None:
-    """Return the resident memory of this process; None on systems that do not report it."""
+    """Return the resident memory of this process in bytes; None on systems that do not report it."""
     try:
         return int(_STATM.read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
     except (OSError, ValueError, IndexError):
@@ -35,10 +35,10 @@ def resident_bytes() -> int | None:
 
 
 def keep_out_of_collections() -> None:
-    """Exclude all existing objects (about a million, mostly of libraries) from garbage collection.
+    """Exclude all existing objects (about a million, mostly from libraries) from garbage collection.
 
-    A full collection would stop the interpreter, and the caller's event loop with it, for some 200 ms. These
-    objects are still freed by their reference counts; cycles of them stay until `give_back_memory`.
+    A full collection would stop the interpreter, and with it the caller's event loop, for about 200 ms. The
+    excluded objects are still freed by reference counting; reference cycles stay until `give_back_memory`.
     """
     gc.collect(1)  # young objects only: a load that left many cycles has run a full collection itself
     gc.freeze()
@@ -47,19 +47,19 @@ def keep_out_of_collections() -> None:
 
 
 def give_back_memory() -> None:
-    """Free all cycles, including those of frozen objects, and return the memory to the system."""
+    """Free all reference cycles, even those excluded from collections; return the memory to the system."""
     gc.unfreeze()  # do not freeze again: references to a closed model may become cycles a moment later
     give_back_later_memory()
 
 
 def give_back_later_memory() -> None:
-    """Free the cycles of objects that are not frozen, and return the memory to the system."""
+    """Free reference cycles that are not excluded from collections; return the memory to the system."""
     gc.collect()
     return_freed()
 
 
 def return_freed() -> None:
-    """Return freed memory to the system; otherwise glibc keeps much of it because of fragmentation."""
+    """Return freed memory to the system; without this, glibc keeps much of it because of fragmentation."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
@@ -67,10 +67,10 @@ def return_freed() -> None:
 def return_freed_of_thread() -> None:
     """Return freed memory to the system, including the end of the calling thread's malloc arena.
 
-    `malloc_trim` only trims the end of the main arena. In other arenas, `free` trims the end if it exceeds a
-    threshold, which glibc raises up to 64 MB: set it to 0 for one call of `free`. Setting a threshold ends
-    glibc's dynamic adjustment of both, so afterwards set them to their dynamic maximum. If the
-    environment configures malloc, only call `malloc_trim`.
+    `malloc_trim` trims the end of the main arena only. In other arenas, `free` trims the end if that exceeds
+    the trim threshold, which glibc raises up to 64 MB; so the threshold is set to 0 for one call of `free`.
+    Setting it ends glibc's dynamic adjustment of the trim and mmap thresholds, so both are then set to the
+    maximum of that adjustment. If environment variables configure malloc, only `malloc_trim` is called.
     """
     return_freed()
     libc = ctypes.CDLL(None)
@@ -87,15 +87,15 @@ def return_freed_of_thread() -> None:
 
 
 class PagedMemory:
-    """Zeroed main memory, handed out as tensors; the system maps each page at its first use."""
+    """Zeroed main memory that is handed out as tensors; the system maps each page at its first use."""
 
     def __init__(self, num_bytes: int, *, are_huge: bool = False) -> None:
         """Reserve the address range.
 
         Args:
             num_bytes: total size of all tensors.
-            are_huge: use huge pages if the system supports them: faster to read sequentially, but one used
-                byte maps a whole page.
+            are_huge: use huge pages if the system supports them. They are faster to read sequentially, but
+                one used byte maps a whole page.
 
         Raises:
             OSError: the system cannot map that much.
@@ -110,11 +110,11 @@ class PagedMemory:
         self._start = 0
 
     def has_room(self, num_bytes: int) -> bool:
-        """Return True if a tensor of `num_bytes` can still be taken."""
+        """Return True if a tensor of `num_bytes` bytes can still be taken."""
         return self._start + num_bytes <= len(self._bytes)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a zeroed tensor, aligned to a cache line."""
+        """Return a zeroed tensor of this shape and dtype, aligned to a cache line."""
         end = self._start + math.prod(shape) * dtype.itemsize
         tensor = self._bytes[self._start : end].view(dtype).view(shape)
         self._start = end + -end % ALIGNMENT

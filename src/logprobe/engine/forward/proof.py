@@ -1,8 +1,8 @@
 """Verify at load that the engine's forward pass gives the same logits as the transformers model.
 
-The transformers model runs some tokens at its first and last positions, and across every length at which its
-rotary frequencies may change. Then the engine runs the same tokens through every attention path, with the
-prompts packed into one step, and with half of each prompt in the KV cache; the logits must agree.
+The transformers model runs short texts at its first and last positions, and across every length at which its
+rotary frequencies may change. Then the engine runs the same texts through every attention path, packed into
+one step, whole and with the first part of each text in the KV cache. The logits must agree.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ if TYPE_CHECKING:
     AnyDecoder = Decoder | TransformersDecoder | CudaDecoder
 
 NUM_TOKENS = 12
-# transformers' names of the supported layer types. Others select or compress their context, some of them only
-# in texts longer than the ones that run here.
+# transformers' names of the supported layer types. Layers of other types select or compress their context,
+# some only in texts longer than those that run here.
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Relative to the largest logit; summation order causes far smaller differences, a wrong formula far larger.
+# Relative to the largest logit. Another order of summation causes far smaller differences, and a wrong
+# formula far larger ones.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 
 AttentionInterface.register(attention.NAME, pooled_attention)
@@ -56,10 +57,10 @@ class Reference:
 
 
 class Proof:
-    """Runs a transformers model for reference logits, then compares a decoder's logits with them."""
+    """Runs a transformers model to get reference logits, and compares decoders' logits with them."""
 
     def __init__(self, model: LazyModel, *, context_len: int) -> None:
-        """Run the model by transformers, and record its logits and the arguments of its attention calls.
+        """Run the model with transformers, and record its logits and the arguments of its attention calls.
 
         Raises:
             UnsupportedModelError: the model has layers or masks that are not supported.
@@ -76,14 +77,17 @@ class Proof:
         self._learn_rules()
 
     def prove(self, decoder: AnyDecoder, *, tolerance: float | None = None) -> KVPool:
-        """Compare a decoder's logits on every attention path; return a KV cache that it has filled.
+        """Compare a decoder's logits with the reference on every attention path.
 
         Args:
             decoder: the decoder to verify.
-            tolerance: relative to the largest logit; None: the default of the model's dtype.
+            tolerance: maximum difference, relative to the largest logit; None: the default for the dtype.
+
+        Returns:
+            A KV cache that the decoder has filled.
 
         Raises:
-            UnsupportedModelError: the logits differ by more.
+            UnsupportedModelError: the logits differ by more than `tolerance`.
         """
         self.largest_difference = 0.0
         self._tolerance = TOLERANCE[self.model.dtype] if tolerance is None else tolerance
@@ -95,7 +99,7 @@ class Proof:
         return pools[0]
 
     def _prove_together(self, decoder: AnyDecoder, references: list[Reference]) -> KVPool:
-        """Run references that all use short or all use long rotary frequencies, packed into one step."""
+        """Run references that all use the short or all the long rotary frequencies, packed into one step."""
         lengths = [len(reference.token_ids) for reference in references]
         pool = decoder.new_pool(sum(lengths))
         decoder.record_on(pool, max(lengths))
@@ -131,7 +135,10 @@ class Proof:
         return f"the engine's logits differ from those of transformers (relative difference {difference:.1e})"
 
     def _starts(self) -> list[int]:
-        """Return the start positions: the first, the last that fits, and one across each boundary."""
+        """Return the start positions of the texts: the first, the last that fits, and one per boundary.
+
+        A boundary is a length at which the rotary frequencies may change.
+        """
         last = self.context_len - NUM_TOKENS
         across = {length - NUM_TOKENS // 2 for length in original_lengths(self.model)}
         if self.rope_boundary is not None:
@@ -139,7 +146,7 @@ class Proof:
         return sorted({0, max(last, 0), *(start for start in across if 0 < start < last)})
 
     def _references(self) -> list[Reference]:
-        """Run all references; at the first positions, the model computes its position ids itself."""
+        """Run one text per start position; the text at position 0 runs without explicit position ids."""
         others = [start for start in self._starts() if start]
         short, long = ([one for one in others if self._is_long(one) == is_long] for is_long in (False, True))
         return [reference for starts in ([0], short, long) if starts for reference in self._run(starts)]
@@ -152,7 +159,7 @@ class Proof:
         return min(NUM_TOKENS, self.context_len)
 
     def _run(self, starts: list[int]) -> list[Reference]:
-        """Run one text from each start position as one batch of the transformers model."""
+        """Run a batch of the transformers model with one text per start position."""
         ids = np.stack([_probe_ids(self.model, self._count, seed=start) for start in starts])
         positions = np.array(starts)[:, None] + np.arange(self._count)
         inputs = {"input_ids": torch.from_numpy(ids).to(self.model.device)}
@@ -173,7 +180,7 @@ class Proof:
             raise UnsupportedModelError(f"its layer types are not supported: {', '.join(unknown)}")
 
     def _learn_rules(self) -> None:
-        """Read each layer's score rule and sliding window from its attention call."""
+        """Set each layer's score rule and sliding window, read from the layer's attention call."""
         self.model.set_attn_implementation(masks.NAME)
         self.step.masks.clear()
         first = self.references[0]
@@ -193,7 +200,7 @@ class Proof:
 
 
 def refusing(model: Any, act: Callable[[], Any]) -> Any:
-    """Return `act()`; convert any exception to `UnsupportedModelError` with the model's name and cause."""
+    """Return `act()`; convert any error to an `UnsupportedModelError` that names the model and the cause."""
     name = type(model).__name__
     try:
         return act()
@@ -218,7 +225,7 @@ def _other_layers(num_attending: int, num_layers: int) -> str:
 
 
 def _probe_ids(model: Any, count: int, *, seed: int) -> NDArray[np.int64]:
-    """Return `count` reproducible random token ids, excluding special ids such as image or padding."""
+    """Return `count` reproducible random token ids, without special ids such as padding or image tokens."""
     config = model.config.get_text_config(decoder=True)
     special = {
         value

@@ -1,8 +1,8 @@
-"""Load a model and verify its logits against transformers.
+"""Loads a model and verifies its logits against transformers.
 
-The first load runs transformers' model and our decoder, compares their logits, and stores a record. Later
-loads build the decoder from that record and run its reference tokens again, which must give the stored logits
-of transformers. Replacement weights are verified like a first load.
+The first load runs the transformers model and the engine's decoder, compares their logits, and stores a
+record. Later loads build the decoder from the record and run the record's reference tokens, which must give
+the stored logits from transformers. Replacement weights are verified as in a first load.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     Tensors = dict[str, torch.Tensor]
 
 TOLERANCE = 1e-4  # relative to the largest logit, as at the first load
-NUM_READS = 3  # times that a first load reads all weights: twice to verify, once to pack
-KEPT_LOGITS = 2  # tokens of each reference whose logits are stored: the last, which attend to all others
+NUM_READS = 3  # a first load reads all weights so many times: twice to verify, once to pack
+KEPT_LOGITS = 2  # logits are stored for the last tokens of each reference, which attend to all others
 
 logger = logging.getLogger("logprobe")
 
@@ -59,7 +59,7 @@ class ReadyModel:
     vocab_size: int
     context_len: int
     eos_token_ids: frozenset[int]
-    dtype: torch.dtype  # of hidden states and logits
+    dtype: torch.dtype  # dtype of hidden states and logits
     kv_dtype: torch.dtype
     is_recalled: bool = False  # loaded from the record of an earlier load
 
@@ -78,16 +78,18 @@ def make_ready(
 
     Args:
         files: configuration, tokenizer and weights.
-        dtype: of hidden states and logits; None: float32, or bfloat16 for the transformers decoder on a GPU.
+        dtype: dtype of hidden states and logits; None: float32, or bfloat16 for the transformers decoder on a
+            GPU.
         device: `cpu` or `cuda`.
         weights: `auto`, `published` or `plain`.
-        state: weights that replace those of the files; they are not cached.
-        arithmetic: arithmetic of matrix products, see `EngineConfig`.
+        state: weights to use instead of those in `files`, by parameter name; nothing is stored for later
+            loads.
+        arithmetic: arithmetic of matrix products; see `EngineConfig`.
         kv_dtype: dtype of cached keys and values on a GPU.
 
     Raises:
-        UnsupportedModelError: the model is not supported, or its logits differ.
-        ParameterError: `weights`, `arithmetic` or `kv_dtype` is not available on this device or dtype.
+        UnsupportedModelError: the model is not supported, or its logits differ from transformers'.
+        ParameterError: `weights`, `arithmetic` or `kv_dtype` is not available for this device or dtype.
     """
     why_plain = _why_plain(dtype or torch.float32, device)
     if device == "cuda":
@@ -138,7 +140,7 @@ def _on_gpu(
     arithmetic: str,
     kv_dtype: torch.dtype,
 ) -> ReadyModel | str:
-    """Load a model for the GPU decoder, or return the reason why it cannot run there."""
+    """Load a model for the GPU decoder, or return the reason why the GPU decoder cannot run it."""
     if weights == "plain":
         return "plain weights were requested"
     if dtype not in {None, torch.float32}:
@@ -173,7 +175,7 @@ def _on_gpu(
 
 
 def _why_plain(dtype: torch.dtype, device: str) -> str | None:
-    """Return the reason why the native decoder and panels cannot run here; None if they can."""
+    """Return why the native decoder and weight panels cannot be used here; None if they can."""
     if device != "cpu" or dtype != torch.float32:
         return "the native decoder needs float32 on a CPU"
     if native_library() is None:
@@ -184,7 +186,7 @@ def _why_plain(dtype: torch.dtype, device: str) -> str | None:
 def _loaded(
     files: ModelFiles, state: State | None, *, dtype: torch.dtype, device: str, is_lazy: bool
 ) -> LazyModel:
-    """Load the transformers model, with lazily read matrices if `is_lazy` and the files allow it."""
+    """Load the transformers model; with `is_lazy`, its matrices are read lazily if the files allow it."""
     from logprobe.models.lazy import LazyModel
 
     if is_lazy and (lazy := load_lazily(files, state)) is not None:
@@ -224,7 +226,7 @@ def _proven(
 
 
 def _panels(model: LazyModel, store: LoadStore | None, *, with_experts: bool) -> Mapping[str, PanelWeights]:
-    """Return the stored panels, or pack the model's matrices and store them if possible."""
+    """Return the model's panels by name: the stored ones, or packed now and stored if possible."""
     from logprobe.engine.forward.linear import in_huge_pages, matrices_of, packed
 
     matrices = matrices_of(model.module, with_experts=with_experts)
@@ -305,7 +307,7 @@ def _context_len(model: Any) -> int:
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:
-    """Return all end-of-sequence ids of the model's configuration."""
+    """Return all end-of-sequence ids in the model's configuration."""
     ids: set[int | None] = set()
     for source in (model.generation_config, model.config):
         named = getattr(source, "eos_token_id", None)
@@ -314,7 +316,7 @@ def _eos_token_ids(model: Any) -> frozenset[int]:
 
 
 def _record(ready: ReadyModel, proof: Proof) -> tuple[LoadRecord, Tensors]:
-    """Return the record for later loads, and its tensors."""
+    """Return the record for later loads, and the tensors that are stored with it."""
     decoder = ready.decoder
     assert isinstance(decoder, Decoder)
     tensors = dict(decoder.tensors)
@@ -334,7 +336,7 @@ def _record(ready: ReadyModel, proof: Proof) -> tuple[LoadRecord, Tensors]:
 
 
 def _recalled(files: ModelFiles, store: LoadStore) -> ReadyModel | None:
-    """Load the model from an earlier load's record; None if there is none or its logits differ."""
+    """Load the model from an earlier load's record; None if there is none or the logits differ."""
     stored = store.record()
     if stored is None:
         return None
@@ -375,7 +377,10 @@ def _recalled(files: ModelFiles, store: LoadStore) -> ReadyModel | None:
 
 @torch.inference_mode()
 def _meets_references(decoder: Decoder, record: LoadRecord, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Return True if the record's tokens give its stored logits, as whole prompts and row by row."""
+    """Return True if the record's reference tokens give the stored logits.
+
+    They run as whole prompts and, with half of each prompt cached, row by row.
+    """
     for is_long in (False, True):
         numbers = [
             number
@@ -398,7 +403,8 @@ def _meets(
     prompts = list(torch.split(torch.arange(sum(lengths)), lengths))
     expected = torch.cat([logits for _, _, logits in references])
     ways = [*decoder.all_plans(pool, prompts)]
-    # The last plan with whole prompts, which also fills the cache; then the second halves, row by row.
+    # The last plan that runs whole prompts, which also fills the cache; then the plan for second halves, row
+    # by row.
     for starts, plan in ([way for way in ways if not any(way[0])][-1], ways[-1]):
         pairs = list(zip(references, starts, strict=True))
         token_ids = torch.cat([ids[start:] for (ids, _, _), start in pairs])
@@ -415,6 +421,6 @@ def _meets(
 def _reference(
     tensors: Mapping[str, torch.Tensor], number: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return token ids, positions, and the logits of the last tokens."""
+    """Return the token ids and positions of a reference, and the logits of its last tokens."""
     name = f"reference.{number}"
     return tensors[f"{name}.ids"], tensors[f"{name}.positions"], tensors[f"{name}.logits"]

@@ -1,7 +1,7 @@
 """Rotary frequencies that depend on the length of the text (longrope: Ding et al. 2024).
 
-transformers selects the short or long frequencies per forward call, by the largest position in it. A packed
-step mixes texts and parts of texts, so here the selection is per text: texts with short and with long
+transformers selects the short or the long frequencies for a whole forward call, by the largest position in
+the call. A packed step mixes texts, so the engine selects them per text: texts with short and with long
 frequencies run in separate forward calls. A text that outgrows the short frequencies is recomputed from its
 start.
 """
@@ -31,17 +31,18 @@ class TextLongRope(nn.Module):
         self._step, self._boundary = step, boundary
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the wrapped embedding's cosines and sines for (1, num_tokens) positions."""
+        """Return the wrapped embedding's cosines and sines for positions of shape (1, num_tokens)."""
         if not self._step.is_long:  # all positions lie below the boundary
             return self.rotary(x, position_ids, *args, **kwargs)
-        # An extra position beyond the boundary makes the embedding select the long ones; its row is dropped.
+        # An extra position beyond the boundary makes the embedding select the long frequencies; the result
+        # for that position is dropped.
         beyond = position_ids.new_full((len(position_ids), 1), self._boundary)
         angles = self.rotary(x, torch.cat([position_ids, beyond], dim=1), *args, **kwargs)
         return tuple(part[:, :-1] for part in angles)
 
 
 def rope_boundary(model: Any) -> int | None:
-    """Return the maximum length, in tokens, of texts with short frequencies; None without longrope."""
+    """Return the maximum length in tokens of a text with short frequencies; None without longrope."""
     boundaries = {
         parameters[ORIGINAL_LEN]
         for module in model.modules()
@@ -54,7 +55,7 @@ def rope_boundary(model: Any) -> int | None:
 
 
 def original_lengths(model: Any) -> set[int]:
-    """Return the pretraining lengths in the rotary settings; the frequencies may change beyond them."""
+    """Return the original context lengths in the rotary settings, beyond which frequencies may change."""
     lengths = {
         parameters.get(ORIGINAL_LEN) for module in model.modules() for parameters in _rope_parameters(module)
     }
@@ -62,14 +63,17 @@ def original_lengths(model: Any) -> set[int]:
 
 
 def follow_steps_(model: nn.Module, step: CurrentStep, boundary: int) -> None:
-    """Replace every longrope embedding of a model by a `TextLongRope`."""
+    """Replace every longrope embedding in a model by a `TextLongRope`, in place."""
     for name, module in list(model.named_modules()):
         if any(parameters.get("rope_type") == LONGROPE for parameters in _rope_parameters(module)):
             model.set_submodule(name, TextLongRope(module, step, boundary))
 
 
 def _rope_parameters(module: Any) -> list[dict[str, Any]]:
-    """Return the settings of a rotary embedding: one dict, or one per layer type; empty for other modules."""
+    """Return the settings of a rotary embedding: one dict, or one per layer type.
+
+    Returns an empty list for other modules.
+    """
     if not hasattr(module, "rope_type"):
         return []
     settings = getattr(module.config, "rope_parameters", None) or {}

@@ -1,4 +1,4 @@
-"""Memory of the machine or container: free memory, the default KV cache size, a check that weights fit."""
+"""Memory limits of the machine or container: free memory, default KV cache size, and a size check."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from logprobe.models.cache import in_words
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-DEFAULT_SHARE: Final = 4  # all KV caches of a machine get at most a quarter of the free memory
+DEFAULT_SHARE: Final = 4  # all KV caches together get a quarter of the free memory
 MAX_DEFAULT_BYTES: Final = 1 << 30
 MIN_DEFAULT_BYTES: Final = 1 << 26
 UNKNOWN_FREE_BYTES: Final = 1 << 31  # assumed where the system does not report free memory
@@ -24,16 +24,16 @@ _CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 def default_kv_bytes(num_pools: int = 1) -> int:
-    """Return the default size of each of `num_pools` KV caches, once the weights are mapped."""
+    """Return the default size in bytes of each of `num_pools` KV caches; call it after mapping weights."""
     share = free_bytes() // (DEFAULT_SHARE * num_pools)
     return min(MAX_DEFAULT_BYTES, max(share, MIN_DEFAULT_BYTES))
 
 
 def free_bytes() -> int:
-    """Return the memory that this process can still allocate, within the limits of its container.
+    """Return the number of bytes that this process can still allocate within its container's limits.
 
-    The system counts cached pages of files as available. The files that this process maps are its weights,
-    which every step reads, so they are subtracted.
+    The system counts cached file pages as available. Files that this process maps are subtracted, because
+    they are its weights, which every step reads.
     """
     free = _meminfo().get("MemAvailable")
     if free is None:
@@ -44,10 +44,10 @@ def free_bytes() -> int:
 
 
 def check_memory(name: str, num_bytes: int) -> None:
-    """Check that weights of `num_bytes` fit into the memory of this machine or container.
+    """Check that weights of `num_bytes` bytes fit into the memory of this machine or container.
 
     Raises:
-        ModelError: it has less memory in all.
+        ModelError: the total memory is too small.
     """
     total = _meminfo().get("MemTotal")
     if total is None:
@@ -63,7 +63,7 @@ def check_memory(name: str, num_bytes: int) -> None:
 
 
 def _meminfo() -> dict[str, int]:
-    """Return /proc/meminfo in bytes; empty on systems without it."""
+    """Return the entries of /proc/meminfo in bytes; empty if the file does not exist."""
     try:
         lines = [line.split() for line in _MEMINFO.read_text(encoding="ascii").splitlines()]
         return {name.rstrip(":"): int(size) << 10 for name, size, *_ in lines}
@@ -72,7 +72,7 @@ def _meminfo() -> dict[str, int]:
 
 
 def _limited_cgroups() -> Iterator[tuple[Path, int]]:
-    """Yield each cgroup (version 2) of this process that has a memory limit, and the limit in bytes."""
+    """Yield the folder and the memory limit in bytes of each cgroup (version 2) that limits this process."""
     try:
         lines = _OWN_CGROUP.read_text().splitlines()
     except OSError:
@@ -85,7 +85,7 @@ def _limited_cgroups() -> Iterator[tuple[Path, int]]:
 
 
 def _held_bytes(cgroup: Path) -> int:
-    """Return the memory of a cgroup without its cached pages of files."""
+    """Return the number of bytes that a cgroup uses, without cached file pages."""
     try:
         held = int((cgroup / "memory.current").read_text())
         stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
@@ -95,7 +95,7 @@ def _held_bytes(cgroup: Path) -> int:
 
 
 def _mapped_bytes() -> int:
-    """Return the size of all files that this process maps read-only; parts mapped twice count once."""
+    """Return the total size in bytes of read-only file mappings; a part mapped twice counts once."""
     try:
         lines = [line.split(maxsplit=5) for line in _MAPS.read_text().splitlines()]
     except OSError:

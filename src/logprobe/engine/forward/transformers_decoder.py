@@ -1,9 +1,10 @@
 """The transformers decoder: a transformers model with attention over the KV cache, on any device.
 
-It runs models whose family or configuration `families` does not support; in float32 on a CPU, their linear
-layers run on panels. Families name their decoder differently (`model`, `transformer`, `gpt_neox`, or a text
-model inside a vision model), so it is found by forward hooks during one run. Models may scale or soft-cap
-their logits. To keep that code, the output head is the model itself, with its decoder replaced by a stub.
+It runs models whose family or configuration `families` does not support. In float32 on a CPU, their linear
+layers use packed weight panels. Families name their decoder module differently (`model`, `transformer`,
+`gpt_neox`, or a text model inside a vision model), so forward hooks find the decoder during one run. Models
+may scale or soft-cap their logits; to keep that code, the output head is the model itself, with its decoder
+replaced by a stub.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ class DecoderPlace:
     """Module name of a model's decoder, and an example of the decoder's output."""
 
     path: str  # dotted, relative to the model
-    output: Any  # output of one run: a `ModelOutput` or a tuple; the last hidden states are first
+    output: Any  # output of one run: a `ModelOutput` or a tuple, with the final hidden states first
 
     def rows(self, output: Any) -> Tensor:
-        """Return the last hidden states of a decoder output, (1, num_tokens, hidden size)."""
+        """Return the final hidden states in a decoder output, (1, num_tokens, hidden size)."""
         rows: Tensor = output[0]
         return rows
 
     def filled(self, rows: Tensor) -> Any:
-        """Return a decoder output with `rows` as last hidden states; everything else is None."""
+        """Return a decoder output with `rows` as the final hidden states; all other fields are None."""
         from transformers.utils.generic import ModelOutput
 
         if isinstance(self.output, ModelOutput):
@@ -55,7 +56,10 @@ class DecoderPlace:
 
 
 class WatchedRun:
-    """Context manager that finds a model's decoder: the `PreTrainedModel` submodule that returns last."""
+    """Context manager that finds a model's decoder while the model runs.
+
+    The decoder is the submodule of class `PreTrainedModel` whose forward call returns last.
+    """
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -93,10 +97,10 @@ class WatchedRun:
 
 
 class TransformersDecoder:
-    """Compute the last hidden states of a step's packed tokens, (num_tokens, hidden size), and logits."""
+    """Computes the final hidden states of a step's packed tokens, and logits from hidden states."""
 
     def __init__(self, model: Any, place: DecoderPlace, step: CurrentStep) -> None:
-        """Switch the model's attention to the KV cache; `step` must be set on its modules."""
+        """Switch the model to attention over the KV cache; call `step.reach(model)` first."""
         self.model = model
         self.step = step
         self.loras = LoraRows()
@@ -108,7 +112,7 @@ class TransformersDecoder:
 
     @property
     def hidden_size(self) -> int:
-        """Width of the last hidden states."""
+        """Width of the final hidden states."""
         return int(self._place.rows(self._place.output).shape[-1])
 
     @property
@@ -122,14 +126,14 @@ class TransformersDecoder:
         return KVPool(num_slots)
 
     def check_lora(self, lora: LoraWeights) -> None:
-        """Accept any LoRA weights: every linear layer supports them."""
+        """Do nothing, because every linear layer supports LoRA weights."""
 
     def make_room(self, lora: LoraWeights) -> None:
-        """Bind `lora` to the model, so that steps can use it; thread-safe."""
+        """Prepare `lora` for steps; thread-safe."""
         self._room.make(lora)
 
     def record_on(self, pool: KVPool, max_len: int) -> None:
-        """Do nothing: this decoder has no recorded launches."""
+        """Do nothing, because this decoder has no recorded launches."""
 
     def plan(self, pool: KVPool, batch: StepBatch) -> AttentionPlan:
         """Return the attention plan of a scheduled step."""
@@ -138,18 +142,18 @@ class TransformersDecoder:
     def all_plans(
         self, pool: KVPool, prompts: Sequence[torch.Tensor]
     ) -> Iterator[tuple[list[int], AttentionPlan]]:
-        """Yield plans that run `prompts` through each attention path (see `all_attention_paths`)."""
+        """Yield plans that run `prompts` through each attention path; see `all_attention_paths`."""
         return all_attention_paths(pool, prompts)
 
     def __call__(
         self, token_ids: NDArray[Any], positions: NDArray[Any], plan: AttentionPlan, *, is_long: bool = False
     ) -> Tensor:
-        """Return the last hidden states of packed tokens, (num_tokens, hidden size).
+        """Run packed tokens; return their final hidden states, (num_tokens, hidden size).
 
         Args:
-            token_ids: (num_tokens,).
-            positions: (num_tokens,).
-            plan: slots of the keys and values, and the context that each token attends to.
+            token_ids: (num_tokens,) integers.
+            positions: (num_tokens,) integers, position of each token in its text.
+            plan: KV cache slot of each token, and the context that the token attends to.
             is_long: use the long rotary frequencies (longrope).
         """
         self.step.plan, self.step.is_long = plan, is_long
@@ -159,7 +163,7 @@ class TransformersDecoder:
         return self._place.rows(out)[0]
 
     def head(self, hidden: Tensor, lora: LoraWeights | None = None) -> Tensor:
-        """Return (rows, vocabulary) float32 logits of (rows, hidden size) states, all under `lora`."""
+        """Return (rows, vocabulary) float32 logits for (rows, hidden size) states, all with `lora`."""
         with self.loras.only(lora, len(hidden), hidden.device):
             return self._head(hidden)
 
@@ -168,7 +172,7 @@ class TransformersDecoder:
 
 
 class _StandIn(nn.Module):
-    """Stub for the decoder: returns the rows that it is called with; attributes come from the decoder."""
+    """Stub for the decoder: returns the hidden states that it gets as input; has the decoder's attributes."""
 
     def __init__(self, decoder: nn.Module, place: DecoderPlace) -> None:
         super().__init__()
@@ -179,14 +183,14 @@ class _StandIn(nn.Module):
         return getattr(self.__dict__["_decoder"], name)
 
     def forward(self, *args: Any, inputs_embeds: Tensor | None = None, **_: Any) -> Any:
-        """Return the rows, which may be a positional or a keyword argument."""
+        """Return the hidden states, which models pass as a positional or as a keyword argument."""
         given = [inputs_embeds, *args]
         rows = [part for part in given if isinstance(part, torch.Tensor) and part.is_floating_point()]
         return self._place.filled(rows[0])
 
 
 class OutputHead:
-    """Compute a model's logits from last hidden states, including scale and soft cap."""
+    """Computes a model's logits from final hidden states, including scale and soft cap."""
 
     def __init__(self, model: Any, place: DecoderPlace) -> None:
         *parents, name = place.path.split(".")
@@ -197,13 +201,13 @@ class OutputHead:
         inner._modules[name] = _StandIn(model.get_submodule(place.path), place)  # noqa: SLF001
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return (rows, vocabulary) float32 logits of (rows, hidden size) states."""
+        """Return (rows, vocabulary) float32 logits for (rows, hidden size) states."""
         logits: Tensor = self.model(inputs_embeds=hidden[None], use_cache=False).logits
         return logits[0].float()
 
 
 def _own_children(module: Any) -> Any:
-    """Return a shallow copy of a module with its own dictionary of submodules."""
+    """Return a shallow copy of a module whose submodules can be replaced without changing the original."""
     copied = copy.copy(module)
     copied._modules = dict(module._modules)  # noqa: SLF001
     return copied

@@ -1,8 +1,8 @@
 """`PromptLookup`: drafts a request's next tokens from repetitions in its own text.
 
-The scheduler has the model verify the drafts together with the next token (prompt lookup decoding, Saxena
-2023). Every new token shows whether the lookup would have been right, drafted or not, so acceptance rates are
-estimated at no extra cost.
+The model verifies the drafts in the step that computes the next token (prompt lookup decoding, Saxena 2023).
+The lookup makes a prediction even when it is not used as a draft, and each new token shows whether that
+prediction was right; so acceptance rates are estimated at no extra cost.
 """
 
 from __future__ import annotations
@@ -14,26 +14,29 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 KEY_LEN: Final = 2
-"""Length of the n-gram at the end of the text that is looked up, tokens."""
+"""Number of tokens at the end of the text for which an earlier occurrence is searched."""
 LONGEST: Final = 8
-"""Match lengths, tokens, above this share one estimate."""
+"""Matches of at least this many tokens share one estimate of the acceptance probability."""
 MAX_DRAFTS: Final = 7
-"""Per sample and step. With the last token that makes 8 rows; more rows would be padded to 16."""
+"""Maximum per sample and step. With the last token they make 8 rows; more would be padded to 16."""
 PRIOR: Final = (0.0, 0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
-"""Initial estimate of the acceptance probability, by match length."""
+"""Initial estimates of the acceptance probability, by match length in tokens."""
 STEP: Final = 1 / 16
-"""Step size of the moving average of acceptance."""
+"""Weight of the latest token in the moving average of acceptance."""
 FREE_ROWS: Final = 2
-"""Minimum number of extra rows that double the time of a step with one row (docs/dev/decisions.md)."""
+"""A step with one row takes about twice as long with this many extra rows (docs/dev/decisions.md)."""
 
 
 def least_chance(num_rows: int) -> float:
-    """Return the minimum acceptance probability for which a draft pays in a step with `num_rows` rows."""
+    """Return the acceptance probability from which a draft saves time in a step with `num_rows` rows."""
     return num_rows / (num_rows + FREE_ROWS)
 
 
 class PromptLookup:
-    """Finds earlier occurrences of the end of a text, in constant time per token."""
+    """Predicts the next tokens of a text from an earlier occurrence of its last tokens.
+
+    Takes constant time per token.
+    """
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._ids = ids = list(token_ids)
@@ -49,7 +52,7 @@ class PromptLookup:
         return len(self._ids)
 
     def observe(self, token_ids: Iterable[int]) -> None:
-        """Append tokens to the text and update the estimates."""
+        """Append tokens to the text and update the estimated acceptance probabilities."""
         for token_id in token_ids:
             if self._source:
                 self._compare(token_id)
@@ -59,7 +62,7 @@ class PromptLookup:
                 self._find()
 
     def draft(self, most: int, least: float) -> list[int]:
-        """Draft up to `most` tokens, each with an estimated probability of at least `least`."""
+        """Return up to `most` drafts, each with an estimated acceptance probability of at least `least`."""
         drafts: list[int] = []
         chance, position = 1.0, self._source
         while position and len(drafts) < min(most, MAX_DRAFTS):
@@ -73,7 +76,7 @@ class PromptLookup:
         return drafts
 
     def _compare(self, token_id: int) -> None:
-        """Update the acceptance estimate: compare the generated token with the predicted one."""
+        """Compare a new token with the predicted one, and update the estimate for the match length."""
         is_right = self._ids[self._source] == token_id
         num_matched = min(self._num_matched, LONGEST)
         self._rates[num_matched] += STEP * (is_right - self._rates[num_matched])
@@ -84,7 +87,7 @@ class PromptLookup:
             self._source = self._num_matched = 0
 
     def _find(self) -> None:
-        """Look up the end of the text and measure the length of the match."""
+        """Find the latest earlier occurrence of the text's last tokens and measure how long the match is."""
         ids = self._ids
         source = self._after.get(tuple(ids[-KEY_LEN:]), 0)
         matched = KEY_LEN

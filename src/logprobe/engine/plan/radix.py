@@ -1,6 +1,6 @@
 """Radix tree over token ids that owns the KV cache slots of all cached prefixes.
 
-A node holds a run of tokens and their slots. Samples lock the path that they use; unlocked nodes may be
+A node holds consecutive tokens and their slots. Samples lock the path that they use; unlocked nodes may be
 evicted, least recently used leaves first. One tree serves all LoRA weights and both kinds of rotary
 frequencies: each combination has its own root. (After RadixAttention in SGLang, Zheng et al. 2024, with a
 granularity of one token.)
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 
 class SlotPool:
-    """Stack of free slot numbers in [0, num_slots); `on_free` is called with the slots that are freed.
+    """Stack of free slot numbers in [0, num_slots).
 
-    A slot must be freed before it is allocated again, so data cached by slot can be invalidated in `on_free`.
+    `on_free` is called with the slots each time some are freed, so that data cached by slot can be
+    invalidated.
     """
 
     def __init__(self, num_slots: int, on_free: Callable[[IntArray], None] | None = None) -> None:
@@ -34,13 +35,13 @@ class SlotPool:
         self.num_free = num_slots
 
     def allocate(self, count: int) -> IntArray:
-        """Allocate `count` slots; the caller ensures that as many are free."""
+        """Allocate and return `count` slots; the caller must ensure that enough are free."""
         assert count <= self.num_free, f"{count} slots requested, {self.num_free} free"
         self.num_free -= count
         return self._stack[self.num_free : self.num_free + count][::-1].copy()
 
     def free(self, slots: IntArray) -> None:
-        """Free slots."""
+        """Return allocated slots to the pool."""
         if not len(slots):
             return
         end = self.num_free + len(slots)
@@ -60,7 +61,7 @@ EMPTY = np.empty(0, dtype=np.int32)
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A run of tokens below `parent`; `num_locks` counts the samples that use it or a node below it."""
+    """Consecutive tokens below `parent`; `num_locks` counts the samples that use this or a lower node."""
 
     parent: Node | None
     token_ids: IntArray
@@ -68,11 +69,11 @@ class Node:
     children: dict[int, Node] = field(default_factory=dict)
     num_locks: int = 0
     last_used: int = 0
-    born: int = 0  # number of the step that planned it
+    born: int = 0  # number of the step that added the node
 
     @property
     def is_leaf(self) -> bool:
-        """True if it has no children."""
+        """True if the node has no children."""
         return not self.children
 
 
@@ -84,7 +85,7 @@ def shared_length(left: IntArray, right: IntArray) -> int:
 
 
 class RadixTree:
-    """Cached prefixes and their slots; its slots are allocated from `pool` and freed to it."""
+    """Cached prefixes and the slots that hold them; slots come from `pool` and are freed to `pool`."""
 
     def __init__(self, pool: SlotPool) -> None:
         self._pool = pool
@@ -98,17 +99,20 @@ class RadixTree:
         self._step += 1
 
     def forget_step(self) -> None:
-        """Remove the nodes that the current step inserted, because their tokens were not computed."""
+        """Remove the nodes that the current step inserted, for a step that failed to compute their tokens."""
         for node in [node for node in self.nodes() if node.born == self._step]:
             if node.parent is not None and node.parent.born != self._step:
                 self._remove_branch(node)
 
     def root(self, key: Hashable = None) -> Node:
-        """Return the root for `key`, which identifies all that cached values depend on besides the tokens."""
+        """Return the root for `key`, which stands for everything but tokens that cached values depend on."""
         return self._roots.setdefault(key, Node(None, EMPTY, EMPTY))
 
     def descend(self, node: Node, token_ids: IntArray) -> tuple[Node, IntArray]:
-        """Follow `token_ids` below `node`; return the deepest matching node and the slots of the matches."""
+        """Match `token_ids` below `node`; return the deepest matching node and the matched tokens' slots.
+
+        Splits a node that matches only in part.
+        """
         passed: list[IntArray] = []
         while len(token_ids):
             child = node.children.get(int(token_ids[0]))
@@ -121,7 +125,10 @@ class RadixTree:
         return node, np.concatenate(passed) if passed else EMPTY
 
     def insert(self, node: Node, token_ids: IntArray, slots: IntArray) -> Node:
-        """Add a run below `node`, where `descend` found no further match; the tree then owns its slots."""
+        """Add tokens below `node`, which `descend` must have returned for them; return their node.
+
+        The tree takes ownership of `slots`. Without tokens, returns `node`.
+        """
         if not len(token_ids):
             return node
         first = int(token_ids[0])
@@ -133,14 +140,14 @@ class RadixTree:
         return child
 
     def lock(self, node: Node) -> None:
-        """Protect the path down to `node` from eviction, until `unlock`."""
+        """Protect `node` and its ancestors from eviction until `unlock`."""
         for step in self.path_up(node):
             if step.num_locks == 0:
                 self.num_evictable -= len(step.slots)
             step.num_locks += 1
 
     def lock_further(self, node: Node, above: Node) -> None:
-        """Move a lock from `above` down to its descendant `node`; walks only the nodes between them."""
+        """Extend a lock on `above` down to its descendant `node`; visits only the nodes between the two."""
         while node is not above:
             if node.num_locks == 0:
                 self.num_evictable -= len(node.slots)
@@ -149,7 +156,7 @@ class RadixTree:
             node = node.parent
 
     def unlock(self, node: Node) -> None:
-        """Undo one `lock`."""
+        """Undo one `lock` of `node`."""
         self._clock += 1
         for step in self.path_up(node):
             assert step.num_locks > 0, "unlock without lock"
@@ -159,7 +166,7 @@ class RadixTree:
                 self.num_evictable += len(step.slots)
 
     def evict(self, count: int) -> None:
-        """Free at least `count` slots, or all evictable ones, least recently used leaves first."""
+        """Evict the least recently used leaves until `count` slots are freed or nothing is evictable."""
         leaves = [(node.last_used, id(node), node) for node in self.nodes() if _is_evictable(node)]
         heapq.heapify(leaves)
         while leaves and count > 0:
@@ -183,7 +190,7 @@ class RadixTree:
 
     @staticmethod
     def path_up(node: Node) -> Iterator[Node]:
-        """Iterate from `node` up to its root, without the root."""
+        """Yield `node` and its ancestors up to, but not including, the root."""
         step: Node | None = node
         while step is not None and step.parent is not None:
             yield step
@@ -195,7 +202,10 @@ class RadixTree:
         self._remove(node)
 
     def _split(self, node: Node, length: int) -> Node:
-        """Split a node; the lower part stays the same object, because samples may reference it."""
+        """Split a node after `length` tokens; return the new upper part.
+
+        The lower part stays the same object, because samples may reference it.
+        """
         assert node.parent is not None
         upper = Node(node.parent, node.token_ids[:length], node.slots[:length], num_locks=node.num_locks)
         upper.last_used, upper.born = node.last_used, node.born

@@ -1,8 +1,8 @@
-"""`Sample`: the state of one running sample of a request; `SampleRow`: one row of logits to draw from.
+"""`Sample`: the state of one unfinished sample of a request; `SampleRow`: a row of logits to sample from.
 
 Positions [0, num_computed) have a slot. The radix tree owns the slots of positions [0, num_in_tree); the
-sample owns the others (generated tokens). During a step, positions [num_tokens, num_computed) hold drafts.
-Only the engine's thread modifies a sample.
+sample owns the rest, which belong to generated tokens. During a step, positions [num_tokens, num_computed)
+hold draft tokens. Only the engine's thread modifies a sample.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 
 def new_generator(request: Request, number: int, index: int, seed: int) -> np.random.Generator:
-    """Make the random generator of one sample of an engine's `number`-th request; `seed` is the engine's.
+    """Return the random generator for sample `index` of the engine's `number`-th request.
 
-    Different (seed, sample) pairs give independent streams, also between requests with and without a seed.
+    `seed` is the engine's, which is used if the request has no seed. Different seeds and samples get
+    independent streams of numbers, as do different requests without a seed.
     """
     own = request.params.seed
     base = seed if own is None else own
@@ -40,7 +41,7 @@ def new_generator(request: Request, number: int, index: int, seed: int) -> np.ra
 
 
 class Sample:
-    """Tokens, slots and state of one sample; `max_len` bounds prompt and completion together."""
+    """Tokens, KV cache slots and state of one sample; `max_len` limits prompt and completion together."""
 
     def __init__(
         self,
@@ -54,14 +55,14 @@ class Sample:
         admitted_s: float | None = None,
     ) -> None:
         self.request = request
-        self.lora = lora  # `LoraWeights` that it runs with, or None
+        self.lora = lora  # `LoraWeights` or None
         # Set only if the LoRA changes the output head, whose rows are then computed separately.
         self.head_lora: Any = lora if lora is not None and lora.changes_head else None
-        self.weights_number = weights_number  # load number of the model weights it runs with
-        self.admitted_s = admitted_s  # monotonic clock, s; None once it has run
-        self.index = index  # among the samples of its request
+        self.weights_number = weights_number  # load number of the model weights
+        self.admitted_s = admitted_s  # seconds on the monotonic clock; None once the sample has started
+        self.index = index  # of the sample in its request
         self._generator = generator or np.random.default_rng()
-        self._uniforms: deque[float] = deque()  # drawn in advance for the next tokens
+        self._uniforms: deque[float] = deque()  # uniform numbers generated in advance for the next tokens
         self.caller, self.call = request.caller, request.call  # for fair sharing
         self.wants_sample = request.params.max_tokens > 0  # generates tokens
         self.num_prompt = len(request.prompt_token_ids)
@@ -77,17 +78,17 @@ class Sample:
         self.num_tokens = self.num_prompt
         self.num_computed = 0
         self.num_in_tree = 0
-        self.num_own_slots = 0  # slots allocated for it, not found in the tree
+        self.num_own_slots = 0  # slots allocated for this sample, as opposed to found in the tree
         self.num_cached = 0  # prompt tokens found in the tree when the sample first reached them
-        self._num_reached = 0  # prompt tokens reached so far, also before a preemption
-        # Number of prompt rows delivered; row r holds the numbers of position r + 1.
+        self._num_reached = 0  # prompt tokens reached so far, including before a preemption
+        # Number of prompt rows delivered; row r holds the log-probabilities of position r + 1.
         self.num_scored = request.first_scored - 1
         self.node: Node | None = None
         self.is_long = False  # uses the model's long rotary frequencies
-        self.paused_by: set[PausedBy] = set()  # while not empty, it keeps its place but takes no step
-        self.active: ActiveSample | None = None  # its logits processors, if any
-        # Only the sampler draws its tokens: no processors, forced tokens, whole row, explanations or
-        # per-position ids.
+        self.paused_by: set[PausedBy] = set()  # while not empty, the sample keeps its place but is not run
+        self.active: ActiveSample | None = None  # the sample's logits processors, if any
+        # True if the sampler alone produces the tokens: the request has no processors, forced tokens, whole
+        # row, explanations or per-position ids.
         self.is_plain = not (
             request.forced_token_ids is not None
             or request.wants_row
@@ -96,7 +97,7 @@ class Sample:
         )
         self.output_token_ids: list[int] = []  # generated tokens; processors keep a reference to this list
         self.drafts: Drafts | None = None  # draft counters; None: no speculative decoding
-        self.lookup: PromptLookup | None = None  # drafts its next tokens; None: not yet used
+        self.lookup: PromptLookup | None = None  # source of drafts; None: not yet used
         self.end: Finish | None = None
         params = request.params
         is_included = params.include_stop_str_in_output
@@ -114,7 +115,7 @@ class Sample:
 
     @property
     def can_draft(self) -> bool:
-        """True if drafts of its tokens can be verified."""
+        """True if speculative decoding applies to the sample."""
         return self.drafts is not None and self.drafts.refusal is None
 
     def ids_between(self, start: int, end: int) -> IntArray:
@@ -123,7 +124,7 @@ class Sample:
 
     @property
     def draft_ids(self) -> list[int]:
-        """Drafts that this step verifies."""
+        """Draft tokens that the current step verifies."""
         drafts: list[int] = self._token_ids[self.num_tokens : self.num_computed].tolist()
         return drafts
 
@@ -139,7 +140,7 @@ class Sample:
 
     @property
     def num_remaining(self) -> int:
-        """Number of tokens still to run; a prompt that is only scored does not run its last token."""
+        """Number of tokens still to run; if the prompt is only scored, its last token is never run."""
         if self.wants_sample:
             return self.num_tokens - self.num_computed
         return max(self.num_prompt_rows - self.num_computed, 0)
@@ -156,17 +157,23 @@ class Sample:
 
     @property
     def has_prompt_work(self) -> bool:
-        """True if prompt or recomputed tokens are left to run, or prompt rows to score."""
+        """True if there are prompt tokens or recomputed tokens left to run, or prompt rows left to score."""
         is_scored = self.num_scored >= self.num_prompt_rows
         return not is_scored or (self.num_remaining > 0 and not self.is_decoding)
 
     @property
     def tail_slots(self) -> IntArray:
-        """Slots of computed tokens that are not in the tree."""
+        """Slots of the computed tokens that are not in the tree."""
         return self._slots[self.num_in_tree : self.num_computed]
 
     def take_slots(self, slots: IntArray, *, in_tree: bool, is_own: bool = True) -> None:
-        """Add the slots of the next positions; `is_own` is False for slots found in the tree."""
+        """Assign slots to the next positions.
+
+        Args:
+            slots: one slot per position.
+            in_tree: the tree owns the slots.
+            is_own: the slots were allocated for this sample; False if they were found in the tree.
+        """
         end = self.num_computed + len(slots)
         self._slots[self.num_computed : end] = slots
         if self._num_reached < self.num_prompt and end > self._num_reached:
@@ -179,24 +186,27 @@ class Sample:
             self.num_in_tree = end
 
     def drop_slots(self) -> None:
-        """Reset after all slots were released; tokens and results stay."""
+        """Forget all slots after they were released; tokens and results are kept."""
         self.num_computed = self.num_in_tree = self.num_own_slots = 0
         self.node = None
 
     def take_drafts(self, token_ids: Sequence[int], slots: IntArray) -> None:
-        """Append drafts after the tokens, for one step."""
+        """Place draft tokens after the sample's tokens for one step; `slots` has one slot per draft."""
         self._token_ids[self.num_tokens : self.num_tokens + len(token_ids)] = token_ids
         self.take_slots(slots, in_tree=False)
 
     def give_back_drafts(self, end: int) -> IntArray:
-        """Return the slots of drafts before position `end` that were rejected or follow the sample's end."""
+        """Give up the slots of drafts that were rejected or come after the sample's last token.
+
+        `end` is the position after the last draft. Returns the slots, for the caller to free.
+        """
         kept = min(self.num_computed, self.num_tokens)
         self.num_own_slots -= end - kept
         self.num_computed = kept
         return self._slots[kept:end]
 
     def append_token(self, token_id: int) -> None:
-        """Add a generated token; if it differs from the draft there, discard it and all later drafts."""
+        """Append a generated token; if it differs from the draft there, discard that and later drafts."""
         if self.num_tokens < self.num_computed and self._token_ids[self.num_tokens] != token_id:
             self.num_computed = self.num_tokens
         self._token_ids[self.num_tokens] = token_id
@@ -206,14 +216,14 @@ class Sample:
             self._uniforms.popleft()
 
     def forced_token_id(self, ahead: int = 0) -> int | None:
-        """Return the forced token `ahead` positions after the next one; None: the drawn token counts."""
+        """Return the forced token `ahead` positions after the next one; None if no tokens are forced."""
         forced = self.request.forced_token_ids
         return None if forced is None else int(forced[self.num_generated + ahead])
 
     def uniform(self, ahead: int = 0) -> float:
-        """Return the uniform number in [0, 1) that draws the token `ahead` positions after the next one.
+        """Return the random number in [0, 1) for sampling the token `ahead` positions after the next one.
 
-        Repeated calls return the same number; 0 for a greedy request.
+        Repeated calls return the same number. A greedy request gets 0.
         """
         if self.request.params.is_greedy:
             return 0.0
@@ -222,7 +232,7 @@ class Sample:
         return self._uniforms[ahead]
 
     def finish(self, finish: Finish) -> None:
-        """Set the finish reason; the first one counts."""
+        """End the sample; has no effect if it has already ended."""
         if self.end is None:
             self.end = finish
 
@@ -232,36 +242,36 @@ class Sample:
 
     @property
     def is_paused(self) -> bool:
-        """True while a slow reader or the caller pauses it."""
+        """True while the sample is paused, by the caller or because its reader is slow."""
         return bool(self.paused_by)
 
     @property
     def is_finished(self) -> bool:
-        """True once it has ended for any reason."""
+        """True once the sample has ended for any reason."""
         return self.end is not None
 
 
 @dataclass(eq=False, slots=True)
 class SampleRow:
-    """A row of logits to draw from: for a sample's next token, or the one after `ahead` drafts."""
+    """A row of logits to sample from: for a sample's next token, or for the token after `ahead` drafts."""
 
     sample: Sample
     ahead: int = 0
     position: int = field(init=False)  # of the token to draw
-    error: LogprobeError | None = None  # from its processors
-    effects: list[ProcessorEffect] | None = None  # of its processors; None: not requested
+    error: LogprobeError | None = None  # raised by a processor
+    effects: list[ProcessorEffect] | None = None  # what each processor changed; None: not requested
 
     def __post_init__(self) -> None:
         self.position = self.sample.num_tokens + self.ahead
 
     @property
     def slot(self) -> int:
-        """Slot of the preceding token, whose hidden state gives the logits."""
+        """Slot of the preceding token, whose hidden state the logits are computed from."""
         return int(self.sample.slots[self.position - 1])
 
     @property
     def is_right(self) -> bool:
-        """True if all drafts before this row were accepted, so that its token counts."""
+        """True if all drafts before this row were accepted, so that the row's sampled token is used."""
         sample = self.sample
         if sample.is_finished or sample.num_tokens != self.position:
             return False

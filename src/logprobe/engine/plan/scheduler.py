@@ -1,11 +1,11 @@
-"""The scheduler: plans each step's tokens, their slots, and the rows to score and draw.
+"""The scheduler: plans each step's tokens and slots, the prompt rows to score, and the tokens to sample.
 
 A step mixes one token of each generating sample with chunks of prompts, oldest samples first, up to
 `max_batch_tokens`; `FairShares` limits each call while others wait. Prompt tokens found in the radix tree
-are not run again. Prompt tokens enter the tree when they are *planned*, so prompts of one step share their
-prefix too (attention stores all keys of a step before it reads any). If slots run out, unused prefixes are
-evicted first, then a paused sample is preempted, then the victim picked by `FairShares`; preempted samples
-are recomputed later. The rest of a step's budget verifies drafts.
+are not run again. Prompt tokens enter the tree when they are *planned*, so prompts in the same step also
+share their prefix (attention stores all keys of a step before it reads any). If slots run out, unused
+prefixes are evicted first; then a paused sample is preempted; then the sample picked by `FairShares`.
+Preempted samples are recomputed later. Drafts are verified with what is left of a step's budget.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Span:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: tokens to run, prompt positions to report, rows to sample."""
+    """One step: the tokens to run, the prompt rows to score, and the rows to sample from."""
 
     tokens: list[Span] = field(default_factory=list)  # including drafts; at most one span per sample
     drafts: list[Span] = field(default_factory=list)  # the parts of `tokens` that are drafts
-    prompt_rows: list[Span] = field(default_factory=list)
+    prompt_rows: list[Span] = field(default_factory=list)  # position p of a span predicts token p + 1
     sample_rows: list[SampleRow] = field(default_factory=list)  # grouped by sample, in order
     touched: set[Sample] = field(default_factory=set)  # samples that a failed step must end
 
@@ -96,10 +96,16 @@ class Scheduler:
         waits: Durations | None = None,
         on_free: Callable[[IntArray], None] | None = None,
     ) -> None:
-        """`on_free` is called with freed slots before they are allocated again.
+        """Create a scheduler with an empty KV cache.
 
-        With `gathers_calls`, first tokens of the prompts of one call that run together are drawn in one step.
-        `waits` records how long each sample waited for its first step.
+        Args:
+            num_slots: size of the KV cache in tokens.
+            max_batch_tokens: maximum number of tokens in a step.
+            max_batch_rows: maximum number of running samples.
+            rope_boundary: length in tokens above which a text uses the long rotary frequencies.
+            gathers_calls: sample the first tokens of all prompts in a call in the same step, if they fit.
+            waits: records how long each sample waited for its first step.
+            on_free: called with freed slots before they are allocated again.
         """
         self.pool = SlotPool(num_slots, on_free)
         self.tree = RadixTree(self.pool)
@@ -118,7 +124,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True if any sample is not paused."""
+        """True if there is a running or waiting sample that is not paused."""
         return any(not sample.is_paused for sample in self.samples())
 
     @property
@@ -127,7 +133,7 @@ class Scheduler:
         return self.pool.num_free + self.tree.num_evictable
 
     def add(self, sample: Sample) -> None:
-        """Enqueue a sample."""
+        """Add a sample to the end of the waiting queue."""
         self.shares.add(sample)
         self.waiting.append(sample)
 
@@ -181,7 +187,7 @@ class Scheduler:
         return plan
 
     def settle(self, plan: StepPlan) -> None:
-        """Free the slots of rejected drafts and of drafts after the end of a text."""
+        """Free the slots of drafts that were rejected or come after the end of a sample."""
         for span in plan.drafts:
             wrong = span.sample.give_back_drafts(span.end)
             self.pool.free(wrong)
@@ -193,7 +199,7 @@ class Scheduler:
             self.num_accepted += len(span) - len(wrong)
 
     def release(self, sample: Sample, *, keep: bool = True) -> None:
-        """Remove a running sample; keep its computed tokens in the tree if `keep`, and release its slots."""
+        """Remove a running sample and release its slots; with `keep`, its tokens stay in the prefix cache."""
         self.shares.end(sample)
         self._stop(sample, keep=keep)
 
@@ -210,7 +216,7 @@ class Scheduler:
             self.waiting.remove(sample)
 
     def roll_back(self, plan: StepPlan) -> list[Sample]:
-        """Undo a failed step: remove and return every sample that depends on it, and drop its tree nodes."""
+        """Undo a failed step: remove its samples and the tree nodes that it added; return the samples."""
         self.settle(plan)
         failed = [sample for sample in self.running if sample in plan.touched]
         for sample in failed:
@@ -241,7 +247,7 @@ class Scheduler:
         return self._rope_boundary is not None and sample.num_tokens > self._rope_boundary
 
     def _restart_outgrown(self) -> None:
-        """Requeue samples that crossed the rotary boundary: all their keys and rows change."""
+        """Requeue samples that have crossed the rotary boundary, because all their keys change."""
         for sample in reversed(self.running[:]):
             if sample.is_long != self._is_long(sample):
                 self._stop(sample)
@@ -307,7 +313,10 @@ class Scheduler:
         return count
 
     def _walk_on(self, sample: Sample, plan: StepPlan) -> None:
-        """Reuse slots added to the tree since the last step, also by samples planned earlier in this one."""
+        """Reuse slots of the sample's next tokens that other samples have added to the tree meanwhile.
+
+        These include samples that were planned earlier in this step.
+        """
         assert sample.node is not None
         start = sample.num_computed
         node, known = self.tree.descend(sample.node, sample.token_ids[start : start + sample.num_remaining])
@@ -323,7 +332,7 @@ class Scheduler:
         sample.node = node
 
     def _make_room(self, count: int, sample: Sample, plan: StepPlan) -> int:
-        """Free up to `count` slots for a sample; return the number of free slots."""
+        """Free slots for a sample until `count` are free, if possible; return the number of free slots."""
         while self.num_available < count:
             giver = self._youngest_paused() or self.shares.gives_room(self.running, plan.touched)
             if giver is sample or giver in plan.touched:
@@ -360,7 +369,7 @@ class Scheduler:
         return next((sample for sample in reversed(self.running) if sample.is_paused), None)
 
     def _plan_prompt_rows(self, scored: Sequence[Sample], plan: StepPlan, share: StepShare) -> None:
-        """Plan prompt rows of samples with unscored rows."""
+        """Plan the computed but unscored prompt rows of the samples in `scored`, within the budget."""
         budget = share.split(self.max_batch_tokens, scored, lambda sample: sample.num_ready_rows)
         for sample in scored:
             if sample.node is None:  # preempted
@@ -375,12 +384,18 @@ class Scheduler:
 
     @staticmethod
     def _is_drawn(sample: Sample) -> bool:
-        """Return True if the sample's next token can be drawn; False for a preempted one."""
+        """Return True if the sample's next token can be sampled in this step; False if it was preempted."""
         is_scored = sample.num_scored >= sample.num_prompt_rows
         return sample.node is not None and sample.wants_sample and is_scored and not sample.num_remaining
 
     def _gathered(self, drawn: list[Sample], late: list[Sample], going: set[str]) -> list[Sample]:
-        """Postpone first tokens until all prompts of their call are ready to draw."""
+        """Return the samples of `drawn`, except first tokens whose call has prompts that still progress.
+
+        Args:
+            drawn: samples whose next token can be sampled.
+            late: samples that cannot yet sample their first token.
+            going: calls with a sample in `late` that makes progress.
+        """
         gathered = [one for one in drawn if not (one.call and one.call in going and _is_first(one))]
         if not self._has_split:
             left = {one.call for one in chain(late, self.waiting) if one.call and _is_first(one)}
@@ -394,7 +409,7 @@ class Scheduler:
         return gathered
 
     def _plan_drafts(self, plan: StepPlan, drawn: Sequence[Sample]) -> None:
-        """Add drafts to the spans of generated tokens, within the limits of the step and the pool."""
+        """Append drafts to the spans of generated tokens, as far as the step and the slots allow."""
         drafting = {sample for sample in drawn if sample.can_draft}
         if not drafting:
             return

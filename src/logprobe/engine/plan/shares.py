@@ -1,14 +1,16 @@
 """Fair sharing of step tokens, running places and KV cache slots between callers and their calls.
 
-A call is one unit of work, such as an HTTP request with all its prompts and samples. A single call may use
-the whole engine, and calls that fit into one step are served in order of arrival. A call with more than a
-step's tokens leaves most of each step to others. A call with more than its share of places or slots loses its
-youngest sample to a call with less than its share. Preemption takes a call only up to its share, and
-only from the excess of another, so two calls never preempt each other in turn.
+A caller is a client of the server. A call is one unit of the caller's work, such as an HTTP request with all
+its prompts and samples. A place allows one sample to run; there are `max_running` places.
 
-A caller is a client of the server, and a place allows one sample to run (there are `max_running`). Places and
-slots are shared between callers first, then between each caller's calls; in a step, the prompts of the caller
-with the least work come first.
+A call that is alone may use the whole engine, and calls that fit into one step are served in order of
+arrival. A call with more tokens than one step holds leaves most of each step to others. A call that holds
+more than its share of places or slots loses its youngest sample to a call that holds less than its share.
+Preemption raises a call at most to its share, and takes only the excess of another call, so two calls never
+preempt each other in turn.
+
+Places and slots are shared between callers first, then between each caller's calls. Within a step, the
+prompts of the caller with the least work come first.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ if TYPE_CHECKING:
     from logprobe.engine.plan.sample import Sample
 
 LARGE_PART: Final = 16
-"""Large calls get one in this many of a step's tokens and prompt rows while others run."""
+"""While other calls run, large calls get at most 1/LARGE_PART of a step's tokens and prompt rows."""
 PLACES_PART: Final = 8
-"""A caller or call with at most one in this many of the places is never preempted for its places."""
+"""A caller or call that holds at most 1/PLACES_PART of the places is never preempted for a place."""
 
 
 class StepShare:
@@ -52,7 +54,7 @@ class StepShare:
         return sample.call in self._large
 
     def in_turn(self, active: list[Sample]) -> list[Sample]:
-        """Return the samples in scheduling order: callers with less work first."""
+        """Return the samples in scheduling order: those of callers with less work first."""
         if len(self._caller_work) < 2:
             return active
         return sorted(active, key=lambda sample: self._caller_work[sample.caller])
@@ -60,7 +62,16 @@ class StepShare:
     def split(
         self, budget: int, samples: Iterable[Sample], wanted: Callable[[Sample], int]
     ) -> dict[bool, int]:
-        """Split a budget into {is_large: tokens}: large calls get up to their limit."""
+        """Split a step's budget of tokens or rows between large calls and the others.
+
+        Args:
+            budget: number of tokens or rows to divide.
+            samples: the samples to divide them between.
+            wanted: returns the number that a sample can use.
+
+        Returns:
+            {False: number for small calls, True: number for large calls}.
+        """
         large = 0
         if self._large:
             num_wanted = sum(wanted(sample) for sample in samples if self.is_large(sample))
@@ -69,12 +80,12 @@ class StepShare:
 
 
 class _Level(NamedTuple):
-    """Callers, or the calls of one caller, and the share of each."""
+    """One level of sharing: between callers, or between the calls of one caller."""
 
     name: Callable[[Sample], str]
-    num_samples: Mapping[str, int]  # unfinished samples by name
-    num_places: int
-    num_slots: int
+    num_samples: Mapping[str, int]  # unfinished samples by name of the caller or call
+    num_places: int  # share of each caller or call
+    num_slots: int  # share of each caller or call
 
 
 class FairShares:
@@ -103,7 +114,7 @@ class FairShares:
         self._by_call[sample.caller][sample.call] += 1
 
     def end(self, sample: Sample) -> None:
-        """Uncount a finished sample."""
+        """Remove a finished sample from the counts."""
         for counts, name in (
             (self._by_caller, sample.caller),
             (self._by_call[sample.caller], sample.call),
@@ -125,7 +136,10 @@ class FairShares:
         return _Level(attrgetter("call"), calls, places, whole.num_slots // len(calls))
 
     def next_in_line(self, waiting: Iterable[Sample], running: Sequence[Sample]) -> Sample | None:
-        """Return the next waiting sample to start; skips callers and calls that already have their share."""
+        """Return the next waiting sample to start, or None.
+
+        Passes over callers and calls that already hold their share of places if another does not.
+        """
         first = next((sample for sample in waiting if not sample.is_paused), None)
         if first is None or not self.is_shared:
             return first
@@ -149,13 +163,13 @@ class FairShares:
         return first
 
     def _next_of(self, first: Sample, waiting: Iterable[Sample], active: Iterable[Sample]) -> Sample:
-        """Return `first`, or the first sample of another call of its caller if its call has its share."""
+        """Return `first`, or, if its call holds its share, the first sample of another call of the caller."""
         line = (sample for sample in waiting if not sample.is_paused and sample.caller == first.caller)
         own = [sample for sample in active if sample.caller == first.caller]
         return _in_turn(first, line, own, self._calls(first.caller))
 
     def gives_place(self, running: Sequence[Sample], sample: Sample) -> Sample | None:
-        """Pick a preemption victim whose place the waiting `sample` takes; None: no preemption."""
+        """Pick a running sample whose place the waiting `sample` takes; None: preempt no sample."""
         if not self.is_shared:
             return None
         callers, calls = self._callers(), self._calls(sample.caller)
@@ -163,7 +177,7 @@ class FairShares:
         return _giver(active, sample, 1, ((callers, callers.num_places), (calls, calls.num_places)), _one)
 
     def gives_slots(self, running: Sequence[Sample], sample: Sample, need: int) -> Sample | None:
-        """Pick a preemption victim for a waiting `sample` that needs `need` slots; None: no preemption."""
+        """Pick a running sample to preempt for the `need` slots of a waiting `sample`; None: preempt none."""
         if not self.is_shared:
             return None
         callers, calls = self._callers(), self._calls(sample.caller)
@@ -171,7 +185,11 @@ class FairShares:
         return _giver(running, sample, need, shares, attrgetter("num_own_slots"))
 
     def gives_room(self, running: Sequence[Sample], touched: Collection[Sample]) -> Sample:
-        """Pick a preemption victim for a running sample: the youngest of the call with the most slots."""
+        """Pick a running sample to preempt when a running sample needs slots.
+
+        This is the youngest sample of the call with the most slots that is not in `touched` (samples with
+        work planned in this step), or simply the youngest sample if no call exceeds its share.
+        """
         if not self.is_shared:
             return running[-1]
         size, holders = attrgetter("num_own_slots"), running
@@ -189,12 +207,18 @@ class FairShares:
 
 
 def _places(total: int, parties: int) -> int:
-    """Return a fair share of the places, but at least `total // PLACES_PART`, to keep order of arrival."""
+    """Return the share of each of `parties` in `total` places: at least 1 and `total // PLACES_PART`.
+
+    The minimum keeps small calls in their order of arrival.
+    """
     return max(total // min(parties, PLACES_PART), 1)
 
 
 def _in_turn(first: Sample, line: Iterable[Sample], active: Sequence[Sample], level: _Level) -> Sample:
-    """Return `first`, or the first sample of a party below its share if `first`'s party has its own."""
+    """Return `first`, or the first sample in `line` whose party has less than its share.
+
+    The second applies if the party of `first` (its caller or call, as `level` says) has its share.
+    """
     held = Counter(map(level.name, active))
     waits = any(held[name] < min(level.num_places, count) for name, count in level.num_samples.items())
     if held[level.name(first)] < level.num_places or not waits:
@@ -209,7 +233,10 @@ def _giver(
     shares: Iterable[tuple[_Level, int]],
     size: Callable[[Sample], int],
 ) -> Sample | None:
-    """Pick the youngest sample of a party above its share if `sample`'s party stays within its own."""
+    """Pick the youngest sample of the largest party above its share; None if there is none.
+
+    A party is a caller or a call. The party of `sample` must stay within its own share with `need` more.
+    """
     for level, share in shares:
         own = sum(size(holder) for holder in holders if level.name(holder) == level.name(sample))
         most, largest = _largest(holders, level.name, size)
@@ -223,7 +250,7 @@ def _giver(
 def _largest(
     holders: Sequence[Sample], name: Callable[[Sample], str], size: Callable[[Sample], int]
 ) -> tuple[int, list[Sample]]:
-    """Return the size and samples of the party that holds most; the oldest on a tie."""
+    """Return the size and the samples of the party that holds most; of equal ones, the oldest."""
     held: Counter[str] = Counter()
     for holder in holders:
         held[name(holder)] += size(holder)

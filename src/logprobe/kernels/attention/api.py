@@ -1,7 +1,7 @@
-"""Attention of single query rows over the KV cache (CPU).
+"""Attention of single query tokens over the KV cache (CPU).
 
-Each row is one query token with its own context: the slots of all tokens that it attends to. Keys and values
-are read in place, without a gather or copy.
+Each row is one query token with its own context: the slots of all tokens that the token attends to. Keys and
+values are read in place, without a gather or copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NO_WINDOW = 1 << 30
 class RowPlan:
     """Query rows and their contexts: row i attends to `slots[begins[i] : begins[i] + lengths[i]]`."""
 
-    queries: Array  # (num_rows,) int32, index of the packed token
+    queries: Array  # (num_rows,) int32, index of the query token among the step's packed tokens
     begins: Array  # (num_rows,) int32, index into `slots`
     lengths: Array  # (num_rows,) int32
     slots: Array  # (sum of contexts,) int32
@@ -42,7 +42,11 @@ class RowPlanBuilder:
         self._num_slots = 0
 
     def add(self, first_row: int, start: int, slots: Array) -> None:
-        """Add positions [start, len(slots)) of a sequence; the first is row `first_row` of the step."""
+        """Add the tokens at positions [start, len(slots)) of a sequence.
+
+        `slots` are the slots of all its positions; the token at `start` is packed token `first_row` of the
+        step.
+        """
         for position in range(start, len(slots)):
             self._queries.append(first_row + position - start)
             self._begins.append(self._num_slots)
@@ -60,7 +64,7 @@ class RowPlanBuilder:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRule:
-    """Attention score parameters: scale, sliding window, soft cap and sinks."""
+    """Parameters of attention scores: scale, sliding window, soft cap and sinks."""
 
     scale: float
     window: int | None = None  # sliding window in tokens, including the token itself
@@ -77,14 +81,15 @@ class ScoreRule:
 def attend_rows(
     query: Tensor, keys: Tensor, values: Tensor, plan: RowPlan, out: Tensor, rule: ScoreRule
 ) -> None:
-    """Write each planned row's attention to `out`, on all threads.
+    """Write the attention output of each row in `plan` to `out`, using all threads.
 
     Args:
         query: (num_tokens, heads, key_dim) float32.
         keys: (num_slots, kv_heads, key_dim) float32, one layer's cache.
         values: (num_slots, kv_heads, value_dim) float32, one layer's cache.
-        plan: the rows and their context slots, oldest first; the last slot is the row's own token.
-        out: (num_tokens, heads, value_dim) float32, contiguous; only the planned rows are written.
+        plan: the rows and their context slots, in order of position; the last slot is that of the row's
+            token.
+        out: (num_tokens, heads, value_dim) float32, contiguous; only the rows in `plan` are written.
         rule: how scores are computed.
     """
     rows_stage(query.contiguous(), keys, values, plan, out, rule).run()
@@ -93,8 +98,8 @@ def attend_rows(
 def rows_stage(
     query: Tensor, keys: Tensor, values: Tensor, plan: RowPlan, out: Tensor, rule: ScoreRule
 ) -> Stage:
-    """Return the stage of `attend_rows`; `query` must be contiguous."""
-    # All heads of a slot are contiguous; they are split only if there are too few rows for all threads.
+    """Return a stage that does the same as `attend_rows`; `query` must be contiguous."""
+    # The heads of a slot are contiguous; they are split between items only if rows alone give too few items.
     parts = 1 if len(plan.queries) >= items_for_threads() else keys.shape[1]
     return Stage(
         "attend_rows",
@@ -112,7 +117,7 @@ def rows_stage(
 def attention_args(
     query: Tensor, keys: Tensor, values: Tensor, out: Tensor, rule: ScoreRule
 ) -> dict[str, Any]:
-    """Return the arguments that the kernels for rows and for chunks share."""
+    """Return the arguments that the kernels for rows and for chunks have in common."""
     return {
         "query": query,
         "keys": keys,

@@ -1,12 +1,12 @@
 """Attention of a prompt chunk over the KV cache, read in place (CPU).
 
-Vector lanes are query rows. Each work item is some panels of rows of one KV head. It processes the context
-one block of keys at a time: the scores of a block are laid out as (keys, rows), which is the panel layout
-that the product with the values needs. Earlier results are rescaled when a larger score appears
-(FlashAttention, Dao et al., 2022), so the scores of a whole context are never stored. Blocks start at
-multiples of BLOCK_KEYS from the start of the context, so a row's bits depend only on its own context, not on
-its chunk, and equal those of the row kernel. torch's fused attention uses another library for its products,
-which is slower on some processors (docs/dev/kernels.md).
+Each vector lane is one query row, and each work item is a few panels of rows for one KV head. An item
+processes the context one block of keys at a time. The scores of a block are laid out as (keys, rows), which
+is the panel layout that the product with the values needs. Earlier results are rescaled when a larger score
+appears (FlashAttention, Dao et al., 2022), so the scores of a whole context are never stored. Blocks start at
+multiples of BLOCK_KEYS from the start of the context, so a row's bits depend only on the row's own context,
+not on the chunk, and equal those of the row kernel. torch's fused attention is not used, because the library
+that it uses for products is slower on some processors (docs/dev/kernels.md).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ MAX_PANELS = 4  # panels of query rows that share one repacked block of keys
 def attend_chunk(
     query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, rule: ScoreRule, out: Tensor
 ) -> None:
-    """Write each query row's attention over the context that ends with its own position.
+    """Write the attention output of each query row, over the context up to the row's own position, to `out`.
 
     Args:
-        query: (num_rows, heads, key_dim) float32, the last num_rows positions of the context.
+        query: (num_rows, heads, key_dim) float32, for the last num_rows positions of the context.
         keys: (num_slots, kv_heads, key_dim) float32, one layer's cache, last dimension contiguous.
         values: (num_slots, kv_heads, value_dim) float32, one layer's cache, last dimension contiguous.
-        slots: (context,) int64, slots of the context, oldest first.
+        slots: (context,) int64, slots of the context, in order of position.
         rule: how scores are computed.
         out: (num_rows, heads, value_dim) float32, last dimension contiguous.
     """
@@ -58,6 +58,6 @@ def attend_chunk(
 
 
 def _item_lanes(num_lanes: int, num_heads: int) -> int:
-    """Return the query lanes per work item: at most MAX_PANELS panels, fewer if threads would be idle."""
+    """Return the number of query lanes per work item: MAX_PANELS panels, or fewer to keep threads busy."""
     num_panels = num_heads * -(-num_lanes // PANEL)
     return PANEL * max(1, min(MAX_PANELS, num_panels // items_for_threads()))

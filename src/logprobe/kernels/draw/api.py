@@ -1,8 +1,9 @@
 """Sample a token from each row of logits: temperature, top-k, top-p, min-p.
 
-A row is sampled by inverting its cumulative distribution, in order of token ids, at one uniform number. So
-the result depends only on the row and that number, not on other rows. Truncation is described by a
-cut: logit and id of the last token kept, in order of descending logit and ascending id.
+A row is sampled by inverting its cumulative distribution, in order of token ids, at one uniform random
+number. So the result depends only on the row and that number, not on other rows. Truncation keeps the first
+tokens in order of descending logit and, among equals, ascending id. The last token kept is called the cut; it
+is stored as its logit and id.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 def draw(logits: Tensor, params: DrawParams) -> Drawn:
     """Sample one token per row from (B, V) float32 logits.
 
-    On a GPU with Triton, rows without truncation are sampled there; other rows are copied to the host.
+    On a GPU with Triton, rows without truncation are sampled on the GPU; other rows are copied to the host.
     """
     if kernel_of(logits.device.type) == "triton":
         return _draw_on_gpu(logits, params)
@@ -58,7 +59,7 @@ def _draw_on_host(logits: Tensor, params: DrawParams) -> Drawn:
 
 
 def _draw_rows(logits: NDArray[np.float32], params: DrawParams, drawn: Drawn) -> None:
-    """Fill `drawn` from (B, V) float32 logits, in parallel by row."""
+    """Sample one token per row from (B, V) float32 logits with the native kernel, and write it to `drawn`."""
     Stage(
         "draw",
         "DrawArgs",
@@ -78,10 +79,16 @@ def _draw_rows(logits: NDArray[np.float32], params: DrawParams, drawn: Drawn) ->
 
 
 def truncated_(logits: Tensor, drawn: Drawn, rows: list[int], temperatures: FloatArray) -> Tensor:
-    """Convert logits, (len(rows), V), to those of the sampled distribution, in place.
+    """Convert logits to the logits that tokens were sampled from, in place; return them.
 
-    Tokens that the cut excludes get -inf. If the temperature is not 0, the maximum is subtracted from the
-    rest, which is then divided by the temperature.
+    Tokens that truncation excluded get -inf. If the temperature is not 0, the row's maximum is subtracted
+    from the other logits, which are then divided by the temperature.
+
+    Args:
+        logits: (len(rows), V) float32.
+        drawn: result of `draw` for the whole batch.
+        rows: for each row of `logits`, its index in the batch.
+        temperatures: (B,), for the whole batch.
     """
     ids = torch.arange(logits.shape[1], device=logits.device)
     for position, row in enumerate(rows):

@@ -13,7 +13,7 @@ FloatArray: TypeAlias = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class DrawParams:
-    """Sampling parameters of B rows, (B,) float32 each, except `uniforms`."""
+    """Sampling parameters of B rows; all arrays have shape (B,)."""
 
     temperatures: FloatArray  # 0: greedy
     top_ks: FloatArray  # 0: disabled
@@ -27,18 +27,18 @@ class DrawParams:
 
     @property
     def is_truncated(self) -> NDArray[np.bool_]:
-        """(B,) bool, True if top-k, top-p or min-p may exclude tokens of the row."""
+        """(B,) bool, True if top-k, top-p or min-p may exclude tokens in the row."""
         cuts = (self.top_ks > 0) | (self.top_ps < 1) | (self.min_ps > 0)
         return cuts & (self.temperatures > 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The sampled tokens, and the last token that truncation kept in each row."""
+    """The tokens sampled from B rows, and the last token that truncation kept in each row."""
 
     token_ids: NDArray[np.int32]  # (B,)
-    cut_logits: FloatArray  # (B,), smallest logit kept; -inf: nothing was cut
-    cut_ids: NDArray[np.int32]  # (B,), largest id kept among tokens whose logit equals cut_logits
+    cut_logits: FloatArray  # (B,), smallest logit that truncation kept; -inf: all tokens were kept
+    cut_ids: NDArray[np.int32]  # (B,), largest id kept among the tokens with that logit
     is_valid: NDArray[np.bool_]  # (B,), False: the row contains NaN or +inf, or only -inf
 
     @classmethod
@@ -52,6 +52,6 @@ class Drawn:
         )
 
     def put(self, rows: Any, drawn: Drawn) -> None:
-        """Copy `drawn` to `rows`: a slice, or an array of indices or of booleans."""
+        """Copy `drawn` to the given rows of this object: a slice, or an array of indices or of booleans."""
         for column in fields(self):
             getattr(self, column.name)[rows] = getattr(drawn, column.name)

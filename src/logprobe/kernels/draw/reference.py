@@ -1,4 +1,4 @@
-"""Sampling in plain torch, row by row: the reference for the kernels, and the fallback without them."""
+"""Sampling in plain torch, row by row: the reference for the kernels, and the fallback if there are none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def draw_reference(logits: Tensor, params: DrawParams) -> Drawn:
-    """Sample one token per row, like `draw`, with full sorts in float64."""
+    """Sample one token per row, as `draw` does, by sorting whole rows in float64."""
     drawn = Drawn.empty(len(logits))
     for row in range(len(logits)):
         values = logits[row].double()
@@ -37,7 +37,7 @@ def draw_reference(logits: Tensor, params: DrawParams) -> Drawn:
 
 
 def _num_kept(descending: Tensor, params: DrawParams, row: int) -> int:
-    """Return how many logits of a row, sorted in descending order, top-k, top-p and min-p keep."""
+    """Return how many tokens top-k, top-p and min-p keep; `descending` is the row's sorted logits."""
     weights = torch.exp((descending - descending[0]) / params.temperatures[row])
     count = len(weights)
     if params.top_ks[row] > 0:

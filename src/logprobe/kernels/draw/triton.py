@@ -1,7 +1,7 @@
 """Sampling on a GPU, in Triton: one program per row; only the results are copied to the host.
 
-Rows with truncation (top-k, top-p, min-p) are not supported. Sums are float64, block by block in order of
-token ids, so a row's result does not depend on other rows.
+Rows with truncation (top-k, top-p, min-p) are not supported. Sums are computed in float64, block by block in
+order of token ids, so a row's result does not depend on other rows.
 """
 
 from __future__ import annotations

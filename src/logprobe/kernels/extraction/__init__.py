@@ -1,1 +1,1 @@
-"""Extract log-normaliser, chosen token, rank, top-k, entropy and given ids from each row of logits."""
+"""Computes log-probabilities, ranks, top-k, entropy and other columns for each row of logits."""

@@ -1,6 +1,6 @@
-"""Extract log-normaliser, chosen logprob and rank, top-k, given ids and extra columns from rows of logits.
+"""Computes log-probabilities, ranks, top-k and extra columns from rows of logits.
 
-Requests are validated once, before anything is computed; kernels do not check them again. The device of the
+Arguments are validated once, before anything is computed; kernels do not check them again. The device of the
 logits selects the kernel.
 """
 
@@ -44,23 +44,25 @@ def extract(
     given_ids: GivenLike = None,
     **extras: bool,
 ) -> DeviceRows:
-    """Return the requested log-probabilities of each row of logits, in nats.
+    """Return log-probabilities and ranks for each row of logits, in nats.
 
-    Ranks are 1 + the number of strictly greater logits; top-k is descending, ties by ascending token id.
-    A row that contains NaN or +inf, or only -inf, has `is_valid` False, NaN for float columns and 0 for
-    ranks and top-k ids; other rows are not affected. A row's result never depends on other rows.
+    A rank is 1 + the number of strictly greater logits in the row. The top k are sorted by descending
+    log-probability, and by ascending token id among equals. A row that contains NaN or +inf, or only -inf,
+    has `is_valid` False, NaN in float columns, and 0 as ranks and top-k ids. A row's result never depends on
+    other rows.
 
     Args:
         logits: (B, V) float32, float16 or bfloat16, any strides.
-        chosen_ids: (B,) token ids, one per row, for column 0.
-        k: number of top log-probabilities: one number, or (B,) numbers, one per row; 0 is the chosen token
-            only, -1 the whole vocabulary, more than V gives V.
-        given_ids: token ids whose log-probability and rank to return: one 1-D array for all rows, or a
+        chosen_ids: (B,) token ids, one per row, reported in column 0.
+        k: number of most probable tokens to report: one number, or (B,) numbers, one per row. 0: the chosen
+            token only; -1 or more than V: the whole vocabulary.
+        given_ids: further token ids to report with log-probability and rank: a 1-D array for all rows, or a
             sequence of B arrays (or None), one per row.
-        **extras: extra columns to return, by name: `entropy=True`.
+        **extras: extra columns to compute, by name, such as `entropy=True`.
 
     Raises:
-        ParameterError: a wrong shape or dtype, an id outside the vocabulary, k < -1, or an unknown column.
+        ParameterError: an argument has a wrong shape or dtype, an id is outside the vocabulary, k < -1, or an
+            extra column is unknown.
     """
     return extract_checked(
         logits, check_requests(check_rows(logits), chosen_ids, k, given_ids=given_ids, **extras)
@@ -68,14 +70,17 @@ def extract(
 
 
 def extract_checked(logits: Tensor, requests: RowRequests) -> DeviceRows:
-    """Return the same as `extract` for validated requests."""
+    """Do the same as `extract`, with arguments that `check_requests` has validated."""
     output = allocate(requests, logits.device)
     fill(logits, requests, output)
     return output
 
 
 def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
-    """Write the results of `requests` for `logits` to `output`, with the kernel of the logits' device."""
+    """Compute what `requests` ask for from (B, V) logits, and write it to `output`.
+
+    Uses the kernel for the device of the logits.
+    """
     _kernel(logits.device.type).fill(logits, requests, output)
 
 
@@ -86,15 +91,15 @@ def _kernel(device_type: str) -> ModuleType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRequests:
-    """Validated requests of B rows."""
+    """What to compute for each of B rows of logits; validated."""
 
     vocab_size: int
     chosen_ids: Tensor  # (B,) int32
     num_logprobs: Tensor  # (B,) int32, each in [0, vocab_size]
     width: int  # columns of the rectangular output: max(num_logprobs) + 1
-    given_offsets: Tensor | None  # (B + 1,) int64 into given_ids; absolute, also in a slice of rows
-    given_ids: Tensor | None  # (N,) int32
-    extras: tuple[str, ...]  # of KERNEL_EXTRAS, in their order
+    given_offsets: Tensor | None  # (B + 1,) int64 into given_ids, which `rows` does not slice
+    given_ids: Tensor | None  # (N,) int32, the ids of all rows, concatenated
+    extras: tuple[str, ...]  # requested columns, in the order of KERNEL_EXTRAS
 
     def rows(self, start: int, stop: int) -> RowRequests:
         """Return the requests of rows [start, stop), as views."""
@@ -110,7 +115,7 @@ class RowRequests:
         )
 
     def of_tokens(self, chosen_ids: Tensor) -> RowRequests:
-        """Return the same requests with other chosen tokens, (B,) int32, valid ids of the vocabulary."""
+        """Return the same requests with other chosen tokens: (B,) int32 ids, which are not checked."""
         return replace(self, chosen_ids=chosen_ids)
 
     def to(self, device: torch.device) -> RowRequests:
@@ -129,7 +134,7 @@ class RowRequests:
 
 
 def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy `tensor` to `device`; from the host to a GPU asynchronously, through pinned memory."""
+    """Copy `tensor` to `device`; a copy from the host to a GPU is asynchronous, through pinned memory."""
     if tensor.device.type == "cpu" and device.type == "cuda" and tensor.numel():
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -139,7 +144,7 @@ def check_rows(rows: Tensor, parameter: str = "logits") -> tuple[int, int]:
     """Return the number of rows and the vocabulary size of a (B, V) tensor.
 
     Raises:
-        ParameterError: not a (B, V) tensor of float32, float16 or bfloat16 with V >= 1.
+        ParameterError: `rows` is not a (B, V) tensor of float32, float16 or bfloat16 with V >= 1.
     """
     if not isinstance(rows, Tensor):
         raise ParameterError(parameter, f"must be a torch tensor, not {type(rows).__name__}")
@@ -154,7 +159,7 @@ def check_ids(ids: object, vocab_size: int, parameter: str) -> NDArray[np.int32]
     """Return token ids of any shape as an int32 array on the host.
 
     Raises:
-        ParameterError: not integers, or an id outside the vocabulary.
+        ParameterError: the ids are not integers, or an id is outside the vocabulary.
     """
     array = _int_array(ids, parameter)
     # As unsigned numbers, negative ids are larger than any vocabulary.
@@ -172,10 +177,11 @@ def check_requests(
     given_ids: GivenLike = None,
     **extras: bool,
 ) -> RowRequests:
-    """Validate the arguments of `extract` for (B, V) logits; -1 and larger values of k become V.
+    """Validate the arguments of `extract` for logits of shape (B, V); k = -1 and k > V become V.
 
     Raises:
-        ParameterError: a wrong shape, an id outside the vocabulary, k < -1, or an unknown column.
+        ParameterError: an argument has a wrong shape or dtype, an id is outside the vocabulary, k < -1, or an
+            extra column is unknown.
     """
     num_rows, vocab_size = shape
     num_logprobs = _check_k(k, num_rows, vocab_size)
@@ -194,9 +200,9 @@ def check_requests(
 def allocate(
     requests: RowRequests, device: torch.device, *, dtype: torch.dtype = torch.float32
 ) -> DeviceRows:
-    """Allocate output rows for `requests`, uninitialised except extra columns.
+    """Allocate the output for `requests`, uninitialised except for the extra columns.
 
-    Extra columns are NaN, so that they stay NaN if a kernel does not support them.
+    Extra columns are filled with NaN, which remains if a kernel does not support a column.
     """
     num_rows = len(requests.chosen_ids)
     given = None

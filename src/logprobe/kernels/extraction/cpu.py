@@ -1,4 +1,4 @@
-"""Extraction on the CPU: one pass over each row, rows in parallel."""
+"""Extraction on the CPU: one pass over each row, with rows in parallel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
-    """Write the results of `requests` for `logits` (B, V) to `output`; all on the CPU."""
+    """Compute what `requests` ask for from (B, V) logits, and write it to `output`; all on the CPU."""
     logits = logits.detach()
     if logits.stride(1) != 1:
         logits = logits.contiguous()

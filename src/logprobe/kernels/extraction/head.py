@@ -1,4 +1,4 @@
-"""Run the output head and the extraction on chunks of rows, so that no (T, V) array is ever allocated."""
+"""Runs the output head and the extraction on chunks of rows, so that (T, V) logits are never allocated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 8 * 2**20
 MIN_CHUNK_ROWS = 32  # with fewer rows, the head's weights are read too often
 MAX_CHUNK_BYTES = 32 * 2**20
-GPU_CHUNK_BYTES = 128 * 2**20  # larger than on a CPU: fewer launches, and caches would not help
+GPU_CHUNK_BYTES = 128 * 2**20  # larger than on a CPU, to launch fewer kernels; caches would not help
 
 
 @torch.no_grad()
@@ -38,20 +38,22 @@ def head_extract(
     """Return `extract(head(hidden), ...)`, but hold only one chunk of logits at a time.
 
     Args:
-        hidden: (T, H) last hidden states.
-        head: (rows, H) -> (rows, V) logits, with the model's scale and soft-cap applied. If it has an
-            attribute `out_features`, like `nn.Linear`, the first chunk has full size; otherwise 32 rows.
+        hidden: (T, H) final hidden states.
+        head: computes (rows, V) logits from (rows, H) hidden states, including the model's scale and soft
+            cap. The first chunk has 32 rows if `chunk_rows` is None and `head` has no attribute
+            `out_features` (`nn.Linear` has one).
         chosen_ids: (T,) token ids, for column 0.
-        k: as in `extract`.
-        given_ids: as in `extract`.
-        chunk_rows: rows per chunk; by default 8 MiB of logits, but at least 32 rows if they fit in 32 MiB;
-            on a GPU 128 MiB.
-        transform: called with each chunk's logits and their slice of rows; returns (rows, V) logits that
-            replace them.
-        **extras: as in `extract`.
+        k: see `extract`.
+        given_ids: see `extract`.
+        chunk_rows: rows per chunk; None: see `default_chunk_rows`.
+        transform: called with each chunk's logits and the slice of its rows in `hidden`; returns (rows, V)
+            logits that are used instead.
+        **extras: see `extract`.
 
     Raises:
-        ParameterError: as `extract`; the errors of `head` and `transform` pass through.
+        ParameterError: an argument is invalid; see `extract`.
+
+    Errors raised by `head` and `transform` are not caught.
     """
     num_rows = _check_hidden(hidden)
     if chunk_rows is not None and chunk_rows < 1:
@@ -77,9 +79,11 @@ def head_extract(
 
 
 def default_chunk_rows(vocab_size: int | None, device_type: str = "cpu") -> int:
-    """Return the default rows per chunk: 8 MiB of float32 logits, at least 32 rows if they fit in 32 MiB.
+    """Return the default number of rows per chunk of float32 logits.
 
-    On a GPU 128 MiB; 32 rows if the vocabulary size is not known.
+    On a CPU, this is as many rows as fit in 8 MiB; if fewer than 32 fit, it is 32, or fewer so that the chunk
+    has at most 32 MiB. On a GPU, it is as many rows as fit in 128 MiB. The result is at least 1; without
+    `vocab_size` it is 32.
     """
     if vocab_size is None:
         return MIN_CHUNK_ROWS

@@ -27,7 +27,7 @@ def extract(
     dtype: torch.dtype = torch.float32,
     **extras: bool,
 ) -> DeviceRows:
-    """Return the same as `logprobe.kernels.extract`, computed and returned in `dtype`."""
+    """Do the same as `logprobe.kernels.extract`, but compute and return results in `dtype`."""
     requests = check_requests(check_rows(logits), chosen_ids, k, given_ids=given_ids, **extras)
     output = allocate(requests, logits.device, dtype=dtype)
     fill(logits, requests, output)
@@ -35,9 +35,10 @@ def extract(
 
 
 def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
-    """Write the results of `requests` for `logits` (B, V) to `output`, in the precision of its logprobs.
+    """Compute what `requests` ask for from (B, V) logits, and write it to `output`.
 
-    Logits on another device are copied to the host, and the results back.
+    Computes in the dtype of `output.logprobs`. Logits on another device are copied to the host, and the
+    results are copied back.
     """
     if logits.device.type != "cpu":
         host = allocate(requests, torch.device("cpu"), dtype=output.logprobs.dtype)
@@ -50,7 +51,7 @@ def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
 
 
 def _copy(source: DeviceRows, target: DeviceRows) -> None:
-    """Copy the arrays that `fill` writes, across devices."""
+    """Copy the arrays that `fill` writes from `source` to `target`, which may be on another device."""
     for name in ("token_ids", "logprobs", "ranks", "lse", "is_valid"):
         getattr(target, name).copy_(getattr(source, name))
     for name, column in source.extras.items():

@@ -1,4 +1,4 @@
-"""Extract top-k or given ids from rows of log-probabilities, as NumPy arrays or torch tensors."""
+"""Looks up the top k or given token ids in rows of log-probabilities (NumPy arrays or torch tensors)."""
 
 from __future__ import annotations
 
@@ -33,20 +33,23 @@ def extract_top_k_logprobs(
 def extract_top_k_logprobs(
     logprobs: Tensor | Array, k: int, *, logprobs_first: bool = False
 ) -> tuple[Tensor, Tensor] | tuple[Array, Array]:
-    """Return the k most probable ids and their log-probabilities, descending, ties by ascending id.
+    """Return the ids and log-probabilities of the k most probable tokens in each row.
+
+    Tokens are ordered by descending log-probability, and by ascending id among equals.
 
     Args:
-        logprobs: (B, V) or (V,), float64, float32, float16 or bfloat16, a torch tensor or NumPy array, nats;
-            not normalised again.
-        k: number of ids; -1 is the whole vocabulary, more than V gives V.
+        logprobs: (B, V) or (V,) log-probabilities in nats, a torch tensor or NumPy array of dtype float64,
+            float32, float16 or bfloat16; they are not normalised.
+        k: number of tokens; -1 or more than V means the whole vocabulary.
         logprobs_first: return the log-probabilities before the ids.
 
     Returns:
-        ids (B, k) int32 and log-probabilities (B, k), or (k,) each, with the array type and dtype of
-        `logprobs`; rows that contain NaN or +inf, or only -inf, have NaN and id 0.
+        Token ids, (B, k) int32, and log-probabilities, (B, k) in the dtype of `logprobs`; (k,) for a single
+        row. Both are torch tensors or NumPy arrays, like `logprobs`. Rows that contain NaN or +inf, or only
+        -inf, get id 0 and NaN.
 
     Raises:
-        ParameterError: a wrong shape or dtype, or k < -1.
+        ParameterError: `logprobs` has a wrong shape or dtype, or k < -1.
     """
     rows = _rows(logprobs)
     narrow = rows if rows.dtype in LOGITS_DTYPES else rows.float()
@@ -66,19 +69,21 @@ def extract_top_k_logprobs(
 def batch_logprobs_to_host(
     logprobs: Tensor | Array, token_ids: IdsLike
 ) -> tuple[NDArray[np.int32], NDArray[np.floating]]:
-    """Return the log-probabilities of given token ids as host arrays; only these are copied to the host.
+    """Return the log-probabilities of given token ids as NumPy arrays.
+
+    Only the values of these ids are copied from the device.
 
     Args:
-        logprobs: (B, V) or (V,), float64, float32, float16 or bfloat16, a torch tensor or NumPy array, nats,
-            on any device.
-        token_ids: (B, n) token ids, or (B,), one per row; (n,) for a single row (V,).
+        logprobs: (B, V) or (V,) log-probabilities in nats, a torch tensor on any device or a NumPy array, of
+            dtype float64, float32, float16 or bfloat16.
+        token_ids: (B, n) token ids, or (B,) for one id per row; (n,) if `logprobs` is a single row.
 
     Returns:
-        token_ids int32 and their log-probabilities, both of the shape of `token_ids`; float64 if `logprobs`
-        is float64, otherwise float32.
+        The token ids as int32, and their log-probabilities, both with the shape of `token_ids`. The
+        log-probabilities are float64 if `logprobs` is, otherwise float32.
 
     Raises:
-        ParameterError: a wrong shape or dtype, or an id outside the vocabulary.
+        ParameterError: an argument has a wrong shape or dtype, or an id is outside the vocabulary.
     """
     rows = _rows(logprobs)
     num_rows, vocab_size = rows.shape
@@ -94,10 +99,10 @@ def batch_logprobs_to_host(
 
 
 def extract_top_k_logprobs_rust(logprobs: Rows, k: int) -> tuple[Rows, Rows]:
-    """Return the same as `extract_top_k_logprobs`, with log-probabilities first (for compatibility).
+    """Do the same as `extract_top_k_logprobs` with `logprobs_first=True` (for compatibility).
 
     Raises:
-        ParameterError: as in `extract_top_k_logprobs`.
+        ParameterError: `logprobs` has a wrong shape or dtype, or k < -1.
     """
     values, ids = extract_top_k_logprobs(logprobs, k, logprobs_first=True)
     return values, ids
@@ -109,11 +114,12 @@ def batch_logprobs_to_cpu_rust(
     """Copy log-probabilities (nats) and their token ids to NumPy arrays.
 
     Args:
-        logprobs: any shape, a torch tensor or NumPy array, on any device; bfloat16 becomes float32.
-        token_ids: same shape as `logprobs`, or its leading dimensions.
+        logprobs: log-probabilities of any shape, a torch tensor on any device or a NumPy array; bfloat16 is
+            converted to float32.
+        token_ids: token ids, with the shape of `logprobs` or the leading dimensions of that shape.
 
     Raises:
-        ParameterError: the shape of `token_ids` is not a prefix of that of `logprobs`.
+        ParameterError: the shape of `token_ids` is not a prefix of the shape of `logprobs`.
     """
     if tuple(logprobs.shape[: token_ids.ndim]) != tuple(token_ids.shape):
         raise ParameterError(
@@ -126,7 +132,7 @@ def _rows(logprobs: object) -> Tensor:
     """Convert (B, V) or (V,) log-probabilities to a (B, V) tensor.
 
     Raises:
-        ParameterError: not an array of floats with one or two dimensions and V >= 1.
+        ParameterError: `logprobs` is not an array of floats with one or two dimensions and V >= 1.
     """
     if not isinstance(logprobs, Tensor | np.ndarray):
         raise ParameterError("logprobs", f"must be a torch or NumPy array, not {type(logprobs).__name__}")

@@ -1,14 +1,17 @@
 """Extraction on an NVIDIA GPU, in Triton: one read of the logits, no (B, V) temporary for k <= 128.
 
-1. `_split_kernel`, a program for each row and split of SPLIT ids: sums of the split, and the maximum of each
-   group of GROUP ids.
-2. `_merge_kernel`, a program for each row: merges the splits' sums.
-3. `_top_kernel`, a program for each row: the k groups with the greatest maxima hold the k greatest logits;
-   only their logits are sorted. For a greater k torch sorts whole rows of packed (value, id) pairs.
-4. `_given_kernel`, a program for each row and split: counts the logits greater than that of each given id.
+A split is a range of SPLIT token ids, a group one of GROUP ids.
 
-SPLIT is fixed, the sums do not depend on k, and nothing is summed across rows: a row has the same bits alone
-and in any batch. Triton's interpreter runs the same code, slowly, on the CPU.
+1. `_split_kernel` runs one program per row and split. It computes the sums over the split, and the maximum of
+   each group.
+2. `_merge_kernel` runs one program per row. It merges the sums of the splits.
+3. `_top_kernel` runs one program per row. The k groups with the greatest maxima contain the k greatest
+   logits, so only the logits of these groups are sorted. For k > 128, torch sorts whole rows of packed
+   (value, id) pairs.
+4. `_given_kernel` runs one program per row and split. For each given id it counts the greater logits.
+
+SPLIT is fixed, the sums do not depend on k, and nothing is summed across rows, so a row has the same bits
+alone and in any batch. Triton's interpreter runs the same code on the CPU, slowly.
 """
 
 from __future__ import annotations
@@ -29,21 +32,21 @@ if TYPE_CHECKING:
 
 SPLIT = 2048
 GROUP = 16
-# Variants of `_top_kernel`: largest k, a power of two -> ids per group. Larger groups mean fewer groups to
-# sort, smaller ones fewer logits.
+# Variants of `_top_kernel`: largest k (a power of two) -> ids per group. With larger groups there are fewer
+# groups to sort, and with smaller groups fewer logits.
 TOP_GROUPS = {32: 64, 128: 32}
 MAX_GROUPS = 2**14  # groups that `_top_kernel` can sort in registers
-MAX_TORCH_TOPK = 4096  # above, torch.topk sorts its k results more slowly than torch.sort the row
-PAIRS_BYTES = 128 * 2**20  # size of the pairs that torch sorts at once
+MAX_TORCH_TOPK = 4096  # for a larger k, torch.topk is slower than torch.sort of the whole row
+PAIRS_BYTES = 128 * 2**20  # maximum size of the pairs that torch sorts at once
 NOTHING = tl.constexpr(-(2**63))  # below every packed pair
 LOW_BITS = tl.constexpr(2**31 - 1)
 
 
 def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
-    """Write the results of `requests` for `logits` (B, V) to `output`, on the device of the logits.
+    """Compute what `requests` ask for from (B, V) logits, and write it to `output`, all on one device.
 
-    The host never waits for the device. With requests on the device and no given ids, a CUDA graph can
-    capture it.
+    The host never waits for the device. A CUDA graph can capture this call if the requests are on the device
+    and have no given ids.
     """
     num_rows, vocab_size = logits.shape
     if num_rows == 0:
@@ -90,7 +93,10 @@ def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
 
 
 def aligned(logits: Tensor) -> Tensor:
-    """Return the logits aligned like contiguous ones; otherwise Triton loads no vectors and sums differ."""
+    """Return the logits with the alignment of a contiguous tensor, copied if necessary.
+
+    With another alignment, Triton would load single values instead of vectors, and sums would differ.
+    """
     is_aligned = logits.stride(0) % 16 == 0 and logits.data_ptr() % 16 == 0
     if logits.stride(1) == 1 and is_aligned == (logits.shape[1] % 16 == 0):
         return logits
@@ -146,7 +152,7 @@ def _sort_rows(logits: Tensor, num_top: int, lses: Tensor, output: DeviceRows) -
 
 @triton.jit
 def _pack(values: tl.tensor, ids: tl.tensor) -> tl.tensor:
-    """Pack (value, id) into an int64, greater for a greater value, and for a lower id among equals."""
+    """Pack (value, id) into an int64 that is greater for a greater value or, among equals, a lower id."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0
     ascending = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
     return (ascending << 32) | (LOW_BITS - ids.to(tl.int64))
@@ -154,7 +160,11 @@ def _pack(values: tl.tensor, ids: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _second(values: tl.tensor, highest: tl.tensor, seconds: tl.tensor) -> tl.tensor:
-    """Return the second largest of `values`, whose largest is `highest`, and `seconds`; count duplicates."""
+    """Return the second largest number in a row, from the two largest numbers in each part of the row.
+
+    `values` has the largest of each part, `seconds` the second largest, and `highest` is the largest of all.
+    If the largest occurs twice, it is also the second largest.
+    """
     is_highest = values == highest
     others = tl.max(tl.where(is_highest, seconds, values))
     return tl.where(tl.sum(is_highest.to(tl.int32)) > 1, highest, others)
@@ -171,7 +181,11 @@ def _split_kernel(
     group: tl.constexpr,
     split: tl.constexpr,
 ) -> None:
-    """Compute per split: largest and second largest value, sums of e**d (d = value - largest), rank count."""
+    """Compute the results of one split of a row.
+
+    These are the largest and the second largest value; with d = value - largest, the sums of e**d, d * e**d
+    and (d - mean)**2 * e**d; and the number of values above the chosen token's.
+    """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     num_splits = tl.num_programs(1)
@@ -275,7 +289,7 @@ def _top_kernel(
     part: tl.constexpr,
     groups: tl.constexpr,
 ) -> None:
-    """Select the `top` groups with the largest maxima (first among equals), then their largest logits."""
+    """Write the largest logits of a row, found in the `top` groups with the largest maxima."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * row_stride
     parts: tl.constexpr = group // part
@@ -327,7 +341,10 @@ def _given_kernel(
     ranks: tl.tensor,
     split: tl.constexpr,
 ) -> None:
-    """Add each split's count to the ranks, which start at 0; integer sums do not depend on their order."""
+    """Add this split's counts of greater logits to the ranks of the given ids, which start at 0.
+
+    Programs add in any order, which does not change integer sums.
+    """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     base = logits + row * row_stride

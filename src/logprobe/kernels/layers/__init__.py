@@ -1,5 +1,5 @@
 """CPU kernels of a decoder layer: matrix products, norms, rotary embedding, KV cache stores.
 
-`forms` (or `models.gguf.blocks`) packs weights into the panels that `layout` defines; `panels` multiplies by
-them.
+`layout` defines how weights are packed into panels, `forms` (or `models.gguf.blocks`) packs them, and
+`panels` computes products with them.
 """

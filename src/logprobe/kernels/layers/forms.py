@@ -1,6 +1,6 @@
-"""Pack weights into panels, and unpack them row by row (the reference for the kernels' conversions).
+"""Packs weights into panels, and unpacks them row by row (the reference for the kernels' conversions).
 
-`layout` defines the memory layouts.
+`layout` defines the memory layout of each weight format ("form").
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
-PIECE_NUMBERS = 1 << 20  # elements checked at a time, so that they stay in the cache
-STEP = 32  # inputs are padded to a multiple of this: a block of any form
+PIECE_NUMBERS = 1 << 20  # number of weights that are checked at a time, so that they stay in the cache
+STEP = 32  # the number of inputs is padded to a multiple of this, which is a multiple of every form's block
 
 
 @dataclass(frozen=True, eq=False)
 class PanelWeights:
-    """Weights of one linear layer as panels of outputs; last panel and inputs are padded with zeros."""
+    """Weights of a linear layer as panels of PANEL outputs; outputs and inputs are padded with zeros."""
 
     form: Form
     num_outputs: int
@@ -52,12 +52,12 @@ class PanelWeights:
 
     @cached_property
     def panel_bytes(self) -> int:
-        """Bytes of one panel."""
+        """Size of one panel, in bytes."""
         return self.form.panel_bytes(self.padded_inputs)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all panels."""
+        """Size of all panels, in bytes."""
         return -(-self.num_outputs // PANEL) * self.panel_bytes
 
     def with_bias(self, bias: torch.Tensor) -> PanelWeights:
@@ -65,13 +65,13 @@ class PanelWeights:
         return replace(self, bias=bias.detach())
 
     def rows(self, outputs: NDArray[np.integer]) -> NDArray[np.float32]:
-        """Return the weights of some outputs, (len(outputs), inputs)."""
+        """Return the weights of the given outputs, (len(outputs), inputs) float32."""
         data = self.data.numpy().reshape(-1, self.panel_bytes)
         rows: NDArray[np.float32] = _READERS[self.form.name](data, *np.divmod(outputs, PANEL))
         return rows[:, : self.num_inputs]
 
     def halves(self) -> tuple[PanelWeights, PanelWeights] | None:
-        """Return both halves of the outputs, sharing memory; None if the cut is not between panels."""
+        """Return the first and the second half of the outputs as views; None if a panel would be split."""
         half, rest = divmod(self.num_outputs, 2)
         if rest or half % PANEL:
             return None
@@ -84,7 +84,10 @@ class PanelWeights:
         return first, second
 
     def joined(self, others: list[PanelWeights]) -> PanelWeights | None:
-        """Concatenate the outputs of several layers; None if form, inputs or whole panels do not match."""
+        """Return one layer with the outputs of this layer and `others`.
+
+        None if forms or numbers of inputs differ, or if any layer but the last has a partly filled panel.
+        """
         parts = [self, *others]
         are_whole = all(part.num_outputs % PANEL == 0 for part in parts[:-1])
         if not are_whole or len({(part.form.name, part.num_inputs) for part in parts}) > 1:
@@ -102,7 +105,7 @@ def _bias_of(part: PanelWeights) -> torch.Tensor:
 
 
 def _end_to_end(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate bytes, without a copy if they are contiguous in one storage."""
+    """Concatenate arrays of bytes, without a copy if they follow one another in the same storage."""
     first, places = parts[0], [part.data_ptr() for part in parts]
     ends = [part.data_ptr() + len(part) for part in parts]
     if places[1:] != ends[:-1] or len({part.untyped_storage().data_ptr() for part in parts}) > 1:
@@ -111,7 +114,7 @@ def _end_to_end(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def pack_floats(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PanelWeights:
-    """Pack an (outputs, inputs) matrix in the smallest float form that represents every weight exactly."""
+    """Pack an (outputs, inputs) matrix in the smallest float form that represents all weights exactly."""
     weight = weight.detach()
     form, dtype = _narrowest(weight)
     num_outputs, width = weight.shape
@@ -143,19 +146,21 @@ def _narrowest(weight: torch.Tensor) -> tuple[Form, torch.dtype]:
 
 
 def empty_panels(form: Form, num_outputs: int, num_inputs: int) -> PanelWeights:
-    """Allocate zeroed panels of a quantised form, for `fill_blocks`."""
+    """Allocate zeroed panels of a quantised form, for `fill_blocks` to write to."""
     shape = PanelWeights(form, num_outputs, num_inputs, torch.empty(0, dtype=torch.uint8))
     return replace(shape, data=_on_lines(shape.num_bytes))
 
 
 def fill_blocks(panels: PanelWeights, start: int, header: Array, groups: Array) -> None:
-    """Write consecutive outputs to panels.
+    """Write the quantised weights of consecutive outputs to panels.
 
     Args:
         panels: result of `empty_panels`.
-        start: the first output, a multiple of PANEL.
-        header: (outputs, blocks, 1 or 2) of float16 or float32: scales, and summands of int4 forms.
-        groups: (outputs, blocks, inputs of a block) int8, or (outputs, blocks, 4) uint32, each eight int4.
+        start: index of the first output, a multiple of PANEL.
+        header: (outputs, blocks, 1 or 2) float16 or float32: the scale of each block and, for int4 forms, the
+            summand.
+        groups: (outputs, blocks, inputs of a block) int8; or (outputs, blocks, 4) uint32, each of which holds
+            eight int4 numbers.
     """
     blocks = panels.data.numpy().reshape(
         -1, panels.padded_inputs // panels.form.inputs, panels.form.block_bytes
@@ -166,7 +171,7 @@ def fill_blocks(panels: PanelWeights, start: int, header: Array, groups: Array) 
 
 
 def _fill_lanes(target: Array, values: Array) -> None:
-    """Write (outputs, blocks, n) values to `target`, the bytes of (panels, blocks, n · PANEL) values."""
+    """Write (outputs, blocks, n) values to panels; `target` is their (panels, blocks, bytes) memory."""
     num_whole, num_left = divmod(len(values), PANEL)
     lanes = target.view(values.dtype)
     lanes = np.lib.stride_tricks.as_strided(
@@ -181,7 +186,7 @@ def _fill_lanes(target: Array, values: Array) -> None:
 
 
 def _on_lines(size: int) -> torch.Tensor:
-    """Allocate zeroed bytes aligned to a cache line, without touching them."""
+    """Allocate zeroed bytes aligned to a cache line, whose pages are not mapped before their first use."""
     memory = np.zeros(size + LINE, np.uint8)
     start = -memory.ctypes.data % LINE
     return torch.from_numpy(memory[start : start + size])

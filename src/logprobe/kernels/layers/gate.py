@@ -1,7 +1,8 @@
 """Gated activation of an MLP as a separate kernel (CPU).
 
-Used if LoRA products are added to gates and values first, or if their weight formats differ; otherwise
-`panels.Finish` applies the activation. Both run the same code and give the same bits.
+This kernel is used if LoRA products must first be added to gates or values, or if the weight formats of gates
+and values differ. Otherwise the kernel for matrix products applies the activation (`panels.Finish`). Both run
+the same code and give the same bits.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ def gate_stage(gates: Tensor, values: Tensor | None, out: Tensor, activation: st
 
     Args:
         gates: (M, width) float32, each row contiguous.
-        values: same shape as `gates`, each row contiguous; must not overlap `out`; None: activation(gates).
-        out: same shape as `gates`, each row contiguous; may be `gates` itself.
+        values: (M, width) float32, each row contiguous; must not overlap `out`. None: write
+            activation(gates).
+        out: (M, width) float32, each row contiguous; may be `gates` itself.
         activation: one of ACTIVATIONS except "none".
     """
     assert activation != "none"

@@ -1,7 +1,8 @@
 """Memory layout of weight panels for each weight format ("form").
 
-A panel holds PANEL outputs, input-major, so that the weights of one input are contiguous and load as vectors.
-Its inputs are divided into blocks (quantised blocks have their own scales) of groups of GROUP inputs:
+A panel holds the weights of PANEL outputs. The weights of one input are contiguous, so that they load as
+vectors. Inputs are divided into blocks (each quantised block has its own scales), and blocks into groups of
+GROUP inputs:
 
 ============  =====  ==================================  ============================================
 form          block  a block's header                    a group
@@ -25,8 +26,8 @@ from logprobe.kernels.processor import FLOAT
 LAYOUT = 1  # version of this layout; stored panels of other versions are not read
 PANEL = 48
 GROUP = 8
-RUN = 16  # inputs that are summed separately, because a sum's rounding error grows with its length
-TILE_ROWS = 8  # row blocks are multiples of this
+RUN = 16  # this many inputs are summed separately, because a sum's rounding error grows with its length
+TILE_ROWS = 8  # the number of rows in a row block is a multiple of this
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +35,17 @@ class Form:
     """The weight format of a panel."""
 
     name: str
-    inputs: int  # per block
-    header: int  # bytes of a block's scales and summands
-    group: int  # bytes per group
+    inputs: int  # number of inputs per block
+    header: int  # size of a block's scales and summands, in bytes
+    group: int  # size of a group, in bytes
 
     @property
     def block_bytes(self) -> int:
-        """Bytes per block of one panel."""
+        """Size of one block in a panel, in bytes."""
         return self.header + self.inputs // GROUP * self.group
 
     def panel_bytes(self, num_inputs: int) -> int:
-        """Return the bytes of a panel with `num_inputs` inputs, a multiple of the block's inputs."""
+        """Return the size in bytes of a panel; `num_inputs` must be a multiple of `inputs`."""
         return num_inputs // self.inputs * self.block_bytes
 
 

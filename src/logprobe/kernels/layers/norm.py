@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm of rows (CPU), with optional residual, in one kernel."""
+"""RMSNorm and LayerNorm of rows, and an optional residual addition, in one kernel (CPU)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from logprobe.kernels.stages import Stage, block_rows
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_ROWS = 16  # per work item
-ROWS_FOR_THREADS = 64  # below this, waking threads takes longer than they save
+MAX_ROWS = 16  # maximum rows per work item
+ROWS_FOR_THREADS = 64  # with fewer rows, one thread is faster than several
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -42,11 +42,11 @@ def norm_stage(
     Args:
         x: (num_rows, parts · width) float32, each row contiguous.
         weight: (width,) float32.
-        out: same shape as x, each row contiguous; may be x itself.
+        out: (num_rows, parts · width) float32, each row contiguous; may be `x` itself.
         epsilon: added to the mean square, or to the variance.
-        residual: added to the result; same strides as `out`, may be `out` itself.
-        bias: (width,) float32, added after the weight; only for LayerNorm.
-        is_centred: subtract the mean first (LayerNorm).
+        residual: added to the result; has the shape and strides of `out`, and may be `out` itself.
+        bias: (width,) float32, added after multiplying by the weight; only for LayerNorm.
+        is_centred: True: LayerNorm, which first subtracts the mean; False: RMSNorm.
     """
     width, num_rows = len(weight), len(x)
     parts = x.shape[1] // width

@@ -1,10 +1,12 @@
-"""Linear layers on weights in the format of the checkpoint (CPU); all rows of a step share one read of them.
+"""Matrix products with weights in the number format of the checkpoint (CPU).
 
-Each output is a float32 sum over pieces of the inputs in order, and each piece is a sum over runs of RUN
-inputs, for any number of rows. So the bits of a row depend neither on the other rows, nor on the number of
-threads, nor on the format of its weights. With few rows, weights are converted to float32 in registers; with
-more, piece by piece into the L1 cache, for all rows to read. Many rows are split into blocks, and each thread
-stays on its own block while it has work.
+All rows of a step share one read of the weights.
+
+Each output is a float32 sum over pieces of the inputs, in order, and the sum over a piece is split into runs
+of RUN inputs; this does not depend on the number of rows. So the bits of a row depend neither on the other
+rows, nor on the number of threads, nor on the weight format. With few rows, weights are converted to float32
+in registers. With more rows, a piece of the weights at a time is converted into the L1 cache, where all rows
+read it. Many rows are split into blocks, and each thread works on one block for as long as possible.
 """
 
 from __future__ import annotations
@@ -22,17 +24,17 @@ if TYPE_CHECKING:
     from logprobe.kernels.layers.forms import PanelWeights
 
 FEWEST_ITEMS = 32  # minimum work items of a layer, if it has enough panels
-BLOCK_ROWS = (64, 256)  # minimum and maximum rows that share one conversion of a panel's piece
-BLOCK_FLOATS = 1 << 19  # maximum floats of a block beyond the minimum rows, so that it stays in a cache
+BLOCK_ROWS = (64, 256)  # minimum and maximum number of rows in a block
+BLOCK_FLOATS = 1 << 19  # maximum rows times inputs of a block above the minimum, to keep it in a cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """Operations on the products before they are written (epilogue)."""
+    """Operations on a product before it is written (epilogue)."""
 
-    residual: Tensor | None = None  # (M, outputs) float32 to add; may be the output itself
-    values: PanelWeights | None = None  # weights of a second product u: activation(g) · u, g is the first
-    activation: str = "none"  # without `values`, applied to the product itself
+    residual: Tensor | None = None  # (M, outputs) float32, added to the result; may be the output itself
+    values: PanelWeights | None = None  # the result is activation(product) · (product with these weights)
+    activation: str = "none"  # applied to the product; without `values`, this is the result
     factor: float = 1.0  # multiplies the result before the residual is added
 
 
@@ -40,13 +42,13 @@ PLAIN = Finish()
 
 
 def panel_stage(x: Tensor, weights: PanelWeights, out: Tensor, finish: Finish = PLAIN) -> Stage:
-    """Return the stage that writes `x` times the weights, plus bias, to `out`.
+    """Return the stage that writes the product of `x` and the weights, plus bias, to `out`, after `finish`.
 
     Args:
         x: (M, inputs) float32, each row contiguous.
-        weights: (outputs, inputs).
+        weights: packed weights, (outputs, inputs).
         out: (M, outputs) float32, each row contiguous; may be part of a wider array.
-        finish: gate, factor and residual.
+        finish: operations on the product before it is written.
     """
     values, residual = finish.values, finish.residual
     assert values is None or finish.activation != "none"
@@ -80,7 +82,7 @@ def panel_stage(x: Tensor, weights: PanelWeights, out: Tensor, finish: Finish = 
 
 
 def _num_blocks(num_rows: int, num_inputs: int, items: int) -> int:
-    """Return the number of row blocks: few (each converts the panels again), but enough for all threads."""
+    """Return the number of row blocks: few, because each converts all panels, but enough for all threads."""
     least, most = BLOCK_ROWS
     if num_rows <= least:
         return 1
@@ -91,5 +93,5 @@ def _num_blocks(num_rows: int, num_inputs: int, items: int) -> int:
 
 
 def rows_of_blocks(num_rows: int, num_blocks: int) -> int:
-    """Return the rows of every block except the last, a multiple of TILE_ROWS."""
+    """Return the number of rows in every block except the last; it is a multiple of TILE_ROWS."""
     return -(-num_rows // (num_blocks * TILE_ROWS)) * TILE_ROWS

@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys, and the KV cache store of keys and values, in one pass (CPU)."""
+"""Rotary embedding of queries and keys, and storing keys and values in the KV cache, in one kernel (CPU)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from logprobe.kernels.stages import Stage, block_rows
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_ROWS = 16  # per work item
-ROWS_FOR_THREADS = 64  # below this, waking threads takes longer than they save
+MAX_ROWS = 16  # maximum rows per work item
+ROWS_FOR_THREADS = 64  # with fewer rows, one thread is faster than several
 
 
 @dataclass(frozen=True, slots=True)
 class Projections:
-    """Queries, keys and values of one layer's packed tokens, float32; each head is contiguous."""
+    """Queries, keys and values of a step's packed tokens in one layer, float32; each head is contiguous."""
 
     query: Tensor  # (num_tokens, heads, key_dim)
     key: Tensor  # (num_tokens, kv_heads, key_dim)
@@ -30,15 +30,18 @@ def rotate_and_store(
     pool: tuple[Tensor, Tensor],
     slots: Tensor,
 ) -> Tensor:
-    """Apply rotary embedding (Su et al. 2021, paired halves as in Llama); store keys and values in the cache.
+    """Rotate queries and keys by their positions (Su et al. 2021), and store keys and values in the cache.
+
+    As in Llama, dimension i of the first half of the rotated dimensions and dimension i of the second half
+    form a pair.
 
     Args:
         projections: the layer's queries, keys and values.
-        cosines: (num_tokens, rotary_dim) float32; the second half repeats the first. The first rotary_dim
-            dimensions of each head are rotated, 0 <= rotary_dim <= key_dim.
-        sines: same shape and layout as `cosines`.
-        pool: keys (num_slots, kv_heads, key_dim) and values (num_slots, kv_heads, value_dim), float32;
-            token i is written to row `slots[i]`.
+        cosines: (num_tokens, rotary_dim) float32; the second half of each row repeats the first. The first
+            rotary_dim dimensions of each head are rotated, 0 <= rotary_dim <= key_dim.
+        sines: (num_tokens, rotary_dim) float32, laid out like `cosines`.
+        pool: the cache: keys (num_slots, kv_heads, key_dim) and values (num_slots, kv_heads, value_dim),
+            float32; token i is written to row `slots[i]`.
         slots: (num_tokens,) int64, distinct.
 
     Returns:
@@ -60,7 +63,7 @@ def rotary_stage(
     is_paired: bool = False,
     query_scales: Tensor | None = None,
 ) -> Stage:
-    """Return the stage of `rotate_and_store`, which writes the rotated queries to `out`.
+    """Return a stage that does the same as `rotate_and_store` and writes the rotated queries to `out`.
 
     Args:
         projections: see `rotate_and_store`.
@@ -69,8 +72,8 @@ def rotary_stage(
         slots: see `rotate_and_store`.
         out: (num_tokens, heads, key_dim) float32, contiguous.
         is_paired: rotate adjacent pairs (0, 1), (2, 3), ... as in GPT-J. Pair i uses column i of the cosines
-            and sines, whose layout stays the same.
-        query_scales: (num_tokens,) float32, factors of the rotated queries.
+            and sines, whose layout does not change.
+        query_scales: (num_tokens,) float32, by which the rotated queries are multiplied; None: not at all.
     """
     query, key, value = projections.query, projections.key, projections.value
     (cosines, sines), (keys, values) = rotary, pool

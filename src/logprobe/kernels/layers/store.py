@@ -1,4 +1,4 @@
-"""Store a layer's packed keys and values in their KV cache slots (CPU), both in one kernel."""
+"""Stores a layer's keys and values in their KV cache slots, in one kernel (CPU)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from logprobe.kernels.stages import Stage, block_rows
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_ROWS = 64  # per work item
+MAX_ROWS = 64  # maximum rows per work item
 
 
 def store_rows(key: Tensor, key_pool: Tensor, value: Tensor, value_pool: Tensor, slots: Tensor) -> None:

@@ -1,11 +1,12 @@
 """Attention over a paged cache of keys and values, for decode steps and prompt chunks alike.
 
 A tile holds the query heads that share a key/value head, for one or several tokens of a text. The keys of a
-text are split by position into segments of SEGMENT keys; each segment has its own online softmax (Dao et al.
+text are split by position into segments of SEGMENT keys. Each segment has its own online softmax (Dao et al.
 2022), and the segments of a row are merged in order, as in flash decoding. A decode step has too few tiles to
-fill a GPU, so each segment runs as a separate program and a second kernel merges them; for a prompt chunk one
-program does both. Tensor cores add over the keys in an order that does not depend on the shape of a tile, so
-both give the same bits. Operands are float32, multiplied as three TF32 products.
+fill a GPU, so each segment runs as a separate program and a second kernel merges the results; for a prompt
+chunk, one program does all of this. Tensor cores add over the keys in an order that does not depend on the
+shape of a tile, so both cases give the same bits. Operands are float32; each product is computed as three
+TF32 products.
 """
 
 from __future__ import annotations
@@ -25,28 +26,28 @@ if TYPE_CHECKING:
 
     from logprobe.kernels.attention.api import ScoreRule
 
-SEGMENT: Final = 256  # keys
+SEGMENT: Final = 256  # number of keys in a segment
 NO_WINDOW: Final = 1 << 30
 DECODE_ROWS: Final = 16  # rows of a tile: tokens times query heads per key/value head
 CHUNK_ROWS: Final = 32
-MAX_PARTIAL_BYTES: Final = 1 << 30  # partial results of segments
+MAX_PARTIAL_BYTES: Final = 1 << 30  # maximum size of the partial results of segments
 NUM_WARPS: Final = 4
 DECODE_STAGES: Final = 3  # keys and values of the next blocks are read ahead
 CHUNK_STAGES: Final = 1
-SUMS: Final = tl.constexpr(16)  # minimum columns of a product
+SUMS: Final = tl.constexpr(16)  # minimum number of columns in a `tl.dot`
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Query tokens, grouped into tiles of consecutive tokens of one text."""
+    """Query tokens, grouped into tiles; a tile holds consecutive tokens of one text."""
 
     tokens: Tensor  # (tiles,) int32, row of the first token in the step
     counts: Tensor  # (tiles,) int32, number of tokens
     begins: Tensor  # (tiles,) int32, start of the context in `slots`
     lengths: Tensor  # (tiles,) int32, number of keys that the first token attends to
-    slots: Tensor  # int32, concatenated contexts
-    max_tokens: int  # maximum tokens per tile
-    num_segments: int  # segments of the longest context, one program each; 0: one program for all segments
+    slots: Tensor  # int32, slots of all contexts, concatenated
+    max_tokens: int  # maximum number of tokens per tile
+    num_segments: int  # segments in the longest context, one program each; 0: one program for all segments
 
 
 def tile_tokens(heads: int, kv_heads: int, *, is_decode: bool) -> int:
@@ -67,7 +68,8 @@ def attend(query: Tensor, pool: tuple[Tensor, Tensor], tiles: Tiles, rule: Score
         pool: keys and values, (num_slots, kv_heads, head_dim) float32 or bfloat16.
         tiles: the tokens and their contexts.
         rule: scale, window and soft cap of the scores.
-        out: (num_pieces, tokens, heads * head_dim) bfloat16, contiguous; other rows are not changed.
+        out: (num_pieces, tokens, heads * head_dim) bfloat16, contiguous; rows of other tokens are not
+            changed.
     """
     keys, values = pool
     num_tiles = len(tiles.tokens)
@@ -139,7 +141,10 @@ def _merge(
     greatest: tl.tensor, total: tl.tensor, rows: tl.tensor, own_greatest: tl.tensor, own_total: tl.tensor,
     own_rows: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """Add a segment to those before it: greatest score, sum of exponentials, and sum of weighted values."""
+    """Merge the results of a segment (`own_...`) into those of the segments before it.
+
+    Each result is the greatest score, the sum of exponentials, and the sum of weighted values, per row.
+    """
     highest = tl.maximum(greatest, own_greatest)
     reference = tl.where(highest == float("-inf"), 0.0, highest)
     factor = tl.exp(greatest - reference)

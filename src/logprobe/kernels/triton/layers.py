@@ -1,4 +1,4 @@
-"""Triton kernels for norms, rotary embedding with KV cache store, and gated activations."""
+"""Triton kernels for norms, rotary embedding, storing keys and values, and gated activations."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ def norm(
     out: Tensor,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Normalise each part of some rows by RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016).
+    """Write RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) of each part of each row to `out`.
 
     Args:
         x: (rows, parts * width) float32, each row contiguous.
-        weight: (width,) float32; None: no norm, `out` gets the pieces of `x`.
+        weight: (width,) float32; None: do not normalise.
         bias: (width,) float32, only for LayerNorm.
         epsilon: added to the mean square or the variance.
-        is_centred: subtract the mean (LayerNorm).
-        out: (rows, parts * width) float32, each row contiguous, which may be `x`; or
-            (num_pieces, rows, width) bfloat16 for the pieces of the result.
-        residual: added to the result; same shape as `out`, may be `out` itself.
+        is_centred: True: LayerNorm, which first subtracts the mean; False: RMSNorm.
+        out: (rows, parts * width) float32, each row contiguous, may be `x` itself; or (num_pieces, rows,
+            width) bfloat16, to write the result as pieces (then there is one part).
+        residual: (rows, parts * width) float32, added to the result; may be `out` itself.
+
+    Returns:
+        `out`.
     """
     width = x.shape[1] if weight is None else len(weight)
     num_pieces = len(out) if out.dtype == torch.bfloat16 else 0
@@ -119,18 +122,19 @@ def rotate_and_store(
     is_paired: bool = False,
     query_scales: Tensor | None = None,
 ) -> None:
-    """Rotate queries and keys by their positions (Su et al. 2021); store keys and values in their slots.
+    """Rotate queries and keys by their positions (Su et al. 2021), and store keys and values in their slots.
 
     Args:
         projected: (rows, queries + keys + values) float32, each row contiguous.
-        offsets: of the first query, key and value in a row.
-        head_stride: elements between consecutive heads.
+        offsets: offsets of the first query, key and value in a row.
+        head_stride: number of elements from one head to the next.
         rotary: cosines and sines, (rows, pairs) float32, contiguous; None: no rotation.
         pool: keys and values, (num_slots, kv_heads, head_dim) float32 or bfloat16.
-        slots: (rows,) int32; -1: padding row, which is not stored.
+        slots: (rows,) int32; rows with slot -1 are padding and are not stored.
         query: (rows, heads, head_dim) float32, filled with the rotated queries.
-        is_paired: rotate adjacent pairs, as in GPT-J, instead of the two halves, as in Llama.
-        query_scales: (rows,) float32, multiplied with the rotated queries.
+        is_paired: a pair is two adjacent dimensions, as in GPT-J; False: dimension i of the first half and
+            dimension i of the second, as in Llama.
+        query_scales: (rows,) float32, by which the rotated queries are multiplied; None: not at all.
     """
     keys, values = pool
     num_rows, heads, head_dim = query.shape
@@ -225,10 +229,10 @@ GATE_BLOCK = 1024
 
 
 def gate(x: Tensor, activation: str, out: Tensor, *, has_values: bool) -> Tensor:
-    """Fill `out` with the pieces of activation(gates) * values, or of activation(gates).
+    """Write activation(gates) * values, or activation(gates), to `out` as pieces; return `out`.
 
     Args:
-        x: (rows, width), or (rows, 2 * width) with the values after the gates; float32, contiguous.
+        x: (rows, width) gates, or (rows, 2 * width) gates followed by values; float32, contiguous.
         activation: one of ACTIVATIONS.
         out: (num_pieces, rows, width) bfloat16, contiguous.
         has_values: True if `x` contains values.
@@ -251,7 +255,7 @@ def gate(x: Tensor, activation: str, out: Tensor, *, has_values: bool) -> Tensor
 
 @triton.jit
 def tanh(x: tl.tensor) -> tl.tensor:
-    """Return the hyperbolic tangent; near 0 by its series, where the quotient would lose precision."""
+    """Return the hyperbolic tangent; near 0 its series is used, because the quotient loses precision."""
     square = x * x
     series = x * (
         1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835))))

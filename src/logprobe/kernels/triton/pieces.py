@@ -1,8 +1,9 @@
-"""Float32 numbers as sums of bfloat16 numbers, which tensor cores multiply exactly.
+"""Float32 numbers as sums of bfloat16 numbers ("pieces"), which tensor cores multiply exactly.
 
-A float32 number has 24 significant bits and a bfloat16 number 8, so three pieces hold it exactly: the nearest
-bfloat16 number, that of the remainder, and what is left. An activation is stored as its pieces,
-(num_pieces, rows, width) bfloat16; one piece alone is plain bfloat16 arithmetic.
+A float32 number has 24 significant bits and a bfloat16 number has 8, so three pieces represent a float32
+number exactly: the nearest bfloat16 number, the bfloat16 number nearest to the remainder, and the rest.
+Activations are stored as pieces, (num_pieces, rows, width) bfloat16. With a single piece, arithmetic is plain
+bfloat16.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import triton.language as tl
 if TYPE_CHECKING:
     from torch import Tensor
 
-NUM_PIECES: Final = {"bf16x3": 3, "bf16": 1}  # by arithmetic
+NUM_PIECES: Final = {"bf16x3": 3, "bf16": 1}  # by name of the arithmetic
 IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
@@ -30,13 +31,13 @@ def split(x: Tensor, num_pieces: int) -> Tensor:
 
 
 def join(pieces: Tensor) -> Tensor:
-    """Return the float32 numbers that pieces, (num_pieces, rows, width) bfloat16, add up to."""
+    """Return the float32 sums of pieces, (num_pieces, rows, width) bfloat16, with shape (rows, width)."""
     return pieces.double().sum(0).float()
 
 
 @triton.jit
 def multiply(a: tl.tensor, b: tl.tensor, total: tl.tensor) -> tl.tensor:
-    """Add the product of two bfloat16 tiles to a float32 tile (Triton's interpreter has no bfloat16)."""
+    """Return `total` plus the product of two bfloat16 tiles (float32 in Triton's interpreter)."""
     if IS_INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     return tl.dot(a, b, total)
@@ -51,7 +52,7 @@ def store_pieces(
     stride: tl.tensor,
     num_pieces: tl.constexpr,
 ) -> None:
-    """Store the pieces of float32 numbers at the offsets of each piece, `stride` numbers apart."""
+    """Store float32 numbers `x` as pieces at `offsets`; consecutive pieces are `stride` elements apart."""
     for piece in tl.static_range(num_pieces):
         part = x.to(tl.bfloat16)
         tl.store(out + piece * tl.cast(stride, tl.int64) + offsets, part, mask=mask)

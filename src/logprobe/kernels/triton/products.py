@@ -1,14 +1,14 @@
 """Products of activations with weights on tensor cores, accurate to float32.
 
-Activations come as bfloat16 pieces (`pieces`). Weights keep the dtype of the checkpoint: bfloat16 weights are
-one piece, float16 and float32 weights are split into two and three pieces in registers, so a step reads no
-more bytes than the checkpoint has. Tensor cores round their own float32 sums toward zero, so only the
-products of BLOCK_INPUTS inputs are summed there; these partial sums are added by ordinary float32 additions.
+Activations are passed as bfloat16 pieces (`pieces`). Weights keep the dtype of the checkpoint, so a step
+reads no more bytes than the checkpoint has. A bfloat16 weight is one piece; float16 and float32 weights are
+split in registers, into two and three pieces. Tensor cores round their float32 sums toward zero, so they only
+sum the products of BLOCK_INPUTS inputs; ordinary float32 additions add these partial sums.
 
-A matrix with few outputs is also split along its inputs (split-K), so that all multiprocessors have work. For
-few rows each split runs as a separate program, and `_sum_kernel` adds their results; for many rows one
-program computes all splits. The number of splits depends only on the shape of the matrix, so the order of all
-sums, and with it the bits of a row, is the same in any batch.
+A matrix with few outputs is also split along its inputs (split-K), so that all multiprocessors have work.
+With few rows, each split runs as a separate program, and `_sum_kernel` adds the results; with many rows, one
+program computes all splits. The number of splits depends only on the shape of the matrix. So the order of all
+sums, and hence the bits of a row, is the same in any batch.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 BLOCK_INPUTS: Final = 64
 WEIGHT_PIECES: Final = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
-ENOUGH_TILES: Final = 128  # about one for each multiprocessor of an H100
+ENOUGH_TILES: Final = 128  # about one per multiprocessor of an H100
 MAX_SPLITS: Final = 8
-MIN_SPLIT_STEPS: Final = 4  # of BLOCK_INPUTS inputs
+MIN_SPLIT_STEPS: Final = 4  # minimum length of a split, in steps of BLOCK_INPUTS inputs
 SUM_BLOCK: Final = 1024
 
 
@@ -48,9 +48,10 @@ def linear(
         x: (num_pieces, rows, inputs) bfloat16, contiguous: the pieces of float32 activations.
         weight: (outputs, inputs) bfloat16, float16 or float32, contiguous.
         bias: (outputs,) float32.
-        out: (rows, outputs) float32, each row contiguous; may be the residual.
-        residual: (rows, outputs) float32, each row contiguous.
-        factor: multiplies the product and its bias.
+        out: (rows, outputs) float32, each row contiguous, to write the result to; may be `residual`. None:
+            allocate it.
+        residual: (rows, outputs) float32, each row contiguous; None: add nothing.
+        factor: multiplies the sum of product and bias.
     """
     num_pieces, num_rows, num_inputs = x.shape
     num_outputs = len(weight)
@@ -107,7 +108,7 @@ def linear(
 
 
 def num_splits(num_outputs: int, num_inputs: int) -> int:
-    """Return the number of splits of a matrix along its inputs (split-K)."""
+    """Return into how many parts a matrix of this shape is split along its inputs (split-K)."""
     splits, tiles, steps = 1, triton.cdiv(num_outputs, 64), triton.cdiv(num_inputs, BLOCK_INPUTS)
     while splits < MAX_SPLITS and tiles * splits <= ENOUGH_TILES and steps >= 2 * splits * MIN_SPLIT_STEPS:
         splits *= 2
@@ -115,7 +116,7 @@ def num_splits(num_outputs: int, num_inputs: int) -> int:
 
 
 def _tile(num_rows: int, num_outputs: int) -> dict[str, int]:
-    """Return the sizes of a tile; none of them changes the order of a sum."""
+    """Return the launch parameters of a tile by name; none of them affects the order of sums."""
     block_rows = min(64, max(16, triton.next_power_of_2(num_rows)))
     row_tiles = triton.cdiv(num_rows, block_rows)
     if block_rows == 64 and row_tiles * triton.cdiv(num_outputs, 256) >= ENOUGH_TILES // 2:
@@ -130,7 +131,7 @@ def _tile(num_rows: int, num_outputs: int) -> dict[str, int]:
 
 
 def _num_stages(tile: dict[str, int], item_bytes: int, num_pieces: int, device: torch.device) -> int:
-    """Return the number of pipeline stages: the tile's, or fewer if the shared memory holds fewer."""
+    """Return the number of pipeline stages: `tile["num_stages"]`, or fewer if shared memory is too small."""
     rows_bytes = 2 * num_pieces * tile["block_rows"]
     stage_bytes = BLOCK_INPUTS * (item_bytes * tile["block_outputs"] + rows_bytes)
     return max(1, min(tile["num_stages"], _shared_bytes(device) // stage_bytes))
@@ -147,7 +148,7 @@ def _finish(
     total: tl.tensor, bias: tl.tensor, residual: tl.tensor, outputs: tl.tensor, is_output: tl.tensor,
     places: tl.tensor, mask: tl.tensor, factor: tl.tensor, has_bias: tl.constexpr, has_residual: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Apply bias, factor and residual to sums of some rows, (rows, outputs)."""
+    """Return `(total + bias) * factor + residual` for a tile of sums, (rows, outputs)."""
     if has_bias:
         total += tl.load(bias + outputs, mask=is_output, other=0.0)[None, :]
     total *= factor

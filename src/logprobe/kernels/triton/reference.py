@@ -1,4 +1,4 @@
-"""Reference implementations of the Triton kernels in PyTorch, float64: slow and simple, for any device."""
+"""Reference implementations of the Triton kernels in PyTorch, in float64: slow, simple, for any device."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, factor: float = 1.0
 ) -> Tensor:
-    """Compute `products.linear` for (rows, inputs) float32 activations."""
+    """Do the same as `products.linear`, for (rows, inputs) float32 activations instead of pieces."""
     out = x.double() @ weight.double().T
     out = (out if bias is None else out + bias.double()) * factor
     return out if residual is None else out + residual.double()
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, *, is_centred: bool) -> Tensor:
-    """Compute `layers.norm` without a residual."""
+    """Do the same as `layers.norm` without a residual; return float64."""
     parts = x.double().view(len(x), -1, len(weight))
     if is_centred:
         parts = parts - parts.mean(-1, keepdim=True)
@@ -44,7 +44,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, *, is_c
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor, *, is_paired: bool) -> Tensor:
-    """Compute the rotation of `layers.rotate_and_store`, (rows, heads, head_dim)."""
+    """Rotate queries or keys, (rows, heads, head_dim), as `layers.rotate_and_store` does."""
     pairs = cosines.shape[1]
     x, (cosines, sines) = x.double(), (part.double()[:, None] for part in (cosines, sines))
     rotated, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
@@ -58,7 +58,7 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor, *, is_paired: bool) -> Ten
 
 
 def gate(x: Tensor, activation: str, *, has_values: bool) -> Tensor:
-    """Compute `layers.gate`."""
+    """Return activation(gates) * values, or activation(gates), as `layers.gate` does."""
     gates = x.double()
     if not has_values:
         return _ACTIVATIONS[activation](gates)
@@ -67,7 +67,10 @@ def gate(x: Tensor, activation: str, *, has_values: bool) -> Tensor:
 
 
 def attend(query: Tensor, pool: tuple[Tensor, Tensor], tiles: Tiles, rule: ScoreRule) -> Tensor:
-    """Compute `attention.attend`, (tokens, heads * head_dim)."""
+    """Return the attention output of `attention.attend`, (tokens, heads * head_dim) float64.
+
+    Rows of tokens that are not in `tiles` are 0.
+    """
     keys, values = pool
     group = query.shape[1] // keys.shape[1]
     out = torch.zeros_like(query, dtype=torch.float64)

@@ -1,6 +1,6 @@
-"""Validates requests on behalf of an engine process: its limits, and the processors' arguments.
+"""Validates requests for an engine process: lengths, token ids, and arguments of logits processors.
 
-Engine processes do not validate admitted requests again.
+Engine processes do not validate the requests again.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class Admission:
-    """Validates requests as an engine in this process would; thread-safe."""
+    """Validates requests in the same way as an engine in this process; thread-safe."""
 
     def __init__(self, config: EngineConfig, capabilities: Capabilities, model: ModelFacts) -> None:
         self._capabilities = capabilities
         self._stages = Stages.build(config, model)
         self._codec: Codec[Any] = Codec(Submit)
-        self._crossing: SamplingParams | None = None  # last params that decoded, often shared
+        self._crossing: SamplingParams | None = None  # params checked last; many requests share theirs
 
     def admit(self, request: Request) -> Admitted:
         """Validate a request.
@@ -45,7 +45,7 @@ class Admission:
         return admitted
 
     def _check_crosses(self, admitted: Admitted) -> None:
-        """Decode a request as an engine process will; reject it here if that fails."""
+        """Encode and decode a request, and reject it if an engine process could not decode it."""
         params = admitted.request.params
         try:
             data = self._codec.encode(Submit((admitted,)))
@@ -60,7 +60,7 @@ class Admission:
 
 
 def _at_fault(params: SamplingParams) -> str | None:
-    """Return the first field that cannot be serialized and decoded."""
+    """Return the name of the first field that cannot be encoded and decoded; None if there is none."""
     kinds = get_type_hints(SamplingParams)
     for field in fields(params):
         codec: Codec[Any] = Codec(kinds[field.name])
@@ -72,10 +72,11 @@ def _at_fault(params: SamplingParams) -> str | None:
 
 
 def processor_names(processors: tuple[str | type, ...] | list[str | type]) -> tuple[str, ...]:
-    """Return processors as names that another process can import.
+    """Return the names by which another process can import the processors.
 
     Raises:
-        ParameterError: a processor cannot be imported there, or its results would not be accessible here.
+        ParameterError: another process cannot import a processor, or a processor collects results, which
+            would stay in that process.
     """
     from logprobe.processors.builtin.capture import CaptureLogitsProcessor, GlobalLogprobsCapture
 

@@ -1,7 +1,8 @@
 """Main program of an engine process: receives commands from its parent, runs the engine, and reports.
 
-`Replica` starts it with the socket folder, its end of the lifeline, and the file for shared rows. It exits on
-`Stop` or when its parent is gone, and ignores terminal signals, which the parent handles.
+`Replica` starts the process with three arguments: the folder of the sockets, the file descriptor of a socket
+that is closed when the parent exits (the lifeline), and the file descriptor of the file for shared rows. The
+process exits on `Stop` or when its parent is gone. It ignores terminal signals, which the parent handles.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ logger = logging.getLogger("logprobe")
 
 
 def main() -> None:
-    """Run until the parent sends `Stop` or is gone."""
+    """Run until the parent sends `Stop` or exits."""
     folder, lifeline, rows = Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3])
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -58,10 +59,10 @@ def main() -> None:
 
 
 def _end_with_front(passing: set[Path], lifeline: socket.socket, front: int) -> None:
-    """Wait until the front closes its end of the lifeline or has exited; then end this process.
+    """Wait until the parent exits, then delete the temporary folders in `passing` and end this process.
 
-    The check of the parent's pid covers a fork of the front that holds the lifeline open. Removes the
-    temporary folders in `passing`.
+    The parent, process `front`, has exited if its end of the lifeline is closed, or if this process has
+    another parent; the second test is needed because a fork of the parent may keep the lifeline open.
     """
     while os.getppid() == front:
         if wait([lifeline], CHECK_FRONT_S) and not lifeline.recv(1):
@@ -72,7 +73,7 @@ def _end_with_front(passing: set[Path], lifeline: socket.socket, front: int) -> 
 
 
 class Child:
-    """One engine behind a channel."""
+    """An engine in this process that receives commands and sends reports through a channel."""
 
     _parts: NativeParts
     _thread: EngineThread
@@ -83,7 +84,7 @@ class Child:
         self._pulsing = threading.Lock()  # held from reading the statistics of a heartbeat until it is sent
 
     def run(self) -> None:
-        """Start the engine and serve until `Stop`."""
+        """Start the engine, and serve until a `Stop` message arrives."""
         from logprobe.engine.backends.process.orders import Ready, Start, Stop, Stopped
 
         start = self._channel.receive()
@@ -130,10 +131,12 @@ class Child:
                 pulsed_at = time.monotonic()
 
     def _receive(self) -> Order | None:
-        """Return the next command, or None; requests that cannot be decoded fail.
+        """Wait for the next command; return None if none arrives in `PULSE_S` seconds.
+
+        Requests that cannot be decoded fail, and None is returned.
 
         Raises:
-            UnreadableError: a message that cannot be decoded, other than requests.
+            UnreadableError: a message other than `Submit` cannot be decoded.
         """
         from logprobe.engine.backends.process.orders import request_ids
         from logprobe.transport.codec import UnreadableError
@@ -149,9 +152,9 @@ class Child:
             return None
 
     def _send_pulse(self, beside: Sequence[Report] = ()) -> None:
-        """Send statistics, followed by the reports that they count, as one message.
+        """Send a heartbeat with statistics, followed by the reports in `beside`, as one message.
 
-        Called from two threads; the lock keeps an older snapshot from being sent after a newer one.
+        Called on two threads; the lock prevents older statistics from being sent after newer ones.
         """
         from logprobe.engine.backends.process.orders import Pulse
 
@@ -174,7 +177,10 @@ class Child:
                 self._thread.send(order)  # type: ignore[arg-type]  # never `Start` or `Stop`
 
     def _taken_in(self, requests: Iterable[Admitted]) -> list[Admitted]:
-        """Convert the processor arguments of admitted requests to this process's objects; fail the others."""
+        """Parse the processor arguments of requests, and return the requests with the parsed arguments.
+
+        Requests for which this fails end with an error.
+        """
         from msgspec.structs import replace
 
         from logprobe.transport.messages import Failure
@@ -206,7 +212,7 @@ class Child:
         self._channel.send([answer])
 
     def _take_weights(self, order: TakeWeights) -> None:
-        """Queue the switch to prepared weights, after all requests that came before the command."""
+        """Queue the switch to prepared weights behind the requests that arrived before the command."""
         from logprobe.engine.backends.process.orders import Answer
         from logprobe.errors import EngineError
 
@@ -251,11 +257,11 @@ class Child:
 
 
 def _check_model(model: str, expected: str) -> None:
-    """Check before loading that the checkpoint is unchanged, so that other weights do not enter the caches.
+    """Check that the checkpoint has the expected version, before its weights are loaded and cached.
 
     Raises:
-        EngineUnavailableError: its weights differ from those that the engine was started with.
-        ModelError: it cannot be found.
+        EngineUnavailableError: the weights differ from those that the engine was started with.
+        ModelError: the model cannot be found.
     """
     from logprobe.engine.backends.process.orders import changed_model
     from logprobe.errors import EngineUnavailableError

@@ -1,6 +1,6 @@
-"""`ProcessEngine`: runs the native engine in one or several other processes.
+"""`ProcessEngine`: runs the native engine in one or several engine processes.
 
-Each process is a `Replica` behind a channel and runs its own requests; requests are validated here.
+A `Replica` represents each process, which runs its own requests. Requests are validated in this process.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class ProcessEngine:
         self._open(config, text, ready)
 
     def _open(self, config: EngineConfig, text: TextEdge, ready: Ready) -> None:
-        """Set capabilities and admission from the properties that a process reported."""
+        """Set the capabilities and the admission of requests, from what a process has reported."""
         own = ready.capabilities
         self._capabilities = replace(own, num_processes=config.data_parallel)
         facts = ModelFacts(
@@ -112,7 +112,7 @@ class ProcessEngine:
         self._admission = Admission(resolved, own, facts)
 
     def start(self, publish: Callable[[Iterable[Event]], None], end: Callable[[LogprobeError], None]) -> None:
-        """Publish events of requests with `publish`; `end` gets the reason for the stop."""
+        """Call `publish` with the events of requests from now on, and `end` once on `close`."""
         self._publish, self._end = publish, end
 
     def admit(self, request: Request) -> Admitted:
@@ -124,7 +124,7 @@ class ProcessEngine:
         return self._admission.admit(request)
 
     def send(self, command: Command) -> None:
-        """Send a command to the processes concerned."""
+        """Send a command to every process, or to the one that runs the command's request."""
         match command:
             case Submit(requests):
                 self._submit(requests)
@@ -164,12 +164,12 @@ class ProcessEngine:
         return any(replica.num_queued_tokens for replica in self._replicas)
 
     def ask(self, command: Asked) -> Layout | None:
-        """Execute a command in every process, or in none.
+        """Execute a command in every process; a load that fails in one process is undone in all.
 
         Raises:
             ModelError: the weights cannot be read, or do not fit the model.
-            EngineError: a process exited before its answer, or the weights cannot be copied.
-            EngineClosedError: the engine was closed before the answer.
+            EngineError: a process exited before it answered, or the weights cannot be copied.
+            EngineClosedError: the engine was closed before all processes had answered.
         """
         match command:
             case LoadLora():
@@ -181,7 +181,7 @@ class ProcessEngine:
         return None
 
     def _load_lora(self, command: LoadLora) -> None:
-        """Load a copy of a folder's files, so that processes that start later load the same ones."""
+        """Load LoRA weights from a copy of their folder, so that processes started later load the same."""
         check_files(command.name, Path(command.path))
         with copying():
             copy = TemporaryDirectory(prefix="logprobe-lora-")
@@ -198,7 +198,7 @@ class ProcessEngine:
             raise
 
     def _remove(self, copy: TemporaryDirectory[str]) -> None:
-        """Remove a LoRA copy, or defer it to `close` while a process that may need it is starting."""
+        """Delete the copy of a LoRA folder; if a process is starting, which may need it, wait for `close`."""
         if all(replica.is_up for replica in self._replicas):
             copy.cleanup()
         else:
@@ -249,15 +249,15 @@ class ProcessEngine:
             replica.send(order)
 
     def capabilities(self) -> Capabilities:
-        """Return the capabilities with the initial weights; slots and rows are those of each replica."""
+        """Return the capabilities of the engine with its initial weights; limits are per process."""
         return self._capabilities
 
     def stats(self) -> EngineStats:
-        """Aggregate the statistics of the latest heartbeats of all processes."""
+        """Return the sum of the statistics in the latest heartbeat of each process."""
         return EngineStats.of_replicas({replica.name: replica.stats() for replica in self._replicas})
 
     def stalled_s(self, request_ids: Collection[str] = ()) -> float:
-        """See `Core.stalled_s`; if no process accepts requests, return how long that has lasted, s."""
+        """See `Front.stalled_s`; if no process accepts requests, return for how many seconds none has."""
         up = [replica for replica in self._replicas if replica.is_up]
         if not up:
             return min(replica.down_s() for replica in self._replicas)
@@ -270,10 +270,10 @@ class ProcessEngine:
         self._end(EngineClosedError("the engine was closed before this request ended"))
 
     def _starting(self, replica: Replica) -> Start:
-        """Return the first message to a process that starts; forget its cached prefixes.
+        """Return the first message for a process that starts, and forget which prefixes it had cached.
 
         Raises:
-            EngineUnavailableError: the files of the replaced weights have changed.
+            EngineUnavailableError: the files that weights were loaded from with `load_weights` have changed.
         """
         if replica in self._replicas:
             with self._is_routing:
@@ -284,10 +284,10 @@ class ProcessEngine:
         return Start(self._settings, loads, self._weight_version)
 
     def _accept(self, ready: Ready) -> None:
-        """Check that a process has loaded the same weights as the others and as before.
+        """Check that a process has loaded the same weights as the first process.
 
         Raises:
-            EngineUnavailableError: it has loaded other weights.
+            EngineUnavailableError: the process has loaded other weights.
         """
         loaded = ready.capabilities.weight_version
         with self._accepting:
@@ -304,7 +304,7 @@ class ProcessEngine:
             )
 
     def _take(self, events: Iterable[Event]) -> None:
-        """Publish the events of a replica; no replica has events before `start`."""
+        """Publish events from a replica; there are none before `start` sets `_publish`."""
         self._publish(events)
 
     def _close_replicas(self) -> None:
@@ -322,7 +322,7 @@ class ProcessEngine:
         atexit.unregister(self._close_replicas)
 
     def _drop_ready(self) -> None:
-        """Release the folder of prepared weights that will not be used."""
+        """Discard prepared weights that will not be used, and delete their temporary folder, if any."""
         if self._ready is not None:
             self._ready[2].close()
             self._ready = None
@@ -330,14 +330,14 @@ class ProcessEngine:
 
 @dataclass(frozen=True)
 class FileStats:
-    """Sizes and times of the weight files of a folder, which show whether a file has changed."""
+    """Sizes and modification times of the weight files in a folder, to detect changes."""
 
     folder: Path
-    stats: Mapping[str, tuple[int, int]]  # by name: bytes, modified (ns)
+    stats: Mapping[str, tuple[int, int]]  # by file name: size in bytes, modification time in ns
 
     @classmethod
     def of(cls, folder: str | Path) -> Self:
-        """Read the stats of a folder; skip files that cannot be read."""
+        """Read the sizes and times of a folder's safetensors files; skip files that cannot be read."""
         stats = {}
         for file in Path(folder).glob("*.safetensors"):
             with suppress(OSError):  # loading the weights reports it
@@ -346,7 +346,7 @@ class FileStats:
         return cls(Path(folder), stats)
 
     def changed(self) -> str:
-        """Return a message that names a changed file; empty if none has changed."""
+        """Return `<file> has changed` for the first changed file, or an empty string."""
         now = FileStats.of(self.folder).stats
         names = sorted(name for name in {*now, *self.stats} if now.get(name) != self.stats.get(name))
         return f"{self.folder / names[0]} has changed" if names else ""
@@ -354,7 +354,7 @@ class FileStats:
 
 @contextmanager
 def copying() -> Iterator[None]:
-    """Convert an `OSError` of copying weights in the block to `EngineError`."""
+    """Convert an `OSError` raised in the `with` block, which copies weights, to `EngineError`."""
     try:
         yield
     except OSError as error:

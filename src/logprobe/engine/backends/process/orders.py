@@ -1,6 +1,7 @@
-"""Messages to and from an engine process, in addition to `transport.messages`: start, health, answers.
+"""Messages between `Replica`, in the parent process, and `child`, in the engine process.
 
-`Replica` uses them on the parent side, `child` on the engine side.
+They cover start and stop, heartbeats, and answers to commands; requests and events are in
+`transport.messages`.
 """
 
 from __future__ import annotations
@@ -16,27 +17,27 @@ from logprobe.transport.messages import Asked, Command, Delta, Failure, LoadLora
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """Load the model and serve; the first message."""
+    """Tells a process to load the model and serve; always the first message."""
 
     settings: dict[str, Any]  # fields of `EngineConfig`
-    loads: list[LoadLora | LoadWeights]  # load before serving; `LoadWeights` also replaces the weights
+    loads: list[LoadLora | LoadWeights]  # weights to load before serving; `LoadWeights` are put into use
     weight_version: str | None = None  # required version of the checkpoint; None at the first start
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
-    """Finish the step in progress, then exit."""
+    """Tells a process to finish the step in progress and exit."""
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The engine accepts requests."""
+    """Reports that the model is loaded and the engine accepts requests."""
 
     capabilities: Capabilities
     eos_token_ids: list[int]
-    kv_bytes: int  # size of its KV cache
+    kv_bytes: int  # size of the engine's KV cache
 
 
 class Stopped(msgspec.Struct, tag=True, frozen=True):
-    """The engine could not start or cannot continue."""
+    """Reports that the engine could not start or cannot continue."""
 
     error: LogprobeError
 
@@ -58,11 +59,17 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
 
 Order: TypeAlias = Start | Stop | Command | Asked
 Report: TypeAlias = Delta | Failure | Ready | Stopped | Pulse | Answer
-"""Sent in lists: the events of one step are one message."""
+"""Reports are sent in lists; the events of a step form one message."""
 
 
 def changed_model(model: str, expected: str | None, found: str | None) -> str:
-    """Format the error for a checkpoint that changed after the engine was started."""
+    """Return the error message for a checkpoint that has changed since the engine was started.
+
+    Args:
+        model: name or path of the model.
+        expected: version of the weights that the engine was started with.
+        found: version of the weights that are there now.
+    """
     return (
         f"model: the weights of {model} are {found}, but the engine was started with {expected}; "
         "restore the files, or create a new engine"
@@ -82,7 +89,7 @@ class _Submit(msgspec.Struct, tag="Submit"):
 
 
 def request_ids(message: bytes) -> list[str]:
-    """Extract the request ids of a `Submit` that cannot be decoded fully; empty for other messages."""
+    """Return the request ids in an encoded `Submit` that cannot be decoded; empty for other messages."""
     try:
         submit = msgspec.msgpack.decode(message, type=_Submit)
     except msgspec.DecodeError:

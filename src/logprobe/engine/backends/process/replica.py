@@ -1,6 +1,6 @@
-"""`Replica`: starts and monitors an engine process, and restarts it when it dies.
+"""`Replica`: starts and monitors an engine process, and restarts it when it exits.
 
-`ProcessEngine` calls it from any thread; each replica has a thread that monitors its process.
+`ProcessEngine` may call a replica from any thread. Each replica has a thread that monitors its process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 THREAD_NUMBERS: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 MAIN: Final = "from logprobe.engine.backends.process.child import main; main()"
 CLOSE_S: Final = 5.0  # maximum wait for the step in progress when the process is stopped
-# Delay before a restart: first, maximum; run time after which it is reset to the first.
+# Delay in seconds before the first restart, the longest delay, and the run time that resets the delay.
 FIRST_DELAY_S, LONGEST_DELAY_S, STEADY_S = (
     0.5,
     30.0,
@@ -79,9 +79,9 @@ class Replica:
         name: name for messages and metrics.
         context: ZeroMQ context.
         threads: number of compute threads of the process.
-        starting: returns the first message to a process that starts.
-        accept: called with the properties of a process that has loaded; raises if it may not serve.
-        publish: called with the events of its requests.
+        starting: returns the first message for a process that starts.
+        accept: called with the properties of a process that has loaded; raises an error if it must not serve.
+        publish: called with the events of the process's requests.
     """
 
     def __init__(
@@ -123,19 +123,19 @@ class Replica:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the current process; None without one."""
+        """Id of the current process; None if there is none."""
         process = self._process
         return None if process is None else process.pid
 
     @property
     def is_up(self) -> bool:
-        """True if the engine accepts requests; otherwise they are queued."""
+        """True if the engine accepts requests; while it does not, requests are queued."""
         return self._channel is not None
 
     def submit(self, requests: Sequence[Admitted]) -> None:
-        """Accept requests; all of them end, even if the process dies.
+        """Accept requests; each of them ends with an event, even if the process dies.
 
-        If the last start failed, they fail at once.
+        If the last start of the process failed, the requests fail at once.
         """
         with self._lock:
             unavailable = self._unavailable
@@ -148,7 +148,7 @@ class Replica:
             self._publish([Failure(admitted.request.request_id, unavailable) for admitted in requests])
 
     def has(self, request_id: str) -> bool:
-        """Return True if a request runs or waits here."""
+        """Return True if the request runs or waits in this process."""
         return request_id in self._backlogs
 
     def send(self, order: Order) -> None:
@@ -157,7 +157,7 @@ class Replica:
             self._send(order)
 
     def ask(self, order: Asked) -> Future[Answer]:
-        """Send a command and return its answer, which holds an error if the command fails."""
+        """Send a command and return a future of its answer, which holds an error if the command fails."""
         answer: Future[Answer] = Future()
         with self._lock:
             if (error := self._ended or self._unavailable) is not None:
@@ -168,7 +168,7 @@ class Replica:
         return answer
 
     def stats(self) -> EngineStats:
-        """Return the statistics of the last heartbeat; all zero without one."""
+        """Return the statistics in the last heartbeat; all zero if there is none."""
         pulse = self._pulse
         stats = NOTHING if pulse is None else pulse[1].stats
         why_down = "" if self.is_up else str(self._ended or self._why_down or "its process is starting")
@@ -177,16 +177,16 @@ class Replica:
         return replace(stats, restarts=self.num_restarts, is_up=self.is_up, why_down=why_down)
 
     def down_s(self) -> float:
-        """Return for how long the engine has not accepted requests, s."""
+        """Return for how many seconds the engine has not accepted requests; 0 if it does."""
         return 0.0 if self.is_up else time.monotonic() - self._down_since
 
     def stalled_s(self) -> float:
-        """Return the duration of the current step plus the time without a heartbeat, s."""
+        """Return the duration of the current step plus the time without a heartbeat, in seconds."""
         pulse = self._pulse
         return 0.0 if pulse is None else pulse[1].stalled_s + self.silent_s()
 
     def silent_s(self) -> float:
-        """Return the time without a heartbeat, s; 0 up to `LATE_S`."""
+        """Return for how many seconds there has been no heartbeat; 0 up to `LATE_S`."""
         pulse = self._pulse
         silent_s = 0.0 if pulse is None else time.monotonic() - pulse[0]
         return silent_s if silent_s > LATE_S else 0.0
@@ -251,7 +251,11 @@ class Replica:
         self._end_all(reason)
 
     def _live(self) -> tuple[LogprobeError, bool]:
-        """Start a process and monitor it until it ends; return why it ended, and if it accepted requests."""
+        """Start a process and monitor it until it ends.
+
+        Returns:
+            The reason why the process ended, and True if the process had accepted requests.
+        """
         self._process = None
         reason: LogprobeError | None = None
         was_up = False
@@ -292,7 +296,7 @@ class Replica:
         return self._why(reason), was_up
 
     def _follow(self, channel: Channel[Any], folder: Path) -> LogprobeError:
-        """Handle the reports of the process until it must be stopped; return the reason.
+        """Handle reports from the process until it must be stopped; return the reason for stopping it.
 
         Raises:
             PeerGoneError: the process has ended.
@@ -312,7 +316,7 @@ class Replica:
         return reason
 
     def _kill(self, why: str) -> EngineError:
-        """Kill a process that hangs; return the error for its requests."""
+        """Kill a process that hangs; return the error with which its requests end."""
         assert self._process is not None
         self._process.kill()
         return EngineError(f"{self.name} (pid {self._process.pid}) {why} and was killed")
@@ -334,7 +338,7 @@ class Replica:
         )
 
     def _take(self, channel: Channel[Any], reports: list[Report]) -> LogprobeError | None:
-        """Handle one message; return the reason if the process must be stopped."""
+        """Handle the reports in one message; return the reason if the process must be stopped, else None."""
         events = [report for report in reports if isinstance(report, Delta | Failure)]
         self._account(events)  # before readers see statistics that count them
         for report in reports:
@@ -371,7 +375,7 @@ class Replica:
             self._process.wait()
 
     def _why(self, reason: LogprobeError | None) -> LogprobeError:
-        """Return the error for the requests of a process that has ended."""
+        """Return the error for the requests of an ended process: `reason`, or one from the exit code."""
         if reason is not None:
             return reason
         if self._process is None:
@@ -384,7 +388,7 @@ class Replica:
         return EngineError(f"{self.name} (pid {self._process.pid}) {how}")
 
     def _account(self, events: Iterable[Event]) -> None:
-        """Subtract finished work from the backlogs."""
+        """Subtract the work that `events` report as done from the backlogs."""
         with self._lock:
             for event in events:
                 backlog = self._backlogs.get(event.request_id)
@@ -401,7 +405,7 @@ class Replica:
                 self.num_queued_tokens -= num_done
 
     def _end_all(self, reason: LogprobeError) -> None:
-        """Fail every request of the process and every pending answer."""
+        """Fail every request of the process and every command that waits for an answer."""
         with self._lock:
             request_ids, self._backlogs = list(self._backlogs), {}
             asked, self._asked = self._asked, {}

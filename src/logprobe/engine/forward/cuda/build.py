@@ -1,4 +1,4 @@
-"""Build the GPU decoder from a transformers model and verify its logits."""
+"""Builds the GPU decoder from a transformers model and verifies its logits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,16 @@ def cuda_decoder(
     kv_dtype: torch.dtype,
     tolerance: float | None = None,
 ) -> CudaDecoder | str:
-    """Return the GPU decoder of a model, verified by `proof`, or the reason why it cannot run the model."""
+    """Return the GPU decoder of a model, or the reason why the GPU decoder cannot run the model.
+
+    Args:
+        model: the transformers model.
+        proof: verifies the decoder's logits.
+        device: device of the decoder.
+        arithmetic: `bf16x3` or `bf16`; see `EngineConfig`.
+        kv_dtype: dtype of cached keys and values.
+        tolerance: maximum difference of logits, relative to the largest; None: the default for the dtypes.
+    """
     if find_spec("triton") is None:
         return "the GPU decoder needs Triton; install logprobe[cuda]"
     from logprobe.engine.forward.cuda.decoder import CudaDecoder
@@ -69,14 +78,14 @@ def decoder_of(
 ) -> CudaDecoder:
     """Return the GPU decoder of a loaded transformers model, on the model's device.
 
-    The verification changes the model's attention implementation: call `set_attn_implementation` before the
-    model runs again.
+    The verification changes the model's attention implementation; call `set_attn_implementation` before
+    running the model again.
 
     Args:
         module: the model, in any dtype.
-        arithmetic: arithmetic of matrix products, see `EngineConfig`.
+        arithmetic: arithmetic of matrix products; see `EngineConfig`.
         kv_dtype: dtype of cached keys and values.
-        tolerance: of the logits, relative to the largest; None: the default of the dtypes.
+        tolerance: maximum difference of logits, relative to the largest; None: the default for the dtypes.
 
     Raises:
         UnsupportedModelError: the GPU decoder does not support this model.
@@ -99,8 +108,8 @@ def decoder_of(
 def parameters(source: Source, module: Any, device: str) -> dict[str, torch.Tensor]:
     """Return a module's parameters on a device, by name; a shared parameter appears once.
 
-    Floats keep the dtype of the checkpoint. Float32 matrices and quantised blocks are converted to the first
-    dtype of WEIGHTS that represents them exactly.
+    Float parameters keep the checkpoint's dtype, except that float32 matrices and quantised weights are
+    converted to the first dtype in WEIGHTS that represents them exactly.
     """
     names = [name for name, _ in module.named_parameters()]
     read = (partial(_read, source, name, device) for name in names)

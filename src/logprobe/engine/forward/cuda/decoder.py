@@ -1,4 +1,4 @@
-"""The native decoder for GPUs: runs the families of `families` on Triton kernels.
+"""The native decoder for GPUs: runs the model families of `families` on Triton kernels.
 
 Hidden states, queries and scores are float32. Inputs of matrix products are split into bfloat16 pieces
 (`kernels.triton.pieces`), which tensor cores multiply with the weights of the checkpoint.
@@ -41,7 +41,7 @@ EXACT: Final = "bf16x3"
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """LayerNorm or RMSNorm of whole rows, or of equal parts of each row (heads)."""
+    """LayerNorm or RMSNorm, applied to whole rows or to equal parts (heads) of each row."""
 
     weight: Tensor  # (width,) float32
     bias: Tensor | None
@@ -49,7 +49,10 @@ class Norm:
     is_centred: bool  # True: LayerNorm; False: RMSNorm
 
     def __call__(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Write norm(`x`) + `residual` to `out` (float32 or pieces); `x`: (rows, parts * width) float32."""
+        """Write norm(`x`) + `residual` to `out` and return `out`.
+
+        `x` is (rows, parts * width) float32; `out` is float32 or bfloat16 pieces.
+        """
         return norm(
             x,
             self.weight,
@@ -63,14 +66,14 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A linear layer, or several with the same inputs, their outputs concatenated."""
+    """A linear layer, or several layers with the same input whose outputs are concatenated."""
 
-    names: dict[str, int]  # module names of its parts → number of outputs
+    names: dict[str, int]  # module name of each layer → number of outputs
     weight: Tensor  # (outputs, inputs), float32, float16 or bfloat16
     bias: Tensor | None  # (outputs,) float32
 
     def __call__(self, x: Tensor, **options: Any) -> Tensor:
-        """Return (rows, outputs) float32 for `x` of shape (num_pieces, rows, inputs)."""
+        """Return (rows, outputs) float32 for `x`, (num_pieces, rows, inputs) bfloat16."""
         return linear(x, self.weight, self.bias, **options)
 
 
@@ -84,7 +87,7 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of a layer; a router picks a few for each token (Shazeer et al. 2017)."""
+    """The experts of a layer; a router selects a few of them for each token (Shazeer et al. 2017)."""
 
     router: Linear
     inner: Tensor  # (experts, 2 * width, hidden size)
@@ -97,7 +100,7 @@ class Layer:
 
     index: int
     projection: Linear  # queries, keys and values
-    head_norms: tuple[Norm | None, Norm | None]  # of queries and keys
+    head_norms: tuple[Norm | None, Norm | None]  # norms of queries and keys
     output: Linear
     mlp: FeedForward | None  # None: the layer has only routed experts
     experts: Experts | None
@@ -106,25 +109,28 @@ class Layer:
     after_attention: Norm | None
     before_mlp: Norm | None
     after_mlp: Norm | None
-    rotary: str | None
+    rotary: str | None  # name of the rotary frequencies; None: no rotary embedding
     rule: ScoreRule
 
 
 @dataclass(frozen=True, slots=True)
 class OwnLayer:
-    """Base weights of one part of a `Linear`, in the form that `models.lora.bound` reads."""
+    """Base weights of one of the layers in a `Linear`, with the interface that `models.lora.bound` needs."""
 
     linear: Linear
-    start: int
+    start: int  # first output of the layer in `linear`
     bias: Tensor | None
 
     def rows(self, start: int, end: int) -> Tensor:
-        """Return rows [start, end) of the weight matrix, (end - start, inputs) float32."""
+        """Return rows [start, end) of the layer's weight matrix, (end - start, inputs) float32."""
         return self.linear.weight[self.start + start : self.start + end].float()
 
 
 def by_pieces(part: Dense | LowRank, x: Tensor) -> Tensor:
-    """Return the (rows, outputs) float32 LoRA product of (rows, inputs) `x`, by the Triton kernels."""
+    """Return the product of (rows, inputs) `x` with the matrices of `part`, (rows, outputs) float32.
+
+    Uses the Triton kernels.
+    """
     for matrix in part.matrices:
         pieces = x.new_empty(3, *x.shape, dtype=torch.bfloat16)
         x = linear(norm(x.contiguous(), None, out=pieces), matrix.T.contiguous())
@@ -132,7 +138,7 @@ def by_pieces(part: Dense | LowRank, x: Tensor) -> Tensor:
 
 
 class CudaDecoder:
-    """Compute the last hidden states of a step's packed tokens, (num_tokens, hidden size), and logits."""
+    """Computes the final hidden states of a step's packed tokens, and logits from hidden states."""
 
     def __init__(
         self,
@@ -143,14 +149,14 @@ class CudaDecoder:
         arithmetic: str = EXACT,
         kv_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Assemble the layers; removes the parameters that it uses from `tensors`.
+        """Assemble the layers, and remove the tensors that they use from `tensors`.
 
         Args:
             spec: structure of the decoder.
-            tensors: parameters by their names in transformers' module, and rotary frequencies by the names
-                that `native_decoder.frequencies` gives; all on the device.
+            tensors: parameters by name in transformers' module, and the rotary frequencies from
+                `native_decoder.frequencies`; all on `device`.
             device: device of the decoder.
-            arithmetic: `bf16x3` (products with float32 accuracy) or `bf16`.
+            arithmetic: `bf16x3` (matrix products with float32 accuracy) or `bf16`.
             kv_dtype: dtype of cached keys and values, float32 or bfloat16.
 
         Raises:
@@ -198,7 +204,7 @@ class CudaDecoder:
         return pool
 
     def check_lora(self, lora: LoraWeights) -> None:
-        """Check that the decoder supports LoRA weights on every layer that `lora` changes, and bind them.
+        """Check that every layer that `lora` changes supports LoRA weights, and prepare `lora` for steps.
 
         Raises:
             UnsupportedModelError: `lora` changes a layer that does not support LoRA weights.
@@ -209,11 +215,11 @@ class CudaDecoder:
         self.make_room(lora)
 
     def make_room(self, lora: LoraWeights) -> None:
-        """Bind `lora` to the base weights, so that steps can use it."""
+        """Prepare `lora` for steps with the base weights."""
         self.loras.bind(lora, self._own_layer)
 
     def record_on(self, pool: KVPool, max_len: int) -> None:
-        """Run decode steps on `pool` as CUDA graphs, except for models with experts."""
+        """Run decode steps on `pool` as CUDA graphs from now on, unless the model has experts."""
         if self.device.type == "cuda" and all(layer.experts is None for layer in self.layers):
             self.graphs = StepGraphs(self, pool, max_len)
 
@@ -222,9 +228,10 @@ class CudaDecoder:
         return SpanPlan(pool, batch.context_slots, np.diff(batch.starts).tolist(), self.device)
 
     def all_plans(self, pool: KVPool, prompts: Sequence[Tensor]) -> Iterator[tuple[list[int], SpanPlan]]:
-        """Yield plans that run `prompts`, each given by its slots, whole, by half, and by their last token.
+        """Yield three plans for `prompts`: whole prompts, their second halves, and their last tokens.
 
-        The first plan fills the cache. Each comes with the first token index of each prompt that it runs.
+        The first plan fills the cache. `prompts` has the slots of each prompt's tokens. With each plan comes,
+        for every prompt, the index of the first token that the plan runs.
         """
         contexts = [slots.cpu().numpy().astype(np.int32) for slots in prompts]
         for starts in (
@@ -239,12 +246,12 @@ class CudaDecoder:
     def __call__(
         self, token_ids: NDArray[Any], positions: NDArray[Any], plan: SpanPlan, *, is_long: bool = False
     ) -> Tensor:
-        """Return the last hidden states of packed tokens, (num_tokens, hidden size) float32.
+        """Run packed tokens; return their final hidden states, (num_tokens, hidden size) float32.
 
         Args:
-            token_ids: (num_tokens,).
-            positions: (num_tokens,).
-            plan: slots of the keys and values, and the context that each token attends to.
+            token_ids: (num_tokens,) integers.
+            positions: (num_tokens,) integers, position of each token in its text.
+            plan: KV cache slot of each token, and the context that the token attends to.
             is_long: use the long rotary frequencies (longrope).
         """
         if self.graphs is not None and not self.loras.groups and self.graphs.can_run(plan):
@@ -254,7 +261,7 @@ class CudaDecoder:
 
     @torch.inference_mode()
     def head(self, hidden: Tensor, lora: LoraWeights | None = None) -> Tensor:
-        """Return (rows, vocabulary) float32 logits of (rows, hidden size) states, all under `lora`."""
+        """Return (rows, vocabulary) float32 logits for (rows, hidden size) states, all with `lora`."""
         logits = self.lm_head(norm(hidden, None, out=self._new_pieces(*hidden.shape)))
         if lora is not None:
             with self.loras.only(lora, len(hidden), self.device):
@@ -267,7 +274,10 @@ class CudaDecoder:
         return logits
 
     def forward(self, step: StepArrays, pool: KVPool, *, is_long: bool) -> Tensor:
-        """Run a step whose arrays are on the device; only experts synchronise with the host."""
+        """Run a step whose arrays are on the device; return the final hidden states.
+
+        The host waits for the device only in layers with experts.
+        """
         ids, places = step.token_ids.long(), step.positions.long()
         hidden = self._embedded(ids, places)
         rotary = self._rotary(places, is_long=is_long)
@@ -311,7 +321,7 @@ class CudaDecoder:
         return self.last_norm(hidden, hidden)
 
     def state(self) -> dict[str, Tensor]:
-        """Return copies of the model's weights on the host, float32, named as in transformers' module."""
+        """Return float32 copies of the model's weights on the host, by name in transformers' module."""
         return {name: tensor.to("cpu", torch.float32, copy=True) for name, tensor in self._own.items()}
 
     def _embedded(self, ids: Tensor, places: Tensor) -> Tensor:
@@ -325,7 +335,7 @@ class CudaDecoder:
         return rows
 
     def _rotary(self, places: Tensor, *, is_long: bool) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return cosines and sines, (num_tokens, pairs) each, by the name of the frequencies."""
+        """Return cosines and sines, (num_tokens, pairs) each, by name of the rotary frequencies."""
         rotary = {}
         for kind, scaling in self.spec.rotary_scaling.items():
             frequencies = self.frequencies[f"{'long_' if is_long else ''}inv_freq.{kind}"]
@@ -334,7 +344,7 @@ class CudaDecoder:
         return rotary
 
     def _head_places(self) -> tuple[tuple[int, int, int], int]:
-        """Return the offsets of query, key and value in a projected row, and the stride of heads."""
+        """Return the offsets of the first query, key and value in a projected row, and the head stride."""
         head_dim = self.spec.head_dim
         if self.family.is_by_head:
             return (0, head_dim, 2 * head_dim), 3 * head_dim
@@ -344,13 +354,13 @@ class CudaDecoder:
         return torch.empty(self.num_pieces, num_rows, width, dtype=torch.bfloat16, device=self.device)
 
     def _product(self, layer: Linear, x: Tensor) -> Tensor:
-        """Return the product of a layer, including the LoRA weights of its rows."""
+        """Return a layer's product for pieces `x`, including the LoRA product of each row."""
         out = layer(x)
         self._add_loras(layer, out, x)
         return out
 
     def _add(self, layer: Linear, x: Tensor, after: Norm | None, hidden: Tensor) -> None:
-        """Add a layer's product to the hidden states, normed first if `after` is given."""
+        """Add a layer's product to the hidden states, in place; apply the norm `after` first, if any."""
         if after is not None:
             after(self._product(layer, x), hidden, hidden)
             return
@@ -361,7 +371,10 @@ class CudaDecoder:
     def _add_loras(
         self, layer: Linear, out: Tensor, x: Tensor, *, factor: float = 1.0, is_sum: bool = False
     ) -> None:
-        """Add the LoRA products of `x`; `is_sum`: `out` holds more than the base layer's product."""
+        """Add the LoRA product of each row of `x` to `out`, in place.
+
+        `is_sum` must be True if `out` holds more than the base layer's product.
+        """
         if not self.loras.groups:
             return
         rows = join(x)
@@ -393,7 +406,7 @@ class CudaDecoder:
         return gate(inner, self.spec.activation, out, has_values=has_values)
 
     def _add_experts(self, experts: Experts, x: Tensor, hidden: Tensor) -> None:
-        """Add the weighted expert outputs of each row, in order of the experts' numbers."""
+        """Add the weighted sum of each row's expert outputs to `hidden`, in order of the experts' numbers."""
         weights, chosen = experts.router(x).double().softmax(-1).topk(self.spec.experts_per_token)
         if self.spec.normalises_experts:
             weights /= weights.sum(-1, keepdim=True)
@@ -446,7 +459,7 @@ class CudaDecoder:
         )
 
     def _linear(self, names: Sequence[str], *, takes_lora: bool = True) -> Linear:
-        """Join linear layers with the same inputs; removes their weights from `tensors`."""
+        """Join the linear layers with these module names, and remove their parameters from `tensors`."""
         weights, biases = [], []
         is_transposed = self.family.is_transposed and names[0].startswith(
             f"{self.spec.path}.{self.family.layers}."
@@ -503,10 +516,10 @@ class CudaDecoder:
 
 
 def _digits(dtype: torch.dtype) -> int:
-    """Return the rank of a weight dtype; joined layers use the dtype of the highest rank."""
+    """Return the precision rank of a weight dtype; joined layers use the dtype with the highest rank."""
     return (torch.bfloat16, torch.float16, torch.float32).index(dtype)
 
 
 def _normed(norm_: Norm | None, x: Tensor, out: Tensor) -> Tensor:
-    """Write the hidden states to `out` as pieces, normed if the layer has this norm."""
+    """Write the hidden states `x` to `out` as pieces, after the norm if there is one; return `out`."""
     return norm(x, None, out=out) if norm_ is None else norm_(x, out)

@@ -1,7 +1,8 @@
 """Decode steps as CUDA graphs: one launch for all kernels of a step.
 
-A graph is captured at first use, for each batch size in ROWS and each power of two of attention segments. It
-reads its inputs from buffers at fixed addresses; steps are padded to the batch size with empty rows.
+There is one graph for each batch size in ROWS and each number of attention segments that is a power of two;
+it is captured at its first use. A graph reads its inputs from buffers at fixed addresses. Steps are padded to
+the batch size with empty rows.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MAX_CONTEXT_SLOTS: Final = 1 << 22  # total context tokens of a step; 16 MB of i
 
 
 class StepGraphs:
-    """Runs decode steps on one KV cache by CUDA graphs."""
+    """Runs decode steps on one KV cache as CUDA graphs."""
 
     def __init__(self, decoder: CudaDecoder, pool: KVPool, max_len: int) -> None:
         self._decoder, self._pool = decoder, pool
@@ -40,7 +41,7 @@ class StepGraphs:
         self._numbers = torch.arange(ROWS[-1], dtype=torch.int32, device=decoder.device)
 
     def can_run(self, plan: SpanPlan) -> bool:
-        """Return True for a decode step of at most ROWS[-1] texts on this cache, if its contexts fit."""
+        """Return True if a plan is a decode step on this cache with at most ROWS[-1] texts that fit."""
         num_rows = len(plan.lengths)
         is_few = plan.pool is self._pool and 0 < num_rows <= ROWS[-1] and plan.is_decode
         return is_few and sum(map(len, plan.contexts)) <= self._num_slots
@@ -48,7 +49,10 @@ class StepGraphs:
     def run(
         self, token_ids: NDArray[Any], positions: NDArray[Any], plan: SpanPlan, *, is_long: bool
     ) -> Tensor:
-        """Return the last hidden states, (num_tokens, hidden size), valid until the next step."""
+        """Run a step; return its final hidden states, (num_tokens, hidden size).
+
+        The returned tensor is valid until the next step.
+        """
         num_rows = len(plan.lengths)
         size = next(size for size in ROWS if size >= num_rows)
         num_segments = 1 << (-(-plan.max_context // SEGMENT) - 1).bit_length()

@@ -1,7 +1,7 @@
 """Input arrays of a GPU decoder's step: token ids, positions, KV slots and attention contexts.
 
-They are copied to the device at once. Texts with few new tokens (decoding) use small attention tiles, prompt
-chunks larger ones (`kernels.triton.attention`).
+All arrays are copied to the device in one transfer. Texts with few new tokens (decoding) use small attention
+tiles, and prompt chunks use larger ones (`kernels.triton.attention`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SpanPlan:
-    """The new tokens of a step, text by text, on one KV cache."""
+    """The KV cache slots of a step's tokens, text by text."""
 
     pool: KVPool
-    contexts: Sequence[IntArray]  # by text: slots of its whole context, new tokens last; int32
-    lengths: Sequence[int]  # new tokens of each text
+    contexts: Sequence[IntArray]  # by text: int32 slots of the whole context, with the new tokens last
+    lengths: Sequence[int]  # by text: number of new tokens
     device: torch.device
 
     @cached_property
@@ -60,12 +60,12 @@ class SpanPlan:
 
     @cached_property
     def max_context(self) -> int:
-        """Tokens in the longest context."""
+        """Number of tokens in the longest context."""
         return max((len(slots) for slots in self.contexts), default=0)
 
     @cached_property
     def flat_contexts(self) -> IntColumns:
-        """All contexts, concatenated; int32 on the host."""
+        """The slots of all contexts, concatenated, int32 on the host."""
         return np.concatenate([np.asarray(slots, np.int32) for slots in self.contexts])
 
 
@@ -82,7 +82,15 @@ class StepArrays:
 def step_arrays(
     plan: SpanPlan, token_ids: NDArray[Any], positions: NDArray[Any], heads: int, kv_heads: int
 ) -> StepArrays:
-    """Build the input arrays of a step and copy them to the device."""
+    """Build the input arrays of a step, and copy them to the device.
+
+    Args:
+        plan: the step's slots and contexts.
+        token_ids: (num_tokens,) integers.
+        positions: (num_tokens,) integers.
+        heads: number of query heads.
+        kv_heads: number of key/value heads.
+    """
     few = tile_tokens(heads, kv_heads, is_decode=True)
     many = tile_tokens(heads, kv_heads, is_decode=False)
     tiles: dict[bool, list[tuple[int, int, int, int]]] = {True: [], False: []}

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 def attend(query: Array, key: Array, value: Array, rule: Rule, sinks: Array | None = None) -> Array:
-    """Return each query's weighted mean of the values it sees, (positions, heads, head size).
+    """Return, for each query, the weighted mean of the visible values, (positions, heads, head size).
 
-    The weights are softmax(scale · query · key), of scores under a soft cap if the rule has one: cap ·
-    tanh(score / cap) (Gemma 2, 2024). Consecutive query heads share one head of keys and values (grouped
-    queries, Ainslie et al. 2023).
+    The weights are the softmax of the scores, scale · query · key. With a soft cap, a score becomes cap ·
+    tanh(score / cap) (Gemma 2, 2024). Consecutive query heads share one head of keys and values
+    (grouped-query attention, Ainslie et al. 2023).
 
     Args:
-        query: (positions, heads, head size), rotated.
-        key: (positions, key heads, head size), rotated.
+        query: (positions, heads, head size), after rotary embedding.
+        key: (positions, key heads, head size), after rotary embedding.
         value: (positions, key heads, head size).
         rule: scale, window and soft cap of the layer.
-        sinks: (heads,) scores that take part in the softmax and have no value (gpt-oss, 2025).
+        sinks: (heads,) scores that take part in the softmax but have no value (gpt-oss, 2025).
     """
     num_positions, num_heads, _ = query.shape
     heads_per_key = num_heads // key.shape[1]
@@ -46,9 +46,9 @@ def attend(query: Array, key: Array, value: Array, rule: Rule, sinks: Array | No
 
 
 def visible(num_positions: int, window: int | None) -> NDArray[np.bool_]:
-    """Return True where a position (row) sees another (column), (positions, positions).
+    """Return a (positions, positions) mask, True where the row's position sees the column's position.
 
-    It sees the last `window` ones, itself included (Beltagy et al. 2020); None: all before it.
+    A position sees itself and earlier positions: `window` in total (Beltagy et al. 2020), or all if None.
     """
     distance = np.subtract.outer(np.arange(num_positions), np.arange(num_positions))
     return (distance >= 0) & (distance < (num_positions if window is None else window))

@@ -1,4 +1,4 @@
-"""Mixture of experts: a router chooses a few MLPs for each position (Shazeer et al. 2017)."""
+"""Mixture of experts: a router selects a few MLPs for each position (Shazeer et al. 2017)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def mixture(settings: Settings, layer: Weights, facts: ExpertFacts, x: Array) -> Array:
-    """Return the sum of the chosen experts' outputs, (positions, hidden size).
+    """Return the weighted sum of the selected experts' outputs, (positions, hidden size).
 
-    The experts of a position are those of the largest router probabilities, which are their weights in the
-    sum; some families divide these by their own sum.
+    For each position, the experts with the largest router probabilities are selected. Their probabilities are
+    the weights in the sum; some families first divide the selected probabilities by their sum.
     """
     probabilities = softmax(layer.linear(facts.router, x))  # (positions, experts)
     chosen = np.argsort(-probabilities, axis=-1, kind="stable")[:, : settings.experts_per_token]

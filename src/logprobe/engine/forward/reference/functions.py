@@ -21,7 +21,7 @@ def softmax(x: Array) -> Array:
 
 
 def sigmoid(x: Array) -> Array:
-    """Return 1 / (1 + exp(-x)), written by tanh, which does not overflow."""
+    """Return 1 / (1 + exp(-x)), computed with tanh, which does not overflow."""
     return 0.5 * (1 + np.tanh(x / 2))
 
 
@@ -31,13 +31,13 @@ def silu(x: Array) -> Array:
 
 
 def gelu(x: Array) -> Array:
-    """Return x · Φ(x), Φ the normal distribution function (Hendrycks and Gimpel 2016)."""
+    """Return x · Φ(x), where Φ is the normal distribution function (Hendrycks and Gimpel 2016)."""
     erf: Array = np.vectorize(math.erf, otypes=[np.float64])(x / math.sqrt(2))
     return 0.5 * x * (1 + erf)
 
 
 def gelu_tanh(x: Array) -> Array:
-    """Return the approximation of `gelu` by tanh, from the same paper."""
+    """Return the tanh approximation of `gelu`, from the same paper."""
     tanh: Array = np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
     return 0.5 * x * (1 + tanh)
 

@@ -19,9 +19,9 @@ def mlp(settings: Settings, layer: Weights, gates: Sequence[str], down: str, x: 
     """Return down(activation(gate(x)) · up(x)), or down(activation(gate(x))), (positions, hidden size).
 
     Args:
-        settings: of the model.
+        settings: settings of the model.
         layer: weights of the layer.
-        gates: modules that compute gate and up: two, or one whose outputs are both, one after the other.
+        gates: names of the gate and up modules, or of one module that computes both, gate first.
         down: module of the projection back to the hidden size.
         x: (positions, hidden size).
     """
@@ -30,7 +30,10 @@ def mlp(settings: Settings, layer: Weights, gates: Sequence[str], down: str, x: 
 
 
 def inner(settings: Settings, outputs: Array) -> Array:
-    """Return activation(gate) · up of (positions, 2 · width) outputs, or activation(outputs)."""
+    """Return activation(gate) · up, where `outputs` is gate and up, (positions, 2 · width).
+
+    Without gates, return activation(outputs).
+    """
     activation = ACTIVATIONS[settings.activation]
     if not settings.family.is_gated:
         return activation(outputs)

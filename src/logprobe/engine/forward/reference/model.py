@@ -29,12 +29,12 @@ def logits(config: Mapping[str, Any], weights: Mapping[str, NDArray[Any]], token
 
     Args:
         config: content of `config.json` with every default filled in.
-        weights: dequantised arrays, by the names of transformers' module.
-        token_ids: (positions,) integers; the first is at position 0.
+        weights: dequantised arrays, by name in transformers' module.
+        token_ids: (positions,) integers; the first token is at position 0.
 
     Raises:
-        UnsupportedModelError: the family has no reference.
-        KeyError: a weight, or a key of the configuration, is missing or not known.
+        UnsupportedModelError: the model's family is not supported.
+        KeyError: a weight or a configuration key is missing or unknown.
     """
     settings = settings_of(config)
     family, factors = settings.family, settings.factors
@@ -57,10 +57,10 @@ def logits(config: Mapping[str, Any], weights: Mapping[str, NDArray[Any]], token
 def run_layer(
     settings: Settings, layer: Weights, number: int, hidden: Array, positions: NDArray[np.int64]
 ) -> Array:
-    """Return the hidden states after layer `number`, (positions, hidden size): each part adds its output.
+    """Return the hidden states after layer `number`, (positions, hidden size).
 
-    There are norms before a part, after it, or both. In parallel layers, attention and MLP read the same
-    hidden states; else the MLP reads those to which attention has added.
+    Attention and MLP each add their output to the hidden states, with norms before them, after them, or both.
+    In parallel layers, both read the layer's input; otherwise the MLP reads the sum with attention's output.
     """
     family, factor = settings.family, settings.factors.residual
     norms = family.layer_norms(is_parallel=settings.is_parallel)
@@ -112,7 +112,7 @@ def _projections(settings: Settings, layer: Weights, x: Array) -> tuple[Array, A
 
 
 def _norm(settings: Settings, module: Weights, name: str | None, x: Array) -> Array:
-    """Return the norm `name` of a module's weights over `x`; None: `x` itself."""
+    """Return `x` after the norm `name` of a module; None: `x` itself."""
     if name is None:
         return x
     weight = module[f"{name}.weight"] if settings.family.has_norm_weights else None

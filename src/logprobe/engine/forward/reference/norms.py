@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 def norm(kind: NormKind, x: Array, weight: Array | None, bias: Array | None, epsilon: float) -> Array:
     """Return x / √(mean(x²) + epsilon) · weight + bias; LayerNorm first subtracts the mean from x.
 
-    The norm is over groups of as many numbers as `weight` has: a whole row of hidden states, one head of
-    queries or keys, or all heads together. Without `weight`, whole rows are normed.
+    Each row is normed in groups of `len(weight)` numbers: a group is a whole row of hidden states, one head
+    of queries or keys, or all heads. Without `weight`, whole rows are normed.
 
     Args:
         kind: `rms`, `rms from one` (the factor is weight + 1), or `layer`.
         x: (positions, width).
         weight: (group size,), or None for a factor of 1.
         bias: (group size,), or None.
-        epsilon: keeps the root from 0.
+        epsilon: added to the mean square, so that the root is not 0.
     """
     groups: Array = x.reshape(len(x), -1, x.shape[-1] if weight is None else len(weight))
     if kind == "layer":

@@ -1,8 +1,9 @@
-"""Rotary position embedding (Su et al. 2021), and the ways to scale it to longer texts.
+"""Rotary position embedding (Su et al. 2021), and the methods for scaling it to longer texts.
 
-Dimensions of a head rotate in pairs. Pair i of `width` / 2 turns by position · frequency[i], with
-frequency[i] = theta^(-2i / width); scaling changes the frequencies of slow pairs, and sometimes multiplies
-cosines and sines by a factor. transformers rounds frequencies and angles to float32; here both are float64.
+The first `width` dimensions of a head rotate in pairs. Pair i rotates by the angle position · frequency[i],
+with frequency[i] = theta^(-2i / width). Scaling methods lower the frequencies, mostly of slow pairs, and some
+multiply cosines and sines by a factor. transformers rounds frequencies and angles to float32; here both are
+float64.
 """
 
 from __future__ import annotations
@@ -27,26 +28,27 @@ ORIGINAL_LEN: Final = "original_max_position_embeddings"
 class Rotary:
     """The rotary embedding of a layer."""
 
-    parameters: Mapping[str, Any]  # transformers' `rope_parameters` of one kind of layer
+    parameters: Mapping[str, Any]  # transformers' `rope_parameters` for this type of layer
     head_dim: int
-    width: int  # dimensions that rotate, the first of each head
+    width: int  # number of dimensions that rotate, from the first on, in each head
     context_len: int  # `max_position_embeddings`
-    is_truncated: bool = True  # YaRN: round the bounds of its ramp to whole pairs
+    is_truncated: bool = True  # with YaRN: round the bounds of the ramp to whole pairs
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a number of the parameters, or the default if there is one and the parameters have none."""
+        """Return a number from `parameters`; with a default, that if the number is missing, null or 0."""
         value: float = self.parameters[name] if default is None else self.parameters.get(name) or default
         return value
 
 
 def rotate(x: Array, cosines: Array, sines: Array, *, is_paired: bool) -> Array:
-    """Rotate the first dimensions of each head by the angles of its position.
+    """Return `x` with the first dimensions of each head rotated by the angles of the position.
 
     Args:
         x: (positions, heads, head size), queries or keys.
         cosines: (positions, pairs), from `cosines_and_sines`.
         sines: (positions, pairs).
-        is_paired: pairs are adjacent dimensions; False: dimension i of the first half and i of the second.
+        is_paired: True: pairs are adjacent dimensions; False: a pair is dimension i of the first half and
+            dimension i of the second half.
     """
     width = 2 * cosines.shape[1]
     rotated, rest = x[..., :width], x[..., width:]
@@ -59,7 +61,7 @@ def rotate(x: Array, cosines: Array, sines: Array, *, is_paired: bool) -> Array:
 
 
 def cosines_and_sines(rotary: Rotary, positions: NDArray[np.int64]) -> tuple[Array, Array]:
-    """Return the cosines and sines of all angles of a text, both (positions, pairs)."""
+    """Return the scaled cosines and sines of all angles in a text, both (positions, pairs)."""
     frequencies = FREQUENCIES[rotary.parameters["rope_type"]](rotary, len(positions))
     angles = positions[:, None] * frequencies
     factor = attention_factor(rotary)
@@ -67,7 +69,7 @@ def cosines_and_sines(rotary: Rotary, positions: NDArray[np.int64]) -> tuple[Arr
 
 
 def attention_factor(rotary: Rotary) -> float:
-    """Return the factor of cosines and sines, which makes attention sharper in longer texts."""
+    """Return the factor for cosines and sines, which makes attention sharper in longer texts."""
     kind = rotary.parameters["rope_type"]
     if kind not in {"yarn", "longrope"}:
         return 1.0
@@ -88,14 +90,15 @@ def unscaled(rotary: Rotary, _num_tokens: int = 0) -> Array:
 
 
 def linear(rotary: Rotary, _num_tokens: int) -> Array:
-    """Divide all frequencies: positions are interpolated (Chen et al. 2023)."""
+    """Return all frequencies divided by a factor, which interpolates positions (Chen et al. 2023)."""
     return unscaled(rotary) / rotary.number("factor")
 
 
 def dynamic(rotary: Rotary, num_tokens: int) -> Array:
-    """Raise theta with the length of a text beyond the context length (dynamic NTK; bloc97, emozilla 2023).
+    """Return frequencies with a larger theta if the text is longer than the context length.
 
-    The slowest frequency is then divided as by linear scaling, the fastest stays.
+    This is dynamic NTK scaling (bloc97, emozilla 2023): the slowest frequency is divided as with linear
+    scaling, and the fastest does not change.
     """
     factor = rotary.number("factor")
     stretch = factor * max(num_tokens, rotary.context_len) / rotary.context_len - (factor - 1)
@@ -104,7 +107,7 @@ def dynamic(rotary: Rotary, num_tokens: int) -> Array:
 
 
 def proportional(rotary: Rotary, _num_tokens: int) -> Array:
-    """Return frequencies for the whole head, of which the slow ones, beyond a proportion, are 0."""
+    """Return frequencies for all dimensions of the head; only a proportion, the fastest, is not 0."""
     num_rotating = int(rotary.number("partial_rotary_factor", 1.0) * rotary.head_dim // 2)
     frequencies = _powers(rotary.number("rope_theta"), rotary.head_dim)
     frequencies[num_rotating:] = 0
@@ -112,7 +115,7 @@ def proportional(rotary: Rotary, _num_tokens: int) -> Array:
 
 
 def llama3(rotary: Rotary, _num_tokens: int) -> Array:
-    """Divide frequencies of long waves, keep those of short waves, blend between (Llama 3.1, 2024)."""
+    """Return low frequencies divided by a factor, high ones unchanged, others blended (Llama 3.1, 2024)."""
     frequencies = unscaled(rotary)
     slow, fast = rotary.number("low_freq_factor"), rotary.number("high_freq_factor")
     turns = rotary.number(ORIGINAL_LEN) * frequencies / (2 * math.pi)
@@ -121,11 +124,11 @@ def llama3(rotary: Rotary, _num_tokens: int) -> Array:
 
 
 def yarn(rotary: Rotary, _num_tokens: int) -> Array:
-    """Do the same with a ramp over the numbers of the pairs: YaRN (Peng et al. 2023)."""
+    """Do the same as `llama3`, but blend linearly in the index of the pair: YaRN (Peng et al. 2023)."""
     frequencies = unscaled(rotary)
 
     def pair_of(num_turns: float) -> float:
-        """Return the number of the pair that turns so often in the original context length."""
+        """Return the (fractional) index of the pair that turns `num_turns` times in the original context."""
         wave = rotary.number(ORIGINAL_LEN) / (num_turns * 2 * math.pi)
         return rotary.width * math.log(wave) / (2 * math.log(rotary.number("rope_theta")))
 
@@ -139,13 +142,14 @@ def yarn(rotary: Rotary, _num_tokens: int) -> Array:
 
 
 def longrope(rotary: Rotary, num_tokens: int) -> Array:
-    """Divide each frequency by its own factor, of a set for short or for long texts (Ding et al. 2024)."""
+    """Return each frequency divided by its own factor; short and long texts differ (Ding et al. 2024)."""
     is_long = num_tokens > rotary.number(ORIGINAL_LEN)
     divisors: Array = np.array(rotary.parameters["long_factor" if is_long else "short_factor"])
     return unscaled(rotary) / divisors
 
 
-# transformers' `rope_type` → frequencies (pairs,) of a text of some length
+# transformers' `rope_type` → function of the rotary embedding and the text's length that returns (pairs,)
+# frequencies
 FREQUENCIES: Final[dict[str, Callable[[Rotary, int], Array]]] = {
     "default": unscaled,
     "linear": linear,
@@ -163,5 +167,5 @@ def _powers(theta: float, width: int) -> Array:
 
 
 def _extension(rotary: Rotary) -> float:
-    """Return how many times longer than the original context length texts may be."""
+    """Return the ratio of the maximum text length to the original context length."""
     return rotary.number("factor", rotary.context_len / rotary.number(ORIGINAL_LEN))

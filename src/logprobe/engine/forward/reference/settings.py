@@ -1,7 +1,7 @@
-"""The numbers of a decoder, read from its configuration.
+"""Sizes and options of a decoder, read from the model's configuration.
 
-A configuration is the content of `config.json` with every default filled in, as `to_dict()` of transformers'
-configurations returns it. Names of modules and the order of parts come from `families`.
+A configuration is the content of `config.json` with every default filled in, as `to_dict()` of a transformers
+configuration returns it. Module names and the structure of layers come from `families`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GPT2_NAMES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Structure of one decoder; lists have one entry for each layer."""
+    """Sizes and options of a decoder; lists have one entry per layer."""
 
     family: Family
     num_heads: int
@@ -53,7 +53,7 @@ class Settings:
 
 
 def settings_of(config: Mapping[str, Any]) -> Settings:
-    """Return the settings of a configuration, or of its text part."""
+    """Return the settings in a model's configuration; in a multimodal model, those of its text model."""
     config = config.get("text_config") or config
     if (kind := config["model_type"]) not in FAMILIES:
         raise UnsupportedModelError(f"config: no reference of model_type {kind!r}; use {', '.join(FAMILIES)}")
@@ -78,7 +78,7 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
 
 
 def _rule(values: SimpleNamespace, layer: int) -> Rule:
-    """Return scale, window and soft cap of a layer's attention scores."""
+    """Return the scale, window and soft cap of a layer's attention."""
     kind = values.model_type
     scale, softcap, has_window = values.head_dim**-0.5, None, kind in WINDOW_IN_ALL
     if kind in WINDOW_BY_TYPE:

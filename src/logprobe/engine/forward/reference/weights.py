@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Weights of one module, in float64 when they are read, whatever dtype they are stored in."""
+    """Weights of one module; they are converted to float64 when they are read."""
 
     arrays: Mapping[str, NDArray[Any]]  # every weight of the model, by full name
     module: str = ""  # names are relative to this module
     is_transposed: bool = False  # matrices are stored as (inputs, outputs), else as (outputs, inputs)
 
     def within(self, name: str, *, is_transposed: bool = False) -> Weights:
-        """Return the weights of submodule `name`."""
+        """Return the weights of submodule `name`; matrices are stored as `is_transposed` says."""
         return replace(self, module=self._full(name), is_transposed=is_transposed)
 
     def __contains__(self, name: str) -> bool:
@@ -34,7 +34,7 @@ class Weights:
         return self.arrays[self._full(name)].astype(np.float64)
 
     def get(self, name: str) -> Array | None:
-        """Return a weight; None if the model does not have it."""
+        """Return the weight with this name; None if the model does not have it."""
         array = self.arrays.get(self._full(name))
         return None if array is None else array.astype(np.float64)
 
