@@ -230,7 +230,11 @@ class Steady:
         is_excused: bool = False,
         requests: int = 1,
     ) -> None:
-        """Record the result of a check, and add a fault unless `is_excused` or another fault explains it."""
+        """Record the result of a check, and add a fault if log-probabilities differ too much.
+
+        No fault is added if `is_excused`, or if the same request, sent alone, already gives different
+        replies.
+        """
         self.rows.append(
             Steadiness(
                 circumstance=name,
