@@ -39,7 +39,7 @@ FIT_POSITIONS: Final = 32  # number of positions used to fit an unknown temperat
 FIT_GAIN: Final = 4.0  # a fitted temperature must be this many times closer than the known distributions
 FAR_NATS: Final = 10.0  # cap on distances, which are infinite for tokens that are possible on one side only
 HAIR_NATS: Final = 1e-9  # means that differ by less are equal
-ROUNDING: Final = 1e-5  # probabilities of a whole float32 row may sum to 1 minus this
+ROUNDING: Final = 1e-5  # the probabilities in a whole float32 row may sum to as little as 1 minus this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -320,7 +320,7 @@ class AnswerTask:
         return self._llm.score(pairs)
 
     def asked(self, question: Question) -> Asked:
-        """Implement `RowTask.asked`: pair the row's prompt with each possible answer."""
+        """Implement `RowTask.asked`: pair the question's prompt with each possible answer."""
         plan = self._lay_out(question)
         sizes = [
             len(pair.token_ids) if isinstance(pair, Split) else sum(map(len, pair)) for pair in plan.pairs
