@@ -1,4 +1,4 @@
-"""Lazy attributes of packages: names whose modules are imported on first use."""
+"""Lazy attributes of packages, whose modules are imported when a name is first used."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a module-level `__getattr__` (PEP 562) that imports names on first use.
+    """Return a module-level `__getattr__` (PEP 562) that imports a name's module on first use.
 
     Args:
         package: the package's name.
-        homes: public name → module that defines it; a leading dot makes it relative to `package`.
+        homes: by public name, the module that defines it; with a leading dot, relative to `package`.
     """
 
     def load(name: str) -> Any:

@@ -1,7 +1,7 @@
 """`AsyncLM`: async access to whole next-token distributions, one per prefix.
 
-For inference algorithms that track many prefixes at once: concurrent requests share engine steps, equal
-requests share one computation, and a prefix that extends a cached one by one token costs one token.
+It is made for inference algorithms that track many prefixes at once: concurrent requests share engine steps,
+equal requests are computed once, and a prefix that extends a cached prefix by one token costs one token.
 """
 
 from __future__ import annotations
@@ -35,17 +35,19 @@ class AsyncLM(NextTokenLM[Row], ABC):
     """A model in this process that returns next-token distributions; see `NextTokenLM` for its methods.
 
     Args:
-        model: a name, as `EngineConfig.model`, or an open `LLM` whose engine, processors, LoRA adapters and
-            prefix cache are shared. With a view (`LLM.with_lora`), its adapter is the default.
-        cache_bytes: size of the LRU cache of whole rows, bytes; 0 disables it.
-        batch_size: number of pending requests that starts a step immediately if the engine is idle.
-        timeout: seconds after which fewer requests start a step; a busy engine takes requests immediately.
+        model: a name or path as in `EngineConfig.model`, or an open `LLM`, whose engine, processors, LoRA
+            adapters and prefix cache are shared. With a view (`LLM.with_lora`), the view's adapter is the
+            default.
+        cache_bytes: size of the LRU cache of whole-vocabulary rows, in bytes; 0 disables the cache.
+        batch_size: number of pending requests at which an idle engine starts a step immediately.
+        timeout: seconds after which an idle engine starts a step with fewer requests; a busy engine takes
+            requests immediately.
         owns_engine: whether `cleanup` also closes the engine; the default is True if `model` is a name.
         settings: other fields of `EngineConfig`, if `model` is a name.
 
     Raises:
         ModelError: the model cannot be loaded.
-        ParameterError: an invalid setting.
+        ParameterError: a setting is invalid.
     """
 
     def __init__(
@@ -85,11 +87,11 @@ class AsyncLM(NextTokenLM[Row], ABC):
         timeout: float = 0.001,
         **settings: Any,
     ) -> Self:
-        """Load a model by name and start its engine; `settings` are those of `EngineConfig`.
+        """Load a model by name and start its engine; `settings` are fields of `EngineConfig`.
 
         Raises:
             ModelError: the model cannot be loaded.
-            ParameterError: an invalid setting.
+            ParameterError: a setting is invalid.
         """
         require(isinstance(model, str | os.PathLike), "model", "must be a name or a path", got=model)
         return cls(
@@ -98,7 +100,7 @@ class AsyncLM(NextTokenLM[Row], ABC):
 
 
 def _loaded(model: str | Path | LoadedModel | OpenModel, settings: dict[str, Any]) -> LoadedModel:
-    """Start an engine for a name, or return the model that is already loaded."""
+    """Load a model and start its engine if `model` is a name; otherwise return the loaded model."""
     if isinstance(model, str | os.PathLike):
         from logprobe.engine.backends.start import start_engine
 

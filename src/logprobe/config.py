@@ -24,7 +24,7 @@ logger = logging.getLogger("logprobe")
 def strict_keywords(cls: type[T]) -> type[T]:
     """Make a keyword-only dataclass reject unknown keywords with an error that names the nearest known one.
 
-    Keywords of other programs that have no effect here are accepted (`ignored_kwargs`).
+    Keywords from other programs that have no effect here are accepted (`ignored_kwargs`).
     """
     init = cls.__init__
     known = {field.name for field in fields(cls)}  # type: ignore[arg-type]  # always a dataclass
@@ -40,11 +40,11 @@ def strict_keywords(cls: type[T]) -> type[T]:
 
 
 def _without_ignored(kwargs: Mapping[str, Any], known: Collection[str], *, of: str) -> dict[str, Any]:
-    """Return the keywords that the class has; drop ignored ones, with a warning the first time.
+    """Return the keywords in `known`; ignored keywords are dropped, with a warning the first time.
 
     Raises:
-        ParameterError: a keyword of another program has a value that is not supported here.
-        UnknownParameterError: an unknown keyword.
+        ParameterError: a keyword from another program has a value that is not supported here.
+        UnknownParameterError: a keyword is unknown.
     """
     engine = kwargs.get("engine", "native")
     for name, value in kwargs.items():
@@ -71,7 +71,7 @@ def _warn_ignored(name: str, reason: str) -> None:
 
 
 ENGINES: Final = {"vllm": "logprobe.integrations.vllm.start:start_vllm_engine"}
-"""Additional engines: name → `module:function` that starts it, imported on use."""
+"""Additional engines by name, each with the `module:function` that starts it, which is imported when used."""
 Weights = Literal["auto", "plain", "published"]
 Arithmetic = Literal["auto", "fma", "bf16x3", "bf16"]
 KVDtype = Literal["float32", "bfloat16"]
@@ -204,7 +204,7 @@ def _options(given: Mapping[str, Any] | str | None) -> dict[str, Any] | None:
 
 
 def _names_in(text: str) -> list[str]:
-    """Split a text at commas; drop empty names at the ends, left over from lists split at spaces."""
+    """Split a text at commas; empty names, as in "a," from a list with spaces, are dropped."""
     names = [name.strip() for name in text.split(",")]
     return names if len(names) == 1 else [name for name in names if name]
 

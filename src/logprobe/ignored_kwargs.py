@@ -1,4 +1,4 @@
-"""Keywords of other programs: those accepted without effect, and our names for the others.
+"""Keywords from other programs: keywords that are accepted without effect, and our names for the others.
 
 One table for Python (`config.strict_keywords`), the command line (`cli.options`) and HTTP request bodies
 (`server.openai.ignored_fields`).
@@ -10,19 +10,19 @@ from typing import Any, Final, NamedTuple
 
 
 class Keyword(NamedTuple):
-    """A keyword of another program: accepted with values that have no effect, rejected with any other."""
+    """A keyword from another program, which is accepted only with values that have no effect."""
 
-    use: tuple[str, ...] = ()  # our names for it; suggests the first one that the class or body has
-    accepted: tuple[Any, ...] | None = ()  # values without effect; None: any value
-    reason: str = "leave it out"  # why it has no effect, or what to do if we have no such parameter
+    use: tuple[str, ...] = ()  # our names for it; errors suggest the first that the class or body has
+    accepted: tuple[Any, ...] | None = ()  # values without effect; None means any value
+    reason: str = "leave it out"  # why it has no effect, or what to do without such a parameter
 
     def accepts(self, value: Any) -> bool:
-        """Return whether the keyword has no effect with this value."""
+        """Return True if the keyword has no effect with this value."""
         return self.accepted is None or value in self.accepted
 
 
 def ignored(reason: str, accepted: tuple[Any, ...] | None = None) -> Keyword:
-    """Return a keyword that has no effect."""
+    """Return a keyword that has no effect with the values in `accepted` (None: with any value)."""
     return Keyword((), accepted, reason)
 
 
@@ -77,7 +77,7 @@ ENGINE: Final[dict[str, Keyword]] = {
     "served_model_name": ignored("the server sets the model names that clients use"),
     "disable_log_stats": ignored("statistics are reported on request (stats(), /metrics)", SWITCH),
 }
-"""Keywords of `EngineConfig`; also flags of `logprobe serve`."""
+"""Keywords that other programs have where we have `EngineConfig`; also flags of `logprobe serve`."""
 
 SAMPLING: Final[dict[str, Keyword]] = {
     **dict.fromkeys(
@@ -93,7 +93,7 @@ SAMPLING: Final[dict[str, Keyword]] = {
     "spaces_between_special_tokens": ignored("texts have no special tokens", SWITCH),
     "skip_reading_prefix_cache": ignored("results are the same with cached prefixes", SWITCH),
 }
-"""Keywords of `SamplingParams`, and of calls that take text."""
+"""Keywords that other programs have where we have `SamplingParams`, or in calls that take text."""
 
 CLASSES: Final = {"EngineConfig": ENGINE, "SamplingParams": SAMPLING}
 
@@ -314,14 +314,14 @@ FOREIGN_FIELDS: Final[dict[str, Keyword]] = {
     "parameters": Keyword(accepted=OFF, reason=TOP_LEVEL),
     "sampling_params": Keyword(accepted=OFF, reason=TOP_LEVEL),
 }
-"""Fields of vLLM, SGLang, llama.cpp, Ollama, TGI, transformers and hosted services, by their paths.
+"""Body fields in vLLM, SGLang, llama.cpp, Ollama, TGI, transformers and hosted services, by path.
 
-A route without such a field ignores it if it has an accepted value, and rejects the request otherwise.
+A route without such a field ignores the field if it has an accepted value, and otherwise rejects the request.
 """
 
 
 def names_here(name: str) -> tuple[str, ...]:
-    """Return our names for a keyword of another program."""
+    """Return our names for a keyword from another program."""
     return tuple(
         own for table in (ENGINE, SAMPLING, FOREIGN_FIELDS) if name in table for own in table[name].use
     )

@@ -1,7 +1,8 @@
-"""Private names of other packages that this package uses: why, and what breaks without them.
+"""List of the private names in other packages that this package uses: why, and what breaks without them.
 
-Any release of those packages may remove them. A test compares this list with the names in the source that
-have a leading underscore and looks up every name, so that a removed name fails a test instead of a request.
+Any release of the other packages may remove such names. A test compares this list with the names in the
+source that have a leading underscore, and looks up every name, so that a removed name fails a test, not a
+request.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Internals:
-    """Private names of one class or module of another package."""
+    """Private names in one class or module of another package."""
 
     owner: str  # an importable module, or module:Class
     names: tuple[str, ...]  # names with a leading underscore, or undocumented

@@ -49,9 +49,9 @@ AskedParams: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"
 def progress_bar(
     requests: Sequence[Request], *, shown: bool
 ) -> Iterator[Callable[[RequestOutput], None] | None]:
-    """Show a bar over the tokens of all requests; yields a function to call with each updated output.
+    """Show a progress bar over the tokens of all requests.
 
-    Yields None if the bar is not shown or not visible.
+    Yields a function to call with each updated output, or None if no bar can be seen.
     """
     if not shown:
         yield None
@@ -80,7 +80,7 @@ def progress_bar(
 
 
 class Tally:
-    """Counts processed prompt and completion tokens of requests."""
+    """Counts the prompt and completion tokens that were processed, over all requests."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._most = {
@@ -117,13 +117,13 @@ def _one_of(params: AskedParams, sampling_params: AskedParams) -> AskedParams:
 
 
 class LLM:
-    """A model that generates and scores.
+    """A model that generates and scores, with blocking calls.
 
     Args:
-        model: a value of `EngineConfig.model`, or a loaded transformers causal LM. A loaded model is copied
+        model: a name or path as in `EngineConfig.model`, or a loaded transformers causal LM, which is copied
             in the requested `dtype` and not modified.
         tokenizer: the fast tokenizer of a loaded model; leave it out for a model given by name.
-        max_logprobs: maximum number of alternatives per token that a call may request; -1: no limit.
+        max_logprobs: maximum number of alternatives per token that a call may request; -1 means no limit.
         settings: the other fields of `EngineConfig`.
 
     Raises:
@@ -157,7 +157,8 @@ class LLM:
         self.loaded = loaded
         self.engine = loaded.engine
         self.text = loaded.text
-        self.processors = loaded.processors  # instances by name, with their cost, if they run in this process
+        # Logits processors by name, with their cost, if they run in this process.
+        self.processors = loaded.processors
         self.client = ScoringClient(loaded.engine, loaded.text, max_logprobs=max_logprobs)
         self._bridge = LoopThread()
         self._owned.callback(self._bridge.close)
@@ -174,24 +175,26 @@ class LLM:
         truncation: Truncation = "error",
         add_special_tokens: bool = True,
     ) -> list[RequestOutput]:
-        """Generate completions of one or many prompts; outputs are in the order of the prompts.
+        """Generate completions for one or more prompts; outputs are in the order of the prompts.
 
         Args:
-            prompts: texts or lists of token ids.
-            params: for all prompts, or a list with one per prompt; the default is `SamplingParams()`.
-            sampling_params: alias of `params`; give only one of them.
+            prompts: a text or a list of token ids, or a list of several.
+            params: sampling parameters for all prompts, or a list with one per prompt; the default is
+                `SamplingParams()`.
+            sampling_params: alias of `params`; give only one of the two.
             progress: show a progress bar on stderr.
-            on_error: if any request failed, `raise` a `BatchError` after all have ended, or `return` each
-                failure as its output's `.error`, including invalid prompts.
-            truncation: what to do with a prompt that is too long: raise an `error`, drop tokens from its
-                `left` end, or process it in sliding `window`s, with logprobs of all prompt tokens and a
-                completion that continues its end.
-            add_special_tokens: whether the tokenizer adds its special tokens (BOS) to texts; False for texts
-                that already contain them, such as rendered chat templates.
+            on_error: "raise" raises a `BatchError` if any request failed, after all requests have ended.
+                "return" instead sets `.error` on the output of each failed request or invalid prompt.
+            truncation: what to do with a prompt that is too long: "error" raises an error, "left" drops
+                tokens from the beginning, and "window" processes the prompt in sliding windows, with logprobs
+                for all prompt tokens and a completion that continues the end of the prompt.
+            add_special_tokens: whether the tokenizer adds its special tokens (BOS) to texts; use False for
+                texts that already contain special tokens, such as rendered chat templates.
 
         Raises:
-            ParameterError: an invalid prompt or parameter, named by its index; no request was started.
-            BatchError: some requests failed; holds all outputs.
+            ParameterError: a prompt or parameter is invalid; the error names its index, and no request was
+                started.
+            BatchError: some requests failed; the error holds all outputs.
         """
         watch = partial(progress_bar, shown=progress)
         asked = _one_of(params, sampling_params)
@@ -225,21 +228,23 @@ class LLM:
         Args:
             messages: a conversation (a list of messages with role and content), a list of conversations, or
                 the content of a single user message (a text or a list of content parts).
-            params: for all, or a list with one per conversation; the default is `SamplingParams()`.
-            sampling_params: alias of `params`; give only one of them.
+            params: sampling parameters for all conversations, or a list with one per conversation; the
+                default is `SamplingParams()`.
+            sampling_params: alias of `params`; give only one of the two.
             tools: functions that the model may call, in OpenAI's format. If the template does not support
-                tools, they are described in text (docs/channels.md). Calls are returned as the model writes
-                them, in the text.
+                tools, they are described in text (docs/channels.md). The output's text contains the calls as
+                the model wrote them.
             add_generation_prompt: append the start of the assistant's turn; the default is True unless
                 `continue_final_message` is set.
-            continue_final_message: continue the last message; its text is not repeated in the output.
-            chat_template_kwargs: variables of the model's template, such as `enable_thinking`.
+            continue_final_message: continue the last message, whose text is not repeated in the output.
+            chat_template_kwargs: variables for the chat template, such as `enable_thinking`.
             progress: show a progress bar on stderr.
-            on_error: as in `generate`.
+            on_error: see `generate`.
 
         Raises:
-            ParameterError: invalid messages (see `text.chat.lay_out`), or as in `generate`.
-            BatchError: some requests failed; holds all outputs.
+            ParameterError: messages are invalid (see `text.chat.lay_out`), or one of the reasons in
+                `generate`.
+            BatchError: some requests failed; the error holds all outputs.
         """
         watch, asked = partial(progress_bar, shown=progress), _one_of(params, sampling_params)
         layout = Layout(
@@ -254,13 +259,13 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, add_special_tokens: bool = True
     ) -> Generator[RequestOutput]:
-        """Generate from one prompt and yield its output each time it has grown.
+        """Generate from one prompt, and yield the output so far each time it has grown.
 
-        The text contains only whole characters, and no text that may still become a stop string. Leaving the
-        loop early aborts the request. `add_special_tokens` is as in `generate`.
+        The output's text has only whole characters, and no characters that may still become a stop string.
+        Leaving the loop early aborts the request. For `add_special_tokens` see `generate`.
 
         Raises:
-            ParameterError: an invalid prompt or parameter.
+            ParameterError: the prompt or a parameter is invalid.
             EngineError: the request failed.
         """
         return self._bridge.iterate(self.client.stream(prompt, params, add_special_tokens=add_special_tokens))
@@ -280,22 +285,24 @@ class LLM:
     ) -> str:
         """Replace the model's weights, for example after a training step, and return their version.
 
-        Returns once the new weights are in use; `info.weight_version` of their records is the version. Drops
-        all caches and keeps LoRA adapters. No request mixes old and new weights. Both are in memory until the
-        old ones are freed. Concurrent loads run one after another.
+        The call returns once the new weights are in use; records computed with them have the version as
+        `info.weight_version`. All caches are dropped, and LoRA adapters are kept. No request mixes old and
+        new weights. Both are in memory until the old weights are freed. Concurrent loads run one after
+        another.
 
         Args:
             weights: a `state_dict()` of tensors or NumPy arrays, which is copied, or a folder of safetensors
                 files. Name prefixes of DDP, FSDP, torch.compile and merged PEFT models are removed.
-            version: name of these weights in records, such as `step-1200`; None: a digest of them
-                (`models.loading.digest_of`), which reads every byte once more.
-            on_running: running requests `finish` on the old weights while new ones wait, or `end` with
-                `WeightsReplacedError`. Either way, a request whose reader lags behind ends with that error.
+            version: name of the new weights in records, such as `step-1200`. None uses a digest of the
+                weights (`models.loading.digest_of`), for which every byte is read once more.
+            on_running: with "finish", running requests finish on the old weights while new requests wait;
+                with "end", they end with `WeightsReplacedError`. In both cases, a stream whose reader lags
+                behind ends with that error.
 
         Raises:
-            ModelError: the weights cannot be read or do not fit the model; the old ones stay in use.
-            ParameterError: the engine is not the native one, an invalid version, weights of another type, or
-                a LoRA adapter is loaded for weights that change.
+            ModelError: the weights cannot be read or do not fit the model; the old weights stay in use.
+            ParameterError: the engine is not the native one, the version is invalid, the weights have another
+                type, or a loaded LoRA adapter applies to weights that change.
         """
         from logprobe.engine.front import check_on_running
 
@@ -304,41 +311,41 @@ class LLM:
     def add_lora(self, name: str, path: str | Path) -> None:
         """Load a LoRA adapter from a folder, for `with_lora(name)` and `SamplingParams(lora=name)`.
 
-        Loading a name again replaces the adapter for new requests; earlier ones keep the old adapter.
+        Loading a name again replaces the adapter for new requests; earlier requests keep the old adapter.
 
         Raises:
-            ModelError: the folder cannot be read, or does not fit the model.
+            ModelError: the adapter cannot be read or does not fit the model.
         """
         self.engine.add_lora(name, path)
 
     def add_new_lora(self, path: str | Path, name: str = "lora_1") -> None:
-        """Alias of `add_lora` with genlm-backend's order of arguments."""
+        """Alias of `add_lora` with the order of arguments in genlm-backend."""
         self.add_lora(name, path)
 
     def remove_lora(self, name: str) -> None:
-        """Unregister a LoRA adapter: new requests for it are rejected, running ones finish.
+        """Unregister a LoRA adapter: new requests for it are rejected, and running requests finish.
 
         Raises:
-            ParameterError: no such adapter.
+            ParameterError: no adapter has this name.
         """
         self.engine.remove_lora(name)
 
     def list_loras(self) -> dict[str, str]:
-        """Return the loaded LoRA adapters: name → path."""
+        """Return the path of each loaded LoRA adapter, by name."""
         return self.engine.list_loras()
 
     def with_lora(self, name: str | None) -> Self:
         """Return a view of the model on which every call uses this LoRA adapter.
 
-        The view shares the engine and owns nothing: its `close` does nothing, and it is unusable once the
-        original model is closed. If the adapter is loaded again, later calls use the new one.
+        The view shares the engine: closing the view does nothing, and the view is unusable once the original
+        model is closed. If the adapter is loaded again under the same name, later calls use the new adapter.
 
         Args:
-            name: of a loaded adapter. Parameters of calls need not name it and must not name another one.
-                None: no default, so each call uses the adapter that its parameters name.
+            name: name of a loaded adapter. The parameters of a call need not name the adapter, and must not
+                name another one. With None, each call uses the adapter that its parameters name, if any.
 
         Raises:
-            ParameterError: no such adapter.
+            ParameterError: no adapter has this name.
         """
         from logprobe.analysis.client import ScoringClient
 
@@ -353,7 +360,7 @@ class LLM:
 
     @property
     def lora(self) -> str | None:
-        """LoRA adapter of a `with_lora` view; None: the one that a call's parameters name."""
+        """Name of the LoRA adapter of a `with_lora` view; None if each call's parameters decide."""
         return self.client.lora
 
     def score(
@@ -377,35 +384,36 @@ class LLM:
 
         For texts, the joined text is tokenized. White space at the end of the context is scored with the
         continuation, and an empty context is replaced by BOS (or EOS). If a token spans the end of the
-        context, the probability of the continuation's bytes is summed over their tokenizations
-        (docs/scoring.md), and the score's `boundary` is `bytes` instead of `token`.
+        context, the probability of the continuation's bytes is summed over all their tokenizations
+        (docs/scoring.md), and the score's `boundary` is "bytes" instead of "token".
 
         Args:
-            pairs: (context, continuation), both texts or both lists of token ids.
+            pairs: (context, continuation) pairs, both texts or both lists of token ids.
             progress: show a progress bar on stderr.
-            entropy: also report the entropy at each token, nats.
-            varentropy: also report the variance of the surprisal at each token, nats squared.
-            margin: also report the difference of the two highest logprobs at each token, nats.
+            entropy: also report the entropy at each token, in nats.
+            varentropy: also report the variance of the surprisal at each token, in nats squared.
+            margin: also report the difference between the two highest logprobs at each token, in nats.
             unconditional: also score each continuation without its context (after BOS or EOS), for `pmi`.
-            logprobs: number of alternatives per token in the score's `record`; -1: the whole vocabulary.
-            token_ids: for each pair the ids to report in addition, at every token of the continuation, or a
-                list of lists with the ids of each token, of any length. `record.given` has their logprobs and
-                exact ranks. None: none.
-            temperature: score the model's distribution at this temperature, recorded in `record.info`.
+            logprobs: number of alternatives per token in the score's `record`; -1 means the whole vocabulary.
+            token_ids: for each pair, further ids whose logprobs and exact ranks to report in `record.given`:
+                one list of ids for all tokens in the continuation, or a list of ids per token.
+            temperature: score under the model's distribution at this temperature, which `record.info` states.
             sampling: score under the distribution that these parameters would sample from (temperature,
-                truncation, processors): *processed* logprobs, -inf for a token that cannot be sampled. The
-                record has `log_kept_mass`. None: the model's own distribution.
-            on_error: if any pair failed, `raise` a `BatchError` after all have ended, or `return` each
-                failure as its score's `.error`, including invalid pairs.
-            truncation: what to do with a pair that is too long: raise an `error`, drop tokens from the
-                `left` end of its context, or score it in sliding `window`s (without a `record`).
-            boundary: `auto`, or `token` to split like lm-evaluation-harness even if a token spans the end of
-                the context: the tokens of the joined text after the number of tokens of the context.
+                truncation, processors). A token that cannot be sampled has a logprob of -inf, and the record
+                has `log_kept_mass`. None scores under the model's own distribution.
+            on_error: "raise" raises a `BatchError` if any pair failed, after all requests have ended.
+                "return" instead sets `.error` on the score of each failed or invalid pair.
+            truncation: what to do with a pair that is too long: "error" raises an error, "left" drops tokens
+                from the beginning of the context, and "window" scores the pair in sliding windows, without a
+                `record`.
+            boundary: "auto" as described above, or "token" to split as lm-evaluation-harness does: if the
+                context alone has n tokens, the continuation is everything after the first n tokens of the
+                joined text.
 
         Raises:
-            ParameterError: an empty continuation, a context whose first token spans its end, or a pair that
-                is too long, named by its index; no request was started.
-            BatchError: some pairs failed; holds all scores.
+            ParameterError: a continuation is empty, a context's first token spans the context's end, or a
+                pair is too long; the error names the index, and no request was started.
+            BatchError: some pairs failed; the error holds all scores.
         """
         columns: dict[str, Any] = {"entropy": entropy, "varentropy": varentropy, "margin": margin}
         params = SamplingParams(max_tokens=0, prompt_logprobs=logprobs, **columns)
@@ -439,26 +447,26 @@ class LLM:
         content_free: Asked | None = None,
         progress: bool = False,
     ) -> Classification | list[Classification]:
-        """Return the probability of each label as the complete answer: one classification per prompt.
+        """Return the probability of each label as the complete answer, with one classification per prompt.
 
-        A prompt is computed once for all of its labels. Results have the probabilities (`logprobs`, `mass`)
-        and the probabilities normalized over the labels (`probabilities`).
+        A prompt is computed once for all of its labels. Results have the labels' probabilities (`logprobs`,
+        `mass`) and the probabilities normalized to sum to one (`probabilities`).
 
         Args:
-            prompts: a text that the label continues (include the space), a conversation that it answers
-                using the model's chat template, or a list of these.
-            labels: texts, or a mapping of name → text or list of texts with the same meaning, whose
-                probabilities are summed. Texts may have any number of tokens; each is scored in its usual
-                tokenization.
-            correction: how to normalize: `none`: the probabilities themselves; `length`: their geometric
-                mean per token (Brown et al. 2020); `calibrated`: divided by those after a content-free prompt
-                (Zhao et al. 2021).
+            prompts: a text that the label continues (the label includes the space), a conversation that the
+                label answers using the model's chat template, or a list of several.
+            labels: texts, or a mapping from a name to a text or to several texts with the same meaning, whose
+                probabilities are summed. Texts may have any number of tokens; each text is scored in its
+                usual tokenization.
+            correction: what to normalize: "none" takes the probabilities as they are, "length" their
+                geometric mean per token (Brown et al. 2020), and "calibrated" their ratio to the
+                probabilities after a content-free prompt (Zhao et al. 2021).
             content_free: the content-free prompt, in the same format as the prompts; the default is `N/A`.
             progress: show a progress bar on stderr.
 
         Raises:
-            ParameterError: labels that are equal, empty, or a prefix of another; a prompt that is too long;
-                `content_free` without `correction="calibrated"`.
+            ParameterError: a label is empty, equal to another, or a prefix of one; a prompt is too long; or
+                `content_free` is given without `correction="calibrated"`.
             BatchError: some requests failed.
         """
         from logprobe.analysis.labels import classify
@@ -472,12 +480,12 @@ class LLM:
     ) -> list[float]:
         """Return the relevance of each document to a query, in [0, 1], from a model that answers yes or no.
 
-        P(yes) / (P(yes) + P(no)) with the prompt format of Qwen3-Reranker. For other models pass `task`,
-        `template` or `labels`; see `analysis.labels.rerank`.
+        The relevance is P(yes) / (P(yes) + P(no)) with the prompt format of Qwen3-Reranker. For other models
+        pass `task`, `template` or `labels`; see `analysis.labels.rerank`.
 
         Raises:
-            ParameterError: not a list of texts, an invalid `task`, `template` or `labels`, or a document that
-                is too long, named by its index.
+            ParameterError: `documents` is not a list of texts, `task`, `template` or `labels` is invalid, or
+                a document is too long, in which case the error names its index.
             BatchError: some requests failed.
         """
         from logprobe.analysis.labels import rerank
@@ -491,19 +499,19 @@ class LLM:
         *,
         progress: bool = False,
     ) -> Judgement | list[Judgement]:
-        """Return the distribution over the grades that a prompt or a conversation asks for.
+        """Return the probability of each grade as the answer to a prompt or conversation.
 
-        An answer counts as the longest grade that it spells: with grades 1 to 10, "10" counts as 10 and not
-        as 1, whether the tokenizer has a token for 10 or splits it into 1 and 0.
+        An answer counts as the longest grade that it starts with: with grades 1 to 10, "10" counts as 10 and
+        not as 1, whether the tokenizer has a token for 10 or splits it into 1 and 0.
 
         Args:
-            prompts: as in `classify`.
+            prompts: see `classify`.
             scale: two or more numbers, scored in their usual spelling (7, 2.5).
             progress: show a progress bar on stderr.
 
         Raises:
-            ParameterError: fewer than two grades, equal grades, or one that is not a number of up to six
-                digits.
+            ParameterError: the scale has fewer than two grades, equal grades, or a grade that is not a number
+                of up to six digits.
             BatchError: some requests failed.
         """
         from logprobe.analysis.labels import judge
@@ -520,28 +528,28 @@ class LLM:
     ) -> list[FieldDistribution]:
         """Return the log-probability of each value in a JSON reply, and of the alternatives in its schema.
 
-        If the schema lists the values of a position (enum, const, boolean, integers between two bounds, or a
-        union of these), `members` has the probability of each, summed over all tokenizations, and
-        `grammar_members` the same under the request's grammar. This runs additional forward passes, most of
-        one token each.
+        If the schema lists the values allowed at a position (enum, const, boolean, integers between two
+        bounds, or a union of these), `members` has the log-probability of each value, summed over all
+        tokenizations, and `grammar_members` the one under the request's grammar. This runs additional forward
+        passes, most of one token each.
 
         Args:
-            output: an output of a call that requested `logprobs`.
-            schema: the JSON schema of the reply; None: that of the request's `response_format`.
-            index: index of the completion.
-            max_rows: maximum number of next-token rows for the members of one value; if it is too small,
-                `unresolved` is the probability that was not followed.
+            output: an output from a call that requested `logprobs`.
+            schema: the JSON schema of the reply; None uses the schema in the request's `response_format`.
+            index: index of the completion in the output.
+            max_rows: maximum number of next-token distributions to compute for the members of one value; if
+                it is too small, `unresolved` is the probability that was not followed.
 
         Raises:
-            ParameterError: no logprobs under the model's own distribution; invalid JSON; no schema, one that
-                lists no values, or an invalid one; the weights were replaced.
-            EngineError: the engine failed or was closed, or its weights were replaced meanwhile.
+            ParameterError: the output has no logprobs under the model's own distribution or is not valid
+                JSON, the schema is missing, invalid or lists no values, or the weights were replaced.
+            EngineError: the engine failed or was closed, or the weights were replaced during the call.
         """
         return self._bridge.run(self._rows.fields(output, schema, index=index, max_rows=max_rows))
 
     @cached_property
     def _rows(self) -> NextTokenLM[Row]:
-        """Next-token rows from the same engine, created on first use."""
+        """Computes next-token rows on the same engine; created on first use."""
         from logprobe.next_token.lm import NextTokenLM
         from logprobe.next_token.rows import RowCache
         from logprobe.next_token.source import EngineRows
@@ -574,24 +582,26 @@ class LLM:
         """Sample answers and compute the model's uncertainty from their exact probabilities.
 
         Args:
-            prompt: a text that answers continue, token ids, or a conversation that they answer using the
-                model's chat template.
+            prompt: a text or token ids that the answers continue, or a conversation that they answer using
+                the model's chat template.
             n: number of answers; the prompt is computed once.
             params: sampling parameters; the default is `SamplingParams()`. With a `seed` the answers are
-                reproducible, and the first one is that of `generate`. Parameters that select logprobs must be
-                left at their defaults.
-            same: function that returns whether two texts mean the same; the default compares them without
-                surrounding white space.
-            stop_when: stops an answer when its confidence is low; stopped answers count in no metric.
-            window: tokens per group for the group confidence; the default is that of `stop_when`, or 2,048.
-            k: number of likeliest tokens that define a token's confidence; the default is that of
+                reproducible, and the first answer equals the one from `generate`. Parameters that select
+                logprobs must be left at their defaults.
+            same: function that returns True if two texts mean the same; by default, texts mean the same if
+                they are equal without surrounding white space.
+            stop_when: stops an answer when its confidence is low; stopped answers do not count in metrics.
+            window: number of tokens in a group for the group confidence; the default is the window of
+                `stop_when`, or 2,048.
+            k: number of likeliest tokens that define a token's confidence; the default is the `k` of
                 `stop_when`, or 20.
-            self_certainty: also report it for each answer; scores each answer again with whole rows.
+            self_certainty: also report the self-certainty of each answer, for which each answer is scored
+                again with whole-vocabulary rows.
             progress: show a progress bar on stderr.
 
         Raises:
-            ParameterError: `n` below 1, several answers at temperature 0, or an invalid prompt, parameter or
-                `same`.
+            ParameterError: `n` is below 1, several answers are requested at temperature 0, or the prompt, a
+                parameter or `same` is invalid.
             BatchError: some answers failed.
             WeightsReplacedError: the weights were replaced between answers.
         """
@@ -614,15 +624,15 @@ class LLM:
 
         Args:
             text: a text, or an iterable of its parts (such as an open file), which is streamed.
-            stride: tokens from one window to the next; the default is half a window. With a stride of a
-                whole window the windows are disjoint, and the first token of each is not scored.
+            stride: tokens from one window's start to the next one's; the default is half a window. If the
+                stride equals the window, the windows are disjoint, and the first token of each is not scored.
             window: tokens per window; the default is the model's context.
-            bos: True: put BOS (EOS if the model has no BOS) before the text; False: do not; None: as the
-                tokenizer does.
+            bos: True puts BOS (EOS if the model has no BOS) before the text, False does not, and None does
+                what the tokenizer does.
             progress: show a progress bar on stderr.
 
         Raises:
-            ParameterError: invalid window or stride, or a text that cannot be encoded.
+            ParameterError: the window or stride is invalid, or the text cannot be encoded.
             BatchError: a window failed.
             WeightsReplacedError: the weights were replaced between two windows.
         """
@@ -631,11 +641,11 @@ class LLM:
             return perplexity(self, text, stride=stride, window=window, bos=bos, advance=advance)
 
     def get_tokenizer(self) -> Any:
-        """Return the model's transformers tokenizer, loaded on first use."""
+        """Return the model's transformers tokenizer, which is loaded on first use."""
         return self.text.tokenizer
 
     def close(self) -> None:
-        """Release the model; does nothing on a second call or on a view (`with_lora`)."""
+        """Release the model; a second call, or a call on a `with_lora` view, does nothing."""
         self._owned.close()
 
     def cleanup(self) -> None:

@@ -1,6 +1,6 @@
-"""Files and folders that persist between processes and that other users must not write to or replace.
+"""Files and folders that are kept between processes and that other users must not write to or replace.
 
-Readers ignore files that others could have written, with one log line per path.
+Readers ignore files that other users could have written, and log one line per path.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def is_private(*paths: Path) -> bool:
 
 
 def make_folder(path: Path, mode: int = FOLDER_MODE) -> None:
-    """Create a folder and its missing parents, by default for this user only; an existing one is not changed.
+    """Create a folder and its missing parents, by default for this user only.
+
+    Folders that exist already are not changed.
 
     Raises:
         OSError: the folder cannot be created.
@@ -48,7 +50,7 @@ def make_folder(path: Path, mode: int = FOLDER_MODE) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Remove the permissions of other users on a folder and its contents; skip links.
+    """Remove other users' permissions on a folder and its contents; links are skipped.
 
     Raises:
         OSError: a mode cannot be set.
@@ -59,7 +61,7 @@ def make_private(folder: Path) -> None:
 
 
 def write_private(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
-    """Write a file atomically, by default for this user only; replaces a link of the same name.
+    """Write a file atomically, by default for this user only; a link with the same name is replaced.
 
     Raises:
         OSError: the file cannot be written.

@@ -52,22 +52,22 @@ __all__ = [
     "watching_steps",
 ]
 
-NUM_STATES = 1 << 20  # number of prefix states; float32 represents each exactly
+NUM_STATES = 1 << 20  # number of prefix states; float32 represents each of them exactly
 BOS, EOS = "<|bos|>", "<|eos|>"
-HELD_S: Final = 0.005  # polling interval
-LIMIT_S: Final = 120.0  # timeout, long enough for a busy machine
+HELD_S: Final = 0.005  # polling interval in seconds
+LIMIT_S: Final = 120.0  # timeout in seconds, long enough for a busy machine
 
 
 class FakeForward:
     """A `ForwardBackend` whose logits depend on every token of the prefix, and on nothing else.
 
-    Each cache slot stores only its token, so that a wrong slot gives another prefix and other logits.
+    Each cache slot stores only its token, so that reading a wrong slot gives another prefix and other logits.
 
     Args:
         vocab_size: width of the logits.
-        num_slots: capacity of the cache, tokens.
-        context_len: longest sequence, tokens.
-        seed: selects the pseudo-random model.
+        num_slots: capacity of the cache in tokens.
+        context_len: maximum length of a sequence in tokens.
+        seed: seed of the pseudo-random logits.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class FakeForward:
         self._states = torch.zeros((num_slots, 1))
 
     def run(self, batch: StepBatch) -> None:
-        """Store the tokens of a step, and the state of the prefix that ends at each of them."""
+        """Store the tokens in a step, and the state of the prefix that ends with each token."""
         self._token_ids[batch.slots] = batch.token_ids
         for index, context in enumerate(batch.context_slots):
             span = batch.span(index)
@@ -109,7 +109,7 @@ class FakeForward:
         raise ParameterError("name", f"{name!r} from {path}: a fake model does not support LoRA adapters")
 
     def make_room(self, lora: LoraWeights) -> None:
-        """Do nothing, because there are no LoRA weights."""
+        """Do nothing, because a fake model has no LoRA weights."""
 
     def with_weights(self, config: EngineConfig, state: State) -> ForwardBackend:  # noqa: ARG002 - as above
         """Raise `ParameterError`: not supported."""
@@ -137,16 +137,16 @@ def fake_model(
 ) -> LoadedModel:
     """Start an engine on a fake forward pass, with a byte tokenizer; close its `engine` when done.
 
-    Ids [0, 256) are bytes, 256 is BOS and 257 is EOS; no BOS is put before texts. The ids after them are
-    `tokens` of several bytes: the model can generate them, but the tokenizer never produces them.
+    Ids [0, 256) are bytes, 256 is BOS and 257 is EOS; no BOS is put before texts. The ids from 258 on are
+    `tokens` with several bytes, which the model can generate but the tokenizer never produces.
 
     Args:
-        forward: the forward pass; None: a new one of the tokenizer's vocabulary size.
+        forward: the forward pass; None creates one with the tokenizer's vocabulary size.
         tokens: additional tokens.
         settings: fields of `EngineConfig`.
 
     Raises:
-        ParameterError: an invalid setting, or a vocabulary too small for the tokenizer.
+        ParameterError: a setting is invalid, or the vocabulary of `forward` is too small for the tokenizer.
     """
     tokenizer = _byte_tokenizer(tokens)
     forward = forward or FakeForward(len(tokenizer))
@@ -196,7 +196,7 @@ def _byte_tokenizer(tokens: Sequence[bytes]) -> Any:
 def watching_steps(model: AnyModel, watch: Callable[[StepBatch], None]) -> Iterator[None]:
     """Call `watch` with each step's batch on the engine's thread, before the forward pass.
 
-    An exception of `watch` fails the step like one of the model.
+    An exception in `watch` fails the step like an exception in the model.
 
     Raises:
         ParameterError: the engine does not run on a thread of this process.
@@ -214,7 +214,7 @@ def watching_steps(model: AnyModel, watch: Callable[[StepBatch], None]) -> Itera
 
 @contextmanager
 def failing_steps(model: AnyModel, error: Exception) -> Iterator[None]:
-    """Let the forward pass of each step raise this error within the block.
+    """Make the forward pass of each step raise this error within the block.
 
     Raises:
         ParameterError: the engine does not run on a thread of this process.
@@ -228,7 +228,7 @@ def failing_steps(model: AnyModel, error: Exception) -> Iterator[None]:
 
 
 class StepHold:
-    """Controls the steps blocked by `holding_steps`."""
+    """Controls the steps that `holding_steps` blocks."""
 
     def __init__(self) -> None:
         self._has_begun, self._is_released = threading.Event(), threading.Event()
@@ -243,7 +243,7 @@ class StepHold:
             raise TimeoutError(f"no step has begun in {timeout_s} s")
 
     def release(self) -> None:
-        """Release this step and all later ones."""
+        """Release the blocked step and all later steps."""
         self._is_released.set()
 
 
@@ -272,14 +272,14 @@ def open_requests(model: AnyModel) -> list[str]:
     """Return the ids of accepted requests whose output was not read to its end.
 
     Raises:
-        ParameterError: not an `LLM`, an `AsyncLM`, a loaded model or its engine.
+        ParameterError: `model` is not an `LLM`, an `AsyncLM`, a loaded model or its engine.
     """
     front = _front_of(model)
     return sorted({*front._builders, *front._streams._inboxes})
 
 
 def check_integrity(model: AnyModel) -> None:
-    """Wait until the engine is idle, and assert that each slot has one owner and each lock its request.
+    """Wait until the engine is idle, and assert that each slot has one owner and each lock a request.
 
     Raises:
         ParameterError: the engine does not run on a thread of this process.
@@ -293,7 +293,7 @@ def check_integrity(model: AnyModel) -> None:
 
 
 def process_ids(model: AnyModel) -> list[int]:
-    """Return the process ids of the engine by replica; for one that is being restarted, the previous id.
+    """Return the process id of each engine replica; a replica that is being restarted has its previous id.
 
     Raises:
         ParameterError: the engine has no processes.

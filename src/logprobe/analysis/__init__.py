@@ -1,4 +1,4 @@
-"""Analyses of log-probabilities: metrics, scores, texts of any length, data sets, comparisons."""
+"""Analyses built on log-probabilities: metrics, scores, long texts, data sets and model comparisons."""
 
 from __future__ import annotations
 

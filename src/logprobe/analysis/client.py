@@ -38,15 +38,18 @@ if TYPE_CHECKING:
 
     PairPart: TypeAlias = Prompt | IntArray
 
-ROWS_BYTES = 1 << 26  # bytes of whole-vocabulary rows held at once
+ROWS_BYTES = 1 << 26  # maximum size of the whole-vocabulary rows held at once
 
 
 class PairRequests(NamedTuple):
-    """The requests that score one pair; truncation may cut the pair into several splits."""
+    """The requests that score one (context, continuation) pair.
 
-    whole: Split
-    splits: list[Split]  # the pair's splits, then those of the unconditional continuation
-    num_parts: int
+    Each request scores one `Split`. Truncation by windows cuts a long pair into several splits.
+    """
+
+    whole: Split  # the pair before truncation
+    splits: list[Split]  # the splits of the pair, then the splits of the continuation without its context
+    num_parts: int  # number of splits of the pair
     admitted: list[Admitted]  # one request per split
 
 
@@ -125,7 +128,7 @@ class ScoringClient(Client):
         return joined(scores, self._scored_bytes(pair.whole), unconditional_logprob=unconditional)
 
     def _scored_bytes(self, split: Split) -> bytes:
-        """Return the bytes of a continuation: those of its text, or of its tokens if it was given as ids."""
+        """Return the bytes of a continuation: its UTF-8 text, or its tokens' bytes if it was given as ids."""
         if split.data is not None:
             return split.data
         data = self.text.vocabulary.bytes_of(split.continuation.tolist())
@@ -139,7 +142,10 @@ class ScoringClient(Client):
         requests: Requests,
         sampling: SamplingParams | None = None,
     ) -> list[float | LogprobeError | None]:
-        """Compute the byte-level log-probabilities of splits with healing; see `Healer.logprobs`."""
+        """Compute the byte-level log-probability of each split; see `Healer.logprobs`.
+
+        The result is None for a split that needs no healing: its boundary lies between two tokens.
+        """
         if all(split.healing is None for split in splits):
             return [None] * len(splits)
         return await Healer(self, lora, requests, sampling).logprobs(splits, outputs)
@@ -178,10 +184,10 @@ class ScoringClient(Client):
         return replace(answer, self_certainty=total / answer.num_tokens)
 
     def split(self, pair: tuple[PairPart, PairPart] | Split, boundary: BoundaryRule = "auto") -> Split:
-        """Convert a (context, continuation) pair to one sequence; texts are split by `split_texts`.
+        """Convert a (context, continuation) pair to one sequence of ids; `split_texts` splits two texts.
 
         Raises:
-            ParameterError: not a pair, a text paired with ids, or an empty continuation.
+            ParameterError: `pair` is not a pair, pairs a text with ids, or has an empty continuation.
         """
         if isinstance(pair, Split):
             return pair
@@ -208,10 +214,12 @@ class ScoringClient(Client):
         return Split(ids, len(prefix), bare)
 
     def with_named_ids(self, params: SamplingParams, token_ids: Any, split: Split) -> SamplingParams:
-        """Return `params` that also report `token_ids`, the same at every token or one list per token.
+        """Return `params` that also request the log-probabilities of `token_ids`.
+
+        `token_ids` is one list of ids for all tokens of the continuation, or one list per token.
 
         Raises:
-            ParameterError: `token_ids`: invalid ids, or a number of lists that is not the number of tokens.
+            ParameterError: `token_ids` has invalid ids, or its lists are not one per token.
         """
         name, count = "token_ids", len(split.continuation)
         ids = named_ids(name, token_ids)

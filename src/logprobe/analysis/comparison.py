@@ -1,9 +1,10 @@
-"""Compare two models on the same tokens: KL divergence, differences of logprobs, importance ratios.
+"""Compare two models on the same texts: KL divergence, differences in logprobs, importance ratios.
 
-A is the reference (or the trainer, or the model before a change), B is what replaces it (a quantized model,
-the sampler, the model after the change). With the same vocabulary, every position is compared; models with
-different tokenizers are compared on whole words and bytes. Runs of `score_dataset` that kept their tokens are
-compared by logprobs only, because their files hold no whole distributions; `analysis.baseline` stores those.
+A is the reference (or the trainer, or the model before a change). B is compared with A (a quantized model,
+the sampler, the model after the change). Models with the same vocabulary are compared token by token, models
+with different tokenizers on whole words and bytes. Outputs of `score_dataset` with tokens can be compared
+too, but only by logprobs, because they hold no whole distributions; `analysis.baseline` stores whole
+distributions.
 """
 
 from __future__ import annotations
@@ -35,27 +36,32 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-POSITIONS_A_CALL = 256  # whole-vocabulary rows of both models: about 200 KB each at a vocabulary of 49,152
+# Positions per call: each needs a whole-vocabulary row of each model, about 200 KB at a vocabulary of 49,152.
+POSITIONS_A_CALL = 256
 CLIP = 0.2  # the usual clip range of PPO
 MAX_DRAFTED: Final = 8
 ROUNDING: Final = 2.0**-24  # rounding error of float32 probabilities
 SAME_TOKENS_PROBE: Final = "The 12 cats\n\tdidn't é 🌊 你好"
-"""A text that shows whether tokenizers with the same tokens also split text by the same rules."""
+"""A text that shows whether two tokenizers with the same tokens also split text by the same rules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acceptance:
-    """Speculative acceptance rate Σ min(p, q), with either model as the draft (Leviathan et al. 2023)."""
+    """Acceptance rate of speculative decoding, Σ min(p, q), with either model as the draft.
 
-    mean: float  # expected share of drafted tokens that are accepted
+    See Leviathan et al. 2023.
+    """
+
+    mean: float  # expected share of draft tokens that are accepted
     error: float | None  # standard error of `mean`; None with one position
-    uncertainty: float  # upper bound on the error of `mean` from a baseline's file; 0 if both models ran
+    uncertainty: float  # upper bound on the error of `mean` due to a baseline file; 0 if both models ran
     by_position: Floats = field(repr=False)  # (num_positions,)
 
     def tokens_a_cycle(self, num_drafted: int) -> float:
-        """Expected tokens per run of the target model after g drafted tokens: (1 - a^(g + 1)) / (1 - a).
+        """Return the expected number of tokens per forward pass of the target model.
 
-        Assumes that each token is accepted independently with probability a, the mean.
+        With g = `num_drafted` draft tokens, each accepted independently with probability a = `mean`, this is
+        (1 - a^(g + 1)) / (1 - a).
         """
         return math.fsum(self.mean**power for power in range(num_drafted + 1))
 
@@ -72,56 +78,57 @@ class Acceptance:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Comparison of the logprobs that two models give the same tokens; nats.
+    """Comparison of the logprobs, in nats, that two models give the same texts.
 
-    If the vocabularies differ, positions are words, and `kl`, `agreement` and the ratios are None.
+    A position is a token or, if the vocabularies differ, a word; `kl`, `agreement` and the ratios are then
+    None.
     """
 
-    unit: str  # unit of a position: "token" or "word"
+    unit: str  # what a position is: "token" or "word"
     num_positions: int
     num_bytes: int
     logprobs_a: NDArray[np.float64] = field(repr=False)  # (num_positions,)
     logprobs_b: NDArray[np.float64] = field(repr=False)
     text_indices: NDArray[np.int64] = field(repr=False)  # (num_positions,), index of the text, from 0
-    positions: NDArray[np.int64] = field(repr=False)  # (num_positions,), token or word index in its text
+    positions: NDArray[np.int64] = field(repr=False)  # (num_positions,), index of the token or word
     token_ids: NDArray[np.int64] | None = field(default=None, repr=False)  # None if positions are words
     words: Sequence[str] | None = field(default=None, repr=False)  # None if positions are tokens
     kl_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
     is_same_best: NDArray[np.bool_] | None = field(default=None, repr=False)
     acceptance_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
-    # Probability that A gives to token ids that B's head does not have. If it exceeds float32 rounding, the
-    # KL of the position is infinite. None if no whole rows were compared, or A is a baseline's file.
+    # Total probability that A gives to token ids that B's head does not have. If it exceeds float32 rounding,
+    # the position's KL is infinite. None if no whole rows were compared, or if A is a baseline file.
     missing_mass_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
-    # For a baseline's file: upper bounds on the standard error of each KL (nats) and on the error of each
-    # acceptance. None if both models ran.
+    # If A is a baseline file: upper bounds on the standard error of each KL (nats) and on the error of each
+    # acceptance rate. None if both models ran.
     kl_error_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
     acceptance_error_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
 
     @property
     def delta(self) -> Spread:
-        """|logprob A - logprob B| over positions."""
+        """Summary of |logprob A - logprob B| over positions, in nats."""
         return Spread.of(np.abs(self.logprobs_a - self.logprobs_b))
 
     @property
     def bias(self) -> float:
-        """Mean of logprob B - logprob A, nats; negative if B finds the texts less likely."""
+        """Mean of logprob B - logprob A, in nats; negative if B finds the texts less likely than A."""
         return float(np.mean(self.logprobs_b - self.logprobs_a))
 
     @property
     def kl(self) -> Spread | None:
-        """KL(A ‖ B) over positions, from whole distributions, nats."""
+        """Summary of KL(A ‖ B) over positions, in nats; None if whole distributions are not available."""
         return None if self.kl_by_position is None else Spread.of(self.kl_by_position)
 
     @property
     def kl_error(self) -> float | None:
-        """Upper bound on the standard error of the mean KL due to a baseline's file, nats."""
+        """Upper bound on the standard error of the mean KL due to a baseline file's quantization, in nats."""
         if self.kl_error_by_position is None:
             return None
         return float(np.sqrt(np.sum(self.kl_error_by_position**2))) / self.num_positions
 
     @property
     def missing_mass(self) -> float | None:
-        """Mean probability that A gives to token ids that B's head does not have."""
+        """Mean, over positions, of the total probability that A gives to token ids that B's head lacks."""
         missing = self.missing_mass_by_position
         return None if missing is None else float(missing.mean())
 
@@ -137,7 +144,7 @@ class Comparison:
 
     @property
     def statistics(self) -> dict[str, Figure] | None:
-        """Metrics of llama.cpp by its names and in its units (some are percent), with standard errors."""
+        """llama.cpp's metrics, with standard errors, under llama.cpp's names and in its units."""
         if self.kl_by_position is None or self.is_same_best is None:
             return None
         return figures(self.logprobs_a, self.logprobs_b, self.kl_by_position, self.is_same_best)
@@ -149,18 +156,18 @@ class Comparison:
 
     @property
     def ratios(self) -> NDArray[np.float64] | None:
-        """Importance ratios p_A / p_B per token (A: trainer, B: sampler)."""
+        """Importance ratio p_A / p_B of each token, if A is the trainer and B the sampler."""
         if self.unit != "token":
             return None
         return measures.importance_ratios(self.logprobs_a, self.logprobs_b)
 
     @property
     def text_ratios(self) -> NDArray[np.float64] | None:
-        """Importance ratios per text: the product over its tokens."""
+        """Importance ratio of each text: the product over the text's tokens."""
         return None if self.unit != "token" else measures.importance_ratios(*self._text_logprobs())
 
     def _text_logprobs(self) -> tuple[Floats, Floats]:
-        """Return the logprob of each text under A and under B, (num_texts,) nats each."""
+        """Return each text's logprob under A and under B, as two arrays (num_texts,) in nats."""
         starts = np.flatnonzero(np.diff(self.text_indices, prepend=-1))
         return np.add.reduceat(self.logprobs_a, starts), np.add.reduceat(self.logprobs_b, starts)
 
@@ -181,13 +188,13 @@ class Comparison:
         return None if ratios is None else float(np.mean(np.abs(ratios - 1) > CLIP))
 
     def bits_per_byte(self) -> tuple[float | None, float | None]:
-        """Return the bits per byte of A and of B over the scored bytes."""
+        """Return the bits per byte of A and of B over all scored bytes, or None without scored bytes."""
         sums = (float(self.logprobs_a.sum()), float(self.logprobs_b.sum()))
         a, b = (measures.bits_per_byte(logprob, self.num_bytes) for logprob in sums)
         return a, b
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all metrics by name for JSON: None if not defined, ±9999 if infinite."""
+        """Return all metrics by name for JSON, with None if not defined and ±9999 for infinity."""
         kl, ratios, text_ratios = self.kl, self.ratios, self.text_ratios
         acceptance, statistics = self.acceptance, self.statistics
         bits_a, bits_b = self.bits_per_byte()
@@ -216,11 +223,12 @@ class Comparison:
         return finite_fields(figures)
 
     def to_parquet(self, path: str | Path) -> None:
-        """Write one row per position: index, both logprobs, and for tokens the KL and top-token agreement.
+        """Write a Parquet file with one row per position, with both logprobs and, if known, the KL.
 
-        `text_index` is the index of the text (for stored runs the `row` column). `position` is the index of
-        the word or token in its text. Token 0 has no row: it is BOS or, without BOS, the first token of the
-        text. Tokens after a stored context start at 1.
+        `text_index` is the index of the text; for outputs of `score_dataset` it is the value of the `row`
+        column. `position` is the index of the word or token in its text. Token 0 has no row: it is BOS or,
+        without BOS, the text's first token. For continuations in an output of `score_dataset`, position 1 is
+        the first token after the context.
         """
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -233,7 +241,9 @@ class Comparison:
         pq.write_table(pa.table(columns), path, compression="zstd")
 
     def plot(self, path: str | Path) -> None:
-        """Plot both models' logprobs against each other, and a histogram of differences (extra `plot`).
+        """Plot both models' logprobs against each other, and a histogram of their differences.
+
+        Requires the extra `plot`.
 
         Raises:
             ParameterError: matplotlib is not installed.
@@ -261,13 +271,13 @@ def compare(a: Scorer, b: Scorer, texts: Iterable[str], *, bos: bool | None = No
 
     Args:
         a: the reference.
-        b: the model to compare; may be `a` itself, or `a.with_lora(name)`.
-        texts: each must fit the contexts of both models.
-        bos: True: put BOS (EOS if the model has no BOS) before each text; False: do not; None: as the
-            tokenizer does.
+        b: the model to compare with `a`; may be `a` itself, or `a.with_lora(name)`.
+        texts: texts that fit the contexts of both models.
+        bos: True puts BOS (EOS if the model has no BOS) before each text, False does not, and None does what
+            the tokenizer does.
 
     Raises:
-        ParameterError: no text has a token to score, or a text is longer than a context.
+        ParameterError: no text has a token to score, or a text is longer than a model's context.
         BatchError: a request failed.
     """
     if same_vocabulary(a, b):
@@ -289,7 +299,7 @@ def same_vocabulary(a: Scorer, b: Scorer) -> bool:
 
 
 class TextTokens(NamedTuple):
-    """Tokens of one text, including BOS if there is one."""
+    """Tokens of one text, including BOS if it is used."""
 
     text_index: int
     token_ids: IntArray  # (T,)
@@ -297,7 +307,7 @@ class TextTokens(NamedTuple):
 
 
 def sequences(a: Scorer, texts: Iterable[str], bos: bool | None) -> Iterator[TextTokens]:
-    """Yield the tokens of each text that has a token to score."""
+    """Yield the tokens of each text; texts without a token to score are left out."""
     prefix = prefix_of(a.text, bos)
     for index, text in enumerate(texts):
         own, spans = a.text.encode_with_spans(text)
@@ -308,14 +318,14 @@ def sequences(a: Scorer, texts: Iterable[str], bos: bool | None) -> Iterator[Tex
 
 
 class WholeRows(NamedTuple):
-    """Whole-vocabulary rows at some positions, and the logprobs of the tokens there."""
+    """Whole-vocabulary rows at M positions, and the logprobs of the text's tokens there."""
 
     rows: NDArray[np.float32]  # (M, V) nats
     token_logprobs: Floats  # (M,) nats
 
 
 class TokenPart(NamedTuple):
-    """Comparison of a range of positions of one text; arrays are (M,)."""
+    """Comparison of M consecutive positions in one text; arrays are (M,), logprobs and KL in nats."""
 
     text_index: int
     start: int  # first position
@@ -332,7 +342,7 @@ class TokenPart(NamedTuple):
 
 
 def whole_scores(llm: Scorer, pair: tuple[IntArray, IntArray]) -> WholeRows:
-    """Return a model's whole-vocabulary rows at the tokens of a continuation."""
+    """Score a (context, continuation) pair; return the whole-vocabulary rows at the continuation's tokens."""
     (score,) = llm.score([pair], logprobs=-1)
     assert score.record is not None
     return WholeRows(whole_rows(score.record), np.array(score.token_logprobs))
@@ -341,14 +351,14 @@ def whole_scores(llm: Scorer, pair: tuple[IntArray, IntArray]) -> WholeRows:
 def whole_parts(
     llm: Scorer, ids: IntArray, size: int, first: int = 1
 ) -> Iterator[tuple[int, int, WholeRows]]:
-    """Yield (start, end, whole rows) for ranges of up to `size` positions from `first` on."""
+    """Yield (start, end, rows) for consecutive ranges of up to `size` positions, from `first` on."""
     for start in range(first, len(ids), size):
         end = min(start + size, len(ids))
         yield start, end, whole_scores(llm, (ids[:start], ids[start:end]))
 
 
 def _token_parts(a: Scorer, b: Scorer, text: TextTokens) -> Iterator[TokenPart]:
-    """Compare two models in ranges of positions, to bound the memory for whole-vocabulary rows."""
+    """Compare two models on a text, one range of positions at a time to bound the memory for whole rows."""
     for start, end, mine in whole_parts(a, text.token_ids, POSITIONS_A_CALL):
         theirs = whole_scores(b, (text.token_ids[:start], text.token_ids[start:end]))
         rows, others, missing_mass = common_columns(mine.rows, theirs.rows)
@@ -370,10 +380,11 @@ def _token_parts(a: Scorer, b: Scorer, text: TextTokens) -> Iterator[TokenPart]:
 def common_columns(
     rows: NDArray[np.float32], others: NDArray[np.float32]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], Floats]:
-    """Cut rows of log-probabilities, (M, V) and (M, W), to the ids that both have.
+    """Cut rows of log-probabilities, (M, V) and (M, W) in nats, to the ids that both have.
 
     Returns:
-        Both, (M, min(V, W)), and the probability that each of `rows` gives to the ids cut from it, (M,).
+        Both arrays, cut to (M, min(V, W)), and the total probability that each row in `rows` gave to the ids
+        that were cut off, (M,).
     """
     width = min(rows.shape[1], others.shape[1])  # one head may be padded
     missing_mass = np.exp(rows[:, width:].astype(np.float64)).sum(axis=1)
@@ -381,16 +392,16 @@ def common_columns(
 
 
 def of_tokens(parts: Sequence[TokenPart]) -> Comparison:
-    """Join the ranges of all texts into a comparison.
+    """Join the ranges of all texts into one comparison.
 
     Raises:
-        ParameterError: there are none.
+        ParameterError: `parts` is empty.
     """
     require(parts, "texts", "have no token to score; use longer texts or bos=True")
     text_indices, positions = _places((part.text_index, part.start, len(part.token_ids)) for part in parts)
 
     def whole(name: str) -> Any:
-        """Concatenate a column of all parts; None if they do not have it."""
+        """Concatenate a column of all parts; return None if the parts do not have the column."""
         columns = [getattr(part, name) for part in parts]
         return None if columns[0] is None else np.concatenate(columns)
 
@@ -413,7 +424,11 @@ def of_tokens(parts: Sequence[TokenPart]) -> Comparison:
 
 
 def _places(runs: Iterable[tuple[int, int, int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Expand runs of positions (text, first position, length) to the text and position of each."""
+    """Expand runs of positions, each given as (text index, first position, length).
+
+    Returns:
+        The text index and the position of every single position, as two arrays.
+    """
     indices, starts, lengths = np.array(list(runs), np.int64).T
     firsts = np.repeat(np.cumsum(lengths) - lengths, lengths)
     return np.repeat(indices, lengths), np.repeat(starts, lengths) + np.arange(lengths.sum()) - firsts
@@ -446,9 +461,9 @@ def _of_words(pairs: Sequence[tuple[ScoredText, ScoredText]]) -> Comparison:
 
 
 def common_units(a: ScoredText, b: ScoredText) -> Iterator[tuple[str, float, float]]:
-    """Yield (text, logprob A, logprob B) of the smallest runs of words that both tokenizations share.
+    """Yield (text, logprob A, logprob B) for the shortest stretches of words that both tokenizations share.
 
-    Runs with an unscored token are skipped.
+    Stretches with an unscored token are skipped.
     """
     ends_b = {unit.end for unit in b.words}
     bounds = [0] + [unit.end for unit in a.words if unit.end in ends_b]
@@ -459,7 +474,7 @@ def common_units(a: ScoredText, b: ScoredText) -> Iterator[tuple[str, float, flo
 
 
 def _sums(text: ScoredText, bounds: Sequence[int]) -> list[float]:
-    """Return the logprob between neighbouring bounds, NaN if a token is not scored."""
+    """Return the logprob of the text between each two neighbouring bounds; NaN if a token is not scored."""
     words = text.words
     last_words = np.searchsorted([unit.end for unit in words], bounds[1:]).tolist()
     sums, first = [], 0
@@ -473,14 +488,14 @@ def _sums(text: ScoredText, bounds: Sequence[int]) -> list[float]:
 # -- stored runs ---------------------------------------------------------------------------------------------
 
 ROWS_A_CALL = 64
-MAX_LOGPROB = 1e-3  # nats: in float32, the log of a probability of 1 may round to above 0
+MAX_LOGPROB = 1e-3  # nats; float32 rounding may put the log of a probability of 1 slightly above 0
 
 
 def compare_stored(path_a: str | Path, path_b: str | Path) -> Comparison:
-    """Compare two runs of `score_dataset` that kept their tokens, by logprobs only, row by row.
+    """Compare two outputs of `score_dataset`, written with `tokens=True`, by their logprobs.
 
     Raises:
-        InputError: a file without tokens, or different rows or tokens.
+        InputError: a file has no tokens, or the files' rows or tokens differ.
     """
     parts, num_bytes = [], 0
     for mine, theirs in zip_longest(_stored(path_a), _stored(path_b)):
@@ -497,16 +512,18 @@ def compare_stored(path_a: str | Path, path_b: str | Path) -> Comparison:
 def compare_with_stored(
     path: str | Path, llm: Scorer, texts: Sequence[str], *, bos: bool | None = None
 ) -> Comparison:
-    """Compare a run of `score_dataset` that kept its tokens (A) with a model on the same texts (B).
+    """Compare an output of `score_dataset` with a model's scores of the same texts.
+
+    The output (A) must have been written with `tokens=True`; the model is B.
 
     Args:
-        path: the run's Parquet file.
+        path: the Parquet file that `score_dataset` wrote.
         llm: the model.
-        texts: the data of the run, starting at its first row.
-        bos: as in the run.
+        texts: the texts that `score_dataset` scored, starting with the first row.
+        bos: the setting that `score_dataset` was called with.
 
     Raises:
-        InputError: a file without tokens, or tokens that differ from those of the texts.
+        InputError: the file has no tokens, or its tokens differ from the tokens of the texts.
         BatchError: a request failed.
     """
     prefix = prefix_of(llm.text, bos)
@@ -531,7 +548,7 @@ def compare_with_stored(
 
 
 def _of_rows(parts: Sequence[tuple[dict[str, Any], Sequence[float]]], num_bytes: int) -> Comparison:
-    """Build a comparison from stored rows and the other model's logprobs of their tokens."""
+    """Build a comparison from stored rows, each paired with the other model's token logprobs."""
     parts = [(row, logprobs) for row, logprobs in parts if row["token_ids"]]  # skip rows without tokens
     require(parts, "files", "have no rows with tokens")
     logprobs_a = np.concatenate([row["token_logprobs"] for row, _ in parts]).astype(np.float64)
@@ -550,10 +567,10 @@ def _of_rows(parts: Sequence[tuple[dict[str, Any], Sequence[float]]], num_bytes:
 
 
 def _stored(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the validated rows of a run that kept its tokens.
+    """Yield the validated rows of an output of `score_dataset` that has tokens.
 
     Raises:
-        InputError: the file does not exist, or lacks the tokens or other columns.
+        InputError: the file does not exist, or lacks the tokens or another column.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -1,12 +1,13 @@
-"""Probability of bytes after some tokens, summed over the token sequences that cover the bytes.
+"""Probability of given bytes after a token sequence, summed over all tokenizations of the bytes.
 
-A sequence covers bytes if its tokens spell them and only its last token may reach beyond their end. The
-number of covers grows exponentially with the bytes, but nearly all mass is on a few of them. `Covers`
-therefore extends the likeliest prefixes first, until the rest cannot change the sum (`TOLERANCE`) or the row
-limit is reached. `SpanSum` requests the rows of several sums with the same given tokens, each row once.
+A cover of some bytes is a token sequence that spells the bytes and of which only the last token may extend
+past their end. The number of covers grows exponentially with the number of bytes, but a few covers have
+nearly all the probability. `Covers` therefore extends the likeliest prefixes first, until the remaining ones
+cannot change the sum (`TOLERANCE`) or the limit on next-token distributions ("rows") is reached. `SpanSum`
+computes several sums after the same tokens and requests each row once.
 
 Numerators are lower bounds and the denominator is an upper bound, so no conditional probability is too large,
-and those of texts that are not prefixes of each other sum to at most 1.
+and the probabilities of texts of which none is a prefix of another sum to at most 1.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
     from logprobe.records.values import IntArray
     from logprobe.text.boundary import Split
 
-TOLERANCE: Final = 1e-7  # share of a sum that need not be followed
-MAX_STEPS: Final = 1024  # rows for all sums after the same tokens, divided evenly,
-MIN_STEPS: Final = 128  # but at least this many for each sum
-STEPS_AT_ONCE: Final = 16
-MAX_ENDS: Final = 4  # covers that are continued with the tokens after the bytes
-ENDS_TOLERANCE: Final = 1e-5  # share of the mass of all covers below which a cover is not continued
+TOLERANCE: Final = 1e-7  # a sum may be too small by this share
+MAX_STEPS: Final = 1024  # next-token rows for all sums after the same tokens, divided evenly,
+MIN_STEPS: Final = 128  # but at least this many rows for each sum
+STEPS_AT_ONCE: Final = 16  # rows that one sum requests at once
+MAX_ENDS: Final = 4  # maximum number of covers after which the tokens after the bytes are scored
+ENDS_TOLERANCE: Final = 1e-5  # a cover with a smaller share of all covers' probability is not continued
 
 TokenIds: TypeAlias = "tuple[int, ...]"
 
@@ -43,25 +44,26 @@ class Cover(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Log-probabilities of some tokens at one position."""
+    """Log-probabilities of selected tokens at one position."""
 
     token_ids: Ids  # (n,) ascending
     logprobs: Floats  # (n,) nats
 
     def of(self, token_ids: Ids) -> Floats:
-        """Return the log-probabilities of these tokens, (m,) nats."""
+        """Return the log-probabilities, (m,) nats, of m tokens that the row contains."""
         found: Floats = self.logprobs[np.searchsorted(self.token_ids, token_ids)]
         return found
 
 
 class Covers:
-    """The sum over all token sequences that cover some bytes, the likeliest first.
+    """Sums the probabilities of all token sequences that spell given bytes, extending the likeliest first.
 
     Args:
         text: the bytes.
         index: the model's tokens.
-        is_open: if True, the last token may reach beyond the bytes; otherwise it must end with them.
-        max_steps: maximum number of rows.
+        is_open: if True, the last token may extend past the end of the bytes; otherwise it must stop exactly
+            there.
+        max_steps: maximum number of next-token distributions to request.
     """
 
     def __init__(self, text: bytes, index: TokenIndex, *, is_open: bool, max_steps: int) -> None:
@@ -74,25 +76,25 @@ class Covers:
 
     @property
     def logprob(self) -> float:
-        """Log of the sum over the covers found so far, nats: a lower bound."""
+        """Log of the sum over the covers found so far, in nats: a lower bound of the whole sum."""
         return _log_sum(self._found)
 
     @property
     def upper_bound(self) -> float:
-        """Log of the sum including everything that was not followed to its end, nats."""
+        """Log of the sum if every prefix that was not followed to the end counts in full, in nats."""
         return _log_sum([*self._found, *self._given_up, *(cover.logprob for cover in self._open)])
 
     def wanted(self, num_bytes: int) -> Ids:
-        """Return the tokens whose log-probabilities are needed after the first `num_bytes` bytes."""
+        """Return the ids of the tokens whose logprobs are needed after the first `num_bytes` bytes."""
         rest = self.text[num_bytes:]
         last = self._index.beginning_with(rest) if self._is_open else self._index.exactly(rest)
         return np.concatenate([last, *(ids for _, ids in self._index.within(rest))])
 
     def next_covers(self) -> list[Cover]:
-        """Return the prefixes to extend; none if the rest is negligible or no rows are left."""
+        """Return the prefixes to extend, or none if the rest is negligible or the row limit is reached."""
         self._open.sort(key=lambda cover: (-cover.logprob, cover.token_ids))
         logprobs = np.array([cover.logprob for cover in self._open])
-        # Log mass of each prefix and all after it: the most that these could add to the sum.
+        # Log of the total probability of each prefix and all later ones: the most they could add to the sum.
         left = np.array([logsumexp(logprobs[place:]) for place in range(min(len(logprobs), STEPS_AT_ONCE))])
         with np.errstate(invalid="ignore"):  # -inf - -inf
             counts = int(np.sum(left - self.logprob > np.log(TOLERANCE)))
@@ -102,7 +104,7 @@ class Covers:
         return taken
 
     def take(self, cover: Cover, row: Row) -> None:
-        """Extend a prefix by the row after it."""
+        """Extend a prefix, given the log-probabilities of the next token in `row`."""
         rest = self.text[cover.num_bytes :]
         last = self._index.beginning_with(rest) if self._is_open else self._index.exactly(rest)
         if len(last):
@@ -126,26 +128,28 @@ class Covers:
         self._given_up.append(cover.logprob)
 
     def likely_ends(self) -> list[Cover]:
-        """Return the covers to continue with the tokens after the bytes, the likeliest first."""
+        """Return the covers to continue with the tokens that follow the bytes, likeliest first."""
         least = self.logprob + float(np.log(ENDS_TOLERANCE))
         ends = sorted(self.ends, key=lambda cover: (-cover.logprob, cover.token_ids))
         return [cover for cover in ends[:MAX_ENDS] if cover.logprob >= least]
 
 
 class Ask(NamedTuple):
-    """A request for a row: the log-probabilities of `wanted` after the given tokens and `token_ids`."""
+    """A request for the logprobs of the tokens `wanted` after the context's tokens and `token_ids`."""
 
     token_ids: TokenIds
     wanted: Ids  # ascending
 
 
 class SpanSum:
-    """Conditional log-probabilities of continuations after the same tokens and the same tail of a context.
+    """Log-probabilities of several continuations of one context whose last bytes are summed over.
 
-    Pass the rows of `next_asks` to `take` until there are no more, then score `rests` and call `logprobs`.
+    Pass the rows that `next_asks` requests to `take` until it requests none, then score `rests` and call
+    `logprobs`.
 
     Args:
-        splits: with healing; all have the same given tokens and tail.
+        splits: contexts with continuations that need healing. All have the same tokens before the healed
+            bytes, and the same healed bytes of the context ("tail").
         index: the model's tokens.
     """
 
@@ -162,7 +166,7 @@ class SpanSum:
         self._waiting: list[tuple[Covers, Cover]] = []
 
     def next_asks(self) -> list[Ask]:
-        """Return the rows to read next; none if all sums are done."""
+        """Return the requests for the next rows, or none if all sums are complete."""
         sums = [self._tail, *self._texts]
         while not self._waiting:
             taken = [(one, cover) for one in sums for cover in one.next_covers()]
@@ -184,7 +188,7 @@ class SpanSum:
         ]
 
     def _alike(self, one: Covers, size: int) -> list[Covers]:
-        """Return the sums over more than `size` bytes that share the first `size` bytes of `one`."""
+        """Return the sums over more than `size` bytes that begin with the first `size` bytes of `one`."""
         if size not in self._by_beginning:
             sums = self._by_beginning[size] = {}
             for other in [self._tail, *self._texts]:
@@ -193,7 +197,7 @@ class SpanSum:
         return self._by_beginning[size][one.text[:size]]
 
     def take(self, rows: Iterable[tuple[Ask, Floats | None]]) -> None:
-        """Process the requested rows; None for one that is too long for the model."""
+        """Process the requested rows; a row is None if its sequence is too long for the model."""
         known = {ask.token_ids: None if row is None else Row(ask.wanted, row) for ask, row in rows}
         self._rows |= {token_ids: row for token_ids, row in known.items() if row is not None}
         for one, cover in self._waiting:
@@ -205,7 +209,10 @@ class SpanSum:
         self._waiting = []
 
     def rests(self) -> list[list[tuple[Cover, IntArray]]]:
-        """Return for each split the covers to continue and the tokens after them; none if nothing follows."""
+        """Return each split's likeliest covers, each with the tokens to score after it.
+
+        The list of a split is empty if no tokens follow the bytes that are summed over.
+        """
         return [
             []
             if split.healing is None or split.healing.stop == len(split.token_ids)
@@ -214,7 +221,10 @@ class SpanSum:
         ]
 
     def logprobs(self, rests: Sequence[Sequence[float]]) -> list[float]:
-        """Return log P(continuation given context) of each split, nats, from the logprobs of its `rests`."""
+        """Return log P(continuation given context) for each split, in nats.
+
+        `rests` has the log-probabilities, in nats, of the tokens that the method `rests` returned.
+        """
         bound = self._tail.upper_bound
         found = []
         for split, covers, totals in zip(self._splits, self._texts, rests, strict=True):
@@ -229,7 +239,7 @@ class SpanSum:
 
 
 def group_splits(splits: Sequence[Split]) -> list[list[int]]:
-    """Group the indices of splits with the same given tokens and tail."""
+    """Group the indices of splits that share the tokens before the healed bytes, and the context's tail."""
     groups: dict[tuple[bytes, bytes], list[int]] = {}
     for place, split in enumerate(splits):
         if split.healing is not None:

@@ -1,7 +1,7 @@
-"""Metrics that indicate whether a text was memorized or machine-generated; no verdict.
+"""Metrics that indicate whether a text was memorized or machine-generated, without a verdict.
 
-The values depend on the model, the language, the length and the kind of text: compare them with values of
-texts whose origin is known (`measures.roc_auc`). `measures` has the formulas.
+The values depend on the model and on the text's language, length and kind. Compare them with the values of
+texts whose origin is known (`measures.roc_auc`). The formulas are in `measures`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Detector:
-    """Computes the metrics of a text from a stream of tokens and text parts; keeps 24 bytes per token."""
+    """Computes the metrics of a text that is passed in parts; keeps 24 bytes per token."""
 
     def __init__(self) -> None:
         self._logprobs, self._entropies, self._varentropies = array("d"), array("d"), array("d")
@@ -42,7 +42,7 @@ class Detector:
     def add_tokens(
         self, logprobs: Iterable[float], entropies: Iterable[float], varentropies: Iterable[float]
     ) -> None:
-        """Add tokens that were scored."""
+        """Add scored tokens: logprob and entropy in nats, varentropy in nats squared."""
         self._logprobs.extend(logprobs)
         self._entropies.extend(entropies)
         self._varentropies.extend(varentropies)
@@ -52,7 +52,10 @@ class Detector:
         self._num_compressed += len(self._zlib.compress(text.encode()))
 
     def result(self) -> dict[str, float | None]:
-        """Return `measures.DETECTIONS` by name, after all input was added; None if no token was scored."""
+        """Return the metrics in `measures.DETECTIONS` by name, each None if no token was scored.
+
+        Call this once, after the last token and the last part of the text.
+        """
         columns = (self._logprobs, self._entropies, self._varentropies)
         self._num_compressed += len(self._zlib.flush())
         return {
@@ -66,20 +69,20 @@ class Detector:
 def binoculars(
     observer: Scorer, performer: Scorer, texts: Sequence[str], *, bos: bool | None = None
 ) -> list[float | None]:
-    """Return the Binoculars score of each text from whole rows of both models; None if no token is scored.
+    """Return the Binoculars score of each text, or None for a text in which no token is scored.
 
-    As in the authors' code, the mean of the cross-perplexity includes the row after the last token. Their
-    code skips rows after a padding token (EOS is their padding token); this function skips none.
+    As in the authors' code, the cross-perplexity includes the next-token distribution after the last token.
+    Unlike the authors' code, this function does not skip the distributions after an EOS token.
 
     Args:
         observer: a base model.
-        performer: its instruct version, with the same vocabulary.
-        texts: each must fit the contexts of both models.
-        bos: True: put BOS (EOS if the model has no BOS) before each text; False: do not; None: as the
-            tokenizer does.
+        performer: the observer's instruct version, with the same vocabulary.
+        texts: texts that fit the contexts of both models.
+        bos: True puts BOS (EOS if the model has no BOS) before each text, False does not, and None does what
+            the tokenizer does.
 
     Raises:
-        ParameterError: different vocabularies, or a text longer than a context.
+        ParameterError: the vocabularies differ, or a text does not fit the context of a model.
         BatchError: a request failed.
     """
     is_same = same_vocabulary(observer, performer)
@@ -97,9 +100,9 @@ def _binoculars(observer: Scorer, performer: Scorer, ids: IntArray) -> float | N
 
 
 def _rows_of_both(observer: Scorer, performer: Scorer, ids: IntArray) -> Iterator[tuple[Any, Any]]:
-    """Yield the performer's logprobs and the cross-entropies of ranges of positions, to bound memory.
+    """Yield the performer's logprobs and the cross-entropies, one range of positions at a time.
 
-    The last logprob is that of a dummy token, appended to get the row after the text.
+    The last logprob belongs to a dummy token, appended to get the distribution after the text.
     """
     ids = np.append(ids, ids[-1:])
     for start, end, mine in whole_parts(observer, ids, POSITIONS_A_CALL):

@@ -1,7 +1,7 @@
-"""Byte-level scores of continuations that start inside a token: runs the requests of `analysis.covers`.
+"""Byte-level scores of continuations that start inside a token, computed by running `analysis.covers`.
 
-Each row is one request for the logprobs of named ids. The engine caches the given tokens, so that a row costs
-about one token.
+Each next-token row is one request for the logprobs of listed token ids. The engine caches the context, so a
+row costs about as much as one token.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 GROUPS_AT_ONCE: Final = 8
-ROWS_AT_ONCE: Final = 32  # requests that a group admits at a time, so that others are not starved
+ROWS_AT_ONCE: Final = 32  # requests that a group admits at a time, so that other requests are not starved
 
 
 class Healer:
-    """Computes byte-level log-probabilities of splits with healing, using the requests of one call.
+    """Computes byte-level log-probabilities of continuations that start inside a token.
 
     Args:
         client: sends the requests.
-        lora: name of the LoRA adapter; None: none.
+        lora: name of the LoRA adapter, if any.
         requests: admits the requests.
-        sampling: use the distribution that these parameters would sample from; None: the raw distribution.
+        sampling: use the distribution that these parameters would sample from; None uses the model's own
+            distribution.
     """
 
     def __init__(
@@ -50,19 +51,22 @@ class Healer:
     ) -> None:
         self._client, self._requests, self._sampling = client, requests, sampling
         self._params = SamplingParams(max_tokens=0, prompt_logprobs=0, lora=lora)
-        self._limit = client.engine.capabilities().max_model_len + 1  # the last token is never run
+        # One token more than the context, because the last token is never run.
+        self._limit = client.engine.capabilities().max_model_len + 1
         self._turns = asyncio.Semaphore(GROUPS_AT_ONCE)
 
     async def logprobs(
         self, splits: Sequence[Split], outputs: Sequence[RequestOutput]
     ) -> list[float | LogprobeError | None]:
-        """Return log-probabilities of continuations, nats, or errors; None for splits without healing.
+        """Return each continuation's log-probability in nats, or the error; None for a split without healing.
 
-        Splits with the same given tokens and tail share rows.
+        Splits that have the same tokens before the healed bytes, and the same healed bytes of the context,
+        share next-token rows.
 
         Args:
             splits: contexts with their continuations.
-            outputs: the output of each split's own request; all sums must use the same weights.
+            outputs: the output of each split's own request. If its weights are not the weights of the sums,
+                the result is an error.
         """
         numbers: list[float | LogprobeError | None] = [None] * len(splits)
         groups = group_splits(splits)
@@ -105,7 +109,9 @@ class Healer:
     async def _run(
         self, parts: Sequence[tuple[Split, Ids | None]], loads: set[int]
     ) -> list[RequestOutput | None]:
-        """Run splits and report the logprobs of ids at their last position; None if a split is too long.
+        """Run each split, requesting the logprobs of the ids beside it at the split's last position.
+
+        The output is None for a split that is too long for the model.
 
         Raises:
             LogprobeError: a request failed, or the weights were replaced.
@@ -136,7 +142,7 @@ def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
 
 
 def _before_row(given: IntArray, ask: Ask) -> Split:
-    """Return a split whose last position has the row; the last token is arbitrary because it is not run."""
+    """Return a split whose last position has the requested row; its last token is not run and may be any."""
     ids = np.concatenate([given, np.array(ask.token_ids, np.int32), ask.wanted[:1].astype(np.int32)])
     return Split(ids, len(ids) - 1)
 
@@ -147,7 +153,7 @@ def _after_cover(given: IntArray, cover: Cover, rest: IntArray) -> Split:
 
 
 def _named(output: RequestOutput) -> Floats:
-    """Return the log-probabilities of the named ids at the last position, ordered by id."""
+    """Return the log-probabilities, in nats, of the requested ids at the last position, ordered by id."""
     given = scored(output).given
     assert given is not None, "the request has logprob_token_ids"
     entries = given[len(given) - 1 :].arrays

@@ -1,7 +1,7 @@
-"""Probabilities of candidate answers: classification labels, relevance of documents, grades of a judge.
+"""Probabilities of candidate answers: classification labels, relevance of documents, grades from a judge.
 
-A `Plan` lists the pairs to score and computes the result from their scores; blocking and async callers share
-it. The probability of an answer is the product over all of its tokens, never that of the first token alone.
+A `Plan` lists the pairs to score and computes the result from the scores. Blocking and async callers use the
+same plans. The probability of an answer is the product over all of its tokens, not just the first token's.
 """
 
 from __future__ import annotations
@@ -60,23 +60,23 @@ YES_NO: Final = ("yes", "no")
 
 @dataclass(frozen=True, slots=True)
 class Classification:
-    """Probabilities of the labels after one prompt; nats."""
+    """Probabilities of L labels after one prompt."""
 
     labels: tuple[str, ...]
-    logprobs: Floats  # (L,) log P(any of the label's texts | prompt), without correction
-    corrected: Floats  # (L,) the same after correction; equal to `logprobs` without one
-    boundary: Boundary = "token"  # `bytes` if a token spans the end of the prompt and a label
+    logprobs: Floats  # (L,) nats, log P(any of the label's texts | prompt), without correction
+    corrected: Floats  # (L,) nats, `logprobs` after the correction, if any
+    boundary: Boundary = "token"  # "bytes" if a token spans the end of the prompt and the start of a label
 
     @property
     def probabilities(self) -> dict[str, float]:
-        """Label → normalized probability from `corrected`; sums to one, NaN if no label is possible."""
+        """Softmax of `corrected`, by label; NaN if no label is possible."""
         with np.errstate(invalid="ignore"):
             shares = np.exp(self.corrected - np.logaddexp.reduce(self.corrected))
         return dict(zip(self.labels, shares.tolist(), strict=True))
 
     @property
     def label(self) -> str:
-        """The most probable label; the first one of a tie."""
+        """The most probable label; in a tie, the first of the labels."""
         return self.labels[int(self.corrected.argmax())]
 
     @property
@@ -86,7 +86,10 @@ class Classification:
 
     @property
     def margin(self) -> float:
-        """Gap between the best and the second label, nats; inf with one label, NaN if both are -inf."""
+        """Difference in nats between the best and the second-best label.
+
+        Infinity with a single label, and NaN if both labels are impossible.
+        """
         ordered = np.sort(self.corrected)
         with np.errstate(invalid="ignore"):
             return float(ordered[-1] - ordered[-2]) if len(ordered) > 1 else float("inf")
@@ -105,7 +108,7 @@ class Judgement:
 
     @property
     def expectation(self) -> float:
-        """Mean of the grade."""
+        """Mean of the grade, over the normalized probabilities of all grades."""
         return float(np.dot(self._shares(), self.scale))
 
     @property
@@ -124,7 +127,7 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class Plan(Generic[T]):
-    """Pairs to score, and the function that computes the result from their scores, in the same order."""
+    """Pairs to score, and a function that computes the result from the scores, given in the pairs' order."""
 
     pairs: list[Pair]
     sum_up: Callable[[Sequence[Score]], T]
@@ -139,7 +142,7 @@ def classify(
     content_free: Asked | None = None,
     progress: bool = False,
 ) -> Classification | list[Classification]:
-    """Return the probability of each label after one prompt or each of many; see `LLM.classify`."""
+    """Return the probability of each label after one or more prompts; see `LLM.classify`."""
     plan = classify_plan(llm.text, prompts, labels, correction=correction, content_free=content_free)
     return as_asked(prompts, plan.sum_up(llm.score(plan.pairs, progress=progress)))
 
@@ -161,8 +164,8 @@ def rerank(
         query: the search query.
         documents: texts.
         task: instruction that describes what makes a document relevant.
-        template: three texts: before the pair, the pair, after the pair. The second must contain `{query}`
-            and `{document}` once each, and may contain `{task}` once.
+        template: three texts: one before the query and document, one with them, and one after them. The
+            second text must contain `{query}` and `{document}` once each, and may contain `{task}` once.
         labels: the answers for a relevant and for an irrelevant document.
         progress: show a progress bar on stderr.
     """
@@ -177,13 +180,13 @@ def judge(
     *,
     progress: bool = False,
 ) -> Judgement | list[Judgement]:
-    """Return the distribution over the grades of a scale; see `LLM.judge`."""
+    """Return the probability of each grade on a scale after one or more prompts; see `LLM.judge`."""
     plan = judge_plan(llm.text, prompts, scale)
     return as_asked(prompts, plan.sum_up(llm.score(plan.pairs, progress=progress)))
 
 
 def as_asked(prompts: Asked | Sequence[Asked], answers: list[T]) -> T | list[T]:
-    """Return the single answer if `prompts` is one prompt, else the list."""
+    """Return the only element of `answers` if `prompts` is a single prompt, otherwise the list."""
     return answers[0] if _is_one(prompts) else answers
 
 
@@ -199,9 +202,9 @@ def classify_plan(
     content_free: Asked | None = None,
     read: ReadMessages | None = None,
 ) -> Plan[list[Classification]]:
-    """Plan `LLM.classify`: each text of each label after each prompt, then after the content-free prompt.
+    """Plan `LLM.classify`: pair each prompt, and then the content-free prompt, with each text of each label.
 
-    `read` converts conversations to ids; None: with the model's chat template.
+    `read` converts conversations to ids; None uses the model's chat template.
     """
     known = f"must be one of {', '.join(CORRECTIONS)}, got {correction!r}"
     require(correction in CORRECTIONS, "correction", known)
@@ -225,11 +228,11 @@ def classify_plan(
 
 
 def texts_of(labels: Labels) -> dict[str, list[str]]:
-    """Validate labels and return label → its texts.
+    """Validate labels and return the texts of each label by name.
 
     Raises:
-        ParameterError: no labels, a label without text, an empty text, equal texts, or a text that is a
-            prefix of another.
+        ParameterError: there are no labels, a label has no text, a text is empty, or a text equals another
+            text or is a prefix of one.
     """
     is_list = isinstance(labels, Sequence | Mapping) and not isinstance(labels, str)
     require(is_list and len(labels) > 0, "labels", "must be a list of texts, or texts by name", got=labels)
@@ -247,7 +250,10 @@ def texts_of(labels: Labels) -> dict[str, list[str]]:
 
 
 def _check_apart(owners: list[tuple[str, str]]) -> None:
-    """Reject texts that are prefixes of others; in sorted order, comparing neighbours finds one."""
+    """Reject a text that is a prefix of another text.
+
+    In sorted order, comparing neighbours is enough to find such a text.
+    """
     for (text, name), (other, other_name) in pairwise(sorted(owners, key=itemgetter(0))):
         if other.startswith(text):
             how = "equals" if text == other else "is a prefix of"
@@ -256,7 +262,7 @@ def _check_apart(owners: list[tuple[str, str]]) -> None:
 
 
 def calibrated(found: Classification, base: Classification) -> Classification:
-    """Divide the probabilities by those after a content-free prompt (Zhao et al. 2021)."""
+    """Divide the probabilities by the ones after a content-free prompt, `base` (Zhao et al. 2021)."""
     return replace(found, corrected=found.logprobs - base.logprobs)
 
 
@@ -276,7 +282,10 @@ def _classified(
 
 
 def _sums(scores: Sequence[Score], named: Mapping[str, list[str]], *, per_token: bool = False) -> Floats:
-    """Return log-probabilities (L,) of any text of each label, nats; `per_token`: mean per token instead."""
+    """Return, for each label, the log-probability of any of its texts, (L,) nats.
+
+    With `per_token`, the mean per token takes the place of each text's log-probability.
+    """
     numbers = iter([score.logprob_per_token if per_token else score.logprob for score in scores])
     return np.array([np.logaddexp.reduce([next(numbers) for _ in texts]) for texts in named.values()])
 
@@ -293,10 +302,11 @@ def rerank_plan(
     template: Sequence[str] = RERANK_TEMPLATE,
     labels: Sequence[str] = YES_NO,
 ) -> Plan[list[float]]:
-    """Plan `rerank`: both labels after each document.
+    """Plan `rerank`: pair each document's prompt with both labels.
 
     Raises:
-        ParameterError: not texts, labels of which one is a prefix of the other, or an invalid template.
+        ParameterError: an argument is not text, one label is a prefix of the other, or the template is
+            invalid.
     """
     is_list = isinstance(documents, Sequence) and not isinstance(documents, str)
     require(is_list, "documents", "must be a list of texts", got=documents)
@@ -321,7 +331,7 @@ def rerank_plan(
 
 
 def check_layout(query: str, task: str, template: Sequence[str], labels: Sequence[str]) -> None:
-    """Validate query, task, template and labels; errors as `rerank_plan`."""
+    """Validate query, task, template and labels; raises the errors of `rerank_plan`."""
     _checked_texts([query], "query")
     _checked_texts([task], "task")
     is_list = isinstance(labels, Sequence) and not isinstance(labels, str)
@@ -346,7 +356,7 @@ def _filled(pair: str, values: Mapping[str, str]) -> str:
 
 
 Key: TypeAlias = tuple[int, bytes]
-"""Number of prompt tokens, and all token ids (int32) of prompt and answer as bytes."""
+"""Number of prompt tokens, and the bytes of all token ids (int32) of the prompt and the answer."""
 
 
 TokenPair: TypeAlias = "tuple[IntArray, IntArray]"
@@ -358,7 +368,7 @@ class Spelling(NamedTuple):
 
     grade: int  # index of the grade on the scale
     pair: Pair
-    begun_by: int | None  # index of the longest other spelling that is a proper prefix of this one
+    begun_by: int | None  # index of the longest other spelling that is a proper prefix of this spelling
 
 
 def judge_plan(
@@ -368,9 +378,9 @@ def judge_plan(
     *,
     read: ReadMessages | None = None,
 ) -> Plan[list[Judgement]]:
-    """Plan `LLM.judge`: each spelling of each grade after each prompt.
+    """Plan `LLM.judge`: pair each prompt with each spelling of each grade.
 
-    An answer counts as the longest grade that it spells: "10" is never counted as "1".
+    An answer counts as the longest grade that it starts with: "10" is never counted as "1".
     """
     grades = grades_of(scale)
     texts = list(grades)
@@ -389,10 +399,11 @@ def judge_plan(
 
 
 def grades_of(scale: Sequence[float]) -> dict[str, float]:
-    """Validate a scale and return the text of each grade → its number, in the order of the scale.
+    """Validate a scale and return each grade's number by its text, in the order of the scale.
 
     Raises:
-        ParameterError: fewer than two grades, equal ones, or a value that is not a number of up to 999,999.
+        ParameterError: the scale has fewer than two grades, two equal grades, or a value that is not a number
+            of at most 999,999 in magnitude.
     """
     is_list = isinstance(scale, Sequence | np.ndarray) and not isinstance(scale, str | bytes)
     require(
@@ -411,10 +422,11 @@ def grades_of(scale: Sequence[float]) -> dict[str, float]:
 
 
 def _spellings(edge: TextEdge, pairs: Sequence[Pair], texts: Sequence[str]) -> list[Spelling]:
-    """Return the spellings to score: each grade's usual one, and those that continue a shorter grade's ids.
+    """Return the spellings to score: the tokenizer's, and those that start with a shorter grade's ids.
 
-    For 10 next to 1: the tokenizer's own ids of 10, and the ids of 1 followed by those of 0 if they differ.
-    With byte-level scores, one spelling per grade covers all tokenizations.
+    If 10 and 1 are grades, the spellings of 10 are the tokenizer's ids of "10" and, if they differ, the ids
+    of "1" followed by the ids of "0". With byte-level scores, one spelling per grade covers all
+    tokenizations.
     """
     by_tokens = [pair for pair in pairs if not isinstance(pair, Split)]
     if len(by_tokens) < len(pairs):
@@ -427,7 +439,7 @@ def _spellings(edge: TextEdge, pairs: Sequence[Pair], texts: Sequence[str]) -> l
 
 
 def _begun_by_text(place: int, texts: Sequence[str]) -> int | None:
-    """Return the index of the longest other text that is a prefix of this one."""
+    """Return the index of the longest other text that is a prefix of text number `place`, or None."""
     begun = [other for other, text in enumerate(texts) if other != place and texts[place].startswith(text)]
     return max(begun, key=lambda other: len(texts[other]), default=None)
 
@@ -443,7 +455,7 @@ def _further_ways(
             if shorter is None or _goes_on(pairs[longer], pairs[shorter]):
                 continue
             rest = edge.encode(text[size:], add_special_tokens=False)
-            # Some tokenizers put a space before any text.
+            # Some tokenizers put a space before every text that they encode.
             if edge.vocabulary.bytes_of(rest.tolist()) == text[size:].encode():
                 before, after = pairs[shorter]
                 ways.append((longer, (before, np.concatenate([after, rest]))))
@@ -451,7 +463,7 @@ def _further_ways(
 
 
 def _goes_on(longer: TokenPair, shorter: TokenPair) -> bool:
-    """Return True if the ids of one answer start with those of another one after the same prompt."""
+    """Return True if the prompts are equal and the answer ids of `longer` start with those of `shorter`."""
     size = len(shorter[1])
     return np.array_equal(longer[0], shorter[0]) and np.array_equal(longer[1][:size], shorter[1])
 
@@ -467,10 +479,10 @@ def _key(pair: TokenPair) -> Key:
 
 
 def _grade_logprobs(spellings: Sequence[Spelling], scores: Sequence[Score], num_grades: int) -> Floats:
-    """Return log-probabilities (num_grades,), nats, of answers that are this grade and no longer one.
+    """Return the log-probability, (num_grades,) nats, that an answer is each grade and not a longer one.
 
-    If the ids of 10 start with those of 1, then P(1 alone) = P(1) · (1 - P(0 | 1)). P(0 | 1) is read from the
-    score of 10, because the difference of two scores may round to below zero.
+    If the ids of 10 start with the ids of 1, then P(1 alone) = P(1) · (1 - P(0 | 1)). P(0 | 1) is read from
+    the token logprobs of 10, because the difference between two scores may be affected by rounding.
     """
     goes_on = np.zeros(len(spellings))
     for spelling, score in zip(spellings, scores, strict=True):
@@ -485,7 +497,7 @@ def _grade_logprobs(spellings: Sequence[Spelling], scores: Sequence[Score], num_
 
 
 def _further_logprob(longer: Score, shorter: Score, shorter_pair: Pair) -> float:
-    """Return log P(rest of the longer answer | shorter answer), nats."""
+    """Return log P(rest of the longer answer | shorter answer), in nats."""
     if not isinstance(shorter_pair, Split):
         return measures.total(longer.token_logprobs[len(shorter_pair[1]) :])
     return -np.inf if shorter.logprob == -np.inf else longer.logprob - shorter.logprob
@@ -511,10 +523,12 @@ def _as_many(prompts: Asked | Sequence[Asked]) -> list[Asked]:
 
 
 def _pairs(edge: TextEdge, prompt: Asked, texts: Sequence[str], read: ReadMessages | None) -> list[Pair]:
-    """Pair a prompt with each text, all with the same boundary, so that the prompt's ids are computed once.
+    """Pair a prompt with each text; all pairs are scored by tokens, or all by bytes.
+
+    All pairs have the same context, so the engine computes the prompt once.
 
     Raises:
-        ParameterError: a prompt that is neither a text nor a conversation, or that cannot be split.
+        ParameterError: the prompt is neither a text nor a conversation, or cannot be split.
     """
     if isinstance(prompt, str):
         try:
@@ -531,7 +545,7 @@ def _pairs(edge: TextEdge, prompt: Asked, texts: Sequence[str], read: ReadMessag
 
 
 def _boundary(pairs: Sequence[Pair]) -> Boundary:
-    """Return `bytes` if any pair is scored by its bytes, else `token`."""
+    """Return "bytes" if any pair is scored by its bytes, otherwise "token"."""
     return "bytes" if any(isinstance(pair, Split) for pair in pairs) else "token"
 
 
@@ -542,7 +556,7 @@ def _in_parts(scores: Sequence[Score], parts: Sequence[Sequence[Any]]) -> list[l
 
 
 def _checked_texts(texts: Sequence[Any], name: str) -> Sequence[str]:
-    """Validate that all are texts that can be encoded as UTF-8, and return them."""
+    """Check that each element is a string that can be encoded as UTF-8, and return `texts`."""
     for text in texts:
         require(isinstance(text, str), name, "must be a text, or texts", got=text)
         try:

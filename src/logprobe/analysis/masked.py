@@ -1,7 +1,7 @@
-"""Pseudo-log-likelihoods of texts under masked models: each token given its context on both sides.
+"""Pseudo-log-likelihoods of texts under masked models, which score each token given the text on both sides.
 
-They are not log-probabilities of texts and do not sum to 1 when exponentiated; use them to rank texts under
-one model. Models run through transformers, without remote code.
+Pseudo-log-likelihoods are not log-probabilities of texts: exponentiated, they do not sum to 1. Use them to
+rank texts under one model. Models run through transformers, without remote code.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ Metric: TypeAlias = Literal["within_word_l2r", "original"]
 METRICS: Final = ("within_word_l2r", "original")
 ROWS_A_BATCH = 64
 TEXTS_AT_ONCE = 256  # texts whose masked copies are held in memory
-LOGITS_A_BATCH = 1 << 26  # float32 values (256 MB); limits batches with long texts or large vocabularies
+# Maximum number of float32 logits in a batch (256 MB); it limits batches of long texts or large vocabularies.
+LOGITS_A_BATCH = 1 << 26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedWord:
-    """A word as split by the tokenizer, with the sum over its tokens."""
+    """A word as split by the tokenizer, with the sum of its tokens' log-probabilities."""
 
     text: str
     start: int  # characters [start, end) of the text
@@ -38,23 +39,23 @@ class MaskedWord:
 
     @property
     def surprisal(self) -> float:
-        """Negative log-probability, nats."""
+        """Negative log-probability, in nats."""
         return -self.logprob
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedScore:
-    """Log-probabilities of a text's tokens under a masked model, without CLS and SEP; nats."""
+    """Log-probabilities of a text's tokens under a masked model, without CLS and SEP."""
 
     text: str
     token_ids: NDArray[np.int64] = field(repr=False)  # (T,)
-    logprobs: NDArray[np.float64] = field(repr=False)  # (T,), each with that token masked
+    logprobs: NDArray[np.float64] = field(repr=False)  # (T,) nats, each token scored while it is masked
     spans: NDArray[np.int64] = field(repr=False)  # (T, 2), characters [start, end) of the text
     word_ids: NDArray[np.int64] = field(repr=False)  # (T,), index of the word that the token belongs to
 
     @property
     def logprob(self) -> float:
-        """Pseudo-log-likelihood of the text, nats."""
+        """Pseudo-log-likelihood of the text, in nats."""
         return float(self.logprobs.sum())
 
     @cached_property
@@ -73,8 +74,8 @@ class MaskedScore:
 class _Row:
     """One masked copy of a text."""
 
-    token_ids: NDArray[np.int64]  # of the unmasked text; shared by all of its rows
-    positions: list[int]  # masked positions; the first one is scored
+    token_ids: NDArray[np.int64]  # tokens of the unmasked text; all copies of the text share this array
+    positions: list[int]  # masked positions; the token at the first one is scored
 
 
 class MaskedLM:
@@ -120,17 +121,17 @@ class MaskedLM:
     def score(
         self, texts: str | Sequence[str], *, metric: Metric = "within_word_l2r"
     ) -> MaskedScore | list[MaskedScore]:
-        """Score each token of one text or many, given the rest of the text, in batches of masked copies.
+        """Score each token of one or more texts, given the rest of the text, in batches of masked copies.
 
         Args:
-            texts: one or many.
+            texts: one text or a sequence of texts.
             metric: "original" masks only the scored token (Salazar et al. 2020,
-                https://arxiv.org/abs/1910.14659). "within_word_l2r" also masks the tokens after it in the
-                same word, so that the rest of a long word does not reveal its beginning (Kauf & Ivanova
-                2023, https://arxiv.org/abs/2305.10588). The names are those of minicons.
+                https://arxiv.org/abs/1910.14659). "within_word_l2r" also masks the later tokens of the same
+                word, so that the rest of a long word does not reveal its beginning (Kauf & Ivanova
+                2023, https://arxiv.org/abs/2305.10588). minicons uses the same names.
 
         Raises:
-            ParameterError: unknown metric, or a text without tokens or with more than the model accepts.
+            ParameterError: the metric is unknown, or a text has no tokens or more than the model accepts.
         """
         require(metric in METRICS, "metric", f"must be one of {', '.join(METRICS)}, got {metric!r}")
         many = [texts] if isinstance(texts, str) else list(texts)
@@ -175,7 +176,7 @@ class MaskedLM:
                 yield _Row(token_ids=ids, positions=masked)
 
     def _logprobs(self, rows: Sequence[_Row]) -> NDArray[np.float64]:
-        """Return the logprob of each row's token; batches hold rows of similar length."""
+        """Return each row's logprob of its scored token; rows of similar length share a batch."""
         found = np.empty(len(rows))
         order = sorted(range(len(rows)), key=lambda number: len(rows[number].token_ids))
         start = 0
@@ -210,7 +211,10 @@ class MaskedLM:
 
 
 def _num_positions(model: Any) -> float:
-    """Return the maximum number of tokens; RoBERTa-like models number positions from padding_idx + 1."""
+    """Return the maximum number of tokens that a model accepts.
+
+    RoBERTa-like models number their positions from padding_idx + 1.
+    """
     embeddings = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
     padding = getattr(embeddings, "padding_idx", None)
     num = getattr(model.config, "max_position_embeddings", None) or np.inf
@@ -218,5 +222,5 @@ def _num_positions(model: Any) -> float:
 
 
 def _own_tokens(coded: Any) -> list[int]:
-    """Return the positions of the tokens that belong to a word, without special tokens."""
+    """Return the positions of all tokens except special tokens."""
     return [place for place, word in enumerate(coded.word_ids()) if word is not None]

@@ -20,34 +20,37 @@ if TYPE_CHECKING:
 
 Floats: TypeAlias = "npt.NDArray[np.float64]"
 LARGEST_EXPONENT = 700.0  # exp of a larger number overflows float64
-MIN_REST = 1e-12  # of a total of one; far below the rounding error of float32 logprobs
+MIN_REST = 1e-12  # a probability; far below the rounding error of float32 logprobs
 
 # -- metrics of the chosen tokens ----------------------------------------------------------------------------
 
 
 def total(logprobs: npt.ArrayLike) -> float:
-    """Return the sum in float64; -inf if a token is impossible."""
+    """Sum the log-probabilities in float64; the sum is -inf if a token is impossible."""
     return float(np.sum(np.asarray(logprobs, np.float64)))
 
 
 def per_unit(logprob: float, num_units: int) -> float | None:
-    """Return the mean per token, byte, character or word; None if there are none."""
+    """Return the log-probability per unit (token, byte, character or word), or None if `num_units` is 0."""
     return logprob / num_units if num_units else None
 
 
 def pmi(logprob: float, unconditional_logprob: float) -> float:
-    """Return the pointwise mutual information of continuation and context, nats; NaN if both are -inf."""
+    """Return the pointwise mutual information of a context and its continuation, in nats.
+
+    The result is NaN if both log-probabilities of the continuation are -inf.
+    """
     with np.errstate(invalid="ignore"):
         return float(np.float64(logprob) - np.float64(unconditional_logprob))
 
 
 def is_greedy(ranks: npt.ArrayLike) -> bool:
-    """Return True if every token was the most likely one; ties count."""
+    """Return True if every token has rank 1: no other token was more likely at its position."""
     return bool(np.all(np.asarray(ranks) == 1))
 
 
 def perplexity(logprob: float, num_units: int) -> float | None:
-    """Return the exponential of the mean surprisal per token (or word, or byte); None if there are none."""
+    """Return the exponential of the mean surprisal per token, word or byte, or None if `num_units` is 0."""
     mean = per_unit(logprob, num_units)
     if mean is None:
         return None
@@ -55,7 +58,7 @@ def perplexity(logprob: float, num_units: int) -> float | None:
 
 
 def bits_per_byte(logprob: float, num_bytes: int) -> float | None:
-    """Return the mean surprisal per byte, bits; None without bytes."""
+    """Return the mean surprisal per byte, in bits, or None if `num_bytes` is 0."""
     mean = per_unit(logprob, num_bytes)
     return None if mean is None else in_bits(-mean)
 
@@ -78,7 +81,7 @@ class RankStats:
 
 
 def rank_stats(ranks: npt.ArrayLike) -> RankStats | None:
-    """Compute statistics of 1-based ranks; None if there are none."""
+    """Compute statistics of 1-based ranks, or return None if `ranks` is empty."""
     values = np.asarray(ranks, np.float64)
     if not len(values):
         return None
@@ -97,13 +100,13 @@ def rank_stats(ranks: npt.ArrayLike) -> RankStats | None:
 
 
 def entropy(rows: npt.ArrayLike) -> Floats:
-    """Return the Shannon entropy of each row, nats."""
+    """Return the Shannon entropy of each row, in nats."""
     logprobs = np.asarray(rows, np.float64)
     return -_mean_under(np.exp(logprobs), logprobs)
 
 
 def varentropy(rows: npt.ArrayLike) -> Floats:
-    """Return the variance of the surprisal under each row's own distribution, nats squared."""
+    """Return the variance of the surprisal under each row's own distribution, in nats squared."""
     logprobs = np.asarray(rows, np.float64)
     weights = np.exp(logprobs)
     mean = _mean_under(weights, logprobs)
@@ -112,9 +115,10 @@ def varentropy(rows: npt.ArrayLike) -> Floats:
 
 
 def renyi_entropy(rows: npt.ArrayLike, order: float) -> Floats:
-    """Return the Rényi entropy of each row, nats.
+    """Return the Rényi entropy of each row, in nats.
 
-    Order 0 is the log of the number of possible tokens, 1 the Shannon entropy, inf the min-entropy.
+    Order 0 gives the log of the number of possible tokens, order 1 the Shannon entropy, and order inf the
+    min-entropy.
 
     Raises:
         ParameterError: `order` is negative.
@@ -131,7 +135,7 @@ def renyi_entropy(rows: npt.ArrayLike, order: float) -> Floats:
 
 
 def self_certainty(rows: npt.ArrayLike) -> Floats:
-    """Return the KL divergence from the uniform distribution to each row, nats (Kang et al. 2025)."""
+    """Return KL(uniform ‖ row) for each row, in nats: the self-certainty of Kang et al. 2025."""
     logprobs = np.asarray(rows, np.float64)
     return np.asarray(-np.mean(logprobs, axis=-1) - np.log(logprobs.shape[-1]))
 
@@ -150,14 +154,14 @@ def top_p_size(rows: npt.ArrayLike, mass: float) -> npt.NDArray[np.int64]:
 
 
 def ranks(rows: npt.ArrayLike, token_ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """Return 1 + the number of strictly more likely tokens, for one token per row."""
+    """Return the rank of one token per row: 1 + the number of strictly more likely tokens."""
     logprobs = np.asarray(rows, np.float64)
     chosen = np.take_along_axis(logprobs, np.asarray(token_ids)[..., None], axis=-1)
     return np.asarray(1 + np.sum(logprobs > chosen, axis=-1), np.int64)
 
 
 def kl_divergence(rows: npt.ArrayLike, others: npt.ArrayLike) -> Floats:
-    """Return KL(rows ‖ others) of each row, nats: the cost of using `others` instead of `rows`."""
+    """Return KL(row ‖ other) for each pair of rows, in nats: the cost of using `others` instead of `rows`."""
     logprobs, other = np.asarray(rows, np.float64), np.asarray(others, np.float64)
     weights = np.exp(logprobs)
     with np.errstate(invalid="ignore"):
@@ -165,17 +169,23 @@ def kl_divergence(rows: npt.ArrayLike, others: npt.ArrayLike) -> Floats:
 
 
 def total_variation(rows: npt.ArrayLike, others: npt.ArrayLike) -> Floats:
-    """Return the total variation distance of each row and its other, in [0, 1]."""
+    """Return the total variation distance, in [0, 1], between each row and the corresponding other row."""
     probabilities = np.exp(np.asarray(rows, np.float64)), np.exp(np.asarray(others, np.float64))
     return np.asarray(np.sum(np.abs(probabilities[0] - probabilities[1]), axis=-1) / 2)
 
 
 def lumped(logprobs: npt.ArrayLike) -> Floats:
-    """Append to some tokens of each row, (..., K), the log of the total mass of all other tokens; nats.
+    """Append to each row the log of the probability that all the tokens missing from it share.
 
-    The KL divergence or total variation of two rows lumped this way is a lower bound on that of the whole
-    rows. The mass of the rest is at least `MIN_REST`: with zero, the KL divergence to a row with a rest would
-    be infinite because of rounding alone.
+    The KL divergence or total variation between two lumped rows is a lower bound on the one between the whole
+    rows. The appended probability is at least `MIN_REST`, because a zero that is only a rounding error would
+    make the KL divergence infinite.
+
+    Args:
+        logprobs: (..., K) log-probabilities of K tokens of the vocabulary, in nats.
+
+    Returns:
+        (..., K + 1) log-probabilities, in nats.
     """
     given = np.asarray(logprobs, np.float64)
     rest = np.log(np.maximum(1 - np.exp(given).sum(axis=-1, keepdims=True), MIN_REST))
@@ -183,13 +193,16 @@ def lumped(logprobs: npt.ArrayLike) -> Floats:
 
 
 def acceptance(rows: npt.ArrayLike, others: npt.ArrayLike) -> Floats:
-    """Return Σ min(p, q) per row: the acceptance rate of speculative sampling (Leviathan et al. 2023)."""
+    """Return Σ min(p, q) for each row p and the corresponding row q of `others`.
+
+    This is the acceptance rate of speculative sampling (Leviathan et al. 2023).
+    """
     smaller = np.minimum(np.asarray(rows, np.float64), np.asarray(others, np.float64))
     return np.asarray(np.exp(smaller).sum(axis=-1))
 
 
 def log_mass(rows: npt.ArrayLike, is_member: npt.ArrayLike) -> Floats:
-    """Return the log of the mass that each row gives to the tokens in `is_member`, (V,) bool; nats."""
+    """Return the log of each row's total probability of the tokens that `is_member`, (V,) bool, marks."""
     return logsumexp(np.asarray(rows, np.float64)[..., np.asarray(is_member, np.bool_)])
 
 
@@ -197,13 +210,13 @@ def log_mass(rows: npt.ArrayLike, is_member: npt.ArrayLike) -> Floats:
 
 
 def choice_probabilities(logprobs: npt.ArrayLike) -> Floats:
-    """Return the softmax over the scores of some choices, (C,)."""
+    """Return the probability of each choice: the softmax of the choices' log-probabilities, (C,)."""
     values = np.asarray(logprobs, np.float64)
     return np.asarray(np.exp(values - logsumexp(values)))
 
 
 def mean_and_error(values: npt.ArrayLike) -> tuple[float, float | None]:
-    """Return the mean and its standard error (sample deviation / √n); no error with fewer than two values."""
+    """Return the mean and its standard error (sample deviation / √n), None with fewer than two values."""
     numbers = np.asarray(values, np.float64)
     if len(numbers) < 2:
         return float(numbers.mean()), None
@@ -212,7 +225,7 @@ def mean_and_error(values: npt.ArrayLike) -> tuple[float, float | None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Confidence against accuracy in bins of equal width; NaN in bins without answers."""
+    """Mean confidence and accuracy in bins of equal width; both are NaN in a bin without answers."""
 
     error: float  # expected calibration error: mean |confidence - accuracy|, weighted by count
     brier: float  # mean of (confidence - correct)²: 0 is best; a constant confidence of 0.5 gives 0.25
@@ -233,7 +246,7 @@ class Calibration:
         return "\n".join([f"{'bin':11}  {'sure':>6}  {'right':>6}  answers", *lines, figures])
 
     def plot(self) -> Picture:
-        """Plot accuracy against confidence (extra `plot`).
+        """Plot accuracy against confidence; requires the extra `plot`.
 
         Raises:
             ParameterError: matplotlib is not installed.
@@ -268,7 +281,10 @@ def calibration(confidences: npt.ArrayLike, is_correct: npt.ArrayLike, *, num_bi
 
 
 def group_means(values: npt.ArrayLike, window: int) -> Floats:
-    """Return the moving average over `window` values, (max(T - window, 0) + 1,); over all T if T < window."""
+    """Return the moving averages of T values over `window` values, (max(T - window, 0) + 1,).
+
+    If T < window, the only average is over all T values.
+    """
     numbers = np.asarray(values, np.float64)
     size = min(window, len(numbers))
     sums = np.concatenate([np.zeros(1), np.cumsum(numbers)])
@@ -276,9 +292,9 @@ def group_means(values: npt.ArrayLike, window: int) -> Floats:
 
 
 def threshold(confidences: npt.ArrayLike, is_correct: npt.ArrayLike, *, accuracy: float) -> float | None:
-    """Return the lowest confidence c such that answers with confidence >= c reach `accuracy`, or None.
+    """Return the lowest confidence c such that the answers with confidence >= c reach `accuracy`, or None.
 
-    Answers with equal confidence are taken together. With few answers the result may not generalize.
+    Answers with equal confidence are all above c or all below it. With few answers c may not generalize.
 
     Raises:
         ParameterError: no answers, confidences outside [0, 1], different lengths, or an invalid `accuracy`.
@@ -294,7 +310,7 @@ def threshold(confidences: npt.ArrayLike, is_correct: npt.ArrayLike, *, accuracy
 
 
 def _answers(confidences: npt.ArrayLike, is_correct: npt.ArrayLike) -> tuple[Floats, Floats]:
-    """Validate confidences and correctness; return both as float64, correctness as 0 or 1."""
+    """Validate confidences and correctness, and return both as float64 arrays (correctness as 0 or 1)."""
     values, hits = np.asarray(confidences, np.float64), np.asarray(is_correct, np.float64)
     require(values.ndim == 1 and len(values) > 0, "confidences", "must be a non-empty list of numbers")
     require(values.shape == hits.shape, "is_correct", f"has shape {hits.shape}, confidences {values.shape}")
@@ -306,14 +322,15 @@ def _answers(confidences: npt.ArrayLike, is_correct: npt.ArrayLike) -> tuple[Flo
 
 
 DETECTIONS: Final = ("min_k", "min_k_plus", "fast_detect_gpt", "zlib_ratio")
-"""Names of the functions that need only one model."""
+"""Names of the functions below that need only one model."""
 
 
 def min_k(logprobs: npt.ArrayLike, *, share: float = 0.2) -> float | None:
-    """Min-K% Prob: mean logprob of the least likely tokens, nats; None without tokens.
+    """Return Min-K% Prob, the mean logprob of the least likely tokens, in nats; None without tokens.
 
-    1/|E| · Σ log p(x_t | x_<t) over t in E, the max(⌊share · T⌋, 1) tokens of lowest logprob. A higher value
-    suggests that the model was trained on the text (Shi et al. 2024, https://arxiv.org/abs/2310.16789).
+    The formula is 1/|E| · Σ log p(x_t | x_<t) over t in E, where E holds the max(⌊share · T⌋, 1) tokens with
+    the lowest logprob. A higher value suggests that the model was trained on the text (Shi et al. 2024,
+    https://arxiv.org/abs/2310.16789).
 
     Raises:
         ParameterError: `share` is outside (0, 1].
@@ -324,12 +341,12 @@ def min_k(logprobs: npt.ArrayLike, *, share: float = 0.2) -> float | None:
 def min_k_plus(
     logprobs: npt.ArrayLike, entropies: npt.ArrayLike, varentropies: npt.ArrayLike, *, share: float = 0.2
 ) -> float | None:
-    """Min-K%++: mean of (log p(x_t | x_<t) - m_t) / s_t over the lowest share; None without tokens.
+    """Return Min-K%++, the mean of the lowest (log p(x_t | x_<t) - m_t) / s_t; None without tokens.
 
-    m_t and s_t are mean and standard deviation of log p(z | x_<t) for z drawn from the same distribution:
-    minus its entropy, and the square root of its varentropy. A higher value suggests that the model was
-    trained on the text (Zhang et al. 2024, https://arxiv.org/abs/2404.02936). If s_t is 0, a token at the
-    mean counts as 0.
+    `share` is the fraction of tokens to average. m_t and s_t are the mean and the standard deviation of
+    log p(z | x_<t) with z sampled from p(· | x_<t): minus the entropy, and the square root of the varentropy.
+    If s_t is 0, a token at the mean counts as 0. A higher value suggests that the model was trained on the
+    text (Zhang et al. 2024, https://arxiv.org/abs/2404.02936).
 
     Raises:
         ParameterError: `share` is outside (0, 1].
@@ -341,10 +358,10 @@ def min_k_plus(
 def fast_detect_gpt(
     logprobs: npt.ArrayLike, entropies: npt.ArrayLike, varentropies: npt.ArrayLike
 ) -> float | None:
-    """Fast-DetectGPT: the conditional probability curvature, analytically; None without tokens.
+    """Return Fast-DetectGPT's conditional probability curvature, computed analytically; None without tokens.
 
-    Σ (log p(x_t | x_<t) - m_t) / √ Σ s_t², with m_t and s_t as in `min_k_plus`; the same model samples and
-    scores. A higher value suggests machine-generated text (Bao et al. 2024,
+    The formula is Σ (log p(x_t | x_<t) - m_t) / √ Σ s_t², with m_t and s_t as in `min_k_plus`; one model is
+    both the sampling and the scoring model. A higher value suggests machine-generated text (Bao et al. 2024,
     https://arxiv.org/abs/2310.05130).
     """
     apart = np.asarray(logprobs, np.float64) + np.asarray(entropies, np.float64)
@@ -354,29 +371,30 @@ def fast_detect_gpt(
 
 
 def zlib_ratio(logprobs: npt.ArrayLike, num_compressed: int) -> float | None:
-    """Mean logprob per token, divided by the zlib-compressed size of the text in bytes; None without tokens.
+    """Return the mean logprob per token divided by the zlib-compressed size in bytes; None without tokens.
 
-    -(log perplexity) / zlib entropy. A higher value (nearer to 0) suggests that the model was trained on the
-    text (Carlini et al. 2021, https://arxiv.org/abs/2012.07805, whose code has the inverse; this form is that
-    of Zhang et al.).
+    This is -(log perplexity) / zlib entropy. A higher value (nearer to 0) suggests that the model was trained
+    on the text (Carlini et al. 2021, https://arxiv.org/abs/2012.07805). Carlini et al.'s code computes the
+    inverse; the form here is the one in Zhang et al.
     """
     values = np.asarray(logprobs, np.float64)
     return float(values.mean() / num_compressed) if len(values) else None
 
 
 def cross_entropy(rows: npt.ArrayLike, others: npt.ArrayLike) -> Floats:
-    """Return the cross-entropy -Σ p log q of each row p with the row q of `others`, nats."""
+    """Return the cross-entropy -Σ p log q, in nats, for each row p and the corresponding other row q."""
     return -_mean_under(np.exp(np.asarray(rows, np.float64)), np.asarray(others, np.float64))
 
 
 def binoculars(logprobs: npt.ArrayLike, cross_entropies: npt.ArrayLike) -> float | None:
-    """Binoculars: log perplexity divided by the log cross-perplexity of two models; None without tokens.
+    """Return the Binoculars score: log perplexity / log cross-perplexity of two models; None without tokens.
 
-    Mean of -log q(x_t | x_<t) / mean of -Σ_v p(v | x_<t) log q(v | x_<t), with p of the observer (a base
-    model) and q of the performer (its instruct version). A lower value suggests machine-generated text (Hans
-    et al. 2024, https://arxiv.org/abs/2401.12070). The paper's formula has the observer's perplexity in the
-    numerator. The authors' code, for which their thresholds hold, has the performer's (their issue 27), as
-    does this function. `analysis.binoculars` scores texts with both models.
+    The formula is mean of -log q(x_t | x_<t) / mean of -Σ_v p(v | x_<t) log q(v | x_<t), where p is the
+    observer (a base model) and q the performer (the observer's instruct version). A lower value suggests
+    machine-generated text (Hans et al. 2024, https://arxiv.org/abs/2401.12070). The paper puts the observer's
+    perplexity in the numerator. This function uses the performer's, like the authors' code (see its issue
+    27), because the published thresholds are for the code. `analysis.binoculars` scores texts with both
+    models.
     """
     values, crossed = np.asarray(logprobs, np.float64), np.asarray(cross_entropies, np.float64)
     if not (len(values) and len(crossed)):
@@ -386,9 +404,10 @@ def binoculars(logprobs: npt.ArrayLike, cross_entropies: npt.ArrayLike) -> float
 
 
 def roc_auc(values: npt.ArrayLike, labels: npt.ArrayLike) -> float | None:
-    """Area under the ROC curve: probability that a labelled value exceeds an unlabelled one, ties as half.
+    """Return the area under the ROC curve, or None if all labels are equal.
 
-    Uses rank sums (Mann & Whitney 1947), like scikit-learn's `roc_auc_score`. None if all labels are equal.
+    This is the probability that a value with a true label exceeds one with a false label, where a tie counts
+    as half. It is computed from rank sums (Mann & Whitney 1947) and equals scikit-learn's `roc_auc_score`.
 
     Raises:
         ParameterError: different lengths, or a value is NaN.
@@ -424,7 +443,10 @@ def _standardised(apart: npt.ArrayLike, variances: npt.ArrayLike) -> Floats:
 
 
 def importance_ratios(logprobs: npt.ArrayLike, others: npt.ArrayLike) -> Floats:
-    """Return the ratios p / q of tokens from logprobs of target (p) and sampler (q); NaN if both are -inf."""
+    """Return each token's ratio p / q from its logprobs under the target (p) and the sampler (q).
+
+    A ratio is NaN if both logprobs are -inf.
+    """
     with np.errstate(invalid="ignore", over="ignore"):
         return np.asarray(np.exp(np.asarray(logprobs, np.float64) - np.asarray(others, np.float64)))
 

@@ -16,23 +16,24 @@ if TYPE_CHECKING:
     from logprobe.analysis.spellings import Floats, TokenIndex
     from logprobe.records.fields import Field, Node, Spelt
 
-SHOWN_MEMBERS: Final = 6  # in `repr`, the likeliest first
+SHOWN_MEMBERS: Final = 6  # maximum number of members in `repr`, likeliest first
 SPACES: Final = b" \t\n\r"
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Probability of each member of an enum at a position of a reply, summed over all tokenizations; nats.
+    """Log-probability of each member of an enum at one place in a JSON reply, summed over all tokenizations.
 
-    A member is its complete JSON text as `json.dumps(ensure_ascii=False)` writes it, with numbers as in
-    grammars (`1` for 1.0). A string ends with its quote; after a number or a word (`12`, `true`), a character
-    that JSON allows there must follow. The context is the reply's own tokens before the value, and the bytes
-    between these and the value. The sum includes token sequences whose last token reaches beyond the member.
+    A member is scored as the complete JSON text that `json.dumps(ensure_ascii=False)` writes, with numbers as
+    in grammars (`1` for 1.0). A string ends with its closing quote; after a number or a word (`12`, `true`),
+    a character that JSON allows there must follow. The context is the reply up to the value: its tokens
+    before the token in which the value starts, and that token's bytes before the value. The sum includes
+    token sequences whose last token extends past the end of the member.
     """
 
     values: tuple[Any, ...]  # M members, in the schema's order
-    logprobs: Floats  # (M,)
-    unresolved: float  # probability of the paths not followed: upper bound on the error of any member
+    logprobs: Floats  # (M,), nats
+    unresolved: float  # total probability of the paths not followed: bounds the error of each probability
 
     @property
     def shares(self) -> Floats:
@@ -47,7 +48,7 @@ class Members:
 
     @property
     def rest(self) -> float:
-        """Probability of anything else at this position, including `unresolved`."""
+        """Probability that the reply continues with none of the members, including `unresolved`."""
         return 1.0 - self.mass
 
     def logprob_of(self, value: Any) -> float:
@@ -75,24 +76,30 @@ class Members:
 
 @dataclass(frozen=True, slots=True)
 class FieldDistribution:
-    """A value of a JSON reply with its log-probability and the alternatives at its position.
+    """One value in a JSON reply, with its log-probability and the alternatives to it.
 
-    The two bounds of `Field` coincide: if the value shares a token with the text around it, the token's
-    log-probability is split at the boundary, by the mass of all tokens that agree up to there. Exceptions:
-    the row limit was too small for that, or something other than a grammar shaped `processed`.
+    The lower and upper bound in `raw` and `processed` normally coincide: if the value shares a token with the
+    text around it, the token's log-probability is split at the boundary by the total probability of all
+    tokens that agree up to there. The bounds differ if the row limit was too small for that, or if something
+    other than a grammar changed the distribution of `processed`.
     """
 
     pointer: str  # RFC 6901
     value: Any
     raw: Field  # under the model's own distribution
-    processed: Field | None  # under the distribution sampled from; None: not requested
-    log_kept_mass: float | None  # nats, of masks and truncation, summed over `tokens`; None like `processed`
+    processed: Field | None  # under the distribution sampled from; None if not requested
+    # Log of the probability that masks and truncation kept, nats, summed over the value's tokens. None if not
+    # requested.
+    log_kept_mass: float | None
     members: Members | None  # under the model's own distribution; None: the schema does not enumerate values
     grammar_members: Members | None  # under the grammar alone; None: no grammar, or `members` is None
 
     @property
     def runner_up(self) -> tuple[Any, float] | None:
-        """The likeliest member other than the value, with its share; under the grammar if there is one."""
+        """The likeliest member other than the value, with its share; None if there is no such member.
+
+        If a grammar was used, the shares are those under the grammar.
+        """
         members = self.members if self.grammar_members is None else self.grammar_members
         if members is None:
             return None
@@ -128,7 +135,10 @@ class MemberSum:
         self.paths = PathSum(texts, max_rows, has_grammar=has_grammar)
 
     def members(self) -> tuple[Members, Members | None]:
-        """Return the members under the model's distribution and under the grammar, from paths so far."""
+        """Return the members under the model and, if there is one, under the grammar.
+
+        The log-probabilities include the paths followed so far.
+        """
         return self._at(0), self._at(1) if self._has_grammar else None
 
     def _at(self, stage: int) -> Members:

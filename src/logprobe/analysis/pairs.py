@@ -23,9 +23,9 @@ PAIRS_A_CALL = 512  # pairs whose tokens are held at once
 
 @dataclass(frozen=True, kw_only=True)
 class MinimalPairs:
-    """Results for minimal pairs; a pair is right if its good text has the higher logprob."""
+    """Results for minimal pairs; a pair is right if the good text has a higher logprob than the bad text."""
 
-    accuracy: Mean  # share of pairs that are right, with its standard error
+    accuracy: Mean  # share of pairs that are right, with the standard error
     by_category: dict[str, Mean]  # accuracy per category, in order of first appearance
     good_logprobs: NDArray[np.float64] = field(repr=False)  # (N,) nats, sums over the tokens
     bad_logprobs: NDArray[np.float64] = field(repr=False)  # (N,) nats
@@ -38,7 +38,7 @@ class MinimalPairs:
         return "\n".join(f"{name:{width}}  {share}" for name, share in rows.items())
 
     def to_pandas(self) -> Any:
-        """Return a data frame with one row per pair (extra `frames`).
+        """Return a pandas data frame with one row per pair; requires the extra `frames`.
 
         Raises:
             ParameterError: pandas is not installed.
@@ -64,18 +64,18 @@ def minimal_pairs(
 ) -> MinimalPairs:
     """Score pairs of a good and a bad text and compute the accuracy, overall and by category.
 
-    Compares the logprobs of whole texts, as BLiMP does (Warstadt et al. 2020,
+    The logprobs of whole texts are compared, as in BLiMP (Warstadt et al. 2020,
     https://arxiv.org/abs/1912.00582).
 
     Args:
         llm: the model.
-        pairs: (good, bad).
-        categories: one name per pair; None: no categories.
-        bos: True: put BOS (EOS if the model has no BOS) before each text, so that its first token counts;
-            False: do not; None: as the tokenizer does.
+        pairs: (good, bad) texts.
+        categories: one category name per pair; None computes only the overall accuracy.
+        bos: True puts BOS (EOS if the model has no BOS) before each text, so that the text's first token
+            counts; False does not, and None does what the tokenizer does.
 
     Raises:
-        ParameterError: no pairs, a text without scored tokens, or not one category per pair.
+        ParameterError: there are no pairs, a text has no scored tokens, or the number of categories is wrong.
         BatchError: some texts failed.
     """
     require(pairs, "pairs", "must not be empty")

@@ -23,9 +23,9 @@ def can_draw(console: Console) -> bool:
 
 @contextmanager
 def byte_bar(num_bytes: int | None, *, shown: bool, unit: str = "tokens") -> Iterator[Advance | None]:
-    """Show a bar over `num_bytes` (None: unknown); yields a function to call with new (bytes, units).
+    """Show a progress bar over `num_bytes`, or over an unknown number of bytes if None.
 
-    Yields None if the bar is not shown or not visible.
+    Yields a function to call with the numbers of further bytes and units, or None if no bar can be seen.
     """
     if not shown:
         yield None

@@ -1,7 +1,7 @@
-"""Stored samples (rollouts) and their Parquet files: our own format, and the columns of TRL and verl.
+"""Stored samples (rollouts) and their Parquet files, in our own format or with the columns of TRL or verl.
 
-One row per completion: prompt ids, token ids, and the sampler's logprobs. Parquet files of records (one row
-per token) can be read too; they contain no prompts.
+A file has one row per completion, with the prompt ids, token ids and the sampler's logprobs. Parquet files of
+records (one row per token) can be read too, but contain no prompts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ COLUMNS: Final[dict[str, tuple[str, ...]]] = {
     "top_ids": ("top_ids",),
     "top_logprobs": ("top_logprobs",),
 }
-"""Content → its column names here, in TRL and in verl; the first one present in a file is used."""
+"""Names of each column in our own format, TRL and verl; the first name that a file has is used."""
 
 _SCHEMA = pa.schema(
     [
@@ -76,13 +76,14 @@ class Alternatives:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """A stored completion: its tokens and what the sampler reported about them; nats."""
+    """A stored completion: its tokens and what the sampler reported about them."""
 
     name: str
-    prompt_ids: IntArray | None = field(repr=False)  # None: not stored
+    prompt_ids: IntArray | None = field(repr=False)  # None if not stored
     token_ids: IntArray = field(repr=False)  # (T,)
-    logprobs: Floats = field(repr=False)  # (T,), NaN if missing
-    is_counted: NDArray[np.bool_] | None = field(default=None, repr=False)  # (T,), loss mask; None: all True
+    logprobs: Floats = field(repr=False)  # (T,) nats, NaN if missing
+    # (T,), loss mask; None means that all tokens count.
+    is_counted: NDArray[np.bool_] | None = field(default=None, repr=False)
     log_kept_mass: Floats | None = field(default=None, repr=False)  # (T,) nats
     alternatives: Alternatives | None = field(default=None, repr=False)
     info: LogprobsInfo | None = None
@@ -111,11 +112,12 @@ class Rollout:
 def write_rollouts(path: str | Path, outputs: Iterable[Any]) -> None:
     """Write the completions of `LLM.generate` outputs to a Parquet file, one row each, zstd-compressed.
 
-    Writes processed logprobs (of the sampling distribution) if the outputs have them, else raw ones;
-    `LogprobsInfo` in the file's metadata says which.
+    Processed logprobs (those of the sampling distribution) are written if the outputs have them, otherwise
+    raw logprobs; the `LogprobsInfo` in the file's metadata says which.
 
     Raises:
-        ParameterError: no completions, a completion without logprobs, or completions with different settings.
+        ParameterError: there are no completions, a completion has no logprobs, or settings differ between
+            completions.
     """
     rows = _rows(outputs)
     first = next(rows, None)
@@ -136,7 +138,7 @@ def write_rollouts(path: str | Path, outputs: Iterable[Any]) -> None:
 
 
 def _rows(outputs: Iterable[Any]) -> Iterator[tuple[LogprobsInfo | None, pa.RecordBatch]]:
-    """Yield the info and the row of each completion."""
+    """Yield each completion's `LogprobsInfo` and its row for the file."""
     for output in outputs:
         for number, completion in enumerate(output.outputs):
             record = completion.processed_logprobs or completion.logprobs
@@ -167,14 +169,14 @@ def read_rollouts(
     """Yield stored completions one at a time, in bounded memory.
 
     Args:
-        path: a file of `write_rollouts`, a trainer's Parquet file with columns such as `prompt_ids`,
+        path: a file from `write_rollouts`, a trainer's Parquet file with columns such as `prompt_ids`,
             `completion_ids` and `logprobs` (TRL) or `prompts`, `responses` and `rollout_log_probs` (verl), or
-            a file of `records.write_parquet`.
-        prompts: completion name → prompt ids, for files without prompts.
-        logprobs: name of the logprobs column, if there are several.
+            a file from `records.write_parquet`.
+        prompts: prompt ids by completion name, for files without prompts.
+        logprobs: name of the column with the logprobs, if the file has several.
 
     Raises:
-        InputError: not such a file, or inconsistent columns.
+        InputError: the file is none of these, or its columns are inconsistent.
     """
     with reading(path), pq.ParquetFile(path) as file:
         names = file.schema_arrow.names

@@ -1,9 +1,9 @@
-"""Compare the logprobs of stored samples with a trainer's: size, cause and correction of the mismatch.
+"""Compare stored samples' logprobs with a trainer's: size, cause and correction of the mismatch.
 
-The rollouts are the sampler's (q); the other side is the trainer's (p), a model in process or a second file.
-The trainer's target is the full softmax at the sampler's temperature. A sampler's logprobs may be of that
-distribution, of the raw one, or renormalised after truncation, and a file often does not say which. All are
-tried, and the best match determines the correction.
+The rollouts come from the sampler (q). The trainer (p) is a model in this process or a second file. The
+trainer's target is the full softmax at the sampler's temperature. The sampler may have stored logprobs under
+that distribution, under the raw distribution, or renormalised after truncation, and a file often does not say
+which. All are tried, and the best match determines the correction.
 """
 
 from __future__ import annotations
@@ -35,24 +35,27 @@ if TYPE_CHECKING:
     from logprobe.records.values import IntArray
 
 FITS_NATS: Final = 0.1  # maximum mean distance at which a distribution matches
-FIT_POSITIONS: Final = 32  # positions used to fit an unknown temperature
-FIT_GAIN: Final = 4.0  # the fit must be this many times closer than the known distributions
-FAR_NATS: Final = 10.0  # distances are capped at this, e.g. for tokens that are possible on one side only
-HAIR_NATS: Final = 1e-9  # tolerance between equal means
-ROUNDING: Final = 1e-5  # whole rows summed in float32 may miss this much of a mass of one
+FIT_POSITIONS: Final = 32  # number of positions used to fit an unknown temperature
+FIT_GAIN: Final = 4.0  # a fitted temperature must be this many times closer than the known distributions
+FAR_NATS: Final = 10.0  # cap on distances, which are infinite for tokens that are possible on one side only
+HAIR_NATS: Final = 1e-9  # means that differ by less are equal
+ROUNDING: Final = 1e-5  # the probabilities in a whole float32 row may sum to as little as 1 minus this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """Mismatch between the logprobs of trainer (p) and sampler (q), nats; ratios are p / q."""
+    """Mismatch in nats between the logprobs of the trainer (p) and the sampler (q); ratios are p / q."""
 
     worst_nats: float  # maximum |logprob p - logprob q| over sampled tokens
     mean_nats: float
     bias: float  # mean of logprob p - logprob q
-    k3: float  # mean of r - 1 - log r: estimate of KL(q ‖ p) from the sampled tokens only (Schulman 2020)
+    # Mean of r - 1 - log r over token ratios r: estimates KL(q ‖ p) from the sampled tokens (Schulman 2020).
+    k3: float
     kl: Spread  # KL(q ‖ p) per position
     total_variation: Spread
-    is_whole: bool  # False: computed from the reported tokens and one rest, so both are lower bounds
+    # True if `kl` and `total_variation` use all tokens. If False, all tokens that were not reported are
+    # lumped # into one, so both are lower bounds.
+    is_whole: bool
     token_ratio: Spread
     sequence_ratio: Spread  # product of the token ratios of a completion
     clipped_share: float  # share of token ratios outside [0.8, 1.2]
@@ -61,7 +64,7 @@ class Mismatch:
     sequence_effective_share: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields by name, for JSON; ±9999 if infinite."""
+        """Return all fields by name, for JSON, with ±9999 for infinity."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return finite_fields(
             {name: value.to_dict() if isinstance(value, Spread) else value for name, value in values.items()}
@@ -70,21 +73,21 @@ class Mismatch:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutReport:
-    """The distribution that stored logprobs are of, and their mismatch with a trainer's."""
+    """The distribution under which the logprobs were stored, and their mismatch with a trainer's logprobs."""
 
     num_sequences: int
     num_tokens: int
-    shaping: Shaping  # sampling parameters of the samples
+    shaping: Shaping  # parameters that the samples were drawn with
     target: str  # the trainer's distribution in the ratios: "raw" or "temperature"
-    distribution: str  # the best match of the stored logprobs; "none": none matches
+    distribution: str  # the distribution that matches the stored logprobs best, or "none"
     scale: float | None  # the fitted temperature if `distribution` is "scaled"
-    errors: dict[str, float]  # distribution → mean distance of the stored logprobs, nats
-    correction: str | None  # what to do; None if nothing needs correction or the cause is unknown
-    as_stored: Mismatch
-    corrected: Mismatch | None  # with the matching distribution: numerical noise only; None if none matches
+    errors: dict[str, float]  # by distribution: mean distance of the stored logprobs, nats
+    correction: str | None  # advice; None if nothing needs correction or the cause is unknown
+    as_stored: Mismatch  # with the trainer's target distribution
+    corrected: Mismatch | None  # with `distribution`, so that only numerical noise is left; None if "none"
 
     def is_right(self, max_nats: float) -> bool:
-        """Return True if every stored logprob is within `max_nats` of the target's."""
+        """Return True if every stored logprob is within `max_nats` of the logprob under the target."""
         return self.as_stored.worst_nats <= max_nats
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,16 +123,16 @@ def compare_rollouts(
 
     Args:
         rollouts: the sampler's completions: a Parquet file for `read_rollouts`, or `Rollout`s.
-        other: the trainer: an `LLM`, a transformers model in process (used in its current train or eval
-            mode), or the same completions as stored by the trainer.
-        temperature: of the samples; None: from the rollouts, else 1.
-        top_k: of the samples; 0: all tokens; None: from the rollouts, else 0.
-        top_p: of the samples; None: from the rollouts, else 1.
-        min_p: of the samples; None: from the rollouts, else 0.
-        prompts: completion name → prompt ids, for files without prompts.
+        other: the trainer: an `LLM`, a transformers model (used in its current train or eval mode), or the
+            same completions as stored by the trainer.
+        temperature: temperature of the samples. None reads it from the rollouts; the default is 1.
+        top_k: top-k of the samples; 0 keeps all tokens. None reads it from the rollouts; the default is 0.
+        top_p: top-p of the samples. None reads it from the rollouts; the default is 1.
+        min_p: min-p of the samples. None reads it from the rollouts; the default is 0.
+        prompts: prompt ids by completion name, for files without prompts.
 
     Raises:
-        InputError: missing file or columns, different tokens, or no prompt although a model needs it.
+        InputError: a file or column is missing, the tokens differ, or a model needs a prompt that is missing.
         ParameterError: no completion has logprobs.
         BatchError: a request failed.
     """
@@ -158,7 +161,10 @@ def _is_stored(other: Rollouts | Scorer | nn.Module) -> TypeGuard[Rollouts]:
 
 
 def _rows_of(model: Any, rollout: Rollout) -> Iterator[tuple[int, Floats]]:
-    """Yield (start, raw whole-vocabulary rows (n, V) in nats) for ranges of a completion's positions."""
+    """Yield a model's raw rows for ranges of a completion's positions.
+
+    Each item is the first position of the range and an (n, V) array of log-probabilities, in nats.
+    """
     prompt = rollout.prompt_ids
     if prompt is None or not len(prompt):
         raise InputError(
@@ -205,7 +211,7 @@ def _add_stored(table: _Table, rollouts: Iterable[Rollout], others: Iterable[Rol
 
 @dataclass(frozen=True, slots=True)
 class _Entries:
-    """Tokens with logprobs at some positions, padded to the same number; the sampled token is in column 0."""
+    """Reported tokens at n positions, padded to K tokens each; column 0 has the sampled token."""
 
     token_ids: IntArray  # (n, K)
     logprobs: Floats  # (n, K) nats, -inf in the padding
@@ -213,7 +219,7 @@ class _Entries:
 
     @classmethod
     def of(cls, rollout: Rollout, start: int, stop: int) -> _Entries:
-        """Return positions [start, stop) of a rollout."""
+        """Collect the reported tokens at positions [start, stop) of a rollout."""
         ids, logprobs = rollout.token_ids[start:stop, None], rollout.logprobs[start:stop, None]
         is_there = np.ones(ids.shape, np.bool_)
         top = rollout.alternatives
@@ -234,11 +240,11 @@ class _Entries:
         )
 
     def only(self, keep: NDArray[np.bool_]) -> _Entries:
-        """Return the positions in `keep`."""
+        """Return only the positions that the mask `keep`, (n,) bool, selects."""
         return _Entries(self.token_ids[keep], self.logprobs[keep], self.is_there[keep])
 
     def at(self, wanted: _Entries) -> Floats:
-        """Return the logprobs of the tokens in `wanted`, (n, K) nats; NaN if not known."""
+        """Look up the tokens in `wanted` and return their logprobs, (n, K) nats; NaN if not reported."""
         numbers = np.full(wanted.token_ids.shape, np.nan)
         for row, ids in enumerate(wanted.token_ids):
             order = np.argsort(self.token_ids[row], kind="stable")
@@ -255,17 +261,17 @@ class _Entries:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Comparison of some positions with one of the trainer's distributions; nats."""
+    """Comparison in nats of n positions with one of the trainer's distributions."""
 
     chosen: Floats  # (n,), the trainer's logprobs of the sampled tokens
     distance: Floats  # (n,), mean |logprob q - logprob p| of the reported tokens
     kl: Floats  # (n,)
     total_variation: Floats  # (n,)
-    is_whole: NDArray[np.bool_]  # (n,), True if the reported tokens have all of the sampler's mass
+    is_whole: NDArray[np.bool_]  # (n,), True if the reported tokens have all of the sampler's probability
 
 
 class _Table:
-    """Collects the sampler's logprobs and the trainer's under each candidate distribution."""
+    """Collects the sampler's logprobs, and the trainer's logprobs under each candidate distribution."""
 
     def __init__(self, asked: Mapping[str, Any]) -> None:
         self._asked = asked
@@ -273,12 +279,15 @@ class _Table:
         self._scale: float | None = None
         self._parts: dict[str, list[_Part]] = {}
         self._sampled: list[Floats] = []
-        self._sequences: list[IntArray] = []  # index of the completion, per position
+        self._sequences: list[IntArray] = []  # for each position, the index of the completion
         self._num_sequences = 0
         self._has_mass = False
 
     def add(self, rollout: Rollout, start: int, count: int, trainer: Floats | _Entries) -> None:
-        """Add positions of a rollout from `start` on; `trainer` is raw whole rows or stored logprobs."""
+        """Add `count` positions of a rollout, from `start` on.
+
+        `trainer` has the trainer's raw rows, (count, V) nats, or the logprobs that the trainer stored.
+        """
         shaping = self._shaping_of(rollout)
         self._num_sequences += start == 0
         stop = start + count
@@ -329,7 +338,7 @@ class _Table:
             "other",
             "has a smaller vocabulary than the rollouts; use the sampler's model",
         )
-        # Use the sampler's kept mass if known: different rounding may truncate differently at the edge.
+        # Use the sampler's kept mass if known, because rounding may change which tokens truncation keeps.
         known = shaping if mass is None else Shaping(temperature=shaping.temperature)
         named = distributions(rows, known)
         numbers = {name: np.take_along_axis(row, sampler.token_ids, 1) for name, row in named.items()}
@@ -381,7 +390,7 @@ class _Table:
 
 
 def _told(info: LogprobsInfo | None) -> dict[str, Any]:
-    """Return the sampling parameters stored in a record."""
+    """Return the sampling parameters that a record's `LogprobsInfo` names."""
     if info is None:
         return {}
     values = {name: getattr(info, name) for name in ("temperature", "top_k", "top_p", "min_p")}
@@ -391,7 +400,11 @@ def _told(info: LogprobsInfo | None) -> dict[str, Any]:
 def _stored_numbers(
     trainer: _Entries, sampler: _Entries, shaping: Shaping, mass: Floats | None
 ) -> dict[str, Floats]:
-    """Return the trainer's stored logprobs by distribution: its target, and renormalised if possible."""
+    """Return the trainer's stored logprobs by distribution.
+
+    The distributions are the trainer's target and, if the sampler's kept mass is known, the target
+    renormalised after truncation.
+    """
     numbers = trainer.at(sampler)
     target = "temperature" if shaping.divisor != 1 else "raw"
     if mass is None:
@@ -400,14 +413,14 @@ def _stored_numbers(
 
 
 def _renormalised(numbers: Floats, sampler: _Entries, mass: Floats) -> Floats:
-    """Renormalise logprobs over what the sampler kept; tokens that the sampler gives -inf were not kept."""
+    """Renormalise logprobs over the tokens that the sampler kept, to which it gives more than -inf."""
     return np.where(np.isneginf(sampler.logprobs), -np.inf, numbers - mass[:, None])
 
 
 def _scale(
     rows: Floats, sampler: _Entries, numbers: Mapping[str, Floats], few: NDArray[np.intp]
 ) -> float | None:
-    """Return a fitted temperature if it matches a few positions far better than the known distributions."""
+    """Fit a temperature to a few positions, and return it if it fits far better than all `numbers`."""
     reported = np.where(sampler.is_there, sampler.logprobs, -np.inf)[few]
     given = np.isfinite(reported)
     if not given.any():
@@ -435,7 +448,10 @@ def _part(sampler: _Entries, numbers: Floats) -> _Part:
 
 
 def _best(errors: Mapping[str, float]) -> str:
-    """Return the distribution that matches best; "scaled" only if far closer, "none" if nothing matches."""
+    """Return the distribution with the smallest error, or "none" if no distribution matches.
+
+    "scaled" must be `FIT_GAIN` times closer than all others.
+    """
     told = {name: error for name, error in errors.items() if name != "scaled"}
     least = min(told.values())
     best = next(name for name, error in told.items() if error <= least + HAIR_NATS)

@@ -11,11 +11,11 @@ from logprobe.errors import ParameterError, require, shortened
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-MAX_WAYS: Final = 2_000  # combinations of alternatives at one position
-MAX_WAYS_IN_ALL: Final = 10_000  # at all positions, in `Schema.check`
-MAX_PARTS: Final = 100_000  # subschemas visited per layout, with repetitions
+MAX_WAYS: Final = 2_000  # combinations of alternatives ("ways") at one position
+MAX_WAYS_IN_ALL: Final = 10_000  # combinations at all positions, in `Schema.check`
+MAX_PARTS: Final = 100_000  # subschemas that one `_Layout` visits, counting repetitions
 MAX_DEPTH: Final = 100  # nested references and alternatives
-MAX_INTEGERS: Final = 1_000  # in a bounded range
+MAX_INTEGERS: Final = 1_000  # values of an integer with two bounds
 _TOO_MANY: Final = f"has more than {MAX_WAYS_IN_ALL:,} alternatives in total; use fewer or nest them less"
 _TELLING: Final = frozenset(
     {"const", "enum", "type", "properties", "additionalProperties", "items", "prefixItems"}
@@ -24,13 +24,14 @@ _TELLING: Final = frozenset(
 _TYPES: Final[dict[str, list[Any]]] = {"boolean": [True, False], "null": [None]}
 
 Way: TypeAlias = "tuple[Mapping[str, Any], ...]"
-"""One choice among all alternatives of a position: the subschemas that apply there together."""
+"""The subschemas that apply together at a position if one of its combinations of alternatives is chosen."""
 
 
 def json_text(value: Any) -> str:
-    """Serialize a value in the spelling that grammars use.
+    """Serialize a value as JSON in the spelling that grammars use.
 
-    Separators are `", "` and `": "`; no unnecessary escapes, no exponents, whole floats without a fraction.
+    Separators are `", "` and `": "`. Strings have no unnecessary escapes, numbers no exponents, and whole
+    floats no fraction.
     """
     if isinstance(value, float):
         return format(Decimal(repr(value)), "f").removesuffix(".0")
@@ -38,11 +39,12 @@ def json_text(value: Any) -> str:
 
 
 class Schema:
-    """A JSON schema that lists the allowed values of a position: enum, const, boolean or a union of these.
+    """Finds the values that a JSON schema allows at a position, if the schema lists them.
 
-    Supports `properties`, `additionalProperties`, `items`, `prefixItems`, `$ref` within the schema, `anyOf`,
-    `oneOf`, `allOf`, and integers between two bounds. Other keywords are ignored, so a listed value may
-    violate them; a grammar gives such a value no probability.
+    The values are listed by `enum`, `const`, a boolean or null type, integers between two bounds, or unions
+    of these. Supports `properties`, `additionalProperties`, `items`, `prefixItems`, `$ref` within the schema,
+    `anyOf`, `oneOf` and `allOf`. Other keywords are ignored, so a listed value may violate them; a grammar
+    gives such a value no probability.
 
     Raises:
         ParameterError: the schema is not an object.
@@ -65,10 +67,10 @@ class Schema:
     def check(self) -> None:
         """Visit all positions of the schema, so that `members` cannot fail later.
 
-        The size of each position is checked before it is expanded.
+        The number of combinations at each position is checked before they are expanded.
 
         Raises:
-            ParameterError: as `members`, or too many alternatives in total.
+            ParameterError: `members` would raise this error, or there are too many alternatives in total.
         """
         layout = _Layout(self._root)
         pending, count, seen = [iter([layout.ways(self._root)])], 0, set[frozenset[tuple[int, ...]]]()
@@ -86,10 +88,12 @@ class Schema:
             pending.append(layout.all_further(ways))
 
     def members(self, pointer: str) -> list[Any] | None:
-        """Return the values allowed at a JSON pointer (RFC 6901), in the schema's order; None: not listed.
+        """Return the values allowed at a JSON pointer (RFC 6901), in the schema's order.
+
+        Returns None if the schema does not list the values.
 
         Raises:
-            ParameterError: an unresolvable or circular `$ref`, or too many alternatives.
+            ParameterError: a `$ref` cannot be resolved or is circular, or there are too many alternatives.
         """
         own: dict[int, list[Any] | None] = {}  # id of a subschema → values that it lists itself
         found: dict[str, Any] = {}
@@ -106,7 +110,7 @@ class Schema:
         return list(found.values()) or None
 
     def _ways_at(self, pointer: str) -> list[Way]:
-        """Return the ways of a position, cached."""
+        """Return the combinations of alternatives at a position, cached."""
         if pointer not in self._known:
             parent, is_below, part = pointer.rpartition("/")
             layout = _Layout(self._root)
@@ -119,21 +123,24 @@ class Schema:
 
 
 class _Layout:
-    """Computes the ways of positions; raises before it visits more than `MAX_PARTS` subschemas."""
+    """Computes the combinations of alternatives at positions of a schema.
+
+    Raises ParameterError before it visits more than `MAX_PARTS` subschemas.
+    """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._left = MAX_PARTS
 
     def all_further(self, ways: list[Way]) -> Iterator[list[Way]]:
-        """Yield the ways of each child of a position."""
+        """Yield the combinations of each child of a position, given the position's combinations."""
         keys = _keys(ways)
         require(len(keys) * _num_parts(ways) <= self._left, "schema", _TOO_MANY)
         for key in keys:
             yield self.further(ways, key)
 
     def further(self, ways: list[Way], key: str) -> list[Way]:
-        """Return the distinct ways of one child of a position."""
+        """Return the distinct combinations of one child of a position, given the position's combinations."""
         self._spend(_num_parts(ways))
         found: dict[tuple[int, ...], Way] = {}
         seen = set[tuple[int, ...]]()
@@ -147,7 +154,7 @@ class _Layout:
         return list(found.values())
 
     def ways(self, schema: Any, depth: int = 0) -> list[Way]:
-        """Return the ways to satisfy a schema."""
+        """Return the combinations of alternatives in `schema`."""
         require(depth <= MAX_DEPTH, "schema", "has a circular $ref, or is nested too deeply; remove it")
         self._spend(1)
         if schema is False:
@@ -171,7 +178,7 @@ class _Layout:
         require(self._left >= 0, "schema", _TOO_MANY)
 
     def _choices(self, schema: Mapping[str, Any]) -> Iterator[list[Any]]:
-        """Yield lists of subschemas; one of each list must hold in addition to the schema's own keywords."""
+        """Yield lists of alternatives: one subschema of each list must hold besides the schema's keywords."""
         if "$ref" in schema:
             yield [self._referred(schema["$ref"])]
         yield from ([part] for part in _list(schema.get("allOf")))
@@ -198,12 +205,12 @@ def _check_ways(count: int) -> None:
 
 
 def _ids(parts: Iterable[Any]) -> tuple[int, ...]:
-    """Return the identities of subschemas; they live as long as the root schema."""
+    """Return the `id()` of each subschema, which stays valid as long as the root schema exists."""
     return tuple(map(id, parts))
 
 
 def _num_parts(ways: list[Way]) -> int:
-    """Return the cost of visiting ways: their number and that of their subschemas."""
+    """Return the cost of visiting `ways`: the number of ways plus the number of subschemas in them."""
     return len(ways) + sum(map(len, ways))
 
 
@@ -216,7 +223,7 @@ def _parts(part: Any) -> list[Any]:
 
 
 def _children(way: Way, key: str) -> Iterator[Any]:
-    """Yield the subschemas that a way applies to one child."""
+    """Yield the subschemas that the schemas in `way` apply to one child."""
     for schema in way:
         properties, items = schema.get("properties"), schema.get("items")
         first = _list(schema.get("prefixItems")) or _list(items)  # a list of `items`: drafts before 2020-12
@@ -231,7 +238,7 @@ def _children(way: Way, key: str) -> Iterator[Any]:
 
 
 def _keys(ways: list[Way]) -> set[str]:
-    """Return the keys of all children that the ways name, and one key that represents all others."""
+    """Return the keys of all children that the schemas in `ways` name, and one key for all other children."""
     schemas = list({id(schema): schema for way in ways for schema in way}.values())
     named = {
         key
@@ -250,7 +257,7 @@ def _keys(ways: list[Way]) -> set[str]:
 
 
 def _in_all(named: list[list[Any]]) -> list[Any]:
-    """Return the values of the first list that all other lists contain."""
+    """Return the values that all lists contain, in the order of the first list."""
     texts = [set(map(json_text, members)) for members in named[1:]]
     return [member for member in named[0] if all(json_text(member) in others for others in texts)]
 
@@ -271,7 +278,10 @@ def _own_members(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _integers(schema: Mapping[str, Any]) -> list[int] | None:
-    """Return the integers between two bounds; None without both bounds, or if there are too many."""
+    """Return the integers between a schema's bounds.
+
+    Returns None without both bounds, with `multipleOf`, or if there are more than `MAX_INTEGERS`.
+    """
     lows = [schema.get("minimum"), _next_to(schema.get("exclusiveMinimum"), 1)]
     highs = [schema.get("maximum"), _next_to(schema.get("exclusiveMaximum"), -1)]
     low = max((bound for bound in lows if _is_integer(bound)), default=None)

@@ -27,12 +27,12 @@ COLUMNS = ("entropy", "varentropy", "margin")  # optional columns of a record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Log-probabilities of a continuation given its context; nats, -inf for an impossible token.
+    """Log-probabilities of a continuation given its context, in nats; -inf for an impossible token.
 
-    If a token spans the end of the context, `boundary` is `bytes`: `logprob` and everything derived from it
-    are the log-probability of the continuation's bytes given the context's bytes. The per-token fields
-    (`token_logprobs`, `ranks`, `is_greedy`, `entropy`, `record`) are then those of the tokens of the joined
-    text that reach into the continuation. The first of these may also contain bytes of the context, and the
+    If a token spans the end of the context, `boundary` is "bytes": `logprob` and everything derived from it
+    refer to the continuation's bytes given the context's bytes. The per-token fields (`token_logprobs`,
+    `ranks`, `is_greedy`, `entropy`, `record`) then describe the tokens of the joined text that contain bytes
+    of the continuation. The first of these tokens may also contain bytes of the context, and the
     `token_logprobs` do not sum to `logprob`.
     """
 
@@ -46,11 +46,12 @@ class Score:
     num_chars: int  # Unicode code points of the continuation
     entropy: list[float] | None = None  # (num_tokens,), nats; None if not requested
     varentropy: list[float] | None = None  # (num_tokens,), nats squared; None if not requested
-    margin: list[float] | None = None  # (num_tokens,), nats between the two likeliest; None if not requested
+    # (num_tokens,), difference in nats between the two likeliest tokens; None if not requested
+    margin: list[float] | None = None
     unconditional_logprob: float | None = None  # nats, without the context; None if not requested
     record: FlatLogprobs | None = field(default=None, repr=False, compare=False)  # includes alternatives
-    boundary: Boundary = "token"  # "token": `logprob` is that of these tokens; "bytes": of the bytes
-    error: LogprobeError | None = None  # set if scoring failed; all sums are NaN then
+    boundary: Boundary = "token"  # "token": `logprob` is the tokens' sum; "bytes": it is the bytes' logprob
+    error: LogprobeError | None = None  # set if scoring failed; `logprob` is NaN then
 
     @classmethod
     def failed(cls, error: LogprobeError) -> Score:
@@ -76,7 +77,10 @@ class Score:
         *,
         unconditional_logprob: float | None = None,
     ) -> Score:
-        """Build a score from a record whose last positions are the continuation's; `data` is its bytes."""
+        """Build a score from the last `len(token_ids)` positions of `record`.
+
+        `token_ids` and `data` are the continuation's token ids and UTF-8 bytes.
+        """
         record = record[len(record) - len(token_ids) :]
         chosen = record.chosen_entries()
         ranks, extras = chosen.ranks.tolist(), record.extras
@@ -95,7 +99,7 @@ class Score:
         )
 
     def counted_by(self, data: bytes) -> Score:
-        """Return a copy whose `num_bytes` and `num_chars` are those of `data`, UTF-8 text."""
+        """Return a copy whose `num_bytes` and `num_chars` are counted in `data`, which is UTF-8 text."""
         return replace(self, num_bytes=len(data), num_chars=len(data.decode("utf-8", "replace")))
 
     def __repr__(self) -> str:
@@ -107,17 +111,17 @@ class Score:
 
     @property
     def logprob_per_token(self) -> float:
-        """Mean log-probability per token, nats."""
+        """Mean log-probability per token, in nats; `logprob` if there are no tokens."""
         return self.logprob / max(self.num_tokens, 1)
 
     @property
     def logprob_per_byte(self) -> float:
-        """Mean log-probability per UTF-8 byte, nats; `logprob` if there are no bytes."""
+        """Mean log-probability per UTF-8 byte, in nats; `logprob` if there are no bytes."""
         return self.logprob / max(self.num_bytes, 1)
 
     @property
     def logprob_per_char(self) -> float:
-        """Mean log-probability per character, nats; `logprob` if there are no characters."""
+        """Mean log-probability per character, in nats; `logprob` if there are no characters."""
         return self.logprob / max(self.num_chars, 1)
 
     @property
@@ -127,19 +131,22 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Mean surprisal per byte, bits; None without bytes."""
+        """Mean surprisal per byte, in bits; None without bytes."""
         return measures.bits_per_byte(self.logprob, self.num_bytes)
 
     @property
     def pmi(self) -> float | None:
-        """Pointwise mutual information with the context, nats; None without `unconditional_logprob`."""
+        """Pointwise mutual information with the context, in nats; None without `unconditional_logprob`."""
         if self.unconditional_logprob is None:
             return None
         return measures.pmi(self.logprob, self.unconditional_logprob)
 
 
 def joined(scores: Sequence[Score], data: bytes, *, unconditional_logprob: float | None = None) -> Score:
-    """Join the scores of a continuation's windows into one without a record; `data` is its bytes."""
+    """Join the scores of a continuation's windows into one score, which has no record.
+
+    `data` is the whole continuation as UTF-8 bytes.
+    """
     parts = {name: [getattr(score, name) for score in scores] for name in COLUMNS}
     columns: dict[str, Any] = {
         name: list(chain.from_iterable(lists)) for name, lists in parts.items() if None not in lists
@@ -160,7 +167,7 @@ def joined(scores: Sequence[Score], data: bytes, *, unconditional_logprob: float
 
 
 def whole_rows(record: FlatLogprobs) -> NDArray[np.float32]:
-    """Return log-probabilities of the whole vocabulary, (T, V) float32, nats, column = token id.
+    """Return a record's log-probabilities as a (T, V) float32 array in nats, with one column per token id.
 
     Raises:
         ParameterError: the record does not hold the whole vocabulary (score with `logprobs=-1`).

@@ -29,14 +29,17 @@ def admit_splits(
     *,
     sampling: SamplingParams | None = None,
 ) -> list[Admitted]:
-    """Admit one request per split that scores its continuation; raises the errors of `Requests.admit`.
+    """Admit one request per split, which scores the split's continuation.
+
+    Raises the errors of `Requests.admit`.
 
     Args:
         splits: contexts with their continuations.
-        params: which numbers to report.
+        params: the logprobs and extra columns to report.
         requests: admits the requests.
-        request_ids: one per split; None: new ids.
-        sampling: score under the distribution that these parameters would sample from; None: the raw one.
+        request_ids: one id per split; None creates new ids.
+        sampling: score under the distribution that these parameters would sample from; None scores under the
+            model's own distribution.
     """
     names: Sequence[str | None] = request_ids or [None] * len(splits)
     named = zip(splits, names, strict=True)
@@ -57,7 +60,7 @@ def _admit_forced(
     reports: SamplingParams,
     request_id: str | None,
 ) -> Admitted:
-    """Score all tokens in one pass, or step by step if logits processors are in use."""
+    """Admit a request that scores under `sampling`: in one pass, or step by step with logits processors."""
     forced = split.continuation
     asked = _forced_params(sampling, len(forced), reports)
     admitted = requests.admit(split.context, asked, forced_token_ids=forced, request_id=request_id)
@@ -74,8 +77,8 @@ def _admit_forced(
 def _forced_params(params: SamplingParams, num_tokens: int, reports: SamplingParams) -> SamplingParams:
     """Return parameters that score `num_tokens` forced tokens under the sampling distribution of `params`.
 
-    `reports` sets the number of logprobs, the token ids and the extra columns, as for a prompt. Per-position
-    ids refer to the forced tokens.
+    `reports` sets the number of logprobs, the token ids and the extra columns, as it would for a prompt.
+    Token ids that differ per position refer to the forced tokens.
     """
     return replace(
         params,
@@ -93,7 +96,7 @@ def _forced_params(params: SamplingParams, num_tokens: int, reports: SamplingPar
 
 
 def at_temperature(temperature: float) -> SamplingParams:
-    """Return parameters that sample from the model's distribution at a temperature.
+    """Return parameters that sample from the model's distribution at `temperature`.
 
     Raises:
         ParameterError: the temperature is not positive.
@@ -105,7 +108,7 @@ def at_temperature(temperature: float) -> SamplingParams:
 
 
 def _named_after(params: SamplingParams, start: int) -> SamplingParams:
-    """Shift per-position token ids, given for the positions from `start` on, to prompt positions."""
+    """Shift token ids that differ per position so that the first list applies to prompt position `start`."""
     ids = params.logprob_token_ids
     return replace(params, logprob_token_ids=ids.after(start)) if isinstance(ids, IdLists) else params
 
@@ -119,9 +122,10 @@ def scored(output: RequestOutput) -> FlatLogprobs:
 
 
 def scored_total(output: RequestOutput, healed: float | None = None) -> float:
-    """Return the log-probability of the continuation, nats: `healed` if given, else the sum over its tokens.
+    """Return the log-probability of the continuation, in nats.
 
-    The first position of a prompt has no log-probability and is skipped.
+    This is `healed` if given, otherwise the sum over the continuation's tokens. The first position of a
+    prompt has no log-probability and is skipped.
     """
     if healed is not None:
         return healed

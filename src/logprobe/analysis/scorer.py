@@ -1,6 +1,6 @@
-"""The protocol of models that score continuations, and helpers for its users.
+"""`Scorer`, the protocol of models that score continuations, and helpers for code that uses it.
 
-`LLM` implements it. Windows, surprisals, data sets and comparisons use no other members of a model.
+`LLM` implements `Scorer`. Windows, surprisals, data sets and comparisons use no other members of a model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Scorer(Protocol):
 
     @property
     def lora(self) -> str | None:
-        """Name of the LoRA adapter in use; None: none."""
+        """Name of the LoRA adapter in use, if any."""
 
     def score(
         self,
@@ -59,7 +59,7 @@ def prefix_of(text: TextEdge, bos: bool | None) -> IntArray:
 
     Args:
         text: encodes text.
-        bos: True: BOS; False: nothing; None: as the tokenizer does.
+        bos: True returns BOS, False nothing, and None whatever the tokenizer puts before a text.
 
     Raises:
         ParameterError: `bos` is True and the model has neither BOS nor EOS.
@@ -72,7 +72,7 @@ def prefix_of(text: TextEdge, bos: bool | None) -> IntArray:
 
 
 def in_flight(call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """Like `map`, in order, but run calls in threads and start the next one before this one has ended."""
+    """Yield `call(item)` for each item, in order, running up to `IN_FLIGHT` calls at once in threads."""
     pool = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="logprobe-scoring")
     running: deque[Any] = deque()
     try:

@@ -1,6 +1,7 @@
-"""Sums the probability of texts over all of their tokenizations, using next-token distributions.
+"""Sum the probabilities of texts over all of their tokenizations, using next-token distributions.
 
-A front end provides the rows that a `PathSum` requests; `Members` presents the results.
+The caller provides the next-token distributions ("rows") that a `PathSum` requests; `Members` presents the
+results.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ if TYPE_CHECKING:
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ids: TypeAlias = npt.NDArray[np.int64]
-TOLERANCE: Final = 1e-7  # share of the total mass that need not be followed
-MAX_ROWS: Final = 1024  # default limit of rows per position
-NEGLIGIBLE: Final = 1e-13  # share of the total mass below which a path is dropped
-MAX_OPEN: Final = 50_000  # open paths kept
-STAGES: Final = 2  # the model's own distribution, and the same masked by a grammar
+TOLERANCE: Final = 1e-7  # share of the total probability that need not be followed
+MAX_ROWS: Final = 1024  # default limit on the rows requested per position
+NEGLIGIBLE: Final = 1e-13  # a path with a smaller share of the total probability is dropped
+MAX_OPEN: Final = 50_000  # maximum number of open paths
+STAGES: Final = 2  # the model's own distribution, and the distribution masked by a grammar
 NO_IDS: Final[Ids] = np.empty(0, np.int64)
 
 
 class TokenIndex:
-    """Tokens sorted by their bytes, without special tokens and tokens without bytes."""
+    """Tokens sorted by their bytes; special tokens, and tokens that have no bytes, are left out."""
 
     def __init__(self, pieces: Iterable[bytes], special_ids: Iterable[int]) -> None:
         specials = frozenset(special_ids)
@@ -68,7 +69,7 @@ _INDEXES: WeakKeyDictionary[Vocabulary, dict[int, TokenIndex]] = WeakKeyDictiona
 
 
 def token_index(edge: TextEdge, vocab_size: int) -> TokenIndex:
-    """Return the index of a tokenizer's tokens with ids below `vocab_size`, cached."""
+    """Return a `TokenIndex` of a tokenizer's tokens with ids below `vocab_size`, cached."""
     known = _INDEXES.setdefault(edge.vocabulary, {})
     if vocab_size not in known:
         count = min(vocab_size, len(edge.vocabulary))
@@ -85,9 +86,9 @@ class Ends(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Tokens that may come next; all other tokens lead to none of the texts."""
+    """Tokens that may come next on the way to one of the texts."""
 
-    further: list[tuple[bytes, Ids]]  # bytes so far including the tokens, and the tokens
+    further: list[tuple[bytes, Ids]]  # the bytes spelt including the token, and the tokens with these bytes
     ends: list[Ends]
     begins: Ids  # tokens that complete the bytes before the texts
 
@@ -95,13 +96,14 @@ class Steps(NamedTuple):
 class Texts:
     """Alternative texts at one position, as bytes.
 
-    A text is complete by itself (if it ends with a quote or bracket) or when one of `followers` comes next.
+    A text that ends with a quote or bracket is complete by itself; any other text is complete once one of the
+    bytes in `followers` comes next.
 
     Args:
-        before: bytes before every text that may share a token with it.
-        texts: none may be a prefix of another, including its follower.
+        before: bytes before the texts that may share a token with a text.
+        texts: the texts; none may be a prefix of another, including the byte that follows.
         followers: bytes, one of which must follow a text that is not complete by itself.
-        may_end: if True, a special token may follow such a text as well.
+        may_end: if True, a special token may take the place of the following byte.
         index: the model's tokens.
     """
 
@@ -121,7 +123,7 @@ class Texts:
         self._known: dict[bytes, Steps] = {}
 
     def steps(self, spelt: bytes) -> Steps:
-        """Return the next steps after these bytes of `before` and a text, cached."""
+        """Return the tokens that may come after `spelt`, a prefix of `before` plus a text; cached."""
         if spelt not in self._known:
             self._known[spelt] = self._steps(spelt)
         return self._known[spelt]
@@ -157,16 +159,16 @@ class Path:
 
 
 class PathSum:
-    """Sums the probability of texts over token paths, the likeliest first.
+    """Sums the probabilities of texts over token paths, extending the likeliest paths first.
 
     Call `next_paths` for the paths whose next-token rows are needed and pass each row to `take`, until there
     are no more paths.
 
     Args:
         texts: the texts.
-        max_rows: maximum number of rows to request.
-        has_grammar: if True, `take` gets the tokens that a grammar allows; otherwise, the second stage is
-            -inf.
+        max_rows: maximum number of next-token rows to request.
+        has_grammar: True if `take` is also given the tokens that a grammar allows; otherwise all results for
+            stage 1 (the distribution masked by the grammar) are -inf.
     """
 
     def __init__(self, texts: Texts, max_rows: int, *, has_grammar: bool) -> None:
@@ -175,18 +177,18 @@ class PathSum:
         self._open = [Path((), b"", np.array([0.0, 0.0 if has_grammar else -np.inf]))]
         self._given_up = np.full(STAGES, -np.inf)
         self._found = np.full((STAGES, texts.num_texts), -np.inf)
-        # Log mass of all paths that spell `before`; an empty `before` has probability 1.
+        # Log-probability of `before`, summed over all paths; an empty `before` has probability 1.
         self._begun = np.full(STAGES, -np.inf if texts.before else 0.0)
 
     def next_paths(self, most: int) -> list[Path]:
-        """Return up to `most` paths to extend; none if the rest is negligible or no rows are left."""
+        """Return up to `most` paths to extend, or none if the rest is negligible or no rows are left."""
         shares = self._shares()
         order = sorted(range(len(shares)), key=lambda i: (-shares[i], self._open[i].token_ids))
         kept = order[: min(int(np.sum(shares >= NEGLIGIBLE)), MAX_OPEN)]
         if len(kept) < len(order):
             lost = logsumexp(np.array([self._open[i].logprobs for i in order[len(kept) :]]).T)
             self._given_up = np.logaddexp(self._given_up, lost)
-        # Paths whose total is within the tolerance stay open: they count as unresolved.
+        # The least likely paths, whose total is within the tolerance, stay open and count as unresolved.
         left = np.cumsum(shares[kept][::-1])[::-1]
         count = min(int(np.sum(left > TOLERANCE)), self._rows_left, most)
         chosen = [self._open[i] for i in kept[:count]]
@@ -195,9 +197,13 @@ class PathSum:
         return chosen
 
     def take(self, path: Path, row: npt.NDArray[np.float32], allowed: npt.NDArray[np.bool_] | None) -> None:
-        """Extend a path by its next-token row (V,), nats, and the tokens that the grammar allows, (V,) bool.
+        """Extend a path by every token that may come next.
 
-        `allowed` is None without a grammar, or if the grammar does not allow the path.
+        Args:
+            path: the path.
+            row: (V,) log-probabilities of the next token, in nats.
+            allowed: (V,) mask of the tokens that the grammar allows; None without a grammar, or if the
+                grammar does not allow the path.
         """
         steps, before = self._texts.steps(path.spelt), path.logprobs
         stages = _stages(row.astype(np.float64), allowed)
@@ -211,24 +217,27 @@ class PathSum:
                 self._open.append(Path((*path.token_ids, token_id), spelt, before + stages[:, token_id]))
 
     def give_up(self, path: Path) -> None:
-        """Drop a path whose row is not available; its mass counts as unresolved."""
+        """Drop a path whose row is not available; the path's probability counts as unresolved."""
         self._given_up = np.logaddexp(self._given_up, path.logprobs)
 
     def logprobs(self, stage: int) -> Floats:
-        """Return log P(text given `before`) of each text, (T,) nats; the error is at most `unresolved`."""
+        """Return log P(text given `before`) for each text, (T,) nats.
+
+        Each probability is too small by at most `unresolved(stage)`.
+        """
         begun = self._begun[stage]
         found: Floats = self._found[stage] - (begun if np.isfinite(begun) else 0.0)
         return np.minimum(found, 0.0)
 
     def unresolved(self, stage: int) -> float:
-        """Return the probability of the paths not followed, given `before`."""
+        """Return the total probability, given `before`, of the paths that were not followed to the end."""
         return float(min(np.exp(self._left(stage) - self._begun[stage]), 1.0))
 
     def _left(self, stage: int) -> Floats:
         return logsumexp([self._given_up[stage], *(path.logprobs[stage] for path in self._open)])
 
     def _shares(self) -> Floats:
-        """Return the share of each open path in the total mass, in the stage where it is larger."""
+        """Return each open path's share of the total probability: the larger of the stages' shares."""
         if not self._open:
             return np.empty(0)
         logs = np.array([path.logprobs for path in self._open]).T
@@ -239,7 +248,7 @@ class PathSum:
 
 
 def _stages(row: Floats, allowed: npt.NDArray[np.bool_] | None) -> Floats:
-    """Return a row and the row masked by the grammar, renormalised, (STAGES, V)."""
+    """Stack a row and the row masked by the grammar and renormalised, (STAGES, V) nats."""
     stages = np.stack([row, np.full_like(row, -np.inf)])
     if allowed is not None:
         stages[1, allowed] = row[allowed] - logsumexp(row[allowed])

@@ -25,7 +25,7 @@ PERCENT: Final = 100.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mean:
-    """A mean and its standard error (None with fewer than two values)."""
+    """A mean and its standard error, which is None for a single value."""
 
     mean: float
     error: float | None
@@ -41,7 +41,7 @@ class Mean:
 
 
 class Moments:
-    """Streaming mean and standard error of values that come in batches (Chan et al. 1979)."""
+    """Accumulates the mean and standard error of values that are added in batches (Chan et al. 1979)."""
 
     def __init__(self) -> None:
         self.count, self.mean, self._squares = 0, 0.0, 0.0
@@ -58,7 +58,7 @@ class Moments:
         self.count = total
 
     def result(self) -> Mean | None:
-        """Return the mean; None if there are no values."""
+        """Return the mean of all values added so far, or None if there are none."""
         if not self.count:
             return None
         if self.count < 2:
@@ -68,7 +68,7 @@ class Moments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Mean, maximum and quantiles of some values."""
+    """Mean, maximum and quantiles of an array of values."""
 
     mean: float
     max: float
@@ -86,26 +86,29 @@ class Spread:
         )
 
     def to_dict(self) -> dict[str, float | None]:
-        """Return all fields by name, quantiles as percentiles; ±9999 if infinite."""
+        """Return the mean, the maximum and the percentiles ("p50", ...) by name, with ±9999 for infinity."""
         percentiles = {f"p{100 * share:g}": value for share, value in self.quantiles.items()}
         return finite_fields({"mean": self.mean, "max": self.max, **percentiles})
 
 
 @np.errstate(invalid="ignore")
 def effective_share(logs: Floats) -> float:
-    """Return Kish's effective sample size as a share, from log ratios; NaN if a ratio is infinite."""
-    # Subtract the maximum, because the ratio of a text may overflow.
+    """Return Kish's effective sample size divided by the number of samples, from the logs of the weights.
+
+    The result is NaN if a weight is infinite.
+    """
+    # Subtract the maximum, because the weight of a long text may overflow.
     return effective_sample_size(np.exp(logs - logs.max())) / len(logs)
 
 
 # -- llama.cpp's metrics -------------------------------------------------------------------------------------
-# The metrics of `llama-perplexity --kl-divergence`, with its names and units. Q is the model under test, base
-# is the reference. Standard errors assume independent positions. `tools/perplexity/perplexity.cpp` has the
-# same formulas, written as sums.
+# The metrics that `llama-perplexity --kl-divergence` prints, with the same names and units. Q is the model
+# under test and base the reference. Standard errors assume independent positions. The formulas are the ones
+# in # llama.cpp's `tools/perplexity/perplexity.cpp`, which writes them as sums.
 
 
 class Figure(NamedTuple):
-    """A metric with its standard error, if it has one, and its unit if that is percent."""
+    """A metric with its standard error (if known) and its unit ("%" or None)."""
 
     value: float
     error: float | None = None
@@ -113,7 +116,14 @@ class Figure(NamedTuple):
 
 
 def figures(base: Floats, other: Floats, kl: Floats, is_same_best: NDArray[np.bool_]) -> dict[str, Figure]:
-    """Return all metrics from arrays (T,), T >= 1: logprobs and KL in nats, same most likely token."""
+    """Return all metrics by name, computed from T >= 1 positions.
+
+    Args:
+        base: (T,) logprobs of the text's tokens under the reference, in nats.
+        other: (T,) logprobs of the same tokens under the model under test, in nats.
+        kl: (T,) KL divergences, in nats.
+        is_same_best: (T,) True if both models have the same most likely token.
+    """
     with np.errstate(invalid="ignore", over="ignore"):
         return (
             _of_perplexities(-base, -other)
@@ -124,7 +134,7 @@ def figures(base: Floats, other: Floats, kl: Floats, is_same_best: NDArray[np.bo
 
 
 def _of_perplexities(base: Floats, other: Floats) -> dict[str, Figure]:
-    """Metrics of perplexity from surprisals; errors of exponentials use the delta method."""
+    """Compute the metrics of perplexity from surprisals; errors of exponentials use the delta method."""
     q, p, ratio = _mean(other), _mean(base), _mean(other - base)
     figures = {"Mean PPL(Q)": _exponential(q), "Mean PPL(base)": _exponential(p)}
     if len(base) > 1:
@@ -132,7 +142,7 @@ def _of_perplexities(base: Floats, other: Floats) -> dict[str, Figure]:
         figures["Cor(ln(PPL(Q)), ln(PPL(base)))"] = Figure(PERCENT * correlation, None, "%")
     figures["Mean ln(PPL(Q)/PPL(base))"] = ratio
     figures["Mean PPL(Q)/PPL(base)"] = _exponential(ratio)
-    # By the delta method, the error of a difference of exponentials is that of this linear combination.
+    # By the delta method, a difference of exponentials has the same error as this linear combination.
     apart = _mean(np.exp(q.value) * other - np.exp(p.value) * base)
     figures["Mean PPL(Q)-PPL(base)"] = Figure(float(np.exp(q.value) - np.exp(p.value)), apart.error)
     return figures
@@ -148,7 +158,7 @@ def _of_divergences(kl: Floats) -> dict[str, Figure]:
 
 
 def _of_changes(changes: Floats) -> dict[str, Figure]:
-    """Metrics of the change in probability of the given tokens."""
+    """Compute the metrics of the changes in the text tokens' probabilities."""
     percent = PERCENT * changes
     quantiles = np.quantile(percent, CHANGE_QUANTILES).tolist()
     named = {

@@ -1,11 +1,11 @@
 """Surprisals of the tokens of texts, summed over words, sentences, characters or regex matches.
 
-Words and sentences tile the tokens: each token belongs to exactly one word, so the sums over words and over
-tokens are equal. Spaces before a word belong to that word, as in the tokens; a token that spans two words
-merges them into one unit.
+Each token belongs to exactly one word and one sentence, so the words' log-probabilities add up to the text's.
+Spaces before a word belong to that word, as they usually do in tokens. Two words that share a token are
+merged into one unit.
 
-If the vocabulary marks the beginning of a word (" cat"), the tokens of a word do not say that the word ends
-after them: "mat" also begins "matron". `boundary="end"` includes the end of a word in its probability.
+In a vocabulary whose tokens mark where a word begins (" cat"), the tokens of a word do not say where it ends:
+"mat" also begins "matron". `boundary="end"` includes the end of a word in the word's probability.
 """
 
 from __future__ import annotations
@@ -55,23 +55,25 @@ SENTENCE = regex.compile(
 )
 _PATTERNS = {"word": WORD, "sentence": SENTENCE}
 NATS: Final = {"nats": 1.0, "bits": float(np.log(2))}
-ROWS_A_CALL = 64  # whole-vocabulary rows held at once: about 400 KB each (ids and logprobs) at 49,152 tokens
+# Whole-vocabulary rows held at once: about 400 KB per row (ids and logprobs) for a vocabulary of 49,152
+# tokens.
+ROWS_A_CALL = 64
 ROW_COLUMNS: Final = ("surprisal", "entropy", "unit", "tokens", "start", "end", "note")
-"""Columns of `ScoredText.rows` after the unit's text."""
+"""Columns of `ScoredText.rows` that follow the unit's text."""
 NOT_SCORED = "its first token is not scored"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """A run of tokens (a token, word, sentence or span) with its log-probability."""
+    """One or more consecutive tokens (a token, word, sentence or span) with their log-probability."""
 
     text: str
     start: int  # characters [start, end) of the text
     end: int
     first_token: int  # tokens [first_token, end_token)
     end_token: int
-    num_scored: int  # tokens with a log-probability: all but the first token of a text without BOS
-    logprob: float | None  # nats, sum over the scored tokens; None if there are none
+    num_scored: int  # tokens with a log-probability; the first token of a text without BOS has none
+    logprob: float | None  # nats, sum over the scored tokens; None if no token is scored
     entropy: float | None = None  # nats, of the distribution of the first token
     unit: NatsOrBits = "nats"  # unit of `surprisal`
 
@@ -91,33 +93,34 @@ class ScoredText:
     """A text with its scored tokens; indexing by characters, words, sentences or tokens gives a `Unit`.
 
     All positions refer to the text as given, even if the tokenizer rewrites it (NFC, lower case, spaces
-    absorbed by an added token). Tokens of a rewritten character cover the whole character.
+    absorbed by an added token). Each token of a rewritten character covers the whole character.
 
-    `scored[3:6, "word"]` sums words 3 to 5; `scored[10:20]` sums the tokens that overlap these characters.
+    `scored[3:6, "word"]` sums words 3 to 5; `scored[10:20]` sums the tokens that overlap characters 10 to 19.
     """
 
     text: str
     token_ids: NDArray[np.int32]  # (T,)
-    # (T, 2): bytes [start, end) of the UTF-8 text that each token comes from; both columns ascend. Tokens of
-    # a stretch of text that the tokenizer rewrote share one span.
+    # (T, 2): bytes [start, end) of the UTF-8 text that each token comes from; both columns ascend. If the
+    # tokenizer rewrote a stretch of text, all tokens of that stretch have the stretch as their span.
     byte_spans: Spans
     logprobs: NDArray[np.float64]  # (T,) nats; NaN for a token that is not scored
     ranks: NDArray[np.int64]  # (T,); 0 for a token that is not scored
     entropy: NDArray[np.float64]  # (T,) nats; NaN for a token that is not scored
-    bos_token_id: int | None = None  # token put before the text; None: none
+    bos_token_id: int | None = None  # token put before the text, if any
     unit: NatsOrBits = "nats"  # unit of surprisals and tables
-    # For `boundary="end"`; None: the end of a word is not included in its probability.
+    # Set with `boundary="end"`. Without these two, a word's probability does not include the end of the word.
     begins_word: NDArray[np.bool_] | None = None  # (T,) True if the token begins a word
-    log_begin_mass: NDArray[np.float64] | None = None  # (T + 1,) nats: log P(token t begins a word)
+    # (T + 1,) nats: log of the probability that some token that begins a word comes at position t.
+    log_begin_mass: NDArray[np.float64] | None = None
 
     @property
     def logprob(self) -> float:
-        """Sum over all scored tokens, nats."""
+        """Sum of the log-probabilities of all scored tokens, in nats."""
         return float(np.nansum(self.logprobs))
 
     @property
     def tokens(self) -> list[Unit]:
-        """Each token as a unit; a token that holds part of a character covers the whole character."""
+        """Each token as a unit; a token with only some bytes of a character covers the whole character."""
         return [self._unit(token, token + 1) for token in range(len(self.token_ids))]
 
     @property
@@ -134,7 +137,7 @@ class ScoredText:
         """Return the tokens, words, sentences or characters of the text.
 
         Raises:
-            ParameterError: `by` is none of these.
+            ParameterError: `by` is not "token", "word", "sentence" or "char".
         """
         if by == "char":
             return self.spans((start, start + 1) for start in range(len(self.text)))
@@ -144,11 +147,11 @@ class ScoredText:
         return units
 
     def rows(self, by: By = "word") -> list[dict[str, Any]]:
-        """Return one row per unit: its stripped text and the columns `ROW_COLUMNS`.
+        """Return one row per unit, with the unit's text (stripped) and the columns `ROW_COLUMNS`.
 
-        `surprisal` and `entropy` are in `unit`; the entropy is that of the distribution of the first token.
-        `tokens` is the number of tokens, [start, end) the characters including spaces. Both numbers are None
-        for a unit with an unscored token, and `note` says why.
+        `surprisal` and `entropy` (of the first token's distribution) are in nats or bits, as the column
+        `unit` says; for a unit with an unscored token both are None, and `note` says why. `tokens` is the
+        number of tokens, and [start, end) are the unit's characters including spaces.
 
         Raises:
             ParameterError: `by` is not a known unit.
@@ -156,7 +159,7 @@ class ScoredText:
         return [self._row(by, unit) for unit in self.units(by)]
 
     def to_pandas(self, by: By = "word") -> Any:
-        """Return `rows` as a pandas data frame (extra `frames`), NaN for missing numbers.
+        """Return `rows` as a pandas data frame with NaN for missing numbers; requires the extra `frames`.
 
         Raises:
             ParameterError: `by` is not a known unit, or pandas is not installed.
@@ -181,15 +184,15 @@ class ScoredText:
         }
 
     def spans(self, spans: Iterable[Span]) -> list[Unit]:
-        """Return a unit for each span of characters; it includes every token that overlaps the span.
+        """Return a unit for each span of characters, with every token that overlaps the span.
 
         Raises:
-            ParameterError: a span outside the text, or one that ends before it starts.
+            ParameterError: a span is outside the text or ends before it starts.
         """
         return [self._cover(start, end) for start, end in spans]
 
     def matching(self, pattern: str | re.Pattern[str]) -> list[Unit]:
-        """Return a unit for each match of a regular expression; see `spans`."""
+        """Return a unit for each match of a regular expression in the text, as `spans` does."""
         find: Callable[[str], Iterator[re.Match[str]]] = (
             regex.compile(pattern).finditer if isinstance(pattern, str) else pattern.finditer
         )
@@ -208,9 +211,10 @@ class ScoredText:
 
     @cached_property
     def _boundary_logprobs(self) -> NDArray[np.float64] | None:
-        """Term added to a word that ends before token t and subtracted from one that starts there.
+        """Log-probability of a word boundary before token t, (T + 1,) nats; None without `boundary="end"`.
 
-        (T + 1,) nats; 0 where the vocabulary does not mark token t as a beginning, as between Han characters.
+        The value is added to a word that ends before token t and subtracted from a word that starts at token
+        t. It is 0 where token t is not marked as the beginning of a word, as between Han characters.
         """
         if self.begins_word is None or self.log_begin_mass is None:
             return None
@@ -272,18 +276,19 @@ class ScoredText:
 
 
 def _tile(byte_spans: Spans, cores: NDArray[np.int64]) -> list[int]:
-    """Return the token bounds of the units that contain these cores, n' + 1 of them, n' ≤ n.
+    """Divide the tokens into one unit per core, and return the units' first tokens, followed by T.
 
-    A token of spaces only belongs to the next core; a token that overlaps two cores merges them.
+    A core is a word or sentence without the spaces around it. A token that is only spaces belongs to the next
+    core; a token that overlaps two cores merges them into one unit.
 
     Args:
         byte_spans: (T, 2) bytes [start, end) of each token.
-        cores: (n, 2) bytes [start, end) of each match.
+        cores: (n, 2) bytes [start, end) of each core.
     """
     starts, ends = byte_spans.T
     first = np.searchsorted(cores[:, 1], starts, side="right")
     last = np.searchsorted(cores[:, 0], ends, side="left") - 1
-    # The core of each token: the first one it overlaps, or the next one if it is only spaces.
+    # The core of each token: the first core that the token overlaps, or the next core if it is only spaces.
     core_of = np.minimum(first, len(cores) - 1)
     is_new = np.append(True, core_of[1:] > np.maximum.accumulate(np.maximum(last, core_of))[:-1])
     return [*np.flatnonzero(is_new).tolist(), len(byte_spans)]
@@ -328,29 +333,29 @@ def surprisal(
     window: int | None = None,
     stride: int | None = None,
 ) -> ScoredText | list[ScoredText]:
-    """Score every token of a text, or of many texts at once, with ranks and entropies.
+    """Score every token of one or more texts, with ranks and entropies.
 
-    With `boundary="end"` the probability of a word or sentence includes its end, given that a word begins:
-    P(tokens) · P(the next token begins a word, or ends the text) / P(the first token begins a word), so that
-    the probabilities of all words sum to 1 (Pimentel & Meister 2024, https://arxiv.org/abs/2406.14561; Oh &
-    Schuler 2024, https://arxiv.org/abs/2406.10851). A token begins a word if its text begins with white space
-    or if it is EOS. If the vocabulary does not mark the first token (mostly at the beginning of a text),
-    there is no division, as in minicons' `bow_correction`. The masses are sums over whole-vocabulary rows, of
-    which 64 are held at a time. The logprobs of tokens and spans do not change.
+    With `boundary="end"`, the probability of a word or sentence includes the end of the last word, given that
+    a word begins: P(tokens) · P(the next token begins a word, or ends the text) / P(the first token begins a
+    word). The probabilities of all words then sum to 1 (Pimentel & Meister 2024,
+    https://arxiv.org/abs/2406.14561; Oh & Schuler 2024, https://arxiv.org/abs/2406.10851). A token begins a
+    word if its text begins with white space or if it is EOS. If the first token does not begin a word in this
+    sense (mostly at the beginning of a text), there is no division, as in minicons' `bow_correction`. The
+    logprobs of tokens and spans do not change.
 
     Args:
-        llm: the model, such as `llm.with_lora(name)`.
-        texts: one or many, of any length; a text longer than the context is scored in sliding windows.
-        boundary: "end" includes the end of a word in its probability; None: only its tokens.
+        llm: the model, for example an `LLM` or `llm.with_lora(name)`.
+        texts: one or more texts of any length; a text longer than the context is scored in sliding windows.
+        boundary: "end" includes the end of a word in its probability; None includes only the word's tokens.
         unit: unit of surprisals and tables, "nats" or "bits"; logprobs are always in nats.
-        bos: True: put BOS (EOS if the model has no BOS) before each text, so that its first token is scored
-            too; False: do not; None: as the tokenizer does.
+        bos: True puts BOS (EOS if the model has no BOS) before each text, so that the text's first token is
+            scored too; False does not, and None does what the tokenizer does.
         window: tokens per window; the default is the model's context.
-        stride: tokens from one window to the next; the default is half a window. With a stride of a whole
-            window the windows are disjoint, and the first token of each is not scored.
+        stride: tokens from one window's start to the next one's; the default is half a window. If the stride
+            equals the window, the windows are disjoint, and the first token of each window is not scored.
 
     Raises:
-        ParameterError: a text that cannot be encoded, a window or stride that cannot be used.
+        ParameterError: a text cannot be encoded, or the window, stride, boundary or unit is invalid.
         BatchError: some texts failed.
     """
     require(boundary in {None, "end"}, "boundary", f"must be 'end' or None, got {boundary!r}")
@@ -395,7 +400,7 @@ def _read_tokens(llm: Scorer, ids: Sequence[IntArray], settings: WindowSettings)
 
 
 def _columns(size: int, scores: Sequence[tuple[Window, Score]]) -> Columns:
-    """Collect the scores of windows into arrays over `size` tokens."""
+    """Collect the windows' scores in arrays over the `size` tokens of the text."""
     logprobs, ranks, entropy = np.full(size, np.nan), np.zeros(size, np.int64), np.full(size, np.nan)
     for window, score in scores:
         place = _place(window)
@@ -408,9 +413,10 @@ def _place(window: Window) -> slice:
 
 
 def _read_tokens_and_masses(llm: Scorer, ids: Sequence[IntArray], settings: WindowSettings) -> list[Columns]:
-    """Also compute the mass of the tokens that begin a word, before each token and after the last one.
+    """Read the tokens as `_read_tokens` does, with the total probability of the tokens that begin a word.
 
-    A dummy token is appended to get the row after the last token, and dropped from the result.
+    This probability is computed before each token and after the last one, for which a dummy token is appended
+    to the sequence and dropped from the result.
     """
     begins = begins_word(llm.text)
     cuts = [
@@ -439,7 +445,7 @@ def _few(window: Window) -> list[Window]:
 def _scores_and_masses(
     llm: Scorer, pairs: Sequence[tuple[IntArray, IntArray]], begins: NDArray[np.bool_]
 ) -> Iterator[tuple[Score, NDArray[np.float64]]]:
-    """Yield the score of each pair and, per row, the log mass of the tokens that begin a word."""
+    """Yield each pair's score and, per scored token, the log of the total probability of `begins` tokens."""
     sizes = np.cumsum([len(scored) for _, scored in pairs])
     first = 0
     while first < len(pairs):
@@ -455,7 +461,7 @@ def _scores_and_masses(
 
 
 def begins_word(edge: TextEdge) -> NDArray[np.bool_]:
-    """Return a mask of the tokens that begin a word, (V,): text that starts with white space, and EOS."""
+    """Return a mask, (V,) bool, of the tokens whose text starts with white space, and of EOS."""
     vocabulary = edge.vocabulary
     begins = [
         vocabulary.token_bytes(token_id).decode("utf-8", "replace")[:1].isspace()

@@ -1,8 +1,8 @@
 """Estimate a model's uncertainty about a prompt from several sampled answers.
 
 A `DrawPlan` describes the requests, a client runs them, and the plan computes the result. The probability of
-an answer is that of all of its tokens including the stop token; sums of probabilities count equal answers
-once.
+an answer is the product over all of its tokens, including the stop token. Sums of probabilities count equal
+answers once.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     Floats: TypeAlias = npt.NDArray[np.float64]
 
 Same: TypeAlias = "Callable[[str, str], bool]"
-"""Return True if two texts mean the same; the first is the first text of a semantic set."""
+"""Returns True if two texts mean the same; the first argument is the first text of a semantic set."""
 NUM_ANSWERS: Final = 10
-WINDOW: Final = 2048  # tokens of a group and of the tail, as in Fu et al.
-K: Final = 20  # alternatives that define a token's confidence, as in Fu et al.
+WINDOW: Final = 2048  # number of tokens in a group and in the tail, as in Fu et al.
+K: Final = 20  # number of likeliest tokens that define a token's confidence, as in Fu et al.
 # Parameters that `uncertainty` sets itself; callers must leave them at their defaults.
 SET_HERE: Final = (
     *("n", "best_of", *COUNTS, "logprob_token_ids", "logprobs_mode", *KERNEL_EXTRAS),
@@ -46,13 +46,15 @@ SET_HERE: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowConfidence:
-    """Stops an answer once its group confidence falls below a threshold: DeepConf online (Fu et al. 2025).
+    """Stops an answer once its group confidence falls below a threshold.
 
-    https://arxiv.org/abs/2508.15260. A group is the last `window` tokens; shorter answers are not stopped.
+    This is DeepConf online (Fu et al. 2025, https://arxiv.org/abs/2508.15260). The group confidence is the
+    mean confidence of the last `window` tokens, so an answer with fewer tokens is not stopped.
 
     Args:
-        threshold: nats; for example a low percentile of `lowest_group_confidence` over earlier answers.
-        window: tokens per group.
+        threshold: threshold in nats, for example a low percentile of `lowest_group_confidence` over earlier
+            answers.
+        window: number of tokens in a group.
         k: number of likeliest tokens that define the confidence of a token.
 
     Raises:
@@ -71,9 +73,9 @@ class LowConfidence:
         _check_count("k", self.k)
 
     def end(self, sums: Sequence[float], start: int = 0) -> int | None:
-        """Return the length at which an answer stops, at least `start` tokens, or None to continue.
+        """Return the number of tokens, at least `start`, after which an answer stops, or None to continue.
 
-        `sums` are the cumulative sums of the token confidences, starting with 0.
+        `sums` holds the cumulative sums of the token confidences in nats, starting with 0.
         """
         for stop in range(max(start, self.window), len(sums)):
             if (sums[stop] - sums[stop - self.window]) / self.window < self.threshold:
@@ -82,7 +84,10 @@ class LowConfidence:
 
 
 class Growing:
-    """Tracks the confidence of an answer being generated; a call with its record returns True to stop."""
+    """Tracks the confidence of an answer while it is generated.
+
+    Call it with the answer's record so far; it returns True if the answer is to be stopped.
+    """
 
     def __init__(self, rule: LowConfidence) -> None:
         self._rule, self._sums = rule, [0.0]
@@ -97,11 +102,11 @@ class Growing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledAnswer:
-    """A sampled answer with its log-probabilities; nats.
+    """A sampled answer with its log-probabilities, in nats.
 
-    Values are under the model's raw distribution, except those named *drawn*, which are under the
-    distribution that the tokens were sampled from. At temperature 1, without truncation or processors, both
-    are the same.
+    Values refer to the model's raw distribution. Only values with "drawn" in their name refer to the
+    distribution that the tokens were sampled from. At temperature 1, without truncation or processors, the
+    two distributions are the same.
     """
 
     text: str
@@ -110,66 +115,76 @@ class SampledAnswer:
     drawn_token_logprobs: list[float]  # (T,), nats
     entropy: list[float]  # (T,), nats, of the whole distribution at each token
     confidence: list[float]  # (T,), nats, minus the mean logprob of the k likeliest tokens
-    window: int  # tokens per group
+    window: int  # number of tokens in a group
     finish_reason: str | None
-    stopped_early: bool = False  # stopped by `stop_when`, so the answer is incomplete
+    stopped_early: bool = False  # True if `stop_when` stopped the answer, which is then incomplete
     self_certainty: float | None = None  # nats, mean over tokens (Kang et al. 2025); None if not requested
-    record: FlatLogprobs | None = field(default=None, repr=False, compare=False)  # includes k alternatives
+    # The record of the answer's tokens, with the k likeliest tokens at each position.
+    record: FlatLogprobs | None = field(default=None, repr=False, compare=False)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens T."""
+        """Number of tokens, T."""
         return len(self.token_ids)
 
     @property
     def logprob(self) -> float:
-        """Sum over tokens, nats; its negative is lm-polygraph's `MaximumSequenceProbability`."""
+        """Sum of the tokens' logprobs, in nats: minus lm-polygraph's `MaximumSequenceProbability`."""
         return measures.total(self.token_logprobs)
 
     @property
     def drawn_logprob(self) -> float:
-        """Sum over tokens under the sampling distribution, nats."""
+        """Sum of the tokens' logprobs under the sampling distribution, in nats."""
         return measures.total(self.drawn_token_logprobs)
 
     @property
     def logprob_per_token(self) -> float:
-        """Mean over tokens, nats; its exponential is uqlm's `normalized_probability` (Malinin & Gales)."""
+        """Mean of the tokens' logprobs, in nats.
+
+        The exponential is uqlm's `normalized_probability` (Malinin & Gales).
+        """
         return self.logprob / self.num_tokens
 
     @property
     def perplexity(self) -> float:
-        """Exponential of the mean surprisal; lm-polygraph's `Perplexity` is its logarithm."""
+        """Exponential of the mean surprisal; lm-polygraph's `Perplexity` is the logarithm of this value."""
         found = measures.perplexity(self.logprob, self.num_tokens)
         assert found is not None, "an answer has at least one token"
         return found
 
     @property
     def mean_token_entropy(self) -> float:
-        """Mean token entropy, nats (Fomicheva et al. 2020, https://arxiv.org/abs/2005.10608)."""
+        """Mean token entropy, in nats (Fomicheva et al. 2020, https://arxiv.org/abs/2005.10608)."""
         return float(np.mean(self.entropy))
 
     @property
     def max_token_entropy(self) -> float:
-        """Maximum token entropy, nats."""
+        """Maximum token entropy, in nats."""
         return max(self.entropy)
 
     @property
     def group_confidence(self) -> Floats:
-        """Moving average of the confidence, (max(T - window, 0) + 1,) nats; of all T tokens if T < window."""
+        """Moving averages of the confidence over `window` tokens, (max(T - window, 0) + 1,) nats.
+
+        If T < window, the only average is over all T tokens.
+        """
         return measures.group_means(self.confidence, self.window)
 
     @property
     def lowest_group_confidence(self) -> float:
-        """Minimum of `group_confidence`, nats (Fu et al. 2025)."""
+        """Minimum of `group_confidence`, in nats (Fu et al. 2025)."""
         return float(self.group_confidence.min())
 
     @property
     def tail_confidence(self) -> float:
-        """Mean confidence of the last `window` tokens, nats (Fu et al. 2025)."""
+        """Mean confidence of the last `window` tokens, in nats (Fu et al. 2025)."""
         return float(self.group_confidence[-1])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the ids and all metrics for JSON: -inf becomes -9999, inf 9999, NaN null."""
+        """Return the text, the token ids and all metrics for JSON.
+
+        -inf becomes -9999, inf becomes 9999, and NaN becomes null.
+        """
         names = (
             *("text", "token_ids", "num_tokens", "logprob", "drawn_logprob", "logprob_per_token"),
             *("perplexity", "mean_token_entropy", "max_token_entropy", "lowest_group_confidence"),
@@ -185,10 +200,11 @@ class SampledAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uncertainty:
-    """Uncertainty about a prompt, computed from sampled answers; nats.
+    """A model's uncertainty about a prompt, computed from sampled answers.
 
-    All metrics use exact probabilities under the sampling distribution, over the complete answers only:
-    answers that were stopped early appear only in `answers`. Without complete answers the metrics are NaN.
+    All metrics use exact probabilities under the sampling distribution and count only complete answers:
+    an answer that was stopped early appears in `answers`, but nowhere else. If no answer is complete, the
+    metrics are NaN.
     """
 
     answers: tuple[SampledAnswer, ...]  # (n,), in the order of their seeds
@@ -203,18 +219,18 @@ class Uncertainty:
 
     @property
     def set_logprobs(self) -> Floats:
-        """Log of the total probability of the distinct answers of each set, (num_semantic_sets,) nats."""
+        """Log of the total probability of each set's distinct answers, (num_semantic_sets,) nats."""
         return np.array([_log_mass([self.answers[place] for place in one]) for one in self.semantic_sets])
 
     @property
     def shares(self) -> Floats:
-        """Probability of each set, normalized by `mass`, (num_semantic_sets,); sums to one."""
+        """Probability of each set divided by `mass`, (num_semantic_sets,); the shares sum to one."""
         logprobs = self.set_logprobs
         return np.exp(logprobs - np.logaddexp.reduce(logprobs)) if len(logprobs) else logprobs
 
     @property
     def mass(self) -> float:
-        """Total probability of the distinct answers: the part of the distribution that was observed."""
+        """Total probability of the distinct answers, that is, the part of the distribution that was seen."""
         # Rounding may put the sum slightly above one.
         return min(float(np.exp(np.logaddexp.reduce(self.set_logprobs))), 1.0) if self.semantic_sets else 0.0
 
@@ -233,37 +249,41 @@ class Uncertainty:
 
     @property
     def semantic_entropy(self) -> float:
-        """Entropy of `shares`, nats (Farquhar et al. 2024, https://doi.org/10.1038/s41586-024-07421-0).
+        """Entropy of `shares`, in nats (Farquhar et al. 2024, https://doi.org/10.1038/s41586-024-07421-0).
 
-        uqlm's `tokenprob_entropy_values` over the distinct answers, without its length normalisation.
+        Equals uqlm's `tokenprob_entropy_values` over the distinct answers without length normalisation.
         """
         return _entropy(self.shares)
 
     @property
     def discrete_semantic_entropy(self) -> float:
-        """Entropy of the sets by number of answers instead of probability, nats (Farquhar et al. 2024).
+        """Entropy of the sets' shares of the answers, by number, in nats (Farquhar et al. 2024).
 
-        lm-polygraph's `SemanticEntropyEmpirical`, uqlm's `discrete_entropy_values`.
+        Equals lm-polygraph's `SemanticEntropyEmpirical` and uqlm's `discrete_entropy_values`.
         """
         return _entropy(np.array([len(one) for one in self.semantic_sets]) / max(len(self._ended), 1))
 
     @property
     def monte_carlo_semantic_entropy(self) -> float:
-        """Mean surprisal of the answers' sets, nats (Kuhn et al. 2023, https://arxiv.org/abs/2302.09664).
+        """Mean, over answers, of the surprisal of the answer's set, in nats (Kuhn et al. 2023).
 
-        lm-polygraph's `SemanticEntropyUnique`; its `SemanticEntropy` counts an answer once per sample.
+        See https://arxiv.org/abs/2302.09664. Equals lm-polygraph's `SemanticEntropyUnique`; lm-polygraph's
+        `SemanticEntropy` differs in that a set's probability counts equal answers once per sample.
         """
         logprobs = zip(self.set_logprobs.tolist(), self.semantic_sets, strict=True)
         return -_mean([logprob for logprob, one in logprobs for _ in one])
 
     @property
     def monte_carlo_sequence_entropy(self) -> float:
-        """Mean surprisal of the answers, nats: estimates the entropy over answers (Kuhn et al. 2023)."""
+        """Mean surprisal of the answers, in nats, which estimates their entropy (Kuhn et al. 2023)."""
         return -_mean([one.drawn_logprob for one in self._ended])
 
     @property
     def monte_carlo_normalized_sequence_entropy(self) -> float:
-        """Mean surprisal per token, nats (Malinin & Gales 2021, https://arxiv.org/abs/2002.07650)."""
+        """Mean, over answers, of the surprisal per token, in nats (Malinin & Gales 2021).
+
+        See https://arxiv.org/abs/2002.07650.
+        """
         return -_mean([one.drawn_logprob / one.num_tokens for one in self._ended])
 
     @property
@@ -306,14 +326,15 @@ class DrawPlan:
     window: int
     k: int
     stop_when: LowConfidence | None
-    reads_rows: bool  # self-certainty was requested: score every answer again with whole-vocabulary rows
+    # True if self-certainty was requested: each answer is then scored again with whole-vocabulary rows.
+    reads_rows: bool
 
     def growing(self) -> Growing | None:
-        """Return a new early-stopping check for one answer; None without `stop_when`."""
+        """Return a new early-stopping check for one answer, or None without `stop_when`."""
         return None if self.stop_when is None else Growing(self.stop_when)
 
     def answers(self, outputs: Sequence[RequestOutput], text: TextEdge) -> list[SampledAnswer]:
-        """Convert outputs to answers, one per output.
+        """Convert each output to an answer.
 
         Raises:
             WeightsReplacedError: the answers were not all sampled from the same weights.
@@ -322,7 +343,7 @@ class DrawPlan:
         return [self._answer(output.outputs[0], text) for output in outputs]
 
     def _answer(self, completion: CompletionOutput, text: TextEdge) -> SampledAnswer:
-        """Convert a completion to an answer; drop tokens after the early-stopping point."""
+        """Convert a completion to an answer, dropping the tokens after the early-stopping point."""
         record, drawn = completion.logprobs, completion.processed_logprobs
         assert record is not None, "both distributions were requested"
         assert drawn is not None, "both distributions were requested"
@@ -347,7 +368,10 @@ class DrawPlan:
         )
 
     def sum_up(self, answers: Sequence[SampledAnswer], same: Same | None = None) -> Uncertainty:
-        """Group the answers by meaning and compute the uncertainty; errors as `LLM.uncertainty`."""
+        """Group the answers by meaning, as decided by `same`, and compute the uncertainty.
+
+        Without `same`, only equal texts mean the same. Raises the errors of `LLM.uncertainty`.
+        """
         ended = [place for place, answer in enumerate(answers) if not answer.stopped_early]
         sets = _by_meaning([(place, answers[place].text) for place in ended], same or _is_same_text)
         sets.sort(key=lambda one: -_log_mass([answers[place] for place in one]))
@@ -366,7 +390,7 @@ def draw_plan(
     """Validate the arguments of `LLM.uncertainty` and plan its requests.
 
     Raises:
-        ParameterError: invalid arguments, or greedy sampling of more than one answer.
+        ParameterError: an argument is invalid, or more than one answer would be sampled greedily.
     """
     _check_count("n", n)
     asked = SamplingParams() if params is None else params
@@ -397,7 +421,7 @@ def draw_plan(
 
 
 def token_confidence(record: FlatLogprobs, k: int) -> list[float]:
-    """Return minus the mean logprob of the k likeliest tokens at each position, nats (Fu et al. 2025)."""
+    """Return, per position, minus the mean logprob of the k likeliest tokens, in nats (Fu et al. 2025)."""
     logprobs = record.top_entries().logprobs
     if not len(record):
         return []
@@ -407,10 +431,10 @@ def token_confidence(record: FlatLogprobs, k: int) -> list[float]:
 
 
 def self_certainty(record: FlatLogprobs) -> Floats:
-    """Return the KL divergence from the uniform distribution to each position's distribution, (T,) nats.
+    """Return KL(uniform ‖ distribution) for each position's distribution, (T,) nats.
 
-    The record must hold whole-vocabulary rows. Kang et al. 2025, https://arxiv.org/abs/2502.18581; minus its
-    mean is lm-polygraph's `SelfCertainty`.
+    The record must hold whole-vocabulary rows. See Kang et al. 2025, https://arxiv.org/abs/2502.18581;
+    lm-polygraph's `SelfCertainty` is minus the mean of these values.
     """
     return measures.self_certainty(record.top_entries().logprobs.reshape(len(record), -1))
 
@@ -440,7 +464,10 @@ def _is_same_text(text: str, other: str) -> bool:
 
 
 def _by_meaning(texts: Sequence[tuple[int, str]], same: Same) -> list[list[int]]:
-    """Group indices by meaning: a text joins the first set whose first text means the same (Kuhn et al.)."""
+    """Group the indices of texts by meaning, and return the groups.
+
+    A text joins the first group whose first text means the same (Kuhn et al.).
+    """
     sets: list[tuple[str, list[int]]] = []
     known: dict[str, list[int]] = {}  # text → its set, so that equal texts are compared once
     for number, text in texts:
@@ -462,15 +489,15 @@ def _asked(same: Same, text: str, other: str) -> bool:
 
 
 def _log_mass(answers: Sequence[SampledAnswer]) -> float:
-    """Return the log of the total probability of the distinct answers, nats."""
+    """Return the log of the total probability of the distinct answers, in nats."""
     different = {tuple(answer.token_ids): answer.drawn_logprob for answer in reversed(answers)}
     return float(np.logaddexp.reduce([*different.values()]))
 
 
 def _entropy(shares: Floats) -> float:
-    """Return the entropy of shares that sum to one, nats; NaN if there are none."""
+    """Return the entropy, in nats, of shares that sum to one; NaN if there are no shares."""
     with np.errstate(divide="ignore"):
-        # A single share gives -0.0; show 0.0.
+        # `abs`, because a single share gives -0.0.
         return abs(float(measures.entropy(np.log(shares)))) if len(shares) else math.nan
 
 

@@ -1,8 +1,9 @@
 """Score texts of any length: tokenize them in pieces and score them in windows, each token once.
 
-Plan of `encode_pieces`: consecutive pieces of text overlap. If both agree on a run of tokens near the end of
-the earlier piece, then its tokens before the run, followed by the later piece's tokens from the run on, equal
-the tokens of the whole text, because later text changes only tokens within a few characters.
+How `encode_pieces` works: consecutive pieces of text overlap, and both pieces usually have the same sequence
+of tokens in the overlap. The earlier piece's tokens before that sequence, followed by the later piece's
+tokens from the sequence on, equal the tokens of the whole text, because text can change only the tokens that
+end a few characters before it.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
     from logprobe.text.edge import TextEdge
 
 TOKENS_A_CALL = 1 << 12
-FIRST_TOKENS = 256  # of a long text: report these first instead of waiting for a whole window
+FIRST_TOKENS = 256  # report this many tokens of a long text first instead of waiting for a whole window
 
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSettings:
-    """Window length and stride in tokens, and the use of BOS."""
+    """Window length and stride in tokens, and whether BOS precedes the text."""
 
     window: int
     stride: int
@@ -46,10 +47,11 @@ class WindowSettings:
     def of(
         cls, llm: Scorer, *, window: int | None = None, stride: int | None = None, bos: bool | None = None
     ) -> WindowSettings:
-        """Fill in the defaults: a window of the model's context, a stride of half a window.
+        """Return settings with defaults: the window is the model's context, the stride half a window.
 
         Raises:
-            ParameterError: a window longer than the context, or a stride longer than the window.
+            ParameterError: the window is longer than the context plus one, or the stride longer than the
+                window.
         """
         limit: int = llm.engine.capabilities().max_model_len
         window = limit if window is None else window
@@ -121,17 +123,17 @@ def _batches(all_windows: Iterable[Window]) -> Iterator[list[Window]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Perplexity:
-    """Log-probability of a whole text, with the token, byte and word counts and the settings used."""
+    """Log-probability of a whole text, its numbers of tokens, bytes and words, and the settings used."""
 
     logprob: float  # nats
     num_tokens: int
     num_scored: int  # tokens; the first token of a window is not scored if no token precedes it
     num_bytes: int
     num_scored_bytes: int
-    num_words: int  # runs of non-space characters
+    num_words: int  # words are separated by white space
     window: int
     stride: int
-    bos_token_id: int | None  # token put before the text; None: none
+    bos_token_id: int | None  # token put before the text, if any
 
     @property
     def perplexity(self) -> float | None:
@@ -150,7 +152,7 @@ class Perplexity:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Mean surprisal per byte, bits; None without scored bytes."""
+        """Mean surprisal per byte, in bits; None without scored bytes."""
         return measures.bits_per_byte(self.logprob, self.num_scored_bytes)
 
 
@@ -167,7 +169,7 @@ class TextTally:
         self._logprobs: list[float] = []
 
     def pieces(self, texts: Iterable[str]) -> Iterator[IntArray]:
-        """Yield the ids of a text piece by piece, BOS (or nothing) first."""
+        """Yield the token ids of a text piece by piece; if BOS is used, it is the first piece."""
         if len(self._prefix):
             yield self._prefix
         is_disjoint = self._settings.stride == self._settings.window
@@ -220,15 +222,15 @@ def perplexity(
     Args:
         llm: the model.
         text: a text, or an iterable of its parts (such as an open file), which is streamed.
-        stride: tokens from one window to the next; the default is half a window. With a stride of a whole
-            window the windows are disjoint, and the first token of each is not scored.
+        stride: tokens from one window's start to the next one's; the default is half a window. If the stride
+            equals the window, the windows are disjoint, and the first token of each window is not scored.
         window: tokens per window; the default is the model's context.
-        bos: True: put BOS (EOS if the model has no BOS) before the text; False: do not; None: as the
-            tokenizer does.
-        advance: called with the number of newly scored bytes and tokens.
+        bos: True puts BOS (EOS if the model has no BOS) before the text, False does not, and None does what
+            the tokenizer does.
+        advance: called after each window with the numbers of bytes and tokens that it scored.
 
     Raises:
-        ParameterError: invalid window or stride, or a text that cannot be encoded.
+        ParameterError: the window or stride is invalid, or the text cannot be encoded.
         BatchError: a window failed.
         WeightsReplacedError: the model's weights were replaced between two windows.
     """
@@ -246,7 +248,7 @@ def perplexity(
 
 PIECE_CHARS = 1 << 16
 OVERLAP_CHARS = 4096
-GUARD_CHARS = 512  # at the end of a piece, where the text that follows may still change the tokens
+GUARD_CHARS = 512  # characters at the end of a piece whose tokens may change with the text that follows
 SHORTEST_RUN = 16  # tokens on which two pieces must agree
 
 
@@ -259,10 +261,10 @@ class Piece:
     starts: IntArray  # (T,): index of the character at which each token starts
     sizes: NDArray[
         np.int64
-    ]  # (T,): bytes of text per token; of tokens that share a span, the first one has all of them
+    ]  # (T,): bytes of text per token; if tokens share a span, the first token counts all of its bytes
 
     def cut(self, first: int | None, stop: int | None) -> Piece:
-        """Return tokens [first, stop) with the text from the start of `first` to the end of the piece."""
+        """Return tokens [first, stop), with the piece's text from the start of token `first` on."""
         start = int(self.starts[first]) if first and first < len(self.starts) else 0
         own = slice(first, stop)
         return Piece(self.text[start:], self.token_ids[own], self.starts[own] - start, self.sizes[own])
@@ -275,9 +277,10 @@ def encode_pieces(
     piece_chars: int = PIECE_CHARS,
     overlap_chars: int = OVERLAP_CHARS,
 ) -> Iterator[Piece]:
-    """Yield the tokens of the joined texts in pieces, equal to `TextEdge.encode` of the whole text.
+    """Tokenize the joined texts in bounded memory and yield the tokens in pieces.
 
-    No special tokens are added.
+    Together the pieces have the tokens that `TextEdge.encode` returns for the whole text. No special tokens
+    are added.
 
     Raises:
         ParameterError: the text is not valid Unicode, or the tokenizer would drop part of it.
@@ -333,7 +336,7 @@ def _cut(text: str, overlap: int) -> int:
 
 
 def _seam(known: Piece, later: Piece, cut: int) -> tuple[int, int] | None:
-    """Find the token from which both pieces agree: (index in `known`, index in `later`), or None."""
+    """Return the token from which both pieces agree, as (index in `known`, index in `later`), or None."""
     limit = len(known.text) - GUARD_CHARS
     end = int(np.searchsorted(known.starts, limit))
     at = {int(start): token for token, start in enumerate(later.starts) if cut + start < limit}

@@ -1,6 +1,6 @@
-"""The root command; converts errors and interrupts of all commands to messages and exit codes.
+"""The root command, which converts errors and interrupts in all commands to messages and exit codes.
 
-Exit codes: 0 success, 1 the command failed, 2 invalid usage, 130 interrupted.
+The exit code is 0 for success, 1 if the command failed, 2 for invalid usage, and 130 after an interrupt.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ def root(
 def command() -> NoReturn:
     """Run `main` as the installed command, and end the process without freeing a loaded model first.
 
-    A regular interpreter exit takes about a second longer. Functions registered with `atexit` still run.
+    A regular interpreter exit would take about a second longer. Functions registered with `atexit` still run.
     """
     try:
         main()
     except SystemExit as ended:
         code = int(ended.code or 0)
     atexit._run_exitfuncs()  # noqa: SLF001 - the interpreter's own list
-    # The reader of a pipe has gone, or the disk is full: earlier writes have reported that already.
+    # If the reader of a pipe has gone or the disk is full, earlier writes have already reported it.
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -92,16 +92,16 @@ def command() -> NoReturn:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line on `arguments` (those of the process by default) and exit with its code."""
+    """Run the command line on `arguments` (by default, the process's arguments), and exit with its code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Show characters that the terminal's encoding lacks as escapes, instead of failing.
+            # Escape characters that the terminal's encoding does not have, instead of failing.
             stream.reconfigure(errors="backslashreplace")
     sys.exit(run(arguments))
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line on `arguments` (those of the process by default) and return the exit code."""
+    """Run the command line on `arguments` (by default, the process's arguments); return the exit code."""
     root_command = typer.main.get_command(app)
     arguments = spread_names(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -122,7 +122,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _only_error(error: LogprobeError) -> LogprobeError:
-    """Return the underlying error if a batch consists of a single request."""
+    """Return the request's error if `error` is a batch with a single request, otherwise `error` itself."""
     if isinstance(error, BatchError) and len(error.outputs) == 1:
         return next(iter(error.errors.values()))
     return error

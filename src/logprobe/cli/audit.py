@@ -1,4 +1,4 @@
-"""`logprobe audit`: check log-probabilities of an endpoint or of stored rollouts against exact ones."""
+"""`logprobe audit`: check an endpoint's or stored rollouts' log-probabilities against exact ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from logprobe.analysis.auditing.report import AuditReport
 
 KEY_VARIABLE: Final = "OPENAI_API_KEY"
-# Flags of parameters that have another name here.
+# Flags for parameters that have another name in Python.
 FLAGS: Final = {"url": "URL", "api_key": "--api-key-env", "texts": "--data", "model": "--endpoint-model"}
 STORED: Final = ".parquet"
 # Parameters that apply only to endpoints, or only to rollouts.
@@ -136,7 +136,7 @@ def audit(
     Exit code 1 if the numbers fail: they have a fault, or an error larger than --max-nats.
     """
     for path in (output, plot):
-        if path is not None and not path.absolute().parent.is_dir():  # before minutes of requests
+        if path is not None and not path.absolute().parent.is_dir():  # check before minutes of requests
             raise OutputError(f"{path}: the folder does not exist; create it first")
     if plot is not None and find_spec("matplotlib") is None:
         raise typer.BadParameter("requires matplotlib; pip install 'logprobe[plot]'", param_hint="--plot")
@@ -196,7 +196,7 @@ def _refuse(context: typer.Context, names: Iterable[str], why: str) -> None:
 
 @contextmanager
 def _opened(model: str | None, named: tuple[str | None, str], engine: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the model, with LoRA weights if given; None if no model is needed."""
+    """Yield the model, with a LoRA adapter if one is named; None if `model` is None."""
     if model is None:
         yield None
         return
@@ -215,10 +215,13 @@ def _named_folder(lora: str | None) -> tuple[str | None, str]:
 
 
 def _key(variable: str | None) -> str | None:
-    """Return the API key from the named environment variable, which must be set, or from the default one."""
+    """Return the API key from the named environment variable, which must be set.
+
+    Without a name, the default variable is read, which need not be set.
+    """
     key = os.environ.get(variable or KEY_VARIABLE) or None
     if variable is not None and key is None:
-        # The name is not repeated: some take the flag for the key itself.
+        # The message does not repeat the name, because some users pass the key itself to this flag.
         raise typer.BadParameter("this environment variable is not set", param_hint="--api-key-env")
     return key
 
@@ -245,7 +248,7 @@ def _write(path: Path | None, write: Callable[[Path], object]) -> None:
 
 @contextmanager
 def _bar() -> Iterator[Callable[[int, int, str], None] | None]:
-    """Show a progress bar of requests on standard error; yield None if that is not a terminal."""
+    """Show a progress bar over requests on standard error; yield None if it is not a terminal."""
     screen = console(stderr=True)
     if not screen.is_terminal:
         yield None

@@ -72,12 +72,12 @@ def chat(
 
 
 def _check_template(llm: LLM) -> None:
-    """Fail before the first turn if the model has no usable chat template."""
+    """Raise an error before the first turn if the model has no usable chat template."""
     read_messages([{"role": "user", "content": "-"}], llm.text)
 
 
 class Conversation:
-    """An interactive conversation: reads lines, prints answers and the output of commands."""
+    """A conversation in the terminal: reads lines, and prints answers and the output of commands."""
 
     def __init__(self, llm: LLM, params: SamplingParams, screen: Console, *, is_shaded: bool) -> None:
         self._llm = llm
@@ -85,7 +85,7 @@ class Conversation:
         self._screen = screen
         self._is_shaded = is_shaded
         self._system: list[dict[str, Any]] = []
-        self._turns: list[dict[str, Any]] = []  # user, assistant, user, ...
+        self._turns: list[dict[str, Any]] = []  # messages from user, assistant, user, ...
         self._tokens: list[list[Any]] = []  # token rows of each answer in `_turns`
         self._commands = {
             "/help": self._help,
@@ -145,7 +145,7 @@ class Conversation:
         typer.echo(_summary(completion.cumulative_logprob or 0.0, len(completion.token_ids)))
 
     def _fitting_prompt(self) -> list[int]:
-        """Return the conversation as token ids; drop the oldest turns if it leaves no room for an answer."""
+        """Return the conversation as token ids, after dropping old turns to leave room for an answer."""
         context = self._llm.engine.capabilities().max_model_len
         limit = context - min(self._params.max_tokens, context // 2)
         num_forgotten = 0
@@ -190,7 +190,7 @@ def _summary(total: float, count: int) -> str:
 
 
 def _next_line(*, is_interactive: bool) -> str | None:
-    """Return the next line of input; None at its end, at an empty line or at `/quit`."""
+    """Return the next line of input, or None at the end of input, at an empty line or at `/quit`."""
     while True:
         try:
             line = input(PROMPT if is_interactive else "").strip()

@@ -91,7 +91,7 @@ def compare(
 def _compared(
     a: str, b: str | None, texts: list[str] | None, bos: bool | None, engine: dict[str, Any]
 ) -> Comparison:
-    """Compare two models, or a file with a model, or two files."""
+    """Compare two models, a file and a model, or two files, depending on the names `a` and `b`."""
     from logprobe.analysis.comparison import compare as compare_models
     from logprobe.analysis.comparison import compare_stored, compare_with_stored
 

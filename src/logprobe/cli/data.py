@@ -1,4 +1,4 @@
-"""Common part of commands on data sets: flags, workers that score rows, and output of rows."""
+"""Code shared by commands on data sets: flags, workers that score rows, and output of rows."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
     Arrange: TypeAlias = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 
-MAX_BAD_ROWS = 20  # bad rows named on standard error; the side file names all
+MAX_BAD_ROWS = 20  # maximum number of bad rows named on standard error; the side file names all of them
 RAY_POOL: Final = "logprobe.integrations.ray:RayPool"
-"""Imported only for `--engine ray`."""
+"""Class that is imported only for `--engine ray`."""
 
 _Files = Annotated[
     list[str] | None,
@@ -68,7 +68,7 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite the output
 def read_texts(
     files: list[str], column: str, *, kind: Format | None, by_line: bool, limit: int | None
 ) -> list[str]:
-    """Return the texts of one column, at most `limit`.
+    """Return the texts in one column of the files, at most `limit` of them.
 
     Raises:
         InputError: a file cannot be read, or a row has no text.
@@ -84,7 +84,7 @@ def read_texts(
 
 @dataclass(frozen=True, kw_only=True)
 class DataFlags:
-    """Flags of all commands on data sets."""
+    """Flags that all commands on data sets have."""
 
     files: _Files = None
     output: _Output = None
@@ -98,7 +98,7 @@ class DataFlags:
 
     @classmethod
     def taken(cls, flags: dict[str, Any]) -> tuple[DataFlags, dict[str, Any]]:
-        """Remove the flags of this class and of `EngineConfig` from a command's flags, and return both."""
+        """Remove the flags of this class and of `EngineConfig` from a command's flags, and return the two."""
         own = cls(**{field.name: flags.pop(field.name) for field in fields(cls)})
         return own, {name: flags.pop(name) for name in ENGINE_FLAGS}
 
@@ -112,10 +112,11 @@ class DataFlags:
     ) -> None:
         """Write the rows to a file or print them as JSON lines, then print the summary.
 
-        Rows are printed as they are scored, or at the end in the order of `arrange`.
+        Printed rows appear as they are scored or, with `arrange`, at the end and in the order that it
+        returns.
 
         Raises:
-            Exit: with 1, a row was bad.
+            Exit: a row was bad; the exit code is 1.
         """
         from logprobe.analysis.datasets.tasks import schema_of
 
@@ -126,7 +127,7 @@ class DataFlags:
             self._print(workers, arrange)
 
     def sources(self, columns: Sequence[str]) -> list[Source]:
-        """Find the files and check that each has the columns.
+        """Find the input files, and check that each file has the columns.
 
         Raises:
             InputError: a file cannot be read, or lacks a column.
@@ -173,11 +174,11 @@ class DataFlags:
 def shown_run(
     sources: Sequence[Source], output: str | None, journal: str | None = None
 ) -> Iterator[Advance | None]:
-    """Show a progress bar during a run; after an interrupt, print whether it can be resumed.
+    """Show a progress bar during a run; after an interrupt, print whether the run can be resumed.
 
     Args:
-        sources: the files.
-        output: output path as given by the user; None: no rows are stored.
+        sources: the input files.
+        output: output path as given by the user; None if no rows are stored.
         journal: path of the journal, if it differs from `output`.
     """
     from logprobe.analysis.io.journal import parts_folder
@@ -200,7 +201,7 @@ def say_finished(output: str | None) -> None:
 
 
 def fail_for_bad_rows(num_bad: int, where: str) -> None:
-    """Exit with 1 if any row was bad; `where` says where they are listed."""
+    """Exit with code 1 if any row was bad; `where` says where the bad rows are listed."""
     if num_bad:
         typer.echo(f"error: {num_bad} bad rows; see {where}", err=True)
         raise typer.Exit(1)
@@ -227,7 +228,7 @@ def _open_workers(
 ) -> Iterator[Workers]:
     """Yield the workers that score rows: a model in this process, or Ray actors that load it themselves.
 
-    `loading` are settings of `EngineConfig`.
+    `loading` are fields of `EngineConfig`.
 
     Raises:
         ModelError: the model cannot be loaded.

@@ -82,7 +82,7 @@ def generate(
 
 
 def _print(llm: LLM, output: RequestOutput, logprobs: int | None, *, as_json: bool, is_shaded: bool) -> None:
-    """Print the token table below the text, or everything as JSON; also after an interrupt."""
+    """Print the token table below the text, or everything as JSON; called after an interrupt as well."""
     completion = output.outputs[0]
     fields: dict[str, Any] = {
         "prompt": output.prompt,

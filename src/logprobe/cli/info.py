@@ -44,7 +44,7 @@ def info(
 
 
 def facts() -> dict[str, Any]:
-    """Return the values that `info` prints."""
+    """Return the facts about the installation that `info` prints."""
     import torch
 
     from logprobe.kernels import kernel_info
@@ -74,7 +74,7 @@ def facts() -> dict[str, Any]:
 def model_facts(model: str, **engine: Any) -> dict[str, Any]:
     """Load a model; return how its layers run, and the largest difference from transformers, in nats.
 
-    `engine` are settings of `EngineConfig`.
+    `engine` are fields of `EngineConfig`.
     """
     with open_llm(model, **engine) as llm:
         able = llm.engine.capabilities()

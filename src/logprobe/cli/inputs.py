@@ -1,6 +1,6 @@
-"""Read the text of a command from an argument, a file or standard input.
+"""Read the text for a command from an argument, a file or standard input.
 
-Texts are decoded unchanged: newlines are not translated, and a byte order mark is kept.
+Newlines in a text are not translated, and a byte order mark is kept.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ HEAD_CHARS = 1 << 20  # longer texts are never in memory as a whole
 
 
 def read_text(name: str) -> str:
-    """Return the text of a file, or of standard input if `name` is `-`; raises as `text_parts` does."""
+    """Return the text in a file, or in standard input if `name` is `-`; raises the errors of `text_parts`."""
     return "".join(text_parts(name))
 
 
 def text_parts(name: str) -> Iterator[str]:
-    """Yield the text of a file, or of standard input if `name` is `-`, in parts.
+    """Yield the text in a file, or in standard input if `name` is `-`, in parts.
 
     Raises:
         InputError: the text cannot be read, is not UTF-8, or is empty.
@@ -40,7 +40,7 @@ def text_parts(name: str) -> Iterator[str]:
     with _reading(name), nullcontext(sys.stdin.buffer) if name == STDIN else Path(name).open("rb") as file:
         while not is_end:
             data = file.read(PART_BYTES)
-            # A short read of a buffered file is the end; reading on would need a second Ctrl-D in a terminal.
+            # A short read from a buffered file means the end; reading on would need a second Ctrl-D.
             num_read, is_end = num_read + len(data), len(data) < PART_BYTES
             try:
                 text = decoder.decode(data, final=is_end)
@@ -58,11 +58,11 @@ def text_parts(name: str) -> Iterator[str]:
 
 
 class TextSource:
-    """A text of any length, in parts; up to `HEAD_CHARS` characters are read at once."""
+    """A text of any length, which is read in parts; the first `HEAD_CHARS` characters are read at once."""
 
     def __init__(self, parts: Iterator[str], num_bytes: int | None) -> None:
-        self.num_bytes = num_bytes  # None: not known
-        self.head = ""  # the whole text, unless it is long
+        self.num_bytes = num_bytes  # None if not known
+        self.head = ""  # the beginning of the text, which is all of it unless the text is long
         self.is_long = False
         for part in parts:
             self.head += part
@@ -73,19 +73,19 @@ class TextSource:
 
     @classmethod
     def of_file(cls, name: str) -> TextSource:
-        """Open a file, or standard input if `name` is `-`; raises as `text_parts` does."""
+        """Open a file, or standard input if `name` is `-`; raises the errors of `text_parts`."""
         path = Path(name)
         return cls(text_parts(name), path.stat().st_size if name != STDIN and path.is_file() else None)
 
     @classmethod
     def of_text(cls, title: str, text: str) -> TextSource:
-        """Wrap a text; raises `InputError` if it is empty."""
+        """Wrap a text that is in memory; raises `InputError` if it is empty, naming `title`."""
         if not text:
             raise _empty(title)
         return cls(iter([text]), len(text.encode("utf-8", "surrogatepass")))
 
     def parts(self) -> Iterator[str]:
-        """Yield the whole text in parts; can be called once."""
+        """Yield the whole text in parts; may be called only once."""
         yield self.head
         self.head = ""
         yield from self._rest

@@ -61,7 +61,7 @@ def classify(*, text: _Text = None, **flags: Any) -> None:
 
 
 def _check_source(data: DataFlags, text: str | None) -> None:
-    """Check that either files or a text are given, and no output file for a single text."""
+    """Check that the user gave either files or a text, and no output file for a text."""
     if bool(data.files) == (text is not None):
         raise typer.BadParameter("give either files (-: standard input) or --text", param_hint="FILE")
     if text is not None and data.output is not None:
@@ -85,7 +85,7 @@ def _print_json(values: dict[str, Any]) -> None:
 
 
 def _print_shares(title: str, found: Classification) -> None:
-    """Print the share and the log-probability of each answer, most likely first."""
+    """Print the share and the log-probability of each answer, the most likely answer first."""
     shares = sorted(found.probabilities.items(), key=lambda entry: -entry[1])
     logprobs = dict(zip(found.labels, found.logprobs, strict=True))
     lines = [[repr(label), f"{share:.4f}", f"{logprobs[label]:.4f}"] for label, share in shares]
@@ -121,7 +121,7 @@ def judge(*, text: _Text = None, scale: _Scale = "1-5", **flags: Any) -> None:
 
 
 def _scale(text: str) -> list[float]:
-    """Parse the grades of --scale: a range of integers (both ends included), or a list of numbers."""
+    """Parse the value of --scale: a range of integers, including both ends, or a list of numbers."""
     ends = _RANGE.fullmatch(text)
     if ends is not None:
         first, last = int(ends[1]), int(ends[2])
@@ -182,6 +182,6 @@ def rerank(*, top: _Top = None, **flags: Any) -> None:
 
 
 def _place(row: dict[str, Any]) -> tuple[bool, float]:
-    """Return the sort key of a row: most relevant first, NaN last."""
+    """Return a sort key that puts the most relevant row first and NaN last."""
     relevance: float = row["relevance_score"]
     return math.isnan(relevance), -relevance

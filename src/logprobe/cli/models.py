@@ -122,7 +122,7 @@ def rm(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Model:
-    """A known model, a converted one, or one with data in the cache."""
+    """A known model, a converted .gguf model, or another model with data in the cache."""
 
     name: str
     title: str
@@ -132,7 +132,7 @@ class _Model:
 
     @property
     def is_left(self) -> bool:
-        """True if the cache has only data of the model (panels, records), not the model itself."""
+        """True if the cache has only data about the model (packed weights, records), not the model itself."""
         return self.source_sha256 is None
 
     def row(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class _Model:
         }
 
     def state(self) -> list[str]:
-        """Return its sizes on disk as text, and its folder."""
+        """Return the model's sizes on disk as text, and its folder."""
         is_missing = self.disk.folder is None and not self.is_left
         sizes = [f"{what} {size}" for what, size in _sizes(self.disk).items()]
         return [", ".join([*["not fetched"] * is_missing, *sizes]), str(self.disk.folder or "")]
@@ -183,13 +183,13 @@ def _models() -> list[_Model]:
         )
     taken = {model.name for model in models}
     for name, disk in left_by_others([*known, *converted]).items():
-        # If a folder is named like a model of the cache, `resolve` requires the prefix.
+        # If a folder has the same name as a model in the cache, `resolve` requires the prefix.
         models.append(_Model(name=f"./{name}" if name in taken else name, title=f"left by {name}", disk=disk))
     return models
 
 
 def _sizes(disk: OnDisk) -> dict[str, str]:
-    """Return the nonzero sizes on disk by kind, as text."""
+    """Return the nonzero sizes on disk as text, by kind of data."""
     sizes = {"files": disk.files_bytes, "panels": disk.panels_bytes, "records": disk.records_bytes}
     return {what: in_words(size) for what, size in sizes.items() if size}
 
@@ -236,10 +236,10 @@ def _facts(name: str) -> dict[str, Any]:
 
 
 def _removable(name: str) -> tuple[Path, ...]:
-    """Return the cache entries of a model, at least one.
+    """Return a model's entries in the cache, of which there is at least one.
 
     Raises:
-        ModelNotFoundError: the cache has no entries of it.
+        ModelNotFoundError: the cache has no entries for the model.
     """
     here = [model for model in _models() if model.disk.entries]
     folder = Path(name).expanduser()

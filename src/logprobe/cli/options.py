@@ -1,4 +1,4 @@
-"""Create flags from settings classes: flag, field and environment variable share a name and a help text."""
+"""Create flags from settings classes; flag, field and environment variable have the same name and help."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ S = TypeVar("S")
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Return the known models with this prefix, for shell completion."""
+    """Return the known models whose names begin with `incomplete`, for shell completion."""
     return [name for name in KNOWN_MODELS if name.startswith(incomplete)]
 
 
@@ -54,7 +54,7 @@ __all__ = [
 
 
 def say_loading(model: str) -> None:
-    """Print on standard error that a model is being loaded, with the title of a known model."""
+    """Print on standard error that a model is being loaded, with its title if it is a known model."""
     known = KNOWN_MODELS.get(model)
     title = "" if known is None else f" ({known.title})"
     typer.echo(f"loading {model}{title} …", err=True)
@@ -62,7 +62,7 @@ def say_loading(model: str) -> None:
 
 @contextmanager
 def open_llm(model: str, **settings: Any) -> Iterator[LLM]:
-    """Load a model, and close it afterwards; `settings` are those of `EngineConfig`.
+    """Load a model, and close it afterwards; `settings` are fields of `EngineConfig`.
 
     Raises:
         ModelError: the model cannot be loaded.
@@ -80,7 +80,7 @@ def open_llm(model: str, **settings: Any) -> Iterator[LLM]:
 
 @contextmanager
 def flags_for(**flags: str) -> Iterator[None]:
-    """Convert a `ParameterError` to a usage error of its flag; `flags` maps parameter names to flags."""
+    """Convert a `ParameterError` to a usage error about a flag; `flags` maps parameter names to flags."""
     try:
         yield
     except ParameterError as error:
@@ -97,8 +97,8 @@ def takes_settings(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add a flag for each field of the classes to a command, as keyword arguments.
 
-    Each flag is also read from the environment variable `LOGPROBE_<FIELD>`. The command keeps its own
-    parameters. `only` selects the fields that become flags; None: all except those in `without`.
+    Each flag can also be set with the environment variable `LOGPROBE_<FIELD>`. The command keeps its own
+    parameters. The fields in `only` become flags or, if it is None, all fields except the ones in `without`.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -109,7 +109,7 @@ def takes_settings(
 
 
 def takes_ignored(command: Callable[..., None]) -> Callable[..., None]:
-    """Add a hidden flag to a command for each keyword of another program that it has no flag for.
+    """Add a hidden flag to a command for each keyword from another program for which it has no flag.
 
     `value_in` parses the value, and `EngineConfig` ignores or rejects it.
     """
@@ -133,7 +133,7 @@ def value_in(value: str | bool) -> Any:
 
 
 def with_flags(command: Callable[..., None], made: list[inspect.Parameter]) -> Callable[..., None]:
-    """Replace the `**kwargs` in a command's signature by parameters after its own."""
+    """Replace the `**kwargs` in a command's signature by the parameters `made`, after its own parameters."""
     own = [
         parameter.replace(annotation=annotation)
         for parameter, annotation in _own_parameters(command)
@@ -189,9 +189,9 @@ PROCESSORS_FLAG = "--logits-processors"
 
 
 def spread_names(arguments: Sequence[str]) -> list[str]:
-    """Repeat `--logits-processors` before each of its names, as the parser requires."""
+    """Repeat `--logits-processors` before each name that follows it, as the parser requires."""
     spread: list[str] = []
-    num_named = -1  # names since the flag; -1: not in its list
+    num_named = -1  # number of names since the flag; -1 outside its list
     for word in arguments:
         is_next = num_named > 0 and _is_processor(word)
         spread += [PROCESSORS_FLAG, word] if is_next else [word]

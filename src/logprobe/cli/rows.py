@@ -24,11 +24,11 @@ class Alternative(TypedDict):
     token: str
     bytes: list[int]
     logprob: float  # nats
-    rank: int | None  # 1 + number of strictly more likely tokens, or the index in the list
+    rank: int | None  # 1 + number of strictly more likely tokens, or the index in the list of alternatives
 
 
 class TokenRow(TypedDict):
-    """A token; its values are None if it is not scored."""
+    """A token with its log-probability; the values are None if the token is not scored."""
 
     token_id: int
     token: str
@@ -40,7 +40,7 @@ class TokenRow(TypedDict):
 
 
 class Totals(TypedDict):
-    """Totals over the scored tokens; None if undefined or infinite."""
+    """Totals over the scored tokens; a value is None if it is undefined or infinite."""
 
     num_tokens: int
     num_scored: int
@@ -53,7 +53,7 @@ class Totals(TypedDict):
 
 
 def token_rows(token_ids: Sequence[int], logprobs: FlatLogprobs, table: TokenTable) -> list[TokenRow]:
-    """Return one row per token; `logprobs` has one position per token, None for unscored tokens."""
+    """Return one row per token; `logprobs` has one position per token, which is None if not scored."""
     entropy = [None] * len(token_ids) if logprobs.entropy is None else finite(logprobs.entropy)
     unknown: dict[str, Any] = {"logprob": None, "rank": None, "top_logprobs": []}
     rows: list[Any] = [
@@ -64,7 +64,7 @@ def token_rows(token_ids: Sequence[int], logprobs: FlatLogprobs, table: TokenTab
 
 
 def totals(rows: Sequence[TokenRow], num_bytes: int, num_scored_bytes: int) -> Totals:
-    """Return totals over the scored rows; a text with an impossible token has log-probability -inf."""
+    """Compute totals over the scored rows; the sum is -inf if a token is impossible."""
     scored = [row["logprob"] for row in rows if row["logprob"] is not None]
     total = -math.inf if IMPOSSIBLE in scored else math.fsum(scored)
     return totals_of(total, len(rows), len(scored), num_bytes, num_scored_bytes)
@@ -73,7 +73,7 @@ def totals(rows: Sequence[TokenRow], num_bytes: int, num_scored_bytes: int) -> T
 def totals_of(
     logprob: float, num_tokens: int, num_scored: int, num_bytes: int, num_scored_bytes: int
 ) -> Totals:
-    """Derive totals from a sum; infinite values are None, except the sum, which is -9999 for -inf."""
+    """Compute totals from a log-probability in nats; -inf becomes -9999, and infinite means become None."""
     perplexity = measures.perplexity(logprob, num_scored)
     bits = measures.bits_per_byte(logprob, num_scored_bytes)
     return Totals(
@@ -89,7 +89,7 @@ def totals_of(
 
 
 def info_dict(llm: LLM, info: LogprobsInfo | None) -> dict[str, Any]:
-    """Describe the log-probabilities and their source; with `info` None, only the source of the text."""
+    """Describe the log-probabilities and the model; if `info` is None, only the model that made the text."""
     able = llm.engine.capabilities()
     about = {"engine": able.engine, "model": able.model, "logprobe_version": __version__}
     if info is not None:
@@ -111,5 +111,5 @@ def _visible_character(character: str) -> str:
         return f"\\x{code - 0xDC00:02x}"
     if character.isprintable():
         return character
-    # \x80 to \xff are bytes, so these characters need another escape.
+    # \x80 to \xff stand for bytes, so the characters U+0080 to U+00FF need another escape.
     return f"\\u{code:04x}" if 0x80 <= code <= 0xFF else repr(character)[1:-1]

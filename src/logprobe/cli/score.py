@@ -138,7 +138,7 @@ def _source_of(text: str | None, names: list[str]) -> TextSource:
 
 
 def _is_data(names: list[str], settings: DataSettings) -> bool:
-    """Return True if the files are a data set, judging by their number, names and the settings."""
+    """Return True if the files are a data set, judging by their number and names and by the settings."""
     columns = (settings.context_column, settings.choices_column, settings.keep_columns, settings.label_column)
     asks_for_rows = any(columns) or settings.unconditional
     return len(names) > 1 or asks_for_rows or any(map(_holds_rows, names))
@@ -154,7 +154,7 @@ def _holds_rows(name: str) -> bool:
 
 
 def _fitting(llm: LLM, text: str, params: SamplingParams) -> WholeText | None:
-    """Score a text in one piece; None if it does not fit into the context."""
+    """Score a text in one piece, or return None if it does not fit into the context."""
     try:
         return WholeText(llm, text, params)
     except PromptTooLongError:
@@ -171,7 +171,7 @@ class WholeText:
         bare, spans = llm.text.encode_with_spans(text)
         ids = output.prompt_token_ids
         has_bos = len(ids) > len(bare) and ids[:1] != bare[:1].tolist()
-        self.num_added = int(has_bos)  # rows that are not part of the text (BOS)
+        self.num_added = int(has_bos)  # number of rows that are not part of the text: 1 if there is a BOS
         first = f"{rows[0]['token']}, put first by the tokenizer" if has_bos else NOT_SCORED
         self.before: dict[str, Any] = {"first_token": first}  # JSON fields before the tokens
         num_bytes = len(text.encode())
@@ -192,7 +192,10 @@ class WholeText:
 
 
 def _detected(text: str, record: FlatLogprobs) -> dict[str, float | None]:
-    """Return the detection measures of a text; `record` has one position per token, the first unscored."""
+    """Return the detection measures of a text.
+
+    `record` has one position per token, of which the first is not scored.
+    """
     from logprobe.analysis.detection import Detector
 
     detector = Detector()
@@ -208,7 +211,7 @@ def _finite(detector: Detector) -> dict[str, float | None]:
 
 
 class TextInWindows:
-    """A text of any length, scored window by window as its rows are consumed; no rows are kept."""
+    """A text of any length, which is scored window by window while its rows are read; no rows are kept."""
 
     def __init__(
         self,
@@ -239,7 +242,7 @@ class TextInWindows:
         self.before: dict[str, Any] = {}
 
     def rows(self) -> Iterator[list[TokenRow]]:
-        """Score window by window; yield the rows of each window if `has_rows` is set."""
+        """Score the text window by window, and yield the rows of each window if `has_rows` is set."""
         from logprobe.analysis.progress import byte_bar
         from logprobe.analysis.windows import score_windows
         from logprobe.records import FlatLogprobs
@@ -265,7 +268,7 @@ class TextInWindows:
                 if advance is not None:
                     advance(score.num_bytes, score.num_tokens)
                 if self._has_rows:
-                    # Unscored tokens are the first ones of a window.
+                    # If a window has unscored tokens, they come first.
                     first = window.token_ids[: window.num_unscored].tolist()
                     unscored = token_rows(first, FlatLogprobs([None] * len(first)), vocabulary)
                     yield unscored + token_rows(score.token_ids, score.record, vocabulary)
@@ -298,7 +301,7 @@ ScoredText: TypeAlias = WholeText | TextInWindows
 
 
 def _print_json(text: ScoredText) -> None:
-    """Print one JSON object, writing tokens as they are scored."""
+    """Print one JSON object; tokens are written as soon as they are scored."""
     typer.echo(json.dumps(text.before | {"tokens": []})[:-2], nl=False)
     separator = ""
     for rows in text.rows():
@@ -308,7 +311,7 @@ def _print_json(text: ScoredText) -> None:
 
 
 def _print_text(text: ScoredText, num_top: int, *, is_table: bool) -> None:
-    """Print tokens as they are scored, shaded or as a table, then the totals."""
+    """Print tokens as soon as they are scored, shaded or as a table, and then the totals."""
     screen = console()
     shader = Shader(marks_line_ends=True) if can_shade(screen) and not is_table else None
     num_tokens = 0

@@ -41,7 +41,7 @@ _ModelOption = Annotated[
 
 
 def _read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Use a file's entries as defaults of flags that neither the command line nor the environment sets."""
+    """Use a file's entries as defaults for flags that neither the command line nor the environment sets."""
     if path is None:
         return None
     try:
@@ -67,7 +67,7 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def _flags_in(entries: Mapping[str, Any], where: str, context: typer.Context) -> Iterator[tuple[Any, Any]]:
-    """Yield the flag of each entry of a table, with its value."""
+    """Yield the flag for each entry in a table of the configuration file, with the entry's value."""
     flags = {
         flag.removeprefix("--").replace("-", "_"): parameter
         for parameter in context.command.params
@@ -132,7 +132,7 @@ def serve(
 
 
 def _further(settings: ServerSettings, tables: Mapping[str, dict[str, Any]]) -> dict[str, FurtherModel]:
-    """Return the further models of --also-model and of the configuration file's tables."""
+    """Return the further models from --also-model and from the tables in the configuration file."""
     named = dict(setting.split("=", 1) for setting in settings.also_model)
     require(len(named) == len(settings.also_model), "also_model", "a name is used twice; choose another")
     require(not named.keys() & tables.keys(), "also_model", "a name is also a table of the --config file")

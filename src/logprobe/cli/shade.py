@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from logprobe.llm import LLM
     from logprobe.sampling import SamplingParams
 
-# All control characters except line feed and tab: a text must not move the cursor or rename the window.
+# All control characters except line feed and tab; a text must not move the cursor or rename the window.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 # With 16 colors, several shades would look the same.
 COLOURFUL = ("256", "truecolor")
@@ -36,17 +36,20 @@ _BARE = Style()
 
 
 def can_shade(screen: Console) -> bool:
-    """Return True if the screen is a terminal with enough colors, and `NO_COLOR` is not set."""
+    """Return True if the console is a terminal with enough colors and `NO_COLOR` is not set."""
     return screen.is_terminal and screen.color_system in COLOURFUL and not screen.no_color
 
 
 def harmless(text: str) -> str:
-    """Escape the control characters of a text for a terminal."""
+    """Escape the control characters in a text, so that they do not affect the terminal."""
     return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 class Shader:
-    """Shades a text given in parts; tokens that share a character get the highest surprisal among them."""
+    """Shades a text that comes in parts.
+
+    Tokens that share a character are shaded alike, by the highest surprisal among them.
+    """
 
     def __init__(self, *, marks_line_ends: bool = False) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -56,7 +59,7 @@ class Shader:
     def feed(
         self, tokens: Iterable[tuple[bytes, float | None]], *, final: bool = False, most: int | None = None
     ) -> Text:
-        """Return the shaded text that (bytes, logprob) tokens complete.
+        """Return the shaded text that further tokens, given as (bytes, logprob), complete.
 
         Args:
             tokens: bytes and log-probability (nats) of each token; None: not shaded.
@@ -85,13 +88,13 @@ class Shader:
 
 
 def style_of(shade: int) -> Style:
-    """Return the style of a shade; the lowest has the terminal's default colors."""
+    """Return the style for a shade; the lowest shade has the terminal's default colors."""
     background, color = SHADES[shade]
     return Style(bgcolor=background, color=color) if shade else _BARE
 
 
 def legend() -> Text:
-    """Return the legend of the shades."""
+    """Return a legend that explains the shades."""
     shades = [(f" {shade} ", style_of(shade)) for shade in range(len(SHADES))]
     shades[-1] = (f" {len(SHADES) - 1}+ ", shades[-1][1])
     return Text.assemble("surprisal in nats: ", *shades)

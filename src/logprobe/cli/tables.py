@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from logprobe.cli.rows import TokenRow, Totals
 
 MISSING = "-"
-GAP = 2  # cells between columns, and between alternatives
+GAP = 2  # number of cells between columns, and between alternatives
 HEADER = ("#", "token", "logprob", "rank", "entropy")
 INDENT = (0, 0, 0, 4)
-MIN_ALTERNATIVES_WIDTH = 40  # cells; if there are fewer, alternatives are printed below their token
+MIN_ALTERNATIVES_WIDTH = 40  # cells; in a narrower column, alternatives are printed below their token
 MAX_TOKEN_SHARE = 3  # a token takes at most 1/3 of the width
 
 
 def console(*, stderr: bool = False, is_forced: bool = False) -> Console:
-    """Return the console of a stream; `is_forced` enables colors even for files and with `NO_COLOR`."""
+    """Return a console for a stream; `is_forced` enables colors even for files and with `NO_COLOR`."""
     if is_forced:
         return Console(
             stderr=stderr,
@@ -62,7 +62,7 @@ def refuse_vocabulary(num_top: int | None, flag: str) -> None:
 
 
 class Flow:
-    """Short texts in a row, as many per line as fit; none is wrapped, a text that is too long is cut."""
+    """Prints short texts, as many per line as fit; a text that is too long is cut instead of wrapped."""
 
     def __init__(self, items: Sequence[str]) -> None:
         self._items = items
@@ -97,7 +97,7 @@ def print_tokens(rows: Sequence[TokenRow], num_top: int, *, first: int = 0) -> N
 
 
 class FittedTokens:
-    """Table of tokens, fitted to the width of the terminal."""
+    """Prints a table of tokens that is fitted to the width of the terminal."""
 
     def __init__(self, rows: Sequence[TokenRow], num_top: int, first: int) -> None:
         self._rows = rows
@@ -112,7 +112,7 @@ class FittedTokens:
         if not self._num_top or num_left >= MIN_ALTERNATIVES_WIDTH:
             yield self._grid(most, has_alternatives=self._num_top != 0)
             return
-        lines = screen.render_lines(grid, options, pad=False)  # one per row: no column wraps
+        lines = screen.render_lines(grid, options, pad=False)  # one line per row, as no column wraps
         if self._has_header:
             yield Segments(lines.pop(0))
             yield Segment.line()
@@ -177,7 +177,7 @@ def _alternatives_title(num_top: int) -> str:
 
 
 def totals_lines(totals: Totals, note: str) -> list[list[str]]:
-    """Return the lines of the totals of `score`; `note` describes the scored tokens."""
+    """Return the lines with the totals that `score` prints; `note` describes the scored tokens."""
     return [
         ["tokens", f"{totals['num_tokens']} ({totals['num_scored']} scored; {note})"],
         ["bytes", f"{totals['num_bytes']} ({totals['num_scored_bytes']} scored)"],
@@ -189,12 +189,12 @@ def totals_lines(totals: Totals, note: str) -> list[list[str]]:
 
 
 def number_lines(numbers: Mapping[str, float | None]) -> list[list[str]]:
-    """Return one line per number: name and value."""
+    """Return one line per number, with its name and value."""
     return [[name, MISSING if value is None else f"{value:.6g}"] for name, value in numbers.items()]
 
 
 def summary_lines(summary: Summary) -> list[list[str]]:
-    """Return the lines of a data set's summary, without fields that are None."""
+    """Return the lines that print a data set's summary; fields that are None are left out."""
     lines = [["rows", f"{summary.num_rows} scored, {summary.num_bad} bad"]]
     for field in fields(summary)[2:]:
         value = getattr(summary, field.name)
@@ -218,7 +218,7 @@ def print_figures(figures: Mapping[str, Any], *, as_json: bool) -> None:
 
 
 def figure_lines(figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) lines, without values that are None."""
+    """Yield (name, value) lines; values that are None are left out."""
     for name, value in figures.items():
         if name == "statistics" and value is not None:
             yield from ((title, _figure(**figure)) for title, figure in value.items())
@@ -229,7 +229,7 @@ def figure_lines(figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _parts_of(name: str, parts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield a line with the numbers of a dict, then lines of nested dicts."""
+    """Yield a line with the numbers in a dict, and then the lines for its nested dicts."""
     numbers = {part: value for part, value in parts.items() if isinstance(value, int | float)}
     yield name, "  ".join(f"{part} {number:.6g}" for part, number in numbers.items())
     for part, value in parts.items():
@@ -243,7 +243,7 @@ def _figure(value: float, error: float | None, unit: str | None) -> str:
 
 
 def table(lines: Sequence[Sequence[str]], is_left: Sequence[bool] | None = None) -> str:
-    """Align columns; by default, the second and the sixth are left-aligned, all others right-aligned."""
+    """Align columns; by default, the second and sixth are left-aligned and all others right-aligned."""
     num_columns = max(map(len, lines))
     sides = is_left or [column in (1, 5) for column in range(num_columns)]
     widths = [
@@ -254,7 +254,7 @@ def table(lines: Sequence[Sequence[str]], is_left: Sequence[bool] | None = None)
 
 def _aligned(line: Sequence[str], widths: Sequence[int], is_left: Sequence[bool]) -> Iterator[str]:
     for cell, width, left in zip(line, widths, is_left, strict=False):
-        # Not str.ljust: a wide character takes two cells.
+        # str.ljust would be wrong, because a wide character takes two cells.
         space = " " * (width - cell_len(cell))
         yield cell + space if left else space + cell
 

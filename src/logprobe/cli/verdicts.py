@@ -1,4 +1,4 @@
-"""Print the results of audits of endpoints and rollouts."""
+"""Print the results of audits, both for endpoints and for rollouts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _grouped(pairs: Iterable[tuple[str, str]]) -> Iterable[tuple[str, list[str]]
 
 
 def _plain(text: str) -> str:
-    """Escape the non-printable characters in text from an endpoint, which could control the terminal."""
+    """Escape non-printable characters in a text from an endpoint, because they could control the terminal."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 

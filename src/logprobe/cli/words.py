@@ -41,7 +41,7 @@ BoundaryOption = Annotated[
 UnitOption = Annotated[
     Literal["nats", "bits"], typer.Option("--unit", help="With --by: unit of surprisals and entropies.")
 ]
-# Settings that --by supports; all others request values that its rows do not have.
+# Settings that --by supports. All other settings request values that the rows of --by do not have.
 _ALLOWED = frozenset({"text_column", "keep_columns", "bos", "window", "stride"})
 
 
@@ -71,7 +71,7 @@ def print_units(
     usual = vars(DataSettings())
     with flags_for():
         for name, value in vars(settings).items():
-            # Set by --window and --stride; --by reads long texts in windows in any case.
+            # --window and --stride set truncation="window"; --by reads long texts in windows anyway.
             is_window = (name, value) == ("truncation", "window")
             is_fit = name in _ALLOWED or value == usual[name] or is_window
             require(is_fit, name, "cannot be combined with --by")
@@ -88,7 +88,7 @@ def print_units(
 
 
 def _rows_of(data: DataFlags, settings: DataSettings, source: TextSource | None) -> Iterator[CheckedRow]:
-    """Return the checked texts to score; files and their columns are checked before this returns."""
+    """Return the texts to score; files and their columns are checked before this function returns."""
     from logprobe.analysis.datasets.rows import checked
 
     if source is not None:
@@ -106,7 +106,7 @@ def _print_batch(
     asked: dict[str, Any],
     write: Callable[..., None],
 ) -> int:
-    """Print the rows of a batch of texts; return the number of bad ones."""
+    """Print the rows for a batch of texts, and return the number of bad texts."""
     from logprobe.analysis.texts import surprisal
 
     good = [row for row in batch if not isinstance(row, BadRow)]
@@ -130,7 +130,7 @@ def _csv_writer() -> Callable[[list[dict[str, Any]]], None]:
         if rows and not has_header:
             writer.writerow(rows[0])
             has_header = True
-        writer.writerows(row.values() for row in rows)  # None is an empty cell
+        writer.writerows(row.values() for row in rows)  # None becomes an empty cell
 
     return write
 

@@ -1,4 +1,4 @@
-"""HTTP server: OpenAI-compatible routes with exact log-probabilities, further scoring and binary routes."""
+"""HTTP server: OpenAI-compatible routes with exact log-probabilities, and routes for scoring."""
 
 from logprobe.server.settings import ServerSettings
 

@@ -1,4 +1,4 @@
-"""The route table, the ASGI application and the server that runs it."""
+"""The route table, the ASGI application, and the server that runs the application."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from logprobe.server.settings import FurtherModel, ServerSettings
 
 VERSION: Final = "/v1"
-OPEN: Final = {"/", "/health", "/ready", "/ping", "/version"}  # need no API key
+OPEN: Final = {"/", "/health", "/ready", "/ping", "/version"}  # routes that need no API key
 METRICS_HOST: Final = "127.0.0.1"
 OPERATORS: Final = {
     "/v1/load_lora_adapter",
@@ -119,9 +119,9 @@ def create_app(
 
     Args:
         model: the first model; the caller closes its engine.
-        settings: of the server.
-        processors: the logits processors that the engine was started with.
-        further: additional models by name, loaded on demand.
+        settings: settings of the server.
+        processors: logits processors that the first model's engine was started with.
+        further: additional models by name, which are loaded on demand.
     """
     models = Models(model, settings, processors, further)
     app = Starlette()
@@ -163,7 +163,7 @@ def create_app(
 
 
 def remedy_for(request: HttpRequest) -> str:
-    """Return the remedy for an unknown path: often a client's base URL lacks /v1."""
+    """Return the remedy for an unknown path, which is often a client's base URL without /v1."""
     scope = dict(request.scope, path=VERSION + request.scope["path"])
     if any(route.matches(scope)[0] is Match.FULL for route in request.app.router.routes):
         return f"use {shortened(VERSION + request.url.path)} (does the client's base_url lack {VERSION}?)"
@@ -171,13 +171,13 @@ def remedy_for(request: HttpRequest) -> str:
 
 
 class OwnPort:
-    """ASGI middleware that serves only metrics on the metrics port."""
+    """ASGI middleware that serves the metrics, and nothing else, on the metrics port."""
 
     def __init__(self, app: ASGIApp, figures: ASGIApp, address: tuple[str, int]) -> None:
         self._app, self._figures, self._address = app, figures, address
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Dispatch a request by the address that it arrived at."""
+        """Pass a request on according to the server address at which it arrived."""
         app = self._figures if scope["server"] == self._address else self._app
         await app(scope, receive, send)
 
@@ -197,14 +197,14 @@ def serve(
     """Serve models until SIGTERM or SIGINT; requests in progress then have `drain_s` seconds to finish.
 
     Args:
-        config: engine of the first model.
-        settings: of the server.
-        further: additional models by name, loaded on demand.
+        config: engine configuration of the first model.
+        settings: settings of the server.
+        further: additional models by name, which are loaded on demand.
         ready: called with the server's URL once it listens and the models are loaded.
 
     Raises:
         ModelError: a model or LoRA weights cannot be loaded.
-        ParameterError: the settings do not fit the model, two sets of LoRA weights have the same name, or the
+        ParameterError: the settings do not fit the model, two LoRA adapters have the same name, or the
             server cannot listen on the address.
     """
     Keys(settings)  # validate keys, certificate and templates before loading a model
@@ -237,7 +237,7 @@ def serve(
 
 
 def _listen(host: str, port: int, setting: str) -> socket.socket:
-    """Create a listening socket; an error about the port names the parameter `setting`."""
+    """Create a listening socket; an error about the port names the setting `setting`."""
     try:
         return socket.create_server((host, port), backlog=BACKLOG)
     except OSError as error:
@@ -254,10 +254,10 @@ def _listen(host: str, port: int, setting: str) -> socket.socket:
 
 
 def check_certificate(settings: ServerSettings) -> None:
-    """Validate the TLS certificate and private key, if there are any.
+    """Validate the TLS certificate and its private key, if a certificate is set.
 
     Raises:
-        ParameterError: a file is missing, or is not a certificate or its private key.
+        ParameterError: a file is missing or is not a certificate, or the key does not belong to it.
     """
     if settings.ssl_certfile is None:
         return
@@ -294,7 +294,7 @@ def _reload_keys(keys: Keys) -> None:
 
 
 def uvicorn_config(app: Starlette, settings: ServerSettings) -> uvicorn.Config:
-    """Return the uvicorn configuration."""
+    """Return the configuration of uvicorn for this server."""
     bad_connections = BadConnections(app.state.models.metrics.bad_connections)
     return uvicorn.Config(
         app,

@@ -1,9 +1,9 @@
 """Request limits and admission control.
 
-A request that exceeds a limit gets a 400 that names the limit. A request that exceeds the capacity left now
-waits in its caller's queue, or gets a 429 if the queue is full. One caller may use the whole capacity; a
-reserve on top of it is for callers with few requests in progress. `openai.fields` checks the number of
-alternatives per position (`max_logprobs`).
+A request that exceeds a limit gets a 400 that names the limit. A request that exceeds the capacity left at
+the moment waits in its caller's queue, or gets a 429 if the queue is full. One caller may use the whole
+capacity; on top of it there is a reserve for callers with few requests in progress. `openai.fields` checks
+the number of alternatives per position (`max_logprobs`).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 # Memory of one log-probability entry (token id and logprob), in the engine's record and in the reply.
 RECORD_BYTES: Final = 8
 ENTRY_BYTES: Final = RECORD_BYTES + 250  # record, Python objects and JSON of one alternative
-WHOLE_ROW_BYTES: Final = 2 * 4  # per vocabulary entry of a full row: the engine's copy and the reply's
+WHOLE_ROW_BYTES: Final = 2 * 4  # per entry of a whole row: one copy in the engine, one in the reply
 
 CHARS_A_VALUE: Final = 16  # characters of text that count as one value
 RESERVE_PART: Final = 8
-"""The reserve is 1/8 of a limit, on top of the limit, for callers that use at most 1/8 of the reserve."""
+"""A limit has a reserve of 1/8 on top of it, for callers that use at most 1/8 of the reserve."""
 _ESCAPED_MARK: Final = re.compile(rb"\\u00(?:[57][bB]|3[aA])")  # [ { :
 _ESCAPED_COMMA: Final = re.compile(rb"\\u002[cC]")
 MAX_DEPTH: Final = MAX_GRAMMAR_DEPTH  # nesting depth of values in a body
@@ -74,7 +74,7 @@ LIMITS: Final = (
 
 
 def limit_table(settings: ServerSettings) -> dict[str, float]:
-    """Return all limits and their values; the limits of grammars and nesting depth are constants."""
+    """Return all limits by name, including those on grammars and nesting depth, which are constants."""
     return {name: getattr(settings, name) for name in LIMITS} | {
         "max_depth": MAX_DEPTH,
         "max_grammar_bytes": MAX_GRAMMAR_BYTES,
@@ -84,15 +84,15 @@ def limit_table(settings: ServerSettings) -> dict[str, float]:
 
 
 def utf8_bytes(text: str) -> int:
-    """Return the size of a text in UTF-8, bytes."""
+    """Return the size of a text in bytes of UTF-8."""
     return len(text.encode("utf-8", "surrogatepass"))
 
 
 def check_count(settings: ServerSettings, limit: str, param: str, count: int, of: str) -> None:
-    """Reject a count above a limit.
+    """Reject `count` items of kind `of` if the setting named `limit` allows fewer.
 
     Raises:
-        ApiError: 400 with the count, the limit and its name.
+        ApiError: 400 with the count, the limit and the limit's name.
     """
     most = getattr(settings, limit)
     if count > most and most != -1:
@@ -102,10 +102,11 @@ def check_count(settings: ServerSettings, limit: str, param: str, count: int, of
 def check_values(settings: ServerSettings, data: bytes) -> None:
     """Reject a body with too many JSON values, before it is decoded.
 
-    Values are counted by punctuation, an upper bound because punctuation inside strings counts as well.
+    The number of values is estimated from the punctuation. This is an upper bound, because punctuation inside
+    strings counts as well.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400 if there are too many values.
     """
     num_values = data.count(b",") + 8 * sum(map(data.count, (b"[", b"{", b":")))
     if b"\\u00" in data:  # a string may be JSON that is decoded later: count its escaped punctuation as well
@@ -116,10 +117,10 @@ def check_values(settings: ServerSettings, data: bytes) -> None:
 
 
 def check_body(settings: ServerSettings, body: Any) -> None:
-    """Reject lists that are too long and values that are nested too deeply.
+    """Reject a body with a list that is too long or a value that is nested too deeply.
 
     Raises:
-        ApiError: 400 naming the field.
+        ApiError: 400 that names the field.
     """
     counts = {
         "messages": ("max_messages", "messages"),
@@ -179,11 +180,11 @@ SHARED_FIELDS: Final = (
     "structured_outputs",
     *GUIDED,
 )
-"""Fields of any size that apply to each prompt of a body."""
+"""Fields without a limit on their size that apply to each prompt in a body."""
 
 
 def num_values(value: Any) -> int:
-    """Return the number of nested values; each `CHARS_A_VALUE` characters of text count as one more."""
+    """Return the number of nested values; every `CHARS_A_VALUE` characters of text count as one more."""
     count, pending = 0, [value]
     while pending:
         item = pending.pop()
@@ -209,14 +210,14 @@ FREE_FIELDS: Final = (
     "structured_outputs",
     "chat_template_kwargs",
 )
-"""Fields whose contents are not typed."""
+"""Fields whose contents have no declared type and may be nested to any depth."""
 
 
 def check_depth(name: str, value: Any) -> None:
-    """Reject a value nested deeper than `MAX_DEPTH`, without recursion.
+    """Reject a value that is nested deeper than `MAX_DEPTH`, without recursion.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400 that names the field `name`.
     """
     level = [value]
     for _ in range(MAX_DEPTH + 1):
@@ -233,7 +234,7 @@ def check_depth(name: str, value: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Upper bounds of the resources that requests use."""
+    """Upper bounds on the resources that requests use."""
 
     requests: int
     tokens: int
@@ -241,7 +242,7 @@ class Cost:
 
     @classmethod
     def of(cls, requests: Sequence[Request], vocab_size: int, num_echoes: int = 1) -> Cost:
-        """Return the cost of requests whose reply contains each prompt `num_echoes` times."""
+        """Return the cost of requests if the reply contains each prompt `num_echoes` times."""
         samples = sum(request.params.num_samples for request in requests)
         tokens = sum(
             len(request.prompt_token_ids) + request.params.num_samples * request.params.max_tokens
@@ -267,7 +268,7 @@ class Cost:
 
 
 class NoRoomError(ApiError):
-    """429: the capacity left now is too small; `cost` is the cost of the request."""
+    """429: the capacity left at the moment is too small for `cost`, the cost of the request."""
 
     def __init__(self, what: str, cost: Cost) -> None:
         full = server_full(what)
@@ -276,7 +277,7 @@ class NoRoomError(ApiError):
 
 
 class Ticket:
-    """Permission to run, released once."""
+    """Reserved capacity for one request, until it is released."""
 
     def __init__(self, limits: Limits, cost: Cost, caller: str) -> None:
         self._limits = limits
@@ -291,7 +292,7 @@ class Ticket:
 
 
 class _Waiter:
-    """A request in its caller's queue, with its ticket once it has one."""
+    """A request that waits in its caller's queue for a ticket."""
 
     def __init__(self, cost: Cost) -> None:
         self.cost = cost
@@ -300,7 +301,7 @@ class _Waiter:
         self._admitted = self._loop.create_future()
 
     def admit(self, ticket: Ticket) -> bool:
-        """Hand over a ticket, from any thread; return False if the waiter's event loop is closed."""
+        """Hand over a ticket; return False if the waiter's event loop is closed. Any thread may call this."""
         self.ticket = ticket
         try:
             self._loop.call_soon_threadsafe(self._wake)
@@ -336,11 +337,12 @@ class Limits:
         self._lock = threading.Lock()
 
     def admit(self, cost: Cost, caller: str = "") -> Ticket:
-        """Reserve capacity for a caller, unless earlier requests of that caller are queued.
+        """Reserve capacity for a caller.
 
         Raises:
-            ApiError: 400, the cost alone exceeds a limit.
-            NoRoomError: the capacity left is too small now.
+            ApiError: 400 if the cost alone exceeds a limit.
+            NoRoomError: the capacity left at the moment is too small, or earlier requests from the caller
+                wait.
         """
         for name, (limit, most) in self._max.items():
             amount = getattr(cost, name)
@@ -355,10 +357,10 @@ class Limits:
         return Ticket(self, cost, caller)
 
     async def wait(self, cost: Cost, caller: str) -> Ticket:
-        """Wait until capacity is free and reserve it, first come, first served per caller.
+        """Wait until capacity is free, and reserve it; each caller's requests are served in order of arrival.
 
         Raises:
-            ApiError: 429, too many requests of the caller wait, or no capacity was free in time.
+            ApiError: 429 if too many requests from the caller wait, or no capacity was free in time.
         """
         waiter = _Waiter(cost)
         with self._lock:
@@ -386,11 +388,11 @@ class Limits:
             self._admit_waiters()
 
     def in_use(self) -> dict[str, int]:
-        """Return the capacity in use."""
+        """Return the amount of each resource in use, by name."""
         return {name: self._in_use[name] for name in self._max}
 
     def _full(self, cost: Cost, caller: str) -> str | None:
-        """Describe the usage of the first limit that a cost would exceed; None if it fits."""
+        """Describe the usage of the first resource that does not suffice for a cost; None if all suffice."""
         for name, (_, most) in self._max.items():
             amount = getattr(cost, name)
             holds = self._by_caller.get(caller, Counter())[name] + amount
@@ -399,7 +401,7 @@ class Limits:
         return None
 
     def _admit_waiters(self) -> None:
-        """Admit waiting requests that fit, round-robin over callers; the caller holds the lock."""
+        """Admit the waiting requests that fit, round-robin over callers; the lock must be held."""
         callers = deque(self._queues)
         while callers:
             caller = callers.popleft()
@@ -415,7 +417,7 @@ class Limits:
                 self._add(waiter.cost, caller, 1)
 
     def _leave(self, waiter: _Waiter, caller: str) -> None:
-        """Remove a request from its queue, or release a ticket that came too late."""
+        """Remove a request that gave up from its queue, or release its ticket if it has one already."""
         with self._lock:
             queue = self._queues.get(caller, deque())
             if (ticket := waiter.ticket) is None and waiter in queue:
@@ -434,7 +436,7 @@ class Limits:
 
 
 class InProgress:
-    """Counts one kind of work in progress by caller, with the reserve of `Limits`; not thread-safe."""
+    """Limits one kind of concurrent work, with a reserve as in `Limits`; not thread-safe."""
 
     def __init__(self, most: int, what: str) -> None:
         self._max = most
@@ -446,7 +448,7 @@ class InProgress:
         """Count one more job of a caller until the block ends.
 
         Raises:
-            ApiError: 429, the limit is reached.
+            ApiError: 429 if the limit is reached.
         """
         total = self._by_caller.total()
         if total >= _max_for(self._max, self._by_caller[caller] + 1):
@@ -461,7 +463,10 @@ class InProgress:
 
 
 def _max_for(most: int, holds: int) -> int:
-    """Return the total allowed if the caller then holds `holds`: small holders may use the reserve."""
+    """Return the total that all callers may use if the requesting caller would then use `holds` of it.
+
+    The total includes the reserve if the caller uses little.
+    """
     reserve = most // RESERVE_PART
     return most + reserve if holds <= max(reserve // RESERVE_PART, 1) else most
 
@@ -478,7 +483,7 @@ class Lifetime:
         """Reject new work once shutdown has begun.
 
         Raises:
-            ApiError: 503 with `Retry-After`: the drain time, rounded up, at least 1 s.
+            ApiError: 503, whose `Retry-After` is the drain time, rounded up, and at least 1 s.
         """
         if self.is_draining:
             headers = {"Retry-After": str(max(math.ceil(self.drain_s), 1))}
@@ -486,10 +491,10 @@ class Lifetime:
             raise ApiError(503, message, code="draining", headers=headers)
 
     def check(self) -> None:
-        """Abort work that did not finish within the drain time.
+        """Raise an error if the drain time is over, so that unfinished work is aborted.
 
         Raises:
-            ApiError: 503.
+            ApiError: 503 if the drain time is over.
         """
         if self.is_over:
             message = f"the server shut down before this finished (drain time {self.drain_s:g} s); retry it"
@@ -497,7 +502,10 @@ class Lifetime:
 
 
 def row_entries(params: SamplingParams, k: int | None, vocab_size: int) -> int:
-    """Return the maximum entries of a row: `k` alternatives, the token itself, named ids; 0 if k is None."""
+    """Return the maximum number of entries in a row: `k` alternatives, the token itself, and requested ids.
+
+    The number is 0 if `k` is None.
+    """
     if k is None:
         return 0
     num_top = vocab_size if k == -1 else min(k, vocab_size)

@@ -24,7 +24,7 @@ class TextLines(logging.Formatter):
     """Formats records as `time LEVEL logger: message [request id]`; traceback lines begin with `  | `."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return one line, followed by the lines of the traceback if there is one."""
+        """Format a record as one line, followed by the lines of the traceback, if any."""
         head, name = f"{self.formatTime(record)} {record.levelname} {record.name}", request_id.get()
         lines = [f"{head}: {_printable(record.getMessage())}{'' if name is None else f' [{name}]'}"]
         if record.exc_info:
@@ -36,7 +36,7 @@ class JsonLines(logging.Formatter):
     """Formats records as JSON lines: time (UTC), level, logger, message, request_id, facts, traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return one line of JSON."""
+        """Format a record as one line of JSON."""
         facts: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -52,7 +52,7 @@ class JsonLines(logging.Formatter):
 
 
 def configure(settings: ServerSettings) -> None:
-    """Log to standard error: this library from `log_level` on, other libraries from warnings on."""
+    """Log to standard error: this library's records from `log_level` on, other libraries' from WARNING on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if settings.log_format == "json" else TextLines())
     logging.basicConfig(handlers=[handler])

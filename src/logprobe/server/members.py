@@ -1,7 +1,7 @@
-"""Alternative values of a reply's JSON fields (`field_logprobs: "members"`).
+"""Probabilities of alternative values for the JSON fields in a reply (`field_logprobs: "members"`).
 
-Once a choice has finished, its fields' alternatives (enum members, literals) are scored with further
-next-token rows.
+Once a choice has finished, the values that the schema allows for each field ("members": enum values,
+literals) are scored with further next-token rows.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
     from logprobe.server.service import Service
     from logprobe.transport.messages import Admitted
 
-ROWS_AT_ONCE: Final = 16  # concurrent rows of one reply
+ROWS_AT_ONCE: Final = 16  # maximum number of concurrent rows for one reply
 REQUESTS_PART: Final = 4  # concurrent rows are at most max_requests / 4
 FIELD: Final = "field_logprobs"
 
 
 @dataclass(frozen=True, slots=True)
 class FoundFields:
-    """Distributions of the JSON fields of one choice, whose whole text is JSON."""
+    """Distributions of the JSON fields in one choice, whose whole text is JSON."""
 
     text: str
     fields: list[FieldDistribution]
 
     @property
     def num_entries(self) -> int:
-        """Number of fields with members plus their members, the reply's size for `Workers.write`."""
+        """Size for `Workers.write`: the number of fields with members, plus the number of all members."""
         return sum(1 + len(one.members.values) for one in self.fields if one.members is not None)
 
 
 class FieldMembers:
-    """Requests the rows of a reply's fields, one choice after another, with an equal budget per choice."""
+    """Requests the rows for a reply's fields, one choice after another, with an equal budget per choice."""
 
     def __init__(self, service: Service, num_choices: int) -> None:
         settings = service.settings
@@ -57,11 +57,11 @@ class FieldMembers:
         self._turn = asyncio.Lock()
 
     async def found(self, output: RequestOutput, index: int, admitted: Admitted) -> FoundFields | None:
-        """Return the fields of a finished completion; None if its text is not complete JSON.
+        """Return the fields of a finished completion, or None if its text is not complete JSON.
 
         Raises:
             WeightsReplacedError: the weights that generated the completion have been replaced since.
-            LogprobeError: a row failed; the others were aborted.
+            LogprobeError: the request for a row failed; the other requests were aborted.
         """
         service, completion = self._service, output.outputs[index]
         text = service.text.text_of(completion.token_ids, completion.num_text_bytes)
@@ -74,7 +74,7 @@ class FieldMembers:
                 prefixes = {ask.token_ids.tobytes(): ask.token_ids for ask in asks}
                 try:
                     found = await service.rows(self._requests, list(prefixes.values()), sums.lora)
-                finally:  # if the LoRA weights were unloaded, raise that instead of "unknown LoRA"
+                finally:  # if the LoRA adapter was unloaded, say this instead of "unknown LoRA"
                     self._check_loads(output, admitted)
                 rows = dict(zip(prefixes, found, strict=True))
                 taken = partial(sums.take, asks, [rows[ask.token_ids.tobytes()] for ask in asks])
@@ -108,11 +108,11 @@ class FieldMembers:
 
 
 def field_members(service: Service, params: SamplingParams, num_choices: int) -> FieldMembers | None:
-    """Create the reader of field members for a request; None if its schema has no fields with members.
+    """Create the `FieldMembers` for a request, or return None if no field in its schema has members.
 
     Raises:
-        ApiError: 400: `response_format` has no JSON schema, or an unsupported one; `logprobs_mode` is
-            processed_logprobs; or there are more choices than `max_field_rows`.
+        ApiError: 400 if `response_format` has no JSON schema or an unsupported one, `logprobs_mode` is
+            processed_logprobs, or there are more choices than `max_field_rows`.
     """
     form = None if params.response_format is None else format_args(params.response_format)
     schema = None if form is None else form.json_schema

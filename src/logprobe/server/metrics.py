@@ -49,7 +49,7 @@ PROCESSOR_COUNTERS: Final = {
 
 BUCKETS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300)
 BUCKETS_ROWS: Final = (1, 8, 32, 128, 512, 2048, 8192, 32768)
-# Metric name → help text, buckets, and the field of a `Call` with its value (None: not observed).
+# Metric name → help text, buckets, and the field of a `Call` that has the value (a None is not observed).
 HISTOGRAMS: Final = {
     "request_seconds": (
         "Time from the header of a request to the end of its reply, in seconds.",
@@ -106,7 +106,7 @@ class Metrics:
         help_text = "Number of connections with an invalid HTTP request or a request to upgrade the protocol."
         self.bad_connections = self._counter("bad_connections", help_text)
         self.registry.register(_EngineFigures(engines, by_model=by_model))
-        self._lock = asyncio.Lock()  # one text is written at a time
+        self._lock = asyncio.Lock()  # held while a text is written, so that one is written at a time
         self._next: asyncio.Task[bytes] | None = None  # the write that waits for the lock
 
     def ended(self, output: RequestOutput) -> None:
@@ -121,7 +121,7 @@ class Metrics:
         self.rows.inc(sum(len(record) for record in records if record is not None))
 
     def timed(self, call: Call) -> None:
-        """Observe the durations of an HTTP request; ignore requests that reached no route or model."""
+        """Observe the durations of an HTTP request; a request that reached no route or model is ignored."""
         if call.route is None or call.model is None:
             return
         for name, (_, _, field) in HISTOGRAMS.items():
@@ -133,9 +133,10 @@ class Metrics:
         self.requests.labels("abort").inc()
 
     async def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format, collected after this call; for one event loop.
+        """Return all metrics in Prometheus' text format, collected after this call.
 
-        A thread writes one text at a time; calls that arrive meanwhile share the next one.
+        A thread writes one text at a time, and all calls that arrive meanwhile share the next text. All calls
+        must come from one event loop.
         """
         if self._next is None:
             self._next = asyncio.create_task(self._write())
@@ -162,7 +163,7 @@ class _EngineFigures:
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
-        """Collect the current metrics, labelled by model and by replica where there are several."""
+        """Collect the current metrics, labelled by model and by replica if there are several."""
         engines = self._engines()
         found = {name: engine.stats() for name, engine in engines.items()}
         is_told = {

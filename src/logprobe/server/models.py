@@ -1,4 +1,4 @@
-"""The models of one server: the first one, and further ones that are loaded on demand."""
+"""The models of one server: the first model, and further models that are loaded on demand."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class _Named(msgspec.Struct):
 
 
 class Models(ServerState):
-    """The models of a server by name; for one event loop.
+    """The models of a server by name; used in one event loop.
 
-    A further model is loaded on its first request, one model at a time. If it does not fit, the least
-    recently used model without requests in progress is unloaded. A model that an operator has changed is
-    never unloaded, because reloading it would lose the change.
+    A further model is loaded when it is first requested, and models are loaded one at a time. If a model does
+    not fit, the least recently used models without requests in progress are unloaded. A model that an
+    operator has changed is never unloaded, because reloading it would lose the change.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class Models(ServerState):
 
         Args:
             model: the first model, which answers requests that name no model; the caller closes it.
-            settings: of the server.
+            settings: settings of the server.
             processors: logits processors of the first model.
             further: additional models by name.
 
         Raises:
             ParameterError: two models have the same name, a model exceeds `max_models_bytes`, or `preload`
-                names an unknown model or more than fits.
+                names an unknown model or more models than fit.
             ModelError: a model cannot be found.
         """
         super().__init__(settings, further or {})
@@ -77,8 +77,8 @@ class Models(ServerState):
         self.services[self.first.model_name] = self.first
         self._loads: dict[str, asyncio.Task[Service]] = {}
         self._turn = asyncio.Lock()  # one load at a time
-        self._num_users = Counter[str]()  # requests in progress by model
-        self._left_s: dict[str, float] = {}  # time (monotonic) at which a model's latest request ended
+        self._num_users = Counter[str]()  # number of requests in progress, by model
+        self._left_s: dict[str, float] = {}  # monotonic time at which each model's latest request ended
         self._room = free_bytes() if settings.max_models_bytes is None else settings.max_models_bytes
         self._sizes = {name: _size_of(one.config) for name, one in self.further.items()}
         self._check()
@@ -101,26 +101,27 @@ class Models(ServerState):
         require(needed <= self._room, "preload", f"{what}; preload fewer, or raise max_models_bytes")
 
     def prepare(self) -> None:
-        """Load the first model's LoRA weights and the models of `preload`.
+        """Load the first model's LoRA adapters and the models in `preload`.
 
         Raises:
-            ModelError: a model or LoRA weights cannot be read, or do not fit.
-            ParameterError: LoRA weights have a model's name, or a name that is used twice.
+            ModelError: a model or LoRA adapter cannot be read or does not fit.
+            ParameterError: two LoRA adapters, or an adapter and a model, have the same name.
         """
         self.first.prepare()
         for name in dict.fromkeys(self.settings.preload):
             self.services[name] = self._started(name)
 
     def close(self) -> None:
-        """Close all engines but the first model's, which the caller of the constructor owns."""
+        """Close all engines except the first model's, which belongs to the caller of the constructor."""
         for service in self.loaded[1:]:
             service.close()
 
     async def enter(self, request: HttpRequest, caller: str) -> Service:
-        """Return the model that a request names, loading it if necessary, and pin it until `leave`.
+        """Return the model that a request names, loading it if necessary; it stays loaded until `leave`.
 
         Raises:
-            ApiError: 413 or 408 for the body; 429 no memory for the model now; 503 it cannot be loaded.
+            ApiError: 413 or 408 because of the body, 429 if there is no memory for the model at the moment,
+                or 503 if the model cannot be loaded.
             ClientGoneError: the client disconnected before the model was loaded.
         """
         if not self.further:
@@ -137,7 +138,7 @@ class Models(ServerState):
             raise
 
     def leave(self, service: Service) -> None:
-        """Unpin a model once a request has ended."""
+        """Allow a model to be unloaded again once a request has ended."""
         if self.further:
             self._leave(service.model_name)
 
@@ -146,7 +147,7 @@ class Models(ServerState):
         self._left_s[name] = time.monotonic()
 
     async def _named_by(self, request: HttpRequest, caller: str) -> str | None:
-        """Return the model name in the query or body; None if there is none, or the body is not valid."""
+        """Return the model name in a request's query or body; None without one or if the body is invalid."""
         if request.method != "POST":
             return request.query_params.get("model")
         request.scope[BODY] = data = await read_bytes(request, self.settings)
@@ -154,7 +155,10 @@ class Models(ServerState):
         return next((name for name in named if name is not None), None)
 
     def _owner_of(self, name: str | None) -> str:
-        """Resolve a name to a model's name; an unknown name to the first model, which rejects it with 404."""
+        """Return the name of the model that owns a name.
+
+        An unknown name belongs to the first model, which rejects it with a 404.
+        """
         if name is None:
             return self.first.model_name
         if (service := self.owner_of(name)) is not None:
@@ -187,10 +191,10 @@ class Models(ServerState):
             return service
 
     async def _make_room(self, name: str) -> None:
-        """Unload least recently used models until `name` fits.
+        """Unload the least recently used models until the model `name` fits.
 
         Raises:
-            ApiError: 429, the remaining models are in use or changed by an operator.
+            ApiError: 429 if the remaining models are in use or were changed by an operator.
         """
         while self._held() + self._sizes[name] > self._room:
             may_leave = self.services.keys() & self._sizes.keys() - self.changed
@@ -219,7 +223,7 @@ class Models(ServerState):
 
 
 def named_in(data: bytes) -> tuple[str | None, ...]:
-    """Return `model`, `lora` and `lora_name` of a body; () if it is not JSON, or a name is not a string."""
+    """Return a body's `model`, `lora` and `lora_name`, or () if it is not JSON or a name is not a string."""
     try:
         named = msgspec.json.decode(data, type=_Named)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -1,6 +1,7 @@
-"""Generate a reply, whole or streamed: run the engine requests, cut outputs into pieces, shape, encode.
+"""Generate a reply, whole or streamed: run the engine requests, cut outputs into pieces, and encode these.
 
-Whole and streamed replies use the same code; a whole reply has a single piece per choice.
+Whole and streamed replies use the same code; a whole reply has a single piece per choice. A `Shape` converts
+pieces to the format of a route. The size of a reply is measured in entries: tokens and their alternatives.
 """
 
 from __future__ import annotations
@@ -54,15 +55,15 @@ class Generation:
         """Validate and admit all prompts, without starting them.
 
         Args:
-            service: of this HTTP request.
-            reply_id: also the prefix of the engine requests' ids.
-            prompts: token ids and parameters; `n`, stops and reports are the same for all.
+            service: the `Service` for this HTTP request.
+            reply_id: id of the reply, which is also the prefix of the engine requests' ids.
+            prompts: token ids and parameters; `n`, stop conditions and reports are the same for all prompts.
             echoes: the prompts' texts, if each choice begins with its prompt.
-            wants_members: score the alternative values of each choice's JSON fields as well.
+            wants_members: also score the alternative values for the JSON fields in each choice.
 
         Raises:
             ParameterError: a prompt or its parameters are invalid.
-            ApiError: a limit is exceeded, or the capacity left now is too small.
+            ApiError: a limit is exceeded, or the capacity left at the moment is too small.
         """
         self.reply_id = reply_id
         self.params = prompts[0][1]
@@ -88,17 +89,17 @@ class Generation:
 
     @property
     def num_choices(self) -> int:
-        """Number of choices of all prompts."""
+        """Total number of choices for all prompts."""
         return len(self.requests) * self.params.n
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of tokens of all prompts."""
+        """Total number of tokens in all prompts."""
         return sum(len(request.prompt_token_ids) for request in self.requests)
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens found in the prefix cache, once the requests have finished."""
+        """Number of prompt tokens found in the prefix cache, once the requests have finished."""
         return num_cached(self.outputs.values())
 
     @property
@@ -110,12 +111,12 @@ class Generation:
 
     @property
     def num_entries(self) -> int:
-        """Size of the reply so far, in entries: prompt and completion tokens, with their alternatives."""
+        """Size of the reply so far, in entries: prompt and completion tokens, and their alternatives."""
         num_entries = self._num_entries(self.num_prompt_tokens * self._num_echoes, self.num_completion_tokens)
         return num_entries + self._num_found(self.found)
 
     def num_entries_of(self, pieces: Sequence[CompletionPiece]) -> int:
-        """Return the size of pieces in entries; the first piece of a choice includes its prompt's."""
+        """Return the size of pieces in entries; the first piece of a choice includes its prompt's entries."""
         requests = [self.requests[self.prompt_of(piece)] for piece in pieces if not piece.start]
         num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         num_entries = self._num_entries(num_prompt_tokens, sum(piece.num_rows for piece in pieces))
@@ -129,11 +130,11 @@ class Generation:
         return sum(one.num_entries for one in found if one is not None)
 
     def prompt_of(self, piece: CompletionPiece) -> int:
-        """Return the index of the prompt of a piece's choice."""
+        """Return the index of the prompt to which a piece's choice belongs."""
         return piece.index // self.params.n
 
     async def run(self) -> None:
-        """Run all requests to completion; `whole` then returns the pieces.
+        """Run all requests to completion, after which `whole` returns the pieces.
 
         Raises:
             LogprobeError: a request failed; the others were aborted.
@@ -147,7 +148,7 @@ class Generation:
         return [piece for number in range(len(self.requests)) for piece in self._cut(number)]
 
     async def stream(self) -> AsyncGenerator[list[CompletionPiece]]:
-        """Yield pieces as they are generated; closing aborts all requests.
+        """Yield pieces as they are generated; closing the generator aborts all requests.
 
         Raises:
             LogprobeError: a request failed.
@@ -176,7 +177,10 @@ class Generation:
                     yield pieces
 
     async def _find_members(self, number: int) -> None:
-        """Score the field members of each finished choice, before its last piece is sent."""
+        """Score the possible values ("members") of the JSON fields in each finished choice.
+
+        This happens before the choice's last piece is sent.
+        """
         if self._members is None:
             return
         output = self.outputs[number]
@@ -207,7 +211,10 @@ class Generation:
 
 
 async def merged(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
-    """Yield items of all sources as they arrive; closing it, or an error of one source, closes them all."""
+    """Yield the items of all sources as they arrive.
+
+    Closing the generator closes all sources, and so does an error in one of them.
+    """
     waiting = {asyncio.ensure_future(anext(source, None)): source for source in sources}
     try:
         while waiting:
@@ -226,7 +233,7 @@ async def merged(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
 
 
 class ChoicesShape(Generic[B]):
-    """Common part of chat and text completion replies: envelope, usage and errors."""
+    """The common part of chat and text completion replies: envelope, usage and errors."""
 
     terminator = DONE
     closing_repeats_all = False
@@ -243,7 +250,7 @@ class ChoicesShape(Generic[B]):
             yield self._frame([], is_chunk=True) | {"usage": usage(self._generation)}
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        """Return the error object, the same as in a non-streamed reply."""
+        """Return the error object, which is the same as in a reply without streaming."""
         return error.to_dict()
 
     def _frame(self, choices: list[dict[str, Any]], *, is_chunk: bool = False) -> dict[str, Any]:
@@ -258,10 +265,10 @@ class ChoicesShape(Generic[B]):
 
 
 class Shape(Protocol):
-    """Reply format of a route."""
+    """Converts pieces to the reply format of a route."""
 
     def whole(self, pieces: Sequence[CompletionPiece]) -> dict[str, Any]:
-        """Return the whole reply, from one piece per choice."""
+        """Return the whole reply, given one piece per choice."""
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """Yield the chunks before any text."""
@@ -280,23 +287,23 @@ class Shape(Protocol):
 
     @property
     def begun_entries(self) -> int:
-        """Cost of each choice of a whole reply beyond its own rows, in entries."""
+        """Cost of each choice in a whole reply beyond its own rows, in entries."""
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         """Return the error chunk of a failed stream."""
 
     @property
     def terminator(self) -> bytes:
-        """Bytes that end a stream, successful or failed."""
+        """Bytes that end a stream, whether successful or failed."""
 
 
 async def answer(
     request: HttpRequest, service: Service, generation: Generation, shape: Shape, *, is_stream: bool
 ) -> Response:
-    """Run a generation and reply; abort it if the client disconnects.
+    """Run a generation and return the reply; the generation is aborted if the client disconnects.
 
     Raises:
-        LogprobeError: a non-streamed generation failed.
+        LogprobeError: a generation without streaming failed.
         ClientGoneError: the client disconnected before the reply.
     """
     if is_stream:
@@ -351,7 +358,7 @@ def _joined(service: Service, chunks: Iterator[dict[str, Any]]) -> bytes:
 
 
 def usage(generation: Generation) -> dict[str, Any]:
-    """Return the `usage` object of the tokens generated so far."""
+    """Return the `usage` object for the tokens generated so far."""
     prompt, completion = generation.num_prompt_tokens, generation.num_completion_tokens
     return usage_of(prompt, completion, generation.num_cached_tokens)
 
@@ -367,7 +374,7 @@ def usage_of(prompt: int, completion: int, cached: int) -> dict[str, Any]:
 
 
 def num_cached(outputs: Iterable[RequestOutput]) -> int:
-    """Count the prompt tokens found in the prefix cache, as far as the engine reports them."""
+    """Count the prompt tokens found in the prefix cache, if the engine reports them."""
     return sum(output.num_cached_tokens or 0 for output in outputs)
 
 

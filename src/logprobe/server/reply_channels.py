@@ -1,6 +1,6 @@
 """Split a reply into channels (content, reasoning, tool calls), each with its tokens.
 
-A reply that is not split is all content.
+If the format of the model's replies is unknown, the whole reply is content.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ if TYPE_CHECKING:
 
 
 MAX_BEGUN_CHARS: Final = 1 << 14
-"""Length of the end of a prompt that is searched for the beginning of the reply (such as `<think>`)."""
+"""Number of characters at the end of a prompt in which the reply may begin (for example with `<think>`)."""
 
 
-CHARS_A_TOKEN: Final = 4  # lower bound: characters that take as long to split as a token to encode
+CHARS_A_TOKEN: Final = 4  # splitting this many characters takes at most as long as encoding a token
 
 
 def end_of(prompt: str) -> str:
-    """Return the end of a prompt, the only part that is searched for the beginning of the reply."""
+    """Return the end of a prompt, the only part in which the reply may begin."""
     return prompt[-MAX_BEGUN_CHARS:]
 
 
 @dataclass(frozen=True, slots=True)
 class ReplySegment:
-    """Text of one channel and the positions of its tokens."""
+    """A stretch of text in one channel, with the positions of its tokens."""
 
     channel: str  # content, reasoning or tool_call
     text: str
-    rows: Sequence[int]  # positions in the completion
-    parts: Mapping[int, bytes] = field(default_factory=dict)  # position → bytes, of partly included tokens
-    call: ToolCall | None = None  # always complete
+    rows: Sequence[int]  # positions of the tokens in the completion
+    parts: Mapping[int, bytes] = field(default_factory=dict)  # bytes of partly included tokens, by position
+    call: ToolCall | None = None  # the complete tool call, if this is one
     call_id: str | None = None
 
 
 class Splitter:
-    """Splits the pieces of a reply's choices into segments; takes all pieces in order."""
+    """Splits the pieces of a reply's choices into segments; each choice's pieces must come in order."""
 
     def __init__(
         self,
@@ -62,10 +62,10 @@ class Splitter:
         """Prepare to split a reply.
 
         Args:
-            service: of the model that generates.
+            service: the service of the model that generates the reply.
             prompt: the text before the reply.
             functions: the tools that the reply may call.
-            is_formed: the reply follows the request's response format from its first token, so it does not
+            is_formed: the reply follows the request's response format from its first token on, so it does not
                 continue reasoning that the prompt opens.
         """
         form = service.reply_form()
@@ -85,7 +85,7 @@ class Splitter:
         return self._form is not None
 
     def take(self, piece: CompletionPiece) -> list[ReplySegment]:
-        """Return a piece's segments; empty if it has no text, or the channel of its text is undecided."""
+        """Return a piece's segments; none if the piece has no text, or its channel is still undecided."""
         if self._form is None:
             return self._whole(piece)
         segments = self._split(piece, self._form)
@@ -94,14 +94,14 @@ class Splitter:
         return segments
 
     def num_calls(self, index: int) -> int:
-        """Return the number of tool calls of a choice so far."""
+        """Return the number of tool calls in a choice so far."""
         return self._num_calls[index]
 
     def num_entries(self, piece: CompletionPiece) -> int:
         """Return the cost of a piece beyond its own tokens, in tokens.
 
-        It is the text that the choice has held back so far, and for its last piece all of its segments, which
-        are processed again.
+        This is the cost of the text that the choice has held back so far and, for the choice's last piece, of
+        all its segments, which are processed again.
         """
         if self._form is None:
             return 0
@@ -112,11 +112,11 @@ class Splitter:
 
     @property
     def begun_entries(self) -> int:
-        """Cost per choice of the part of the reply that the prompt contains, in tokens."""
+        """Cost per choice, in tokens, of the beginning of the reply if the prompt already contains it."""
         return self._num_begun_chars // CHARS_A_TOKEN
 
     def all_of(self, index: int) -> Sequence[ReplySegment]:
-        """Return the segments of a choice so far; empty if the reply is not split."""
+        """Return the segments of a choice so far, or none if the reply is not split."""
         return self._segments[index]
 
     @staticmethod
@@ -141,9 +141,9 @@ class Splitter:
 
 
 def in_order(parts: Sequence[Part]) -> Iterator[tuple[Part, Rows]]:
-    """Yield parts in the order of their tokens.
+    """Yield parts in the order of their tokens, each with its positions and bytes.
 
-    A part is divided where tokens of another part come in between; a tool call is never divided.
+    A part is divided if tokens of another part lie between its tokens; a tool call is never divided.
     """
     bits: list[tuple[int, int, Rows]] = []  # position, part number, rows
     for number, part in enumerate(parts):
@@ -164,7 +164,7 @@ def _text(rows: Rows) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReplyChannels:
-    """The segments of a choice, or of a streamed increment, by channel."""
+    """The segments in a choice, or in a streamed part of one, by channel."""
 
     content: Sequence[ReplySegment]
     reasoning: Sequence[ReplySegment]
@@ -172,7 +172,7 @@ class ReplyChannels:
 
     @classmethod
     def of(cls, segments: Sequence[ReplySegment]) -> ReplyChannels:
-        """Sort segments into channels, in their order."""
+        """Sort segments into channels, keeping their order."""
         content, reasoning, calls = (
             [segment for segment in segments if segment.channel == channel]
             for channel in ("content", "reasoning", "tool_call")

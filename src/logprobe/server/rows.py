@@ -1,6 +1,6 @@
-"""Per-token parts of replies: log-probability rows, further columns, and requested extensions.
+"""The per-token parts of replies: log-probability rows, further columns, and requested extensions.
 
-Each row is encoded to raw JSON by a call of its own, so that other threads can run in between.
+Each row is encoded to raw JSON in a separate call, so that other threads can run in between.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def num_top(generation: Generation) -> int | None:
-    """Return the requested number of alternatives; None for the whole vocabulary."""
+    """Return the requested number of alternatives, or None for the whole vocabulary."""
     k = generation.params.logprobs
     return None if k == -1 else k
 
@@ -46,7 +46,10 @@ def num_top(generation: Generation) -> int | None:
 def chat_logprobs(
     service: Service, generation: Generation, completion: CompletionOutput, channels: ReplyChannels
 ) -> dict[str, Any] | None:
-    """Return OpenAI's chat `logprobs` object, with the reasoning and tool-call channels and extensions."""
+    """Return a `logprobs` object as in OpenAI's chat API, or None if logprobs were not requested.
+
+    The object is extended by the reasoning and tool-call channels and by our extra columns.
+    """
     if completion.logprobs is None:
         return None
     table = partial(_table, service, num_top(generation), completion)
@@ -62,7 +65,7 @@ def chat_logprobs(
 def _table(
     service: Service, num_top: int | None, completion: CompletionOutput, segments: Sequence[ReplySegment]
 ) -> dict[str, Any]:
-    """Return the rows of segments from each requested distribution, with their further columns."""
+    """Return the rows of segments under each requested distribution, with further columns."""
     record, other = completion.logprobs, completion.processed_logprobs
     assert record is not None, "logprobs were requested"
     positions = [row for segment in segments for row in segment.rows]
@@ -73,9 +76,9 @@ def _table(
 
 
 def _named(channel: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename a table's fields for its channel: rows by the channel's name, other columns prefixed with it.
+    """Rename a table's fields: the rows get the channel's name, and other columns get it as a prefix.
 
-    The columns of the content channel have no prefix.
+    The other columns of the content channel have no prefix.
     """
     names = {"rows": channel, "processed": f"processed_{channel}"}
     before = "" if channel == "content" else f"{channel}_"
@@ -85,7 +88,7 @@ def _named(channel: str, table: Mapping[str, Any]) -> dict[str, Any]:
 def chat_rows(
     service: Service, record: FlatLogprobs, segments: Sequence[ReplySegment], num_top: int | None
 ) -> msgspec.Raw:
-    """Return the chat entries of the tokens of segments as a JSON array."""
+    """Return a JSON array with the entries, as in OpenAI's chat API, of the tokens in segments."""
     has_impossible = not is_processed(record)
     arrays = [
         service.encoder.rows(
@@ -100,15 +103,19 @@ def chat_rows(
 
 
 def is_processed(record: FlatLogprobs) -> bool:
-    """Return True if a record is of the processed distribution, from which tokens are drawn.
+    """Return True if a record has the processed distribution, from which tokens are sampled.
 
-    If masks and truncation leave fewer than k tokens, its rows also list tokens of probability 0.
+    If masks and truncation leave fewer than k tokens, the rows of such a record also list tokens with
+    probability 0.
     """
     return record.info is not None and "processed" in record.info.stages
 
 
 def legacy_logprobs(service: Service, piece: CompletionPiece) -> dict[str, Any] | None:
-    """Return the completions `logprobs` object for all tokens of a piece, with requested extensions."""
+    """Return the completions `logprobs` object for all tokens in a piece, with requested extensions.
+
+    Returns None if logprobs were not requested.
+    """
     record = piece.completion.logprobs
     if record is None:
         return None
@@ -125,18 +132,18 @@ def legacy_logprobs(service: Service, piece: CompletionPiece) -> dict[str, Any] 
 
 
 def completion_rows(record: FlatLogprobs, tokens: TokenTable) -> dict[str, list[Any]]:
-    """Return the number columns of the completions `logprobs` object; `top_logprobs` as raw JSON."""
+    """Return the numeric columns of the completions `logprobs` object, with `top_logprobs` as raw JSON."""
     rows = legacy_rows(record, tokens, has_impossible=not is_processed(record))
     return rows | {"top_logprobs": _raw_rows(rows["top_logprobs"])}
 
 
 def _raw_rows(rows: Iterable[Any]) -> list[msgspec.Raw]:
-    """Encode row by row: one call for all rows would hold the GIL for too long."""
+    """Encode rows one by one, because a single call for all rows would hold the GIL for too long."""
     return [msgspec.Raw(msgspec.json.encode(row)) for row in rows]
 
 
 def choice_extensions(body: GenerationBody, piece: CompletionPiece) -> dict[str, Any]:
-    """Return the optional fields of a choice that the request asks for."""
+    """Return the optional fields of a choice that the request body asks for."""
     fields: dict[str, Any] = {}
     if body.return_token_ids:
         fields["token_ids"] = piece.completion.token_ids[piece.start : piece.stop]
@@ -155,11 +162,11 @@ def ending_extensions(
     """Return the optional fields of a finished completion; {} if not requested or not finished.
 
     Args:
-        service: of the request.
-        body: the request.
+        service: the service for this request.
+        body: the request body.
         piece: the last piece of the completion.
-        found: the fields with their members, if the request asked for members.
-        channels: the completion's segments; None if it is not split.
+        found: the JSON fields with their members, if the request asked for members.
+        channels: the completion's segments; None if the completion is not split into channels.
     """
     if not body.field_logprobs or piece.finish_reason is None:
         return {}
@@ -176,7 +183,7 @@ def ending_extensions(
 
 
 def num_field_tokens(body: GenerationBody | ResponsesBody, pieces: Sequence[CompletionPiece]) -> int:
-    """Count the tokens that `field_logprobs` reads again: those of the completions that have finished."""
+    """Count the tokens in finished completions, which `field_logprobs` reads again; 0 if not requested."""
     if not body.field_logprobs:
         return 0
     return sum(len(piece.completion.token_ids) for piece in pieces if piece.finish_reason is not None)
@@ -185,9 +192,9 @@ def num_field_tokens(body: GenerationBody | ResponsesBody, pieces: Sequence[Comp
 def segment_fields(
     completion: CompletionOutput, segments: Sequence[ReplySegment], found: FoundFields | None = None
 ) -> list[dict[str, Any]] | None:
-    """Return the fields of the JSON text that segments form; None if it is not complete JSON.
+    """Return the fields in the JSON text that segments form, or None if it is not complete JSON.
 
-    `found` has the fields of the completion's whole text; it is used if the segments are the whole text.
+    `found` has the fields in the completion's whole text, and is used if the segments form the whole text.
     """
     if found is not None and text_of(segments) == found.text:
         return list(map(_found_field, found.fields))
@@ -195,9 +202,9 @@ def segment_fields(
 
 
 def call_fields(completion: CompletionOutput, segment: ReplySegment) -> list[dict[str, Any]] | None:
-    """Return the fields of a tool call's arguments, with pointers relative to the arguments.
+    """Return the JSON fields in a tool call's arguments, with pointers relative to the arguments.
 
-    None if the model did not write the arguments as JSON.
+    Returns None if the model did not write the arguments as JSON.
     """
     values = _segment_values(completion, [segment])
     assert segment.call is not None, "segments of this channel are calls"
@@ -228,7 +235,7 @@ def _segment_values(
 
 
 def _records(completion: CompletionOutput) -> list[FlatLogprobs]:
-    """Return a completion's records: one, or two if both distributions were requested."""
+    """Return a completion's record, or its two records if both distributions were requested."""
     assert completion.logprobs is not None, "field_logprobs requires logprobs"
     return [record for record in (completion.logprobs, completion.processed_logprobs) if record is not None]
 
@@ -236,9 +243,9 @@ def _records(completion: CompletionOutput) -> list[FlatLogprobs]:
 def _values(
     records: Sequence[FlatLogprobs], text: str, parts: Mapping[int, bytes] | None = None
 ) -> list[tuple[Field, ...]] | None:
-    """Return the fields of a JSON text, each with one value per record; None if it is not complete JSON.
+    """Return the fields in a JSON text, each as one `Field` per record, or None if it is not complete JSON.
 
-    `parts` has the bytes of tokens that belong to the text only in part, by position.
+    `parts` has, by position, the bytes of tokens that belong to the text only in part.
     """
     record, own = records[0], parts or {}
     assert record.table is not None, "records of replies have a token table"
@@ -255,7 +262,7 @@ def _written(values: Sequence[tuple[Field, ...]] | None) -> list[dict[str, Any]]
 
 
 def _field(field: Field, processed: Field | None = None) -> dict[str, Any]:
-    """Return a field's entry; objects and arrays have no `value`, since their members have entries."""
+    """Return a field's entry; objects and arrays have no `value`, because their members have own entries."""
     value = field.value
     is_large = isinstance(value, int) and not -(2**63) <= value < 2**64  # msgspec cannot encode it
     row = {
@@ -298,7 +305,7 @@ def _value(value: Any) -> Any:
 
 
 def prompt_extensions(service: Service, body: GenerationBody, output: RequestOutput) -> dict[str, Any]:
-    """Return the optional fields about a prompt that the request asks for."""
+    """Return the optional fields about a prompt that the request body asks for."""
     fields: dict[str, Any] = {}
     if body.return_token_ids:
         fields["prompt_token_ids"] = output.prompt_token_ids
@@ -314,7 +321,7 @@ def prompt_extensions(service: Service, body: GenerationBody, output: RequestOut
 def reply_extensions(
     body: GenerationBody | ResponsesBody, params: SamplingParams, output: RequestOutput | None
 ) -> dict[str, Any]:
-    """Return `logprobs_info`, unless neither request nor server chose a mode other than the default."""
+    """Return `logprobs_info` if the request or the server sets `logprobs_mode`, otherwise {}."""
     is_told = body.logprobs_mode is not None or params.logprobs_mode != "raw_logprobs"
     if not is_told or output is None or output.info is None:
         return {}
@@ -322,7 +329,7 @@ def reply_extensions(
 
 
 def _further_columns(record: FlatLogprobs, rows: Any, service: Service) -> dict[str, Any]:
-    """Return the columns parallel to the rows: extras, and entries of named token ids; {} if none."""
+    """Return further columns with a value per row: extra columns, and entries of requested token ids."""
     fields = _extras(record, rows)
     if record.given is not None:
         vocabulary = service.text.vocabulary
@@ -340,7 +347,7 @@ def _explanations(piece: CompletionPiece) -> list[Any]:
 
 
 def _effect(effect: ProcessorEffect) -> dict[str, Any]:
-    """Return an effect with its changes clamped to [-9999, 9999], since JSON has no infinities."""
+    """Return a processor's effect; changes are clamped to [-9999, 9999], as JSON has no infinities."""
     changes = {
         str(token_id): max(min(change, -IMPOSSIBLE), IMPOSSIBLE)
         for token_id, change in effect.changes.items()

@@ -1,4 +1,4 @@
-"""State shared by the routes: engine, scoring client, limits, metrics; for one event loop."""
+"""State that the routes share: engine, scoring client, limits and metrics; used in one event loop."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ if TYPE_CHECKING:
     from logprobe.transport.messages import Admitted, Request
 
     SplitResult: TypeAlias = tuple[RequestOutput, float | None]
-    """The output of a split's request, and the log-probability of its bytes (nats) if it uses healing."""
+    """The output of a split's request and, if the split needs healing, its bytes' log-probability in nats."""
 
 
 def _max_token_bytes(text: TextEdge) -> int:
-    """Return the maximum bytes of input text that one token can represent."""
+    """Return the maximum number of bytes of input text that one token can represent."""
     vocabulary = text.vocabulary
     longest = max((len(vocabulary.token_bytes(token_id)) for token_id in range(len(vocabulary))), default=1)
     # A normalizer may shorten a text before tokenization; Unicode normalization forms do by a factor <= 3.
@@ -66,19 +66,19 @@ def _max_token_bytes(text: TextEdge) -> int:
 logger = logging.getLogger("logprobe.server")
 
 
-MAX_NAME_CHARS = 256  # of a LoRA name, which appears in replies and metrics
+MAX_NAME_CHARS = 256  # maximum length of a LoRA adapter's name, which appears in replies and metrics
 DEFAULT_NAME = "default"  # alias of the served model
 
 
 class ChoosesWeights(Protocol):
-    """A body that may select LoRA weights."""
+    """A body that may select a LoRA adapter."""
 
     model: str | None
     lora: str | None
 
 
 class ServerState:
-    """State shared by all models of a server, and name resolution; for one event loop."""
+    """State shared by all models of a server, and the resolution of names; used in one event loop."""
 
     first: Service  # answers requests that name no model
 
@@ -97,7 +97,7 @@ class ServerState:
         self.metrics = Metrics(self.engines, by_model=bool(further))
         self.told: set[str] = set()  # ignored fields that have been logged
         self.further = dict(further)
-        self.services: dict[str, Service] = {}  # loaded models, the first model always among them
+        self.services: dict[str, Service] = {}  # the loaded models, which always include the first model
         self.changed: set[str] = set()  # models that an operator has changed
 
     @property
@@ -110,11 +110,11 @@ class ServerState:
         return {service.model_name: service.engine for service in self.loaded}
 
     def names(self) -> frozenset[str]:
-        """Return all names of models, without those of LoRA weights."""
+        """Return all names of models, without the names of LoRA adapters."""
         return self.first.own_names.union(self.further, *(one.names for one in self.further.values()))
 
     def has_elsewhere(self, name: str, model_name: str) -> bool:
-        """Return True if a model other than `model_name` has LoRA weights of this name."""
+        """Return True if a model other than `model_name` has a LoRA adapter with this name."""
         others = [one for one in self.loaded if one.model_name != model_name]
         further = [one for key, one in self.further.items() if key != model_name]
         return any(name in one.engine.list_loras() for one in others) or any(
@@ -132,16 +132,16 @@ class ServerState:
         return [name for key, one in waiting for name in (key, *one.names)]
 
     def owner_of(self, name: str) -> Service | None:
-        """Return the loaded model with this name, or with LoRA weights of this name, or None."""
+        """Return the loaded model that has this name or a LoRA adapter with this name, or None."""
         return next((service for service in self.loaded if service.has_name(name)), None)
 
     def keep(self, service: Service) -> None:
-        """Never unload a model, because an operator has changed its weights or LoRA weights."""
+        """Never unload a model, because an operator has changed its weights or LoRA adapters."""
         self.changed.add(service.model_name)
 
 
 class Service:
-    """One model behind HTTP, with its LoRA weights and limits, and the state shared with other models."""
+    """One model served over HTTP, with its LoRA adapters and limits, and the state shared by all models."""
 
     def __init__(
         self,
@@ -178,15 +178,15 @@ class Service:
         self.caller = ""
         self.call = Call("")
         self._tickets: list[Ticket] = []
-        self._awaited: Cost | None = None  # cost that the request has waited for, and holds a ticket for
+        self._awaited: Cost | None = None  # cost for which the request has waited and holds a ticket
         self._request_ids: list[str] = []
 
     def prepare(self) -> None:
-        """Load the LoRA weights that the settings name.
+        """Load the LoRA adapters in the settings.
 
         Raises:
-            ModelError: a folder cannot be read, or does not fit the model.
-            ParameterError: a name is a model's name, or is used twice.
+            ModelError: an adapter cannot be read or does not fit the model.
+            ParameterError: an adapter has a model's name, or a name that is used twice.
         """
         known = self.own_names | self.models.names()
         for setting in self.settings.lora:
@@ -197,11 +197,11 @@ class Service:
             self.engine.add_lora(name, path)
 
     def check_new_name(self, name: str) -> None:
-        """Validate the name of new LoRA weights.
+        """Validate the name of a new LoRA adapter.
 
         Raises:
-            ApiError: 400: the name is a model's, is used by another model's LoRA weights, is empty or longer
-                than `MAX_NAME_CHARS`, or is not printable.
+            ApiError: 400 if the name belongs to a model or to another model's LoRA adapter, is empty or
+                longer than `MAX_NAME_CHARS`, or is not printable.
         """
         is_models = name in self.own_names | self.models.names()
         is_taken = is_models or self.models.has_elsewhere(name, self.model_name)
@@ -210,12 +210,12 @@ class Service:
             raise bad_request("lora_name", what)
 
     def close(self) -> None:
-        """Close the engine, unless it is stuck in a step: `close` would block forever."""
+        """Close the engine, unless it is stuck in a step, because its `close` would then block forever."""
         if self.engine.stalled_s() <= self.settings.stall_s:
             self.engine.close()
 
     def for_one_request(self, caller: str, call: Call) -> Service:
-        """Return a copy for one HTTP request, whose admissions count for its caller until `release`."""
+        """Return a copy for one HTTP request; its reserved capacity counts for `caller` until `release`."""
         scoped = copy.copy(self)
         scoped.call = call
         scoped.caller = caller
@@ -234,13 +234,13 @@ class Service:
         """Reserve capacity for requests; thread-safe.
 
         Args:
-            requests: of one reply.
-            num_echoes: times that the reply contains each prompt.
+            requests: the requests for one reply.
+            num_echoes: number of times that the reply contains each prompt.
             beside: additional cost of the reply.
 
         Raises:
-            ApiError: 400, the cost exceeds a limit.
-            NoRoomError: the capacity left now is too small.
+            ApiError: 400 if the cost exceeds a limit.
+            NoRoomError: the capacity left at the moment is too small.
         """
         self._request_ids += [request.request_id for request in requests]
         cost = Cost.of(requests, self.vocab_size, num_echoes)
@@ -253,14 +253,15 @@ class Service:
 
     @property
     def has_waited(self) -> bool:
-        """True if this request has waited for capacity, so that its body is decoded a second time."""
+        """True if this request has waited for capacity, in which case its body is decoded a second time."""
         return self._awaited is not None
 
     async def wait_for_room(self, cost: Cost, receive: Receive) -> None:
-        """Wait in the caller's queue until capacity for a request is reserved; `admit` then uses it.
+        """Wait in the caller's queue, and reserve capacity for a request, which `admit` then uses.
 
         Raises:
-            ApiError: 429, the queue is full or the wait timed out; 503, the server or the engine has stopped.
+            ApiError: 429 if the queue is full or the wait timed out, or 503 if the server or engine has
+                stopped.
             ClientGoneError: the client disconnected.
         """
         with self.metrics.queued.track_inprogress():
@@ -275,17 +276,18 @@ class Service:
         self.check_engine()
 
     def hold(self, num_bytes: int) -> None:
-        """Reserve capacity for a reply of `num_bytes`, unless its request has already reserved some.
+        """Reserve capacity for a reply of `num_bytes`, unless the request has already reserved capacity.
 
         Raises:
-            ApiError: 400, the reply exceeds the limit; 429, the capacity left now is too small.
+            ApiError: 400 if the reply exceeds the limit, or 429 if the capacity left at the moment is too
+                small.
         """
         if not self._tickets:
             cost = Cost(requests=0, tokens=0, logprob_bytes=num_bytes)
             self._tickets.append(self.limits.admit(cost, self.caller))
 
     def release(self) -> None:
-        """Release all capacity of this request."""
+        """Release all capacity that this request has reserved."""
         for ticket in self._tickets:
             ticket.release()
 
@@ -301,11 +303,11 @@ class Service:
 
     @staticmethod
     def new_id(prefix: str) -> str:
-        """Return a unique, unguessable id: on a server without keys, it gives access to a response."""
+        """Return a unique id that cannot be guessed: without API keys, the id gives access to a response."""
         return f"{prefix}-{secrets.token_hex(16)}"
 
     def template_variables(self) -> frozenset[str]:
-        """Return the variables of the model's chat template; empty if it has no valid template."""
+        """Return the variables in the model's chat template; empty if the model has no valid template."""
         template = chat_template_of(self.text.template_source)
         if template is None:
             return frozenset()
@@ -317,14 +319,14 @@ class Service:
             return frozenset()  # requests that render the template get the error
 
     def renders_quickly(self, body: msgspec.Struct) -> bool:
-        """Return True if a body has no conversation, or its size bounds the time to render the template."""
+        """Return True if a body has no conversation, or the time to render it is bounded by its size."""
         if getattr(body, "messages", None) is None and getattr(body, "input", None) is None:
             return True
         template = chat_template_of(self.text.template_source)
         return template is None or is_cheap(template)
 
     def reply_form(self) -> ResponseForm | None:
-        """Return the format of the model's replies; None if unknown, so that replies are all content.
+        """Return the format of the model's replies, or None if unknown; replies are then all content.
 
         Raises:
             ParameterError: the `response_template` setting is invalid.
@@ -332,10 +334,10 @@ class Service:
         return template_of(self.text, self._response_template)
 
     def check_model(self, name: str | None) -> None:
-        """Reject a name that is neither a served model nor LoRA weights; None is the default model.
+        """Reject a name that belongs to no served model or LoRA adapter; None means the default model.
 
         Raises:
-            ApiError: 404.
+            ApiError: 404 if the name is unknown.
         """
         if name is None or self.models.owner_of(name) is not None:
             return
@@ -345,20 +347,20 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def has_name(self, name: str) -> bool:
-        """Return True if a name is this model's, or that of its LoRA weights."""
+        """Return True if this model or one of its LoRA adapters has this name."""
         return name in self.own_names or name in self.engine.list_loras()
 
     def served(self) -> list[tuple[str, str | None]]:
-        """Return (name, folder) pairs: the model's names (folder None), then those of its LoRA weights."""
+        """Return (name, folder) pairs: the model's names, with folder None, then its LoRA adapters."""
         own = dict.fromkeys([self.model_name, *filter(None, self.settings.served_model_name)])
         return [*((name, None) for name in own), *self.engine.list_loras().items()]
 
     def choose_weights(self, body: ChoosesWeights) -> None:
-        """Resolve `model` and `lora` of a body, set `body.lora`, and record the answering model in `call`.
+        """Resolve a body's `model` and `lora`, set `body.lora`, and record the answering model in `call`.
 
         Raises:
-            ApiError: 404, the model is not served; 400, `model` and `lora` name different LoRA weights.
-            ParameterError: the LoRA weights are not loaded.
+            ApiError: 404 if the model is not served, or 400 if `model` and `lora` name different adapters.
+            ParameterError: the LoRA adapter is not loaded.
         """
         self.check_model(body.model)
         if body.model is not None and body.model not in self.own_names:
@@ -368,14 +370,14 @@ class Service:
             body.lora = body.model
         if body.lora is not None:
             self.engine.lora_number(body.lora)
-        # Only after validation: metrics and the log show this name, so it must not be arbitrary client input.
+        # Set after validation, because metrics and the log show this name, which must not be arbitrary input.
         self.call.model = self.name_of(body)
 
     def check_engine(self) -> None:
         """Check that the engine is running and not stuck, and that the server is not shut down.
 
         Raises:
-            ApiError: 503.
+            ApiError: 503 if one of these conditions does not hold.
         """
         self.lifetime.check()
         stalled_s = self.engine.stalled_s(self._request_ids)
@@ -391,18 +393,18 @@ class Service:
             raise ApiError(503, message, code=code)
 
     def name_of(self, body: ChoosesWeights) -> str:
-        """Return the `model` of replies: the LoRA weights' name if there are any, else the model's."""
+        """Return the `model` field for replies: the LoRA adapter's name if one is used, else the model's."""
         return body.lora or self.model_name
 
     @staticmethod
     def params_for(
         body: ChoosesWeights, *, max_tokens: int, prompt_logprobs: int | None = None
     ) -> SamplingParams:
-        """Return parameters of a request on the weights that a body selects, all others at their defaults."""
+        """Return default parameters with these limits and the LoRA adapter that a body selects."""
         return SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs, lora=body.lora)
 
     async def run_all(self, admitted: Sequence[Admitted]) -> list[RequestOutput]:
-        """Run requests and return their outputs in order; cancelling this aborts them.
+        """Run requests and return their outputs in order; cancelling the call aborts the requests.
 
         Raises:
             LogprobeError: a request failed; the others were aborted.
@@ -423,7 +425,9 @@ class Service:
         requests: Requests,
         sampling: SamplingParams | None = None,
     ) -> list[SplitResult]:
-        """Run the requests of splits; return each output with its byte log-probability if it uses healing.
+        """Run the requests of splits, and return each output.
+
+        For a split that needs healing, the output comes with its bytes' log-probability in nats.
 
         Raises:
             LogprobeError: a request failed; the others were aborted.
@@ -453,7 +457,9 @@ class Service:
         return outputs
 
     async def results(self, admitted: Sequence[Admitted]) -> AsyncGenerator[RequestOutput]:
-        """Yield the outputs of requests in order, each when it has finished; closing aborts the rest.
+        """Yield the requests' outputs in request order, each as soon as it is complete.
+
+        Closing the generator aborts the remaining requests.
 
         Raises:
             LogprobeError: a request failed.
@@ -469,9 +475,9 @@ class Service:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def rows(self, requests: Requests, prefixes: Sequence[IntArray], lora: str | None) -> list[Row]:
-        """Return the next-token rows, (vocab_size,) in nats, after prefixes.
+        """Return the next-token log-probabilities, (vocab_size,) nats each, after prefixes.
 
-        Their tokens are not counted in this request's log line.
+        The tokens of the prefixes are not counted in this request's log line.
 
         Raises:
             LogprobeError: a request failed; the others were aborted.

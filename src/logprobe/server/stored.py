@@ -1,4 +1,4 @@
-"""In-memory store of responses (`/v1/responses`), each with its conversation."""
+"""In-memory store of responses (`/v1/responses`) and their conversations."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class StoredResponse(NamedTuple):
 
 
 class StoredResponses:
-    """The latest responses by owner and id; thread-safe, because workers write large replies.
+    """Keeps the latest responses by owner and id; thread-safe, because worker threads write large replies.
 
-    An owner is a digest of the request's API key. When the store is full, the oldest response of the owner
-    with the largest share is evicted.
+    An owner is identified by a digest of the request's API key. When the store is full, it evicts the oldest
+    response of the owner who uses the largest share of the store.
     """
 
     def __init__(self, max_responses: int, max_bytes: int, max_conversation_bytes: int) -> None:
@@ -48,7 +48,7 @@ class StoredResponses:
         self._lock = threading.Lock()
 
     def keep(self, owner: bytes, response: dict[str, Any], messages: Sequence[dict[str, Any]]) -> None:
-        """Store a response, unless it exceeds `max_bytes` or its conversation `max_conversation_bytes`."""
+        """Store a response, unless it, or its conversation, is too large for the limits of the store."""
         stored = StoredResponse(msgspec.json.encode(response), msgspec.json.encode(messages))
         is_long = len(stored.conversation) > self._max_conversation_bytes
         if not self._max_responses or is_long or stored.num_bytes > self._max_bytes:
@@ -66,7 +66,7 @@ class StoredResponses:
         """Return a stored response.
 
         Raises:
-            ApiError: 404 if it is not stored (any more), or belongs to another owner.
+            ApiError: 404 if the response is not stored, was evicted, or belongs to another owner.
         """
         with self._lock:
             stored = self._kept.get((owner, response_id))
@@ -79,7 +79,7 @@ class StoredResponses:
         """Delete a stored response.
 
         Raises:
-            ApiError: 404, as in `find`.
+            ApiError: 404 if the response is not stored, was evicted, or belongs to another owner.
         """
         self.find(owner, response_id)
         with self._lock:

@@ -1,4 +1,4 @@
-"""Store numbers for later audits, and compare with those of an earlier one."""
+"""Select log-probabilities to store for later audits, and compare with those from an earlier audit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def stored_prompts(fitted: Fitted) -> Iterator[StoredPrompt]:
-    """Yield the chosen numbers of plain prompts, and the first rows of greedy completions."""
+    """Yield the log-probabilities of prompt tokens, or of each greedy completion's first row.
+
+    Requests with other sampling parameters are not stored.
+    """
     if fitted.ask.params != ({} if fitted.ask.wants_prompt else {"temperature": 0}):
         return
     rows: dict[int, list[StoredRow]] = {}  # by group
@@ -43,7 +46,7 @@ def stored_prompts(fitted: Fitted) -> Iterator[StoredPrompt]:
 def compare_with_before(
     before: AuditReport, prompts: Sequence[StoredPrompt], findings: Findings, max_nats: float
 ) -> None:
-    """Add findings for numbers that should have changed since an earlier audit but did not, or vice versa."""
+    """Add findings for logprobs that wrongly changed, or wrongly stayed the same, since an earlier audit."""
     known = {
         (prompt.ask, prompt.token_ids, row.position, row.token_id): (row.theirs, row.ours)
         for prompt in before.stored

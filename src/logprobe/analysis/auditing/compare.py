@@ -1,7 +1,7 @@
-"""Compare the numbers of replies with the exact rows, ask by ask, and find the prompt that they are of.
+"""Compare a server's log-probabilities with the exact ones, and find out which prompt they were computed for.
 
-Rows that fit no distribution may be of another prompt: of other weights (LoRA), begun otherwise (BOS), or in
-another layout (chat template).
+Log-probabilities that fit no distribution may have been computed with other weights (LoRA), with another
+beginning of the prompt (BOS), or with another layout of a chat (chat template).
 """
 
 from __future__ import annotations
@@ -38,19 +38,22 @@ SYSTEMS: Final = ("You are a helpful assistant.", "")
 
 @dataclass(slots=True)
 class Comparison:
-    """Replies beside the exact rows, and what was measured."""
+    """Compares replies with the exact rows, and collects the measurements."""
 
     reader: Reader
-    base: Reader | None  # of the model without the LoRA weights
+    base: Reader | None  # reads the rows of the model without the LoRA weights
     findings: Findings
     max_nats: float
-    roundings: dict[str, str] = field(default_factory=dict)  # form → precision that numbers are rounded to
+    roundings: dict[str, str] = field(default_factory=dict)  # precision of the logprobs, by form of request
     errors: list[Errors] = field(default_factory=list)
     distributions: dict[str, str] = field(default_factory=dict)
     stored: list[StoredPrompt] = field(default_factory=list)
 
     def compare(self, replies: Sequence[tuple[Ask, Reply]]) -> None:
-        """Compare all replies; chats come last, as the errors of completions help to judge their layout."""
+        """Compare all replies with the exact rows.
+
+        Chats must come last, because the errors in completions help to judge the layout of chats.
+        """
         by_label: dict[str, list[tuple[Ask, Reply]]] = {}
         for ask, reply in replies:
             by_label.setdefault(ask.label, []).append((ask, reply))
@@ -68,7 +71,10 @@ class Comparison:
             self.stored += stored_prompts(fitted)
 
     def _group(self, ask: Ask, reply: Reply) -> Group | None:
-        """Return a reply's numbers with the exact rows of the prompt that they fit, sent or not."""
+        """Pair a reply's log-probabilities with the exact rows of the prompt that they fit.
+
+        If they do not fit the prompt that was sent, other prompts are tried, and a fault is added.
+        """
         own = self.reader.tokens.encode_ask(ask)
         ids = own if reply.prompt_ids is None else reply.prompt_ids
         if own and ids != own:
@@ -99,7 +105,7 @@ class Comparison:
         return self.reader.read(ask, reply, ids, self.findings)
 
     def _is_off(self, group: Group) -> bool:
-        """Return whether most numbers of a reply fit no distribution and no known cause."""
+        """Return True if most log-probabilities in a reply fit no distribution and have no known cause."""
         fitted = fit([group], self.reader.tokens)
         if fitted is None:
             return False
@@ -109,7 +115,7 @@ class Comparison:
         return is_off and cause_of(fitted, filled, self.max_nats) is None
 
     def _median(self, group: Group | None) -> float:
-        """Return the median error of a reply's numbers, nats."""
+        """Return the median error of a reply's log-probabilities, in nats; infinity if there are none."""
         fitted = None if group is None else fit([group], self.reader.tokens)
         return np.inf if fitted is None else float(np.median(fitted.errors))
 
@@ -117,12 +123,12 @@ class Comparison:
         return self._median(other) * BETTER < self._median(group)
 
     def _has_unknown_layout(self, group: Group) -> bool:
-        """Return whether a chat's numbers are far worse than those of completions."""
+        """Return True if a chat's log-probabilities are far less accurate than those of completions."""
         means = [error.mean for error in self.errors if error.ask.startswith("completions")]
         return bool(means) and self._median(group) > BETTER * max([*means, self.max_nats])
 
     def _blame(self, kind: str, group: Group, name: str = "") -> None:
-        """Add a fault that explains one reply."""
+        """Add a fault of this kind for one reply that does not fit the prompt that was sent."""
         fitted = fit([group], self.reader.tokens)
         assert fitted is not None
         evidence = fitted.evidence(fitted.errors > self.max_nats)[:2]
@@ -130,7 +136,7 @@ class Comparison:
         self.findings.add(kind, detail, evidence=evidence, worst=float(np.median(fitted.errors)))
 
     def _add_other_ids(self, ask: Ask, own: Ids, ids: Ids) -> None:
-        """Add a fault for prompt ids of the reply that are not those of our tokenizer."""
+        """Add a fault for a reply whose prompt ids differ from the ids that our tokenizer gives (`own`)."""
         kind, detail = "does-not-fit", "prompts are cut into other tokens than the tokenizer's"
         if ask.is_chat:
             kind, detail = "template", ""

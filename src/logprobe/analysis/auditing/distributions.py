@@ -1,6 +1,7 @@
-"""Named distributions that a model's row may be reported as.
+"""Named distributions, derived from a model's raw log-probabilities, that a server may report.
 
-Computed in float64 by sorting, independently of the sampler's kernels, which are tested against it.
+They are computed in float64 by sorting, independently of the sampler's kernels, which are tested against
+them.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ if TYPE_CHECKING:
     from logprobe.analysis.measures import Floats
 
 TEMPERATURES: Final = (0.05, 20.0)  # search range for an unknown temperature
-GOLDEN: Final = (5**0.5 - 1) / 2  # golden section: share of the range that each step of the search keeps
+GOLDEN: Final = (5**0.5 - 1) / 2  # share of the range that each step of the golden-section search keeps
 NUM_STEPS: Final = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shaping:
-    """Request parameters applied to rows after penalties and masks; a temperature of 0 counts as 1."""
+    """Request parameters that are applied after penalties and masks; a temperature of 0 counts as 1."""
 
     temperature: float = 1.0
-    top_k: int = 0  # 0 or -1: all
+    top_k: int = 0  # 0 or -1 keeps all tokens
     top_p: float = 1.0
     min_p: float = 0.0
 
@@ -44,33 +45,35 @@ class Shaping:
 
     @classmethod
     def of(cls, params: Mapping[str, Any]) -> Self:
-        """Return the shaping that a request's parameters apply after penalties and masks."""
+        """Build the shaping from a request's parameters; other parameters are ignored."""
         return cls(**{one.name: params[one.name] for one in fields(cls) if one.name in params})
 
     @property
     def divisor(self) -> float:
-        """Divisor of the logits."""
+        """The number that the logits are divided by."""
         return self.temperature or 1.0
 
     @property
     def truncates(self) -> bool:
-        """True if tokens can be cut off; a greedy request cuts none."""
+        """True if tokens may be cut off; a greedy request cuts no tokens off."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 def distributions(
     rows: npt.ArrayLike, shaping: Shaping, changed: Mapping[str, npt.ArrayLike] | None = None
 ) -> dict[str, Floats]:
-    """Return every distribution that rows may be reported as, name → (T, V) nats, -inf for tokens cut off.
+    """Return every distribution that a server may report for T positions, by name.
 
-    `raw`; `temperature`; `kept`, the rest after truncation at the temperature; and `renormalised`, the same
-    with a mass of 1. Distributions that would equal another one are left out.
+    Each is a (T, V) array of log-probabilities in nats, -inf for tokens that were cut off. `raw` is the
+    model's own distribution, `temperature` has the temperature applied, `kept` has only the tokens that
+    truncation keeps, and `renormalised` is `kept` scaled to a sum of 1. A distribution that would equal
+    another is left out.
 
     Args:
-        rows: (T, V) raw log-probabilities, nats.
+        rows: (T, V) raw log-probabilities, in nats.
         shaping: the request's parameters.
-        changed: name → (T, V) logits after masks, biases or penalties; the names of distributions made from
-            them are prefixed with this name and a plus.
+        changed: (T, V) logits after masks, biases or penalties, by name; the names of distributions made from
+            these logits start with this name and a plus.
     """
     raw = np.asarray(rows, np.float64)
     shaped = _shaped(raw, shaping)
@@ -93,10 +96,14 @@ def _shaped(rows: Floats, shaping: Shaping) -> dict[str, Floats]:
 def candidates(
     rows: npt.ArrayLike, params: Mapping[str, Any], tokens: Sequence[int]
 ) -> list[tuple[str, Floats]]:
-    """Return every distribution that rows of a request may be of, by name, the simplest first.
+    """Return every distribution that a server may report for a request, with its name, the simplest first.
 
-    A name occurs twice if truncation before and after the temperature both apply. `tokens` are those that
-    penalties count; row t follows tokens[:t].
+    A name occurs twice if truncating before and after the temperature gives different distributions.
+
+    Args:
+        rows: (T, V) raw log-probabilities, in nats; row t follows tokens[:t].
+        params: the request's parameters, by OpenAI's names.
+        tokens: ids of the tokens that penalties count.
     """
     shaping, changed = Shaping.of(params), changed_logits(rows, params, tokens)
     named = [*distributions(rows, shaping, changed).items()]
@@ -113,9 +120,10 @@ def candidates(
 def changed_logits(
     rows: npt.ArrayLike, params: Mapping[str, Any], tokens: Sequence[int]
 ) -> dict[str, Floats]:
-    """Return rows (T, V) after a bias or penalties, by distribution name; row t follows tokens[:t].
+    """Return rows (T, V) after the request's logit bias and its penalties, by distribution name.
 
-    Repetition penalties are not covered: they divide logits, which log-probabilities do not determine.
+    Row t follows tokens[:t]. Repetition penalties are not supported: they divide logits, which cannot be
+    computed from log-probabilities.
     """
     raw = np.asarray(rows, np.float64)
     bias = np.zeros(raw.shape[1])
@@ -135,13 +143,16 @@ def changed_logits(
 
 
 def tempered(rows: npt.ArrayLike, temperature: float) -> Floats:
-    """Return the log-softmax of logits or log-probabilities (..., V) divided by a temperature, nats."""
+    """Divide logits or log-probabilities (..., V) by a temperature, and return their log-softmax in nats."""
     scaled = np.asarray(rows, np.float64) / temperature
     return scaled - measures.logsumexp(scaled)[..., None]
 
 
 def log_kept_mass(rows: npt.ArrayLike, shaping: Shaping) -> Floats:
-    """Return the log of the mass that truncation keeps of raw rows (T, V) at the temperature, (T,) nats."""
+    """Return the log of the probability that truncation keeps at each position, (T,) nats.
+
+    `rows` are raw log-probabilities, (T, V) nats, to which the temperature is applied before truncation.
+    """
     scaled = tempered(rows, shaping.divisor)
     if not shaping.truncates:
         return np.zeros(scaled.shape[:-1])
@@ -149,7 +160,10 @@ def log_kept_mass(rows: npt.ArrayLike, shaping: Shaping) -> Floats:
 
 
 def _is_kept(rows: Floats, shaping: Shaping) -> NDArray[np.bool_]:
-    """Return the mask of tokens kept by top-k, then top-p, then min-p; ties are in order of ascending id."""
+    """Return a mask of the tokens that top-k, then top-p, then min-p keep.
+
+    Of equally likely tokens, the ones with lower ids are kept first.
+    """
     order = np.argsort(-rows, axis=-1, kind="stable")
     weights = np.exp(np.take_along_axis(rows, order, -1))
     weights /= weights[..., :1]
@@ -169,12 +183,13 @@ def _is_kept(rows: Floats, shaping: Shaping) -> NDArray[np.bool_]:
 def fitted_temperature(
     rows: npt.ArrayLike, token_ids: npt.ArrayLike, logprobs: npt.ArrayLike
 ) -> tuple[float, float]:
-    """Return the temperature at which raw rows are nearest to reported numbers, and the median error, nats.
+    """Return the temperature at which raw rows fit reported logprobs best, and the median error in nats.
 
     Args:
-        rows: (T, V) raw log-probabilities, nats.
+        rows: (T, V) raw log-probabilities, in nats.
         token_ids: (T, K) ids of the reported tokens.
-        logprobs: (T, K) reported numbers, nats; only finite ones are used, and there must be at least one.
+        logprobs: (T, K) reported logprobs, in nats; at least one must be finite, and only finite ones are
+            used.
     """
     raw, ids, numbers = np.asarray(rows, np.float64), np.asarray(token_ids), np.asarray(logprobs, np.float64)
     is_given = np.isfinite(numbers)

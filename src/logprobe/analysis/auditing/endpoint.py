@@ -1,6 +1,7 @@
-"""`Endpoint`: the server to audit, and `Connection`: its JSON replies.
+"""`Endpoint`, the server to audit, and `Connection`, which sends requests to it.
 
-A refusal (4xx) is an answer, since the audit reports what a server lacks; a failed exchange is an error.
+A rejected request is returned as a `Refusal`, because the audit reports what a server lacks. A failed
+exchange raises an error.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ if TYPE_CHECKING:
 
     from logprobe.transport.http_client import HttpReply
 
-MAX_BYTES: Final = 1 << 25  # of one reply: 1,024 prompt rows of 20 alternatives are some 3 MB
-# A JSON value takes up to 100 bytes in memory; those rows have some 200,000 values, a fifth of this limit.
+MAX_BYTES: Final = 1 << 25  # limit on one reply; 1,024 prompt rows with 20 alternatives take about 3 MB
+# A reply of n bytes may have n / 32 JSON values, each of which takes up to 100 bytes in memory. The 1,024
+# rows # above have about 200,000 values, a fifth of the limit at `MAX_BYTES`.
 BYTES_PER_VALUE: Final = 32
 MIN_VALUES: Final = 1 << 16
-# Each JSON value has one of these before or after it; a line break ends an event of a stream.
+# Each JSON value has one of these bytes before or after it; a line break ends an event in a stream.
 SEPARATORS: Final = (b"[", b"{", b",", b"\n", b"\r")
 MESSAGE_CHARS: Final = 300
 MIN_PARSE_S: Final = 0.1
@@ -35,13 +37,13 @@ class Endpoint:
     """An OpenAI-compatible server.
 
     Args:
-        url: http:// or https://, with or without `/v1`.
-        api_key: sent as a bearer token; no message contains it.
-        timeout_s: seconds for one request, including waits for a busy server.
-        max_bytes: maximum size of one reply.
+        url: http:// or https:// URL, with or without `/v1`.
+        api_key: key that is sent as a bearer token; it does not appear in messages.
+        timeout_s: timeout for one request in seconds, including waits for a busy server.
+        max_bytes: maximum size of one reply, in bytes.
 
     Raises:
-        ParameterError: a value that cannot be used.
+        ParameterError: a value is invalid.
     """
 
     url: str
@@ -73,7 +75,7 @@ class Refusal:
 
     @property
     def is_failure(self) -> bool:
-        """True if the server failed (5xx) rather than refused."""
+        """True if the server failed (5xx) instead of rejecting the request."""
         return self.status >= 500
 
     def __str__(self) -> str:
@@ -82,7 +84,7 @@ class Refusal:
 
 @final
 class Connection(HttpClient):
-    """Requests to one endpoint, within one event loop; errors as `HttpClient`."""
+    """Sends requests to one endpoint, within one event loop; raises the errors of `HttpClient`."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         super().__init__(endpoint.url, endpoint.api_key, endpoint.timeout_s)
@@ -96,7 +98,9 @@ class Connection(HttpClient):
         await self.close()
 
     async def send(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Return the JSON of a reply (of a stream, the list of its events), or a `Refusal`; None: GET.
+        """Send a request, and return the reply's JSON, the list of a stream's events, or a `Refusal`.
+
+        The request is a GET if `body` is None, otherwise a POST.
 
         Raises:
             ParameterError: the server rejects the key.
@@ -109,7 +113,7 @@ class Connection(HttpClient):
         since = time.monotonic()
         reply = await self.exchange(method, path, content, self._endpoint.max_bytes)
         left_s = max(timeout_s - (time.monotonic() - since), MIN_PARSE_S)
-        try:  # in a thread: a large reply takes seconds, and other exchanges have time limits, too
+        try:  # parse in a thread: a large reply takes seconds, during which other exchanges may time out
             return await asyncio.wait_for(asyncio.to_thread(self._parse, reply, what), left_s)
         except TimeoutError as error:
             message = f"{what}: the reply is not parsed within {timeout_s:g} s; raise timeout_s"
@@ -135,7 +139,7 @@ class Connection(HttpClient):
             raise ServerError(message) from error
 
     def _events(self, data: bytes, what: str) -> list[Any]:
-        """Parse the server-sent events of a stream, up to `[DONE]`."""
+        """Parse the server-sent events in a stream, up to `[DONE]`."""
         events = []
         for line in data.splitlines():
             if not line.startswith(b"data:"):
@@ -150,14 +154,14 @@ class Connection(HttpClient):
         return events
 
     def _printable(self, text: str, max_chars: int = MESSAGE_CHARS) -> str:
-        """Return a server's message on one line, with the key removed."""
+        """Return a server's message on one line, shortened and without the API key."""
         if self._endpoint.api_key:
             text = text.replace(self._endpoint.api_key, "…")
         return printable(text, max_chars)
 
 
 def _message_of(data: bytes) -> str:
-    """Return the message of an error body in OpenAI's or a similar schema, or else its text."""
+    """Return the message in an error body of OpenAI's or a similar schema, otherwise the whole body."""
     text = data.decode("utf-8", "replace")
     try:
         value = json.loads(text)

@@ -1,7 +1,8 @@
-"""Try fields of OpenAI's API, whole and streamed: answered, refused, or accepted with 200 and ignored.
+"""Try the fields of OpenAI's API, with and without streaming: are they applied, refused, or silently ignored?
 
-A field is answered if the reply shows its effect, if necessary by the exact rows: if every token drawn at
-temperature 2 is the most likely one, `top_p: 0.01` was applied, since this is unlikely by chance.
+A field counts as answered if the reply shows its effect. The exact rows help to see it: if every token
+sampled at temperature 2 is the most likely one, then `top_p: 0.01` was applied, since this is unlikely by
+chance.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ if TYPE_CHECKING:
     from logprobe.analysis.measures import Floats
 
 How: TypeAlias = Literal["whole", "stream"]
-CHANCE: Final = 0.02  # probability of the same tokens without the field, above which they prove nothing
-MAX_AT_ONCE: Final = 4
-NEAR: Final = 0.05  # nats between two tokens, below which rounding may choose either
+CHANCE: Final = 0.02  # tokens prove nothing if they are at least this likely without the field
+MAX_AT_ONCE: Final = 4  # concurrent requests
+NEAR: Final = 0.05  # nats; if two tokens differ by less, rounding decides which is the more likely one
 TEXT: Final = "Once upon a time there was a small village by the sea, where"
 REPEATS: Final = "the cat the cat the cat the cat the cat the"
 HOT: Final = {"temperature": 2.0, "seed": 5}
@@ -46,25 +47,26 @@ COLD: Final = {"temperature": 0}
 
 @dataclass(slots=True)
 class Seen:
-    """The reply of a trial, with what shows the effect of its field."""
+    """The reply to a trial, with the data that shows the effect of the trial's field."""
 
     params: Mapping[str, Any]
     reply: Reply
     ids: tuple[int, ...]
-    rows: Floats | None  # (T, V) our rows of the generated tokens, nats; None where they say nothing
-    near: float
+    # (T, V) exact log-probabilities at the generated tokens, nats; None if they prove nothing.
+    rows: Floats | None
+    near: float  # nats; logprobs that differ by less count as equal
 
     def own(self, rows: Floats) -> Floats:
-        """Return the numbers of the generated tokens, (T,) nats."""
+        """Return the log-probabilities that `rows`, (T, V) nats, give the generated tokens, (T,) nats."""
         return rows[np.arange(len(self.ids)), list(self.ids)]
 
     def are_best(self, rows: Floats) -> bool:
-        """Return whether each token is the most likely one of rows."""
+        """Return True if each generated token is the most likely one in its row of `rows`, (T, V) nats."""
         return bool(np.all(rows.max(axis=1) - self.own(rows) <= self.near))
 
 
 def _is_greedy(seen: Seen) -> bool | None:
-    """Return whether every token is the most likely one; None if that is likely by chance."""
+    """Return True if every generated token is the most likely one; None if this is likely by chance."""
     if seen.rows is None:
         return None
     is_likely = float(np.exp(seen.rows.max(axis=1).sum())) >= CHANCE
@@ -72,7 +74,10 @@ def _is_greedy(seen: Seen) -> bool | None:
 
 
 def _is_within(seen: Seen) -> bool | None:
-    """Return whether truncation keeps every token, before or after the temperature; None if undecidable."""
+    """Return True if the requested truncation, before or after the temperature, keeps every generated token.
+
+    Returns None if this is undecidable.
+    """
     if seen.rows is None:
         return None
     asked = Shaping.of(seen.params)
@@ -88,7 +93,7 @@ def _is_within(seen: Seen) -> bool | None:
 
 
 def _is_penalised(seen: Seen) -> bool | None:
-    """Return whether each greedy token is the most likely one only after penalties; None if undecidable."""
+    """Return True if the greedy tokens are the most likely ones only after penalties; None if undecidable."""
     if seen.rows is None:
         return None
     after = changed_logits(seen.rows, seen.params, seen.ids)["penalised"]
@@ -107,7 +112,11 @@ def _has_alternatives(seen: Seen) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One field: its value, the other parameters, and the test of its effect (None: undecidable)."""
+    """A request that tries one field, and the test for the field's effect.
+
+    `params` has the field and `beside` the other parameters. `is_heard` returns None if the reply does not
+    show whether the field was applied.
+    """
 
     name: str
     params: Mapping[str, Any]
@@ -118,7 +127,7 @@ class Trial:
     hows: tuple[How, ...] = ("whole", "stream")
 
     def ask(self, form: str, how: How = "whole") -> Ask:
-        """Return the request, in a form."""
+        """Return the request of this trial as a completion or a chat (`form`), whole or streamed (`how`)."""
         params = {**self.beside, **self.params}
         is_stream = how == "stream"
         return Ask(
@@ -132,7 +141,11 @@ class Trial:
 
 
 def trials(form: str, bias_id: int, bias_text: str, stop: str | None) -> list[Trial]:
-    """Return all trials of a form; `stop` is a word of the greedy text."""
+    """Return all trials for completions or chats (`form`).
+
+    `bias_id` and `bias_text` are the token for the trial of `logit_bias`, and `stop` is a word of the greedy
+    completion, if known.
+    """
 
     def is_biased(seen: Seen) -> bool:
         ids = seen.reply.completion_ids
@@ -166,16 +179,16 @@ def trials(form: str, bias_id: int, bias_text: str, stop: str | None) -> list[Tr
 
 @dataclass(slots=True)
 class Fields:
-    """The trials of one server."""
+    """Tries all fields on one server."""
 
     session: Session
     comparison: Comparison
-    is_known: bool  # the server runs the model that our rows are of
+    is_known: bool  # True if the server runs the model that the exact rows come from
     ignored: list[Evidence] = field(default_factory=list)
     slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_AT_ONCE))
 
     async def run(self) -> list[FieldAnswer]:
-        """Try every field in every route, whole and streamed."""
+        """Try every field on every route that the server answers, with and without streaming."""
         answers = []
         for form in ("completions", "chat"):
             if form in self.session.without_rows:
@@ -203,7 +216,7 @@ class Fields:
         return trials(form, bias_id, tokens.show(bias_id).strip(), words[0] if words else None)
 
     async def _answer(self, form: str, trial: Trial, how: How) -> FieldAnswer:
-        """Send a request with a field, and return the result."""
+        """Send the request of one trial, and return the result."""
         name, ask = f"{form}.{trial.name}", trial.ask(form, how)
         reply = await self._try(ask)
         if not isinstance(reply, Reply):
@@ -227,7 +240,7 @@ class Fields:
         return FieldAnswer(field=name, form=how, answer="answered", detail=detail)
 
     async def _try(self, ask: Ask) -> Reply | Refusal | ServerError:
-        """Return a reply, a refusal, or the error of reading it."""
+        """Send a request, and return the reply, the refusal, or the error if the reply cannot be read."""
         try:
             async with self.slots:
                 return await self.session.ask(ask)

@@ -1,7 +1,7 @@
-"""Fit reported numbers to a distribution, measure their errors, and find the cause if none fits.
+"""Find the distribution that reported logprobs fit best, measure errors, and find the cause if none fits.
 
-The rows of all replies to one ask (`Group`) become a `Fitted`: each number with its value in the distribution
-that fits best. `judge` and `check_alternatives` add findings.
+The replies to requests that differ only in the prompt (`Group`s) become a `Fitted`: each reported logprob
+with its exact value in the distribution that fits best. `judge` and `check_alternatives` add findings.
 """
 
 from __future__ import annotations
@@ -28,70 +28,73 @@ if TYPE_CHECKING:
     from logprobe.analysis.auditing.tokens import Tokens
     from logprobe.analysis.measures import Floats
 
-CAP: Final = 3.0  # nats: maximum that one number counts against a distribution
-IMPOSSIBLE: Final = -9000.0  # servers write -9999 for a probability of zero
-UNLIKELY: Final = -80.0  # nats: a float32 softmax ends about there
-BETTER: Final = 5.0  # a cause must explain numbers this many times better than the requested distribution
-SYSTEMATIC: Final = 0.2  # share of wrong numbers from which a common cause is searched
-TAIL: Final = 0.9  # second quantile to check: a constant per row fits the median of any numbers
-SAME_FACTOR: Final = 0.01  # relative difference of two equal factors
-MIN_NUMBERS: Final = 20  # different numbers that show a rounding
-TIE: Final = 1e-6  # nats
-MAX_SEARCHED: Final = 16  # numbers used to search for an unknown temperature
+CAP: Final = 3.0  # nats; maximum error that one logprob counts against a distribution
+IMPOSSIBLE: Final = -9000.0  # nats; servers write -9999 for a probability of zero
+UNLIKELY: Final = -80.0  # nats; a float32 softmax underflows below about this value
+BETTER: Final = 5.0  # a cause must explain logprobs this many times better than the requested distribution
+SYSTEMATIC: Final = 0.2  # share of wrong logprobs above which a common cause is searched for
+TAIL: Final = 0.9  # second quantile to check, because a constant per row fits the median of any logprobs
+SAME_FACTOR: Final = 0.01  # two factors with a smaller relative difference are equal
+MIN_NUMBERS: Final = 20  # number of different logprobs needed to detect rounding
+TIE: Final = 1e-6  # nats; two logprobs with a smaller difference are equal
+MAX_SEARCHED: Final = 16  # number of logprobs used to search for an unknown temperature
 
 
 @dataclass(slots=True)
 class Fitted:
-    """All numbers of one ask with the distribution that fits them best; (N,) arrays."""
+    """N logprobs reported for requests that differ only in the prompt, and the best-fitting distribution.
+
+    All arrays are (N,), and logprobs are in nats.
+    """
 
     name: str
     tokens: Tokens
     places: list[tuple[Group, Place]]
-    theirs: Floats  # nats, -inf where a server says impossible
-    ours: Floats
-    raw: Floats
+    theirs: Floats  # reported by the server; -inf if reported as impossible
+    ours: Floats  # exact value in the best-fitting distribution
+    raw: Floats  # exact value in the model's raw distribution
     ids: NDArray[np.int64]
-    is_chosen: NDArray[np.bool_]
-    rounding: str | None  # precision that the numbers are rounded to
+    is_chosen: NDArray[np.bool_]  # False for an alternative
+    rounding: str | None  # precision to which the server's logprobs are rounded, if coarser than float32
 
     @property
     def ask(self) -> Ask:
-        """The ask; equal for all groups except for the prompt."""
+        """The request; all groups have the same request apart from the prompt."""
         return self.places[0][0].ask
 
     @property
     def label(self) -> str:
-        """The ask, and the kind of the rows."""
+        """Description of the request and of the rows (prompt or completion), for reports."""
         return f"{self.ask.label} ({self.ask.where} rows)"
 
     @property
     def errors(self) -> Floats:
-        """Distances from the distribution, nats."""
+        """Distance of each reported logprob from the exact one, in nats."""
         return distance(self.theirs, self.ours)
 
     @property
     def allowance(self) -> Floats:
-        """Nats that rounding explains."""
+        """The part of each error that rounding may explain, in nats."""
         return allowance_of(self.rounding, self.theirs)
 
     def is_off(self, max_nats: float) -> NDArray[np.bool_]:
-        """Return which numbers are further off than rounding explains."""
+        """Return a mask of the logprobs whose error exceeds `max_nats` plus what rounding explains."""
         return np.asarray(self.errors > max_nats + self.allowance)
 
     def by_row(self) -> list[NDArray[np.int64]]:
-        """Return the indices of the numbers of each row."""
+        """Return, for each row of a reply, the indices of its logprobs."""
         starts = [at for at in range(1, len(self.places)) if self.places[at][1] is not self.places[at - 1][1]]
         return np.split(np.arange(len(self.places)), starts)
 
     def evidence(self, member: NDArray[np.bool_]) -> list[Evidence]:
-        """Return evidence of the five worst of some numbers."""
+        """Return evidence for the five largest errors among the logprobs in the mask `member`."""
         chosen = np.flatnonzero(member)
         return [
             self.evidence_at(index) for index in chosen[np.argsort(-self.errors[chosen], kind="stable")][:5]
         ]
 
     def evidence_at(self, index: int | np.integer[Any], note: str = "") -> Evidence:
-        """Return one number as evidence."""
+        """Return the logprob at `index` as evidence."""
         group, place = self.places[index]
         token = self.tokens.show(int(self.ids[index]))
         theirs, ours = finite(self.theirs[index]), finite(self.ours[index])
@@ -99,17 +102,17 @@ class Fitted:
 
 
 def finite(value: float) -> float | None:
-    """Return a finite number, or None."""
+    """Return `value` as a float, or None if it is not finite."""
     return float(value) if math.isfinite(value) else None
 
 
 def is_impossible(theirs: Floats) -> NDArray[np.bool_]:
-    """Return which numbers say that a token is impossible."""
+    """Return a mask of the reported logprobs that say that a token is impossible."""
     return np.asarray((theirs <= IMPOSSIBLE) | ~np.isfinite(theirs))
 
 
 def distance(theirs: Floats, ours: Floats) -> Floats:
-    """Return |theirs - ours|; 0 if both are impossible, at least `CAP` if one is."""
+    """Return |theirs - ours| in nats; 0 if both are impossible, at least `CAP` if only one is."""
     never = ~np.isfinite(ours)
     with np.errstate(invalid="ignore"):
         plain = np.abs(theirs - ours)
@@ -121,7 +124,10 @@ def distance(theirs: Floats, ours: Floats) -> Floats:
 
 
 def fit(groups: Sequence[Group], tokens: Tokens) -> Fitted | None:
-    """Return the distribution that the numbers of one ask are nearest to, the simplest of equal ones."""
+    """Find the distribution that the logprobs in `groups` fit best, the simplest one if several fit equally.
+
+    Returns None if no logprob can be assigned to a token.
+    """
     entries = [
         (group, place, ids, -np.inf if number is None else number, is_chosen)
         for group in groups
@@ -159,7 +165,7 @@ def fit(groups: Sequence[Group], tokens: Tokens) -> Fitted | None:
 
 
 def errors_of(fitted: Fitted) -> list[Errors]:
-    """Return the errors of chosen tokens and of alternatives."""
+    """Summarize the errors of the chosen tokens and of the alternatives, if there are any."""
     found = [_errors(fitted, fitted.is_chosen, "chosen"), _errors(fitted, ~fitted.is_chosen, "alternatives")]
     return [errors for errors in found if errors is not None]
 
@@ -189,7 +195,7 @@ def _errors(
 
 
 def _flips(fitted: Fitted, row: NDArray[np.int64]) -> Iterator[float]:
-    """Yield the exact gap, nats, of each pair of alternatives that is reported in the wrong order."""
+    """Yield the exact difference, in nats, for each pair of alternatives reported in the wrong order."""
     for a, b in combinations(row, 2):
         ours, theirs = fitted.ours[a] - fitted.ours[b], fitted.theirs[a] - fitted.theirs[b]
         if ours * theirs < 0 and abs(ours) > TIE:
@@ -197,10 +203,10 @@ def _flips(fitted: Fitted, row: NDArray[np.int64]) -> Iterator[float]:
 
 
 def _kl(fitted: Fitted, row: NDArray[np.int64]) -> float:
-    """Return the KL divergence of theirs from ours over the alternatives, other tokens lumped; nats."""
+    """Return KL(ours ‖ theirs) in nats over the reported tokens, with all other tokens lumped into one."""
     one_each = row[np.unique(fitted.ids[row], return_index=True)[1]]
     ours, theirs = measures.lumped(fitted.ours[one_each]), measures.lumped(fitted.theirs[one_each])
-    # Probabilities that sum to more than 1 leave no mass for the other tokens.
+    # If the probabilities sum to more than 1, nothing is left for the other tokens.
     return max(float(measures.kl_divergence(ours, np.maximum(theirs, math.log(1e-12)))), 0.0)
 
 
@@ -208,7 +214,7 @@ def _kl(fitted: Fitted, row: NDArray[np.int64]) -> float:
 
 
 def filled_in(fitted: Fitted, max_nats: float) -> NDArray[np.bool_]:
-    """Return which numbers were not computed: exact zeros, floors, and one value repeated."""
+    """Return a mask of the wrong logprobs that were not computed: zeros, floors, or one repeated value."""
     off = fitted.is_off(max_nats)
     is_floor = is_impossible(fitted.theirs) & (fitted.ours > UNLIKELY)
     filled = off & ((fitted.theirs == 0) | is_floor)
@@ -222,7 +228,7 @@ def filled_in(fitted: Fitted, max_nats: float) -> NDArray[np.bool_]:
 
 
 def rounding_of(numbers: Floats) -> str | None:
-    """Return the precision of the numbers if coarser than float32: decimals or a narrower float."""
+    """Return the precision of logprobs ("2 decimals", "bfloat16", ...), or None if it is float32."""
     values = np.unique(numbers[~is_impossible(numbers) & (numbers != 0)])
     if len(values) < MIN_NUMBERS:
         return None
@@ -235,7 +241,7 @@ def rounding_of(numbers: Floats) -> str | None:
 
 
 def allowance_of(rounding: str | None, numbers: Floats) -> Floats:
-    """Return the maximum change of each number by rounding or truncation, nats."""
+    """Return by how much rounding or truncation may have changed each logprob at most, in nats."""
     size = np.abs(np.where(is_impossible(numbers), 0.0, numbers))
     if rounding is None:
         return np.zeros(len(numbers))
@@ -251,17 +257,17 @@ def allowance_of(rounding: str | None, numbers: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """An explanation of numbers that fit no requested distribution."""
+    """An explanation for logprobs that do not fit the requested distribution."""
 
     kind: str
     distribution: str
     correction: str
-    explained: Floats  # (N,) numbers that it predicts, NaN where it predicts none
+    explained: Floats  # (N,) reported values that the cause predicts; NaN where it predicts none
     detail: str = ""
 
 
 def cause_of(fitted: Fitted, filled: NDArray[np.bool_], max_nats: float) -> Cause | None:
-    """Return the first cause that explains the numbers far better than any requested distribution."""
+    """Return the first cause that explains the logprobs far better than the requested distribution."""
     used = ~filled & np.isfinite(fitted.ours) & ~is_impossible(fitted.theirs)
     is_off = fitted.is_off(max_nats)[used]
     if used.sum() < 3 or is_off.mean() < SYSTEMATIC or float(np.median(fitted.errors[used])) <= max_nats:
@@ -315,7 +321,7 @@ def _causes(fitted: Fitted, used: NDArray[np.bool_]) -> Iterator[Cause]:
 
 
 def _shifts(fitted: Fitted) -> Iterator[Cause]:
-    """Yield the causes that take a neighbouring token's number, or read a neighbouring row."""
+    """Yield the causes in which tokens have a neighbour's logprob, or one from a neighbouring row."""
     for by in (1, -1):
         for is_row in (False, True):
             moved = np.full(len(fitted.theirs), np.nan)
@@ -327,7 +333,10 @@ def _shifts(fitted: Fitted) -> Iterator[Cause]:
 
 
 def _temperature_by_rows(fitted: Fitted, rows: Sequence[NDArray[np.int64]]) -> float | None:
-    """Return the temperature from differences within rows: the median ratio, weighted by their size."""
+    """Estimate a temperature from the differences between logprobs within rows.
+
+    The estimate is the median ratio of reported to exact differences, weighted by the exact differences.
+    """
     ours = np.concatenate([fitted.raw[row] - fitted.raw[row].mean() for row in rows])
     theirs = np.concatenate([fitted.theirs[row] - fitted.theirs[row].mean() for row in rows])
     given = np.abs(ours) > TIE
@@ -341,7 +350,7 @@ def _temperature_by_rows(fitted: Fitted, rows: Sequence[NDArray[np.int64]]) -> f
 
 
 def _temperature_by_numbers(fitted: Fitted, used: NDArray[np.bool_]) -> float:
-    """Return the temperature that fits best where each row has one number."""
+    """Return the temperature that fits best if each row has only one logprob."""
     indices = np.flatnonzero(used)
     indices = indices[:: max(len(indices) // MAX_SEARCHED, 1)][:MAX_SEARCHED]
     rows = np.array([fitted.places[index][0].rows[fitted.places[index][1].t] for index in indices])
@@ -352,7 +361,7 @@ def _temperature_by_numbers(fitted: Fitted, used: NDArray[np.bool_]) -> float:
 
 
 def judge(fitted: Fitted, findings: Findings, max_nats: float) -> None:
-    """Add the faults of one ask's numbers; if a cause explains them, adopt its distribution."""
+    """Add faults for the logprobs in `fitted`; if a cause explains them, set `fitted.name` accordingly."""
 
     def add(kind: str, member: NDArray[np.bool_], detail: str = "", correction: str | None = None) -> None:
         if member.any():
@@ -367,7 +376,7 @@ def judge(fitted: Fitted, findings: Findings, max_nats: float) -> None:
             )
 
     if fitted.rounding is not None:
-        worst = float(fitted.allowance.max()) / 2  # rounding changes half as much as truncation at most
+        worst = float(fitted.allowance.max()) / 2  # rounding changes at most half as much as truncation
         findings.add(
             "rounded",
             fitted.rounding,
@@ -397,10 +406,13 @@ def judge(fitted: Fitted, findings: Findings, max_nats: float) -> None:
 
 
 def check_alternatives(fitted: Fitted, findings: Findings, max_nats: float) -> None:
-    """Check that raw or tempered rows have as many alternatives as requested, and the most likely ones."""
+    """Check that each row has as many alternatives as requested, and that they are the most likely tokens.
+
+    Rows after truncation, masks or penalties are not checked.
+    """
     if {*fitted.name.split("+")} & {"kept", "renormalised", "masked", "penalised", "none"}:
         return
-    if float(np.median(fitted.errors - fitted.allowance)) > max_nats:  # probably of another model
+    if float(np.median(fitted.errors - fitted.allowance)) > max_nats:  # probably another model's rows
         return
     tokens = fitted.tokens
     for first, *_ in fitted.by_row():
@@ -410,7 +422,7 @@ def check_alternatives(fitted: Fitted, findings: Findings, max_nats: float) -> N
             continue
         row = group.rows[place.t]
         best = [int(one) for one in np.argsort(-row, kind="stable")[: group.ask.num_top]]
-        # Two tokens of one text are one key of a map.
+        # Two tokens with the same text are one key in a map of texts.
         expected = len({tokens.vocabulary.token_text(one) if place.is_map else one for one in best})
         if len(listed) < expected:
             extent = f"{len(listed)} of {expected}"
@@ -422,7 +434,7 @@ def check_alternatives(fitted: Fitted, findings: Findings, max_nats: float) -> N
         chosen = group.ids[place.t]
         lowest = min((row[one] for one in known if one != chosen), default=row[chosen])
         left_out = [one for one in best if one not in known and row[one] > lowest + 2 * max_nats]
-        if place.is_map:  # a token that no text names is no key of a map of texts
+        if place.is_map:  # a token that no text identifies has no key in a map of texts
             left_out = [one for one in left_out if tokens.is_whole(one)]
         if left_out:
             evidence = fitted.evidence_at(first, f"{tokens.show(left_out[0])!r} is left out")

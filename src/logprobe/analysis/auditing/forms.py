@@ -1,6 +1,6 @@
 """Requests and replies of OpenAI's completions and chats, with vLLM's prompt rows and llama.cpp's token ids.
 
-An `Ask` becomes a body, and the JSON of a reply a `Reply` of rows. JSON of another shape is a `ServerError`.
+An `Ask` is converted to the body of a request, and the JSON of a reply to a `Reply` with rows.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ FORMS: Final[dict[str, str]] = {
     "chat": "/v1/chat/completions",
     "chat prompt_logprobs": "/v1/chat/completions",
 }
-"""Form of a request → route."""
+"""Route of each form of request."""
 PROMPT_FORMS: Final = ("echo", "prompt_logprobs")
 CHAT_FORMS: Final = ("chat", "chat prompt_logprobs")
-ID_PREFIX: Final = "token_id:"  # of vLLM's `return_tokens_as_token_ids`
+ID_PREFIX: Final = "token_id:"  # written before ids with vLLM's `return_tokens_as_token_ids`
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A token with its logprob in nats; None where that is null or infinite."""
+    """A token with its logprob in nats, which is None if the server reports null or an infinite value."""
 
     logprob: float | None
     token_id: int | None = None
@@ -45,13 +45,16 @@ class Entry:
 
     @property
     def key(self) -> tuple[int | None, str | None, bytes | None]:
-        """Identity of the token as the server reports it."""
+        """The token as the server reports it, for comparisons between replies."""
         return self.token_id, self.text, self.data
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One position; `is_map`: the alternatives hold the chosen token, however unlikely it is."""
+    """The tokens that a server reports at one position.
+
+    If `is_map` is True, the alternatives come from a map by text that always includes the chosen token.
+    """
 
     chosen: Entry | None
     alternatives: tuple[Entry, ...] | None = None
@@ -60,7 +63,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request: a prompt in a form, and sampling parameters by OpenAI's names."""
+    """One request: a form from `FORMS`, a prompt, and sampling parameters under OpenAI's names."""
 
     form: str
     prompt: str | tuple[int, ...] | tuple[Mapping[str, str], ...]
@@ -68,7 +71,7 @@ class Ask:
     num_top: int = 5
     params: Mapping[str, Any] = field(default_factory=dict)
     stream: bool = False
-    is_plain: bool = False  # without the fields that request token ids, which may change the reply
+    is_plain: bool = False  # leave out the fields that request token ids, which may change the reply
 
     @property
     def label(self) -> str:
@@ -83,12 +86,12 @@ class Ask:
 
     @property
     def wants_prompt(self) -> bool:
-        """True for a form whose reply has rows of the prompt."""
+        """True if the reply to this form has rows of the prompt."""
         return self.form in PROMPT_FORMS or self.form == "chat prompt_logprobs"
 
     @property
     def ids(self) -> tuple[int, ...] | None:
-        """The prompt as token ids, or None."""
+        """The prompt's token ids, or None if the prompt is not given as ids."""
         return tuple(one for one in self.prompt if isinstance(one, int)) or None
 
     @property
@@ -98,7 +101,7 @@ class Ask:
 
     @property
     def shown(self) -> str:
-        """The prompt, shortened, for reports."""
+        """The prompt, shortened for reports."""
         if isinstance(self.prompt, str):
             return printable(self.prompt, 60)
         if self.ids is not None:
@@ -106,23 +109,23 @@ class Ask:
         return printable(" / ".join(message["content"] for message in self.messages), 60)
 
     def as_chat(self) -> Ask:
-        """Return the same ask with the text as a user's message, if its form is a chat's."""
+        """Return this request with its text as a user message if the form is a chat, otherwise unchanged."""
         return (
             replace(self, prompt=({"role": "user", "content": str(self.prompt)},)) if self.is_chat else self
         )
 
     @property
     def where(self) -> Where:
-        """The rows of its reply that are compared."""
+        """The rows in the reply that are compared: those of the prompt or of the completion."""
         return "prompt" if self.wants_prompt else "completion"
 
     def evidence(self, position: int | None = None, *, where: Where | None = None, **values: Any) -> Evidence:
-        """Return evidence from a reply to this ask."""
+        """Return evidence from a reply to this request."""
         where = where or self.where
         return Evidence(ask=self.label, prompt=self.shown, position=position, where=where, **values)
 
     def body(self, extras: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the JSON body, with extra fields."""
+        """Return the JSON body of the request, with `extras` as further fields."""
         body: dict[str, Any] = {"max_tokens": self.max_tokens}
         if self.is_chat:
             body |= {"messages": self.messages, "logprobs": True, "top_logprobs": self.num_top}
@@ -140,7 +143,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """A reply; None means absent."""
+    """A parsed reply; a field is None if the server did not send it."""
 
     text: str = ""
     prompt: tuple[Row | None, ...] | None = None
@@ -154,10 +157,10 @@ class Reply:
 
 
 def read(value: Any, ask: Ask, what: str) -> Reply | Refusal:
-    """Parse the JSON of a reply.
+    """Parse the JSON of a reply; `what` names the request in errors.
 
     Raises:
-        ServerError: it has another shape than OpenAI's.
+        ServerError: the JSON does not match OpenAI's schema.
     """
     if isinstance(value, Refusal):
         return value
@@ -201,7 +204,7 @@ class _Token(msgspec.Struct):
 
 
 class _Logprobs(msgspec.Struct):
-    content: list[_Token] | None = None  # of chats; llama.cpp's completions have it, too
+    content: list[_Token] | None = None  # in chats, and in llama.cpp's completions
     tokens: list[str] | None = None
     token_logprobs: list[float | None] | None = None
     top_logprobs: list[dict[str, float | None] | None] | None = None
@@ -234,7 +237,7 @@ class _Choice(msgspec.Struct):
     index: int | None = None
     text: str | None = None
     message: _Message | None = None
-    delta: _Message | None = None  # of a stream
+    delta: _Message | None = None  # in streams
     logprobs: _Logprobs | None = None
     token_ids: list[_Id] | None = None
     prompt_token_ids: list[_Id] | None = None
@@ -247,7 +250,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    choices: list[_Choice] | None = None  # an event of a stream may have none
+    choices: list[_Choice] | None = None  # absent from some events in a stream
     usage: _Usage | None = None
     prompt_token_ids: list[_Id] | None = None
     prompt_logprobs: _PromptRows | None = None
@@ -283,7 +286,7 @@ def _text_entry(text: str | None, logprob: float | None) -> Entry:
 
 
 def _joined(parts: list[Reply]) -> Reply:
-    """Return the whole reply that the events of a stream amount to."""
+    """Join the parts of a reply, such as the events in a stream, to one reply."""
 
     def last(name: str) -> Any:
         return next((value for part in parts[::-1] if (value := getattr(part, name)) is not None), None)
@@ -306,7 +309,10 @@ def _joined(parts: list[Reply]) -> Reply:
 
 
 def _split_echo(reply: Reply, max_tokens: int) -> Reply:
-    """Move the rows of an echoed prompt to `prompt`; some servers count one token too many."""
+    """Move the rows of an echoed prompt from `completion` to `prompt`.
+
+    The number of generated tokens is at most `max_tokens`, because some servers count one token too many.
+    """
     if reply.completion is None:
         return reply
     rows, counted = reply.completion, reply.num_completion_tokens
@@ -319,7 +325,10 @@ def _split_echo(reply: Reply, max_tokens: int) -> Reply:
 
 
 def _prompt_rows(listed: _PromptRows, ids: list[int] | None) -> tuple[Row | None, ...]:
-    """Read vLLM's maps of ids, whose first is the prompt's token, or this library's list of objects."""
+    """Convert prompt rows: vLLM's maps by token id, or this library's list of objects.
+
+    The first key in each of vLLM's maps is the prompt's token.
+    """
     rows: list[Row | None] = []
     for index, item in enumerate(listed):
         if item is None:

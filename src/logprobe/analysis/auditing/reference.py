@@ -1,4 +1,4 @@
-"""Reference rows, computed by our engine."""
+"""Exact next-token distributions ("rows") that an audit compares with a server's, computed by our engine."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ POSITIONS_A_CALL: Final = 128
 
 @final
 class Reference:
-    """Full raw rows of one model, nats, with an LRU cache."""
+    """Computes raw whole-vocabulary rows with one model, and keeps them in an LRU cache."""
 
     def __init__(self, llm: Scorer) -> None:
         self._llm = llm
         self._rows: LRUCache[tuple[tuple[int, ...], int], NDArray[np.float32]] = LRUCache(
             MAX_KEPT_BYTES, getsizeof=lambda rows: rows.nbytes
         )
-        self.info: dict[str, Any] = {}  # of the model, as `LogprobsInfo` has it
+        self.info: dict[str, Any] = {}  # facts about the model, from `LogprobsInfo`
 
     def rows(self, ids: Sequence[int], start: int) -> NDArray[np.float32]:
-        """Return the distributions that predict ids[start:], (T - start, V) nats; `start` is at least 1."""
+        """Return the log-probabilities that predict ids[start:], (T - start, V) nats, for `start` >= 1."""
         key = (tuple(ids), start)
         if key in self._rows:
             return self._rows[key]
@@ -48,11 +48,11 @@ class Reference:
             if not self.info and score.record.info is not None:
                 self.info = json.loads(json.dumps(score.record.info.to_dict()))
         rows = np.concatenate(parts)
-        with suppress(ValueError):  # larger than the cache
+        with suppress(ValueError):  # the rows are larger than the cache
             self._rows[key] = rows
         return rows
 
     def chosen(self, ids: Sequence[int]) -> Floats:
-        """Return the logprobs of ids[1:], (T - 1,) nats."""
+        """Return the logprob of each token in ids[1:], given the tokens before it, (T - 1,) nats."""
         (score,) = self._llm.score([(list(ids[:1]), list(ids[1:]))])
         return np.array(score.token_logprobs, np.float64)

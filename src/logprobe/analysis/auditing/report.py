@@ -1,6 +1,6 @@
-"""Report of an audit: findings with evidence, measurements, and numbers for a later audit.
+"""Report of an audit: findings with evidence, measurements, and log-probabilities for a later audit.
 
-Plain, JSON-serializable data; nothing here sends requests or computes rows.
+The report is plain, JSON-serializable data. Nothing in this module sends requests or runs a model.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 VERSION: Final = 2
 MAX_EVIDENCE: Final = 5
-PLOT_FLOOR_NATS: Final = 1e-8  # equal numbers are drawn here on the logarithmic axis
-MAX_TEXT: Final = 80  # characters of a prompt, a token or a server's message
+PLOT_FLOOR_NATS: Final = 1e-8  # errors of 0 are drawn here on the logarithmic axis
+MAX_TEXT: Final = 80  # maximum number of characters of a prompt, a token or a server's message
 
 Area: TypeAlias = Literal["numbers", "conformance"]
 Where: TypeAlias = Literal["prompt", "completion"]
@@ -52,7 +52,7 @@ NUMBER_KINDS: Final[dict[str, str]] = {
     "changed-unasked": "{count} of {of} numbers changed up to {worst} nats though the weights did not",
     "does-not-fit": "{detail}",
 }
-"""Kinds of findings about wrong or missing numbers, or numbers of another prompt → title."""
+"""Title of each kind of finding about log-probabilities: wrong, missing, or computed for another prompt."""
 
 CONFORMANCE_KINDS: Final[dict[str, str]] = {
     "ids-repeated": "{count} rows list a token twice among the alternatives",
@@ -65,14 +65,18 @@ CONFORMANCE_KINDS: Final[dict[str, str]] = {
     "form": "{detail}",
     "left-out": "{detail}",
 }
-"""Kinds of findings about departures from OpenAI's API, whatever the numbers → title."""
+"""Title of each kind of finding about departures from OpenAI's API that do not affect log-probabilities."""
 
 KINDS: Final[dict[str, str]] = NUMBER_KINDS | CONFORMANCE_KINDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """One occurrence of a finding; numbers in nats, None if missing or impossible (-inf)."""
+    """One occurrence of a finding.
+
+    `theirs` and `ours` are the server's and the exact log-probability of a token, in nats; None if missing or
+    impossible (-inf). `ask` describes the request.
+    """
 
     ask: str
     prompt: str
@@ -86,7 +90,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One fault or note."""
+    """One fault or note about a server; `count` of the `of` rows, requests or tokens checked have it."""
 
     kind: str
     severity: Literal["fault", "note"]
@@ -99,12 +103,12 @@ class Finding:
 
     @property
     def area(self) -> Area:
-        """Verdict that the finding belongs to."""
+        """The verdict to which the finding belongs."""
         return "numbers" if self.kind in NUMBER_KINDS else "conformance"
 
 
 class Findings:
-    """Collects findings: one fault per kind with its worst evidence, and one note per kind and detail."""
+    """Collects findings: one fault per kind, with the worst evidence, and one note per kind and detail."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, str | None], Finding] = {}
@@ -121,7 +125,10 @@ class Findings:
         of: int = 1,
         correction: str | None = None,
     ) -> None:
-        """Add a finding; one that was found before adds to its counts, and keeps its title and correction."""
+        """Add a finding, or merge it with an earlier one of the same kind (and detail, for a note).
+
+        Counts are added up, the worst evidence is kept, and the title and correction stay the earlier ones.
+        """
         key = kind, detail if is_note else None
         title = KINDS[kind].replace("{detail}", detail)
         new = Finding(kind=kind, severity="note" if is_note else "fault", title=title, count=0, of=0)
@@ -138,11 +145,11 @@ class Findings:
         )
 
     def has(self, *kinds: str) -> bool:
-        """Return whether there is a fault of one of these kinds."""
+        """Return True if a fault of one of these kinds was added."""
         return any((kind, None) in self._kept for kind in kinds)
 
     def listed(self) -> tuple[Finding, ...]:
-        """Return all findings: faults in numbers, then faults in conformance, then notes."""
+        """Return all findings in order: faults in log-probabilities, faults in conformance, then notes."""
         found = [replace(finding, title=_filled_title(finding)) for finding in self._kept.values()]
         return tuple(sorted(found, key=lambda one: (one.severity != "fault", one.area != "numbers")))
 
@@ -161,7 +168,12 @@ def _distance(evidence: Evidence) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """Errors of one ask's numbers against the distribution that fits them best; nats."""
+    """Errors, in nats, of the log-probabilities reported for one kind of request.
+
+    They are measured against the distribution that fits best. `ask` describes the request, `of` says which
+    tokens are counted, `rank_flips` counts pairs of alternatives in the wrong order, and `widest_flip` is the
+    largest exact difference within such a pair.
+    """
 
     ask: str
     of: Literal["chosen", "alternatives"]
@@ -177,7 +189,10 @@ class Errors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steadiness:
-    """Comparison of an ask under another circumstance with its first reply."""
+    """Comparison of a reply under another circumstance (cached, concurrent, ...) with what it should equal.
+
+    `worst` is the largest difference in nats, and `begins_at` the first row that differs.
+    """
 
     circumstance: str
     requests: int
@@ -198,7 +213,7 @@ class FieldAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRow:
-    """One number for a later audit to compare; None is impossible (-inf)."""
+    """The log-probability of one token, stored for a later audit; None if impossible (-inf)."""
 
     position: int
     token_id: int
@@ -208,7 +223,7 @@ class StoredRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPrompt:
-    """Stored numbers of one prompt."""
+    """The stored log-probabilities for one prompt."""
 
     ask: str
     where: Where
@@ -226,7 +241,7 @@ class AuditReport:
     model: str
     lora: str | None
     server: str | None  # name and version as the server states them
-    ours: dict[str, Any]  # of the model that computed the exact rows, as `LogprobsInfo` has it
+    ours: dict[str, Any]  # facts about the model that computed the exact rows, from `LogprobsInfo`
     max_nats: float
     asks: tuple[str, ...]
     requests: int
@@ -242,16 +257,18 @@ class AuditReport:
 
     @property
     def numbers(self) -> Literal["PASS", "FAIL"]:
-        """PASS if numbers were compared, errors are within `max_nats`, and numbers have no other fault."""
+        """PASS if log-probabilities were compared, are within `max_nats`, and have no other fault."""
         is_near = bool(self.errors) and self.worst_nats <= self.max_nats
         return "PASS" if is_near and not self.faults("numbers") else "FAIL"
 
     def faults(self, area: Area) -> tuple[Finding, ...]:
-        """Return the faults of one verdict, without notes."""
+        """Return the faults that belong to one verdict, without notes."""
         return tuple(one for one in self.findings if one.severity == "fault" and one.area == area)
 
     def plot(self, path: str | Path) -> None:
-        """Plot the endpoint's numbers of stored prompts against the exact ones (needs the extra `plot`).
+        """Plot the endpoint's log-probabilities of the stored prompts against the exact ones.
+
+        Requires the extra `plot`.
 
         Raises:
             ParameterError: matplotlib is not installed.
@@ -284,17 +301,17 @@ class AuditReport:
         figure.savefig(path, format="png")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as JSON-compatible values, with both verdicts."""
+        """Return all fields and both verdicts as JSON-compatible values."""
         values: dict[str, Any] = msgspec.to_builtins(self)
         conformance = [finding.kind for finding in self.faults("conformance")]
         return {"numbers": self.numbers, "conformance": conformance} | values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> AuditReport:
-        """Build a report from the values of `to_dict`.
+        """Build a report from the values that `to_dict` returned.
 
         Raises:
-            InputError: the values are not a report, or have another version.
+            InputError: the values are not a report, or the report has another version.
         """
         version = values.get("version") if isinstance(values, dict) else None
         if version != VERSION:

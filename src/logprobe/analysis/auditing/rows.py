@@ -1,7 +1,8 @@
-"""Match the rows of replies with tokens: find missing, repeated or shifted rows, and rows of other tokens.
+"""Match the rows in replies with tokens: find missing, repeated or shifted rows, and rows for other tokens.
 
-Token ids are those in the reply, those of the prompt, or those whose bytes make up the reply's text. Rows
-that cannot be matched with certainty are counted as unidentified, and their numbers are not compared.
+The token ids come from the reply or from the prompt; otherwise they are the ids whose bytes make up the
+reply's text. A row that cannot be matched with certainty is counted as unidentified, and its logprobs are not
+compared.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ if TYPE_CHECKING:
     from logprobe.analysis.auditing.report import Findings
     from logprobe.analysis.auditing.tokens import Tokens
 
-MAX_ROWS: Final = 4096  # read from one reply
-RIGHT: Final = 0.75  # share of rows that name their token, from which they count as aligned
-WRONG: Final = 0.5
+MAX_ROWS: Final = 4096  # maximum number of rows read from one reply
+RIGHT: Final = 0.75  # rows count as aligned if at least this share of them name the token at their position
+WRONG: Final = 0.5  # rows may be shifted if less than this share of them name the token at their position
 
 
 @dataclass(slots=True)
 class Alignment:
-    """Rows of a reply by the positions of their tokens."""
+    """The rows in a reply, matched with the positions of tokens."""
 
     ids: tuple[int, ...]
-    pairs: list[tuple[int, Row]] = field(default_factory=list)  # position, its row
+    pairs: list[tuple[int, Row]] = field(default_factory=list)  # position and its row
     missing: list[int] = field(default_factory=list)  # positions without a row
     repeated: list[int] = field(default_factory=list)  # positions with two rows
     shift: int = 0
-    num_unknown: int = 0  # rows that could be of several tokens, or of none
+    num_unknown: int = 0  # rows that match several positions, or none
 
 
 def align_prompt(rows: Sequence[Row | None], ids: tuple[int, ...], tokens: Tokens) -> Alignment:
-    """Match the rows of a prompt; its first token needs no row."""
+    """Match rows with the tokens of a prompt; the first token needs no row."""
     rows = rows[:MAX_ROWS]
     if len(rows) == len(ids) and _share(rows, ids, 0, tokens) < WRONG:
         for by in (1, -1):
@@ -54,7 +55,7 @@ def align_prompt(rows: Sequence[Row | None], ids: tuple[int, ...], tokens: Token
 
 
 def align_completion(reply: Reply, tokens: Tokens) -> Alignment:
-    """Match the rows of generated tokens, by ids if the reply has them, else by its text."""
+    """Match rows with generated tokens: by token ids if the reply has them, otherwise by the reply's text."""
     rows = (reply.completion or ())[:MAX_ROWS]
     if reply.completion_ids is None:
         return _by_text(rows, reply.text, tokens)
@@ -65,7 +66,7 @@ def align_completion(reply: Reply, tokens: Tokens) -> Alignment:
 
 
 def _share(rows: Sequence[Row | None], ids: Sequence[int], by: int, tokens: Tokens) -> float:
-    """Return the share of rows that fit the token `by` positions later."""
+    """Return the share of the rows that fit the token `by` positions after their own position."""
     within = [(at, row) for at, row in enumerate(rows, by) if row is not None and 0 <= at < len(ids)]
     return sum(_fits(row, ids[at], tokens) for at, row in within) / max(len(within), 1)
 
@@ -75,10 +76,10 @@ def _fits(row: Row, token_id: int, tokens: Tokens) -> bool:
 
 
 def _matched(rows: Sequence[Row | None], ids: tuple[int, ...], first: int, tokens: Tokens) -> Alignment:
-    """Match rows with ids[first:], in the order of both.
+    """Match rows with ids[first:], preserving the order of both.
 
-    Each row has an earliest and a latest position by the tokens that rows name; a row is identified where
-    both are the same.
+    The tokens that the rows name bound each row's position from below and above; a row is matched if the two
+    bounds coincide.
     """
     found, expected = Alignment(ids), ids[first:]
     kept: list[Row | None] = []
@@ -106,7 +107,10 @@ def _matched(rows: Sequence[Row | None], ids: tuple[int, ...], first: int, token
 
 
 def _earliest(rows: Sequence[Row | None], ids: Sequence[int], tokens: Tokens) -> list[int]:
-    """Return the first position that each row can have after the row before; fewer where one has none."""
+    """Return the earliest position of each row that is later than the previous row's position.
+
+    The list ends before the first row that has no such position.
+    """
     found: list[int] = []
     for row in rows:
         later = range(found[-1] + 1 if found else 0, len(ids))
@@ -118,7 +122,10 @@ def _earliest(rows: Sequence[Row | None], ids: Sequence[int], tokens: Tokens) ->
 
 
 def _by_text(rows: Sequence[Row], text: str, tokens: Tokens) -> Alignment:
-    """Match rows whose bytes together are the text; what follows one that does not fit is unidentified."""
+    """Match rows with the tokens whose bytes make up `text`, one after the other.
+
+    The rows after the first one that does not fit are unidentified.
+    """
     data, ids, cursor = text.encode("utf-8", "replace"), list[int](), 0
 
     def comes_next(token_id: int, row: Row) -> bool:
@@ -127,7 +134,7 @@ def _by_text(rows: Sequence[Row], text: str, tokens: Tokens) -> Alignment:
             assert row.chosen is not None
             return tokens.is_right_text(row.chosen, token_id) and tokens.is_right_bytes(row.chosen, token_id)
         if tokens.is_special(token_id) or rest.startswith(own) or own.startswith(rest):
-            return True  # the end of the text may be missing, and at its start, a space
+            return True  # the end of the text may be missing, or a space at its start
         return cursor == 0 and rest.startswith(own.lstrip())
 
     for row in rows:
@@ -147,48 +154,48 @@ def _by_text(rows: Sequence[Row], text: str, tokens: Tokens) -> Alignment:
 
 @dataclass(slots=True)
 class Place:
-    """One row of a reply, with the ids that its entries may mean."""
+    """One row in a reply, with the ids of the tokens that its entries may mean."""
 
-    t: int  # the row of ours
-    entries: list[tuple[list[int], float | None, bool]]  # ids, logprob, whether it is the chosen token
-    is_map: bool = False  # by texts: two tokens of one text are one entry
+    t: int  # index of the exact row in `Group.rows`
+    entries: list[tuple[list[int], float | None, bool]]  # possible ids, logprob, True for the chosen token
+    is_map: bool = False  # the alternatives are a map by text: two tokens with the same text are one entry
 
 
 @dataclass(slots=True)
 class Group:
-    """The rows of one reply with the exact rows."""
+    """The rows in one reply, and the exact rows for the same tokens."""
 
     ask: Ask
-    rows: NDArray[np.float32]  # (T, V) raw, nats
-    ids: tuple[int, ...]  # (T,) tokens of the rows
+    rows: NDArray[np.float32]  # (T, V) exact raw log-probabilities, nats
+    ids: tuple[int, ...]  # (T,) tokens that the rows predict
     places: list[Place]
 
     @property
     def first(self) -> int:
-        """Position of the first row: the first token of a prompt has none."""
+        """Position of the first row: 1 in a prompt, whose first token has no row, and 0 in a completion."""
         return int(self.ask.wants_prompt)
 
     @property
     def counted(self) -> tuple[int, ...]:
-        """Tokens that penalties count; at row t, the first t."""
+        """Tokens that penalties count; row t is affected by the first t of them."""
         return () if self.ask.wants_prompt else self.ids
 
 
 @dataclass(slots=True)
 class Reader:
-    """Pairs the rows of replies with the reference, and counts them."""
+    """Pairs the rows in replies with the exact rows of the reference, and counts rows."""
 
     tokens: Tokens
     reference: Reference
     num_rows: int = 0
-    num_unknown: int = 0  # entries of tokens that could not be identified
+    num_unknown: int = 0  # rows and entries whose token could not be identified
 
     def read(
         self, ask: Ask, reply: Reply, prompt_ids: tuple[int, ...], findings: Findings | None = None
     ) -> Group | None:
-        """Return the rows of a prompt or completion with the exact ones; None if there are none.
+        """Pair the rows of a prompt or completion with the exact rows; return None if there are no rows.
 
-        With `findings`, count the rows, and add the faults of their order, texts and bytes.
+        If `findings` is given, the rows are counted, and faults in their order, texts and bytes are added.
         """
         if ask.wants_prompt:
             aligned = align_prompt(reply.prompt or (), prompt_ids, self.tokens)
@@ -238,7 +245,7 @@ class Reader:
                 )
 
     def _wrong_words(self, token_id: int, row: Row) -> Iterator[tuple[str, int, str]]:
-        """Yield wrong texts and bytes of tokens, and tokens listed twice: the kind, the token and a note."""
+        """Yield (kind of fault, token id, note) for wrong texts and bytes, and for tokens listed twice."""
         named = [] if row.chosen is None else [(row.chosen, token_id)]
         seen = []
         for entry in row.alternatives or ():

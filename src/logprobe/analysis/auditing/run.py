@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 MAX_NATS: Final = 1e-3
 MAX_TEXTS: Final = 32
-MAX_PROMPT_TOKENS: Final = 48  # of a prompt whose whole rows are compared
-GENERATED: Final = 12
-NUM_REQUESTS: Final = 170  # about as many are sent
+MAX_PROMPT_TOKENS: Final = 48  # maximum length of a prompt whose whole rows are compared
+GENERATED: Final = 12  # tokens generated per request
+NUM_REQUESTS: Final = 170  # approximate number of requests, for the progress bar
 NUM_QUICK_REQUESTS: Final = 110
 TEXTS: Final = (
     "The harbour was quiet in the early light, and the boats lay still.",
@@ -55,7 +55,7 @@ OF_ANOTHER: Final = (
     *("does-not-fit", "shifted", "temperature-unasked", "renormalised-unasked", "log-base", "probabilities"),
     *("bos", "lora-prompt", "lora-ignored"),
 )
-"""Faults after which the exact rows do not predict what the server should return."""
+"""Kinds of faults that mean that the exact rows do not predict what the server should return."""
 PLAIN: Final[tuple[dict[str, Any], ...]] = ({"temperature": 0}, {"temperature": 1.0, "seed": 1})
 SHAPES: Final[tuple[dict[str, Any], ...]] = (
     {"temperature": 0.5, "seed": 2},
@@ -81,24 +81,25 @@ def audit(
     quick: bool = False,
     progress: Progress | None = None,
 ) -> AuditReport:
-    """Compare the log-probabilities of a server with the same rows computed exactly.
+    """Compare the log-probabilities that a server returns with exact ones computed here.
 
     Args:
         endpoint: an OpenAI-compatible server: its URL, or an `Endpoint` with a key and limits.
-        llm: the same weights, loaded here; its rows are the reference.
-        model: the model's name on the server; None: the first that the server lists.
-        texts: prompts; None: six built-in ones, or those of `before`.
-        lora: the server's name for the LoRA weights that `llm` runs with.
-        base: the model without the LoRA weights; None: `llm.with_lora(None)`.
-        before: an earlier report of the same endpoint, to find what changed.
-        max_nats: maximum difference from the reference that passes, nats; a bfloat16 server needs about 0.3.
+        llm: the model that the server runs, loaded here, to compute the exact log-probabilities.
+        model: the model's name on the server; None uses the first model that the server lists.
+        texts: prompts; None uses the prompts in `before`, or six built-in ones.
+        lora: the server's name for the LoRA adapter that `llm` runs with.
+        base: the model without the LoRA adapter; None uses `llm.with_lora(None)`.
+        before: an earlier report on the same endpoint, to find out what has changed.
+        max_nats: maximum difference from the exact log-probabilities that passes, in nats; a bfloat16 server
+            needs about 0.3.
         quick: test fewer prompt lengths and fewer concurrent requests.
         progress: called with the number of requests done, the number planned, and the current check.
 
     Raises:
-        ParameterError: a value cannot be used, `lora` is set without its weights here, or the server rejects
-            the key.
-        ServerError: the server cannot be reached, answers no known form, or times out.
+        ParameterError: an argument is invalid, `lora` is set but `llm` runs without an adapter, or the server
+            rejects the key.
+        ServerError: the server cannot be reached, answers neither completions nor chats, or times out.
         ModelError: httpx is not installed.
     """
     require(max_nats > 0, "max_nats", "must be positive", got=max_nats)
@@ -167,7 +168,7 @@ def audit(
 
 
 async def _identify(connection: Connection) -> tuple[str | None, str | None]:
-    """Return the first model that a server lists, and the server's name and version as it states them."""
+    """Return the first model that a server lists, and the name and version that the server states."""
     listed = await connection.send("/v1/models")
     data = listed.get("data") if isinstance(listed, dict) else None
     first = data[0] if isinstance(data, list) and data and isinstance(data[0], dict) else {}
@@ -190,14 +191,14 @@ def _note_forms(session: Session, findings: Findings) -> None:
         title = f"the server has no {form}: {printable(message, MAX_TEXT)}"
         findings.add("form", title, is_note=True)
     for form in session.without_rows:
-        if form not in {"completions", "chat"}:  # `fields` reports these as faults
+        if form not in {"completions", "chat"}:  # `fields` reports these two as faults
             findings.add("form", f"{form}: {WITHOUT_ROWS}", is_note=True)
 
 
 def _prompts(
     texts: Sequence[str] | None, before: AuditReport | None, tokens: Tokens, max_tokens: int
 ) -> list[str]:
-    """Return the prompts, cut to the length that is compared."""
+    """Return the prompts to compare, each cut to at most `max_tokens` tokens."""
     if texts is None and before is not None:
         prompts = [prompt for prompt in before.stored if not prompt.ask.startswith("chat")]
         texts = [text for prompt in prompts if (text := tokens.edge.text_of(prompt.token_ids))]
@@ -206,7 +207,7 @@ def _prompts(
 
 
 def _asks(session: Session, texts: Sequence[str], tokens: Tokens) -> Iterator[Ask]:
-    """Yield every request whose whole rows are compared: prompts, then completions, then chats."""
+    """Yield every request whose rows are compared: prompts, then completions, then chats."""
     for form in PROMPT_FORMS:
         if form in session.extras:
             yield from (Ask(form=form, prompt=text) for text in texts)

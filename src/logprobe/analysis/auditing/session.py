@@ -1,4 +1,4 @@
-"""Session of an audit with a server: find the request forms that it supports, and send requests."""
+"""Session of an audit with a server: find out which forms of requests it answers, and send requests."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ if TYPE_CHECKING:
 Progress: TypeAlias = Callable[[int, int, str], None]
 TRIAL_TEXT: Final = "The sky above the port was"
 EXTRAS: Final[tuple[dict[str, Any], ...]] = ({"return_token_ids": True}, {})
-"""Fields that have a server return ids, where it takes them."""
-EXTRA_IDS: Final = 2048  # of a reply beyond its request: a chat template has tokens of its own
+"""Fields that make a server return token ids, if it supports them; each set is tried in turn."""
+EXTRA_IDS: Final = 2048  # ids that a reply may have beyond the request, such as the chat template's tokens
 WITHOUT_ROWS: Final = "200, and no row of log-probabilities"
 
 
 @dataclass(slots=True)
 class Session:
-    """Forms of a server, and requests to it."""
+    """Sends requests to a server, and records which forms of requests (`FORMS`) the server answers."""
 
     connection: Connection
-    num_ids: int  # of the model that computes the exact rows
+    num_ids: int  # vocabulary size of the model that computes the exact rows
     model: str | None = None
     progress: Progress | None = None
-    planned: int = 0  # requests, for `progress`
-    extras: dict[str, dict[str, Any]] = field(default_factory=dict)  # answered form → fields it takes
-    refused: dict[str, str] = field(default_factory=dict)  # form → why the server lacks it
-    without_rows: list[str] = field(default_factory=list)  # forms answered with 200 and no row
-    min_tokens: dict[str, int] = field(default_factory=dict)  # form → fewest tokens to generate
-    takes_ids: bool = True
+    planned: int = 0  # number of requests planned, for `progress`
+    extras: dict[str, dict[str, Any]] = field(default_factory=dict)  # per answered form: extra fields to send
+    refused: dict[str, str] = field(default_factory=dict)  # per refused form: the server's message
+    without_rows: list[str] = field(default_factory=list)  # forms answered with 200, but without rows
+    min_tokens: dict[str, int] = field(default_factory=dict)  # per form: fewest tokens to generate
+    takes_ids: bool = True  # the server accepts prompts as token ids
     done: int = 0
 
     @property
     def prompt_form(self) -> str | None:
-        """The form whose prompt rows are requested repeatedly."""
+        """The form for repeated requests for prompt rows; None if the server returns no prompt rows."""
         return next((form for form in PROMPT_FORMS if form in self.extras), None)
 
     @property
     def completion_form(self) -> str | None:
-        """The form whose generated rows are requested repeatedly."""
+        """The form for repeated requests for rows of generated tokens; None without completions."""
         return "completions" if "completions" in self.extras else None
 
     async def ask(self, ask: Ask) -> Reply | Refusal:
-        """Return the reply to one ask.
+        """Send a request and return the reply.
 
         Raises:
-            ServerError: no reply, or one that cannot be read, or with ids that our model does not have.
-            ParameterError: the server refuses the key.
+            ServerError: there is no reply, or it cannot be read or has ids that our model does not have.
+            ParameterError: the server rejects the key.
         """
         ask = replace(ask, max_tokens=max(ask.max_tokens, self.min_tokens.get(ask.form, 0)))
         reply = await self._send(ask, {} if ask.is_plain else self.extras.get(ask.form, {}))
@@ -67,7 +67,10 @@ class Session:
         return read(await self.connection.send(path, body), ask, f"POST {self.connection.url}{path}")
 
     def _check_ids(self, reply: Reply, ask: Ask) -> None:
-        """Refuse ids of another model, and far more than a request can have: each takes a row of ours."""
+        """Reject a reply with ids that our model does not have, or with far more ids than possible.
+
+        Each id costs a row of our model.
+        """
         expected = len(str(ask.prompt) if ask.ids is None else ask.ids)
         for ids, limit in ((reply.prompt_ids, expected), (reply.completion_ids, ask.max_tokens)):
             if ids is not None and len(ids) > limit + EXTRA_IDS:
@@ -92,11 +95,11 @@ class Session:
             self.progress(self.done, max(self.planned, self.done), what)
 
     async def meet(self) -> None:
-        """Try each form once with few tokens.
+        """Try each form of request with a short prompt.
 
         Raises:
             ServerError: the server answers neither completions nor chats.
-            UnreachableError, ParameterError: as `Connection.post`.
+            UnreachableError, ParameterError: `Connection.send` raised this error.
         """
         for form in FORMS:
             await self._try(form)
@@ -111,13 +114,14 @@ class Session:
             self.takes_ids = isinstance(await self._answer(ids, {}), Reply)
 
     async def _try(self, form: str) -> None:
-        """Try one form, with and without the fields that request token ids."""
+        """Try one form of request, with and without the fields that request token ids."""
         best: Reply | Refusal | None = None
         for max_tokens in (0, 1) if form in PROMPT_FORMS else (2,):
             for extras in EXTRAS:
                 ask = Ask(form=form, prompt=TRIAL_TEXT, max_tokens=max_tokens, num_top=2).as_chat()
                 reply = await self._answer(ask, extras)
-                # Prefer a reply without rows to a refusal, and the refusal of the last, simplest request.
+                # Prefer a reply without rows to a refusal, and the last refusal, because the last request is
+                # the simplest one, to earlier refusals.
                 if isinstance(reply, Reply) or not isinstance(best, Reply):
                     best = reply
                 if isinstance(reply, Reply) and _has_rows(reply, wants_prompt=ask.wants_prompt):
@@ -130,17 +134,20 @@ class Session:
             self.without_rows.append(form)
 
     async def _answer(self, ask: Ask, extras: Mapping[str, Any]) -> Reply | Refusal:
-        """Return a reply; treat one that cannot be parsed as a refusal, as servers' routes differ."""
+        """Send a request; treat an unreadable reply as a refusal, because servers' routes differ."""
         try:
             return await self._send(ask, extras)
         except UnreachableError:
             raise
         except ServerError as error:
-            if isinstance(error.__cause__, TimeoutError):  # the server is slow, and would be for every form
+            if isinstance(error.__cause__, TimeoutError):  # a slow server would be slow for every form
                 raise
             return Refusal(200, str(error))
 
 
 def _has_rows(reply: Reply, *, wants_prompt: bool) -> bool:
-    """Return whether rows of the right kind came; without echo, only the generated token has one."""
+    """Return True if the reply has rows of the prompt or completion.
+
+    A server that ignores `echo` returns rows only for the generated token, which do not count as prompt rows.
+    """
     return len(reply.prompt or ()) > 2 if wants_prompt else bool(reply.completion)

@@ -1,7 +1,7 @@
-"""Check numbers under other circumstances: repeated, cached, concurrent, streamed, and at other lengths.
+"""Check log-probabilities under other circumstances: repeated, cached, concurrent, streamed, other lengths.
 
-First a reply is compared with an earlier one to the same ask. Then prompts of other lengths, with cached
-prefixes, and of generated tokens are compared with the exact numbers.
+First, replies are compared with earlier replies to the same request. Then prompts of other lengths, prompts
+with a cached prefix, and prompts made of generated tokens are compared with the exact log-probabilities.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ LENGTHS: Final = (64, 128, 256, 512, 1024)
 QUICK_LENGTHS: Final = (64, 512)
 NEIGHBOUR_TOKENS: Final = 24
 PROBE_TOKENS: Final = 12
-SCORED: Final = (64, 72)  # tokens of a prompt, and generated after it, that are then scored as a prompt
-START_S: Final = 0.02  # for concurrent requests to start
+# A prompt of 64 tokens and the 72 tokens generated after it are then scored as one prompt.
+SCORED: Final = (64, 72)
+START_S: Final = 0.02  # seconds to wait for concurrent requests to start
 UNSTEADY: Final = ("unsteady-repeated", "unsteady-cached", "unsteady-after-generation", "unsteady-order")
 PROBE: Final = (
     "In the morning the harbour lay still, and the boats that had come in by night were tied up in rows. "
@@ -50,24 +51,24 @@ CONTINUED: Final = "A list of the months of the year, one after the other: Janua
 
 @dataclass(slots=True)
 class Difference:
-    """The distance between the numbers of a reply and those that they should equal."""
+    """The difference between the log-probabilities in a reply and the ones that they should equal."""
 
     is_equal: bool = True
-    worst: float | None = None  # nats; None where nothing could be compared
+    worst: float | None = None  # the largest difference, nats; None if nothing could be compared
     begins_at: int | None = None  # the first row that differs
-    theirs: float | None = None  # the two numbers of the worst difference
+    theirs: float | None = None  # the two log-probabilities with the largest difference, nats
     ours: float | None = None
     where: Where = "completion"
 
     def add(self, row: int, size: float, theirs: float | None, ours: float | None, limit: float) -> None:
-        """Add the difference of a row; beyond the limit, it is not equal."""
+        """Add the difference `size` in a row, in nats; a difference above `limit` makes `is_equal` False."""
         if size > limit and self.begins_at is None:
             self.is_equal, self.begins_at = False, row
         if size > (self.worst or 0.0):
             self.worst, self.theirs, self.ours = size, theirs, ours
 
     def is_beyond(self, max_nats: float) -> bool:
-        """Return whether it exceeds the limit."""
+        """Return True if the largest difference exceeds `max_nats`."""
         return not self.is_equal and (self.worst is None or self.worst > max_nats)
 
 
@@ -86,7 +87,7 @@ def difference(before: Reply, reply: Reply, wheres: Iterable[Where] = ("prompt",
             size, first, second = _row_difference(row, other)
             if size > found.worst:
                 found.where = where
-            found.add(index, size, second, first, limit=-1.0)  # no difference of a row is within a limit
+            found.add(index, size, second, first, limit=-1.0)  # any difference at all counts
             if where == "completion" and _key(row) != _key(other):
                 break  # later rows have another context
     return found
@@ -97,7 +98,7 @@ def _key(row: Row | None) -> object:
 
 
 def _row_difference(row: Row | None, other: Row | None) -> tuple[float, float | None, float | None]:
-    """Return the largest difference of two rows' numbers of the same tokens, and the two numbers."""
+    """Return the largest difference in nats between two rows' logprobs of one token, and the two logprobs."""
     first, second = _numbers(row), _numbers(other)
     sizes = [
         (0.0 if a == b else CAP if a is None or b is None else abs(a - b), a, b)
@@ -113,23 +114,23 @@ def _numbers(row: Row | None) -> dict[object, float | None]:
 
 @dataclass(slots=True)
 class Steady:
-    """The checks of one server, and what they observed."""
+    """Runs the checks on one server, and collects the results."""
 
     session: Session
     comparison: Comparison
     max_len: int
     is_quick: bool
-    is_known: bool  # the server runs the model that our rows are of
+    is_known: bool  # True if the server runs the model that the exact rows come from
     rows: list[Steadiness] = field(default_factory=list)
     wrong_from: int | None = None  # first row from which scored prompts are known to be wrong
 
     @property
     def form(self) -> str:
-        """Form of the repeated requests."""
+        """The form of the repeated requests, or an empty string if the server supports none."""
         return self.session.prompt_form or self.session.completion_form or ""
 
     async def run(self) -> None:
-        """Observe all circumstances that the server's forms allow."""
+        """Run all checks that are possible with the forms of requests that the server answers."""
         if not self.form:
             return
         await self._compare_replies()
@@ -183,7 +184,11 @@ class Steady:
         is_stream: bool = False,
         times: int = 1,
     ) -> None:
-        """Ask `num_before` times, then under another circumstance, and compare with the last of those."""
+        """Send a request `num_before` times and again under another circumstance, and compare the replies.
+
+        The last of the first replies is compared with the replies under the other circumstance: `after`
+        another request, `beside` concurrent requests, or as a stream.
+        """
         session, findings = self.session, self.comparison.findings
         session.tell(name)
         await session.settle()
@@ -203,14 +208,14 @@ class Steady:
                 title = f"not looked at, as a request was refused: {name}"
                 findings.add("left-out", title, is_note=True)
             return
-        if is_stream and not given[0].completion:  # a field that is ignored
+        if is_stream and not given[0].completion:  # the server ignores `logprobs` in streams
             return
         wheres: tuple[Where, ...] = ("completion",) if is_stream else ("prompt", "completion")
         all_found = [difference(before, reply, wheres) for reply in given]
         found = max(all_found, key=lambda one: (not one.is_equal, one.worst or 0))
         if is_stream and before.text != given[0].text:
             found.is_equal, found.worst = False, max(found.worst or 0.0, CAP)
-        # Numbers that change after a generation also change during one.
+        # Log-probabilities that change after a generation also change during one.
         is_generating = bool(beside) and ask.form != session.completion_form
         is_excused = is_generating and findings.has("unsteady-after-generation")
         self._add(kind, name, ask, found, is_excused=is_excused, requests=times)
@@ -225,7 +230,11 @@ class Steady:
         is_excused: bool = False,
         requests: int = 1,
     ) -> None:
-        """Record an observation; add a fault, unless the same request alone changes anyway."""
+        """Record the result of a check, and add a fault if log-probabilities differ too much.
+
+        No fault is added if `is_excused`, or if the same request, sent alone, already gives different
+        replies.
+        """
         self.rows.append(
             Steadiness(
                 circumstance=name,
@@ -246,7 +255,7 @@ class Steady:
     # -- comparison with the exact numbers -----------------------------------------------------------------
 
     async def _score_generated(self) -> None:
-        """Score generated tokens as a prompt: the same tokens should have the same numbers."""
+        """Generate tokens, then score them as a prompt; the log-probabilities should be the same."""
         session, writer = self.session, self.session.completion_form
         ids = self._of_length(min(SCORED[0], self.max_len // 2))
         is_unsteady = self.comparison.findings.has(*UNSTEADY)
@@ -279,7 +288,7 @@ class Steady:
             self.wrong_from = found.begins_at
 
     async def _score_extended(self) -> None:
-        """Score a longer prompt whose beginning is cached, and a new one of similar length."""
+        """Score a prompt whose beginning is cached, and a new prompt of similar length."""
         tokens = self.comparison.reader.tokens
         text = f"{self._cut(OTHER)} {self._cut(PROBE, 4)}"
         new = f"Note {secrets.token_hex(3)}. {text}"
@@ -287,12 +296,12 @@ class Steady:
         cold = await self._beside_exact(replace(ask, prompt=new), tokens.encode(new))
         found = await self._beside_exact(ask, tokens.encode(text))
         if cold is not None and found is not None:
-            # A prompt that is wrong without a cache is wrong for another reason.
+            # If a prompt is wrong without a cached prefix, the cache is not the reason.
             is_excused = cold.is_beyond(self.comparison.max_nats)
             self._add("unsteady-cached", "after a cached prefix", ask, found, is_excused=is_excused)
 
     async def _score_lengths(self) -> None:
-        """Score prompts around the sizes at which servers split them."""
+        """Score prompts with lengths near the sizes at which servers split prompts."""
         room = self.max_len - self.session.min_tokens.get(self.form, 0)
         for length in QUICK_LENGTHS if self.is_quick else LENGTHS:
             for size in (length - 1, length, length + 1):
@@ -307,7 +316,7 @@ class Steady:
                     self.comparison.findings.add("error", unanswered, is_note=True)
 
     async def _beside_exact(self, ask: Ask, ids: tuple[int, ...]) -> Difference | None:
-        """Compare the chosen numbers of a prompt with the exact ones; None without prompt rows."""
+        """Compare a prompt's token logprobs with the exact ones; return None without prompt rows."""
         reply = await self.session.ask(ask) if len(ids) <= self.max_len else None
         if not isinstance(reply, Reply) or not reply.prompt:
             return None
@@ -325,7 +334,10 @@ class Steady:
     def _errors(
         self, form: str, pairs: Iterable[tuple[int, Row]], exact: Floats
     ) -> Iterator[tuple[int, float, float]]:
-        """Yield the position, the number and its error of chosen tokens; exact[0] is of position 1."""
+        """Yield each prompt token's position, reported logprob and error, in nats.
+
+        `exact` has the exact logprobs, in nats; exact[0] belongs to position 1.
+        """
         has_filled = self.comparison.findings.has("filled-in")
         for position, row in pairs:
             if row.chosen is None:
@@ -340,12 +352,12 @@ class Steady:
     # -- prompts -------------------------------------------------------------------------------------------
 
     def _probe(self, form: str, text: str = PROBE) -> Ask:
-        """Return a short request whose numbers are compared."""
+        """Return a short request whose log-probabilities are compared."""
         generated = 0 if form == self.session.prompt_form else PROBE_TOKENS
         return Ask(form=form, prompt=self._cut(text), max_tokens=generated, params={"temperature": 0})
 
     def _new_probe(self) -> Ask:
-        """Return a probe that begins like no other."""
+        """Return a probe with a unique beginning, so that no prefix of it is cached."""
         return self._probe(self.form, f"Note {secrets.token_hex(3)}. {PROBE}")
 
     def _neighbour(self, form: str, index: int) -> Ask:
@@ -355,17 +367,20 @@ class Steady:
         return Ask(form=form, prompt=self._cut(text), max_tokens=max_tokens, params=params)
 
     def _cut(self, text: str, share: int = 2) -> str:
-        """Return the beginning of a text, at most 1 / `share` of the context."""
+        """Return the beginning of a text, cut to at most 1 / `share` of the server's context."""
         return self.comparison.reader.tokens.cut(text, self.max_len // share)
 
     def _prompt_ask(self, ids: tuple[int, ...]) -> Ask:
-        """Return a prompt as ids, or as text if the server does not accept ids."""
+        """Return a request with a prompt of ids, or of text if the server does not accept ids."""
         vocabulary = self.comparison.reader.tokens.vocabulary
         prompt = ids if self.session.takes_ids else vocabulary.bytes_of(ids).decode()
         return Ask(form=self.form, prompt=prompt, num_top=1)
 
     def _of_length(self, size: int) -> tuple[int, ...] | None:
-        """Return a prompt of `size` tokens with a unique beginning; None if there is none."""
+        """Return a prompt of `size` tokens with a beginning of its own for each size.
+
+        Returns None if a server that accepts only text would tokenize the prompt differently.
+        """
         tokens = self.comparison.reader.tokens
         text = f"Chapter {size}. " + " ".join([PROBE, OTHER, CONTINUED] * (size // 24 + 1))
         ids = tokens.encode(text)[:size]

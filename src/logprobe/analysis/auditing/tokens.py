@@ -1,4 +1,4 @@
-"""Identify tokens from what servers report: an id, bytes, a text, or the piece in the vocabulary."""
+"""Identify tokens from what servers report: an id, bytes, a text, or the token's string in the vocabulary."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from logprobe.text.edge import TextEdge
 
 REPLACEMENT = "�"  # stands for bytes that are not a whole character
-ERRORS = ("replace", "ignore")  # servers replace such bytes, or leave them out
+ERRORS = ("replace", "ignore")  # servers either replace such bytes or leave them out
 
 
 @final
 class Tokens:
-    """Vocabulary and tokenizer of the model that computes the exact rows."""
+    """The vocabulary and tokenizer of the model that computes the exact rows."""
 
     def __init__(self, text: TextEdge) -> None:
         self.edge = text
@@ -38,7 +38,7 @@ class Tokens:
 
     @cached_property
     def _by_text(self) -> dict[str, list[int]]:
-        """Every text that a token may be reported as → possible ids, the exact ones first."""
+        """For each text, the ids of the tokens that may be reported as that text, exact matches first."""
         table: dict[str, list[int]] = defaultdict(list)
         pieces = self.edge.tokenizer.convert_ids_to_tokens(list(range(len(self.vocabulary))))
         for token_id, piece in enumerate(pieces):
@@ -55,7 +55,7 @@ class Tokens:
         return dict(table)
 
     def ids_of(self, entry: Entry) -> list[int]:
-        """Return the ids that an entry may mean, by its most reliable field; [] if none fits."""
+        """Return the ids of the tokens that an entry may mean, judged by the entry's most reliable field."""
         if entry.token_id is not None:
             return [entry.token_id] if 0 <= entry.token_id < len(self.vocabulary) else []
         by_text = [] if entry.text is None else self._by_text.get(entry.text, [])
@@ -63,14 +63,14 @@ class Tokens:
         return [token_id for token_id in by_text if token_id in by_bytes] or by_text or by_bytes
 
     def options(self, entry: Entry) -> list[int]:
-        """Return the ids that either the text or the bytes of an entry may mean."""
+        """Return the ids of the tokens that match either the text or the bytes of an entry."""
         ids = self.ids_of(entry)
         if entry.token_id is None and entry.data is not None:
             ids = list(dict.fromkeys([*ids, *self._by_bytes.get(entry.data, [])]))
         return ids
 
     def named(self, entry: Entry) -> list[int]:
-        """Return `ids_of`; [] if the text may come from any of several tokens with partial characters."""
+        """Return `ids_of(entry)`, or [] if the text may come from several tokens with partial characters."""
         ids = self.ids_of(entry)
         if entry.token_id is not None or entry.data is not None or len(ids) == 1:
             return ids
@@ -79,14 +79,14 @@ class Tokens:
         return [] if is_lossy else ids
 
     def may_be(self, entry: Entry, token_id: int) -> bool:
-        """Return whether an entry can be of a token; an empty entry can be of any."""
+        """Return True if an entry may mean the token, as an entry without id, text and bytes always may."""
         if entry.token_id is not None:
             return entry.token_id == token_id
         is_empty = entry.text is None and entry.data is None
         return is_empty or token_id in self.ids_of(entry) or self.is_partial(entry.text)
 
     def is_right_text(self, entry: Entry, token_id: int) -> bool:
-        """Return whether the text is one that servers write for this token."""
+        """Return True if the entry's text is one that servers write for this token."""
         text = entry.text
         if text is None or token_id in self._by_text.get(text, ()) or self.is_partial(text):
             return True
@@ -96,7 +96,7 @@ class Tokens:
         return text == "" or text.strip() == whole.strip() or text == self.edge.tokenizer.decode([token_id])
 
     def is_right_bytes(self, entry: Entry, token_id: int) -> bool:
-        """Return whether the bytes are this token's, or none of a special token."""
+        """Return True if the entry's bytes are this token's bytes, or empty for a special token."""
         data, own = entry.data, self.vocabulary.token_bytes(token_id)
         if data is None or data == own:
             return True
@@ -106,45 +106,45 @@ class Tokens:
 
     @staticmethod
     def is_partial(text: str | None) -> bool:
-        """Return whether a text contains the replacement of bytes that are not a whole character."""
+        """Return True if a text contains U+FFFD, which replaces bytes that are not a whole character."""
         return text is not None and REPLACEMENT in text
 
     def is_whole(self, token_id: int) -> bool:
-        """Return whether the token's bytes are whole characters, so that a text can name it."""
+        """Return True if the token's bytes are whole characters, so that a text identifies the token."""
         data = self.vocabulary.token_bytes(token_id)
         return data.decode("utf-8", "ignore").encode() == data
 
     def is_special(self, token_id: int) -> bool:
-        """Return whether texts leave the token out."""
+        """Return True for a special token, which texts leave out."""
         return token_id in self.edge.special_token_ids
 
     def show(self, token_id: int) -> str:
-        """Return the text of a token for reports."""
+        """Return the text of a token, shortened for reports."""
         return self.vocabulary.token_text(token_id)[:40]
 
     # -- texts and prompts ---------------------------------------------------------------------------------
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the ids of a text, with the tokenizer's default special tokens."""
+        """Return the token ids of a text, with the special tokens that the tokenizer adds by default."""
         return tuple(self.edge.encode(text).tolist())
 
     def can_encode(self, text: str) -> bool:
-        """Return whether the tokenizer has tokens for all of a text."""
+        """Return True if the tokenizer has tokens for every byte of a text."""
         return {*self.vocabulary.missing_bytes}.isdisjoint(text.encode())
 
     def cut(self, text: str, num_tokens: int) -> str:
-        """Return the beginning of a text, at most `num_tokens` tokens."""
+        """Return the beginning of a text, cut to at most `num_tokens` tokens."""
         ids = self.encode(text)
         if len(ids) <= num_tokens:
             return text
         return self.edge.bytes_of(ids[:num_tokens]).decode("utf-8", "ignore")
 
     def of_word(self, word: str) -> int:
-        """Return the id of a word, or of its longest token."""
+        """Return the id of a word's token, or of the longest token if the word has several."""
         return max(self.edge.plain_ids(word), key=lambda one: len(self.vocabulary.token_text(one).strip()))
 
     def encode_ask(self, ask: Ask) -> tuple[int, ...]:
-        """Return the ids of a prompt by tokenizer and chat template; () for a chat without a template."""
+        """Return the token ids of a request's prompt, or () for a chat if there is no chat template."""
         if isinstance(ask.prompt, str):
             return self.encode(ask.prompt)
         if ask.ids is not None:
@@ -157,7 +157,10 @@ class Tokens:
         return self.edge.tokenizer.chat_template is not None
 
     def beginnings(self, ids: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Return variants of a prompt: without BOS, with BOS, with BOS twice, with EOS instead."""
+        """Return variants of a prompt's ids by description: without BOS, with one or two BOS, and with EOS.
+
+        Variants that equal `ids` are left out.
+        """
         own = tuple(ids)
         bos, eos = self.edge.bos_token_id, self.edge.eos_token_id
         bare = own[1:] if own and own[0] == bos else own
@@ -171,7 +174,8 @@ class Tokens:
     def layouts(self, ask: Ask, systems: Sequence[str]) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
         """Return other layouts of a chat: with a system prompt, or without the generation prompt.
 
-        Also return the layouts that the template rejects, with its message: Gemma's has no system prompt.
+        The second result has the template's error message for each layout that the template rejects; Gemma's
+        template, for example, has no system prompt.
         """
         messages = ask.messages
         conversations = {"without the beginning of the answer": messages}

@@ -1,4 +1,4 @@
-"""Lines of an audit report for the terminal and the documentation."""
+"""Texts that describe an audit report in the terminal and the documentation."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ DISTRIBUTION_WORDS: Final = {
     "scaled": "after a temperature that nobody asked",
     "none": "none that was computed",
 }
-"""Distribution name → description."""
+"""Description of each distribution, by name."""
 
 
 def numbers_summary(report: AuditReport) -> str:
-    """Return the worst error with the limit, and the kinds of faults in numbers."""
+    """Return the worst error with the limit, and the kinds of faults in log-probabilities."""
     if not report.errors:
         return "no number could be compared"
     worst = f"worst {nats(report.worst_nats)} nats (at most {report.max_nats:g})"
@@ -30,14 +30,14 @@ def numbers_summary(report: AuditReport) -> str:
 
 
 def conformance_summary(report: AuditReport) -> str:
-    """Return the kinds of conformance faults, and how many notes there are."""
+    """Return the kinds of conformance faults, and the number of notes."""
     kinds = [finding.kind for finding in report.faults("conformance")] or ["no fault"]
     notes = sum(finding.severity == "note" for finding in report.findings)
     return ", ".join([*kinds, _count(notes, "note")])
 
 
 def audited(report: AuditReport) -> str:
-    """Return what was audited, and the numbers of requests and rows that the verdict is based on."""
+    """Return the endpoint and model that were audited, and the numbers of requests and rows."""
     lora = f", LoRA {report.lora}" if report.lora else ""
     server = f" ({report.server})" if report.server else ""
     counts = f"{_count(report.requests, 'request')}, {_count(report.rows, 'row')}"
@@ -45,7 +45,7 @@ def audited(report: AuditReport) -> str:
 
 
 def nats(value: float | None) -> str:
-    """Format a number of nats; `-` for None."""
+    """Format a value in nats; None becomes `-`."""
     if value is None:
         return "-"
     if value == 0 or not math.isfinite(value):
@@ -54,26 +54,26 @@ def nats(value: float | None) -> str:
 
 
 def distribution_words(name: str) -> str:
-    """Describe a distribution; parts of the name joined by `+` are described in order."""
+    """Describe a distribution by its name; names joined by `+` are described one after the other."""
     return ", ".join(DISTRIBUTION_WORDS.get(part, part) for part in name.split("+"))
 
 
 def place_of(evidence: Evidence) -> str:
-    """Return the ask, position and token of a piece of evidence."""
+    """Return the request, row and token that a piece of evidence refers to."""
     row = None if evidence.position is None else f"{evidence.where} row {evidence.position}"
     token = None if evidence.token is None else repr(evidence.token)
     return ", ".join(part for part in (evidence.ask, row, token) if part is not None)
 
 
 def numbers_of(evidence: Evidence) -> str:
-    """Return the server's and the exact number, where present, and the note."""
+    """Return the server's and the exact log-probability, if present, and the note."""
     values = {"theirs": evidence.theirs, "ours": evidence.ours}
     numbers = ", ".join(f"{name} {value:.4f}" for name, value in values.items() if value is not None)
     return "; ".join(part for part in (numbers, evidence.note) if part)
 
 
 def errors_words(report: AuditReport, of: Literal["chosen", "alternatives"]) -> str | None:
-    """Summarize the errors of one kind of numbers in a line; None if none were compared."""
+    """Summarize the errors of chosen tokens or of alternatives in a line; None if none were compared."""
     rows = [row for row in report.errors if row.of == of]
     if not rows:
         return None
@@ -87,7 +87,10 @@ def errors_words(report: AuditReport, of: Literal["chosen", "alternatives"]) -> 
 
 
 def steadiness_words(report: AuditReport) -> str | None:
-    """Summarize all circumstances in a line: how many were steady, and the worst of the others."""
+    """Summarize the steadiness checks in a line; None if there were none.
+
+    The line says under how many circumstances the log-probabilities were steady, and which one was worst.
+    """
     if not report.steadiness:
         return None
     unsteady = [row for row in report.steadiness if not row.is_equal]

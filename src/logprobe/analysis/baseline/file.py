@@ -1,7 +1,7 @@
-"""Baseline file format: a header, blocks of rows with their tokens, and an end record with counts.
+"""Baseline file format: a header, blocks of next-token distributions ("rows"), and an end record with counts.
 
 Each part is a length-prefixed JSON head followed by the data that it describes; see docs/compare.md. Files
-are untrusted: sizes in heads are checked against limits before anything is allocated, and values are
+are untrusted: the sizes in a head are checked against limits before anything is allocated, and values are
 validated before they are used in comparisons.
 """
 
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 SUFFIX: Final = ".lpkl"
 MAGIC: Final = b"LPKL"
 VERSION: Final = 1
-SHARE: Final = 10  # divisor: a row takes 1/SHARE of the bytes of llama.cpp's
+SHARE: Final = 10  # a row takes at most 1/SHARE of the bytes that it takes in llama.cpp's format
 MAX_HEAD: Final = 1 << 16  # bytes of a JSON head
 MAX_VOCABULARY: Final = 1 << 22
-MAX_ENTRIES: Final = 1 << 24  # entries of a block with more than one row
-MAX_ROWS: Final = 256  # rows of a block
+MAX_ENTRIES: Final = 1 << 24  # maximum number of entries in a block with more than one row
+MAX_ROWS: Final = 256  # maximum number of rows in a block
 COLUMNS: Final = {
     "token_ids": "<i4",
     "best_ids": "<i4",
@@ -58,15 +58,15 @@ COLUMNS: Final = {
 """Columns with one number per row, in file order, with their dtypes."""
 BYTES_A_ROW: Final = sum(np.dtype(kind).itemsize for kind in COLUMNS.values())
 BYTES_A_START: Final = 12
-BYTES_A_HEAD: Final = 160  # maximum for a block that we write
+BYTES_A_HEAD: Final = 160  # maximum size of the head of a block that we write
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """Model and vocabulary of the rows."""
+    """The model that produced the rows, and its vocabulary."""
 
     version: int = VERSION
-    vocabulary_size: int  # entries of a row
-    vocabulary: str  # from `vocabulary_digest`
+    vocabulary_size: int  # number of entries in a row
+    vocabulary: str  # digest from `vocabulary_digest`
     model: str | None
     weights: str | None
     weight_version: str | None
@@ -74,7 +74,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True, tag="block"):
-    """Head of a block: numbers of rows and bytes that follow."""
+    """Head of a block: the number of rows, and the sizes of the data that follows."""
 
     num_rows: int
     num_starts: int
@@ -92,32 +92,35 @@ class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Consecutive rows of one text."""
+    """Consecutive rows of one text, with the tokens that the rows predict."""
 
     text_index: int
-    is_first: bool  # first run of its text
+    is_first: bool  # True for the text's first run
     context: IntArray  # all tokens of the text before `token_ids`
     token_ids: IntArray  # (M,)
-    logprobs: npt.NDArray[np.float32]  # (M,) of these tokens, nats
-    best_ids: IntArray  # (M,) the most likely token
+    logprobs: npt.NDArray[np.float32]  # (M,) logprobs of `token_ids`, nats
+    best_ids: IntArray  # (M,) the most likely token in each row
     kept: KeptRows  # M rows
 
 
 def rows_a_block(vocabulary_size: int) -> int:
-    """Return the maximum number of rows in a block, which is held in memory as a whole."""
+    """Return the maximum number of rows in a block; a whole block must fit in memory."""
     return max(min(MAX_ROWS, MAX_ENTRIES // vocabulary_size), 1)
 
 
 def max_bytes(num_rows: int, vocabulary_size: int) -> int:
-    """Return the byte limit of rows: a tenth of llama.cpp's, 2 per entry (padded to even) plus 8 per row."""
+    """Return the maximum size in bytes of `num_rows` rows: a tenth of their size in llama.cpp's format.
+
+    In that format a row takes 8 bytes plus 2 bytes per entry, with the number of entries rounded up to even.
+    """
     return num_rows * (2 * (vocabulary_size + vocabulary_size % 2) + 8) // SHARE
 
 
 class BaselineWriter:
-    """Write a baseline under a temporary name, which `finish` renames, so an existing file is complete.
+    """Writes a baseline under a temporary name, which `finish` changes to `path` when the file is complete.
 
     Raises:
-        InputError: the file exists, or its name has another suffix.
+        InputError: the file exists, or its name does not end in `.lpkl`.
         OutputError: the file cannot be written.
     """
 
@@ -147,15 +150,20 @@ class BaselineWriter:
         logprobs: npt.NDArray[np.float64],
         starts: list[tuple[int, int, int]],
     ) -> None:
-        """Add a block of rows, (N, V) nats, with the tokens that they predict and their logprobs.
+        """Add a block of N rows.
 
-        `starts` holds, for each text that begins in the block, its first row, the token before it, and the
-        index of the text.
+        Args:
+            rows: (N, V) log-probabilities, in nats.
+            token_ids: (N,) tokens of the text at the rows' positions.
+            logprobs: (N,) logprobs of `token_ids`, in nats.
+            starts: for each text that begins in the block: the index of its first row, the token before that
+                row, and the index of the text.
         """
         size = self._header.vocabulary_size
         limit = max_bytes(len(rows), size)
         own = len(rows) * BYTES_A_ROW + len(starts) * BYTES_A_START + BYTES_A_HEAD
-        # With a vocabulary of a few hundred tokens, the columns take most of the limit; exceed it then.
+        # With a vocabulary of a few hundred tokens, the columns alone take most of the limit. The rows then
+        # get half of the limit, so that the block exceeds it.
         kept, packed = kept_within(rows, max(limit - own, limit // 2), self.num_rows)
         columns: dict[str, Any] = {
             "token_ids": token_ids,
@@ -190,7 +198,7 @@ class BaselineWriter:
             self._unfinished.replace(self.path)
 
     def leave(self) -> None:
-        """Abandon the file and delete it."""
+        """Close and delete the unfinished file."""
         self._file.close()
         self._unfinished.unlink(missing_ok=True)
 
@@ -199,10 +207,10 @@ class BaselineWriter:
 
 
 class BaselineReader:
-    """Read a baseline sequentially; `header` is read on construction.
+    """Reads a baseline sequentially; the constructor reads the `header`.
 
     Raises:
-        InputError: the file does not exist, is not a baseline, or has another version.
+        InputError: the file does not exist, is not a baseline, or has an unsupported version.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -233,7 +241,7 @@ class BaselineReader:
         return header
 
     def runs(self) -> Iterator[Run]:
-        """Yield all rows in order, text by text, at most a block at a time.
+        """Yield all rows in order; a run has rows of one text and of one block.
 
         Raises:
             InputError: the file is truncated or inconsistent.
@@ -272,7 +280,7 @@ class BaselineReader:
         self._require(1 <= num_rows <= rows_a_block(size), "invalid number of rows in a block")
         self._require(0 <= head.num_starts <= num_rows, "invalid number of texts in a block")
         self._require(1 <= head.scale <= MAX_SCALE, "invalid scale")
-        most = 2 * num_rows * size + 1024  # bytes of codes: 14 bits per entry, plus deflate's overhead
+        most = 2 * num_rows * size + 1024  # bytes of the codes: 14 bits per entry, plus deflate's overhead
         num_bytes = (head.num_length_bytes, head.num_plane_bytes)
         self._require(min(num_bytes) >= 0 and sum(num_bytes) <= most, "invalid size of codes")
         columns = {name: self._array(kind, num_rows) for name, kind in COLUMNS.items()}
@@ -326,6 +334,6 @@ class BaselineReader:
 
 
 class _Version(msgspec.Struct, frozen=True):
-    """The header field that every version has."""
+    """The one header field that every version of the format has."""
 
     version: int

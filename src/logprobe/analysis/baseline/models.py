@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 Waiting: TypeAlias = "tuple[IntArray, WholeRows, tuple[int, int] | None]"
-"""Tokens, their rows, and, if a text begins with them, the text's first token and its index."""
+"""Tokens, their rows and, if these start a text, the token before them and the text's index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,29 +47,30 @@ class Baseline:
     """Contents of a baseline file."""
 
     num_texts: int
-    num_positions: int  # each with a row over the whole vocabulary
+    num_positions: int  # positions, each of which has a row over the whole vocabulary
     vocabulary_size: int
-    num_bytes: int  # of the file
+    num_bytes: int  # size of the file
 
     @property
     def share(self) -> float:
-        """Size relative to a llama.cpp `--kl-divergence-base` file with as many rows."""
+        """Size relative to a llama.cpp `--kl-divergence-base` file that has as many rows."""
         return self.num_bytes / max(max_bytes(10 * self.num_positions, self.vocabulary_size), 1)
 
 
 def save_baseline(
     llm: Scorer, texts: Iterable[str], path: str | Path, *, bos: bool | None = None
 ) -> Baseline:
-    """Save a model's full distributions on some texts, to compare other models with later.
+    """Save a model's full next-token distributions on given texts, to compare other models with later.
 
     Args:
         llm: the reference model.
         texts: texts, each no longer than the model's context.
         path: a name that ends in `.lpkl`; the file is a tenth of the size of llama.cpp's.
-        bos: prepend BOS (EOS if there is none) to each text; None: as the tokenizer does.
+        bos: True puts BOS (EOS if the model has no BOS) before each text, False does not, and None does what
+            the tokenizer does.
 
     Raises:
-        InputError: the file exists, or its name has another suffix.
+        InputError: the file exists, or its name does not end in `.lpkl`.
         OutputError: the file cannot be written.
         ParameterError: no text has a token to score, or a text is longer than the context.
         BatchError: a request failed.
@@ -107,7 +108,7 @@ def _check_same_weights(llm: Scorer, header: Header) -> None:
 
 
 def _write(llm: Scorer, texts: Iterator[TextTokens], writer: BaselineWriter, vocabulary_size: int) -> None:
-    """Write blocks of up to `rows_a_block` rows, which may span several texts."""
+    """Write the rows of all texts in blocks of up to `rows_a_block` rows; a block may span several texts."""
     size = rows_a_block(vocabulary_size)
     waiting: list[Waiting] = []
     num_waiting = 0
@@ -140,17 +141,18 @@ def compare_with_baseline(
 ) -> Comparison:
     """Compare a baseline (A) with a model's distributions at the same tokens (B).
 
-    Each position's KL is an unbiased estimate with a standard error of at most `kl_error_by_position`.
+    Each position's KL divergence is an unbiased estimate with a standard error of at most
+    `kl_error_by_position`.
 
     Args:
         path: the file that `save_baseline` wrote.
         llm: the model.
-        texts: the baseline's texts, or the first of them; they must give the baseline's tokens, and rows
-            after them are not compared. None: all rows, with the tokens stored in the file.
-        bos: as in `save_baseline`.
+        texts: the baseline's texts, or the first few of them, which must give the baseline's tokens. None
+            compares all rows, using the tokens in the file.
+        bos: the value that `save_baseline` was called with.
 
     Raises:
-        InputError: the file cannot be read, or is of another vocabulary or other texts.
+        InputError: the file cannot be read, or was made with another vocabulary or other texts.
         ParameterError: a text is longer than the context.
         BatchError: a request failed.
     """
@@ -168,7 +170,10 @@ def compare_with_baseline(
 
 
 def _checked(runs: Iterator[Run], texts: Iterator[TextTokens], path: str | Path) -> Iterator[tuple[Run, int]]:
-    """Yield the runs of the given texts with their sizes in bytes; check that the tokens are the same."""
+    """Yield the runs of `texts`, each with its size in bytes.
+
+    Raises InputError if the texts' tokens differ from the baseline's.
+    """
     ids, sizes, stop = np.empty(0, np.int32), np.empty(0, np.int64), 0
     for run in runs:
         if run.is_first:
@@ -191,7 +196,7 @@ def _require_same(is_same: bool, path: str | Path) -> None:
 
 
 def _part(run: Run, llm: Scorer, num_bytes: int) -> TokenPart:
-    """Score the tokens of a run with a model, and compare with the baseline's rows."""
+    """Score a run's tokens with a model, and compare the model's rows with the baseline's."""
     others = whole_scores(llm, (run.context, run.token_ids))
     width = run.kept.codes.shape[1]
     found = [run.kept.against(row, other[:width]) for row, other in enumerate(others.rows)]
@@ -212,7 +217,7 @@ def _part(run: Run, llm: Scorer, num_bytes: int) -> TokenPart:
 
 
 def vocabulary_digest(text: TextEdge) -> str:
-    """Return a digest of all tokens' bytes and of how a probe text is tokenized."""
+    """Return a digest of all tokens' bytes and of the token ids of a probe text."""
     digest = sha256()
     vocabulary = text.vocabulary
     for token_id in range(len(vocabulary)):

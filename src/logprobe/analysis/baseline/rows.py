@@ -1,14 +1,16 @@
-"""Full rows of probabilities, quantized to one or two bits per entry, with bounds on the resulting error.
+"""Next-token distributions ("rows") quantized to 1 or 2 bits per entry, with bounds on the resulting error.
 
-A probability p is stored as an integer c near n √p, and p' = (c / n)² approximates it. c is one of the two
-integers around n √p, drawn so that the expectation of p' is p (stochastic rounding): entries far below 1 / n²
-are mostly 0, occasionally 1. A larger n takes more bits. For the divergence from any other row q,
+A probability p is stored as an integer c (its "code"), and p' = (c / n)² approximates p, where n is the scale
+of the row. c is one of the two integers around n √p, chosen at random so that the expectation of p' is p
+(stochastic rounding): entries far below 1 / n² are mostly 0, occasionally 1. A larger n takes more bits. For
+the divergence from any other row q,
 
     KL(p, q) = Σ p log(p / q),
 
-Σ p' log(p / q) is an unbiased estimate; Σ p' log p is stored with the row, and the rest is computed when q is
-known. Entries are drawn independently, each with a variance of at most p / n², so the standard error is at
-most √(Σ p log²(p / q)) / n. (Steps are in √p because the variance of a count equals its mean.)
+Σ p' log(p / q) is an unbiased estimate. Its first part, Σ p' log p, is stored with the row, and the second is
+computed when q is known. Entries are rounded independently, each with a variance of at most p / n², so the
+standard error is at most √(Σ p log²(p / q)) / n. (Codes are proportional to √p rather than p, because the
+variance of a count equals its mean.)
 """
 
 from __future__ import annotations
@@ -30,17 +32,17 @@ if TYPE_CHECKING:
 
 IMPOSSIBLE: Final = 0xFFFF  # the code of a token of probability 0
 IMPOSSIBLE_LENGTH: Final = 15
-MAX_SCALE: Final = 16_000  # so that a code's bit length fits in 4 bits, besides IMPOSSIBLE_LENGTH
-SCALES: Final = tuple(round(MAX_SCALE * 2 ** (-step / 4)) for step in range(53))  # down to 2
+MAX_SCALE: Final = 16_000  # 4 bits must hold the bit length of any code, and IMPOSSIBLE_LENGTH
+SCALES: Final = tuple(round(MAX_SCALE * 2 ** (-step / 4)) for step in range(53))  # from 16,000 down to 2
 ROW_FACTS: Final = ("cross", "low_logprob", "blur", "low_mass", "distance")
-SAMPLED_ROWS: Final = 8  # used to estimate the scale
+SAMPLED_ROWS: Final = 8  # number of rows used to estimate the scale
 SEED: Final = 0x6C706B6C
-_UP: Final = 1 + 2.0**-22  # rounds float32 bounds up, so that they stay bounds
+_UP: Final = 1 + 2.0**-22  # factor that keeps an upper bound above the true value when rounded to float32
 _LENGTHS: Final = np.array([code.bit_length() for code in range(MAX_SCALE + 2)], np.uint8)
 
 
 class Divergence(NamedTuple):
-    """Divergence of another row (q) from a kept one (p)."""
+    """Divergence of another row (q) from a stored row (p)."""
 
     kl: float  # KL(p, q), nats; an unbiased estimate
     kl_error: float  # upper bound of the standard error of `kl`, nats
@@ -50,20 +52,21 @@ class Divergence(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptRows:
-    """N rows over a vocabulary of V, in stored form."""
+    """N quantized rows over a vocabulary of V tokens; the module docstring defines p, p', n and codes."""
 
     scale: int  # n
-    codes: Codes  # (N, V), or IMPOSSIBLE
+    codes: Codes  # (N, V); IMPOSSIBLE where p is 0
     cross: Floats  # (N,) Σ p' log p, nats
-    low_logprob: Singles  # (N,) mean log p of the entries of code 1, nats
-    blur: Singles  # (N,) √(Σ p' log²(p / p')) / n, nats, with that mean for log p' where the code is 1
-    low_mass: Singles  # (N,) Σ p over the entries of codes 0 and 1
-    # (N,) Σ max(p - p', 0) or Σ max(p' - p, 0), the larger, where these entries share their mass evenly
+    low_logprob: Singles  # (N,) mean log p over the entries with code 1, nats
+    blur: Singles  # (N,) √(Σ p' log²(p / p')) / n, nats, with `low_logprob` for log p' where the code is 1
+    low_mass: Singles  # (N,) Σ p over the entries with codes 0 and 1
+    # (N,) the larger of Σ max(p - p', 0) and Σ max(p' - p, 0), if the entries with codes 0 and 1 share
+    # `low_mass` evenly
     distance: Singles
 
     @classmethod
     def of(cls, logprobs: npt.ArrayLike, codes: Codes, scale: int) -> KeptRows:
-        """Build rows from log-probabilities, (N, V) nats, and the codes of `drawn_codes` at this scale."""
+        """Build rows from log-probabilities, (N, V) nats, and their codes from `drawn_codes` at `scale`."""
         rows = np.asarray(logprobs, np.float64)
         facts = np.array([_facts(row, code, scale) for row, code in zip(rows, codes, strict=True)])
         cross, *others = facts.reshape(-1, 5).T
@@ -86,10 +89,10 @@ class KeptRows:
         return KeptRows(scale=self.scale, codes=self.codes[rows], **facts)
 
     def against(self, row: int, logprobs: npt.ArrayLike) -> Divergence:
-        """Return the divergence of another row of log-probabilities, (V,) nats, from kept row `row`."""
+        """Return the divergence of another row of log-probabilities, (V,) nats, from row number `row`."""
         codes, others = self.codes[row], np.asarray(logprobs, np.float64)
         acceptance, acceptance_error = self._acceptance(row, np.exp(others))
-        if np.any(np.isneginf(others) & (codes != IMPOSSIBLE)):  # impossible under q, possible under p
+        if np.any(np.isneginf(others) & (codes != IMPOSSIBLE)):  # a token possible under p but not under q
             return Divergence(np.inf, 0.0, acceptance, acceptance_error)
         is_drawn = (codes > 0) & (codes != IMPOSSIBLE)
         codes, others = codes[is_drawn], others[is_drawn]
@@ -99,10 +102,11 @@ class KeptRows:
         return Divergence(kl, spread + float(self.blur[row]), acceptance, acceptance_error)
 
     def _acceptance(self, row: int, others: Floats) -> tuple[float, float]:
-        """Return Σ min(p, q) and an upper bound of its error.
+        """Return Σ min(p, q) and an upper bound on its error; `others` is q.
 
-        Among the entries of codes 0 and 1, p is assumed to follow q, which cannot lower the sum. With the
-        mass of these entries spread evenly, p is off by at most `distance`.
+        The sum assumes the p closest to q among the entries with codes 0 and 1, so it is not too low there.
+        The lower end of the error bound assumes that these entries share their probability evenly, in which
+        case the sum is off by at most `distance`.
         """
         codes, low_mass = self.codes[row], float(self.low_mass[row])
         least = np.minimum(_evened(codes, self.scale, low_mass), others)
@@ -113,7 +117,10 @@ class KeptRows:
 
 
 def drawn_codes(logprobs: Floats, scale: int, first_row: int) -> Codes:
-    """Draw integer codes for rows of log-probabilities, (N, V) nats; `first_row` seeds the draws."""
+    """Round √p · scale stochastically to integer codes, (N, V), given log p as `logprobs`, (N, V) nats.
+
+    `first_row`, the index in the file of the first of the N rows, seeds the random numbers.
+    """
     chances = np.random.Generator(np.random.Philox(key=[SEED, first_row])).random(logprobs.shape, np.float32)
     roots = np.exp(logprobs / 2) * scale
     codes = np.floor(roots)
@@ -124,13 +131,13 @@ def drawn_codes(logprobs: Floats, scale: int, first_row: int) -> Codes:
 
 
 def _drawn(codes: Codes, scale: int, low_logprob: float) -> tuple[Floats, Floats]:
-    """Return p' at codes above 0, and the approximate log p there."""
+    """Return p' for codes above 0, and an approximation of log p for each."""
     roots = codes / scale
     return roots**2, np.where(codes == 1, low_logprob, 2 * np.log(roots))
 
 
 def _evened(codes: Codes, scale: int, low_mass: float) -> Floats:
-    """Return a deterministic approximation of p: entries of codes 0 and 1 share their mass evenly."""
+    """Return a deterministic approximation of p; entries with codes 0 and 1 share `low_mass` evenly."""
     is_low = codes < 2
     even = np.where(codes == IMPOSSIBLE, 0.0, (codes / scale) ** 2)
     even[is_low] = low_mass / max(int(np.count_nonzero(is_low)), 1)
@@ -138,7 +145,7 @@ def _evened(codes: Codes, scale: int, low_mass: float) -> Floats:
 
 
 def _facts(logprobs: Floats, codes: Codes, scale: int) -> tuple[float, ...]:
-    """Return a row's cross, low_logprob, blur, low_mass and distance; see `KeptRows`."""
+    """Return a row's `ROW_FACTS`, which `KeptRows` defines."""
     probabilities = np.exp(logprobs)
     low_mass = float(probabilities[codes < 2].sum())
     apart = probabilities - _evened(codes, scale, low_mass)
@@ -156,7 +163,7 @@ def _facts(logprobs: Floats, codes: Codes, scale: int) -> tuple[float, ...]:
 
 
 class Packed(NamedTuple):
-    """Packed codes: deflated bit lengths, and bit planes of the bits below the leading ones."""
+    """Packed codes: their deflated bit lengths, and the bits below each code's leading one as bit planes."""
 
     lengths: bytes
     planes: bytes
@@ -179,7 +186,7 @@ def kept_within(logprobs: npt.ArrayLike, max_bytes: int, first_row: int) -> tupl
 
 
 def _guess(rows: Floats, max_bytes: int) -> int:
-    """Return the index of a scale to start from, possibly slightly too fine, from a sample of the rows."""
+    """Estimate, from a sample of the rows, the index of the finest scale that fits; it may be too fine."""
     sample = rows[:: -(-len(rows) // SAMPLED_ROWS)]
     share = max_bytes * len(sample) / len(rows)
     low, high = 0, len(SCALES) - 1
@@ -195,8 +202,8 @@ def _guess(rows: Floats, max_bytes: int) -> int:
 def pack(codes: Codes) -> Packed:
     """Pack codes into bytes for `unpack`.
 
-    Two bit lengths share a byte. Few byte values are frequent, so they compress well with Huffman coding and
-    run lengths. The bits below the leading one are noise, and are stored uncompressed.
+    Two bit lengths share a byte. Only a few byte values are frequent, so deflate compresses the lengths well.
+    The bits below the leading one are noise and are stored uncompressed.
     """
     flat = codes.ravel()
     is_impossible = flat == IMPOSSIBLE
@@ -216,7 +223,7 @@ def pack(codes: Codes) -> Packed:
 
 
 def unpack(packed: Packed, num_rows: int, vocabulary_size: int) -> Codes:
-    """Return the codes, (num_rows, vocabulary_size), in untrusted bytes.
+    """Return the codes, (num_rows, vocabulary_size), that untrusted bytes contain.
 
     Raises:
         InputError: the bytes contain more or fewer codes.
@@ -241,7 +248,7 @@ def unpack(packed: Packed, num_rows: int, vocabulary_size: int) -> Codes:
 
 
 def _inflated(data: bytes, num_bytes: int) -> bytes:
-    """Inflate data to exactly `num_bytes` bytes; never allocate more, even for malicious data."""
+    """Inflate data to exactly `num_bytes` bytes without allocating more, even for malicious data."""
     inflate = zlib.decompressobj()
     try:
         found = inflate.decompress(data, num_bytes + 1)

@@ -1,8 +1,7 @@
-"""Validate rows of a data set: each becomes a `Question` or a `BadRow`.
+"""Validate the rows of a data set: each row becomes a `Question` or a `BadRow`.
 
-A row is a text, a continuation after a context, or a question with choices. Validation needs no model and
-gives plain values, so that rows can be scored here or on another machine. An error in one row does not affect
-other rows.
+A row is a text, a continuation after a context, or a question with choices. Validation needs no model, and
+its results can be sent to another machine to be scored. An error in one row does not affect other rows.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ CHARS_A_CALL = 1 << 18
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A valid row."""
+    """A valid row; the first four fields are copied from the `Row`."""
 
     index: int
     source: str
     line: int
     num_bytes: float
-    context: str | None  # text before `texts`; None: a text without context
+    context: str | None  # text before `texts`, if any
     texts: list[str]  # one text, or the choices
     answer: int | None  # index of the correct choice, if known
     label: bool | None  # known class of the text, if any
@@ -41,7 +40,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def num_chars(self) -> int:
-        """Number of characters that the model reads or that are copied to the output."""
+        """Number of characters in all texts of the row, including those copied to the output."""
         copied = sum(len(value or "") for value in self.kept.values())
         return sum(map(len, self.texts)) + len(self.context or "") + copied
 
@@ -50,7 +49,7 @@ CheckedRow: TypeAlias = Question | BadRow
 
 
 def checked(row: Row, settings: DataSettings) -> CheckedRow:
-    """Return a row's question, or a bad row with the error."""
+    """Return the row as a `Question`, or as a `BadRow` with the error."""
     if row.problem is not None:
         return BadRow.of(row, row.problem)
     try:
@@ -60,7 +59,7 @@ def checked(row: Row, settings: DataSettings) -> CheckedRow:
 
 
 def batches(rows: Iterable[CheckedRow]) -> Iterator[list[CheckedRow]]:
-    """Yield batches of rows for one call: up to `ROWS_A_CALL`, fewer if they are long."""
+    """Yield batches of rows that one call scores: up to `ROWS_A_CALL` rows, or fewer if the rows are long."""
     return in_batches(rows, lambda row: row.num_chars if isinstance(row, Question) else 0, CHARS_A_CALL)
 
 
@@ -98,7 +97,11 @@ def _text_of(values: dict[str, Any], column: str, *, may_be_empty: bool = False)
 
 
 def list_in(value: Any, column: str, what: str) -> Any:
-    """Return the value of a list column; csv and some Parquet files store lists as JSON text."""
+    """Return the value of a list column, parsing JSON text, as which csv and some Parquet files store lists.
+
+    Raises:
+        ParameterError: the text is not valid JSON; the message says that `column` must be a list of `what`.
+    """
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
@@ -138,7 +141,7 @@ def _kept(value: Any, column: str) -> str | None:
 
 
 def _encodable(text: str, column: str) -> str:
-    """Return the text; raise `ParameterError` for an unpaired surrogate, which JSON escapes can produce."""
+    """Return `text`, or raise `ParameterError` if it has an unpaired surrogate (which JSON can escape)."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

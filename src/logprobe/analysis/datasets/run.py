@@ -1,4 +1,4 @@
-"""Score a data set from files to a file, in bounded memory and resumably.
+"""Read a data set from files, score its rows, and write them to one file, in bounded memory and resumably.
 
 Data flow: `io.sources` → `rows` → `tasks` → `io.journal`.
 """
@@ -45,7 +45,7 @@ _WANTED = {"logprob", "num_tokens", "num_bytes", "confidence", *HITS}
 class ScoredBatch(AnsweredRows, frozen=True, kw_only=True, tag=True):
     """Output rows of a batch."""
 
-    rows: list[dict[str, Any]]  # values by column, in order
+    rows: list[dict[str, Any]]  # one per row: values by column
 
     def table(self, schema: pa.Schema) -> pa.Table:
         """Return the rows as a table."""
@@ -53,10 +53,10 @@ class ScoredBatch(AnsweredRows, frozen=True, kw_only=True, tag=True):
 
 
 class RowScorer:
-    """Score rows in batches; an error in one row does not affect the others.
+    """Scores rows in batches; an error in one row does not affect the others.
 
     Raises:
-        ParameterError: the model cannot run with these settings.
+        ParameterError: the model cannot run with `settings`.
     """
 
     def __init__(self, llm: Scorer, settings: RowSettings) -> None:
@@ -68,10 +68,10 @@ class RowScorer:
         return source_of_numbers(self._llm)
 
     def score(self, batch: Sequence[CheckedRow]) -> ScoredBatch:
-        """Score each row, or record its error.
+        """Score each row, or record the row's error in the result.
 
         Raises:
-            LogprobeError: the engine failed. Errors of single rows are recorded, not raised.
+            LogprobeError: the engine failed.
         """
         asked = [self._asked(row) for row in batch]
         good = [row for row in asked if not isinstance(row, BadRow)]
@@ -102,12 +102,12 @@ class RowScorer:
 
 
 def _as_one(scores: Sequence[Score]) -> Score:
-    """Join the scores of a text's windows; the task sets the bytes later (`Score.counted_by`)."""
+    """Join the scores of a text's windows; the task sets the byte counts later, with `Score.counted_by`."""
     return scores[0] if len(scores) == 1 else joined(scores, b"")
 
 
 class Workers(Protocol):
-    """Scores the rows of some files, with a model in this process or several elsewhere."""
+    """Scores the rows of the input files, with one model in this process or several in other processes."""
 
     @property
     def sources(self) -> Sequence[Source]:
@@ -121,7 +121,7 @@ class Workers(Protocol):
         """Return the model and its weights, as far as they are known before the first row."""
 
     def scored(self, *, skip: int) -> Iterator[ScoredBatch]:
-        """Yield all rows but the first `skip`, in order, in batches.
+        """Yield the scored rows in batches and in order, without the first `skip` rows.
 
         Raises:
             InputError: a file cannot be read.
@@ -132,17 +132,17 @@ class Workers(Protocol):
 
 @runtime_checkable
 class Pool(Protocol):
-    """Several models elsewhere, such as `integrations.ray.RayPool`."""
+    """Several models in other processes, such as `integrations.ray.RayPool`."""
 
     def workers(self, sources: Sequence[Source], settings: RowSettings) -> Workers:
-        """Return workers that score the rows of some files."""
+        """Return workers that score the rows of `sources`."""
         ...
 
 
 def question_batches(
     sources: Sequence[Source], settings: RowSettings, *, skip: int
 ) -> Iterator[list[CheckedRow]]:
-    """Yield the validated rows of all files but the first `skip`, in batches that one call scores.
+    """Yield the validated rows of all files in batches that one call scores, without the first `skip` rows.
 
     Raises:
         InputError: a file cannot be read.
@@ -162,12 +162,12 @@ class OneModel:
         self.source_of_numbers = self._scorer.source_of_numbers
 
     def scored(self, *, skip: int) -> Iterator[ScoredBatch]:
-        """Implement `Workers.scored`, preparing the next batch while the engine works on one."""
+        """Implement `Workers.scored`; the next batch is prepared while the engine works on another."""
         return in_flight(self._scorer.score, question_batches(self.sources, self.settings, skip=skip))
 
 
 class DatasetRun:
-    """Score the rows of some files; call `advance(num_bytes, num_rows)` after every batch."""
+    """Scores the rows of the input files, and calls `advance(num_bytes, num_rows)` for every batch."""
 
     def __init__(self, workers: Workers, *, advance: Advance | None = None) -> None:
         self._workers = workers
@@ -180,8 +180,8 @@ class DatasetRun:
         Resuming a finished run does nothing and returns its summary.
 
         Raises:
-            InputError: an input cannot be read; the output exists or another process writes it; or the run
-                to resume had other settings, another model or other weights.
+            InputError: an input cannot be read, the output exists, another process writes the output, or the
+                run to resume had other settings, another model or other weights.
             OutputError: the output cannot be written; completed parts are kept for `resume`.
             LogprobeError: the engine failed; completed parts are kept for `resume`.
         """
@@ -197,7 +197,7 @@ class DatasetRun:
     def stream(
         self, on_row: Callable[[dict[str, Any]], None] | None, on_bad: Callable[[BadRow], None]
     ) -> Summary:
-        """Pass each row's results and each bad row to callbacks as they are computed, without storing them.
+        """Pass each row's results to `on_row` and each bad row to `on_bad` as soon as they are computed.
 
         Raises:
             LogprobeError: the engine failed.
@@ -232,15 +232,16 @@ def score_dataset(
 
     Args:
         llm: the model, or a `RayPool` of models on a cluster.
-        inputs: txt, jsonl, csv and Parquet files, folders of them, glob patterns, or `-` for standard input.
+        inputs: txt, jsonl, csv and Parquet files, folders of such files, glob patterns, or `-` for standard
+            input.
         output: a name that ends in `.parquet` or `.jsonl`; bad rows are written to the same name with
             `.errors.jsonl` appended.
         settings: columns and scoring options; `LabelSettings`, `JudgeSettings` or `RerankSettings` to
             classify, grade or rank each row instead.
-        kind: format of the inputs; None: by their suffixes.
-        by_line: txt files only: each line is a row, instead of the whole file.
+        kind: format of the inputs; None infers each file's format from its suffix.
+        by_line: for txt files, make each line a row instead of the whole file.
         resume: continue a run that was stopped or killed; no row is lost or duplicated. A finished run is
-            left as it is.
+            not repeated.
         force: replace an existing output.
 
     Raises:
@@ -261,8 +262,8 @@ def score_dataset(
 class Summary:
     """Summary of a scored data set; figures that do not apply are None."""
 
-    num_rows: int  # scored
-    num_bad: int  # written to the side file, or reported on standard error
+    num_rows: int  # rows scored
+    num_bad: int  # bad rows, which were written to the side file or reported on standard error
     num_tokens: int | None = None
     num_bytes: int | None = None
     logprob: float | None = None  # sum over all rows, nats
@@ -270,14 +271,15 @@ class Summary:
     perplexity: float | None = None  # per token, over all rows
     bits_per_byte: float | None = None
     acc: Mean | None = None  # accuracy of the choice with the highest logprob
-    acc_norm: Mean | None = None  # with logprobs per character, as in lm-evaluation-harness
-    acc_bytes: Mean | None = None  # with logprobs per byte
-    calibration_error: float | None = None  # of the softmax over the choices' logprobs, in 10 bins
-    auc: dict[str, float | None] | None = None  # by measure; None if all labels are equal
+    acc_norm: Mean | None = None  # accuracy with logprobs per character, as in lm-evaluation-harness
+    acc_bytes: Mean | None = None  # accuracy with logprobs per byte
+    # Expected calibration error, in 10 bins, of the softmax over the choices' logprobs.
+    calibration_error: float | None = None
+    auc: dict[str, float | None] | None = None  # by measure; a value is None if all labels are equal
 
 
 class DataTally:
-    """Accumulates summary figures; of labelled texts, keeps every value of each measure for the AUC."""
+    """Accumulates summary figures; for the AUC, keeps every value of each measure of labelled texts."""
 
     def __init__(self) -> None:
         self._num_rows = 0

@@ -101,7 +101,7 @@ class DataSettings:
 
     @property
     def rows(self) -> DataSettings:
-        """Settings for reading rows: these."""
+        """These settings, which are also the settings for reading rows."""
         return self
 
 
@@ -119,7 +119,7 @@ class _Prompted:
         return DataSettings(text_column=self.text_column, keep_columns=self.keep_columns)
 
     def asked(self, text: str) -> Asked:
-        """Return the prompt for a text: a string, or messages if `chat` is set."""
+        """Return the prompt for a text: a string, or a list of messages if `chat` is set."""
         filled = self.prompt.replace("{text}", text)
         return [{"role": "user", "content": filled}] if self.chat else filled
 
@@ -165,7 +165,7 @@ class LabelSettings(_Prompted):
 
     @property
     def empty(self) -> Asked | None:
-        """Prompt for the content-free text; None unless `correction` is `calibrated`."""
+        """The prompt with the content-free text; None unless `correction` is `calibrated`."""
         if self.correction != "calibrated":
             return None
         return self.asked(CONTENT_FREE if self.content_free is None else self.content_free)
@@ -239,7 +239,7 @@ RowSettings: TypeAlias = DataSettings | AnswerSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """Number of Ray actors, and the CPUs and GPUs of each."""
+    """Number of Ray actors, and the numbers of CPUs and GPUs for each actor."""
 
     num_actors: int
     num_cpus: float
@@ -278,7 +278,7 @@ class RaySettings:
 
     @property
     def given(self) -> list[str]:
-        """Names of the fields that differ from their defaults."""
+        """Names of the fields that are not None."""
         return [name for name, value in vars(self).items() if value is not None]
 
     def share(self, machines: Sequence[Mapping[str, float]]) -> Share:
@@ -308,7 +308,7 @@ class RaySettings:
 def _room(
     machines: Sequence[Mapping[str, float]], num_cpus: float, num_gpus: float, *, most: float = math.inf
 ) -> int:
-    """Return how many actors fit, with at most `most` per machine."""
+    """Return how many actors fit on the machines, with at most `most` actors per machine."""
     return int(
         sum(
             min(

@@ -1,7 +1,7 @@
-"""Tasks: the pairs to score for each row of a data set, and the output columns made from their scores.
+"""Tasks, which define the (context, continuation) pairs of a data set row and the columns made of the scores.
 
 `TextTask` scores a row's texts or choices. `AnswerTask` labels or grades a text, or ranks a document for a
-query, with the pairs that `analysis.labels` lays out.
+query, using the plans of `analysis.labels`.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 Values: TypeAlias = "Callable[[list[Score]], dict[str, Any]]"
 """Maps a row's scores, one per continuation, to output values by column."""
 Asked: TypeAlias = "tuple[list[list[Pair]], Values]"
-"""A row's pairs, a list for each continuation (several pairs if it is cut into windows), and its `Values`."""
+"""A row's pairs and its `Values`; each continuation has a list of pairs, one pair per window."""
 
 _TEXT, _NUMBER, _REAL, _FLAG = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 _REALS: Final = pa.list_(_REAL)
-# Output columns, grouped by source: attributes of a `Score`, a `Classification` and a `Judgement`.
+# Output columns, grouped by where their values come from: a `Score`, a `Classification` or a `Judgement`.
 _SCORE: Final[dict[str, pa.DataType]] = {
     "logprob": _REAL,
     "num_tokens": _NUMBER,
@@ -108,23 +108,23 @@ class RowTask(Protocol):
     """Makes the pairs of each row and scores them."""
 
     def asked(self, question: Question) -> Asked:
-        """Return the row's pairs; raise `LogprobeError` if it cannot be scored."""
+        """Return the row's pairs and `Values`, or raise `LogprobeError` if the row cannot be scored."""
 
     def score(self, pairs: list[Pair]) -> list[Score]:
-        """Score the pairs of some rows."""
+        """Score the pairs of one or more rows."""
         ...
 
 
 def task_of(llm: Scorer, settings: RowSettings) -> RowTask:
-    """Return the task for some settings; raise `ParameterError` if the model cannot run with them."""
+    """Return the task for `settings`, or raise `ParameterError` if the model cannot run with them."""
     return TextTask(llm, settings) if isinstance(settings, DataSettings) else _answer_task(llm, settings)
 
 
 def schema_of(settings: RowSettings) -> pa.Schema:
-    """Return the columns of the output.
+    """Return the schema of the output.
 
     Raises:
-        ParameterError: a column to keep has the name of an output column.
+        ParameterError: a column to keep has the name of a computed column.
     """
     first = {"row": pa.int64(), "source": pa.string()}
     own = _columns_of(settings)
@@ -134,17 +134,20 @@ def schema_of(settings: RowSettings) -> pa.Schema:
 
 
 def check_kept(settings: RowSettings, own: Collection[str]) -> None:
-    """Check that no column to keep has the name of one of the output's own columns.
+    """Check that no column to keep has the name of one of the output's own columns (`own`).
 
     Raises:
-        ParameterError: a column has such a name.
+        ParameterError: a column to keep has such a name.
     """
     for name in settings.keep_columns:
         require(name not in own, "keep_columns", f"{name!r} is an output column; rename the input column")
 
 
 def _columns_of(settings: RowSettings) -> dict[str, pa.DataType]:
-    """Return the computed columns; lists are in the order of the choices, the labels or the scale."""
+    """Return the type of each computed column by name.
+
+    A list column has one value per choice, label or grade, in the order of the settings.
+    """
     if isinstance(settings, RerankSettings):
         return {"relevance_score": _REAL}
     if not isinstance(settings, DataSettings):
@@ -187,19 +190,19 @@ class TextTask:
         )
 
     def asked(self, question: Question) -> Asked:
-        """Return the pairs of its texts, and their `Values`; errors as in `RowTask`."""
+        """Implement `RowTask.asked`: pair each text or choice of the question with its context."""
         parts = self._parts(question)
         values = partial(self._values, question, [data for _, data in parts])
         return [pairs for pairs, _ in parts], values
 
     def _parts(self, question: Question) -> list[tuple[list[Pair], bytes]]:
-        """Return the pairs of each text, and the bytes of the text that they score."""
+        """Return, for each text, its pairs and the bytes of the text that the pairs score."""
         settings, context = self._settings, question.context
         if settings.choices_column is None and context is None:
             return [self._text_pairs(text) for text in question.texts]
         delimiter = "" if settings.choices_column is None else settings.delimiter
         texts = [delimiter + text for text in question.texts]
-        # Split all choices of a question together, so that they are measured alike and comparable.
+        # Split all choices of a question together, so that all are scored by tokens, or all by bytes.
         splits = split_texts(self._llm.text, context or "", texts, rule=settings.boundary)
         return [(self._continuation_pairs(split), given_bytes(split)) for split in splits]
 
@@ -207,7 +210,7 @@ class TextTask:
         own, spans = self._llm.text.encode_with_spans(text)
         ids = np.concatenate([self._prefix, own])
         require(len(ids) > 1, "text", "has only one token, which is not scored without BOS; use --bos")
-        # Cut indices into `ids` rather than `ids`, to know which tokens of the text are scored.
+        # Cut an array of indices instead of `ids` itself, to know which tokens of the text are scored.
         cuts = self._text_cuts(np.arange(len(ids), dtype=np.int32))
         pairs: list[Pair] = [(ids[before], ids[scored]) for before, scored in cuts]
         scored = np.concatenate([places for _, places in cuts])
@@ -229,8 +232,8 @@ class TextTask:
         if self._settings.truncation != "window":
             return [last_of_split(split, self._max_tokens).pair]
         parts = window_splits(split, self._windows.window, self._windows.stride)
-        # A text may skip the first token of each disjoint window; a continuation may not, as others are
-        # compared with it.
+        # With disjoint windows, a text may skip the first token of each window, but a continuation may not,
+        # because it is compared with other continuations.
         is_whole = sum(len(part.continuation) for part in parts) == len(split.continuation)
         require(is_whole, "stride", "leaves tokens unscored; use less than the window")
         return [part.pair for part in parts]
@@ -248,13 +251,16 @@ class TextTask:
 
 
 def _most_tokens(llm: Scorer) -> int:
-    """Return the maximum number of tokens in a row: one above the context, as the last one is never run."""
+    """Return the maximum number of tokens in a row: the context plus one, as the last token is never run."""
     limit: int = llm.engine.capabilities().max_model_len + 1
     return limit
 
 
 def _bytes_at(text: str, spans: Spans, tokens: IntArray) -> bytes:
-    """Return the UTF-8 bytes that some tokens of a text cover; a shared span counts for its first token."""
+    """Return the UTF-8 bytes of a text that the tokens with indices `tokens` cover.
+
+    A span that several tokens share belongs to the first of them.
+    """
     data, bounds = text.encode(), np.append(0, spans[:, 1])
     return b"".join(data[bounds[token] : bounds[token + 1]] for token in tokens)
 
@@ -276,7 +282,7 @@ def _text_values(question: Question, score: Score, settings: DataSettings) -> di
 
 
 def _choice_values(question: Question, scores: Sequence[Score]) -> dict[str, Any]:
-    """Return the columns of a question; lengths in characters and bytes exclude the delimiter."""
+    """Return the columns of a question; a choice's numbers of characters and bytes exclude the delimiter."""
     logprobs = np.array([score.logprob for score in scores])
     by_char = logprobs / [len(choice) for choice in question.texts]
     by_byte = logprobs / [len(choice.encode()) for choice in question.texts]
@@ -301,9 +307,9 @@ def _choice_values(question: Question, scores: Sequence[Score]) -> dict[str, Any
 
 
 class AnswerTask:
-    """Scores how likely the possible answers to each row are.
+    """Scores the possible answers to each row, such as its labels or grades.
 
-    `lay_out` makes the plan of a row, and `values` the columns from the plan's result.
+    `lay_out` makes the plan for a row, and `values` converts the plan's result to output columns.
     """
 
     def __init__(self, llm: Scorer, lay_out: LayOut, values: Callable[[Any], dict[str, Any]]) -> None:
@@ -314,13 +320,13 @@ class AnswerTask:
         return self._llm.score(pairs)
 
     def asked(self, question: Question) -> Asked:
-        """Return the pairs of its text and each answer; errors as in `RowTask`."""
+        """Implement `RowTask.asked`: pair the question's prompt with each possible answer."""
         plan = self._lay_out(question)
         sizes = [
             len(pair.token_ids) if isinstance(pair, Split) else sum(map(len, pair)) for pair in plan.pairs
         ]
         limit = _most_tokens(self._llm)
-        # Reject an over-long row here; in a batch, it would end the run.
+        # Reject a row that is too long here; in a batch, it would end the run.
         remedy = f"has {max(sizes)} tokens with its prompt, but {limit} fit; shorten it"
         require(max(sizes) <= limit, "text", remedy)
         return [[pair] for pair in plan.pairs], lambda scores: self._values(plan.sum_up(scores)[0])

@@ -1,6 +1,6 @@
 """Convert a teacher's rows to the columns that each trainer reads.
 
-Every position has exactly k numbers in each format, so nested lists are built from whole arrays.
+In each format every position has exactly k entries, so nested lists are built from whole arrays.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ Columns = dict[str, pa.Array]
 
 
 def table_of(rows: Sequence[TeacherRow], kind: TrainingFormat, vocabulary_size: int) -> pa.Table:
-    """Return rows as a table, with their origin, number of target positions, and mass outside the top k."""
+    """Return rows as a table in the format `kind`.
+
+    Columns for each row's origin, number of target positions, and probability outside the top k come first.
+    """
     columns: Columns = {"row": pa.array([row.row for row in rows], pa.int64())}
     if any(row.turn is not None for row in rows):
         columns["turn"] = pa.array([row.turn for row in rows], pa.int32())
@@ -40,7 +43,7 @@ def table_of(rows: Sequence[TeacherRow], kind: TrainingFormat, vocabulary_size: 
 
 
 def schema_of(kind: TrainingFormat, vocabulary_size: int, *, has_turns: bool) -> pa.Schema:
-    """Return the schema of `table_of`."""
+    """Return the schema of the tables that `table_of` returns for this format."""
     columns: dict[str, pa.DataType] = {"row": pa.int64()} | ({"turn": pa.int32()} if has_turns else {})
     columns |= {"num_positions": pa.int64(), "lost_mass": pa.float64(), "max_lost_mass": pa.float64()}
     columns |= {name: array.type for name, array in _WRITERS[kind]([], vocabulary_size).items()}
@@ -48,7 +51,7 @@ def schema_of(kind: TrainingFormat, vocabulary_size: int, *, has_turns: bool) ->
 
 
 def compression_config(vocabulary_size: int, top: int) -> str:
-    """Return DistillKit's `logprob_compressor` configuration for these rows, as YAML: all k exact."""
+    """Return DistillKit's `logprob_compressor` configuration as YAML; all `top` logprobs are exact."""
     config = {
         "d": vocabulary_size,
         "k": top,
@@ -65,7 +68,7 @@ def compression_config(vocabulary_size: int, top: int) -> str:
 
 
 def _parquet(rows: Sequence[TeacherRow], vocabulary_size: int) -> Columns:
-    """Return plain columns: the ids, the target positions, and the top k at each of these."""
+    """Return columns with the token ids, the target positions, and the top k at each target position."""
     del vocabulary_size
     masses = [row.lost_masses for row in rows]
     return {
@@ -78,9 +81,10 @@ def _parquet(rows: Sequence[TeacherRow], vocabulary_size: int) -> Columns:
 
 
 def _axolotl(rows: Sequence[TeacherRow], vocabulary_size: int) -> Columns:
-    """Return the columns of tokenized data for axolotl's KD trainer and collator: k numbers at each token.
+    """Return the columns that axolotl's KD trainer and collator read, with k logprobs at each token.
 
-    The loss compares the student's row after token t with the numbers at t, whose probabilities sum to 1.
+    The loss compares the student's distribution after token t with the k logprobs at t, which are normalized
+    so that their probabilities sum to 1.
     """
     del vocabulary_size
     counts = [row.is_target[:, None] for row in rows]
@@ -103,8 +107,8 @@ def _axolotl(rows: Sequence[TeacherRow], vocabulary_size: int) -> Columns:
 def _distillkit(rows: Sequence[TeacherRow], vocabulary_size: int) -> Columns:
     """Return the columns that DistillKit's `LogprobCompressor` reads with `compression_config`."""
     num_bits = math.ceil(math.log2(vocabulary_size))
-    # DistillKit multiplies the loss at unused positions by 0. Give these half of the mass: with no mass
-    # missing, the loss is NaN, also after the multiplication.
+    # DistillKit multiplies the loss at unused positions by 0. The top k at these positions get half of the
+    # probability, because a top k with all of it makes the loss NaN, even after the multiplication.
     used = [(row.is_target | row.is_learnt)[:, None] for row in rows]
     even = [np.float32(-math.log(2 * row.top_ids.shape[1])) for row in rows]
     logprobs = [
@@ -142,7 +146,7 @@ def _lists(runs: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> pa.Array:
 
 
 def _nested(matrices: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> pa.Array:
-    """Build an array with one list of lists per row; a matrix's columns are the length of its inner lists."""
+    """Build an array with one list of lists per matrix: an inner list for each row of the matrix."""
     values = [matrix.astype(dtype).ravel() for matrix in matrices]
     widths = [np.full(len(matrix), matrix.shape[1]) for matrix in matrices]
     inner = pa.ListArray.from_arrays(

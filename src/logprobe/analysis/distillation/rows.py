@@ -1,4 +1,4 @@
-"""Convert data set rows to token ids and training masks; a conversation gives a row per assistant turn."""
+"""Convert data set rows to token ids and training masks; each assistant turn becomes a row."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSequence:
-    """Token ids of one data set row, scored once, and the parts of them to train on."""
+    """Token ids of one data set row, which are scored once, and the parts to train on."""
 
     row: Row
     token_ids: IntArray
@@ -48,19 +48,19 @@ class TokenSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherRow:
-    """A sequence up to the end of one trained part, with the teacher's top k after each token."""
+    """A sequence up to the end of one trained part, and the teacher's k likeliest tokens at each position."""
 
     row: int  # index in the data set
     turn: int | None
     token_ids: IntArray  # (T,)
-    is_learnt: NDArray[np.bool_]  # (T,) tokens that are trained on
-    is_target: NDArray[np.bool_]  # (T,) positions to train on; position t predicts token t + 1
+    is_learnt: NDArray[np.bool_]  # (T,) True for each token that the student learns to predict
+    is_target: NDArray[np.bool_]  # (T,) True for each position to train on; position t predicts token t + 1
     top_ids: IntArray  # (T, k)
     top_logprobs: NDArray[np.float32]  # (T, k) nats, descending
 
     @property
     def lost_masses(self) -> NDArray[np.float64]:
-        """Probability mass outside the top k at each target position."""
+        """Total probability of all tokens outside the top k, at each target position."""
         kept = np.exp(self.top_logprobs[self.is_target], dtype=np.float64).sum(axis=1)
         return np.asarray(np.clip(1 - kept, 0, 1))
 
@@ -75,7 +75,7 @@ class SequenceReader:
         self._limit: int = llm.engine.capabilities().max_model_len
 
     def read(self, row: Row) -> TokenSequence | BadRow:
-        """Return the row's sequence, or a bad row with the error."""
+        """Return the row's token sequence, or a `BadRow` with the error."""
         if row.problem is not None:
             return BadRow.of(row, row.problem)
         try:
@@ -129,12 +129,12 @@ def _messages_of(value: Any, column: str) -> list[dict[str, Any]]:
     value = list_in(value, column, "messages")
     are_messages = isinstance(value, list) and value and all(isinstance(message, dict) for message in value)
     require(are_messages, column, "must be a list of messages", got=value)
-    # In a Parquet file, every message has every field.
+    # In a Parquet file, every message has every field; the fields that it does not use are null.
     return [{name: part for name, part in message.items() if part is not None} for message in value]
 
 
 def in_calls(sequences: Iterable[TokenSequence | BadRow], top: int) -> Iterator[list[TokenSequence | BadRow]]:
-    """Yield batches of rows for one call: fewer if they are long or `top` is large."""
+    """Yield batches of rows that one call scores; long rows and a large `top` make batches smaller."""
 
     def num_tokens(sequence: TokenSequence | BadRow) -> int:
         return sum(turn.end for turn in sequence.turns) if isinstance(sequence, TokenSequence) else 0
@@ -143,18 +143,18 @@ def in_calls(sequences: Iterable[TokenSequence | BadRow], top: int) -> Iterator[
 
 
 def scored(llm: Scorer, sequences: Sequence[TokenSequence], top: int) -> list[Score]:
-    """Score each sequence, with the top k after each of its tokens, including the last.
+    """Score each sequence, with the `top` likeliest tokens after each of its tokens, including the last.
 
     Raises:
         LogprobeError: the engine failed.
     """
-    # Append an arbitrary token: its row is the distribution after the last one.
+    # Append an arbitrary token, because the distribution at that position is the one after the last token.
     pairs = [(one.token_ids[:1], np.append(one.token_ids[1:], one.token_ids[-1])) for one in sequences]
     return llm.score(pairs, logprobs=top)
 
 
 def teacher_rows(sequence: TokenSequence, record: FlatLogprobs) -> Iterator[TeacherRow]:
-    """Yield a row for each part of a sequence that is trained on."""
+    """Yield one row for each part of the sequence that is trained on."""
     entries = record.top_entries()
     width = int(entries.offsets[1] - entries.offsets[0])
     ids, logprobs = (column.reshape(-1, width) for column in (entries.token_ids, entries.logprobs))

@@ -1,4 +1,4 @@
-"""Write a teacher's rows on a data set from files to a folder, in bounded memory and resumably.
+"""Write a teacher's most likely tokens for a data set to a folder, in bounded memory and resumably.
 
 Data flow: `io.sources` → `rows` → `formats` → `io.journal`, whose parts become the folder's files.
 """
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from logprobe.analysis.progress import Advance
     from logprobe.analysis.scorer import Scorer
 
+# An entry is one of the k likeliest tokens at one position.
 ENTRIES_A_GROUP, GROUPS_A_SHARD = 1 << 22, 1 << 4  # entries per row group, and row groups per file
-ENTRIES_A_ROW = 1 << 10  # added to a row's number of entries, for its token ids
+ENTRIES_A_ROW = 1 << 10  # added to a row's number of entries to account for its token ids
 DATA: Final = "data"
 JOURNAL: Final = "data.parquet"
 MASSES: Final = ("num_positions", "lost_mass", "max_lost_mass")
@@ -41,13 +42,13 @@ MASSES: Final = ("num_positions", "lost_mass", "max_lost_mass")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistilSummary:
-    """Summary of a teacher's data."""
+    """Summary of the data that a teacher produced."""
 
-    num_rows: int  # rows written; one for each assistant turn of a conversation
+    num_rows: int  # rows written; each assistant turn of a conversation is one row
     num_bad: int  # data set rows written to the side file
     num_positions: int  # target positions
-    lost_mass: float | None  # mean mass outside the top k, over positions; None without positions
-    max_lost_mass: float | None
+    lost_mass: float | None  # mean probability outside the top k, over positions; None without positions
+    max_lost_mass: float | None  # maximum over positions
 
 
 class DistilledBatch(AnsweredRows, frozen=True, kw_only=True):
@@ -56,13 +57,13 @@ class DistilledBatch(AnsweredRows, frozen=True, kw_only=True):
     rows: pa.Table
 
     def table(self, schema: pa.Schema) -> pa.Table:
-        """Return the rows, which already have this schema."""
+        """Return the rows, which already have `schema`."""
         del schema
         return self.rows
 
 
 class DistilRun:
-    """Write a teacher's rows on some files; call `advance(num_bytes, num_rows)` after every batch.
+    """Writes a teacher's rows for the given files, and calls `advance(num_bytes, num_rows)` for every batch.
 
     Raises:
         ParameterError: the model cannot run with these settings.
@@ -90,8 +91,8 @@ class DistilRun:
         """Write all rows to Parquet files in a folder, and bad rows to a side file.
 
         Raises:
-            InputError: an input cannot be read; the output exists or another process writes it; or the run
-                to resume had other settings, another model or other weights.
+            InputError: an input cannot be read, the output exists, another process writes the output, or the
+                run to resume had other settings, another model or other weights.
             OutputError: the output cannot be written; completed parts are kept for `resume`.
             LogprobeError: the engine failed; completed parts are kept for `resume`.
         """
@@ -121,7 +122,7 @@ class DistilRun:
         run_file = folder / "run.json"
         if is_forced or run_file.exists():
             for file in (*(folder / DATA).glob("train-*-of-*.parquet"), folder / COMPRESSION_FILE, run_file):
-                file.unlink(missing_ok=True)  # last the file that marks the folder as complete
+                file.unlink(missing_ok=True)  # run.json, which marks the folder as complete, is last
         journal.share(folder / DATA, tally.shards())
         if self._kind == "distillkit":
             text = compression_config(self._vocabulary_size, self._top)
@@ -155,13 +156,13 @@ class DistilRun:
 
 
 class DistilTally:
-    """Accumulates the summary, and assigns rows to files by their numbers of positions alone."""
+    """Accumulates the summary and assigns rows to files, based only on each row's number of positions."""
 
     def __init__(self, top: int) -> None:
         self._top = top
         self._num_rows = self._num_positions = self._num_entries = 0
         self._lost_mass, self._max_lost_mass = 0.0, 0.0
-        self._groups: list[tuple[int, int]] = []  # number (by entries) and first row of each
+        self._groups: list[tuple[int, int]] = []  # number and first row of each row group
 
     def add(self, masses: pa.Table) -> None:
         """Add the next rows."""
@@ -189,7 +190,7 @@ class DistilTally:
         )
 
     def shards(self) -> list[list[int]]:
-        """Return, for each file, the end (exclusive) of each of its row groups."""
+        """Return, for each file, the index of the first row after each of the file's row groups."""
         ends = [*(first for _, first in self._groups[1:]), self._num_rows]
         groups = zip((number for number, _ in self._groups), ends, strict=False)
         by_shard = groupby(groups, lambda group: group[0] // GROUPS_A_SHARD)
@@ -208,23 +209,24 @@ def distil(
     resume: bool = False,
     force: bool = False,
 ) -> DistilSummary:
-    """Write a teacher's most likely tokens on the rows of files, in a format that a student's trainer reads.
+    """Write a teacher's most likely tokens for each row of the inputs, in a format for training a student.
 
     Args:
         llm: the teacher.
-        inputs: txt, jsonl, csv and Parquet files, folders of them, glob patterns, or `-` for standard input.
-        output: a folder: `data/train-*.parquet`, the run's settings and summary (`run.json`), and bad rows
-            (`data.parquet.errors.jsonl`).
+        inputs: txt, jsonl, csv and Parquet files, folders of such files, glob patterns, or `-` for standard
+            input.
+        output: a folder for the rows (`data/train-*.parquet`), the run's settings and summary (`run.json`),
+            and bad rows (`data.parquet.errors.jsonl`).
         format: `parquet`, `distillkit` or `axolotl`.
-        settings: columns to read, and the number of tokens to keep.
-        kind: format of the inputs; None: by their suffixes.
-        by_line: txt files only: each line is a row, instead of the whole file.
+        settings: columns to read, and the number of tokens to keep at each position.
+        kind: format of the inputs; None infers each file's format from its suffix.
+        by_line: for txt files, make each line a row instead of the whole file.
         resume: continue a run that was stopped or killed; no row is lost or duplicated.
         force: replace an existing output.
 
     Raises:
         InputError: an input cannot be read, the output exists, or the run to resume had other settings.
-        ParameterError: a setting is invalid.
+        ParameterError: a setting or the format is invalid.
         OutputError: the output cannot be written.
     """
     require(format in FORMATS, "format", f"must be one of {', '.join(FORMATS)}, got {format!r}")

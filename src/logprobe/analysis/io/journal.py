@@ -1,7 +1,7 @@
-"""Resumable output: complete parts on disk, from which the output files are made at the end.
+"""Resumable output: results are stored in parts on disk, from which the output files are made at the end.
 
-Each part is written to a temporary file next to the output, flushed to disk, and renamed, so a killed run
-keeps the parts that it completed. A part's name is the range of data set rows that it covers; a resumed run
+Each part is written to a temporary file next to the output, flushed to disk, and renamed, so the complete
+parts survive if the run is killed. A part's name is the range of data set rows that it covers; a resumed run
 continues after the last part.
 """
 
@@ -48,32 +48,32 @@ S_co = TypeVar("S_co", covariant=True)
 ROWS_A_PART, BYTES_A_PART, SECONDS_A_PART = 1 << 10, 1 << 26, 20.0  # the first limit reached ends a part
 ROWS_A_GROUP, ROWS_A_PIECE = 1 << 14, 1 << 10
 SUFFIXES = (".parquet", ".jsonl")
-# Python parameters and command-line options, as error messages name them.
+# Names of Python parameters and command-line options in error messages.
 RESUME: Final = "resume=True (--resume)"
 FORCE: Final = "force=True (--force)"
 BEGIN_ANEW: Final = f"use {FORCE} to start again"
-LOCK_FILE = "lock"  # in the folder of the parts; locked by the process that writes them
-# Settings that may be unknown until the first rows are scored.
+LOCK_FILE = "lock"  # a file in the folder of the parts, locked by the process that writes the parts
+# Settings of a run that may be unknown until the first rows are scored.
 SOURCES_OF_NUMBERS = ("model", "weights", "weight_version", "lora", "lora_version")
 
 
 class AnsweredRows(msgspec.Struct, frozen=True, kw_only=True):
     """Results of a batch of data set rows, with the model that computed them."""
 
-    end: int  # one past the index of its last row
-    num_rows: int  # of the data set, including bad rows
-    num_bytes: float  # of the input files, for progress
-    bad: list[BadRow]  # in order
+    end: int  # one past the index of the batch's last row
+    num_rows: int  # number of data set rows, including bad rows
+    num_bytes: float  # number of input bytes, for the progress bar
+    bad: list[BadRow]  # in the order of the data set
     source: dict[str, str | None]  # model and weights, from `source_of_numbers`
     info: LogprobsInfo | None  # None if no row was scored
 
     def table(self, schema: pa.Schema) -> pa.Table:
-        """Return the output rows, in order."""
+        """Return the output rows as a table with the columns of `schema`, in order."""
         raise NotImplementedError
 
 
 def advancing(batches: Iterable[B], advance: Advance | None) -> Iterator[B]:
-    """Yield batches of rows, calling `advance(num_bytes, num_rows)` before each."""
+    """Yield batches of rows, calling `advance(num_bytes, num_rows)` before each batch."""
     for batch in batches:
         if advance is not None:
             advance(int(batch.num_bytes), batch.num_rows)
@@ -92,7 +92,10 @@ class Tally(Protocol[S_co]):
 
 
 def source_of_numbers(llm: Scorer, info: LogprobsInfo | None = None) -> dict[str, str | None]:
-    """Return a model and its weight versions; those in `info` take precedence, as weights may change."""
+    """Return the name of a model and the versions of its weights.
+
+    Versions in `info` take precedence, because the model's weights may have changed since.
+    """
     facts = llm.engine.capabilities()
     source = {
         "model": facts.model,
@@ -110,27 +113,28 @@ class FinishedRun(msgspec.Struct, Generic[S], frozen=True, omit_defaults=True):
 
     settings: dict[str, Any]
     summary: S
-    num_bytes: int | None = None  # of the output file; None for a folder
+    num_bytes: int | None = None  # size of the output file; None for a folder
 
 
 class Journal(Generic[S]):
-    """Parts of one output, written by one process at a time; the first `num_done` data set rows are done.
+    """The parts of one output, which one process writes at a time.
 
-    Use it as a context manager; on exit, the lock on the parts is released.
+    The parts cover the first `num_done` data set rows. Use the journal as a context manager: on exit, the
+    lock on the parts is released.
 
     Args:
         path: output file.
         schema: columns of the output.
         settings: settings that a resumed run must share.
         summary_type: class of the run's summary.
-        folder: folder that gets files made from the parts (`share`) and a `run.json`; None: the parts are
-            joined into one file at `path`, with `<path>.run.json` next to it.
-        resume: continue an earlier run. `summary` is the summary of a finished run, and None if rows are
-            missing.
+        folder: folder for the output files (`share`) and the `run.json`. If None, the parts are joined into
+            one file at `path`, with `<path>.run.json` next to it.
+        resume: continue an earlier run. If that run had finished, `summary` is its summary; otherwise it is
+            None.
         force: replace an existing output.
 
     Raises:
-        InputError: the output has an unknown suffix, already exists, or is being written by another process;
+        InputError: the output has an unknown suffix, already exists, or is being written by another process,
             or the run to resume had other settings.
         OutputError: the output cannot be written.
     """
@@ -177,7 +181,7 @@ class Journal(Generic[S]):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and self._lock.is_locked and not any(self._parts.glob("*.parquet")):
-            # nothing is kept for `resume`
+            # no part was completed, so there is nothing to resume
             shutil.rmtree(self._parts, ignore_errors=True)
         self._lock.release()
 
@@ -228,7 +232,10 @@ class Journal(Generic[S]):
         write_durably(self._settings_file, lambda path: path.write_text(json.dumps(self._settings)))
 
     def _finished_summary(self, *, resume: bool) -> S:
-        """Return the summary of the run that wrote the output; raise `InputError` if this run differs."""
+        """Return the summary of the run that wrote the output.
+
+        Raises `InputError` if the output may not be resumed, or if that run had other settings.
+        """
         kind: Any = FinishedRun[self._summary_type]  # type: ignore[name-defined]
         try:
             run = msgspec.convert(json.loads(self._run_file.read_bytes()), kind) if resume else None
@@ -263,10 +270,10 @@ class Journal(Generic[S]):
             )
 
     def agree(self, source: dict[str, str | None]) -> None:
-        """Record the model and weights of the next rows (`SOURCES_OF_NUMBERS`).
+        """Record the model and weights that computed the next rows (`SOURCES_OF_NUMBERS`).
 
         Raises:
-            InputError: they differ from those of earlier rows.
+            InputError: earlier rows were computed by another model or other weights.
         """
         for name, value in source.items():
             before = self._settings.get(name, value)
@@ -293,10 +300,10 @@ class Journal(Generic[S]):
         """Write the missing rows as parts, summarize all rows, and make the output from the parts.
 
         Args:
-            answered: batches of the rows from `num_done` on.
+            answered: batches of the data set rows from `num_done` on.
             tally: accumulates the summary.
-            write: writes the files of a folder; None: the output is one file.
-            columns: columns that `tally` reads; None: all.
+            write: writes the output files to the folder; None if the output is one file.
+            columns: columns that `tally` reads; None reads all columns.
         """
         tables: list[pa.Table] = []
         batches: list[AnsweredRows] = []
@@ -315,7 +322,8 @@ class Journal(Generic[S]):
                 batches, tables, since = [], [], time.monotonic()
         if batches:
             self._write_part(batches, tables)
-        for table in self.groups(columns):  # not by part: the last bits of sums would depend on timing
+        # Not part by part, because the last bits of sums would then depend on how long a part took.
+        for table in self.groups(columns):
             tally.add(table)
         summary = tally.summary(self._num_bad())
         self._finish(summary, write or self._write_file)
@@ -342,15 +350,15 @@ class Journal(Generic[S]):
         self.num_done = end
 
     def _all_parts(self) -> list[Path]:
-        """Return the parts in order; raise `InputError` if they are not contiguous."""
+        """Return the parts in order; raise `InputError` if a part is missing or overlaps another."""
         parts = sorted(self._parts.glob("*.parquet"))
         _end_of(parts)
         return parts
 
     def groups(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
-        """Return all rows in order, `ROWS_A_GROUP` at a time regardless of part boundaries.
+        """Return all rows in order, in tables of `ROWS_A_GROUP` rows that do not depend on the parts.
 
-        `columns` selects columns; None: all.
+        `columns` are the columns to read; None reads all columns.
         """
         num_rows = 0
         for part in self._all_parts():
@@ -360,7 +368,7 @@ class Journal(Generic[S]):
         return _cut(self._pieces(columns), ends)
 
     def _pieces(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
-        """Yield the rows of all parts, at most `ROWS_A_PIECE` at a time."""
+        """Yield the rows of all parts in tables of at most `ROWS_A_PIECE` rows."""
         for part in self._all_parts():
             with _reading(part), pq.ParquetFile(part) as file:
                 if not file.schema_arrow.equals(self._schema):
@@ -372,7 +380,10 @@ class Journal(Generic[S]):
         return sum(errors.read_bytes().count(b"\n") for errors in self._error_parts())
 
     def _error_parts(self) -> list[Path]:
-        """Return the error files of complete parts, in order; one without a part is left by a killed run."""
+        """Return the error files of complete parts, in order.
+
+        An error file without a part was left by a killed run and is ignored.
+        """
         parts = sorted(self._parts.glob("*.errors"))
         return [errors for errors in parts if errors.with_suffix(".parquet").exists()]
 
@@ -390,16 +401,18 @@ class Journal(Generic[S]):
             num_bytes = self.path.stat().st_size if self._is_file else None
             run = msgspec.to_builtins(FinishedRun(self._settings, summary, num_bytes))
             write_durably(self._run_file, lambda path: path.write_text(json.dumps(run, indent=2) + "\n"))
-            self._parts.rename(self._done)  # atomic: some of the parts alone would look like a damaged run
+            # Renaming is atomic; if some parts were deleted first, the rest would look like a damaged run.
+            self._parts.rename(self._done)
             shutil.rmtree(self._done, ignore_errors=True)
 
     def share(self, folder: Path, shards: Sequence[Sequence[int]]) -> None:
-        """Write the rows to files in a folder, named like the files of a split of Hugging Face `datasets`.
+        """Write the rows to files in a folder, named like the files of a Hugging Face `datasets` split.
 
         Args:
-            folder: created if missing.
-            shards: for each file, the end (exclusive) of each of its row groups, counted from the run's first
-                row. They must not depend on how long a part took or where a run was killed.
+            folder: the folder, which is created if missing.
+            shards: for each file, the index of the first row after each of the file's row groups, counted
+                from the run's first row. These must not depend on how long a part took or where a run was
+                killed.
         """
         folder.mkdir(exist_ok=True)
         groups = _cut(self._pieces(), [end for ends in shards for end in ends])
@@ -442,7 +455,10 @@ _MAKE_ROOM: Final = f"free disk space and use {RESUME}"
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Read a file of an earlier run; advise a new run, which removes finished rows, only if it is damaged."""
+    """Convert the exceptions that reading a file of an earlier run raises to `InputError`.
+
+    The message advises a new run, which deletes the finished rows, only if the file is damaged.
+    """
     try:
         with reading(path, BEGIN_ANEW):
             yield
@@ -462,7 +478,10 @@ def parts_folder(output: Path) -> Path:
 
 
 def _end_of(parts: Iterable[Path]) -> int:
-    """Return the end (exclusive) of the rows of parts; raise `InputError` unless contiguous from row 0."""
+    """Return the index of the first row after the last part.
+
+    Raises `InputError` if the parts do not cover contiguous rows from row 0 on.
+    """
     end = 0
     for part in parts:
         with _reading(part):

@@ -1,6 +1,6 @@
-"""Read rows of texts one at a time from txt, jsonl, csv and Parquet files and standard input.
+"""Read the rows of a data set one at a time from txt, jsonl, csv and Parquet files and standard input.
 
-A bad row carries its error, and reading continues; a file that cannot be read raises `InputError`.
+A bad row is yielded with its error, and reading continues. A file that cannot be read raises `InputError`.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ SUFFIXES: dict[str, Format] = {
     ".csv": "csv",
     ".parquet": "parquet",
 }
-FIRST_ROWS = 32  # of a jsonl file, read to find its columns
-ROWS_A_CALL = 256  # maximum number that one call of a model scores
+FIRST_ROWS = 32  # number of a jsonl file's first rows that are read to find its columns
+ROWS_A_CALL = 256  # maximum number of rows that are scored in one call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One row of a data set: its values by column, or its error."""
 
-    index: int  # in the whole data set
-    source: str  # the file
-    line: int  # line of the file, or row of a Parquet file; from 1
-    num_bytes: float  # its share of the file, for progress
+    index: int  # index of the row in the whole data set, from 0
+    source: str  # name of the file
+    line: int  # line in the file, or row in a Parquet file; from 1
+    num_bytes: float  # the row's share of the file's bytes, for the progress bar
     values: dict[str, Any] = field(default_factory=dict)
-    problem: str | None = None
+    problem: str | None = None  # the error, if the row cannot be read
 
 
 class BadRow(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A row that cannot be used, and the reason."""
 
-    index: int  # in the whole data set
-    source: str  # the file
-    line: int  # of the file, from 1
-    num_bytes: float  # its share of the file, for progress
+    index: int  # index of the row in the whole data set, from 0
+    source: str  # name of the file
+    line: int  # line in the file, or row in a Parquet file; from 1
+    num_bytes: float  # the row's share of the file's bytes, for the progress bar
     problem: str
 
     @classmethod
@@ -75,7 +75,7 @@ class BadRow(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return f"bad row: {self.source}, line {self.line}: {self.problem}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as an object of the `.errors.jsonl` file."""
+        """Return the row as an object for the `.errors.jsonl` file."""
         return {"row": self.index, "source": self.source, "line": self.line, "error": self.problem}
 
 
@@ -85,7 +85,7 @@ class Source:
 
     name: str
     format: Format
-    by_line: bool = False  # txt only: each line is a row, instead of the whole file
+    by_line: bool = False  # for txt files: each line is a row, instead of the whole file
 
     @property
     def num_bytes(self) -> int | None:
@@ -96,10 +96,11 @@ class Source:
 def find_sources(
     inputs: str | Path | Sequence[str | Path], *, kind: Format | None = None, by_line: bool = False
 ) -> list[Source]:
-    """Expand file names, folders and glob patterns; files of a folder or pattern are sorted by path.
+    """Expand file names, folders and glob patterns to files; the files in a folder or pattern are sorted.
 
     Raises:
-        InputError: a missing or unreadable file, a folder or pattern without files, or an unknown suffix.
+        InputError: a file is missing, unreadable or of an unknown suffix, or a folder or pattern has no
+            files.
         ParameterError: `inputs` is empty.
     """
     sources: list[Source] = []
@@ -114,13 +115,13 @@ def find_sources(
 
 
 def total_bytes(sources: Sequence[Source]) -> int | None:
-    """Return the total size of the files in bytes; None if one is standard input."""
+    """Return the total size of the files in bytes, or None if one of them is standard input."""
     sizes = [source.num_bytes for source in sources]
     return None if None in sizes else sum(size or 0 for size in sizes)
 
 
 def identity_of(sources: Sequence[Source], *, resume: bool) -> dict[str, Any]:
-    """Return the properties of the inputs that a resumed run must share, as a setting of the run.
+    """Return the properties of the inputs that must be the same when a run is resumed.
 
     Raises:
         InputError: `resume` is set and an input is standard input, which cannot be read again.
@@ -131,7 +132,10 @@ def identity_of(sources: Sequence[Source], *, resume: bool) -> dict[str, Any]:
 
 
 def in_batches(rows: Iterable[T], size_of: Callable[[T], int], max_size: float) -> Iterator[list[T]]:
-    """Yield batches of at most `ROWS_A_CALL` rows, ending a batch early when its size reaches `max_size`."""
+    """Yield batches of at most `ROWS_A_CALL` rows.
+
+    A batch ends early when the total of its rows' sizes, `size_of(row)`, reaches `max_size`.
+    """
     batch: list[T] = []
     size = 0
     for row in rows:
@@ -171,7 +175,7 @@ def _format_of(path: str) -> Format:
 
 
 def _check_opens(source: Source) -> None:
-    """Raise `InputError` for a file that cannot be opened, before anything is computed."""
+    """Raise `InputError` if the file cannot be opened, so that a run fails before anything is computed."""
     if source.name == STDIN:
         if source.format == "parquet":
             raise InputError(
@@ -184,10 +188,11 @@ def _check_opens(source: Source) -> None:
 
 
 def check_columns(sources: Iterable[Source], columns: Sequence[str]) -> None:
-    """Check that the files have `columns`, before anything is computed; standard input is not read.
+    """Check that the files have `columns`, before anything is computed; standard input is not checked.
 
     Raises:
-        InputError: a file lacks a column (in jsonl, in all of the first rows) or cannot be read.
+        InputError: a file lacks a column or cannot be read. A jsonl file lacks a column if none of its first
+            rows has it.
     """
     for source in sources:
         if source.format == "txt":
@@ -234,7 +239,7 @@ def _naming(name: str) -> Iterator[None]:
 
 
 Raw: TypeAlias = "tuple[int, float, dict[str, Any] | str]"
-"""Line number, size in bytes, and the values by column or the error."""
+"""Line number, size in bytes, and either the values by column or the error."""
 
 
 def _binary(source: Source) -> AbstractContextManager[Any]:
@@ -267,7 +272,7 @@ def _read_jsonl(source: Source, columns: Sequence[str]) -> Iterator[Raw]:
 
 
 def _json_value(line: bytes) -> tuple[Any, str | None]:
-    """Return the parsed value, and the error if the line is not valid JSON."""
+    """Return the parsed value and None, or None and the error if the line is not valid JSON."""
     try:
         return json.loads(line), None
     except (ValueError, RecursionError) as error:
@@ -335,12 +340,12 @@ def _check_columns(name: str, columns: Sequence[str], known: Sequence[str]) -> N
 
 
 def _check_txt(source: Source, columns: Sequence[str]) -> None:
-    """Raise `InputError` for more than one column: a txt file has one, under any name."""
+    """Raise `InputError` if there is more than one column: a txt file has one column, under any name."""
     _check_columns(f"{source.name}, read as text without --format", columns, columns[:1])
 
 
 def _jsonl_columns(source: Source) -> Sequence[str] | None:
-    """Return the columns of the first rows; None if a row is not an object, or if there are no columns.
+    """Return the columns of the file's first rows, or None if a row is not an object or no row has a column.
 
     Lines that are not valid JSON are skipped here; `read_rows` yields them as bad rows.
     """

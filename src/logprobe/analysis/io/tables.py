@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-ROWS_A_BATCH = 64  # decoded at once: texts may be large, and a small file may repeat one text many times
+# Rows decoded at once; few, because texts may be large, and a small file may repeat one large text many
+# times.
+ROWS_A_BATCH = 64
 _MESSAGE_CHARS = 300  # pyarrow's messages may be pages long
 
 __all__ = ["INFO_KEY", "json_line", "parquet_rows", "parquet_writer", "reading", "write_durably", "writing"]
@@ -39,7 +41,7 @@ def parquet_writer(
 ) -> Iterator[Callable[[pa.Table], None]]:
     """Open a zstd-compressed Parquet file and yield a function that writes a table as a row group.
 
-    `info` is `LogprobsInfo` as JSON, for the file's metadata.
+    `info` is a `LogprobsInfo` as JSON, which is stored in the file's metadata.
     """
     whole = schema.with_metadata(None if info is None else {INFO_KEY: info})
     with pq.ParquetWriter(path, whole, compression="zstd") as writer:
@@ -52,14 +54,14 @@ def parquet_writer(
 
 
 def parquet_rows(file: pq.ParquetFile, columns: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a Parquet file as Python values, decoding `ROWS_A_BATCH` at a time."""
+    """Yield the rows of a Parquet file as Python values, decoding `ROWS_A_BATCH` rows at a time."""
     for batch in file.iter_batches(batch_size=ROWS_A_BATCH, columns=list(columns)):
         yield from python_rows(batch)
 
 
 @contextmanager
 def reading(path: str | Path, remedy: str = "use another file") -> Iterator[None]:
-    """Raise `InputError` if the file is damaged or cannot be read within the block."""
+    """Convert an exception that says the file is damaged or unreadable to an `InputError` that names it."""
     try:
         yield
     except LogprobeError:
@@ -82,7 +84,10 @@ def writing(path: str | Path, remedy: str = "free disk space, or use another pat
 
 
 def write_durably(path: Path, write: Callable[[Path], object]) -> None:
-    """Write to a temporary file, flush it to disk, and rename it to `path`; on failure, delete it."""
+    """Write to a temporary file, flush it to disk, and rename it to `path`.
+
+    On failure the temporary file is deleted.
+    """
     unfinished = path.with_name(f"{path.name}.tmp")
     try:
         claim(unfinished)

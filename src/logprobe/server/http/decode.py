@@ -1,4 +1,4 @@
-"""Read and decode request bodies; an invalid body is a 400 that names the field."""
+"""Read and decode request bodies; an invalid body is rejected with a 400 that names the field."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
 
 LARGE_BYTES: Final = 1 << 18
-"""Size from which a body's memory, hundreds of times its size, is returned to the system after decoding."""
+"""From this size on, the memory that decoding took is returned to the system: hundreds of times the size."""
 
-BODY: Final = "logprobe.body"  # key of the request's scope for a body that was read before the route ran
+BODY: Final = "logprobe.body"  # key in the request's scope of a body that was read before the route ran
 _UNKNOWN: Final = re.compile(r"unknown field `([^`]*)`")
 _MISSING: Final = re.compile(r"missing required field `([^`]*)`")
 _ITEM: Final = re.compile(r"\[[^\]]*\]")  # list index in a path
@@ -48,13 +48,15 @@ _PATH: Final = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 async def read(
     request: HttpRequest, service: Service, body_type: type[B], prepare: Callable[[B, Service], T]
 ) -> T:
-    """Decode a request's body and return the result of `prepare`.
+    """Decode a request's body, call `prepare(body, service)`, and return the result.
 
-    While the server is full, keep only the body's bytes in memory, wait, and decode them again.
+    While the server is full, the request waits with only the body's bytes in memory, which are then decoded
+    again.
 
     Raises:
-        ApiError: 415 wrong media type; 413 too large; 408 too slow; 400 not JSON, unknown or missing field,
-            wrong type, or above a limit; 429 the server is full; 503 the server shuts down meanwhile.
+        ApiError: 415 if the media type is wrong, 413 if the body is too large, 408 if it arrives too slowly,
+            400 if it is not valid JSON, has an unknown, missing or mistyped field, or exceeds a limit, 429 if
+            the server is full, and 503 if the server shuts down meanwhile.
         ClientGoneError: the client disconnected.
     """
     check_media_type(request.headers.get("content-type"))
@@ -86,21 +88,21 @@ async def read(
 
 
 def check_media_type(media_type: str | None) -> None:
-    """Reject media types other than JSON, which web pages can send to any server without a CORS preflight.
+    """Reject media types other than JSON, because web pages can send others without a CORS preflight.
 
     Raises:
-        ApiError: 415.
+        ApiError: 415 if the media type is not application/json.
     """
     if (media_type or "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "the Content-Type must be application/json", code="unsupported_media_type")
 
 
 async def read_bytes(request: HttpRequest, settings: ServerSettings) -> bytes:
-    """Return the body's bytes, which may have been read already to choose the model.
+    """Return the bytes of a request's body; they may have been read already to choose the model.
 
     Raises:
-        ApiError: 413 too large; 408 too slow.
-        ClientGoneError: the client disconnected before the end.
+        ApiError: 413 if the body is too large, or 408 if it arrives too slowly.
+        ClientGoneError: the client disconnected before the end of the body.
     """
     if BODY in request.scope:
         kept: bytes = request.scope.pop(BODY)  # drop the reference: it may be large
@@ -133,10 +135,11 @@ def _decode_checked(data: bytes, body_type: type[B], service: Service) -> B:
 
 
 def decode_body(data: bytes, body_type: type[B], *, is_strict: bool = False) -> tuple[B, list[str]]:
-    """Decode a body; return it with the names of ignored unknown fields, all rejected if `is_strict`.
+    """Decode a body, and return it with the paths of the unknown fields that were ignored.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400 if the body is invalid, has an unknown field that must not be ignored, or has any
+            unknown field and `is_strict` is set.
     """
     try:
         try:

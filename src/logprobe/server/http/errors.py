@@ -1,4 +1,4 @@
-"""Errors as HTTP replies: a status and `{"error": {"message", "type", "param", "code"}}`."""
+"""Convert errors to HTTP replies: a status and `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MAX_MESSAGE_CHARS: Final = 1500
-MAX_PARAM_CHARS: Final = 128  # of a path in the body, which may end with a name from the client
+MAX_PARAM_CHARS: Final = 128  # limit on a path in the body, which may end with a name from the client
 RETRY_AFTER_S: Final = 1
 
 
@@ -31,10 +31,10 @@ class ClientGoneError(Exception):
 
 
 class ApiError(Exception):
-    """A reply other than 2xx; `param` names the invalid body field.
+    """A reply with a status other than 2xx; `param` names the invalid body field.
 
-    The message is escaped to one printable line of bounded length, because it quotes client input and is
-    shown in logs and terminals.
+    The message is escaped and shortened to one printable line, because it quotes client input and is shown in
+    logs and terminals.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def at(self, field: str) -> ApiError:
-        """Return the same error for another field."""
+        """Return a 400 with this error's message and code for another field."""
         message = self.message.removeprefix(f"{self.param}: ")
         return bad_request(field, message, code=self.code)
 
@@ -67,7 +67,7 @@ class ApiError(Exception):
         return kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the reply's body, always with all four members."""
+        """Return the reply's body, which always has `message`, `type`, `param` and `code`."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
@@ -89,14 +89,14 @@ def server_full(what: str) -> ApiError:
 
 
 def engine_unavailable(why: str) -> ApiError:
-    """Return a 503 with `Retry-After`, for a time when no engine process accepts requests."""
+    """Return a 503 with `Retry-After` that says why no engine process accepts requests."""
     headers = {"Retry-After": str(RETRY_AFTER_S)}
     message = f"the engine does not accept requests now: {why}"
     return ApiError(503, message, code="engine_unavailable", headers=headers)
 
 
 def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -> ApiError:
-    """Convert an exception to a reply; `names` maps our parameter names to the route's field names."""
+    """Convert an exception to an `ApiError`; `names` maps Python parameter names to the route's fields."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ProcessorError) and isinstance(error.__cause__, ParameterError):
@@ -120,10 +120,10 @@ def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -
 
 
 def drop_tracebacks(error: BaseException | None) -> None:
-    """Drop the tracebacks of a logged error, its cause and its context.
+    """Drop the tracebacks of a logged error, and those of its cause and context.
 
-    A traceback's frames often refer back to the error, for example through a future: this reference cycle
-    would keep a request's body alive until the next full garbage collection.
+    The frames in a traceback often refer back to the error, for example through a future. Such a reference
+    cycle would keep the request's body in memory until the next full garbage collection.
     """
     seen: set[int] = set()
     pending = [error]

@@ -1,8 +1,8 @@
-"""Outermost ASGI middleware: check `Host` and `Origin`, assign request ids, send in pieces, write access log.
+"""Outermost ASGI middleware: checks `Host` and `Origin`, assigns request ids, and writes the access log.
 
-Web pages can make a browser send requests to servers on its own machine. The browser puts the page's origin
-in `Origin`, and the requested name in `Host`; the owner of that name can make it resolve to any address (DNS
-rebinding).
+A web page can make a browser send requests to servers on the browser's machine. The browser puts the page's
+origin in `Origin` and the requested name in `Host`. Both are checked, because the owner of a name can make it
+resolve to any address (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from logprobe.server.settings import ServerSettings
 
 ANY: Final = "*"
-PIECE_BYTES: Final = 1 << 16  # maximum bytes of a reply that are buffered until the client reads them
+PIECE_BYTES: Final = 1 << 16  # maximum size of the part of a reply that is buffered until the client reads it
 
 MANY_OPEN: Final = 64
-"""Number of concurrent requests after which freed memory is returned to the system; glibc would keep it."""
+"""After this many concurrent requests, freed memory is returned to the system; glibc would keep it."""
 
 REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")  # accepted from clients: printable ASCII without spaces
 PROBES: Final = frozenset({"/health", "/ready", "/ping", "/metrics"})  # logged at debug level
@@ -46,26 +46,26 @@ CALL: Final = "logprobe.call"  # key of the `Call` in a request's ASGI scope
 
 access_logger = logging.getLogger("logprobe.access")
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""Id of the HTTP request that the current task works for."""
+"""Id of the HTTP request that the current task belongs to."""
 
 
 @dataclass(slots=True)
 class Call:
-    """Facts of one HTTP request for the access log and metrics; times are seconds since its header."""
+    """Facts about one HTTP request for the access log and metrics; times are seconds since its header."""
 
     request_id: str
     client: str = ""
     method: str = ""
-    route: str | None = None  # as in the route table; None: no such route
-    status: int | None = None  # None: the client disconnected before the reply
-    model: str | None = None  # model or LoRA weights that answered
+    route: str | None = None  # path in the route table; None if there is no such route
+    status: int | None = None  # None if the client disconnected before the reply
+    model: str | None = None  # name of the model or LoRA adapter that answered
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    prompt_rows: int | None = None  # rows of prompt log-probabilities; None: not requested
-    without_effect: list[str] = field(default_factory=list)  # known fields without effect
-    ignored_fields: list[str] = field(default_factory=list)  # paths of unknown fields in the body
+    prompt_rows: int | None = None  # prompt positions with log-probabilities; None if not requested
+    without_effect: list[str] = field(default_factory=list)  # known fields that had no effect
+    ignored_fields: list[str] = field(default_factory=list)  # paths of ignored unknown fields in the body
     has_large_body: bool = False
-    first_token_s: float | None = None  # streams only
+    first_token_s: float | None = None  # set for streams only
     seconds: float = 0.0
     _start_s: float = field(default_factory=time.perf_counter)
 
@@ -76,13 +76,13 @@ class Call:
 
     @property
     def token_s(self) -> float | None:
-        """Seconds per token after the first of a stream; None for fewer than two tokens or no stream."""
+        """Mean seconds per token after a stream's first token; None without a stream or with one token."""
         if self.first_token_s is None or self.completion_tokens < 2:
             return None
         return (self.seconds - self.first_token_s) / (self.completion_tokens - 1)
 
     def note_output(self, output: RequestOutput) -> None:
-        """Add the tokens and rows of a finished engine request."""
+        """Add the numbers of tokens and log-probability rows of a finished engine request."""
         self.prompt_tokens += len(output.prompt_token_ids)
         self.completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
         if output.prompt_logprobs is not None:
@@ -105,7 +105,7 @@ class Call:
         return f"{asked}: {status}{by} in {self.seconds:.3f} s{first}{tokens}"
 
 
-# Fields of a `Call` that the JSON log line omits, and those that it contains.
+# Fields of a `Call` that a JSON log line leaves out, and fields that it contains.
 UNTOLD: Final = frozenset({"request_id", "without_effect", "ignored_fields", "has_large_body", "_start_s"})
 FACTS: Final = tuple(one.name for one in fields(Call) if one.name not in UNTOLD)
 
@@ -113,7 +113,7 @@ FACTS: Final = tuple(one.name for one in fields(Call) if one.name not in UNTOLD)
 def begin_call(given: str | None, **facts: Any) -> Call:
     """Create a request's `Call`, and set the request id for the log lines of this task and its subtasks.
 
-    `given` is the client's `X-Request-Id`; it is used if it matches `REQUEST_ID`.
+    `given` is the client's `X-Request-Id`, which becomes the request id if it matches `REQUEST_ID`.
     """
     name = given if given is not None and REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
     request_id.set(name)
@@ -129,12 +129,12 @@ class Gate:
         self._settings = settings
         self._ended = ended
         self._lock = asyncio.Lock()  # held to send one piece of a large reply
-        self._num_open = self._most_open = 0  # requests now, and their maximum since memory was returned
+        self._num_open = self._most_open = 0  # open requests now, and their maximum since memory was returned
         self._returning: asyncio.Task[None] | None = None
         self._must_return = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or reject it by its header."""
+        """Pass a request on to the application, or reject it because of its header."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -166,7 +166,7 @@ class Gate:
                 self._return_freed()
 
     def _return_freed(self) -> None:
-        """Return freed memory to the system in a thread; a call during that schedules one more run."""
+        """Return freed memory to the system in a thread; a call while the thread runs makes it run again."""
         self._must_return = True
         if self._returning is None or self._returning.done():
             self._returning = asyncio.create_task(self._returned())
@@ -187,7 +187,7 @@ class Gate:
 
 
 async def send_pieces(message: Message, send: Send, lock: asyncio.Lock) -> None:
-    """Send a body in pieces, each once the client has read the one before; return after the last piece."""
+    """Send a body in pieces, each after the client has read the previous one; return after the last piece."""
     body = message.get("body", b"")
     for begin in range(0, len(body), PIECE_BYTES):
         piece = body[begin : begin + PIECE_BYTES]
@@ -200,10 +200,10 @@ async def send_pieces(message: Message, send: Send, lock: asyncio.Lock) -> None:
 
 
 def check_caller(headers: Headers, scheme: str, settings: ServerSettings) -> None:
-    """Check `Host` and `Origin` (protection against DNS rebinding and cross-origin requests).
+    """Check `Host` and `Origin`, to protect against DNS rebinding and cross-origin requests.
 
     Raises:
-        ApiError: 403, the host is neither the server's own nor allowed, or the origin is not allowed.
+        ApiError: 403 if the host is neither the server's own nor allowed, or the origin is not allowed.
     """
     host = headers.get("host", "")
     if not is_own_name(host, settings):
@@ -213,7 +213,8 @@ def check_caller(headers: Headers, scheme: str, settings: ServerSettings) -> Non
             code="host_not_allowed",
         )
     origin = headers.get("origin")
-    # If the server listens on loopback only, programs may send `Host: 0.0.0.0`, but it is not a same origin.
+    # If the server listens on loopback only, programs may send `Host: 0.0.0.0`, but a page from there is not
+    # of the same origin.
     has_page = listens_on_all(settings) or not is_unspecified(_name_in(host))
     own = {f"{scheme}://{host}".lower()} if has_page else set()
     allowed = own | {*settings.cors_origin}
@@ -227,10 +228,10 @@ def check_caller(headers: Headers, scheme: str, settings: ServerSettings) -> Non
 
 
 def is_own_name(host: str, settings: ServerSettings) -> bool:
-    """Return True if a `Host` is loopback, the bound address, or an allowed name.
+    """Return True if a `Host` header has a loopback address, the bound address, or an allowed name.
 
-    If the server listens on all addresses, any IP address is accepted: DNS rebinding needs a host name. The
-    unspecified address (0.0.0.0), which programs use for loopback, is accepted by a local server as well.
+    If the server listens on all addresses, any IP address is accepted, because DNS rebinding needs a host
+    name. A local server also accepts the unspecified address (0.0.0.0), which programs use for loopback.
     """
     name = _name_in(host)
     if name in {"localhost", settings.host.lower(), *map(str.lower, settings.allowed_host)}:
@@ -261,7 +262,7 @@ def is_unspecified(name: str) -> bool:
 
 
 def _name_in(host: str) -> str:
-    """Return the name or address of a `Host` without its port; "" if it is invalid."""
+    """Return the name or address in a `Host` header without the port, or "" if the header is invalid."""
     if set(host) & set("@/?#\\"):
         return ""
     try:

@@ -1,4 +1,4 @@
-"""Endpoint wrapper of a route: check keys, count requests, select the model, convert errors to replies."""
+"""Wrapper around each route's handler: checks keys, counts requests, selects the model, converts errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     Handler = Callable[[HttpRequest, Service], Awaitable[Response]]
     Endpoint = Callable[[HttpRequest], Coroutine[Any, Any, Any]]
 
-# Route → our parameter name → the route's field name, where they differ.
+# By route: Python parameter name → name of the body field, where they differ.
 FIELD_NAMES: Final[dict[str, dict[str, str]]] = {
     "/v1/chat/completions": {"prompt": "messages"},
     "/v1/responses": {"prompt": "input", "response_format": "text"},
@@ -46,19 +46,19 @@ FIELD_NAMES: Final[dict[str, dict[str, str]]] = {
     "/v1/next_token_logprobs": {"prompt": "prompts"},
     "/update_weights_from_disk": {"version": "weight_version", "weights": "model_path"},
 }
-# Label values of rejections: with arbitrary names from clients, the metrics would grow without bound.
+# Label values of the metric for rejections. Arbitrary names from clients would make the metrics grow forever.
 FIELDS: Final = frozenset(
     {name for body in BODIES.values() for name in body.__struct_fields__}
     | {query["name"] for queries in QUERIES.values() for query in queries}
 )
 OTHER_FIELD: Final = "other"
-CLIENT_CLOSED = 499  # counted, but never sent
+CLIENT_CLOSED = 499  # status that is counted if the client disconnected; it is never sent
 
 logger = logging.getLogger("logprobe.server")
 
 
 class HeldReply:
-    """A reply that releases its request's resources once it is sent or the client has disconnected."""
+    """A reply that calls `release` once it has been sent or the client has disconnected."""
 
     def __init__(self, reply: Response, release: Callable[[], object]) -> None:
         self._reply = reply
@@ -73,10 +73,10 @@ class HeldReply:
 
 
 def endpoint(path: str, handler: Handler, models: Models, keys: Keys | OperatorKeys | None) -> Endpoint:
-    """Wrap a route's handler: check the key, select the model, convert errors to replies.
+    """Wrap a route's handler: check the key, select the model, and convert errors to replies.
 
-    A route with keys bounds its requests in progress, until their replies are sent. A route without keys
-    (None) does little work and is not bounded.
+    If `keys` is None, the route needs no key. Such a route does little work, so its number of concurrent
+    requests is not limited; for all other routes it is, and a request counts until its reply has been sent.
     """
     most = models.settings.max_requests + models.settings.max_waiting
     in_progress = InProgress(most, "requests of this route")
@@ -97,7 +97,7 @@ def endpoint(path: str, handler: Handler, models: Models, keys: Keys | OperatorK
             resources.callback(scoped.release)
             response = await handler(request, scoped)
             num_bytes = len(getattr(response, "body", b""))
-            # Smaller replies are sent in one piece; probes and metrics must work when the server is full.
+            # Send small replies in one piece. Probes and metrics must work even when the server is full.
             if num_bytes > PIECE_BYTES and path not in PROBES:
                 scoped.hold(num_bytes)
         except ClientGoneError:
@@ -115,7 +115,7 @@ def endpoint(path: str, handler: Handler, models: Models, keys: Keys | OperatorK
 
 
 def name_without_effect(response: Response, call: Call, models: Models) -> None:
-    """Report ignored fields: in the reply's `Warning` header, and once per field in the log."""
+    """Name ignored fields in the reply's `Warning` header and, once per field, in the log."""
     for name in call.without_effect:
         response.headers.append("warning", warning(name))
         if name not in models.told:
@@ -130,14 +130,14 @@ def name_without_effect(response: Response, call: Call, models: Models) -> None:
 
 
 def caller_of(request: HttpRequest, key: int | None) -> str:
-    """Return the identity of a caller for limits: the index of its key, or else its IP address."""
+    """Return the identity of a caller for limits: the index of its key or, without keys, its IP address."""
     if key is not None:
         return f"key {key}"
     return request.client.host if request.client else ""
 
 
 def failure(error: ApiError, metrics: Metrics, cause: Exception | None = None) -> Response:
-    """Convert an error to a response; log internal errors, count rejections."""
+    """Convert an error to a response; internal errors are logged, and rejections are counted."""
     if error.status == 500 and not isinstance(cause, ProcessorError):  # the engine logs processor errors
         logger.error("a request failed", exc_info=cause)
     if error.status == 400:
@@ -146,6 +146,6 @@ def failure(error: ApiError, metrics: Metrics, cause: Exception | None = None) -
 
 
 def field_of(param: str | None) -> str:
-    """Return the top-level field of an error's `param`: "" if None, `OTHER_FIELD` if unknown."""
+    """Return the top-level field in an error's `param`: "" if None, `OTHER_FIELD` for an unknown field."""
     field = (param or "").partition(".")[0].partition("[")[0]
     return field if field in FIELDS or not param else OTHER_FIELD

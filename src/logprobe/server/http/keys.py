@@ -20,7 +20,7 @@ COMMENT: Final = "#"  # begins a comment line of a key file
 
 
 class OperatorKeys:
-    """Keys of the operator routes; without any, these routes are disabled."""
+    """Keys for the operator routes; if there are no keys, these routes are disabled."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._keys = settings.operator_key
@@ -29,7 +29,7 @@ class OperatorKeys:
         """Return the index of the key in an `Authorization` header.
 
         Raises:
-            ApiError: 401, invalid key; 403, the server has no operator keys.
+            ApiError: 401 if the key is missing or invalid, or 403 if the server has no operator keys.
         """
         if not self._keys:
             message = "operator routes are disabled; start the server with --operator-key to enable them"
@@ -41,7 +41,7 @@ class Keys:
     """API keys of clients; thread-safe."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        """Read the keys.
+        """Read the keys from the settings and the key file.
 
         Raises:
             ParameterError: the key file cannot be read, has no keys, or has a key that is too short.
@@ -50,24 +50,24 @@ class Keys:
         self._keys = self._read()
 
     def reload(self) -> int:
-        """Read the key file again and return the number of keys; keep the old keys if that fails.
+        """Read the key file again and return the number of keys; if this fails, the old keys stay valid.
 
         Raises:
-            ParameterError: as in the constructor.
+            ParameterError: the key file cannot be read, has no keys, or has a key that is too short.
         """
         self._keys = self._read()
         return len(self._keys)
 
     def check(self, header: str | None) -> int | None:
-        """Return the index of the key in an `Authorization` header; None if the server has no keys.
+        """Return the index of the key in an `Authorization` header, or None if the server has no keys.
 
         Raises:
-            ApiError: 401, invalid key.
+            ApiError: 401 if the key is missing or invalid.
         """
         return _number_of(header, self._keys) if self._keys else None
 
     def owner_of(self, headers: Mapping[str, str]) -> bytes:
-        """Return the owner of a request: a digest of its key, the same for all if the server has no keys."""
+        """Return the owner of a request: a digest of its key, or one constant if the server has no keys."""
         key = _key_of(headers.get("authorization")) if self._keys else None
         return hashlib.sha256(key or b"").digest()
 
@@ -88,7 +88,10 @@ class Keys:
 
 
 def _number_of(header: str | None, keys: tuple[str, ...]) -> int:
-    """Return the index of the key in the header; compares all keys, each in constant time."""
+    """Return the index in `keys` of the header's key, comparing with all keys in constant time.
+
+    Raises ApiError (401) if the key is missing or invalid.
+    """
     brought = _key_of(header)
     matches = [hmac.compare_digest(brought or b"", key.encode()) for key in keys]
     if brought is None or not any(matches):

@@ -1,7 +1,7 @@
 """uvicorn's HTTP protocol with limits on the time and size of headers, trailers and chunk framing.
 
-uvicorn itself has no timeout for headers or for clients that do not read replies, no limit on trailers, and
-any received byte cancels its keep-alive timeout. The limits of bodies are in `decode`.
+uvicorn itself has no timeout for headers or for clients that do not read replies and no limit on trailers,
+and any received byte cancels its keep-alive timeout. `decode` enforces the limits on bodies.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from logprobe.server.settings import ServerSettings
 
 MAX_HEADER_BYTES: Final = 1 << 16
-MAX_PIPELINED: Final = 16  # requests that wait for earlier replies on the connection
+MAX_PIPELINED: Final = 16  # maximum number of requests that wait for earlier replies on one connection
 LOG_EVERY_S: Final = 10.0
 UVICORN_LOG: Final = "uvicorn.error"
 SINGLE: Final = (b"host", b"origin", b"authorization", b"content-type", b"content-length")
-"""Headers that must not repeat: a proxy and this server might each use another of the values."""
+"""Headers that must not be repeated, because a proxy might use another of the values than this server."""
 
 
 def _reply(status: str, message: str, code: str) -> bytes:
@@ -73,7 +73,7 @@ class BadConnections:
         logging.getLogger(UVICORN_LOG).addFilter(is_not_counted)
 
     def count(self, what: str, client: tuple[str, int] | None) -> None:
-        """Count a connection; `what` describes what it sent."""
+        """Count a connection; `what` describes what the client sent, for the log."""
         self._counter.inc()
         self._num_unlogged += 1
         now_s = self._clock()
@@ -90,7 +90,7 @@ def is_not_counted(record: logging.LogRecord) -> bool:
 
 
 class TimedProtocol(HttpToolsProtocol):
-    """Closes a connection whose header is too slow or too large, or whose client does not read its reply."""
+    """Closes a connection if a header is too slow or too large, or if the client reads no reply."""
 
     def __init__(self, settings: ServerSettings, bad_connections: BadConnections, **options: Any) -> None:
         super().__init__(**options)
@@ -108,7 +108,8 @@ class TimedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         """Start the header timeout of a new connection."""
         super().connection_made(transport)
-        # Pause writing as soon as anything is buffered; with 0, HTTPS would pause on an empty buffer as well.
+        # Pause writing as soon as anything is buffered. With 0, HTTPS would pause even if nothing is
+        # buffered.
         transport.set_write_buffer_limits(high=1)
         self._expect_header()
 
@@ -131,12 +132,12 @@ class TimedProtocol(HttpToolsProtocol):
         self.headers = []  # collects trailers, which are ignored
 
     def on_message_complete(self) -> None:
-        """Complete the request, unless it is parsed again without `Upgrade`."""
+        """Complete the request, unless the parser will parse it again without `Upgrade`."""
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
     def _find_fault(self) -> bytes:
-        """Return the error reply to an invalid header that the parser accepts; b"" if valid (RFC 9112)."""
+        """Check a header that the parser accepted (RFC 9112); return the error reply, or b"" if valid."""
         tally = Tally(name for name, _ in self.headers)
         codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
         num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -163,7 +164,7 @@ class TimedProtocol(HttpToolsProtocol):
             self.url = b"/" + rest[len(authority) :].removeprefix(b"/")
 
     def on_chunk_header(self) -> None:
-        """Reset the count of non-body bytes at each chunk."""
+        """Reset the count of non-body bytes at the start of each chunk."""
         self._num_bytes = 0
 
     def on_body(self, body: bytes) -> None:
@@ -179,7 +180,7 @@ class TimedProtocol(HttpToolsProtocol):
             self._expect_header()
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes; end the connection if there are too many since a header or chunk began."""
+        """Parse bytes; end the connection if a header, trailer or chunk header is too large."""
         if self._is_ending:
             return
         self._num_bytes += len(data)
@@ -201,11 +202,11 @@ class TimedProtocol(HttpToolsProtocol):
         self._end_after_replies(self._fault or NO_REQUEST)
 
     def _end_after_replies(self, refusal: bytes) -> None:
-        """Close the connection after the replies to complete requests; if none is pending, send `refusal`."""
+        """Close the connection after the replies to complete requests; without any, send `refusal`."""
         self._stop_expecting()
         self._is_ending = True
         last: RequestResponseCycle | None = self.cycle
-        if last is not None and last.more_body:  # the error is in its body
+        if last is not None and last.more_body:  # the error is in the last request's body
             if self.pipeline:
                 self.pipeline.popleft()
                 last = self.pipeline[0][0] if self.pipeline else self._running
@@ -221,7 +222,7 @@ class TimedProtocol(HttpToolsProtocol):
             self._close()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Parse the request again without `Upgrade`; otherwise the parser would read its body as requests."""
+        """Parse the request again without `Upgrade`, so that its body is not parsed as requests."""
         self._bad_connections.count("a request to upgrade to another protocol", self.client)
         error, headers, parser = sys.exception(), self.headers, self.parser
         assert isinstance(error, httptools.HttpParserUpgrade), "uvicorn calls this while it handles one"

@@ -31,8 +31,8 @@ EVENT_HEADERS: Final = {
     "x-accel-buffering": "no",
 }
 DONE = b"data: [DONE]\n\n"
-# Many clients treat these as line ends (Python's `splitlines`, httpx's `iter_lines`), although JSON and
-# server-sent events do not.
+# Many clients treat these characters as line ends (Python's `splitlines`, httpx's `iter_lines`), although
+# they # are not line ends in JSON and server-sent events.
 LINE_ENDS: Final = {end.encode(): f"\\u{ord(end):04x}".encode() for end in ("\u0085", "\u2028", "\u2029")}
 
 
@@ -42,7 +42,7 @@ def json_reply(value: Any) -> Response:
 
 
 def event(data: bytes, name: str | None = None) -> bytes:
-    """Encode a JSON document as a server-sent event, on one line for every client."""
+    """Encode a JSON document as a server-sent event, on what every client considers a single line."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + one_line(data) + b"\n\n"
 
@@ -55,7 +55,7 @@ def one_line(data: bytes) -> bytes:
 
 
 class StreamedReply(Response):
-    """Streams parts with backpressure; closes their source as soon as the client disconnects."""
+    """Streams parts with backpressure, and closes their generator as soon as the client disconnects."""
 
     def __init__(
         self,
@@ -68,10 +68,10 @@ class StreamedReply(Response):
         """Prepare the response.
 
         Args:
-            parts: the body's parts.
-            headers: of the response.
+            parts: yields the parts of the body.
+            headers: headers of the response.
             check: called regularly while parts are awaited; raises ApiError to end the response.
-            failed: encodes that error as the last part; None: break the response off.
+            failed: encodes an ApiError as the last part; if None, the response is broken off.
         """
         super().__init__(headers=headers)
         if "content-length" not in headers:
@@ -81,7 +81,7 @@ class StreamedReply(Response):
         self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
-        """Send the parts until the end or until the client disconnects."""
+        """Send all parts, unless the client disconnects."""
         sender = asyncio.create_task(self._send_all(send))
         try:
             await _first_of(sender, receive, self._check)
@@ -102,11 +102,11 @@ class StreamedReply(Response):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T], check: Callable[[], object]) -> T:
-    """Return the result of `work`; cancel it as soon as the client disconnects or `check` raises.
+    """Return the result of `work`, which is cancelled as soon as the client disconnects or `check` raises.
 
     Raises:
         ClientGoneError: the client disconnected.
-        ApiError: raised by `check`.
+        ApiError: `check` raised this error.
     """
     return await _first_of(asyncio.create_task(work), receive, check)
 
@@ -145,7 +145,7 @@ class Document:
         return cls(data, f'"{hashlib.sha256(data).hexdigest()[:32]}"')
 
     def reply(self, request: HttpRequest) -> Response:
-        """Return the document, or 304 if `If-None-Match` has its ETag."""
+        """Return the document, or a 304 if `If-None-Match` contains the document's ETag."""
         headers = {"ETag": self.etag, "Cache-Control": "no-cache"}
         header = request.headers.get("if-none-match", "")
         known = [tag.strip().removeprefix("W/") for tag in header.split(",")]
@@ -155,7 +155,7 @@ class Document:
 
 
 class Documents:
-    """Cache of documents, each created in a worker on its first request; for one event loop."""
+    """Cache of documents, which workers create on first request; used in one event loop."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
@@ -166,7 +166,7 @@ class Documents:
         """Return the document `name`, created by `make` on the first request.
 
         Raises:
-            ApiError: 429, too many jobs are waiting for a worker.
+            ApiError: 429 if too many jobs are waiting for a worker.
         """
         if name not in self._documents:
             if name not in self._tasks:  # concurrent requests share one task, which outlives each of them

@@ -1,6 +1,6 @@
-"""Graceful shutdown: reject new requests, let running ones finish, and abort the rest with an error.
+"""Graceful shutdown: reject new requests, let running requests finish, and abort the rest with an error.
 
-SIGTERM or Ctrl-C starts it; a second signal ends the process at once.
+SIGTERM or Ctrl-C starts the shutdown; a second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from logprobe.server.limits import Lifetime
 
 CHECK_S: Final = 0.1
-LAST_S: Final = 10  # time to send errors to aborted requests
+LAST_S: Final = 10  # seconds to send errors to the clients of aborted requests
 
 logger = logging.getLogger("logprobe.server")
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn server that keeps listening while requests drain, so that new ones get a 503."""
+    """uvicorn server that keeps listening while requests drain, so that new requests get a 503."""
 
     def __init__(self, config: uvicorn.Config, lifetime: Lifetime) -> None:
         super().__init__(config)

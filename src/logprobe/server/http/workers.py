@@ -1,6 +1,6 @@
-"""Worker threads for reading bodies and writing replies; only small ones are handled on the event loop.
+"""Worker threads that read bodies and write replies; only small jobs run on the event loop.
 
-Reading (decoding, validation, tokenization) runs on the event loop if the size of the body bounds it to
+Reading (decoding, validation, tokenization) runs on the event loop if the body is so small that reading takes
 milliseconds, and writing if the reply has few entries. Everything else runs in a worker thread. Tokenizer and
 grammar code is native and releases the GIL; Python code is preempted every few milliseconds.
 """
@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-QUICK_BYTES: Final = 1 << 13  # of a body or a stored conversation
-QUICK_PROMPTS: Final = 8  # or continuations
-QUICK_ENTRIES: Final = 1 << 11  # tokens of a reply, with their alternatives
+# Maximum sizes of jobs that run on the event loop.
+QUICK_BYTES: Final = 1 << 13  # bytes of a body or a stored conversation
+QUICK_PROMPTS: Final = 8  # prompts or continuations
+QUICK_ENTRIES: Final = 1 << 11  # tokens in a reply, including alternatives
 NUM_THREADS: Final = 2
-MAX_JOBS: Final = 256  # running and waiting
+MAX_JOBS: Final = 256  # maximum number of reading jobs, running or waiting
 
 SLOW_FIELDS: Final = (
     "response_format",
@@ -54,7 +55,7 @@ or take tens of microseconds per item."""
 
 
 def is_bounded(body: Any) -> bool:
-    """Return True if the size of a body bounds the time to process it."""
+    """Return True if the time to process a body is bounded by its size in bytes."""
     if any(getattr(body, name, None) for name in SLOW_FIELDS):
         return False
     for name in ("prompt", "prompts", "continuations"):
@@ -75,7 +76,7 @@ def is_bounded(body: Any) -> bool:
 
 
 class TurnQueue:
-    """Queue of jobs: round-robin over callers, in order of arrival for each caller; thread-safe."""
+    """Thread-safe queue of jobs: round-robin over callers, and in order of arrival for each caller."""
 
     def __init__(self) -> None:
         self._jobs: dict[
@@ -84,7 +85,7 @@ class TurnQueue:
         self._lock = threading.Lock()
 
     def add(self, job: Callable[[], T], caller: str) -> Future[T]:
-        """Queue a job; the caller must arrange one call of `run_next`, in any thread."""
+        """Queue a job; the caller must then have `run_next` called once, in any thread."""
         future = Future[T]()
         with self._lock:
             self._jobs.setdefault(caller, deque()).append((future, job))
@@ -104,14 +105,14 @@ class TurnQueue:
         except BaseException as error:  # noqa: BLE001 - re-raised where the future is awaited
             future.set_exception(error)
         finally:
-            del future, job  # else a reference cycle: future, its error, the traceback, this frame
+            del future, job  # breaks a reference cycle: future, its error, the traceback, this frame
 
 
 class Workers:
-    """Thread pools that read bodies and write replies; for one event loop.
+    """Thread pools that read bodies and write replies; used in one event loop.
 
-    Reading jobs are bounded in number and run round-robin over callers; writing jobs run in order of arrival.
-    The pools are separate, so that finished generations do not wait behind new bodies.
+    The number of reading jobs is limited, and they run round-robin over callers. Writing jobs run in order of
+    arrival. The pools are separate, so that finished generations do not wait behind new bodies.
     """
 
     def __init__(self) -> None:
@@ -121,12 +122,13 @@ class Workers:
         self._in_progress = InProgress(MAX_JOBS, "requests waiting to be decoded")
 
     async def read(self, job: Callable[[], T], num_bytes: int | None, caller: str = "") -> T:
-        """Run a job that reads `num_bytes`; None if the size does not bound its time.
+        """Run a job that reads `num_bytes` bytes; None if its time is not bounded by a size.
 
-        Small jobs run at once on the event loop. A disconnected client does not stop a job in a thread.
+        Small jobs run at once on the event loop. A job that runs in a thread is not stopped if the client
+        disconnects.
 
         Raises:
-            ApiError: 429, too many jobs are waiting.
+            ApiError: 429 if too many jobs are waiting.
         """
         if num_bytes is not None and num_bytes <= QUICK_BYTES:
             return job()
@@ -139,9 +141,10 @@ class Workers:
         return await future
 
     async def write(self, job: Callable[[], T], num_entries: int | None) -> T:
-        """Run a job that writes `num_entries` of a reply; None if the number does not bound its time.
+        """Run a job that writes `num_entries` entries; None if the job's time is not bounded by a number.
 
-        Small jobs run at once on the event loop. The queue is unbounded: these requests have been admitted.
+        Small jobs run at once on the event loop. The queue has no limit, because the limit on requests
+        applies.
         """
         if num_entries is not None and num_entries <= QUICK_ENTRIES:
             return job()

@@ -58,7 +58,7 @@ SAMPLING_FIELDS: Final = (
     "margin",
     "explain",
 )
-"""Fields with the same meaning as in `SamplingParams`."""
+"""Body fields that have the same name and meaning as in `SamplingParams`."""
 
 PLAIN_TEXT: Final = NEUTRAL_FIELDS["response_format"].accepted or ()  # formats without a constraint
 
@@ -73,7 +73,7 @@ LOGPROBS_FIELDS: Final = (
     "responses top_logprobs",
     "prompt_logprobs",
 )
-"""Fields that request alternatives; `max_logprobs` limits each of them."""
+"""Routes and fields that request alternatives; `max_logprobs` limits each of these fields."""
 
 REPORTS: Final = (*KERNEL_EXTRAS, "explain", "logprob_token_ids", "logprobs_mode")
 """Extensions that require logprobs."""
@@ -89,13 +89,13 @@ def chat_params(
     """Convert a chat body to sampling parameters.
 
     Args:
-        body: of the request.
-        settings: of the server.
+        body: body of the request.
+        settings: settings of the server.
         calls: response format that enforces tool calls, if the request requires them.
-        room: number of tokens that fit after the prompt, the default of `max_tokens`.
+        room: number of tokens that fit after the prompt, which is the default of `max_tokens`.
 
     Raises:
-        ApiError: 400, a field is invalid, unsupported, or conflicts with another.
+        ApiError: 400 if a field is invalid, unsupported, or conflicts with another field.
     """
     if body.top_logprobs is not None and not body.logprobs and has_effect(body, "top_logprobs"):
         raise bad_request("top_logprobs", "requires logprobs: true")
@@ -181,7 +181,7 @@ def uncertainty_params(body: UncertaintyBody) -> SamplingParams:
 
 
 def _form_fields(body: ChatBody) -> list[str]:
-    """Return the names of the given fields that set the format of a chat reply."""
+    """Return the names of the fields in a chat body that set the format of the reply."""
     is_given = body.response_format is not None and body.response_format not in PLAIN_TEXT
     return [name for name, _ in _forms_of(body)] + ["response_format"] * is_given
 
@@ -189,7 +189,10 @@ def _form_fields(body: ChatBody) -> list[str]:
 def _with_calls(
     form: dict[str, Any] | None, given_by: list[str], calls: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return `response_format` from the body or for required tool calls; reject both at once."""
+    """Return the `response_format` parameter: the body's (`form`), or the one for required tool calls.
+
+    A body that asks for both is rejected; `given_by` names the fields that set the body's format.
+    """
     if calls is None:
         return {} if form is None else {"response_format": form}
     if given_by:
@@ -204,7 +207,7 @@ def _structured(body: GenerationBody) -> dict[str, Any]:
 
 
 def _check_bias(bias: dict[str, float] | None) -> None:
-    """Check `logit_bias` against OpenAI's bound; the logits processor itself has none."""
+    """Check `logit_bias` against OpenAI's bound, which the logits processor itself does not have."""
     beyond = [value for value in (bias or {}).values() if not abs(value) <= MAX_BIAS]
     if beyond:
         remedy = "for larger values, use logits_processors_args of LogitBiasLogitsProcessor"
@@ -212,7 +215,7 @@ def _check_bias(bias: dict[str, float] | None) -> None:
 
 
 def check_max_logprobs(name: str, value: int | None, settings: ServerSettings) -> None:
-    """Reject a number of alternatives above `max_logprobs`."""
+    """Reject a number of alternatives that is negative or above `max_logprobs`."""
     max_logprobs = settings.max_logprobs
     if value is None or max_logprobs == -1:
         return
@@ -221,7 +224,7 @@ def check_max_logprobs(name: str, value: int | None, settings: ServerSettings) -
 
 
 def check_neutral(body: Any) -> None:
-    """Reject unsupported fields, unless they have a value without effect."""
+    """Reject an unsupported field, unless its value would have no effect anyway."""
     for name, keyword in NEUTRAL_FIELDS.items():
         value = getattr(body, name, None)
         if value is None or keyword.accepts(value) or name in ENGINE_FIELDS:
@@ -268,10 +271,10 @@ def _asks_nothing(name: str, value: Any) -> bool:
 
 
 def structured_format(body: GenerationBody) -> dict[str, Any] | None:
-    """Convert `guided_*` or `structured_outputs` to a response format; None if neither is given.
+    """Convert `guided_*` or `structured_outputs` to a response format, or return None if neither is set.
 
     Raises:
-        ApiError: 400, more than one format is given, the format is unknown, or a grammar is not in Lark's
+        ApiError: 400 if more than one format is set, the format is unknown, or a grammar is not in Lark's
             notation.
     """
     forms = _forms_of(body)
@@ -292,7 +295,7 @@ def structured_format(body: GenerationBody) -> dict[str, Any] | None:
 
 @contextmanager
 def named_as_asked(body: GenerationBody | ResponsesBody, *, is_call: bool = False) -> Iterator[None]:
-    """Rename errors about `response_format` to the field that set it: `tools` for tool calls."""
+    """Make errors about `response_format` name the body field that set it: `tools` for tool calls."""
     try:
         yield
     except (ParameterError, ApiError) as error:
@@ -306,14 +309,14 @@ def named_as_asked(body: GenerationBody | ResponsesBody, *, is_call: bool = Fals
 
 
 def _form_field(body: GenerationBody | ResponsesBody) -> str | None:
-    """Return the field other than `response_format` that set the format; None if there is none."""
+    """Return the field that set the format, or None if it was `response_format` or no field."""
     if isinstance(body, ResponsesBody):
         return "text"
     return next((name for name, _ in _forms_of(body)), None)
 
 
 def _forms_of(body: GenerationBody) -> list[tuple[str, Any]]:
-    """Return the `guided_*` and `structured_outputs` fields with their values, without duplicates."""
+    """Return the `guided_*` and `structured_outputs` fields that are set, with their values, once each."""
     guided = [
         (name, getattr(body, name))
         for name in GUIDED

@@ -1,10 +1,11 @@
 """Fields of request bodies that are ignored: known fields without effect, and unknown fields.
 
-A reply names known fields without effect in its `Warning` header; the log names each of them once.
+A reply names known fields without effect in its `Warning` header; the log names each of these fields once.
 
 An unknown field is rejected if it is misspelt, belongs to another route, or belongs to another server's
-interface and would change the reply: ignoring it would return other numbers than requested. Any other unknown
-field is ignored, named in `Warning` and counted. Names from clients are shown shortened and in plain ASCII.
+interface and would change the reply, because ignoring it would give results that the client did not ask for.
+Any other unknown field is ignored, named in `Warning` and counted. Names from clients are shortened and shown
+in plain ASCII.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
 
     from logprobe.server.http.errors import ApiError
 
-MAX_UNKNOWN: Final = 32  # per body, because each is compared with every known name
-MAX_NAMED: Final = 8  # names in a `Warning` header
-MAX_EDITS: Final = 2
+MAX_UNKNOWN: Final = 32  # limit per body, because each unknown name is compared with every known name
+MAX_NAMED: Final = 8  # maximum number of names in a `Warning` header
+MAX_EDITS: Final = 2  # maximum number of edits in a misspelling
 CHARS_AN_EDIT: Final = 3  # a misspelling may have one edit per 3 characters
 
 
@@ -60,21 +61,21 @@ CONDITIONS: Final[dict[str, Callable[[Any], bool]]] = {
     "top_logprobs": _asks_no_alternatives,
     **{f"guided_{form}": partial(_repeats, form) for form in ("json", "regex", "choice", "grammar")},
 }
-"""Fields that have no effect in some bodies: path → predicate that is True if it has none in a body."""
-STORED_FIELDS: Final = frozenset({"metadata", "store"})  # have an effect only for stored responses
+"""Fields that have no effect in some bodies: path → function that returns True for such a body."""
+STORED_FIELDS: Final = frozenset({"metadata", "store"})  # fields with an effect only on stored responses
 TEMPLATE_FIELDS: Final = frozenset(
     {"reasoning_effort", "reasoning.effort", "enable_thinking", "chat_template_kwargs.enable_thinking"}
     | {"messages.reasoning_content", "input.reasoning"}
 )
-"""Fields that have an effect only with chat templates that use them."""
+"""Fields that have an effect only if the chat template uses them."""
 ROUTES: Final = {
     name: path for path, body in reversed(BODIES.items()) for name in reversed(body.__struct_fields__)
 }
-"""Body field → the first route that has it."""
+"""The first route that has a body field, by field name."""
 
 
 def has_effect(body: Any, name: str) -> bool:
-    """Return True if a field that is given has an effect with at least some model."""
+    """Return True if a field that the body sets has an effect with at least some models."""
     if name not in FIELDS_WITHOUT_EFFECT or name in TEMPLATE_FIELDS:
         return True
     if name in STORED_FIELDS:
@@ -83,7 +84,10 @@ def has_effect(body: Any, name: str) -> bool:
 
 
 def fields_without_effect(body: Any, known: Callable[[], AbstractSet[str]]) -> list[str]:
-    """Return the given fields of a body without effect; `known` returns the chat template's variables."""
+    """Return the fields set in a request body that have no effect.
+
+    `known` returns the names of the chat template's variables.
+    """
     by_model = unread_fields(body, known()) if variables_by_field(body) else []
     return [
         name
@@ -93,7 +97,7 @@ def fields_without_effect(body: Any, known: Callable[[], AbstractSet[str]]) -> l
 
 
 def _is_given(body: Any, path: str) -> bool:
-    """Return True if a body has a value at a dotted path; lists match by any item, or contain the name."""
+    """Return True if a body has a value at a dotted path; in a list, one item with the value is enough."""
     if isinstance(body, list):
         return path in body or any(_is_given(item, path) for item in body)
     name, _, rest = path.partition(".")
@@ -107,7 +111,7 @@ def reason(name: str) -> str:
 
 
 def warning(name: str) -> str:
-    """Return the `Warning` header of a field: code 299, no agent name (RFC 7234, section 5.5)."""
+    """Return the `Warning` header for a field, with code 299 and no agent name (RFC 7234, section 5.5)."""
     return f'299 - "{reason(name)}"'
 
 
@@ -115,7 +119,7 @@ def without_unknown(data: bytes, body_type: type[msgspec.Struct]) -> tuple[bytes
     """Return a body without its unknown fields, and the paths of the removed fields.
 
     Raises:
-        ApiError: 400 for a field that must not be ignored, or for more than `MAX_UNKNOWN` unknown fields.
+        ApiError: 400 if a field must not be ignored, or if there are more than `MAX_UNKNOWN` unknown fields.
     """
     known = body_type.__struct_fields__
     fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
@@ -152,13 +156,13 @@ def _take_unknown(
 
 
 def unknown_field(path: str, remedy: str | None) -> ApiError:
-    """Return the 400 for an unknown field."""
+    """Return the 400 that rejects an unknown field."""
     message = "unknown field" if remedy is None else f"unknown field; {remedy}"
     return bad_request(path, message, code="unknown_parameter")
 
 
 def remedy_for(path: str, name: str, known: Collection[str], value: Any = ...) -> str | None:
-    """Return the remedy for an unknown field that must be rejected; None if it may be ignored."""
+    """Return the remedy for an unknown field that must be rejected, or None if the field may be ignored."""
     foreign = FOREIGN_FIELDS.get(path)
     if foreign is not None:
         if foreign.accepts(value):
@@ -175,7 +179,10 @@ def remedy_for(path: str, name: str, known: Collection[str], value: Any = ...) -
 
 
 def nearest_spelling(name: str, known: Collection[str]) -> str | None:
-    """Return the closest known name within a few edits, or None; ignores case, hyphens and underscores."""
+    """Return the known name that `name` probably misspells, or None.
+
+    Case, hyphens and underscores are ignored, and at most `MAX_EDITS` edits are allowed.
+    """
     if len(name) > MAX_NAME_CHARS:
         return None
     plain = _plain(name)
@@ -193,9 +200,9 @@ def _plain(name: str) -> str:
 
 
 def num_edits(a: str, b: str) -> int:
-    """Return the optimal string alignment distance of two names, capped at `MAX_EDITS` + 1.
+    """Return the optimal string alignment distance between two names, capped at `MAX_EDITS` + 1.
 
-    It counts insertions, deletions, substitutions and transpositions of adjacent characters.
+    The distance counts insertions, deletions, substitutions, and transpositions of adjacent characters.
     """
     too_many = MAX_EDITS + 1
     if abs(len(a) - len(b)) > MAX_EDITS or len({*a} - {*b}) > MAX_EDITS or len({*b} - {*a}) > MAX_EDITS:

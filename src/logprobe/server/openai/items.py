@@ -1,4 +1,4 @@
-"""Convert items of the responses API to and from chat messages.
+"""Convert items in the responses API to chat messages and back.
 
 One assistant message corresponds to several items: reasoning, text and tool calls.
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from logprobe.server.stored import Messages
 
 LABELS: Final = ("type", "id", "status")
-"""Metadata of an item, which the model does not see."""
+"""Metadata fields of an item, which the model does not see."""
 REPORTS: Final = ("logprobs", "processed_logprobs", "fields", "parsed_arguments")
 """Fields of output items that are ignored when an item is sent back as input."""
 FIELDS: Final = {
@@ -23,20 +23,20 @@ FIELDS: Final = {
     "function_call_output": ("call_id", "output"),
     "reasoning": ("content", "summary"),
 }
-"""Item type → fields with content, for items other than messages."""
+"""Fields with content by item type, for items other than messages."""
 REASONING_PARTS: Final = ("reasoning_text", "summary_text")
 APART: Final = ("role", "content", "reasoning_content", "tool_calls")
 """Fields of a message that `as_items` converts."""
 
 
 class InputItems:
-    """Chat messages of input items, with the path in the input of each part of a message."""
+    """Chat messages built from input items; keeps the path in the input of each part of a message."""
 
     def __init__(self, items: str | Sequence[Mapping[str, Any]]) -> None:
-        """Convert items, or a text as a user message.
+        """Convert items to messages, or a text to a user message.
 
         Raises:
-            ApiError: 400 with the path of an invalid item.
+            ApiError: 400 that names the path of an invalid item.
         """
         self.messages: Messages = []
         self._places: list[dict[str, str]] = []  # per message: path in the message → path in the input
@@ -49,7 +49,10 @@ class InputItems:
             self._read(item, f"input[{index}]")
 
     def path_of(self, message: int, rest: str) -> str:
-        """Return the input path of `rest`, a path in a message such as `.tool_calls[0].function.name`."""
+        """Return the path in the input for message number `message` and `rest`, a path in that message.
+
+        `rest` is, for example, `.tool_calls[0].function.name`.
+        """
         places = self._places[message]
         for path, place in places.items():
             if path and rest.startswith(path) and rest[len(path) :][:1] in {"", ".", "["}:
@@ -77,7 +80,7 @@ class InputItems:
             self._add(message, where, {".tool_call_id": f"{where}.call_id", ".content": f"{where}.output"})
 
     def _say(self, message: dict[str, Any], where: str, places: dict[str, str]) -> None:
-        """Add a message; merge an assistant message with the reasoning item before it."""
+        """Add a message; an assistant message is merged with the reasoning item before it."""
         last = self.messages[-1] if self.messages else {}
         has_led = last.keys() == {"role", "content", "reasoning_content"} and not last["content"]
         if has_led and message.get("role") == "assistant":
@@ -104,7 +107,7 @@ class InputItems:
 
 
 def _fields(item: Mapping[str, Any], kind: str, where: str) -> dict[str, Any]:
-    """Return the content fields of an item; null counts as not given."""
+    """Validate an item, and return its fields with content."""
     names = FIELDS[kind]
     unread = item.keys() - {*names, *LABELS, *REPORTS}
     for name in sorted(unread):
@@ -120,7 +123,7 @@ def _fields(item: Mapping[str, Any], kind: str, where: str) -> dict[str, Any]:
 
 
 def _reasoning_text(fields: Mapping[str, Any], where: str) -> str:
-    """Return the text of a reasoning item: its content, or else its summary."""
+    """Return the text of a reasoning item: the content if there is one, otherwise the summary."""
     name = "content" if fields["content"] else "summary"
     parts = fields[name]
     are_parts = isinstance(parts, list) and all(
@@ -133,7 +136,7 @@ def _reasoning_text(fields: Mapping[str, Any], where: str) -> str:
 
 
 def as_items(message: Mapping[str, Any], own_id: str) -> Iterator[dict[str, Any]]:
-    """Convert a message to items; several text parts stay separate parts of one item."""
+    """Convert a message to items; several text parts of a message stay separate parts of one item."""
     if message["role"] == "tool":
         label = {"id": f"{own_id}-output", "type": "function_call_output", "status": "completed"}
         yield label | {"call_id": message.get("tool_call_id"), "output": message["content"]}

@@ -20,7 +20,7 @@ _TEXT: Final = {"schema": {"type": "string"}}
 
 
 def document(routes: Iterable[tuple[str, str, Any]]) -> dict[str, Any]:
-    """Return the OpenAPI document of routes, given as (method, path, handler)."""
+    """Return the OpenAPI document for routes, which are given as (method, path, handler)."""
     types = [*bodies.BODIES.values(), *schemas.REPLIES.values()]
     types += [schemas.ChatCompletionChunk, schemas.Error, schemas.Facts]
     _, parts = msgspec.json.schema_components(types, ref_template=_REF)
@@ -68,7 +68,7 @@ def _operation(method: str, path: str, summary: str) -> dict[str, Any]:
 
 
 def _contents(method: str, path: str) -> dict[str, Any]:
-    """Return the content of a route's successful reply, by media type."""
+    """Return the schema of a route's successful reply, by media type."""
     if path == "/":
         return {"text/html": _TEXT}
     if path == "/metrics":

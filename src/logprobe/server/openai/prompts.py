@@ -1,7 +1,7 @@
-"""Convert prompts and conversations of request bodies to token ids, and to the text of an echo.
+"""Convert the prompts and conversations in request bodies to token ids and, for an echo, to texts.
 
-The size of texts is checked before tokenization. Unknown fields of messages are rejected unless they have a
-value that the chat template may use.
+The size of a text is checked before the text is tokenized. An unknown field in a message is rejected, unless
+it has a value that the chat template may use.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LARGEST_ID = 2**31 - 1
 MESSAGE_FIELDS: Final = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id", "function_call", "refusal", "audio"}
     | {"annotations", "parsed", "phase"}
-    # In other servers' replies.
+    # Fields in other servers' replies.
     | {"reasoning", "reasoning_content", "reasoning_details", "images", "provider_specific_fields"}
 )
 PART_FIELDS: Final = frozenset(
@@ -42,7 +42,7 @@ FUNCTION_FIELDS: Final = frozenset({"name", "arguments", "parsed_arguments"})
 
 EFFORT: Final = "reasoning_effort"
 THINKING: Final = "enable_thinking"
-"""Chat template variables that control reasoning."""
+"""`EFFORT` and `THINKING` are the chat template variables that control reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +50,16 @@ class Prompt:
     """Token ids of a prompt, and for an echo the bytes of each token."""
 
     token_ids: IntArray
-    parts: list[bytes] = field(default_factory=list)  # per token; joined, they are the text; echo only
+    parts: list[bytes] = field(default_factory=list)  # bytes of the text per token; empty without an echo
 
 
 def read_prompts(
     prompt: str | Sequence[Any], service: Service, *, is_echoed: bool, add_special_tokens: bool = True
 ) -> list[Prompt]:
-    """Read the prompts of a body: one text or list of ids, or a list of either.
+    """Read the prompts in a body: a text, a list of ids, or a list of several texts or several lists of ids.
 
     Raises:
-        ApiError: 400, the prompt is empty, mixes texts and ids, or exceeds the limit on text.
+        ApiError: 400 if the prompt is empty, mixes texts and ids, or exceeds the limit on text.
         ParameterError: the tokenizer cannot encode a text.
     """
     text = service.text
@@ -69,7 +69,7 @@ def read_prompts(
             return Prompt(text.encode(part, add_special_tokens=add_special_tokens))
         ids, spans = text.encode_with_spans(part, add_special_tokens=add_special_tokens)
         data = part.encode()
-        # Each part ends where the next token begins: of tokens that share a span, only the last has bytes.
+        # A part extends to where the next token begins; if tokens share a span, only the last one has bytes.
         bounds = [*spans[:, 0].tolist(), len(data)]
         return Prompt(ids, [data[start:end] for start, end in pairwise(bounds)])
 
@@ -93,10 +93,10 @@ def read_prompts(
 
 
 def check_one_of(body: Any, name: str) -> None:
-    """Check that exactly one of the field `name` and `messages` is given.
+    """Check that a body has either the field `name` or `messages`.
 
     Raises:
-        ApiError: 400, neither or both are given.
+        ApiError: 400 if the body has neither or both.
     """
     if (getattr(body, name) is None) == (body.messages is None):
         raise bad_request(name, f"give either {name} or messages")
@@ -106,7 +106,7 @@ def as_ids(ids: Sequence[Any], name: str) -> IntArray:
     """Convert token ids to an int32 array; the engine checks them against the vocabulary.
 
     Raises:
-        ApiError: 400, an item is not an integer in [0, 2**31).
+        ApiError: 400 if an item is not an integer in [0, 2**31).
     """
     if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
         raise bad_request(name, "a list of token ids has an item that is not an integer")
@@ -116,13 +116,13 @@ def as_ids(ids: Sequence[Any], name: str) -> IntArray:
 
 
 def check_texts(texts: Sequence[str], param: str, service: Service, *, is_whole: bool = True) -> None:
-    """Check the total size of texts in bytes before tokenization.
+    """Check the total size of texts in bytes before they are tokenized.
 
     With `is_whole`, also reject a text that cannot fit into the model's context, because it has more bytes
-    than a context of the longest tokens.
+    than a context full of the longest tokens.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400 if a text is too long, or all texts together are.
     """
     sizes = list(map(utf8_bytes, texts))
     check_count(service.settings, "max_text_bytes", param, sum(sizes), "bytes of text")
@@ -136,7 +136,7 @@ def encode_messages(messages: Conversation, service: Service, layout: Layout = A
     """Convert a conversation to token ids, by default with the generation prompt.
 
     Raises:
-        ApiError: 400, an unknown field, or the text exceeds the limit on text or the model's context.
+        ApiError: 400 if a field is unknown, or the text exceeds the limit on text or the model's context.
         ParameterError: the chat template rejects the conversation, or would ignore a part of it.
     """
     return encode_laid_out(render_messages(messages, service, layout), service)
@@ -154,9 +154,10 @@ def render_messages(
     *,
     reasoning_field: str = "messages.reasoning_content",
 ) -> str:
-    """Render a conversation with the model's chat template; raises as `encode_messages` does.
+    """Render a conversation with the model's chat template; raises the errors of `encode_messages`.
 
-    If the template drops reasoning, for example of earlier turns, the reply's `Warning` names the field.
+    If the template drops reasoning, for example from earlier turns, the reply's `Warning` header names
+    `reasoning_field`.
     """
     check_fields(messages)
     text, is_whole = (
@@ -173,7 +174,7 @@ def render_messages(
 def layout_of(
     body: ChatBody | ScoreBody | TokenizeBody, service: Service, functions: Sequence[Mapping[str, Any]] | None
 ) -> Layout:
-    """Return the layout (tools, template variables, generation prompt) of a body's conversation."""
+    """Return how to lay out a body's conversation: tools, template variables, and generation prompt."""
     return Layout(
         tools=functions,
         add_generation_prompt=body.add_generation_prompt,
@@ -183,7 +184,7 @@ def layout_of(
 
 
 def variables_by_field(body: Any) -> dict[str, dict[str, Any]]:
-    """Return the given fields of a body that control reasoning, each with its template variables."""
+    """Return the fields set in a body that control reasoning, each with the template variables it sets."""
     reasoning, kwargs = getattr(body, "reasoning", None), getattr(body, "chat_template_kwargs", None) or {}
     efforts = {
         "reasoning_effort": getattr(body, "reasoning_effort", None),
@@ -202,15 +203,18 @@ def variables_by_field(body: Any) -> dict[str, dict[str, Any]]:
 
 
 def unread_fields(body: Any, known: AbstractSet[str]) -> list[str]:
-    """Return the reasoning fields of a body none of whose variables are in `known`, the template's."""
+    """Return the body's reasoning fields that the chat template does not read; `known` are its variables."""
     return [name for name, variables in variables_by_field(body).items() if known.isdisjoint(variables)]
 
 
 def template_variables(body: Any, known: AbstractSet[str]) -> dict[str, Any]:
-    """Return the chat template variables of a body; reasoning variables only if the template uses them.
+    """Return the chat template variables that a body sets.
+
+    Variables that control reasoning are included only if the template uses them, that is, if they are in
+    `known`.
 
     Raises:
-        ApiError: 400, two fields give a variable different values.
+        ApiError: 400 if two fields set a variable to different values.
     """
     given = getattr(body, "chat_template_kwargs", None) or {}
     variables = {name: value for name, value in given.items() if name != THINKING}
@@ -223,12 +227,13 @@ def template_variables(body: Any, known: AbstractSet[str]) -> dict[str, Any]:
 
 
 def check_fields(messages: Conversation) -> None:
-    """Reject unknown fields of messages that are empty; the chat template decides about those with a value.
+    """Reject unknown fields in messages, text parts, tool calls and functions.
 
-    Unknown fields of text parts, tool calls and functions are always rejected.
+    An unknown field in a message is rejected here only if it is empty; otherwise it is passed to the chat
+    template.
 
     Raises:
-        ApiError: 400 naming the field.
+        ApiError: 400 that names the field.
     """
     for index, message in enumerate(messages):
         path = f"messages[{index}]"

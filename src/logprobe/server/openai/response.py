@@ -1,4 +1,4 @@
-"""OpenAI's `response` object and its stream events.
+"""OpenAI's `response` object and the events that stream it.
 
 Reasoning, text and tool calls are separate output items, in the order of their tokens.
 """
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from logprobe.server.stored import Messages
 
 ROWS: Final = ("logprobs", "processed_logprobs")
-"""Fields with rows of the output, named as the records of a completion."""
+"""Fields with log-probability rows; a completion's records have the same names."""
 NO_ROWS: Final = msgspec.Raw(b"[]")
 PREFIXES: Final = {"content": "msg", "reasoning": "rs", "tool_call": "fc"}
-"""Channel → prefix of the item's id."""
+"""Prefix of an item's id, by channel."""
 TEXTS: Final = {"content": "response.output_text", "reasoning": "response.reasoning_text"}
-"""Channel → event type of a text item."""
+"""Event type of a text item, by channel."""
 CALL: Final = "response.function_call_arguments"
 NOTHING: Final = ReplySegment("content", "", [])
 
@@ -54,7 +54,7 @@ class ResponsesRequest:
 
 @dataclass(slots=True)
 class _Item:
-    """An output item, with its segments so far."""
+    """An output item with the segments that it has so far."""
 
     id: str
     index: int
@@ -63,7 +63,7 @@ class _Item:
 
 
 class ResponseShape:
-    """A response, as a whole object or as stream events."""
+    """Writes a response as a whole object or as stream events."""
 
     terminator = b""  # clients recognize the last event by its type
     closing_repeats_all = True
@@ -101,7 +101,7 @@ class ResponseShape:
             yield from self._begin(NOTHING)
 
     def chunks(self, piece: CompletionPiece) -> Iterator[dict[str, Any]]:
-        """Yield events of the piece's segments with their rows; an item ends when another begins."""
+        """Yield the events for a piece's segments, with their rows; an item ends when another begins."""
         self._piece = piece
         for segment in self._splitter.take(piece):
             self._segments.append(segment)
@@ -115,15 +115,15 @@ class ResponseShape:
 
     @property
     def begun_entries(self) -> int:
-        """Cost of the part of the reply that the prompt contains, in entries."""
+        """Cost, in entries, of the beginning of the reply if the prompt already contains it."""
         return self._splitter.begun_entries
 
     def num_entries(self, pieces: Sequence[CompletionPiece]) -> int:
-        """Return the cost of pieces beyond their own rows, in entries: held-back text and ends of items."""
+        """Return the cost of pieces beyond their own rows, in entries: text held back, and ends of items."""
         return sum(map(self._splitter.num_entries, pieces)) + num_field_tokens(self._body, pieces)
 
     def closing(self) -> Iterator[dict[str, Any]]:
-        """Yield the end of the item in progress, then the event with the whole response."""
+        """Yield the events that end the item in progress, then the event with the whole response."""
         if self._item is None and not self._output:
             yield from self._begin(NOTHING)
         if self._item is not None:
@@ -192,7 +192,7 @@ class ResponseShape:
         return _Item(f"{own_id}-{index}" if index else own_id, index, segment.channel)
 
     def _written(self, item: _Item, status: str | None = None) -> dict[str, Any]:
-        """Return an item as JSON: finished with a status, or empty as it begins (None)."""
+        """Return an item as JSON: finished if `status` is given, otherwise empty, as when it begins."""
         label = {"id": item.id, "status": status or "in_progress"}
         if item.channel == "tool_call":
             return self._written_call(item.segments[0], label, has_ended=status is not None)
@@ -221,7 +221,7 @@ class ResponseShape:
         )
 
     def _part(self, item: _Item, *, has_ended: bool = False) -> dict[str, Any]:
-        """Return the content part of an item: its text and rows."""
+        """Return the content part of an item, with its text and rows."""
         text, rows = text_of(item.segments), self._text_rows(item.channel, item.segments)
         if item.channel == "reasoning":
             return {"type": "reasoning_text", "text": text, **rows}
@@ -231,11 +231,11 @@ class ResponseShape:
         return {"type": "output_text", "text": text, "annotations": [], **rows, **fields}
 
     def _text_rows(self, channel: str, segments: Sequence[ReplySegment]) -> dict[str, msgspec.Raw]:
-        """Return the rows of a text; as in OpenAI's API, content has an empty list if none are requested."""
+        """Return the rows of a text; as in OpenAI's API, content without rows has an empty list."""
         return ({"logprobs": NO_ROWS} if channel == "content" else {}) | self._rows(segments)
 
     def _rows(self, segments: Sequence[ReplySegment]) -> dict[str, msgspec.Raw]:
-        """Return the rows of segments from each requested distribution."""
+        """Return the rows of segments under each requested distribution, by field name."""
         records = {name: getattr(self._completion, name) for name in ROWS} if segments else {}
         return {
             name: chat_rows(self._service, record, segments, num_top(self._generation))

@@ -1,4 +1,4 @@
-"""Read `tools` and `tool_choice` of chat and responses bodies."""
+"""Read `tools` and `tool_choice` in chat and responses bodies."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ CHOICES: Final = "none, auto, required or {type: function, function: {name: ...}
 class Tools:
     """The tools in a request's prompt, and the calls that its reply must make."""
 
-    functions: Sequence[Mapping[str, Any]] | None = None  # {type, function}, as chat templates take them
-    form: ResponseForm | None = None  # format of a reply that must call a tool; None: calls are optional
+    functions: Sequence[Mapping[str, Any]] | None = None  # {type, function}, as chat templates expect
+    form: ResponseForm | None = None  # format of a reply that must call a tool; None if calls are optional
     wanted: str = ANY  # "required", or the name of the function to call
     is_single: bool = False
 
     def call_format(self, prompt: str) -> dict[str, Any]:
-        """Return the response format that enforces the tool calls of a reply to `prompt`.
+        """Return the response format that enforces the tool calls in a reply to `prompt`.
 
         Raises:
             ParameterError: the calls cannot be expressed as a grammar.
@@ -50,10 +50,10 @@ NO_TOOLS: Final = Tools()
 
 
 def tools_of(body: ChatBody | ResponsesBody, form: ResponseForm | None) -> Tools:
-    """Read the tools of a body; none with `tool_choice: none`.
+    """Read the tools in a body; there are none with `tool_choice: none`.
 
     Raises:
-        ApiError: 400, a tool is invalid, or `tool_choice` is invalid, names no tool or cannot be enforced.
+        ApiError: 400 if a tool is invalid, or `tool_choice` is invalid, names no tool or cannot be enforced.
     """
     functions = functions_of(body.tools, is_flat=isinstance(body, ResponsesBody))
     choice, is_single = _choice(body.tool_choice), body.parallel_tool_calls is False
@@ -103,10 +103,10 @@ def _choice(choice: str | Mapping[str, Any] | None) -> str | Named:
 
 
 def functions_of(tools: Sequence[Mapping[str, Any]] | None, *, is_flat: bool = False) -> list[dict[str, Any]]:
-    """Convert tools to the form of chat templates; `is_flat` for tools of the responses API.
+    """Convert tools to the form that chat templates expect; `is_flat` is True for the responses API.
 
     Raises:
-        ApiError: 400, a tool is not a function with a unique name and an object schema.
+        ApiError: 400 if a tool is not a function with a unique name and an object schema.
     """
     functions = [_function(tool, f"tools[{number}]", is_flat) for number, tool in enumerate(tools or ())]
     try:
@@ -118,7 +118,7 @@ def functions_of(tools: Sequence[Mapping[str, Any]] | None, *, is_flat: bool = F
 
 
 def _function(tool: Mapping[str, Any], where: str, is_flat: bool) -> dict[str, Any]:
-    """Convert a tool to the form of chat templates, without `strict`, which is for the server alone."""
+    """Convert a tool to the form that chat templates expect, without `strict`, which only the server uses."""
     if tool.get("type") != "function":
         message = "must be function; the server runs no other tools"
         raise bad_request(f"{where}.type", message, code="unsupported_parameter")

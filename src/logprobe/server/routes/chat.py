@@ -53,7 +53,7 @@ class ChatRequest:
 
 
 def prepare(body: ChatBody, service: Service) -> ChatRequest:
-    """Validate and admit a chat request."""
+    """Validate a chat request, and reserve capacity for it."""
     service.choose_weights(body)
     service.log_body("chat", body)
     if body.return_tokens_as_token_ids:
@@ -78,13 +78,13 @@ def admit_reply(
     """Validate and admit the generation of a reply to a conversation.
 
     Args:
-        service: of this HTTP request.
-        body: the request.
+        service: the service for this HTTP request.
+        body: the request body.
         prompt: the rendered conversation.
         ids: token ids of `prompt`.
-        tools: of the request.
+        tools: the request's tools.
         params_of: converts the body to sampling parameters: `chat_params` or `responses_params`.
-        id_prefix: of the reply's id.
+        id_prefix: prefix of the reply's id.
     """
     room = service.capabilities.max_model_len + 1 - len(ids)
     calls = None if tools.form is None else tools.call_format(prompt)
@@ -120,7 +120,7 @@ class ChatShape(ChoicesShape[ChatBody]):
             yield self._chunk(index, {"role": "assistant", "content": ""})
 
     def chunks(self, piece: CompletionPiece) -> Iterator[dict[str, Any]]:
-        """Yield one chunk per segment, with its rows, then one with the finish reason."""
+        """Yield one chunk per segment, with the segment's rows, and then a chunk with the finish reason."""
         extras = choice_extensions(self._body, piece)
         num_calls = self._splitter.num_calls(piece.index)
         groups = [[segment] for segment in self._splitter.take(piece)]
@@ -136,11 +136,11 @@ class ChatShape(ChoicesShape[ChatBody]):
 
     @property
     def begun_entries(self) -> int:
-        """Cost per choice of the part of the reply that the prompt contains, in entries."""
+        """Cost per choice, in entries, of the beginning of the reply if the prompt already contains it."""
         return self._splitter.begun_entries
 
     def num_entries(self, pieces: Sequence[CompletionPiece]) -> int:
-        """Return the cost of pieces beyond their own rows, in entries: held-back text, ends of choices."""
+        """Return the cost of pieces beyond their own rows, in entries: text held back, ends of choices."""
         return sum(map(self._splitter.num_entries, pieces)) + num_field_tokens(self._body, pieces)
 
     def _choice(self, piece: CompletionPiece) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class ChatShape(ChoicesShape[ChatBody]):
         return self._frame([choice | extras], is_chunk=True)
 
     def _prompt(self) -> dict[str, Any]:
-        """Return the prompt's fields for the first chunk, {} for all later ones."""
+        """Return the prompt's fields for the first chunk, and {} for all later chunks."""
         if self._has_sent_prompt:
             return {}
         self._has_sent_prompt = True
@@ -188,7 +188,7 @@ class ChatShape(ChoicesShape[ChatBody]):
 
 
 def _message(channels: ReplyChannels) -> dict[str, Any]:
-    """Return the assistant's message; as in OpenAI's API, content is null if there are only tool calls."""
+    """Return the assistant's message; as in OpenAI's API, a message with only tool calls has null content."""
     text = text_of(channels.content)
     content = None if channels.calls and not text else text
     calls = {"tool_calls": [_call(segment) for segment in channels.calls]} if channels.calls else {}

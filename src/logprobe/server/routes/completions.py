@@ -75,7 +75,7 @@ def _fitting(params: SamplingParams, body: CompletionBody, prompt: Prompt, limit
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """An echoed prompt: the beginning of its choices."""
+    """An echoed prompt, with which each of the prompt's choices begins."""
 
     text: str
     logprobs: dict[str, list[Any]] | None
@@ -101,11 +101,11 @@ class CompletionShape(ChoicesShape[CompletionBody]):
         return reply | {"usage": usage(self._generation)}
 
     def opening(self) -> Iterator[dict[str, Any]]:
-        """Yield nothing: a stream begins with its first text."""
+        """Yield nothing, because a stream begins with its first text."""
         yield from ()
 
     def chunks(self, piece: CompletionPiece) -> Iterator[dict[str, Any]]:
-        """Yield one chunk; the first of a choice includes the echo."""
+        """Yield one chunk; the first chunk of a choice includes the echo."""
         is_first = piece.index not in self._begun
         self._begun.add(piece.index)
         yield self._frame([self._begin(piece) if is_first else self._choice(piece)])
@@ -168,7 +168,7 @@ class CompletionShape(ChoicesShape[CompletionBody]):
 
 
 def _add_empty_entry(choice: dict[str, Any]) -> None:
-    """Append an empty entry to the arrays, in place of the token that did not fit after the prompt."""
+    """Append an empty entry to the arrays for the token that did not fit after the prompt."""
     rows = choice["logprobs"]
     for name in ("token_logprobs", "top_logprobs"):
         rows[name].append(None)

@@ -117,7 +117,7 @@ def _world_size(service: Service) -> int:
 
 
 def _reply_form(service: Service) -> dict[str, Any] | None:
-    """Describe the format by which replies are split into channels; None if they are not split."""
+    """Describe the format by which replies are split into channels; None if replies are not split."""
     form = service.reply_form()
     if form is None:
         return None
@@ -208,7 +208,10 @@ def _tokenizer_info(service: Service) -> bytes:
 
 
 def _models(service: Service) -> list[dict[str, Any]]:
-    """Return entries of all names that a request may use; not cached, because LoRA weights can change."""
+    """Return a model entry for every name that a request may use.
+
+    The entries are not cached, because LoRA adapters can be loaded and unloaded.
+    """
     loaded = [_model(one, *served) for one in service.models.loaded for served in one.served()]
     asleep = [
         {"id": name, "object": "model", "created": service.created, "owned_by": "logprobe"}

@@ -1,7 +1,7 @@
-"""`POST /v1/classify`, `/v1/judge` and `/v1/rerank`: probabilities of given answers.
+"""`POST /v1/classify`, `/v1/judge` and `/v1/rerank`: probabilities of possible answers.
 
-`analysis.labels` plans the requests and summarizes the scores. Each answer is one engine request; common
-prefixes are computed once.
+`analysis.labels` plans the requests and summarizes the scores. Each answer is one engine request; prefixes
+that several requests share are computed once.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ async def _answered(
 
 @dataclass(frozen=True, slots=True)
 class AnswerRequest:
-    """Engine requests of a plan's pairs, and the function that makes the reply from their scores."""
+    """The engine requests for a plan's pairs, and the function that makes the reply from the scores."""
 
     splits: list[Split]
     admitted: list[Admitted]
@@ -109,7 +109,7 @@ def _admit(
 
 
 def prepare_classify(body: ClassifyBody, service: Service) -> AnswerRequest:
-    """Validate and admit a request for each label text after each prompt."""
+    """Validate and admit one request for each pair of a prompt and a label's text."""
     prompts = _open(body, "classify", service)
     has_empty = body.correction == "calibrated"
     count = (len(prompts) + has_empty) * body.num_answers
@@ -134,7 +134,7 @@ def prepare_classify(body: ClassifyBody, service: Service) -> AnswerRequest:
 
 
 def prepare_judge(body: JudgeBody, service: Service) -> AnswerRequest:
-    """Validate and admit a request for each spelling of a grade after each prompt."""
+    """Validate and admit one request for each pair of a prompt and a grade's spelling."""
     prompts = _open(body, "judge", service)
     count = len(prompts) * body.num_answers
     check_count(service.settings, "max_requests", "scale", count, "grades times prompts")
@@ -155,7 +155,7 @@ def prepare_judge(body: JudgeBody, service: Service) -> AnswerRequest:
 
 
 def _open(body: HasPrompts, name: str, service: Service) -> list[Asked]:
-    """Select the weights, and return the prompts: texts, or a single conversation."""
+    """Resolve the model of a body, and return the prompts: texts, or a single conversation."""
     service.choose_weights(body)
     service.log_body(name, body)
     check_one_of(body, "input")
@@ -220,7 +220,7 @@ def _judged(one: Judgement) -> dict[str, Any]:
 
 
 def _read(messages: Conversation, body: HasPrompts, num_times: int, service: Service) -> IntArray:
-    """Convert a conversation to token ids, checking its size times the number of answers."""
+    """Convert a conversation to token ids, after checking its size multiplied by the number of answers."""
     try:
         text = render_messages(messages, service)
         _check_texts("messages", [text], num_times, service)
@@ -236,7 +236,7 @@ def _read(messages: Conversation, body: HasPrompts, num_times: int, service: Ser
 
 
 def prepare_rerank(body: RerankBody, service: Service) -> AnswerRequest:
-    """Validate and admit requests for both answers after each document."""
+    """Validate and admit two requests per document, one for each answer."""
     service.choose_weights(body)
     service.log_body("rerank", body)
     documents = [one if isinstance(one, str) else one.text for one in body.documents]
@@ -260,7 +260,7 @@ def prepare_rerank(body: RerankBody, service: Service) -> AnswerRequest:
 
 
 def ranked(scores: Sequence[float], documents: Sequence[str] | None) -> list[dict[str, Any]]:
-    """Return document indices with scores, best first; ties keep their order, NaN comes last."""
+    """Return document indices with scores, best first; equal scores keep their order, and NaN comes last."""
     order = sorted(range(len(scores)), key=lambda place: (math.isnan(scores[place]), -scores[place]))
     results = [finite_fields({"index": place, "relevance_score": scores[place]}) for place in order]
     if documents is None:

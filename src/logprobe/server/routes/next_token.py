@@ -1,6 +1,6 @@
 """`POST /v1/next_token_logprobs`: full next-token distributions, in binary.
 
-Each prompt is one engine request; requests of all clients are batched.
+Each prompt is one engine request; requests from all clients are batched.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _row_bytes(output: RequestOutput, dtype: np.dtype[Any]) -> bytes:
 
 
 def table_head(shape: tuple[int, int], dtype: np.dtype[Any], metadata: Mapping[str, str]) -> bytes:
-    """Return the beginning of a safetensors body, before its rows: header size and header.
+    """Return the beginning of a safetensors body: the size of the header, and the header.
 
     `metadata` becomes the header's `__metadata__`.
     """
@@ -88,7 +88,7 @@ def table_head(shape: tuple[int, int], dtype: np.dtype[Any], metadata: Mapping[s
 
 
 def prepare(body: NextTokenBody, service: Service) -> tuple[NextTokenBody, list[Admitted]]:
-    """Validate and admit a request for each prompt."""
+    """Validate and admit one request for each prompt."""
     service.choose_weights(body)
     service.log_body("next_token_logprobs", body)
     check_texts([prompt for prompt in body.prompts if isinstance(prompt, str)], "prompts", service)

@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: OpenAI's responses API; `GET` and `DELETE` for stored responses."""
+"""`POST /v1/responses`: OpenAI's responses API, with `GET` and `DELETE` for stored responses."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def create_response(request: HttpRequest, service: Service) -> Response:
 
 
 def prepare(body: ResponsesBody, service: Service, owner: bytes) -> ResponsesRequest:
-    """Validate and admit a request; `owner` is a digest of its API key."""
+    """Validate and admit a request; `owner` is a digest of the request's API key."""
     service.choose_weights(body)
     service.log_body("responses", body)
     has_tools = body.tools is not None or body.tool_choice is not None
@@ -58,10 +58,12 @@ def prepare(body: ResponsesBody, service: Service, owner: bytes) -> ResponsesReq
 def read_conversation(
     body: ResponsesBody, service: Service, owner: bytes, tools: Tools
 ) -> tuple[Messages, str]:
-    """Return the conversation, including the stored one before it, as messages and as a rendered prompt.
+    """Return a body's conversation as messages and as a rendered prompt.
+
+    The messages begin with the stored conversation of the previous response, if the body names one.
 
     Raises:
-        ApiError: 404, the previous response is not stored; 400, the conversation cannot be rendered.
+        ApiError: 404 if the previous response is not stored, or 400 if the conversation cannot be rendered.
     """
     before: Messages = []
     if body.previous_response_id is not None:
@@ -79,7 +81,7 @@ def read_conversation(
 
 
 def _by_item(error: ApiError, items: InputItems, num_system: int, num_before: int) -> ApiError:
-    """Map an error about a message to the body field that the message comes from."""
+    """Convert an error about a message to one about the body field from which the message comes."""
     is_message = _MESSAGE.fullmatch(error.param or "")
     if is_message is None:
         return error
@@ -117,7 +119,7 @@ def list_items(response_id: str, messages: Messages, query: Mapping[str, str]) -
     """Return a page of a response's input items, in OpenAI's list format.
 
     Raises:
-        ApiError: 400, a query parameter is unknown or invalid.
+        ApiError: 400 if a query parameter is unknown or invalid.
     """
     if unknown := query.keys() - {"limit", "order", "after"}:
         raise bad_request(min(unknown), "unknown query parameter", code="unknown_parameter")

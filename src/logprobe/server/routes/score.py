@@ -1,6 +1,6 @@
-"""`POST /v1/score`: log-probabilities of continuations of a context or a conversation.
+"""`POST /v1/score`: log-probabilities of continuations, given a context or a conversation.
 
-Each continuation is one engine request; their common context is computed once.
+Each continuation is one engine request; the context that they share is computed once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 ARROW_TYPE = "application/vnd.apache.arrow.stream"
 LAYOUT_FIELDS: Final = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
-SCORE_ENTRIES: Final = 32  # cost of a continuation's scores, in entries of a reply
+SCORE_ENTRIES: Final = 32  # cost of one continuation's scores, in entries of a reply
 
 
 async def score(request: HttpRequest, service: Service) -> Response:
@@ -93,19 +93,19 @@ def _wants_arrow(request: HttpRequest) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """Engine requests: each continuation with its context, then each alone if `unconditional` is set."""
+    """The engine requests: each continuation after its context and, for `unconditional`, without it."""
 
     reply_id: str
     model: str  # name in the reply
     pairs: list[Split]
     splits: list[Split]  # the pairs, then the continuations alone
-    admitted: list[Admitted]  # of the splits
+    admitted: list[Admitted]  # one request per split
     requests: Requests
     sampling: SamplingParams | None
 
 
 def prepare(body: ScoreBody, service: Service) -> ScoreRequest:
-    """Validate and admit the requests of a score."""
+    """Validate and admit the requests that score a body's continuations."""
     service.choose_weights(body)
     service.log_body("score", body)
     contexts = [body.context] if isinstance(body.context, str) else []
@@ -133,7 +133,7 @@ def prepare(body: ScoreBody, service: Service) -> ScoreRequest:
 def _with_named_ids(
     body: ScoreBody, params: SamplingParams, pairs: Sequence[Split], service: Service
 ) -> list[SamplingParams]:
-    """Return the sampling parameters of each continuation, with its named token ids."""
+    """Return the sampling parameters for each continuation, with the token ids to report for it."""
     if body.token_ids is None:
         return [params] * len(pairs)
     if len(body.token_ids) != len(pairs):
@@ -146,7 +146,7 @@ def _with_named_ids(
 
 
 def _read_context(body: ScoreBody, num_times: int, service: Service) -> tuple[str | None, str | IntArray]:
-    """Return a rendered conversation and its ids, or None and the context as text or ids."""
+    """Return the rendered conversation and its ids or, without messages, None and the context."""
     check_one_of(body, "context")
     for name in LAYOUT_FIELDS if body.messages is None else ():
         if getattr(body, name) is not None:
@@ -188,7 +188,7 @@ def _split(
 
 
 def fields_of(score: Score, table: TokenTable) -> dict[str, Any]:
-    """Return the reply's fields of a continuation; -inf for an impossible token (-9999 in JSON)."""
+    """Return a continuation's fields in the reply; an impossible token has -inf, which is -9999 in JSON."""
     fields: dict[str, Any] = {
         "logprob": score.logprob,
         "logprob_per_token": score.logprob_per_token,

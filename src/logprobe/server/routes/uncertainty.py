@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DrawRequest:
-    """The engine requests of a plan."""
+    """The engine requests that a plan needs."""
 
     body: UncertaintyBody
     plan: DrawPlan
@@ -53,7 +53,7 @@ async def uncertainty(request: HttpRequest, service: Service) -> Response:
 
 
 def prepare(body: UncertaintyBody, service: Service) -> DrawRequest:
-    """Validate and admit a request for each answer."""
+    """Validate and admit one request for each answer."""
     service.choose_weights(body)
     service.log_body("uncertainty", body)
     try:
@@ -94,7 +94,7 @@ def _prompt(body: UncertaintyBody, service: Service) -> IntArray:
 def _reply(service: Service, asked: DrawRequest, outputs: Sequence[RequestOutput]) -> Response:
     found = asked.plan.sum_up(asked.plan.answers(outputs, service.text)).to_dict()
     for answer in found["answers"]:
-        del answer["self_certainty"]  # needs full rows
+        del answer["self_certainty"]  # would need whole-vocabulary rows
     num_drawn = sum(len(output.outputs[0].token_ids) for output in outputs)
     reply = {
         "id": asked.reply_id,
