@@ -2,7 +2,7 @@
 
 Requests made in one iteration of a caller's event loop are collected on that loop; everything else runs on
 the loop of a `LoopThread`. A request therefore never depends on another caller's event loop, which may be
-cancelled at any time.
+closed or cancelled at any time.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Run processors that were written for other engines, unchanged, by calling them in their engine's style.
 
-The name of `update_state`'s argument selects the style. `batch` is this library's style. With `batch_update`
-(vLLM), the processor gets the changes of the batch, and every row. With `share_inputs` (slot-based
-engines), it gets all running slots, and changes the rows of requests that set its arguments. The class need
-not import this
-library: `styled` derives the class that the pipeline runs.
+The name of `update_state`'s argument selects the style. `batch` is this library's style. With
+`batch_update` (vLLM), the processor gets the changes of the batch, and every row. With `share_inputs`
+(slot-based engines), it gets all running slots, and changes the rows of requests that set its arguments.
+The class need not import this library: `styled` derives the class that the pipeline runs.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ class PenaltiesLogitsProcessor(LogitsProcessor):
 
     First comes `repetition_penalty` r (Keskar et al. 2019): if a token occurred in the prompt or the
     completion, its logit is divided by r if positive, else multiplied by r. Then, for tokens in the
-    completion only,
-    `frequency_penalty` times their count and `presence_penalty` are subtracted, as OpenAI defines them.
+    completion only, `frequency_penalty` times their count and `presence_penalty` are subtracted, as OpenAI
+    defines them.
     """
 
     Args = PenaltiesArgs
