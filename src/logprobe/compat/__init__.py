@@ -1,7 +1,7 @@
-"""Compatible names of other projects, so that programs can switch to this library by changing an import.
+"""Names and signatures of other projects, so that programs can switch by changing an import.
 
-- `vllm_logprobs`: vLLM's flat container of log-probabilities, and its create and append functions.
-- `logprobs_processor`: step containers, copies to the host and the streaming collector.
+- `vllm_logprobs`: vLLM's flat container for log-probabilities, and its functions that create and extend one.
+- `logprobs_processor`: containers for the results of a step, copies to the host, and the streaming collector.
 - `fastdeploy`: FastDeploy's `LLM`, `SamplingParams` and logits processors.
 - `genlm`: genlm-backend's asynchronous next-token language models.
 

@@ -1,4 +1,4 @@
-"""`StreamingLogprobsCollector`: `RequestStreams` with callbacks, and for sources that cannot be paused."""
+"""`StreamingLogprobsCollector`: `RequestStreams` that also supports callbacks and sources without pausing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-CHECK_S = 1.0  # interval of checks that the consumer still exists
+CHECK_S = 1.0  # seconds between checks that the consumer still exists
 
 
 @dataclass(slots=True)
@@ -25,13 +25,13 @@ class CallbackInbox(Inbox[T], Generic[T]):
     """An inbox whose consumer may be a callback."""
 
     callback: Callable[[list[T]], object] | None = None
-    is_delivering: bool = False  # the callback is running, or about to run
-    deliverer: int | None = None  # the last thread that took items for the callback
-    wants_all: bool = False  # the callback also gets items that do not fill a buffer
+    is_delivering: bool = False  # True if the callback is running or about to run
+    deliverer: int | None = None  # thread that last took items for the callback
+    wants_all: bool = False  # if True, the callback also gets items that do not fill a buffer
 
     @property
     def is_lagging(self) -> bool:
-        """True if the buffer is full and no idle callback can take it at once."""
+        """True if the buffer is full and there is no idle callback that can take the items at once."""
         return self.is_full and (self.callback is None or self.is_delivering)
 
     @property
@@ -40,7 +40,7 @@ class CallbackInbox(Inbox[T], Generic[T]):
         return self.reader is not None or self.callback is not None
 
     def is_taken_elsewhere(self) -> bool:
-        """Return True if another thread will take from a full buffer."""
+        """Return True if another thread will take items from a full buffer."""
         here = threading.get_ident()
         if self.reader is not None:
             return self.reader.thread != here and not self.reader.loop.is_closed()
@@ -48,19 +48,19 @@ class CallbackInbox(Inbox[T], Generic[T]):
 
 
 class StreamingLogprobsCollector(RequestStreams[T]):
-    """Deliver rows in order and exactly once, to callbacks (in batches) or to async streams.
+    """Delivers rows in order and exactly once, to callbacks (in batches) or to async streams.
 
     Any thread may add rows. A consumer gets lists of at most `buffer_size` rows. With `pause`, `add` never
-    waits: callbacks run on separate threads, and a request is paused once `buffer_size` of its rows are
-    pending. Without `pause`, the thread that fills a buffer runs the callback, and a thread that finds a full
-    buffer waits, or gets a `BusyError` if no thread will empty it. Callbacks run outside the lock and may
-    call the collector.
+    waits: callbacks run on separate threads, and a request is paused when `buffer_size` of its rows are
+    pending. Without `pause`, the thread that fills a buffer runs the callback. A thread that finds a full
+    buffer waits, or gets a `BusyError` if no other thread will empty the buffer. Callbacks run outside the
+    lock and may call the collector.
 
     Args:
         buffer_size: maximum number of pending rows per request.
-        pause: called with a request's id when its buffer is full.
-        resume: called with the id when the consumer has taken rows.
-        fail: called with the id and the exception of its callback.
+        pause: function that is called with a request's id when the request's buffer is full.
+        resume: function that is called with the id when the consumer has taken rows.
+        fail: function that is called with the id and the exception that the request's callback raised.
 
     Raises:
         ParameterError: `buffer_size` is below 1.
@@ -77,15 +77,17 @@ class StreamingLogprobsCollector(RequestStreams[T]):
         super().__init__(buffer_size, pause=pause or _ignore, resume=resume or _ignore)
         self._can_pause = pause is not None
         self._fail = fail
-        self._room = threading.Condition(self._lock)  # notified when items were taken or dropped
-        self._failures: dict[str, BaseException] = {}  # of callbacks on separate threads, not yet raised
+        self._room = threading.Condition(self._lock)  # notified when items are taken or dropped
+        # exceptions of callbacks on separate threads, not raised yet
+        self._failures: dict[str, BaseException] = {}
 
     def register_callback(self, req_id: str, callback: Callable[[list[T]], object]) -> None:
-        """Call `callback` with the request's rows when `buffer_size` of them are pending, and at each flush.
+        """Call `callback` with a request's rows when `buffer_size` rows are pending, and at each flush.
 
-        A buffer that is already full is delivered immediately. If the callback raises, its request is
-        unregistered and `fail` is called. The thread that runs the callback raises the exception; if that is
-        a separate thread and there is no `fail`, the next thread that adds, flushes or finishes raises it.
+        If the buffer is already full, its rows are delivered immediately. If the callback raises, the request
+        is unregistered, `fail` is called, and the exception is raised in the thread that runs the callback.
+        If this is a separate thread and there is no `fail`, the exception is raised in the next call that
+        adds rows, flushes or finishes.
 
         Raises:
             ParameterError: the request already has a consumer.
@@ -107,13 +109,13 @@ class StreamingLogprobsCollector(RequestStreams[T]):
         super().unregister(req_id)
 
     def add(self, req_id: str, logprobs: T, *, num_rows: int = 1, timeout: float | None = None) -> None:
-        """Add one item of a request, which contains `num_rows` rows.
+        """Add one item, which contains `num_rows` rows, for a request.
 
         Without `pause`, wait up to `timeout` seconds while the buffer is full.
 
         Raises:
-            BusyError: the buffer is full and no thread will empty it, or none did in time.
-            BaseException: the exception of the request's callback; the request is then unregistered.
+            BusyError: the buffer is full, and no thread will empty it or none did in time.
+            BaseException: the request's callback raised this exception; the request is unregistered.
         """
         with self._lock:
             self._raise_failure(req_id)
@@ -129,12 +131,13 @@ class StreamingLogprobsCollector(RequestStreams[T]):
             self._begin(inbox, batch)
 
     def add_many(self, parcels: Iterable[Parcel[T]]) -> list[str]:
-        """Add items of many requests, and wake each event loop once.
+        """Add items for many requests, and wake each event loop once.
 
-        Items of unknown or unregistered requests are dropped. The source must respect `pause`.
+        Items for unknown or unregistered requests are dropped. The source must stop adding items after
+        `pause`.
 
         Returns:
-            The requests whose readers are gone, because their event loops were closed.
+            Ids of requests whose readers are gone because their event loops were closed.
 
         Raises:
             ParameterError: the collector cannot pause its source.
@@ -153,10 +156,10 @@ class StreamingLogprobsCollector(RequestStreams[T]):
     def flush(self, req_id: str) -> None:
         """Deliver a request's pending rows to its callback now; do nothing without rows or a callback.
 
-        The callback runs on this thread; if another thread is already running it, that one delivers the rows.
+        The callback runs on this thread, unless another thread is running it, which then delivers the rows.
 
         Raises:
-            BaseException: the exception of the callback; the request is then unregistered.
+            BaseException: the callback raised this exception; the request is unregistered.
         """
         with self._lock:
             self._raise_failure(req_id)
@@ -169,7 +172,7 @@ class StreamingLogprobsCollector(RequestStreams[T]):
             self._deliver(inbox, batch)
 
     def flush_all(self) -> None:
-        """Flush every request, then raise the first exception of a callback, if any."""
+        """Flush every request, then raise the first exception that a callback raised, if any."""
         with self._lock:
             names = [*self._inboxes, *self._failures]
         errors: list[Exception] = []
@@ -182,12 +185,12 @@ class StreamingLogprobsCollector(RequestStreams[T]):
             raise errors[0]
 
     def finish(self, req_id: str, error: BaseException | None = None) -> None:
-        """End a request: its stream ends after the pending rows, with `error` if given.
+        """End a request: its stream ends after the pending rows, by raising `error` if given.
 
         A callback gets the pending rows and is then unregistered.
 
         Raises:
-            BaseException: the exception of the callback.
+            BaseException: the callback raised this exception.
         """
         with self._lock:
             self._raise_failure(req_id)
@@ -227,14 +230,15 @@ class StreamingLogprobsCollector(RequestStreams[T]):
             raise error
 
     def _wait_for_room(self, inbox: CallbackInbox[T], timeout: float | None) -> None:
-        """Wait until the inbox has room. The caller holds the lock, which is released while waiting."""
+        """Wait until the inbox has room; the caller must hold the lock, which is released while waiting."""
         deadline = None if timeout is None else time.monotonic() + timeout
         name = inbox.req_id
         while self._is_known(inbox) and inbox.is_full and inbox.is_taken_elsewhere():
             left = CHECK_S if deadline is None else min(deadline - time.monotonic(), CHECK_S)
             if left <= 0:
                 raise BusyError(f"{name!r}: its consumer took no row within {timeout} s; retry later")
-            self._room.wait(left)  # with a timeout: a reader's event loop may be closed without notice
+            # check at intervals, since a reader's event loop may be closed without notice
+            self._room.wait(left)
         if not self._is_known(inbox):
             raise inbox.error or BusyError(
                 f"{name!r}: was unregistered while its rows were pending; stop adding rows"
@@ -246,7 +250,7 @@ class StreamingLogprobsCollector(RequestStreams[T]):
             )
 
     def _claim(self, inbox: CallbackInbox[T]) -> list[T]:
-        """Take the items that an idle callback should get now, if any, and mark the callback as running."""
+        """Return the items that an idle callback should get now, if any, and mark the callback as running."""
         if inbox.callback is None or inbox.is_delivering or not self._is_known(inbox):
             return []
         inbox.wants_all &= bool(inbox.items) or inbox.is_done
@@ -260,7 +264,7 @@ class StreamingLogprobsCollector(RequestStreams[T]):
         return batch
 
     def _begin(self, inbox: CallbackInbox[T], batch: list[T]) -> None:
-        """Run the callback on this thread, or on a new one if the source can be paused."""
+        """Run the callback on a new thread if the source can be paused, else on this thread."""
         if not self._can_pause:
             self._deliver(inbox, batch)
             return
@@ -276,14 +280,14 @@ class StreamingLogprobsCollector(RequestStreams[T]):
                     self._failures[inbox.req_id] = error
 
     def _deliver(self, inbox: CallbackInbox[T], batch: list[T]) -> None:
-        """Call the callback with the claimed batch, then with further batches until none is due."""
+        """Call the callback with `batch`, then with further batches as long as some are due."""
         assert inbox.callback is not None
         while batch:
             self._publish_pause(inbox)
             try:
                 inbox.callback(batch)
             except BaseException as error:
-                inbox.error = error  # raised in threads that wait for room
+                inbox.error = error  # also raised in threads that wait for room
                 self._forget(inbox)
                 if self._fail is not None:
                     self._fail(inbox.req_id, error)
@@ -298,4 +302,4 @@ class StreamingLogprobsCollector(RequestStreams[T]):
 
 
 def _ignore(*_: Any) -> None:
-    """Do nothing; the default of `pause` and `resume`."""
+    """Do nothing; the default for `pause` and `resume`."""

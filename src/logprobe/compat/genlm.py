@@ -1,6 +1,6 @@
-"""genlm-backend's asynchronous next-token language models and its capture of whole rows.
+"""Classes named as in genlm-backend: asynchronous next-token language models, and capture of whole rows.
 
-`integrations.genlm` has subclasses of genlm-backend's `AsyncLM`, which need that package.
+They do not need genlm-backend; `integrations.genlm` has subclasses of genlm-backend's `AsyncLM`, which do.
 """
 
 from __future__ import annotations

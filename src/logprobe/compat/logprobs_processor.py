@@ -1,6 +1,6 @@
-"""Containers, host copies and callbacks of a log-probability processor, filled position by position.
+"""Containers for log-probabilities that are filled position by position, host copies, and callbacks.
 
-This library's engine uses none of them: its steps use `records.rows`, and its requests `FlatLogprobs`.
+The engine does not use them: its steps use `records.rows`, and its requests use `FlatLogprobs`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _HOMES = {
     "batch_logprobs_to_cpu_rust": "logprobe.kernels.extraction.rows",
     "extract_top_k_logprobs_rust": "logprobe.kernels.extraction.rows",
 }
-MIN_ROWS = 16  # first allocation of a container that is appended to
+MIN_ROWS = 16  # rows that the first append to a container allocates
 COLUMNS = ("token_ids", "logprobs", "ranks", "lse", "num_logprobs", "is_valid")
 
 
@@ -68,7 +68,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
 
 
 class TopLogprobs(msgspec.Struct, frozen=True):
-    """The chosen token of one position, its rank, and the k most likely tokens in descending order (nats)."""
+    """The chosen token at one position with its rank, and the k most likely tokens in descending order."""
 
     position: int
     token_id: int
@@ -87,20 +87,21 @@ class TopLogprobs(msgspec.Struct, frozen=True):
         selected_idx: int,
         k: int = 5,
     ) -> TopLogprobs:
-        """Rank one row of candidates.
+        """Create an instance from one row of n candidates.
 
-        Ties are ordered by ascending token id. The rank is 1 + the number of strictly greater candidates.
+        Ties are ordered by ascending token id. The rank is 1 + the number of candidates with greater
+        logprobs.
 
         Args:
             position: index of the token in its sequence.
-            logprobs: (n,) nats.
-            token_ids: (n,) integers.
-            tokens: up to n texts; a missing one becomes `<id>`.
-            selected_idx: index of the chosen token.
-            k: number of alternatives; `k >= n` keeps all.
+            logprobs: log-probabilities of the candidates, (n,) nats.
+            token_ids: token ids of the candidates, (n,) integers.
+            tokens: up to n texts; a missing text becomes `<id>`.
+            selected_idx: index of the chosen token among the candidates.
+            k: number of alternatives to keep; `k >= n` keeps all.
 
         Raises:
-            ParameterError: shapes differ, a value is NaN or +inf, or k or selected_idx is out of range.
+            ParameterError: the shapes differ, a value is NaN or +inf, or k or selected_idx is out of range.
         """
         values, ids = host_array(logprobs), host_array(token_ids)
         _check_candidates(values, ids, selected_idx, k)
@@ -143,17 +144,17 @@ class LogprobsTensors:
     With several positions per sequence (`create_empty`), position p of sequence b is row b * max_seq_len + p.
     """
 
-    token_ids: Tensor  # (B, k + 1) int32; row b has num_logprobs[b] + 1 entries, the rest is undefined
+    token_ids: Tensor  # (B, k + 1) int32; row b has num_logprobs[b] + 1 entries, the others are undefined
     logprobs: Tensor  # (B, k + 1) float32, nats
     ranks: Tensor  # (B,) int32, of the chosen token: 1 + number of strictly greater logits
     lse: Tensor  # (B,) float32, log-sum-exp of the row's logits
     num_logprobs: Tensor  # (B,) int32, k of each row
     is_valid: Tensor  # (B,) bool; False where the logits had NaN or +inf, or only -inf
-    extras: Mapping[str, Tensor] = field(default_factory=dict)  # (B,) each, the requested columns of EXTRAS
+    extras: Mapping[str, Tensor] = field(default_factory=dict)  # (B,) each; requested columns from EXTRAS
     given: GivenLogprobs | None = None
     max_seq_len: int = 1  # rows per sequence
-    is_set: Tensor | None = None  # (B,) bool, rows that have been set; None: all
-    dense_logprobs: Tensor | None = None  # (B, V) float32, nats: whole rows; None if sparse
+    is_set: Tensor | None = None  # (B,) bool, True for rows that have been set; None if all have
+    dense_logprobs: Tensor | None = None  # (B, V) float32, whole rows in nats; None if sparse
 
     def __repr__(self) -> str:
         return f"<LogprobsTensors: {len(self.ranks)} rows, k = {self.token_ids.shape[1] - 1}>"
@@ -175,7 +176,7 @@ class LogprobsTensors:
 
     @property
     def seq_lens(self) -> list[int]:
-        """Positions of each sequence, up to the last that was set."""
+        """Number of positions of each sequence, up to the last position that was set."""
         is_set = self._set_rows().reshape(-1, max(self.max_seq_len, 1))
         return [int(places[-1]) + 1 if len(places := np.flatnonzero(row)) else 0 for row in is_set]
 
@@ -186,7 +187,7 @@ class LogprobsTensors:
 
     @classmethod
     def of(cls, rows: DeviceRows) -> LogprobsTensors:
-        """Wrap a kernel's output, one row per sequence, without copying."""
+        """Wrap the output of a kernel, which has one row per sequence, without copying."""
         return cls(
             token_ids=rows.token_ids,
             logprobs=rows.logprobs,
@@ -209,7 +210,7 @@ class LogprobsTensors:
         *,
         device: torch.device | str | None = None,
     ) -> LogprobsTensors:
-        """Allocate `max_seq_len` positions per sequence on `device`, to be filled by `set_position`.
+        """Allocate `max_seq_len` positions per sequence on `device`, to be filled with `set_position`.
 
         Raises:
             ParameterError: a size is negative, or `vocab_size` is 0.
@@ -231,7 +232,7 @@ class LogprobsTensors:
                 is_valid=torch.zeros(num_rows, dtype=torch.bool),
                 max_seq_len=max_seq_len,
                 is_set=torch.zeros(num_rows, dtype=torch.bool),
-                # Not initialised: untouched pages use no memory, and is_set marks the rows with values.
+                # Not initialised, since untouched pages use no memory; `is_set` marks the rows with values.
                 dense_logprobs=None if sparse else torch.empty((num_rows, vocab_size)),
             )
 
@@ -243,7 +244,7 @@ class LogprobsTensors:
         A row with NaN, or only -inf, is marked as invalid (`is_valid`).
 
         Raises:
-            ParameterError: an index or id is out of range, the row has another width, or a value is +inf.
+            ParameterError: an index or id is out of range, the row has a different width, or a value is +inf.
         """
         import torch
 
@@ -265,7 +266,7 @@ class LogprobsTensors:
             self.is_set[row] = True
 
     def to_lists(self, tokenizer: Any = None) -> LogprobsLists:
-        """Copy the positions set so far to the host, sequence by sequence, with token texts by `tokenizer`.
+        """Copy the positions set so far to the host, sequence by sequence, with token texts from `tokenizer`.
 
         From a GPU, all arrays are copied at once. An invalid row stays at its position: its log-probability
         is NaN, its rank 0 and its list of alternatives empty.
@@ -289,7 +290,7 @@ class LogprobsTensors:
         return lists if tokenizer is None else lists.with_texts(tokenizer)
 
     def latest(self, batch_idx: int, tokenizer: Any = None) -> TopLogprobs | None:
-        """Return the last position set of one sequence, or None; other sequences are not read."""
+        """Return the last position that was set in one sequence, or None; other sequences are not read."""
         first = self._row_of(batch_idx, 0) if self.max_seq_len else 0
         rows = np.flatnonzero(self._set_rows()[first : first + self.max_seq_len])
         return self._top_of(first + int(rows[-1]), tokenizer) if len(rows) else None
@@ -336,7 +337,7 @@ class LogprobsTensors:
 class LogprobsLists:
     """Rows of log-probabilities in host arrays, each with its own k; thread-safe.
 
-    A step has one row per sequence. Positions of all sequences are appended at the end.
+    The result of a step has one row per sequence. Appended positions, of any sequence, become the last rows.
     """
 
     __slots__ = (
@@ -347,11 +348,11 @@ class LogprobsLists:
     token_ids: Array  # (N, k + 1) int32; row n has num_logprobs[n] + 1 entries, column 0 is the chosen token
     logprobs: Array  # (N, k + 1) float32, nats; float64 if positions are appended
     ranks: Array  # (N,) int32, of the chosen token: 1 + number of strictly greater logits
-    lse: Array  # (N,) float32, log-sum-exp of the row's logits; NaN if not known
+    lse: Array  # (N,) float32, log-sum-exp of the row's logits; NaN if unknown
     num_logprobs: Array  # (N,) int32, k of each row
     is_valid: Array  # (N,) bool; False where the logits had NaN or +inf, or only -inf
-    extras: dict[str, Array]  # (N,) each, the available columns of EXTRAS
-    given: GivenLists | None  # requested token ids; None if there are none
+    extras: dict[str, Array]  # (N,) each; available columns from EXTRAS
+    given: GivenLists | None  # caller-specified token ids; None if there are none
 
     def __init__(self, num_sequences: int = 1) -> None:
         if num_sequences < 0:
@@ -361,14 +362,14 @@ class LogprobsLists:
         self._size = 0
         self._sequences: Array | None = np.zeros(0, np.int64)  # (N,); None means row n is sequence n
         self._positions: Array | None = np.zeros(0, np.int64)  # (N,); None means all are 0
-        self._texts: list[list[str]] | None = []  # of each row's entries; None means `<id>`
+        self._texts: list[list[str]] | None = []  # texts of each row's entries; None means `<id>`
         self.token_ids, self.logprobs = np.zeros((0, 1), np.int32), np.zeros((0, 1))
         self.ranks, self.lse = np.zeros(0, np.int32), np.zeros(0, np.float32)
         self.num_logprobs, self.is_valid = np.zeros(0, np.int32), np.zeros(0, np.bool_)
         self.extras, self.given = {}, None
 
     def __getattr__(self, name: str) -> Array | None:
-        """Return a column of EXTRAS; None if not requested."""
+        """Return a column named in EXTRAS; None if it was not requested."""
         if name in EXTRAS:
             return self.extras.get(name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -389,7 +390,7 @@ class LogprobsLists:
         given: GivenLists | None = None,
         **extras: Array | None,
     ) -> Self:
-        """Wrap a step's arrays, one row per sequence, without copying."""
+        """Wrap the arrays of a step, which have one row per sequence, without copying."""
         lists = cls(len(ranks))
         lists._size = lists._num_sequences
         lists._sequences = lists._positions = lists._texts = None
@@ -399,7 +400,7 @@ class LogprobsLists:
         return lists
 
     def in_sequences(self, rows: Array, num_sequences: int, num_positions: int) -> Self:
-        """Select rows of a step with `num_positions` positions per sequence, ordered by sequence."""
+        """Select rows, ordered by sequence, from arrays with `num_positions` rows per sequence."""
         columns = {name: getattr(self, name)[rows] for name in COLUMNS}
         lists = self.of_rows(**columns)
         lists.extras = {name: column[rows] for name, column in self.extras.items()}
@@ -410,7 +411,7 @@ class LogprobsLists:
         self._num_sequences, self._sequences, self._positions = num_sequences, sequences, positions
 
     def with_texts(self, tokenizer: Any) -> Self:
-        """Set the texts of all tokens, decoded in one call, and return self."""
+        """Set the texts of all tokens, decoded in one call of the tokenizer, and return self."""
         counts = np.where(self.is_valid, self.num_logprobs, 0)[: self._size] + 1
         ids = [row[:count] for row, count in zip(self.token_ids.tolist(), counts.tolist(), strict=False)]
         texts = iter(_token_texts([token_id for row in ids for token_id in row], tokenizer))
@@ -418,7 +419,7 @@ class LogprobsLists:
         return self
 
     def append(self, seq_idx: int, logprobs: TopLogprobs) -> None:
-        """Append a position to a sequence; an index beyond the last sequence adds sequences.
+        """Append a position to a sequence; if `seq_idx` is beyond the last sequence, sequences are added.
 
         Raises:
             ParameterError: the sequence index is negative.
@@ -441,7 +442,7 @@ class LogprobsLists:
             self._size = row + 1
 
     def get_sequence(self, seq_idx: int) -> list[TopLogprobs]:
-        """Return the positions of one sequence in the order of insertion; empty beyond the last sequence."""
+        """Return one sequence's positions in insertion order; an empty list beyond the last sequence."""
         with self._lock:
             return [self._top_of(row) for row in self._rows_of(seq_idx)]
 
@@ -456,7 +457,7 @@ class LogprobsLists:
             return self._top_of(rows[-1]) if rows else None
 
     def slice_request(self, row: int) -> FlatLogprobs:
-        """Convert one sequence to a record, each position with its own k.
+        """Convert the sequence with index `row` to a record; each position keeps its own k.
 
         Raises:
             ParameterError: `row` is out of range.
@@ -481,7 +482,7 @@ class LogprobsLists:
         return self._num_sequences
 
     def total_tokens(self) -> int:
-        """Return the number of positions of all sequences."""
+        """Return the total number of positions in all sequences."""
         return self._size
 
     def _rows_of(self, seq_idx: int) -> list[int]:
@@ -502,7 +503,10 @@ class LogprobsLists:
         return TopLogprobs(position, ids[0], texts[0], logprobs[0], top, int(self.ranks[row]))
 
     def _make_room(self, width: int) -> int:
-        """Return the index of the next free row, with columns for `width` entries; arrays grow by half."""
+        """Return the index of the next free row, and make sure that it has `width` columns.
+
+        Full arrays grow by half.
+        """
         size, old_width = self._size, self.token_ids.shape[1]
         if size == len(self.ranks) or width > old_width:
             length = max(MIN_ROWS, size * 3 // 2 + 1) if size == len(self.ranks) else len(self.ranks)
@@ -516,7 +520,7 @@ class LogprobsLists:
 
 
 def _token_texts(token_ids: Sequence[int], tokenizer: Any = None) -> list[str]:
-    """Return the text of each id, or `<id>` without a tokenizer; use `batch_decode` if available."""
+    """Return the text of each id, or `<id>` without a tokenizer; `batch_decode` is used if available."""
     if tokenizer is None:
         return [f"<{token_id}>" for token_id in token_ids]
     if hasattr(tokenizer, "batch_decode"):
@@ -527,24 +531,24 @@ def _token_texts(token_ids: Sequence[int], tokenizer: Any = None) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """Tokens sampled by one step, one row per sequence.
+    """Tokens sampled in one step, one row per sequence.
 
     If only some rows have log-probabilities, `logprobs_rows` maps each row to its row in `logprobs`, or -1.
     """
 
     sampled_token_ids: Any  # (B,) or (B, n) integers; lists and tensors are converted to a host array
-    logprobs: LogprobsLists | LogprobsTensors | None = None  # raw; None if not requested
+    logprobs: LogprobsLists | LogprobsTensors | None = None  # raw log-probabilities; None if not requested
     prompt_logprobs: Sequence[FlatLogprobs | None] | None = None  # B records
     num_samples: int = 1
-    temperature: float | Array = 1.0  # of all rows, or (B,)
+    temperature: float | Array = 1.0  # for all rows, or (B,)
     top_p: float | Array = 1.0
-    top_k: int | Array | None = None  # None: no truncation
-    spec_decode_accepted: Array | None = None  # (B,) integers: accepted draft tokens
-    logprobs_rows: Array | None = None  # (B,) integers; None: the same row
-    processed_logprobs: LogprobsLists | None = None  # of the distribution that the tokens were drawn from
-    processed_rows: Array | None = None  # (B,) integers
+    top_k: int | Array | None = None  # None for no truncation
+    spec_decode_accepted: Array | None = None  # (B,) integers, numbers of accepted draft tokens
+    logprobs_rows: Array | None = None  # (B,) integers; None if rows are the same
+    processed_logprobs: LogprobsLists | None = None  # for the distribution that tokens were sampled from
+    processed_rows: Array | None = None  # (B,) integers, as `logprobs_rows`
     is_valid: Array | None = None  # (B,) bool; False where the logits had NaN or +inf, or only -inf
-    whole_rows: dict[int, Array] = field(default_factory=dict)  # row → its distribution, (V,) nats, read-only
+    whole_rows: dict[int, Array] = field(default_factory=dict)  # row → distribution, (V,) nats, read-only
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sampled_token_ids", _integers(self.sampled_token_ids))
@@ -571,12 +575,12 @@ class SamplerOutput:
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """One step's sampled tokens by request, and the step's time and memory use."""
+    """The tokens sampled in one step by request, and the time and memory that the step used."""
 
     sampler_output: SamplerOutput
     req_ids: list[str]  # row b belongs to req_ids[b]
     req_id_to_index: dict[str, int] = field(default_factory=dict)
-    hidden_states: Any = None  # (B, d), if requested
+    hidden_states: Any = None  # (B, hidden size), if requested
     forward_time_ns: int = 0
     sample_time_ns: int = 0
     peak_memory_bytes: int = 0
@@ -591,7 +595,7 @@ class ModelRunnerOutput:
         req_ids: Sequence[str],
         logprobs: LogprobsTensors | LogprobsLists | None = None,
     ) -> ModelRunnerOutput:
-        """Map rows to requests: sampled_token_ids (B,) or (B, n), one request id per row.
+        """Create an instance from tokens, (B,) or (B, n), and one request id per row.
 
         Raises:
             ParameterError: rows have different lengths, token ids are not integers, the numbers of requests
@@ -610,9 +614,9 @@ class ModelRunnerOutput:
         return cls(sampler_output=output, req_ids=list(req_ids), req_id_to_index=index)
 
     def get_output_for_request(self, req_id: str) -> tuple[Array, TopLogprobs | None] | None:
-        """Return the token ids (n,) of one request and its latest log-probabilities; None for other requests.
+        """Return the token ids (n,) of one request and its latest log-probabilities.
 
-        Only that request's row is read.
+        Return None for unknown requests. Only the row of this request is read.
         """
         row = self.req_id_to_index.get(req_id)
         if row is None:

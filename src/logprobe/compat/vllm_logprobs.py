@@ -1,4 +1,4 @@
-"""vLLM's `vllm.logprobs`: `Logprob`, `FlatLogprobs` and the functions that create and extend containers."""
+"""The names in `vllm.logprobs`: `Logprob`, `FlatLogprobs`, and functions that make and extend containers."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ SampleLogprobs: TypeAlias = FlatLogprobs | list[LogprobsOnePosition]
 
 
 def create_prompt_logprobs(flat_logprobs: bool) -> PromptLogprobs:
-    """Create a container of a prompt's log-probabilities; the first token has none."""
+    """Create a container for a prompt's log-probabilities, with None for the first token."""
     return FlatLogprobs([None]) if flat_logprobs else [None]
 
 
 def create_sample_logprobs(flat_logprobs: bool) -> SampleLogprobs:
-    """Create an empty container of generated tokens' log-probabilities."""
+    """Create an empty container for the log-probabilities of generated tokens."""
     return FlatLogprobs() if flat_logprobs else []
 
 
@@ -46,12 +46,12 @@ def append_logprobs_for_next_position(
     rank: int,
     num_logprobs: int,
 ) -> None:
-    """Append one position: the chosen token with `rank`, then ranks 1..num_logprobs; ignore further columns.
+    """Append one position: the chosen token with `rank`, and the tokens with ranks 1 to `num_logprobs`.
 
-    `num_logprobs == -1` keeps all columns.
+    Further values in the columns are ignored; `num_logprobs == -1` keeps all.
 
     Raises:
-        ParameterError: num_logprobs is below -1; for a flat container also as `append_fast`.
+        ParameterError: `num_logprobs` is below -1, or for the reasons given in `FlatLogprobs.append_fast`.
     """
     if num_logprobs < -1:
         raise ParameterError("num_logprobs", f"must be >= -1 (-1 keeps all), got {num_logprobs}")

@@ -1,6 +1,7 @@
-"""Optional integrations with other packages; the rest of this library does not import them.
+"""Optional integrations with other packages, which the rest of this library does not import.
 
-They are loaded by name: engines from `config.ENGINES`, language models from the lazy names of `logprobe`.
+The modules are loaded by name: engines from `config.ENGINES`, language models from the lazy names in
+`logprobe`.
 """
 
 from __future__ import annotations

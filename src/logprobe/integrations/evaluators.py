@@ -1,7 +1,7 @@
-"""Models for evaluation tools: score pairs of token ids, and generate from token ids, in large batches.
+"""Models for evaluation tools, which score pairs of token ids and generate from token ids in large batches.
 
-`InProcess` runs a model in this process, `Served` uses a server of this library. Used by `lm_eval` and
-`lighteval`.
+`InProcess` runs a model in this process; `Served` uses a server of this library. The modules `lm_eval` and
+`lighteval` use them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Sequence
 
 Pair = tuple[list[int], list[int]]
-PAIRS_A_CALL: Final = 4096  # bounds the records in memory
+PAIRS_A_CALL: Final = 4096  # bounds the number of records in memory
 EXCHANGES: Final = 8  # default number of concurrent HTTP requests
-CONTINUATIONS_A_BODY: Final = 16  # of one context
-TIMEOUT_S: Final = 600.0  # of one HTTP request, including retries while the server is full
-TOKEN_BYTES: Final = 512  # upper bound per token of a reply, with its text and numbers
-REPLY_BYTES: Final = 1 << 16  # upper bound of the rest of a reply
+CONTINUATIONS_A_BODY: Final = 16  # continuations of one context per HTTP request
+TIMEOUT_S: Final = 600.0  # timeout of one HTTP request, including retries while the server is full
+TOKEN_BYTES: Final = 512  # upper bound on the size of a token in a reply, with its text and log-probabilities
+REPLY_BYTES: Final = 1 << 16  # upper bound on the size of the rest of a reply
 CARRIED: Final = (
     "n",
     "max_tokens",
@@ -45,7 +45,7 @@ CARRIED: Final = (
     "frequency_penalty",
     "presence_penalty",
 )
-"""Fields of `SamplingParams` that are sent to a server, under the same names."""
+"""Fields of `SamplingParams` that are sent to a server under the same names."""
 DEFAULTS: Final = SamplingParams()
 
 
@@ -64,7 +64,7 @@ class Text(NamedTuple):
 
 
 def prefix_token_id(model: InProcess | Served) -> int:
-    """Return the token before a text without context: BOS, or EOS if the model has no BOS.
+    """Return the id of the token to put before a text without context: BOS, or EOS if there is no BOS.
 
     Raises:
         ParameterError: the model has neither.
@@ -84,20 +84,20 @@ def open_model(
     num_concurrent: int | None = None,
     **settings: Any,
 ) -> InProcess | Served:
-    """Open a model in this process or on a server; it is closed when the process exits.
+    """Open a model in this process or on a server; the model is closed when the process exits.
 
     Args:
         name: a known name, a folder, a `.gguf` file or a Hugging Face id; with `base_url`, a name that the
-            server serves. None: `smollm2`, or the server's default model.
-        base_url: the server's address, with or without `/v1`.
+            server serves. None for `smollm2`, or for the server's default model.
+        base_url: the server's address, with or without `/v1`; None to run the model in this process.
         api_key: the server's API key.
         lora: folder of a LoRA adapter; with `base_url`, the name of an adapter that the server has loaded.
-        num_concurrent: number of concurrent requests to the server; None: 8.
+        num_concurrent: number of concurrent requests to the server; None for 8.
         settings: fields of `EngineConfig`, for a model in this process.
 
     Raises:
         ModelError: the model cannot be loaded.
-        ParameterError: an invalid or unknown setting.
+        ParameterError: a setting is invalid or unknown.
         ServerError: the server cannot be reached, or failed.
     """
     if base_url is None:
@@ -116,7 +116,7 @@ class InProcess:
 
     Attributes:
         tokenizer: the transformers tokenizer.
-        max_model_len: maximum number of tokens that the model runs; a scored sequence may have one more.
+        max_model_len: maximum number of tokens in the model's input; a scored sequence may have one more.
     """
 
     def __init__(self, model: str, lora: str | None, **settings: Any) -> None:
@@ -136,7 +136,7 @@ class InProcess:
         return ids
 
     def score(self, pairs: Sequence[Pair]) -> list[Scored]:
-        """Score (context, continuation) pairs, thousands per call; shared contexts are computed once."""
+        """Score (context, continuation) pairs, thousands per call; equal contexts are computed once."""
         return [
             Scored(score.logprob, score.is_greedy)
             for start in range(0, len(pairs), PAIRS_A_CALL)
@@ -144,7 +144,7 @@ class InProcess:
         ]
 
     def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[Text]]:
-        """Generate `n` texts for each prompt, in one call."""
+        """Generate `n` texts, as set in `params`, for each prompt, in one call."""
         outputs = self.llm.generate(prompts, params, progress=True)
         return [[Text(one.text, one.token_ids) for one in output.outputs] for output in outputs]
 
@@ -170,7 +170,7 @@ class _Completion(msgspec.Struct):
 
 @final
 class Served:
-    """A model on a server of this library, with the interface of `InProcess`; its tokenizer runs locally."""
+    """A model on a server of this library, with the interface of `InProcess`; the tokenizer runs locally."""
 
     def __init__(
         self, base_url: str, api_key: str | None, *, model: str | None, lora: str | None, num_concurrent: int
@@ -220,10 +220,10 @@ class Served:
         return [*chain.from_iterable(self._all(self._scores, bodies))]
 
     def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[Text]]:
-        """Generate with `/v1/completions`.
+        """Generate `n` texts, as set in `params`, for each prompt with `/v1/completions`.
 
         Raises:
-            ParameterError: a field that is not sent to servers, or one that the server rejects.
+            ParameterError: a field is set that is not sent to servers, or the server rejects a field.
         """
         for one in params:
             _check_carried(one)

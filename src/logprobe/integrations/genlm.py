@@ -1,7 +1,8 @@
-"""genlm-backend's `AsyncLM` implemented with this library's, for genlm-control and similar packages.
+"""Subclasses of genlm-backend's `AsyncLM` that run this library, for genlm-control and similar packages.
 
 Use `PromptedLLM(LogprobeLM.from_name("smollm2"))`, or `LogprobeVirtualLM` for a model that runs in vLLM.
-Within `serve_by_name()`, `PromptedLLM.from_name(name, backend="hf")`, or "vllm", loads it with this library.
+Within `serve_by_name()`, `PromptedLLM.from_name(name, backend="hf")`, or "vllm", loads a model with this
+library.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-# Supported options of transformers: name → field of `EngineConfig`.
+# Options of transformers that are supported: name → field of `EngineConfig`.
 HF_OPTIONS = {"torch_dtype": "dtype", "dtype": "dtype", "device_map": "device"}
-# Set when genlm-backend is imported, for its own class: one process, and the runner that CPUs do not support.
+# Variables that genlm-backend sets at import for its own class: one process, and a runner that CPUs cannot
+# use.
 GENLMS_VLLM: Final = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
 class GenlmLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no types
     """A language model of this library as genlm-backend's `AsyncLM`; rows are torch tensors.
 
-    The caller owns each row and may modify it. `lora_name` selects a LoRA adapter per call, as in
+    Callers may modify the rows that they get. `lora_name` selects a LoRA adapter per call, as in
     genlm-backend since 0.3.
     """
 
@@ -41,14 +43,14 @@ class GenlmLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no types
         self.lm = lm
         self.tokenizer = lm.tokenizer
         num_tokens = max(token.token_id for token in lm.byte_vocab if token) + 1
-        # Trailing ids that only the model has have no bytes; genlm-control would draw them endlessly.
+        # Ids at the end that the tokenizer lacks have no bytes; genlm-control would sample them endlessly.
         tokens = lm.byte_vocab[:num_tokens]
         self.byte_vocab = [GenlmToken(token.token_id, token.byte_string) for token in tokens]
         self.str_vocab = lm.str_vocab[:num_tokens]
 
     @property
     def batch_size(self) -> int:
-        """Number of pending requests that starts a step immediately if the engine is idle; may be set."""
+        """Number of pending requests at which an idle engine starts a step immediately; may be set."""
         return self.lm.batch_size
 
     @batch_size.setter
@@ -57,7 +59,7 @@ class GenlmLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no types
 
     @property
     def timeout(self) -> float:
-        """Seconds after which fewer requests start a step; may be set."""
+        """Seconds after which an idle engine starts a step even for fewer requests; may be set."""
         return self.lm.timeout
 
     @timeout.setter
@@ -65,10 +67,11 @@ class GenlmLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no types
         self.lm.timeout = timeout
 
     async def next_token_logprobs(self, token_ids: Sequence[int], lora_name: str | None = None) -> Any:
-        """Return the distribution of the next token: (V,) float32 tensor, nats.
+        """Return the log-probabilities of the next token, a (V,) float32 tensor in nats.
 
         Raises:
-            ParameterError: `token_ids` is empty, which genlm-backend always rejects; or as `AsyncLM`.
+            ParameterError: `token_ids` is empty, which genlm-backend always rejects, or for the reasons given
+                in `AsyncLM.next_token_logprobs`.
         """
         _check_given(token_ids)
         return _tensor(await self.lm.next_token_logprobs(token_ids, lora=lora_name))
@@ -76,18 +79,18 @@ class GenlmLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no types
     async def batch_next_token_logprobs(
         self, token_ids_list: Sequence[Sequence[int]], lora_name: str | None = None
     ) -> Any:
-        """Return the distributions after each prefix: (n, V) float32 tensor, nats."""
+        """Return the log-probabilities of the token after each prefix, an (n, V) float32 tensor in nats."""
         for token_ids in token_ids_list:
             _check_given(token_ids)
         return _tensor(await self.lm.batch_next_token_logprobs(token_ids_list, lora=lora_name))
 
     def next_token_logprobs_sync(self, token_ids: Sequence[int], lora_name: str | None = None) -> Any:
-        """Call `next_token_logprobs` without an event loop."""
+        """Call `next_token_logprobs` and wait for the result; needs no event loop."""
         _check_given(token_ids)
         return _tensor(self.lm.next_token_logprobs_sync(token_ids, lora=lora_name))
 
     def next_token_logprobs_uncached(self, token_ids: Sequence[int], lora_name: str | None = None) -> Any:
-        """Like `next_token_logprobs_sync`, but bypass the cache of rows."""
+        """Call `next_token_logprobs_sync` without using the row cache."""
         _check_given(token_ids)
         return _tensor(self.lm.next_token_logprobs_uncached(token_ids, lora=lora_name))
 
@@ -98,7 +101,7 @@ class GenlmLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no types
     def batch_next_token_logprobs_sync(
         self, token_ids_list: Sequence[Sequence[int]], lora_name: str | None = None
     ) -> Any:
-        """Call `batch_next_token_logprobs` without an event loop."""
+        """Call `batch_next_token_logprobs` and wait for the result; needs no event loop."""
         for token_ids in token_ids_list:
             _check_given(token_ids)
         return _tensor(self.lm.batch_next_token_logprobs_sync(token_ids_list, lora=lora_name))
@@ -112,7 +115,7 @@ class GenlmLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no types
         seed: int | None = None,
         lora_name: str | None = None,
     ) -> list[int]:
-        """Draw tokens until one of `eos_token_ids`, which is not returned; no other token ends the sample."""
+        """Sample until one of `eos_token_ids`, which is not returned; no other token ends the sample."""
         return await self.lm.sample(
             prompt_token_ids, max_tokens, eos_token_ids, temperature, seed, lora=lora_name, ignore_eos=True
         )
@@ -126,7 +129,7 @@ class GenlmLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no types
         seed: int | None = None,
         lora_name: str | None = None,
     ) -> list[list[int]]:
-        """Draw from all prompts at once; with a seed, samples of equal prompts still differ."""
+        """Sample from all prompts concurrently; with a seed, equal prompts still get different samples."""
         samples = await self.lm.batch_sample(
             prompt_token_ids_list,
             max_tokens,
@@ -147,7 +150,7 @@ class GenlmLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no types
         self.lm.remove_lora(lora_name)
 
     def clear_cache(self) -> None:
-        """Clear the cache of rows."""
+        """Clear the row cache."""
         self.lm.clear_cache()
 
     def clear_kv_cache(self) -> None:
@@ -165,7 +168,7 @@ class GenlmLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no types
 
 @final
 class LogprobeLM(GenlmLM):
-    """An `AsyncLM` of this library as genlm-backend's."""
+    """This library's `AsyncLM` as a subclass of genlm-backend's `AsyncLM`."""
 
     @classmethod
     def from_name(cls, name: str, *, hf_opts: dict[str, Any] | None = None, **settings: Any) -> Self:
@@ -173,7 +176,7 @@ class LogprobeLM(GenlmLM):
 
         Raises:
             ModelError: the model cannot be loaded.
-            ParameterError: an invalid setting, or an option in `hf_opts` other than dtype and device.
+            ParameterError: a setting is invalid, or `hf_opts` has options other than dtype and device.
         """
         for option, value in (hf_opts or {}).items():
             if option not in HF_OPTIONS:
@@ -184,23 +187,23 @@ class LogprobeLM(GenlmLM):
 
 @final
 class LogprobeVirtualLM(GenlmLM):
-    """An `AsyncVirtualLM` of this library as genlm-backend's; the model runs in vLLM."""
+    """This library's `AsyncVirtualLM` as a subclass of genlm-backend's `AsyncLM`; the model runs in vLLM."""
 
     @classmethod
     def from_name(cls, name: str, engine_opts: Mapping[str, Any] | None = None, **settings: Any) -> Self:
         """Load a model into vLLM; `settings` are those of `AsyncVirtualLM.from_name`.
 
         Raises:
-            MissingPackageError: vLLM is not installed; an `ImportError`.
+            MissingPackageError: vLLM is not installed (a subclass of `ImportError`).
             ModelError: the model cannot be loaded.
-            ParameterError: an invalid setting, or an option that vLLM rejects.
+            ParameterError: a setting is invalid, or vLLM rejects an option.
         """
         with _vllm_as_it_comes():
             return cls(AsyncVirtualLM.from_name(name, engine_opts, **settings))
 
 
 def _tensor(rows: Any) -> torch.Tensor:
-    """Convert rows to a tensor that the caller may modify; a cached (read-only) row is copied."""
+    """Convert rows to a tensor that the caller may modify; read-only rows, from the cache, are copied."""
     if isinstance(rows, torch.Tensor):
         return rows
     return torch.from_numpy(rows) if rows.flags.writeable else torch.tensor(rows)
@@ -208,7 +211,7 @@ def _tensor(rows: Any) -> torch.Tensor:
 
 @contextmanager
 def _vllm_as_it_comes() -> Iterator[None]:
-    """Remove the environment variables that importing genlm-backend sets for vLLM; restore them at exit."""
+    """Unset, within the block, the environment variables for vLLM that importing genlm-backend sets."""
     set_by_genlm = {name: value for name, value in GENLMS_VLLM.items() if os.environ.get(name) == value}
     for name in set_by_genlm:
         del os.environ[name]
@@ -219,7 +222,7 @@ def _vllm_as_it_comes() -> Iterator[None]:
 
 
 def _word_of(value: Any) -> str:
-    """Convert a dtype or device to its name in `EngineConfig`; transformers takes torch objects and names."""
+    """Convert a dtype or device, given as a torch object or a name, to its name in `EngineConfig`."""
     dtype = getattr(torch, value, None) if isinstance(value, str) else value
     return str(dtype if isinstance(dtype, torch.dtype) else value).removeprefix("torch.")
 
@@ -230,7 +233,7 @@ def _check_given(token_ids: Sequence[int]) -> None:
 
 @contextmanager
 def serve_by_name() -> Iterator[None]:
-    """Within the block, `backend="hf"` and "vllm" of genlm-backend and genlm-control load this library."""
+    """Within the block, the backends "hf" and "vllm" in genlm-backend and genlm-control load this library."""
     own = genlm_llm.AsyncTransformer, genlm_llm.AsyncVirtualLM
     genlm_llm.AsyncTransformer, genlm_llm.AsyncVirtualLM = LogprobeLM, LogprobeVirtualLM
     try:

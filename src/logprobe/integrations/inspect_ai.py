@@ -1,7 +1,7 @@
-"""Inspect's model provider `logprobe`, in this process: `inspect eval TASK --model logprobe/smollm2`.
+"""The model provider `logprobe` for Inspect, in this process: `inspect eval TASK --model logprobe/smollm2`.
 
-Inspect finds it by the entry point `inspect_ai` of this package. Concurrent samples share the engine's steps,
-and common prefixes of conversations are computed once. Needs the extra `inspect`.
+Inspect finds the provider through this package's entry point `inspect_ai`. Concurrent samples share the
+engine's steps, and common prefixes of conversations are computed once. Needs the extra `inspect`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SAMPLING: Final = {
     "logit_bias": "logit_bias",
     "prompt_logprobs": "prompt_logprobs",
 }
-"""Fields of `GenerateConfig` → fields of `SamplingParams`."""
+"""Map from fields of `GenerateConfig` to fields of `SamplingParams`."""
 READ: Final = frozenset(SAMPLING) | {
     "max_tokens",
     "logprobs",
@@ -66,21 +66,21 @@ OF_INSPECT: Final = frozenset(
     {"max_retries", "timeout", "attempt_timeout", "max_connections", "adaptive_connections", "system_message"}
     | {"max_tool_output", "internal_tools", "reasoning_history", "cache"}
 )
-"""Fields that Inspect itself handles."""
+"""Fields that are handled by Inspect."""
 OF_HTTP: Final = frozenset({"extra_headers", "cache_prompt", "reasoning_summary", "batch"})
-"""Fields that have no effect on a model in this process; ignored."""
+"""Fields that are ignored, because they have no meaning for a model in this process."""
 TEMPLATE: Final = "chat_template_kwargs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """One request of Inspect."""
+    """A request from Inspect, converted."""
 
     token_ids: list[int]
     params: SamplingParams
-    functions: list[dict[str, Any]]  # that may be called
-    begun: str  # the prompt, which may begin the reply; "" if a format applies from its first token
-    room: int  # tokens that fit after the prompt
+    functions: list[dict[str, Any]]  # functions that may be called
+    begun: str  # the prompt, which may contain the start of the reply; "" if the reply must have a format
+    room: int  # number of tokens that fit after the prompt
 
 
 @modelapi(name="logprobe")
@@ -91,15 +91,15 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # untyped without inspect-ai
         model_name: a known name, a local folder, a `.gguf` file or a Hugging Face id.
         base_url: not supported; use the providers `vllm/NAME` or `openai-api/NAME` for a server.
         api_key: accepted and ignored.
-        config: defaults of requests.
-        use_chat_template: format messages with the model's chat template; False: a single user message is the
-            prompt, for perplexities and for models without a template.
+        config: default settings of requests.
+        use_chat_template: if True, format messages with the model's chat template. If False, the prompt is
+            the text of a single user message, for perplexities and for models without a template.
         lora: folder of a LoRA adapter.
         settings: fields of `EngineConfig`.
 
     Raises:
         ModelError: the model cannot be loaded.
-        ParameterError: an invalid or unknown setting.
+        ParameterError: a setting is invalid or unknown.
     """
 
     def __init__(
@@ -132,9 +132,9 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # untyped without inspect-ai
         tool_choice: Any,
         config: GenerateConfig,
     ) -> ModelOutput:
-        """Generate the next message of a conversation, with the requested log-probabilities (nats).
+        """Generate the next message in a conversation, with the requested log-probabilities (nats).
 
-        `logprobs` has a row for each token of the reply, including markers of reasoning and tool calls. If
+        `logprobs` has an entry for each token in the reply, including markers of reasoning and tool calls. If
         the prompt is too long, or the reply fills the model's context, the stop reason is `model_length`.
 
         Raises:
@@ -158,11 +158,11 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # untyped without inspect-ai
         return ids
 
     async def count_text_tokens(self, text: str) -> int:
-        """Return the number of tokens of a text."""
+        """Return the number of tokens in a text."""
         return len(await self.tokenize(text))
 
     def max_connections(self) -> int:
-        """Return the number of concurrent samples: `max_batch_rows`."""
+        """Return the maximum number of concurrent samples, which is `max_batch_rows`."""
         return self.llm.config.max_batch_rows
 
     def connection_key(self) -> str:
@@ -216,7 +216,7 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # untyped without inspect-ai
     def _plain_prompt(
         self, messages: list[Any], functions: Sequence[Any], variables: Mapping[str, Any]
     ) -> tuple[str, list[int]]:
-        """Return the prompt of a single user message: its text, or `prompt_token_ids` of its metadata."""
+        """Return the text of a single user message, and its ids or the `prompt_token_ids` in its metadata."""
         [*before, message] = messages
         is_one = not before and isinstance(message, ChatMessageUser) and not functions and not variables
         remedy = "supports only a single user message without tools or template variables; leave it out"
@@ -237,7 +237,7 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # untyped without inspect-ai
     def _calls(
         self, functions: Sequence[dict[str, Any]], tool_choice: Any, config: GenerateConfig, prompt: str
     ) -> dict[str, Any] | None:
-        """Return the response format that enforces a tool call; None if none is enforced."""
+        """Return the response format that enforces a tool call; None if no call is required."""
         is_named = isinstance(tool_choice, ToolFunction)
         is_single = config.parallel_tool_calls is False
         if not functions or not (is_named or tool_choice == "any"):
@@ -253,11 +253,11 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # untyped without inspect-ai
         return call_format(form, functions, wanted, parallel=not is_single, prefix=prompt)
 
     def _form(self) -> ResponseForm | None:
-        """Return the format of the model's replies; None if unknown or without chat template."""
+        """Return the syntax of the model's replies; None if unknown, or if the chat template is not used."""
         return template_of(self.text) if self.use_chat_template else None
 
     def _reply(self, asked: Asked, output: RequestOutput) -> dict[str, Any]:
-        """Format an output as an OpenAI chat completion, like the servers of this library and vLLM."""
+        """Convert an output to an OpenAI chat completion, with the extensions of our server and vLLM's."""
         num_prompt, num_tokens = (
             len(output.prompt_token_ids),
             sum(len(one.token_ids) for one in output.outputs),
@@ -290,7 +290,7 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # untyped without inspect-ai
         }
 
     def _message(self, asked: Asked, completion: CompletionOutput) -> dict[str, Any]:
-        """Split a completion into content, reasoning and tool calls, if the model's format is known."""
+        """Return a completion as a message, split into content, reasoning and calls if possible."""
         form = self._form()
         may_call = bool(asked.functions) and form is not None and form.tools is not None
         if form is None or not (form.has_reasoning or may_call):
@@ -321,12 +321,12 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # untyped without inspect-ai
 
 
 def _function(tool: Any) -> dict[str, Any]:
-    """Convert a tool to OpenAI's format, which chat templates take."""
+    """Convert a tool to OpenAI's format, which chat templates expect."""
     return {"type": "function", "function": tool.model_dump(exclude={"options"}, exclude_none=True)}
 
 
 def _params(config: GenerateConfig, further: Mapping[str, Any]) -> SamplingParams:
-    """Convert a configuration and `further`, fields of `SamplingParams` that override it.
+    """Convert a configuration to `SamplingParams`; the fields in `further` override the configuration's.
 
     Raises:
         ParameterError: a field is not supported.

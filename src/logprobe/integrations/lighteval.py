@@ -39,17 +39,17 @@ if TYPE_CHECKING:
 class LogprobeConfig(ModelConfig, extra="allow"):  # type: ignore[misc,call-arg]  # lighteval has no types
     """Settings of `LogprobeModel`.
 
-    Further fields are those of `EngineConfig` or, with `base_url`, `num_concurrent`.
+    Further allowed fields are those of `EngineConfig` or, with `base_url`, `num_concurrent`.
 
     Attributes:
         model_name: a known name, a folder, a `.gguf` file or a Hugging Face id; with `base_url`, a name that
-            the server serves. None: `smollm2`, or the server's default model.
-        base_url: the address of a server of this library; None: run the model in this process.
+            the server serves. None for `smollm2`, or for the server's default model.
+        base_url: the address of a server of this library; None to run the model in this process.
         api_key: the server's API key.
         lora: folder of a LoRA adapter; with `base_url`, the name of an adapter that the server has loaded.
-        max_length: maximum sequence length in tokens; None: the model's context.
-        add_special_tokens: add BOS before prompts if the tokenizer does.
-        override_chat_template: True or False to use the chat template or not; None: use it if there is one.
+        max_length: maximum sequence length in tokens; None for the length of the model's context.
+        add_special_tokens: if True, add BOS before prompts if the tokenizer adds it to texts.
+        override_chat_template: whether to use the chat template; None to use the template if there is one.
     """
 
     model_name: str | None = None
@@ -65,11 +65,12 @@ class LogprobeModel(LightevalModel):  # type: ignore[misc]
     """A model of this library for lighteval.
 
     Args:
-        config: a `LogprobeConfig`, or lighteval's config of a custom model; see `config_of` for its name.
+        config: a `LogprobeConfig`, or lighteval's config for a custom model, whose model name is parsed by
+            `config_of`.
 
     Raises:
         ModelError: the model cannot be loaded.
-        ParameterError: an invalid or unknown setting.
+        ParameterError: a setting is invalid or unknown.
         ServerError: the server cannot be reached, or failed.
     """
 
@@ -87,7 +88,7 @@ class LogprobeModel(LightevalModel):  # type: ignore[misc]
             tokenizer=self.tokenizer, override_chat_template=own.override_chat_template
         )
         self.prompt_manager = PromptManager(self.use_chat_template, self.tokenizer, own.system_prompt)
-        # lighteval registers its tasks in each model's cache; this one does nothing.
+        # lighteval registers its tasks in each model's cache; this cache does nothing.
         self._cache = SimpleNamespace(_init_registry=lambda _: None)
 
     @property
@@ -106,13 +107,16 @@ class LogprobeModel(LightevalModel):  # type: ignore[misc]
         return int(self._max_length)
 
     def loglikelihood(self, docs: list[Doc]) -> list[ModelResponse]:
-        """Return the log-probability of each choice after its prompt, truncated on the left; nats."""
+        """Return the log-probability (nats) of each choice after its prompt, truncated on the left."""
         pairs = [self._pairs(doc) for doc in docs]
         scores = iter(self.model.score([self._cut(*pair) for own in pairs for pair in own]))
         return [self._response(own, [next(scores) for _ in own]) for own in pairs]
 
     def loglikelihood_rolling(self, docs: list[Doc]) -> list[ModelResponse]:
-        """Return the log-probability of each text after its prompt, BOS or EOS, in sliding windows; nats."""
+        """Return the log-probability (nats) of each text, scored in sliding windows.
+
+        A text without a prompt is scored after BOS, or EOS if there is no BOS.
+        """
         pairs = [self._pairs(doc) for doc in docs]
         windows = [[self._windows(*pair) for pair in own] for own in pairs]
         flat = [window for own in windows for of_text in own for window in of_text]
@@ -121,7 +125,7 @@ class LogprobeModel(LightevalModel):  # type: ignore[misc]
         return [self._response(*both) for both in zip(pairs, sums, strict=True)]
 
     def greedy_until(self, docs: list[Doc]) -> list[ModelResponse]:
-        """Generate up to the stop strings; greedy, unless the generation parameters set a temperature."""
+        """Generate texts up to the stop strings, greedily unless the configuration sets a temperature."""
         prompts = [self._prompt_ids(doc) for doc in docs]
         params = [self._params(doc, len(ids)) for doc, ids in zip(docs, prompts, strict=True)]
         cut = [
@@ -139,7 +143,7 @@ class LogprobeModel(LightevalModel):  # type: ignore[misc]
         ]
 
     def _pairs(self, doc: Doc) -> list[Pair]:
-        """Return a document's prompt paired with each of its choices, split as lighteval does."""
+        """Return a document's prompt paired with each of its choices, as tokens split like lighteval's."""
         context = self.prompt_manager.prepare_prompt(doc)
         contexts, continuations = self.tok_encode_pair(context, doc.choices, pairwise=True)
         return [
@@ -148,7 +152,7 @@ class LogprobeModel(LightevalModel):  # type: ignore[misc]
         ]
 
     def _cut(self, context: list[int], continuation: list[int]) -> Pair:
-        """Keep the last `max_length` tokens."""
+        """Return the pair with the context cut such that at most the last `max_length` tokens remain."""
         excess = len(context) + len(continuation) - self.max_length
         return (context[excess:], continuation) if excess > 0 else (context, continuation)
 
@@ -171,10 +175,10 @@ class LogprobeModel(LightevalModel):  # type: ignore[misc]
         return self.model.encode(prompt, add_special_tokens=self.add_special_tokens)
 
     def _params(self, doc: Doc, num_prompt: int) -> SamplingParams:
-        """Return the sampling parameters of a document, from the configuration and the task.
+        """Return the sampling parameters for a document, from the configuration and the task.
 
         Raises:
-            ParameterError: an unknown parameter, or several samples with temperature 0.
+            ParameterError: a parameter is unknown, or several samples are requested with temperature 0.
         """
         asked = {name: value for name, value in self.sampling.items() if value is not None}
         is_greedy = asked.get("temperature", 0) == 0
@@ -186,14 +190,14 @@ class LogprobeModel(LightevalModel):  # type: ignore[misc]
 
 
 def _sum(scores: Sequence[Scored]) -> Scored:
-    """Combine the scores of all windows of a text."""
+    """Combine the scores of all windows in a text."""
     return scores[0]._replace(
         logprob=sum(score.logprob for score in scores), is_greedy=all(score.is_greedy for score in scores)
     )
 
 
 def config_of(text: str) -> LogprobeConfig:
-    """Parse a model's name, or comma-separated `field=value` pairs as in lighteval's own commands."""
+    """Parse a model name, or comma-separated `field=value` pairs as in lighteval's commands."""
     config: LogprobeConfig = (
         LogprobeConfig.from_args(text) if "=" in text else LogprobeConfig(model_name=text)
     )
@@ -201,7 +205,7 @@ def config_of(text: str) -> LogprobeConfig:
 
 
 def value_of(value: Any) -> Any:
-    """Parse a setting as JSON; return the string itself if it is not JSON."""
+    """Parse a string as JSON; return a string that is not JSON, and any other value, unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -211,7 +215,7 @@ def value_of(value: Any) -> Any:
 
 
 def main() -> None:
-    """Run lighteval's own command with a model of this library."""
+    """Run lighteval's command with a model of this library."""
     from lighteval.__main__ import app
 
     model, *rest = sys.argv[1:] or ["--help"]

@@ -46,21 +46,21 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
 
     Args:
         pretrained: a known name, a local folder, a `.gguf` file or a Hugging Face id; with `base_url`, a name
-            that the server serves. None: `smollm2`, or the server's default model.
-        base_url: the address of a server of this library; None: run the model in this process.
+            that the server serves. None for `smollm2`, or for the server's default model.
+        base_url: the address of a server of this library; None to run the model in this process.
         api_key: the server's API key.
-        max_length: maximum sequence length in tokens; None: the model's context.
-        add_bos_token: add BOS before texts; None: as the tokenizer does.
+        max_length: maximum sequence length in tokens; None for the length of the model's context.
+        add_bos_token: whether to add BOS before texts; None to do so if the tokenizer does.
         max_gen_toks: maximum number of generated tokens if a task does not set it.
         lora: folder of a LoRA adapter; with `base_url`, the name of an adapter that the server has loaded.
-        batch_size: accepted and ignored: a task is one batch.
+        batch_size: accepted and ignored, because a task is one batch.
         max_batch_size: accepted and ignored.
         device: `cpu`; any other value uses a GPU if there is one.
         settings: fields of `EngineConfig`; with `base_url`, `num_concurrent` (number of concurrent requests).
 
     Raises:
         ModelError: the model cannot be loaded.
-        UnknownParameterError: an unknown setting.
+        UnknownParameterError: a setting is unknown.
         ServerError: the server cannot be reached, or failed.
     """
 
@@ -94,22 +94,22 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
+        """Id of the token that ends a text."""
         token_id: int = self.tokenizer.eos_token_id
         return token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context."""
+        """Id of the token to put before a text without context."""
         return prefix_token_id(self.model)
 
     @property
     def tokenizer_name(self) -> str:
-        """The tokenizer's name in the harness's request cache."""
+        """The tokenizer's name for the harness's request cache."""
         return self.name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Encode a text; do not add BOS to a text that already begins with it."""
+        """Encode a text to token ids; BOS is not added to a text that already begins with BOS."""
         if add_special_tokens is None:
             add_special_tokens = True if self.add_bos_token is None else self.add_bos_token
             bos = self.tokenizer.decode(self.prefix_token_id)
@@ -141,12 +141,12 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
         return [(score.logprob, score.is_greedy) for score in scores]
 
     def _cut(self, context: list[int], continuation: list[int]) -> Pair:
-        """Keep the last `max_length` + 1 tokens, as the harness does."""
+        """Return the pair with the context cut to the last `max_length` + 1 tokens, as in the harness."""
         excess = len(context) + len(continuation) - (self.max_length + 1)
         return (context[excess:], continuation) if excess > 0 else (context, continuation)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probabilities of whole texts, scored in the harness's windows; nats."""
+        """Return the log-probabilities (nats) of whole texts, scored in the harness's windows."""
         del disable_tqdm
         texts = [request.args[0] for request in requests]
         windows = [list(self._windows(text)) for text in texts]
@@ -166,7 +166,7 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
         return [make_disjoint_window(window) for window in rolling]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generate up to the stop strings, all requests of a task at once."""
+        """Generate texts up to the stop strings, for all requests of a task at once."""
         del disable_tqdm
         prompts, params, stops = [], [], []
         for context, settings in (request.args for request in requests):
@@ -198,7 +198,7 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
 
 
 def main() -> None:
-    """Run the harness's own command with this model registered."""
+    """Run the harness's command with this model registered."""
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()

@@ -2,7 +2,7 @@
 
 A task on the driver's machine reads and checks the rows, actors score them batch by batch, and the driver
 writes the results in order. An actor that dies is restarted, and its batches are scored again. Messages are
-msgpack of known types in Arrow tables, transferred by Ray Data.
+encoded as msgpack, decoded only to known types, and transferred by Ray Data in Arrow tables.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
     OpenScorer: TypeAlias = Callable[[], Scorer]
 
-MAX_RESTARTS: Final = 4  # average per actor before the run fails
+MAX_RESTARTS: Final = 4  # average number of restarts per actor after which the run fails
 MESSAGE: Final = "message"  # the only column of all tables
 
 
 class RowBatch(msgspec.Struct, frozen=True, tag=True):
-    """Checked rows that one call scores."""
+    """Checked rows that one call to an actor scores."""
 
     rows: list[Question | BadRow]
 
@@ -62,15 +62,15 @@ _answered: Codec[ScoredBatch | Failed] = Codec(ScoredBatch | Failed)
 
 
 class RayPool:
-    """Models on the actors of a Ray cluster, for `score_dataset` in place of an `LLM`.
+    """Models on the actors of a Ray cluster, which `score_dataset` accepts in place of an `LLM`.
 
     Args:
-        open_llm: opens an actor's model: a class, function or `functools.partial` that every machine of the
-            cluster can import, such as `partial(LLM, "smollm2")`.
+        open_llm: model factory, which each actor calls: a class, function or `functools.partial` that every
+            machine in the cluster can import, such as `partial(LLM, "smollm2")`.
         settings: fields of `RaySettings`.
 
     Raises:
-        ParameterError: an invalid setting.
+        ParameterError: a setting is invalid.
     """
 
     def __init__(self, open_llm: OpenScorer, **settings: Any) -> None:
@@ -78,7 +78,7 @@ class RayPool:
         self._settings = RaySettings(**settings)
 
     def workers(self, sources: Sequence[Source], settings: RowSettings) -> RayWorkers:
-        """Return the workers that score the rows of files.
+        """Return an object that scores the rows in files on the cluster.
 
         Raises:
             InputError: a source is standard input, which other processes cannot read.
@@ -89,7 +89,7 @@ class RayPool:
 
 
 class RayWorkers:
-    """Scores the rows of files on a cluster; one run at a time."""
+    """Scores the rows in files on a cluster, one data set at a time."""
 
     def __init__(
         self, open_llm: OpenScorer, sources: Sequence[Source], settings: RowSettings, cluster: RaySettings
@@ -100,11 +100,11 @@ class RayWorkers:
         self._cluster = cluster
 
     def source_of_numbers(self) -> dict[str, str | None]:
-        """Return an empty dict: the actors load the model, and each batch has its source."""
+        """Return an empty dict, since the actors load the model and each batch contains its source."""
         return {}
 
     def scored(self, *, skip: int) -> Iterator[ScoredBatch]:
-        """See `Workers.scored`.
+        """Yield scored batches in order, after the first `skip` rows, as in `Workers.scored`.
 
         Raises:
             ParameterError: the cluster cannot run the requested actors, or cannot be reached.
@@ -161,7 +161,7 @@ class RayWorkers:
 def read_rows_here(
     start: pa.Table, folder: str, sources: Sequence[Source], settings: RowSettings
 ) -> Iterator[pa.Table]:
-    """Yield batches of checked rows, one per table, then the error that ended them, if any."""
+    """Yield tables with one batch of checked rows each; an error that ends the reading is the last table."""
     _go_to(folder)
     (skip,) = start["skip"].to_pylist()
     try:
@@ -172,7 +172,7 @@ def read_rows_here(
 
 
 class StartCounter:
-    """Counts actor starts, because Ray restarts an actor that dies without limit."""
+    """Counts how often actors start, because Ray restarts actors that die without limit."""
 
     def __init__(self) -> None:
         self._num_starts = 0
@@ -209,7 +209,7 @@ class ScoringActor:
             self._error = error
 
     def __call__(self, messages: pa.Table) -> pa.Table:
-        """Return the answer to each message, in order."""
+        """Return a table with the reply to each message, in order."""
         return _table(*(self._answer(data) for data in messages[MESSAGE].to_pylist()))
 
     def _answer(self, data: bytes) -> bytes:
@@ -231,7 +231,7 @@ def _check_release(release: str) -> None:
 
 
 def _go_to(folder: str) -> None:
-    """Change to the driver's working folder if it exists here, so that relative paths are the same."""
+    """Change to the driver's working folder if it exists on this machine, so that relative paths work."""
     if Path(folder).is_dir():
         os.chdir(folder)
 
@@ -251,19 +251,19 @@ def _opened(data: bytes) -> ScoredBatch:
 
 
 def _last_line(error: Exception) -> str:
-    """Return the last line of Ray's message: the error after the tracebacks."""
+    """Return the last line of Ray's message, which is the error after the tracebacks."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
 
 @contextmanager
 def _connected(address: str | None) -> Iterator[None]:
-    """Use the caller's Ray connection if there is one; else connect, and disconnect at the end."""
+    """Use the caller's Ray connection if there is one; otherwise connect, and disconnect at the end."""
     if ray.is_initialized():
         with _quiet():
             yield
         return
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # if this starts a cluster
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # applies if this starts a cluster
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -280,7 +280,7 @@ def _connected(address: str | None) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Configure Ray Data: keep the order, one block per batch, no progress bars or log lines."""
+    """Configure Ray Data to keep the order and make one block per batch, without progress bars or logs."""
     context = ray.data.DataContext.get_current().copy()
     context.execution_options.preserve_order = True
     context.target_max_block_size = 1  # bytes; otherwise an actor would wait for megabytes of rows

@@ -1,4 +1,4 @@
-"""Find, download and load models, their tokenizers, and the exact bytes of every token."""
+"""Find, download and load models and their tokenizers, and look up the exact bytes of every token."""
 
 from __future__ import annotations
 

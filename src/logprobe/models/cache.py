@@ -1,6 +1,7 @@
 """The model cache: a folder of entries that are created atomically.
 
-`fetch` and `convert` write into the folder that `new_entry` yields; `resolve` reads finished entries.
+`fetch` and `convert` write into the temporary folder that `new_entry` yields; `resolve` reads finished
+entries.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ if TYPE_CHECKING:
 
     from filelock import BaseFileLock
 
-# Name and source of an entry; written last.
+# File with the name and source of an entry; written last.
 MANIFEST: Final = "logprobe.json"
-# The GGUF file of an entry, or a link to the user's file.
+# File name of an entry's GGUF file, or of a link to the user's file.
 GGUF: Final = "model.gguf"
-# Part of every entry's name: raise it to invalidate the entries of older conversions.
+# Part of every entry's name; increase the number to invalidate entries from older conversions.
 CONVERSION: Final = 3
 CHECKSUMS: Final = "checksums.json"
 MAX_CHECKSUMS: Final = 256
-# A file modified this recently may change again without a new modification time (coarse clocks).
+# A file modified this recently may change again without a new modification time, as clocks are coarse.
 FRESH_NS: Final = 2_000_000_000
-# Name of an entry that is being created, or whose creation was interrupted.
+# Folder name of an entry that is being created, or whose creation was interrupted.
 _HALF_MADE: Final = re.compile(r"^\.(.+)\.partial$")
 
 
@@ -53,33 +54,33 @@ def home() -> Path:
 
 
 def entry_folder(stem: str, sha256: str) -> Path:
-    """Return the folder of the entry for a GGUF file with that checksum, which need not exist."""
+    """Return the folder, which need not exist, of the entry for a GGUF file with this SHA-256."""
     return home() / "models" / f"{stem}-{sha256[:16]}-c{CONVERSION}"
 
 
 def entries() -> list[Path]:
-    """List the folders of all finished entries of the current `CONVERSION`, by name."""
+    """List the folders of all finished entries with the current `CONVERSION`, sorted by name."""
     return sorted(folder for folder in (home() / "models").glob(f"[!.]*-c{CONVERSION}") if is_there(folder))
 
 
 def is_there(folder: Path) -> bool:
-    """Return True if an entry is finished and no other user can write to it or its parents."""
+    """Return True if an entry is finished and only this user can write to the folder and its parents."""
     return folder.is_dir() and is_private(home(), folder.parent, folder)
 
 
 def cached(*kinds: str) -> list[Path]:
-    """List the folders of all entries, finished or partial, of some kinds (`models`, `panels`, `loads`)."""
+    """List the folders of all finished and partial entries of some kinds: `models`, `panels`, `loads`."""
     folders = [folder for kind in kinds for folder in sorted((home() / kind).glob("*")) if folder.is_dir()]
     return [*dict.fromkeys(folder.with_name(_HALF_MADE.sub(r"\1", folder.name)) for folder in folders)]
 
 
 def entry_size_bytes(folder: Path) -> int:
-    """Return the total size of an entry's files, including those of a partial entry."""
+    """Return the total size in bytes of an entry's files, finished and partial."""
     return sum(_size_bytes(file) for file in [*folder.glob("*"), *_partial(folder).rglob("*")])
 
 
 def checksum_of(path: Path) -> str:
-    """Return the SHA-256 of a file; it is hashed again only when its size or times change.
+    """Return the SHA-256 of a file; the file is hashed again only when its size or times change.
 
     Raises:
         OSError: the file cannot be read.
@@ -88,8 +89,8 @@ def checksum_of(path: Path) -> str:
 
 
 def checksums_of(paths: Sequence[Path]) -> list[str]:
-    """Return `checksum_of` for several files; those to be hashed are hashed in parallel."""
-    # Not resolved: a link with a new target is looked up again.
+    """Return the result of `checksum_of` for each file; files that must be hashed are hashed in parallel."""
+    # Links are not resolved, so that a link with a new target is looked up again.
     places = [os.path.abspath(path) for path in paths]  # noqa: PTH100
     facts = [path.stat() for path in paths]
     now = [[one.st_size, one.st_mtime_ns, one.st_ctime_ns] for one in facts]
@@ -109,7 +110,7 @@ def checksums_of(paths: Sequence[Path]) -> list[str]:
 
 
 def listed_version(paths: Sequence[Path], digests: Sequence[str]) -> str:
-    """Return a version for a set of files: `sha256:` and the digest of the lines that `sha256sum` prints."""
+    """Return a version for a set of files: `sha256:` and the SHA-256 of what `sha256sum` prints for them."""
     listed = "".join(f"{digest}  {path.name}\n" for digest, path in zip(digests, paths, strict=True))
     return f"sha256:{hashlib.sha256(listed.encode()).hexdigest()}"
 
@@ -120,7 +121,7 @@ def _sha256(path: Path) -> str:
 
 
 def _checksums() -> dict[str, list[Any]]:
-    """Read the stored checksums: path to [size, mtime_ns, ctime_ns, SHA-256]."""
+    """Read the stored checksums, a map from path to [size, mtime_ns, ctime_ns, SHA-256]."""
     if not is_private(home(), home() / CHECKSUMS):
         return {}
     try:
@@ -132,7 +133,7 @@ def _checksums() -> dict[str, list[Any]]:
 
 
 def _remember(known: dict[str, list[Any]]) -> None:
-    """Store the checksums; ignore a cache that cannot be written."""
+    """Store the checksums, unless the cache cannot be written."""
     with suppress(OSError):
         make_folder(home())
         if is_private(home()):
@@ -141,7 +142,7 @@ def _remember(known: dict[str, list[Any]]) -> None:
 
 
 def point_at(link: Path, path: Path) -> None:
-    """Make or replace a symbolic link atomically.
+    """Create or replace, atomically, a symbolic link to `path`.
 
     Raises:
         OSError: the link cannot be created.
@@ -152,7 +153,7 @@ def point_at(link: Path, path: Path) -> None:
 
 
 def remove_entry(folder: Path) -> None:
-    """Remove an entry, finished or partial; it is renamed before its files are deleted.
+    """Remove a finished or partial entry; the folder is renamed before its files are deleted.
 
     Raises:
         OutputError: the entry cannot be removed.
@@ -161,7 +162,7 @@ def remove_entry(folder: Path) -> None:
     try:
         with _locked(folder):
             _remove(partial)
-            with suppress(FileNotFoundError):  # only a partial entry
+            with suppress(FileNotFoundError):  # there is only a partial entry
                 folder.replace(partial)
             _remove(partial)
     except OSError as error:
@@ -175,12 +176,14 @@ def new_entry(
 ) -> Iterator[Path | None]:
     """Yield a temporary folder that is renamed to `folder` if the block succeeds and removed if it fails.
 
-    Only one process at a time runs the block of an entry. Others wait, and get None if the entry exists then.
+    Only one process at a time runs the block for an entry. The others wait, and get None if the entry
+    exists afterwards.
 
     Args:
-        folder: the entry.
-        resumes: keep the files of an interrupted block and yield them to the next one.
-        is_damaged: called if the entry exists; True means to create it again.
+        folder: folder of the entry.
+        resumes: if True, keep the files of an interrupted block for the next call.
+        is_damaged: function that is called if the entry exists; if it returns True, the entry is created
+            again.
 
     Raises:
         DownloadError: the cache cannot be written, for instance because the disk is full.
@@ -194,7 +197,7 @@ def new_entry(
             if is_there(folder) and not is_damaged():
                 yield None
                 return
-            _remove(folder)  # writable by other users, or damaged
+            _remove(folder)  # the entry is writable by other users, or damaged
             if not resumes or not is_private(partial):
                 _remove(partial)
             partial.mkdir(FOLDER_MODE, exist_ok=True)
@@ -226,7 +229,7 @@ def _partial(folder: Path) -> Path:
 def _size_bytes(file: Path) -> int:
     try:
         facts = file.lstat()  # a link to a user's file counts as 0
-    except OSError:  # removed by another process
+    except OSError:  # another process has removed the file
         return 0
     return facts.st_size if stat.S_ISREG(facts.st_mode) else 0
 

@@ -1,8 +1,8 @@
 """Read a model's `config.json` and `generation_config.json` without transformers.
 
-`ModelConfig` has the keys that describe the decoders of `engine.forward.families`, by transformers' names. It
-is what the file says: a key that the file leaves out is None here, where transformers has a default of the
-family. Files that transformers 5 saved leave nothing out.
+`ModelConfig` has the keys that describe the decoders in `engine.forward.families`, under transformers'
+names. A key that the file leaves out is None, where transformers would use a default of the model family.
+Files saved by transformers 5 leave nothing out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 CONFIG: Final = "config.json"
 GENERATION_CONFIG: Final = "generation_config.json"
-# Keys of some families → the names that the others use.
+# Keys in some model families → the names of the same keys in the others.
 _OTHER_NAMES: Final = {
     "n_embd": "hidden_size",
     "n_head": "num_attention_heads",
@@ -28,15 +28,16 @@ _OTHER_NAMES: Final = {
     "n_positions": "max_position_embeddings",
     "num_local_experts": "num_experts",
 }
-# Keys of rotary embeddings that files of transformers 4 have beside `rope_scaling`.
+# Keys about rotary embeddings that files from transformers 4 have besides `rope_scaling`.
 _ROTARY: Final = ("rope_theta", "partial_rotary_factor")
-_EXTENDED: Final = ("llama3", "yarn", "longrope")  # types that scale beyond the length of the training
-# Keys beside `text_config` that count for the language model, too.
+# rotary types that extend the context beyond the training length
+_EXTENDED: Final = ("llama3", "yarn", "longrope")
+# Keys outside `text_config` that also apply to the language model.
 _SHARED: Final = ("tie_word_embeddings",)
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The language model of a `config.json`."""
+    """The description of the language model in a `config.json`."""
 
     model_type: str
     bos_token_id: int | None = None
@@ -48,10 +49,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     intermediate_size: int | None = None
     num_hidden_layers: int | None = None
     num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None  # None: one for each query head
+    num_key_value_heads: int | None = None  # None: same as num_attention_heads
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     max_position_embeddings: int | None = None
-    # Norms and activations; a family has one key of each.
+    # Norms and activations; each model family uses one key for each.
     rms_norm_eps: float | None = None
     layer_norm_eps: float | None = None
     layer_norm_epsilon: float | None = None
@@ -61,10 +62,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     activation_function: str | None = None
     use_parallel_residual: bool | None = None
     # Attention.
-    rope_parameters: dict[str, Any] | None = None  # of all layers, or by layer type
+    rope_parameters: dict[str, Any] | None = None  # for all layers, or by layer type
     layer_types: list[str] | None = None  # such as `sliding_attention`, by layer
     sliding_window: int | None = None
-    no_rope_layers: list[int] | None = None  # 0: the layer has no rotary embedding
+    no_rope_layers: list[int] | None = None  # by layer; 0 if the layer has no rotary embedding
     attn_logit_softcapping: float | None = None
     query_pre_attn_scalar: float | None = None
     attention_multiplier: float | None = None
@@ -86,7 +87,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The token ids of a `generation_config.json`; its sampling defaults are not used."""
+    """The token ids in a `generation_config.json`; the sampling defaults in the file are not used."""
 
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -99,10 +100,10 @@ class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Read `config.json`, of a model of several modalities the part of its language model.
+    """Read `config.json`; for a multimodal model, read the part about the language model.
 
     Raises:
-        UnsupportedModelError: the file cannot be read, or a key has a value of another type.
+        UnsupportedModelError: the file cannot be read, or a value has a wrong type.
     """
     with reading_errors(f"{folder}: its {CONFIG}"):
         content = _object(folder / CONFIG)
@@ -114,7 +115,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def read_generation_config(folder: Path) -> GenerationConfig:
-    """Read `generation_config.json`; a folder without the file has no settings.
+    """Read `generation_config.json`; if there is no such file, all fields are None.
 
     Raises:
         UnsupportedModelError: the file cannot be read, or a key has a value of another type.
@@ -127,14 +128,14 @@ def read_generation_config(folder: Path) -> GenerationConfig:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    content = json.loads(path.read_bytes())  # Infinity is a number, as in transformers
+    content = json.loads(path.read_bytes())  # accepts Infinity as a number, as transformers does
     if not isinstance(content, dict):
         raise TypeError("must be a JSON object")
     return content
 
 
 def _rope_parameters(content: dict[str, Any]) -> dict[str, Any] | None:
-    """Return `rope_parameters`, or the same made of the keys that transformers 4 wrote."""
+    """Return `rope_parameters`, built from the keys that transformers 4 wrote if necessary."""
     given = content.get("rope_scaling") or content.get("rope_parameters") or {}
     if not isinstance(given, dict):
         raise TypeError("rope_parameters must be an object")

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from logprobe.models.resolution import ModelFiles
     from logprobe.models.sources import Source
 
-SHARD_BYTES: Final = 2_000_000_000  # largest file, which is held in memory while it is written
+SHARD_BYTES: Final = 2_000_000_000  # maximum size of a file, which is held in memory while it is written
 COPIED: Final = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 INDEX: Final = "model.safetensors.index.json"
 
 
 def export_model(files: ModelFiles, folder: Path, *, dtype: torch.dtype) -> None:
-    """Write a GGUF model's weights as safetensors, with its configuration and tokenizer.
+    """Write a GGUF model to a new folder: weights as safetensors, configuration and tokenizer.
 
     Raises:
         ModelNotFoundError: the GGUF file was moved or changed.
@@ -67,7 +67,7 @@ def export_model(files: ModelFiles, folder: Path, *, dtype: torch.dtype) -> None
 
 
 def _shards(shapes: Mapping[str, tuple[int, ...]], item_bytes: int) -> Iterator[list[str]]:
-    """Yield the tensor names of each file."""
+    """Yield a list of tensor names for each file to write."""
     shard: list[str] = []
     size = 0
     for name, shape in shapes.items():

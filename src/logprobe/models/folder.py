@@ -1,7 +1,7 @@
-"""Validate a model's folder before any library reads it; its files are untrusted.
+"""Validate a model's folder, whose files are untrusted, before any library reads the files.
 
-Files must be regular and of bounded size, and the counts in config.json must match the tensors that exist, so
-that a malformed model fails quickly and in bounded memory with a `ModelError`.
+Files must be regular and of bounded size, and the counts in config.json must match the tensors that exist.
+A malformed model therefore fails quickly, and in bounded memory, with a `ModelError`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ MAX_BYTES: Final = {
     "tokenizer.json": 1 << 27,  # four times the largest published one
     "config.json": 1 << 22,
 }
-MAX_OTHER_BYTES: Final = 1 << 24  # of an index, a chat template, tokenizer_config.json, ...
-MAX_HEADER_BYTES: Final = 1 << 25  # names and shapes of one safetensors file
+MAX_OTHER_BYTES: Final = 1 << 24  # for an index, a chat template, tokenizer_config.json, ...
+MAX_HEADER_BYTES: Final = 1 << 25  # header of a safetensors file: names and shapes
 MAX_LAYERS: Final = 1024
-# Allowed for any weights: config.json may have the defaults of a part without weights (an image encoder).
+# Layers allowed for any weights: config.json may have defaults for a part without weights (an image encoder).
 FREE_LAYERS: Final = 128
 MAX_REASON_CHARS: Final = 200
-# Experts without tensors may be a config's unused default, or only every other layer may have experts.
+# Slack for experts without tensors: a default in config.json may be unused, or only some layers have experts.
 FREE_EXPERTS: Final = 1024
 EXPERT_SLACK: Final = 8
-# Weights may be packed to one bit each, and a configuration may describe modules without weights.
+# Slack for parameters: weights may take one bit each, and a configuration may describe modules without
+# weights.
 NUMBERS_PER_BYTE: Final = 8
 FREE_NUMBERS: Final = 1 << 24
 # Files that transformers, tokenizers and this library read.
@@ -55,7 +56,7 @@ _LIBRARY_FILES: Final = (
     "*.safetensors",
     "*.gguf",
 )
-# The process ran out of file descriptors, disk or memory; the files are not at fault.
+# Errors that mean that file descriptors, disk or memory ran out; the files are not at fault.
 _OUT_OF: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.ENOMEM})
 _LAYERS: Final = re.compile(r"(layers?|blocks?|depth)$")
 _EXPERTS: Final = re.compile(r"experts$")
@@ -67,13 +68,13 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 class _Tensor(msgspec.Struct, frozen=True):
-    """A tensor of a safetensors header; `__metadata__` has no shape."""
+    """An entry in a safetensors header; the entry `__metadata__` has no shape."""
 
     shape: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=16)] | None = None
 
 
 class _Held(NamedTuple):
-    """Counts over a folder's safetensors files."""
+    """Number of tensors and of matrices in a folder's safetensors files."""
 
     tensors: int
     matrices: int  # a tensor with more than two dimensions counts as a stack of matrices
@@ -81,7 +82,11 @@ class _Held(NamedTuple):
 
 @contextmanager
 def reading_errors(what: str) -> Iterator[None]:
-    """Raise `UnsupportedModelError` for any exception of a library that reads a model's files."""
+    """Convert any exception of a library that reads model files to `UnsupportedModelError`.
+
+    Errors of this package, and ones that mean that memory, disk or file descriptors ran out, are not
+    converted.
+    """
     try:
         yield
     except (LogprobeError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -115,7 +120,7 @@ def check_files(folder: Path) -> None:
     for path in sorted({path for pattern in _LIBRARY_FILES for path in folder.glob(pattern)}):
         try:
             facts = path.stat()
-        except OSError:  # a dangling link: reported when the file is needed
+        except OSError:  # a dangling link, which is reported when the file is needed
             continue
         is_weights = path.suffix in {".safetensors", ".gguf"}
         if stat.S_ISDIR(facts.st_mode) and not is_weights:
@@ -130,7 +135,7 @@ def check_files(folder: Path) -> None:
 
 
 def shard_names(folder: Path) -> list[str] | None:
-    """Return the names of the weight files in a folder's index, ascending; None if it has no index.
+    """Return the sorted names of the weight files in a folder's index; None if there is no index.
 
     Raises:
         UnsupportedModelError: the index cannot be read, or names files outside the folder.
@@ -153,7 +158,7 @@ def check_shards(folder: Path) -> None:
 
     Raises:
         ModelNotFoundError: a weight file is missing.
-        UnsupportedModelError: as `shard_names`.
+        UnsupportedModelError: for the reasons given in `shard_names`.
     """
     names = shard_names(folder) or []
     missing = [name for name in names if not (folder / name).is_file()]
@@ -165,11 +170,11 @@ def check_shards(folder: Path) -> None:
 
 
 def check_counts(folder: Path, files: list[Path]) -> None:
-    """Check that config.json does not have more layers or experts than its weights can have.
+    """Check that config.json does not claim more layers or experts than the weights can have.
 
     Args:
         folder: the model's folder.
-        files: its safetensors files.
+        files: the safetensors files in the folder.
 
     Raises:
         UnsupportedModelError: a count is too large, or the file is not a JSON object.
@@ -201,7 +206,7 @@ def check_counts(folder: Path, files: list[Path]) -> None:
 
 
 def check_numbers(name: str, num_numbers: int, num_bytes: int) -> None:
-    """Check, before allocation, that a model has not many more parameters than its files can hold.
+    """Check, before allocation, that a model does not have far more parameters than its files can hold.
 
     Raises:
         UnsupportedModelError: the sizes in config.json do not match the weights.
@@ -214,7 +219,7 @@ def check_numbers(name: str, num_numbers: int, num_bytes: int) -> None:
 
 
 def _held(files: list[Path]) -> _Held:
-    """Count tensors; an unreadable file counts as empty, and is reported when its tensors are read."""
+    """Count tensors and matrices; an unreadable file counts as empty and is reported when it is loaded."""
     tensors = matrices = 0
     for file in files:
         with file.open("rb") as opened:
@@ -231,7 +236,7 @@ def _held(files: list[Path]) -> _Held:
 
 
 def _integers(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield every integer of a configuration and its nested ones, with its key."""
+    """Yield (key, value) for every integer in a configuration, including nested dicts."""
     for name, value in config.items():
         if isinstance(value, dict):
             yield from _integers(value)

@@ -1,4 +1,4 @@
-"""Save a loaded transformers model and tokenizer to a temporary folder that `resolve` can read."""
+"""Save a transformers model and tokenizer that the caller has loaded to a folder for `resolve`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-COPY: Final = ".logprobe-copy"  # marks a temporary copy, removed with the engine that reads it
+# file that marks a folder as a temporary copy, which is removed together with the engine
+COPY: Final = ".logprobe-copy"
 
 
 def is_copy(folder: Path) -> bool:
-    """Return True if a folder is a temporary copy of a loaded model."""
+    """Return True if `as_name` made the folder as a temporary copy of a loaded model."""
     return (folder / COPY).is_file()
 
 
 def drop_copied_weights(name: str) -> None:
-    """Remove the weights of a copy after loading; its configuration is still needed."""
+    """Remove the weights in a temporary copy, but not its configuration, which is still needed."""
     folder = Path(name)
     if is_copy(folder):
         for file in folder.glob("*.safetensors*"):
@@ -32,7 +33,7 @@ def drop_copied_weights(name: str) -> None:
 
 @contextmanager
 def as_name(model: Any, tokenizer: Any = None) -> Iterator[str]:
-    """Yield a name that `resolve` accepts: the given one, or a temporary copy of a loaded model.
+    """Yield a name that `resolve` accepts: `model` itself, or the folder of a temporary copy.
 
     Raises:
         InputError: the loaded model cannot be saved.

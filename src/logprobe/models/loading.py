@@ -1,4 +1,4 @@
-"""Load a model's transformers module, configuration, weights and tokenizer from the folder of `resolve`."""
+"""Load a transformers module, configuration, weights and tokenizer from the folder found by `resolve`."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from logprobe.models.resolution import ModelFiles
     from logprobe.models.sources import Source
 
-# Prefixes of all names, added by DDP and PEFT.
+# Prefixes that DDP and PEFT add to all names.
 PREFIXES = ("module.", "base_model.model.")
-# Parts of names, added by torch.compile, FSDP and activation checkpointing.
+# Parts that torch.compile, FSDP and activation checkpointing add to names.
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 LORA_PARTS = (".lora_A.", ".lora_B.", ".lora_embedding_", ".lora_magnitude_vector.", ".base_layer.")
 
@@ -52,7 +52,7 @@ def load_model(
     device: torch.device | str = "cpu",
     attn_implementation: str = "eager",
 ) -> PreTrainedModel:
-    """Load the causal language model for inference; no code in the folder is executed.
+    """Load a model's transformers module for inference; no code in the folder is executed.
 
     Raises:
         ModelNotFoundError: the folder lacks a file.
@@ -95,15 +95,15 @@ def load_model(
 
 
 def _check_no_missing(names: Iterable[str]) -> None:
-    """Raise if weights are missing, which transformers would initialise with random numbers."""
+    """Raise `ValueError` for missing weights, which transformers would fill with random numbers."""
     if missing := sorted(names):
         raise ValueError(f"the weights lack {len(missing)} tensors, such as {missing[0]}")
 
 
 def load_lazily(files: ModelFiles, state: State | None = None) -> LazyModel | None:
-    """Load a float32 model, from its files or from `state`, whose matrices are read on demand.
+    """Load a float32 model whose matrices are read on demand, from its files or from `state`.
 
-    Return None if there are no weights, or only transformers can convert them; see `lazy_model`.
+    Return None if there are no weights, or if only transformers can convert them; see `lazy_model`.
     """
     import torch
     from transformers import GenerationConfig
@@ -140,7 +140,7 @@ def check_sizes(files: ModelFiles, config: PreTrainedConfig) -> None:
 
 
 def source_of(files: ModelFiles) -> Source | None:
-    """Return a source that reads a model's weights from its files; None if the folder has none.
+    """Return a source that reads a model's weights from its files; None if the folder has no weights.
 
     Raises:
         InputError: a GGUF file cannot be read.
@@ -180,7 +180,7 @@ def load_state(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> PreTrainedModel:
-    """Load a model with other weights; tensors that have the dtype and device already may be shared.
+    """Load a model with the weights in `state`; tensors that have the right dtype and device may be shared.
 
     Raises:
         UnsupportedModelError: a weight is missing, unknown, or has another shape.
@@ -212,12 +212,12 @@ def load_state(
 
 
 def as_state(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Convert a trainer's weights to tensors under the model's names; see `plain_names`.
+    """Convert weights from a trainer to tensors under the model's names; see `plain_names`.
 
     NumPy arrays are copied, tensors are not.
 
     Raises:
-        ParameterError: a value is neither, or the names include unmerged LoRA weights.
+        ParameterError: a value is neither array nor tensor, or a name belongs to unmerged LoRA weights.
     """
     import numpy as np
     import torch
@@ -237,10 +237,10 @@ def as_state(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def plain_names(names: Iterable[str]) -> list[str]:
-    """Strip the parts that DDP, torch.compile, FSDP, activation checkpointing and PEFT add to weight names.
+    """Remove what DDP, torch.compile, FSDP, activation checkpointing and PEFT add to weight names.
 
     Raises:
-        ParameterError: a name is not a string or occurs twice, or belongs to unmerged LoRA weights.
+        ParameterError: a name is not a string, occurs twice, or belongs to unmerged LoRA weights.
     """
     plain = []
     for name in names:
@@ -258,7 +258,7 @@ def plain_names(names: Iterable[str]) -> list[str]:
 
 
 def copied(state: State) -> dict[str, torch.Tensor]:
-    """Copy weights to the CPU, so that training can continue; tensors that share memory still share it."""
+    """Copy weights to the CPU, so that training can continue; tensors that share memory share their copy."""
     copies: dict[tuple[int, ...], torch.Tensor] = {}
     copied: dict[str, torch.Tensor] = {}
     for name, weight in state.items():
@@ -270,7 +270,7 @@ def copied(state: State) -> dict[str, torch.Tensor]:
 
 
 def read_state(folder: str | Path) -> dict[str, torch.Tensor]:
-    """Read the weights of a folder's safetensors files, memory-mapped, by name.
+    """Map the safetensors files in a folder into memory and return the weights by name.
 
     Raises:
         ModelNotFoundError: the folder has no safetensors files.
@@ -293,10 +293,10 @@ def read_state(folder: str | Path) -> dict[str, torch.Tensor]:
 
 
 def digest_of(state: State) -> str:
-    """Return the version of weights: `blake2b:` and 32 hex digits, the same for a state and for its files.
+    """Return a version for weights: `blake2b:` and 32 hex digits, the same in memory and in files.
 
-    The 16-byte BLAKE2b digest covers the tensors in ascending order of names: for each, a JSON array of name,
-    dtype and shape, then the tensor's bytes in row-major order.
+    The 16-byte BLAKE2b digest covers the tensors in ascending order of names. For each tensor it covers a
+    JSON array of name, dtype and shape, and then the tensor's bytes in row-major order.
     """
     import torch
 
@@ -325,7 +325,7 @@ def save_state(state: Mapping[str, torch.Tensor], folder: str | Path) -> None:
 def save_tensors(
     tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a safetensors file with the permissions that the umask gives.
+    """Write a safetensors file, with permissions as set by the umask.
 
     Raises:
         OSError: the file cannot be written.
@@ -357,7 +357,7 @@ def load_config(files: ModelFiles) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             files.folder, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # the configuration's own checks, which may raise anything
+    except Exception as error:  # configuration classes check values and may raise anything
         raise UnsupportedModelError(
             f"{files.name}: transformers cannot read its config.json ({in_one_line(error)}); fix it, or "
             "use a version of transformers that supports the model"
@@ -366,7 +366,7 @@ def load_config(files: ModelFiles) -> PreTrainedConfig:
 
 
 def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
-    """Load the tokenizer of `tokenizer.json`.
+    """Load the tokenizer in `tokenizer.json`.
 
     `encode` and `__call__` add BOS and EOS, as the model specifies, only with `add_special_tokens=True`.
     Decoding never cleans up spaces.
@@ -386,5 +386,5 @@ def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
 
 
 def text_config(config: PreTrainedConfig) -> Any:
-    """Return the language model's part of a config that may also describe an image or audio encoder."""
+    """Return the part about the language model in a config that may also describe other encoders."""
     return config.get_text_config(decoder=True)

@@ -1,8 +1,8 @@
 """Load LoRA adapters: low-rank matrices (Hu et al. 2021), DoRA magnitudes (Liu et al. 2024) and biases.
 
 peft reads the configuration and matches names, patterns and shapes against the model on the meta device.
-`bound` computes what depends on the base model's weights (DoRA norms, replaced biases) once the decoder is
-known.
+Parts that depend on the base model's weights (DoRA norms, replaced biases) are computed by `bound`, once
+the decoder is known.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's f
 PATTERN_LIMIT_S = 10
 PIECE_NUMBERS = 1 << 22  # weights of a matrix held as float64 at a time
 MAX_ID = 2**31 - 1  # largest signed 32-bit integer
-# peft reports invalid patterns.
+# Program that matches patterns; invalid patterns are skipped here and reported by peft.
 TRY_PATTERNS = """
 import contextlib, json, re, sys
 patterns, names = json.load(sys.stdin)
@@ -75,7 +75,7 @@ SUFFIXES = (
 )
 LORA_KINDS = ("lora_A", "lora_embedding_A")  # attributes of a targeted module
 MERGE = "merge it into the model instead (merge_and_unload)"
-MAX_NAMES = 3  # tensor names listed in a message
+MAX_NAMES = 3  # limit on the tensor names listed in a message
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,41 +86,42 @@ class Dense:
 
     @property
     def matrices(self) -> tuple[torch.Tensor, ...]:
-        """The factors of the product, in order."""
+        """The matrices by which an input is multiplied, in order."""
         return (self.values,)
 
     @cached_property
     def panels(self) -> tuple[PanelWeights, ...]:
-        """The factors packed for the CPU kernels; empty without inputs."""
+        """The matrices packed for the CPU kernels; empty if they have no inputs."""
         return _packed(self.matrices)
 
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """The part of a LoRA adapter for one linear layer, whose product with x is P + b.
+    """The part of a LoRA adapter for one linear layer or embedding.
 
-    It adds `x @ down @ up + gain * (P + b) + shift`. For an embedding, x is a one-hot row per token.
+    For a layer with the output P + b, where P is the product of its weight and the input x, the part adds
+    `x @ down @ up + gain * (P + b) + shift`. For an embedding, x is a one-hot row per token.
     """
 
     down: torch.Tensor  # (in_features, rank)
     up: torch.Tensor  # (rank, out_features), multiplied by the scale
-    gain: torch.Tensor | None = None  # (out_features,): DoRA's magnitude / norm - 1
+    gain: torch.Tensor | None = None  # (out_features,), DoRA's magnitude / norm - 1
     shift: torch.Tensor | None = None  # (out_features,)
-    weight: Dense | None = None  # replaces the layer's weight: P + b is then x @ weight
+    weight: Dense | None = None  # replaces the layer's weight; P + b is then x @ weight
 
     @property
     def matrices(self) -> tuple[torch.Tensor, ...]:
-        """The factors of the product, in order."""
+        """The matrices by which an input is multiplied, in order."""
         return (self.down, self.up)
 
     @cached_property
     def panels(self) -> tuple[PanelWeights, ...]:
-        """The factors packed for the CPU kernels; empty at rank 0."""
+        """The matrices packed for the CPU kernels; empty if the rank is 0."""
         return _packed(self.matrices)
 
     @cached_property
     def last(self) -> Dense:
-        """`up` alone: an embedding looks up rows of `down` and multiplies them by `up`."""
+        """The matrix `up`, by which an embedding multiplies the rows that it looks up in `down`."""
         return Dense(self.up)
 
 
@@ -130,23 +131,23 @@ def _packed(matrices: tuple[torch.Tensor, ...]) -> tuple[PanelWeights, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnValues:
-    """Values of an adapter for a module whose effect depends on the module's own weights."""
+    """Values in an adapter whose effect on a module depends on the module's own weights."""
 
-    bias: torch.Tensor | None = None  # (out_features,): replaces the module's bias
-    magnitude: torch.Tensor | None = None  # (out_features,): DoRA magnitude
+    bias: torch.Tensor | None = None  # (out_features,), replaces the module's bias
+    magnitude: torch.Tensor | None = None  # (out_features,), DoRA's magnitude
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LoraWeights:
-    """A loaded LoRA adapter; it lives as long as a request or the engine references it."""
+    """A loaded LoRA adapter, which is freed when neither a request nor the engine refers to it."""
 
     name: str
-    path: str  # resolved
-    number: int  # of the load: loading a name again gives a new number, which separates cache entries
+    path: str  # with links resolved
+    number: int  # load number; loading a name again gives a new one, which separates cache entries
     parts: dict[str, LowRank]  # by full module name
-    own_values: dict[str, OwnValues] = field(default_factory=dict)  # of modules that have some
+    own_values: dict[str, OwnValues] = field(default_factory=dict)  # by full module name
     embedding: str | None = None  # name of the model's input embedding
-    head: str | None = None  # name of its output head
+    head: str | None = None  # name of the model's output head
 
     @property
     def changes_head(self) -> bool:
@@ -155,18 +156,18 @@ class LoraWeights:
 
 
 class OwnLayer(Protocol):
-    """Weights of a base model's module, as a decoder provides them."""
+    """Access to the weights of a module in the base model, provided by the decoder."""
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """(out_features,), or None."""
+        """The module's bias, (out_features,); None if it has none."""
 
     def rows(self, start: int, end: int) -> torch.Tensor:
-        """Return rows of the matrix, (rows, columns): outputs of a linear layer, tokens of an embedding."""
+        """Return rows [start, end) of the matrix; a row is an output of a linear layer or a token."""
 
 
 def bound(lora: LoraWeights, own_layer: Callable[[str], OwnLayer]) -> dict[str, LowRank]:
-    """Return an adapter's parts for a base model, with DoRA norms and replaced biases applied."""
+    """Return an adapter's parts by module name, adjusted to the base model (DoRA norms, replaced biases)."""
     parts = dict(lora.parts)
     for name, values in lora.own_values.items():
         parts[name] = _bound_part(parts[name], values, own_layer(name), is_embedding=name == lora.embedding)
@@ -194,7 +195,7 @@ def _bound_part(part: LowRank, values: OwnValues, own: OwnLayer, *, is_embedding
 
 
 def _is_same(weight: Dense, own: OwnLayer, *, is_embedding: bool) -> bool:
-    """Return True if a replacement matrix equals the module's own; peft saves copies of some matrices."""
+    """Return True if a replacement matrix equals the module's weight; peft saves copies of some weights."""
     values = weight.values if is_embedding else weight.values.T
     step = max(1, PIECE_NUMBERS // values.shape[1])
     starts = range(0, len(values), step)
@@ -205,7 +206,7 @@ def _is_same(weight: Dense, own: OwnLayer, *, is_embedding: bool) -> bool:
 
 
 def _norms(part: LowRank, own: OwnLayer, *, is_embedding: bool) -> torch.Tensor:
-    """Return the norm of the merged matrix per output, (out_features,) float64."""
+    """Return the norm of the weight merged with the adapter, per output, (out_features,) float64."""
     num_rows = len(part.down) if is_embedding else part.up.shape[1]
     step = max(1, PIECE_NUMBERS // (part.up.shape[1] if is_embedding else len(part.down)))
     squares = torch.zeros(part.up.shape[1], dtype=torch.float64, device=part.up.device)
@@ -225,13 +226,13 @@ def _norms(part: LowRank, own: OwnLayer, *, is_embedding: bool) -> torch.Tensor:
 
 
 def stable_id(name: str) -> int:
-    """Return an integer id for an adapter name, in [1, 2**31 - 1] and the same in every process."""
+    """Return an id in [1, 2**31 - 1] for an adapter name; it is the same in every process."""
     digest = hashlib.shake_128(name.encode("utf-8", "surrogatepass")).digest(4)
     return int.from_bytes(digest, "big") % (MAX_ID - 1) + 1
 
 
 def resolved_folder(path: str | Path) -> Path:
-    """Return an adapter's folder with links resolved: a local one, or a Hugging Face id's in the cache."""
+    """Return the folder of an adapter, with links resolved: a local folder, or a hub id's in the cache."""
     folder = Path(path).expanduser()
     if not folder.is_dir() and looks_like_hub_id(str(path)):
         from huggingface_hub import try_to_load_from_cache
@@ -243,7 +244,7 @@ def resolved_folder(path: str | Path) -> Path:
 
 
 def lora_version(folder: Path) -> str:
-    """Return an adapter's version: `sha256:` and the digest of the lines that `sha256sum adapter_*` prints.
+    """Return an adapter's version: `sha256:` and the SHA-256 of what `sha256sum adapter_*` prints.
 
     Raises:
         UnsupportedModelError: the files cannot be read.
@@ -261,7 +262,7 @@ def check_files(name: str, folder: Path) -> None:
     """Check that a folder has an adapter's configuration and weights.
 
     Raises:
-        ModelNotFoundError: one of them is missing.
+        ModelNotFoundError: one of the two files is missing.
     """
     for file in (CONFIG, WEIGHTS):
         if not (folder / file).is_file():
@@ -308,7 +309,7 @@ def load_lora(
 
 
 def _tie_(lora: LoraWeights, modules: dict[str, Any]) -> None:
-    """Apply a base matrix that is saved for one of two tied modules to the other as well."""
+    """If a base matrix is saved for only one of two tied modules, apply it to the other as well."""
     if lora.embedding is None or lora.head is None:
         return
     for name, other in ((lora.embedding, lora.head), (lora.head, lora.embedding)):
@@ -321,7 +322,7 @@ def _tie_(lora: LoraWeights, modules: dict[str, Any]) -> None:
 
 
 class _File:
-    """The tensors of an adapter file; each belongs to one module."""
+    """The tensors in an adapter file, each of which must be used for one module."""
 
     def __init__(
         self, name: str, weights: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device
@@ -332,11 +333,11 @@ class _File:
         self._owners = {_owner(key.removeprefix(PREFIX)) for key in weights}
 
     def has_any(self, module_name: str) -> bool:
-        """Return True if the file has a tensor of a module."""
+        """Return True if the file has a tensor for the module."""
         return module_name in self._owners
 
     def add_part_(self, lora: LoraWeights, module_name: str, module: Any) -> None:
-        """Add the module's tensors to `lora`."""
+        """Add the tensors for a module to `lora`."""
         is_embedding = module_name == lora.embedding
         is_wrapped = hasattr(module, "get_base_layer")
         base = module.get_base_layer() if is_wrapped else getattr(module, "original_module", module)
@@ -365,7 +366,7 @@ class _File:
     def _low_rank(
         self, module_name: str, module: Any, *, is_embedding: bool
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return both matrices, the second multiplied by the scale, and the bias of `lora_bias`."""
+        """Return (down, up times the scale, LoRA bias times the scale); each is None if there is none."""
         names = EMBEDDING_MATRICES if is_embedding else MATRICES
         [key] = getattr(module, LORA_KINDS[is_embedding], None) or [None]
         if key is None:
@@ -383,7 +384,7 @@ class _File:
         return down.T.contiguous(), (up.T * scale).contiguous(), None if shift is None else shift * scale
 
     def check_used(self) -> None:
-        """Raise if a tensor belongs to no supported module."""
+        """Raise `UnsupportedModelError` if a tensor was not used for any module."""
         for key in sorted(self._unused):
             raise UnsupportedModelError(
                 f"lora {self._name!r}: does not match the model, which has no weight for {key}; {MERGE}"
@@ -404,13 +405,13 @@ class _File:
 
 
 def _owner(key: str) -> str:
-    """Return the name of the module that a tensor belongs to."""
+    """Return the name of the module that the tensor `key` belongs to."""
     suffix = next((suffix for suffix in SUFFIXES if key.endswith(suffix)), "")
     return key.removesuffix(suffix)
 
 
 def listed_names(names: Iterable[str]) -> str:
-    """Format the first names of a file's tensors for a message."""
+    """Format the names of a file's tensors, at most `MAX_NAMES`, for an error message."""
     ordered = sorted(names)
     more = f" and {len(ordered) - MAX_NAMES} more" if len(ordered) > MAX_NAMES else ""
     return f"the file has {', '.join(ordered[:MAX_NAMES]) or 'no tensors'}{more}"
@@ -457,7 +458,7 @@ def _loaded_skeleton(
 
 
 def _check_kind(name: str, folder: Path) -> None:
-    """Raise for other adapter types, for which peft may only warn."""
+    """Raise `UnsupportedModelError` for adapter types other than LoRA; peft may only warn about them."""
     try:
         kind = json.loads((folder / CONFIG).read_bytes()).get("peft_type")
     except (ValueError, AttributeError) as error:
@@ -475,7 +476,7 @@ def _check_config(name: str, config: Any, lora: type) -> None:
 
 
 def _check_names(name: str, weights: dict[str, torch.Tensor], skeleton: Any) -> None:
-    """Raise for tensors that are not named as peft names them, and for a resized vocabulary."""
+    """Raise `UnsupportedModelError` for tensors without peft's names, and for a resized vocabulary."""
     if not all(key.startswith(PREFIX) for key in weights):
         foreign = [key for key in weights if not key.startswith(PREFIX)]
         raise UnsupportedModelError(
@@ -495,9 +496,9 @@ def _check_names(name: str, weights: dict[str, torch.Tensor], skeleton: Any) -> 
 
 
 def _check_patterns(name: str, config: Any, module_names: list[str]) -> None:
-    """Match the configuration's regular expressions in a subprocess with a time limit.
+    """Reject regular expressions in the configuration that take too long, by trying them in a subprocess.
 
-    peft matches them against all module names, and catastrophic backtracking may never end.
+    peft matches them against all module names, and catastrophic backtracking might never end.
     """
     given = (config.target_modules, config.exclude_modules, config.layers_pattern)
     patterns = [pattern for pattern in given if isinstance(pattern, str)]

@@ -1,4 +1,4 @@
-"""Progress bar of a model's first load, which reads all weights several times."""
+"""Progress bar for a model's first load, which reads all weights several times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIN_BYTES: Final = 1 << 28  # smallest model that gets a progress bar
 
 
 class LoadProgress:
-    """A progress bar on standard error; models smaller than `MIN_BYTES` get none."""
+    """A progress bar on standard error, shown for models of at least `MIN_BYTES`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -71,7 +71,7 @@ class LoadProgress:
 
 
 class CountedSource:
-    """A source that advances a progress bar as it is read."""
+    """A source that advances a progress bar as weights are read from it."""
 
     def __init__(self, source: Source, progress: LoadProgress) -> None:
         self._source, self._progress = source, progress

@@ -24,7 +24,7 @@ def quiet_transformers() -> Iterator[None]:
     with quiet_imports():
         from transformers.utils import logging as transformers_logging
 
-    logging: Any = transformers_logging  # its functions carry no types
+    logging: Any = transformers_logging  # the module's functions have no type annotations
     verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -28,11 +28,12 @@ from logprobe.models.sources import weight_files
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The folder with a model's config, weights and tokenizer files, and the name it was requested by."""
+    """The folder with a model's config, weights and tokenizer files, and the name that the caller gave."""
 
     name: str
     folder: Path
-    # Of the weights, if known without reading them: `sha256:` of a GGUF file, or `commit:` of a repository.
+    # Version of the weights, if known without reading them: `sha256:` and the digest of a GGUF file, or
+    # `commit:` and the commit of a repository.
     version: str | None = None
 
 
@@ -43,10 +44,11 @@ def resolve(name: str, *, download: bool = True) -> ModelFiles:
 
     Args:
         name: a known name, path or Hugging Face id.
-        download: download missing files; False uses only files that are already on this machine.
+        download: if True, download missing files; if False, use only files that are on this machine.
 
     Raises:
-        ModelNotFoundError: there is no such model, or it is not on this machine and `download` is False.
+        ModelNotFoundError: there is no such model, or the model is not on this machine and `download` is
+            False.
         DownloadError: the files could not be downloaded or stored.
         ChecksumError: a downloaded file does not have the published checksum.
         UnsupportedModelError: the model or the format of its files is not supported.
@@ -69,8 +71,8 @@ def resolve(name: str, *, download: bool = True) -> ModelFiles:
 def weight_version(files: ModelFiles) -> str:
     """Return the version of a model's weights, as stored in records.
 
-    For a folder with one weight file, `sha256:` and the file's digest; with several, `sha256:` and the digest
-    of the lines that `sha256sum` prints for them. Unchanged files are not hashed again.
+    It is `files.version` if known. Otherwise it is `sha256:` and the digest of the weight file or, if there
+    are several, the digest of what `sha256sum` prints for them. Unchanged files are not hashed again.
 
     Raises:
         InputError: a file cannot be read.
@@ -88,7 +90,7 @@ def weight_version(files: ModelFiles) -> str:
 
 
 def quantization(files: ModelFiles) -> str | None:
-    """Return a checkpoint's quantisation as llama.cpp names it, such as `Q4_1`; None if not quantised.
+    """Return llama.cpp's name for a GGUF file's quantisation, such as `Q4_1`; None for other formats.
 
     Raises:
         InputError: a GGUF file cannot be read.
@@ -101,25 +103,25 @@ def quantization(files: ModelFiles) -> str | None:
     if "quantization" in manifest:
         own: str | None = manifest["quantization"]
         return own
-    # A manifest written by an earlier version.
+    # The manifest was written by an earlier version.
     from logprobe.models.gguf.file import GgufFile
 
     return GgufFile(files.folder / GGUF).quantization
 
 
 def known_folder(model: KnownModel) -> Path:
-    """Return the cache folder of a known model, which need not exist."""
+    """Return the folder of a known model in the cache, which need not exist."""
     return entry_folder(model.name, model.gguf_sha256)
 
 
 def checked_folder(folder: Path) -> Path:
-    """Return `folder` if it has a config, weights and a tokenizer.
+    """Check that a folder has a config, weights and a tokenizer, and return it.
 
     Weights are safetensors or, in a cache entry, a GGUF file or a link to one.
 
     Raises:
         ModelNotFoundError: one of the three is missing, or a linked file has been moved or changed.
-        UnsupportedModelError: the weights are pickled, or a file fails a check of `folder`.
+        UnsupportedModelError: the weights are pickled, or a file fails a check in the module `folder`.
     """
     check_files(folder)
     if not (folder / "config.json").is_file():
@@ -151,7 +153,7 @@ def has_gguf(folder: Path) -> bool:
 
 
 def _check_linked(folder: Path) -> None:
-    """Raise if the entry links to a file that is gone or has changed since the entry was made."""
+    """Raise `ModelNotFoundError` if the entry links to a file that was moved or changed."""
     link = folder / GGUF
     if not link.is_symlink():
         return
@@ -207,7 +209,7 @@ def _gguf_files(name: str, path: Path) -> ModelFiles:
 
 
 def _link_anew(link: Path, path: Path) -> None:
-    """Point an entry's link at the path by which the file was given last."""
+    """Make an entry's link point to the path that the caller gave most recently."""
     if link.is_symlink() and link.readlink() != path.absolute():
         try:
             point_at(link, path)

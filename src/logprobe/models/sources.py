@@ -1,4 +1,4 @@
-"""Read a model's weights one tensor at a time, from files or from a `state_dict`, without holding them."""
+"""Read a model's weights one tensor at a time, from files or from a `state_dict`."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ T = TypeVar("T")
 
 
 class Source(Protocol):
-    """Weights by name."""
+    """Interface for reading weights by name."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of the tensors by name."""
 
     def read(self, name: str, rows: Rows = EVERY) -> torch.Tensor:
-        """Read rows of one tensor in its stored dtype; float32 if it is quantised."""
+        """Read rows of one tensor in its stored dtype, or as float32 if the tensor is quantised."""
 
     def panels(self, name: str) -> PanelWeights | None:
         """Return a quantised matrix as panels; None for float tensors and types without a panel format."""
 
 
 class FolderSource:
-    """The safetensors files of a folder, mapped only while a tensor of them is in use."""
+    """The safetensors files in a folder; a file is mapped only while one of its tensors is in use."""
 
     def __init__(self, folder: Path) -> None:
         """Read the names and shapes of all tensors.
@@ -67,7 +67,7 @@ class FolderSource:
         return self._shapes
 
     def read(self, name: str, rows: Rows = EVERY) -> torch.Tensor:
-        """Read rows of one tensor; the file stays mapped as long as the tensor exists."""
+        """Read rows of one tensor; the file stays mapped until the tensor is freed."""
         from safetensors import safe_open
 
         with safe_open(self._files[name], framework="pt") as file:
@@ -79,7 +79,7 @@ class FolderSource:
 
 
 class StateSource:
-    """Weights in memory."""
+    """A source of weights that are in memory."""
 
     def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
         self._state = state
@@ -99,7 +99,7 @@ class StateSource:
 
 
 class RenamedSource:
-    """A source under other names; `names` maps each new name to the source's."""
+    """A source with other names for its tensors; `names` maps each new name to the source's name."""
 
     def __init__(self, source: Source, names: Mapping[str, str]) -> None:
         self._source, self._names = source, names
@@ -119,7 +119,7 @@ class RenamedSource:
 
 
 def made_ahead(tasks: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """Run tasks on all cores and yield their results in order, with one task per core computed ahead."""
+    """Run tasks on a thread per core and yield their results in order, computing one per core ahead."""
     num_threads = os.cpu_count() or 1
     waiting: deque[Future[T]] = deque()
     with ThreadPoolExecutor(num_threads) as pool:
@@ -132,9 +132,9 @@ def made_ahead(tasks: Iterable[Callable[[], T]]) -> Iterator[T]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List a folder's weight files: those that transformers would load, else all safetensors and GGUF files.
+    """List the weight files in a folder that transformers would load, else all safetensors and GGUF files.
 
-    Some repositories also contain the same weights in files named by another program.
+    Other files are skipped because some repositories contain the same weights again under other names.
 
     Raises:
         UnsupportedModelError: the index of the shards cannot be read.
@@ -148,5 +148,5 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Return the total size of a folder's weight files."""
+    """Return the total size in bytes of the weight files in a folder."""
     return sum(file.stat().st_size for file in weight_files(folder))

@@ -27,16 +27,16 @@ _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @final
 class Vocabulary:
-    """The bytes of every token id, in one blob.
+    """The exact bytes of every token id, stored in one `bytes` object.
 
-    Concatenating the bytes of the tokens of `encode(text, add_special_tokens=False)` gives `text.encode()`,
-    except where the tokenizer itself changes the text: a normaliser (NFC in Qwen's tokenizers) changes
-    characters; a byte that a byte-level vocabulary lacks is dropped (`missing_bytes`); a SentencePiece
-    tokenizer encodes `▁` (U+2581) as a space; and one that adds a space before the text also decodes it.
+    The concatenated bytes of `encode(text, add_special_tokens=False)` equal `text.encode()`, unless the
+    tokenizer changes the text. A normaliser (NFC in Qwen's tokenizers) changes characters. A byte that a
+    byte-level vocabulary lacks is dropped (`missing_bytes`). A SentencePiece tokenizer encodes `▁` (U+2581)
+    as a space, and it may add a space before the text, which is then in the bytes too.
     """
 
     def __init__(self, pieces: Iterable[bytes | None]) -> None:
-        """Store the pieces: `pieces[i]` is the bytes of id `i`, or None if there is no such id."""
+        """Store the pieces; `pieces[i]` has the bytes of id `i`, or is None if there is no such id."""
         known = list(pieces)
         lengths = np.fromiter((len(piece or b"") for piece in known), np.int64, len(known))
         self._blob = b"".join(piece for piece in known if piece)
@@ -47,11 +47,11 @@ class Vocabulary:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: PreTrainedTokenizerFast | Tokenizer) -> Vocabulary:
-        """Decode each piece of a fast tokenizer's vocabulary by the rule of the tokenizer's decoder.
+        """Decode each piece in a fast tokenizer's vocabulary to bytes, as the tokenizer's decoder does.
 
         Raises:
-            UnsupportedModelError: the tokenizer has no exact bytes per token (WordPiece, for instance), or an
-                id is not below `MAX_TOKENS`.
+            UnsupportedModelError: tokens do not have exact bytes (as in WordPiece), or an id is not below
+                `MAX_TOKENS`.
         """
         backend: Any = getattr(tokenizer, "backend_tokenizer", tokenizer)
         to_bytes = _piece_decoder(backend)
@@ -74,7 +74,7 @@ class Vocabulary:
         return cls(pieces)
 
     def __len__(self) -> int:
-        """Return the number of ids: the tokenizer's largest id plus one."""
+        """Return the number of ids, which is the tokenizer's largest id plus one."""
         return len(self._is_known)
 
     @cached_property
@@ -89,7 +89,7 @@ class Vocabulary:
         return bytes(np.setdiff1d(np.arange(256, dtype=np.uint8), single))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the exact bytes of one token; b"" for an id beyond the tokenizer's (a padded output head).
+        """Return the exact bytes of one token; b"" for ids that only a padded output head has.
 
         Raises:
             ParameterError: the id is negative.
@@ -101,7 +101,7 @@ class Vocabulary:
         return self._blob[self._offsets[token_id] : self._offsets[token_id + 1]]
 
     def token_text(self, token_id: int) -> str:
-        r"""Return one token as text: bytes that are not valid UTF-8 become `\xNN`, unknown ids `<id>`.
+        r"""Return one token as text; bytes that are not valid UTF-8 become `\xNN`, unknown ids `<id>`.
 
         Raises:
             ParameterError: the id is negative.
@@ -112,7 +112,7 @@ class Vocabulary:
         return piece.decode("utf-8", "backslashreplace")
 
     def bytes_of(self, token_ids: Iterable[int]) -> bytes:
-        """Concatenate the bytes of tokens.
+        """Return the concatenated bytes of tokens.
 
         Raises:
             ParameterError: an id is negative.
@@ -149,7 +149,7 @@ def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _alphabet() -> dict[int, int]:
-    """Map the 256 characters of byte-level pieces to their bytes (the inverse of GPT-2's table)."""
+    """Return a map from the 256 characters in byte-level pieces to bytes: the inverse of GPT-2's table."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     shifted = [byte for byte in range(256) if byte not in set(plain)]
     return {byte: byte for byte in plain} | {256 + place: byte for place, byte in enumerate(shifted)}
@@ -162,7 +162,7 @@ def _from_byte_level(piece: str) -> bytes:
     try:
         return bytes([_BYTE_OF_CHARACTER[ord(character)] for character in piece])
     except KeyError:
-        # The tokenizer's decoder also takes a piece with other characters literally.
+        # A piece with other characters is taken literally, as the tokenizer's decoder does.
         return piece.encode()
 
 

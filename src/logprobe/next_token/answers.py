@@ -1,4 +1,4 @@
-"""`Answers`: async methods of `NextTokenLM` that classify, rerank, judge and measure uncertainty."""
+"""`Answers`: async methods in `NextTokenLM` that classify, rerank, judge and measure uncertainty."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Answers(BaseLM):
         """Async version of `LLM.classify`.
 
         Raises:
-            ParameterError: invalid arguments, an unknown LoRA name, or the model runs on a server.
+            ParameterError: an argument is invalid, the LoRA name is unknown, or the model runs on a server.
             BatchError: some requests failed.
         """
 
@@ -80,8 +80,9 @@ class Answers(BaseLM):
         """Async version of `LLM.fields`.
 
         Raises:
-            ParameterError: invalid arguments, or the model runs on a server.
-            EngineError: the engine failed, was closed, aborted a row, or its weights were replaced meanwhile.
+            ParameterError: an argument is invalid, or the model runs on a server.
+            EngineError: the engine failed, was closed or aborted a request, or its weights were replaced
+                meanwhile.
         """
         self._check_open()
         loaded = self._here("request field_logprobs from it")
@@ -109,9 +110,9 @@ class Answers(BaseLM):
         """Async version of `LLM.uncertainty`; `same` is called on a worker thread.
 
         Raises:
-            ParameterError: invalid arguments, an unknown LoRA name, or the model runs on a server.
+            ParameterError: an argument is invalid, the LoRA name is unknown, or the model runs on a server.
             BatchError: some answers failed.
-            WeightsReplacedError: the weights were replaced while the answers ran.
+            WeightsReplacedError: the weights were replaced while the answers were generated.
         """
         self._check_open()
         loaded, chosen = self._here("call uncertainty where the model is loaded"), self._chosen_lora(lora)

@@ -1,4 +1,4 @@
-"""`BaseLM`: row lookup, lifetime and settings, shared by all methods of `NextTokenLM`."""
+"""`BaseLM`: row lookup, lifetime and settings, which all methods of `NextTokenLM` use."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 
 class BaseLM:
-    """Look up rows by prefix: in the cache first, then from the source through the batcher.
+    """Base class that returns rows by prefix, from the cache or else from the source through the batcher.
 
-    For the arguments see `NextTokenLM`.
+    The arguments are described in `NextTokenLM`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class BaseLM:
         self._batcher = Batcher(source, cache, self._bridge, batch_size=batch_size, timeout_s=timeout)
         self._parts = (self._batcher, self._bridge, source if owns_source else None)
         # For an object dropped without `cleanup`. The garbage collector may run on any thread, so the
-        # shutdown runs on its own.
+        # shutdown gets a thread of its own.
         self._finalizer = weakref.finalize(self, shut_down_elsewhere, *self._parts)
         self._finalizer.atexit = False
 
@@ -81,16 +81,16 @@ class BaseLM:
         self._batcher.reset()
 
     def cleanup(self) -> None:
-        """Abort requests in flight and release all resources; idempotent.
+        """Abort requests in flight and release all resources. Later requests raise `EngineClosedError`.
 
-        Later requests raise `EngineClosedError`.
+        May be called more than once.
         """
         if self._finalizer.detach() is not None:
             self._cache.clear()
             shut_down(*self._parts)
 
     def close(self) -> None:
-        """Alias of `cleanup`, as in `LLM`."""
+        """Alias of `cleanup`, named as in `LLM`."""
         self.cleanup()
 
     def __enter__(self) -> Self:
@@ -111,7 +111,7 @@ class BaseLM:
 
     @property
     def batch_size(self) -> int:
-        """Number of waiting requests that starts a step at once on an idle engine; settable."""
+        """Number of waiting requests at which an idle engine starts a step at once; settable."""
         return self._batcher.batch_size
 
     @batch_size.setter
@@ -121,7 +121,7 @@ class BaseLM:
 
     @property
     def timeout(self) -> float:
-        """Seconds from the first request after which fewer than `batch_size` start a step; settable."""
+        """Seconds after which an idle engine starts a step even if fewer than `batch_size` wait; settable."""
         return self._batcher.timeout_s
 
     @timeout.setter
@@ -133,7 +133,8 @@ class BaseLM:
     def underlying_model(self) -> Any:
         """The transformers or vLLM module; None if the model runs in another process.
 
-        If an earlier load has verified the model on this machine, the module is loaded on first access.
+        The module is loaded on first access if loading the model did not need it, because an earlier load has
+        verified the model on this machine.
         """
         load = self._source.loaded.load_module if isinstance(self._source, EngineRows) else None
         return None if load is None else load()
@@ -150,12 +151,12 @@ class BaseLM:
 
     @cached_property
     def byte_vocab(self) -> list[Token]:
-        """Exact bytes of every id, `byte_vocab[i].token_id == i`; empty for ids the tokenizer lacks."""
+        """A `Token` with the exact bytes of each id, by id; empty for ids that the tokenizer lacks."""
         return [Token(i, self._text.vocabulary.token_bytes(i)) for i in range(self.vocab_size)]
 
     @cached_property
     def str_vocab(self) -> list[str]:
-        r"""Text of every id; bytes that are not complete UTF-8 as `\xNN`, unknown ids as `<id>`."""
+        r"""Text of each id; bytes that are not complete UTF-8 are shown as `\xNN`, unknown ids as `<id>`."""
         return [self._text.vocabulary.token_text(i) for i in range(self.vocab_size)]
 
     async def _rows(
@@ -171,7 +172,7 @@ class BaseLM:
         loads = self._source.loads(lora)
         keys = [Prefix(lora, *loads, self._as_prompt(ids).tobytes()) for ids in prefixes]
         rows = [self._cache.get(key) if use_cache else None for key in keys]
-        # Longest first: it runs as one chunk, and the shorter ones then hit the prefix cache.
+        # The longest prefix first: it runs as one chunk, and shorter ones then hit the prefix cache.
         missing = sorted(
             (i for i, row in enumerate(rows) if row is None), key=lambda i: -len(keys[i].token_bytes)
         )
@@ -193,12 +194,12 @@ class BaseLM:
         return answer
 
     def _has_other_weights(self, lora: str | None, loads: tuple[int, int]) -> bool:
-        """Return True if the weights were replaced since `loads`; rows of removed LoRA weights stay valid."""
+        """Return True if weights were replaced since `loads`; rows from a removed LoRA adapter stay valid."""
         is_loaded = lora is None or lora in self._source.list_loras()
         return is_loaded and self._source.loads(lora) != loads
 
     def _check(self, prefix: Prefix) -> None:
-        """Validate a prefix before any row of the call is computed."""
+        """Raise `ParameterError` if a prefix is invalid; called before any row is computed."""
         limits = self._source.capabilities()
         check_tokens(
             prefix.token_ids,
@@ -208,7 +209,7 @@ class BaseLM:
         )
 
     def _as_prompt(self, token_ids: TokenIds) -> IntArray:
-        """Return the ids as an array; an empty prefix becomes the BOS token."""
+        """Return the ids as an (num_tokens,) int32 array; an empty prefix becomes the BOS token."""
         ids = as_token_ids(token_ids, "token_ids")
         if len(ids):
             return ids
@@ -217,10 +218,10 @@ class BaseLM:
         return np.array([bos], dtype=np.int32)
 
     def _chosen_lora(self, lora: str | None) -> str | None:
-        """Return the LoRA name of a call: its own, or that of `set_lora`."""
+        """Return the LoRA adapter to use in a call: `lora`, or else the name passed to `set_lora`."""
         chosen = self._lora if lora is None else lora
         if chosen is not None:
-            self._source.loads(chosen)  # raises if they were removed; a cached row would hide that
+            self._source.loads(chosen)  # raises if the adapter was removed; a cached row would hide that
         return chosen
 
     @property
@@ -228,7 +229,7 @@ class BaseLM:
         return self._here("change its weights and caches there")
 
     def _here(self, remedy: str) -> LoadedModel:
-        """Return the model loaded in this program; raise for a model on a server."""
+        """Return the model loaded in this program; raise `ParameterError` if the model runs on a server."""
         if not isinstance(self._source, EngineRows):
             raise ParameterError("url", f"the model runs on a server; {remedy}")
         return self._source.loaded

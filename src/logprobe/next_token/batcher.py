@@ -1,8 +1,8 @@
 """`Batcher`: batch concurrent row requests and compute each distinct prefix once.
 
-Requests of one iteration of a caller's event loop are collected there; everything else runs on the loop of a
-`LoopThread`. A request therefore never depends on another caller's event loop, which may be closed or
-cancelled at any time.
+Requests made in one iteration of a caller's event loop are collected on that loop; everything else runs on
+the loop of a `LoopThread`. A request therefore never depends on another caller's event loop, which may be
+closed or cancelled at any time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class LoopBatch(Generic[T]):
-    """Items collected since the event loop's iteration began."""
+    """Items collected in the current iteration of an event loop."""
 
     loop: asyncio.AbstractEventLoop
     items: list[T] = field(default_factory=list)
@@ -36,24 +36,24 @@ class LoopBatch(Generic[T]):
 
 @final
 class LoopBatches(Generic[T]):
-    """Collect items per event loop; call `hand_over` with them, in order, at the end of an iteration."""
+    """Collect items per event loop, and call `hand_over` with them, in order, at the end of the iteration."""
 
     def __init__(self, hand_over: Callable[[list[T]], None]) -> None:
         self._hand_over = hand_over
         self._here = threading.local()  # `batch`: the open batch of this thread, or None
 
     def add(self, items: Iterable[T]) -> None:
-        """Add items to the batch of the running event loop's iteration."""
+        """Add items to the batch for the current iteration of the running event loop."""
         loop = asyncio.get_running_loop()
         batch: LoopBatch[T] | None = getattr(self._here, "batch", None)
-        # A batch of another loop was lost with that loop, or is handed over by its own callback.
+        # A batch of another loop was lost with that loop, or will be handed over by its callback.
         if batch is None or batch.loop is not loop:
             batch = self._here.batch = LoopBatch(loop)
             loop.call_soon(self._end, batch)
         batch.items.extend(items)
 
     def end(self) -> None:
-        """Hand over at once what this thread has collected."""
+        """Hand over the items collected on this thread at once."""
         batch: LoopBatch[T] | None = getattr(self._here, "batch", None)
         if batch is not None:
             self._end(batch)
@@ -70,7 +70,7 @@ def check_batching(*, batch_size: object = 1, timeout: object = 0) -> None:
     """Validate the batch size and the timeout.
 
     Raises:
-        ParameterError: one of them is out of range.
+        ParameterError: one of the two is out of range.
     """
     is_count = isinstance(batch_size, int) and batch_size >= 1
     require(is_count, "batch_size", f"must be a positive number of requests, got {batch_size!r}")
@@ -83,7 +83,7 @@ Waiter: TypeAlias = "Future[Row]"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ask:
-    """Request of one caller for one row."""
+    """A request for one row by one caller."""
 
     prefix: Prefix
     waiter: Waiter
@@ -97,15 +97,16 @@ class Computation:
 
     prefix: Prefix
     waiters: list[Waiter] = field(default_factory=list)
-    is_kept: bool = False  # put the row into the cache
+    is_kept: bool = False  # if True, the row is put into the cache
     begun: BegunRow | None = None  # None until the source has started it
 
 
 @final
 class Batcher:
-    """Start row requests: at once if the source is busy, else after `batch_size` requests or `timeout_s`.
+    """Collect row requests and start them together, computing each distinct prefix once.
 
-    Both can be changed at any time; they apply to later requests.
+    Requests start at once if the source is busy; otherwise, when `batch_size` requests wait or `timeout_s`
+    seconds after the first. Both limits can be changed at any time and apply to later requests.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Batcher:
     def ask(
         self, prefixes: Iterable[Prefix], *, is_urgent: bool = False, uses_cache: bool = True
     ) -> list[Waiter]:
-        """Request the rows of prefixes, from any event loop; each waiter ends with a row or an error."""
+        """Request the rows of prefixes, from any event loop; return a future of a row for each prefix."""
         asks = [Ask(prefix, Future(), is_urgent, uses_cache) for prefix in prefixes]
         self._gathered.add(asks)
         return [ask.waiter for ask in asks]
@@ -159,17 +160,18 @@ class Batcher:
         elif self._source.is_busy or any(ask.is_urgent for ask in asks) or self._is_full():
             self._start()
         elif self._held and self._timer is None:
-            # Started by the first request and not restarted until it fires: later ones cannot delay it.
+            # The first request starts the timer, and later ones do not restart it, so they cannot delay it.
             self._timer = asyncio.get_running_loop().call_later(self.timeout_s, self._start)
 
     def _is_full(self) -> bool:
-        """Return True if `batch_size` requests wait; requests that share a row count separately."""
+        """Return True if at least `batch_size` requests wait; requests for the same row count separately."""
         waiting = (not waiter.cancelled() for computation in self._held for waiter in computation.waiters)
         return sum(waiting) >= self.batch_size
 
     def _accept(self, ask: Ask) -> None:
         prefix = ask.prefix
-        row = self._cache.get(prefix) if ask.uses_cache else None  # it may have come since the caller looked
+        # the row may have arrived since the caller looked
+        row = self._cache.get(prefix) if ask.uses_cache else None
         if row is not None:
             _give(ask.waiter, row)
             return
@@ -200,7 +202,8 @@ class Batcher:
             if len(computations) == 1:
                 self._end(computations[0], error)
                 return
-            for computation in computations:  # none was started: find the invalid ones
+            # none was started: start one at a time, so that only the invalid ones fail
+            for computation in computations:
                 self._begin([computation])
             return
         for computation, begun in zip(computations, rows, strict=True):
@@ -235,7 +238,7 @@ class Batcher:
             self._end(computation, error)
 
     def _on_done(self, computation: Computation, waiter: Waiter) -> None:
-        """Handle a cancelled waiter; runs on the thread that ended it."""
+        """If a waiter was cancelled, report that to the bridge; runs on the thread that ended the waiter."""
         if not waiter.cancelled():
             return
         try:
@@ -244,7 +247,7 @@ class Batcher:
             return  # every computation has ended with the bridge
 
     def _leave(self, computation: Computation) -> None:
-        """Cancel a row once no request waits for it."""
+        """Cancel a computation if no request waits for its row any more."""
         is_wanted = not all(waiter.cancelled() for waiter in computation.waiters)
         if is_wanted or self._in_flight.get(computation.prefix) is not computation:
             return
@@ -269,7 +272,7 @@ def _give(waiter: Waiter, outcome: Row | Exception) -> None:
 
 
 def shut_down(batcher: Batcher, bridge: LoopThread, source: RowSource | None) -> None:
-    """Close the batcher, the source if it is owned, and the bridge."""
+    """Close the batcher, the source (None if the caller owns it), and the bridge."""
     batcher.close()
     if source is not None:
         source.close()
@@ -277,5 +280,5 @@ def shut_down(batcher: Batcher, bridge: LoopThread, source: RowSource | None) ->
 
 
 def shut_down_elsewhere(batcher: Batcher, bridge: LoopThread, source: RowSource | None) -> None:
-    """Run `shut_down` on a new thread, since the caller may be the garbage collector on any thread."""
+    """Run `shut_down` on a new thread, because the garbage collector may call this on any thread."""
     threading.Thread(target=shut_down, args=(batcher, bridge, source), name="logprobe-cleanup").start()

@@ -1,4 +1,4 @@
-"""`Distributions`: the methods of `NextTokenLM` that return next-token rows, or parts of them."""
+"""`Distributions`: the methods in `NextTokenLM` that return next-token distributions or parts of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Distributions(BaseLM, Generic[ArrayT]):
-    """Rows for single prefixes, batches, token tries, and prefixes extended token by token."""
+    """Next-token distributions for single prefixes, batches, token tries, and growing prefixes."""
 
     _as_caller: Callable[[npt.NDArray[np.float32]], ArrayT]
 
@@ -33,8 +33,8 @@ class Distributions(BaseLM, Generic[ArrayT]):
         `use_cache=False` bypasses the row cache; the engine's prefix cache is still used.
 
         Raises:
-            ParameterError: ids outside the vocabulary, more than the context holds, no ids and no BOS token,
-                or an unknown LoRA name.
+            ParameterError: an id is outside the vocabulary, there are more ids than fit in the context,
+                there are no ids and the model has no BOS token, or the LoRA name is unknown.
             EngineError: the engine failed, was closed, or aborted the request.
         """
         [row] = await self._rows([token_ids], self._chosen_lora(lora), use_cache=use_cache)
@@ -43,12 +43,12 @@ class Distributions(BaseLM, Generic[ArrayT]):
     async def batch_next_token_logprobs(
         self, token_ids_list: Sequence[TokenIds], *, lora: str | None = None, use_cache: bool = True
     ) -> ArrayT:
-        """Return the rows of n prefixes: (n, V) float32, nats; shared beginnings are computed once.
+        """Return the log-probabilities of the token after each of n prefixes: (n, V) float32, nats.
 
-        Starts at once, without waiting for more requests.
+        Common beginnings are computed once. The requests start at once, without waiting for a larger batch.
 
         Raises:
-            ParameterError: a prefix is invalid; nothing was computed.
+            ParameterError: a prefix is invalid; in this case nothing is computed.
             EngineError: the engine failed, was closed, or aborted a request.
         """
         chosen = self._chosen_lora(lora)
@@ -60,12 +60,12 @@ class Distributions(BaseLM, Generic[ArrayT]):
     def next_token_logprobs_sync(
         self, token_ids: TokenIds, *, lora: str | None = None, use_cache: bool = True
     ) -> ArrayT:
-        """Blocking version of `next_token_logprobs`; starts at once."""
+        """Blocking version of `next_token_logprobs`; starts at once, without waiting for a larger batch."""
         asked = self._rows([token_ids], self._chosen_lora(lora), use_cache=use_cache, is_urgent=True)
         return self._as_caller(self._bridge.run(asked)[0])
 
     def next_token_logprobs_uncached(self, token_ids: TokenIds, *, lora: str | None = None) -> ArrayT:
-        """`next_token_logprobs_sync` with `use_cache=False`, under genlm-backend's name."""
+        """Call `next_token_logprobs_sync` with `use_cache=False`; genlm-backend uses this name."""
         return self.next_token_logprobs_sync(token_ids, lora=lora, use_cache=False)
 
     def batch_next_token_logprobs_sync(
@@ -76,10 +76,10 @@ class Distributions(BaseLM, Generic[ArrayT]):
         return self._bridge.run(asked)
 
     async def next_token_topk(self, token_ids: TokenIds, k: int, *, lora: str | None = None) -> TopTokens:
-        """Return the `k` likeliest next tokens, descending, ties by ascending id.
+        """Return the `k` most likely next tokens in descending order; ties are ordered by ascending id.
 
         Raises:
-            ParameterError: as `next_token_logprobs`, or `k` is outside [1, V].
+            ParameterError: `k` is outside [1, V], or for the reasons given in `next_token_logprobs`.
         """
         require(0 < k <= self.vocab_size, "k", f"must lie in [1, {self.vocab_size}], got {k}")
         [row] = await self._rows([token_ids], self._chosen_lora(lora))
@@ -91,7 +91,7 @@ class Distributions(BaseLM, Generic[ArrayT]):
         """Return the log-probabilities of the given next tokens: (len(given_token_ids),) float32, nats.
 
         Raises:
-            ParameterError: as `next_token_logprobs`, or a given id is outside the vocabulary.
+            ParameterError: a given id is outside the vocabulary, or for the reasons in `next_token_logprobs`.
         """
         given = as_token_ids(given_token_ids, "given_token_ids")
         outside = given[given >= self.vocab_size][:1]
@@ -104,9 +104,10 @@ class Distributions(BaseLM, Generic[ArrayT]):
     async def trie_logprobs(
         self, sequences: Iterable[TokenIds], *, lora: str | None = None
     ) -> dict[tuple[int, ...], ArrayT]:
-        """Return the rows of all nodes of the token trie of `sequences`: each non-empty prefix → its row.
+        """Return a map from each non-empty prefix of `sequences` to the (V,) log-probabilities after it.
 
-        The root is not included; request it with an empty prefix. Shared prefixes are computed once.
+        To get the row of the empty prefix, request it with `next_token_logprobs`. Common prefixes are
+        computed once.
         """
         whole = [tuple(as_token_ids(ids, "sequences").tolist()) for ids in sequences]
         nodes = {ids[:end] for ids in whole for end in range(1, len(ids) + 1)}
@@ -115,13 +116,13 @@ class Distributions(BaseLM, Generic[ArrayT]):
         return dict(zip(ordered, map(self._as_caller, rows), strict=True))
 
     async def start(self, token_ids: TokenIds, *, lora: str | None = None) -> KnownPrefix[ArrayT]:
-        """Return a prefix with its row, for `extend`."""
+        """Return a prefix together with its next-token row, as the starting point for `extend`."""
         ids, chosen = self._as_prompt(token_ids), self._chosen_lora(lora)
         [row] = await self._rows([ids], chosen)
         return KnownPrefix(ids, chosen, self._as_caller(row))
 
     async def extend(self, known: KnownPrefix[ArrayT], token_id: int) -> KnownPrefix[ArrayT]:
-        """Append a token under the same LoRA weights; computes one token if the prefix is still cached."""
+        """Append a token, with the same LoRA adapter; computes one token if the prefix is still cached."""
         ids = as_token_ids([*known.token_ids, token_id], "token_id")
         [row] = await self._rows([ids], known.lora)
         return KnownPrefix(ids, known.lora, self._as_caller(row))

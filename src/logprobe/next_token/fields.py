@@ -1,4 +1,4 @@
-"""`FieldSums`: request the rows that the fields of a JSON reply need; `analysis.members` sums them."""
+"""`FieldSums`: requests the next-token rows for the fields in a JSON reply; `analysis.members` sums them."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ if TYPE_CHECKING:
 
     Allowed = npt.NDArray[np.bool_]
 
-ROWS_AT_ONCE: Final = 64  # for all values together
-MEMBERS_A_ROW: Final = 100  # members considered per row of the limit
+ROWS_AT_ONCE: Final = 64  # rows requested at a time, for all values together
+MEMBERS_A_ROW: Final = 100  # limit on the enumerated values ("members") per row in `max_rows_in_all`
 REMEDY: Final = "generate it again with logprobs=0"
 
 
 class RowAsk(NamedTuple):
-    """Request for the row after `token_ids`; `take` is called with it."""
+    """Request for the next-token row after `token_ids`; `take` is called with the row."""
 
     token_ids: IntArray
     take: Callable[[Row], None]
 
 
 class SpellingTools:
-    """Tools built once per model: the token index by bytes, and grammar matchers."""
+    """Objects that are built once per model: an index of tokens by bytes, and compiled grammars."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         from logprobe.processors.builtin.grammar import GrammarLogitsProcessor
@@ -67,11 +67,11 @@ class SpellingTools:
         self._grammars.bind(facts)
 
     def matcher(self, args: GrammarArgs) -> LlguidanceMatcher:
-        """Return a matcher at the start of a grammar."""
+        """Return a grammar matcher in its initial state."""
         return self._grammars.matcher(args)
 
     def allowed(self, matcher: LlguidanceMatcher) -> Allowed:
-        """Return the tokens allowed next, (V,) bool; only special tokens once the text has ended."""
+        """Return the tokens that are allowed next, (V,) bool; after the text's end, only special tokens."""
         from logprobe.processors.builtin.matchers import allowed_tokens
 
         mask = matcher.mask()
@@ -84,24 +84,26 @@ class SpellingTools:
 
 
 class FieldSums:
-    """Compute the field distributions of a completion.
+    """Compute a distribution over the possible values ("members") of each field in a JSON completion.
 
-    Call `next_asks` and `take` in turn until `next_asks` returns nothing, then `answer`.
+    Call `next_asks` and `take` in turn until `next_asks` returns an empty list, then call `answer`.
 
     Args:
         loaded: the model that generated the completion.
-        tools: tools of that model.
+        tools: the index and grammars of that model.
         output: the request's output, with its parameters.
-        schema: JSON schema of the reply; None: that of the request's `response_format`.
-        index: index of the completion.
-        max_rows: maximum rows for the members of one value.
-        max_rows_in_all: maximum rows for all values. If splitting the tokens that values share with the text
-            around them needs more than half of them, `raw` and `processed` keep their bounds. If the schema
-            enumerates very many members, values at the end of the reply get none.
+        schema: JSON schema of the reply; None for the schema in the request's `response_format`.
+        index: index of the completion in `output.outputs`.
+        max_rows: maximum number of rows for the members of one field.
+        max_rows_in_all: maximum number of rows for all fields. If more than half of these would be needed to
+            find the exact probabilities of values that share tokens with the text around them, `raw` and
+            `processed` keep their bounds. If the schema enumerates very many members, fields at the end of
+            the reply get none.
 
     Raises:
-        ParameterError: the completion has no raw log-probabilities or its weights were replaced; the text is
-            not JSON; the schema is missing, enumerates no values or is not supported; an invalid limit.
+        ParameterError: the completion has no raw log-probabilities, or its weights were replaced. Or the text
+            is not JSON. Or the schema is missing, enumerates no values, or is not supported. Or a limit is
+            invalid.
     """
 
     def __init__(
@@ -151,17 +153,17 @@ class FieldSums:
 
     @property
     def lora(self) -> str | None:
-        """Name of the LoRA weights that generated the reply."""
+        """Name of the LoRA adapter that generated the reply; None for the base model."""
         return self._params.lora
 
     def next_asks(self, most: int = ROWS_AT_ONCE) -> list[RowAsk]:
-        """Return up to `most` row requests; empty if all rows are known or the limit is reached."""
+        """Return up to `most` row requests; an empty list if no rows are needed or the limit is reached."""
         most = min(most, self._rows_left)
         asks, self._asks = self._asks[:most], self._asks[most:]
         for num_waiting in range(len(self._turn), 0, -1):
             if len(asks) >= most:
                 break
-            # Round robin over the values, so that each gets a share of a small limit.
+            # Round robin over the fields, so that each gets a share of a small limit.
             one = self._turn.popleft()
             self._turn.append(one)
             asks += self._member_asks(one, -(-(most - len(asks)) // num_waiting))
@@ -169,7 +171,7 @@ class FieldSums:
         return asks
 
     def take(self, asks: Sequence[RowAsk], rows: Sequence[Row]) -> None:
-        """Take the rows of `asks`, in order.
+        """Process the rows that were requested with `asks`, in the same order.
 
         Raises:
             WeightsReplacedError: the weights that generated the reply were replaced.
@@ -182,7 +184,7 @@ class FieldSums:
             ask.take(row)
 
     def answer(self) -> list[FieldDistribution]:
-        """Return the distribution of each value of the reply; objects and arrays before their parts."""
+        """Return the distribution of each value in the reply; objects and arrays precede their members."""
         raw, processed = self._completion.logprobs, self._completion.processed_logprobs
         assert raw is not None, "it was checked"
         sums = {number: one.members() for number, one in self._sums.items()}
@@ -212,7 +214,7 @@ class FieldSums:
 
     @property
     def _has_grammar_alone(self) -> bool:
-        """True if the grammar alone turns raw rows into processed ones (no truncation, no processors)."""
+        """True if only the grammar changes the distribution: no truncation, no other processors."""
         params, pipeline = self._params, self._loaded.processors
         if pipeline is not None and pipeline.applies_to_all:
             return False
@@ -221,7 +223,7 @@ class FieldSums:
         return self._has_grammar and all(is_plain) and not others.asks_processors
 
     def _matchers_at(self, tokens: set[int], grammar: GrammarArgs | None) -> dict[int, LlguidanceMatcher]:
-        """Return the grammar's state before each of these tokens of the reply."""
+        """Return a copy of the grammar matcher before each of the given token indices in the reply."""
         if grammar is None:
             return {}
         matcher, place, found = self._tools.matcher(grammar), 0, {}
@@ -252,7 +254,7 @@ class FieldSums:
             for split in splits:
                 ids = self._tools.index.beginning_with(self._spelt.pieces[token][: split.num_bytes])
                 like = ids if mask is None else ids[mask[ids]]
-                # Their mass relative to the chosen token's, so that the row's normalizer cancels.
+                # Their probability relative to the chosen token's, so that the row's normalizer cancels.
                 share = logsumexp(row[like]) - np.float64(row[self._completion.token_ids[token]])
                 masses[split] = float(own + share)
 
@@ -262,7 +264,7 @@ class FieldSums:
             token_ids = np.concatenate([prefix, np.array(path.token_ids, np.int32)])
             if len(token_ids) <= self._max_len:
                 asks.append(RowAsk(token_ids, partial(self._take_path, one, path)))
-            else:  # longer than the model's context
+            else:  # the prefix is longer than the model's context
                 one.paths.give_up(path)
         return asks
 
@@ -270,7 +272,7 @@ class FieldSums:
         one.paths.take(path, row, self._allowed_after(one.token, path))
 
     def _allowed_after(self, token: int, path: Path) -> Allowed | None:
-        """Return the tokens the grammar allows after a path; None: no grammar, or it rejects the path."""
+        """Return the tokens that the grammar allows after a path; None if there is no grammar to ask."""
         if token not in self._matchers or path.logprobs[1] == -np.inf:
             return None
         matcher = self._matchers[token].copy()
@@ -301,7 +303,7 @@ def _completion_of(output: RequestOutput, index: int) -> CompletionOutput:
 
 
 def _schema_of(schema: Any, grammar: GrammarArgs | None) -> Schema:
-    """Return the reply's schema, which must enumerate the values of at least one field."""
+    """Return the reply's schema; raise `ParameterError` if it does not enumerate the values of any field."""
     if schema is None and grammar is not None:
         schema = grammar.json_schema
     remedy = "completion.fields() needs no schema"

@@ -1,7 +1,7 @@
-"""`NextTokenLM`: base class of models that return next-token distributions.
+"""`NextTokenLM`: base class for models that return next-token distributions.
 
-`AsyncLM`, `AsyncVirtualLM` and `RemoteLM` derive from it; they choose the source of rows and the array type
-that callers get. The methods are defined in its base classes, grouped by topic.
+Its subclasses `AsyncLM`, `AsyncVirtualLM` and `RemoteLM` choose where rows are computed and what type of
+array callers get. The methods are defined in its base classes, grouped by topic.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ DEFAULT_CACHE_BYTES = 1 << 28
 
 
 class NextTokenLM(Distributions[ArrayT], Samples, Answers, Weights, Generic[ArrayT]):
-    """Language model that returns next-token rows: (V,) float32 log-probabilities, nats, read-only.
+    """Language model that returns next-token rows: read-only (V,) float32 log-probabilities in nats.
 
     Methods may be called from any number of event loops and threads. Empty `token_ids` mean the BOS token, if
-    the model has one. `lora` names LoRA weights; without it those of `set_lora` are used.
+    the model has one. `lora` names a LoRA adapter; by default the one set with `set_lora` is used.
 
     Args:
-        source: computes rows and samples.
+        source: object that computes rows and samples.
         text: tokenizer and vocabulary of the model.
-        as_caller: converts rows to the caller's array type: a shared read-only (V,) or a new (n, V) array.
-        on_rows: called with the rows of each result before the caller gets them.
+        as_caller: function that converts NumPy rows to the caller's array type. Its argument is a shared,
+            read-only (V,) array or a new (n, V) array.
+        on_rows: function that is called with the rows of each result before they are returned.
         cache: row cache.
-        batch_size: number of waiting requests that starts a step at once on an idle engine.
-        timeout: seconds from the first request after which fewer start a step; a busy engine takes them at
-            once.
+        batch_size: number of waiting requests at which an idle engine starts a step at once. A busy engine
+            takes every request at once.
+        timeout: seconds from the first request after which an idle engine starts a step with fewer requests.
         owns_source: True if `cleanup` also closes the source.
-        bridge: event loop thread to share with the source; closed by `cleanup`. None: a new one.
+        bridge: event loop thread to share with the source, closed by `cleanup`; None for a new one.
 
     Raises:
         ParameterError: a setting is invalid.

@@ -1,4 +1,4 @@
-"""`RowCache`: LRU cache of next-token rows, bounded in bytes; `Prefix`: its key."""
+"""`RowCache`: LRU cache of next-token rows, bounded in bytes; `Prefix`: the key of a row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from logprobe.records.values import IntArray
 
 ArrayT = TypeVar("ArrayT")
-"""Type of rows as callers get them: arrays or tensors."""
+"""Type of the rows that callers get: NumPy arrays or tensors."""
 
 Row: TypeAlias = NDArray[np.float32]
 """(V,) log-probabilities, nats, read-only."""
@@ -33,9 +33,9 @@ class Prefix(NamedTuple):
     """Cache key of a row: everything that determines its values for one model."""
 
     lora: str | None
-    lora_number: int  # load number of these LoRA weights at the time of the request; 0: base model
+    lora_number: int  # load number of the LoRA adapter at the time of the request; 0 for the base model
     weights_number: int  # load number of the model's weights
-    token_bytes: bytes  # int32, (num_tokens,)
+    token_bytes: bytes  # the token ids as int32
 
     @property
     def token_ids(self) -> IntArray:
@@ -48,27 +48,27 @@ class RowCache:
     """Thread-safe LRU cache of rows.
 
     Args:
-        max_bytes: limit for rows and prefixes together; 0 keeps no rows.
-        max_rows: limit of the number of rows; None: no limit.
+        max_bytes: maximum size of rows and prefixes together; 0 keeps no rows.
+        max_rows: maximum number of rows; None for no limit.
     """
 
     def __init__(self, max_bytes: int, max_rows: int | None = None) -> None:
         is_bound = isinstance(max_bytes, int) and not isinstance(max_bytes, bool) and max_bytes >= 0
         known = "must be a number of bytes (0 keeps no rows); an unbounded cache would fill the memory"
         require(is_bound, "cache_bytes", f"{known}, got {max_bytes!r}")
-        # `getsizeof` sees the value only, so the value holds its size, prefix included.
+        # `getsizeof` only sees the value, so the value is (row, size of row and prefix).
         self._kept: LRUCache[Prefix, tuple[Row, int]] = LRUCache(max_bytes, getsizeof=itemgetter(1))
         self._max_rows = max_rows
         self._lock = threading.Lock()
 
     @property
     def max_bytes(self) -> int:
-        """Limit of the cache in bytes."""
+        """Maximum size of the cache in bytes."""
         return int(self._kept.maxsize)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that rows and prefixes take now."""
+        """Current size of rows and prefixes in bytes."""
         return int(self._kept.currsize)
 
     def __len__(self) -> int:
@@ -81,7 +81,7 @@ class RowCache:
         return None if kept is None else kept[0]
 
     def put(self, prefix: Prefix, row: Row) -> None:
-        """Add a row, evicting the least recently used; a row larger than the cache is not added.
+        """Add a row, evicting the least recently used rows; a row larger than the cache is not added.
 
         The row must own its memory.
         """
@@ -103,27 +103,27 @@ class KnownPrefix(Generic[ArrayT]):
     """A prefix and its next-token distribution."""
 
     token_ids: IntArray  # (num_tokens,) int32
-    lora: str | None  # name of the LoRA weights; None: base model
+    lora: str | None  # name of the LoRA adapter; None for the base model
     logprobs: ArrayT  # (V,) float32, nats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopTokens:
-    """The likeliest next tokens."""
+    """The k most likely next tokens."""
 
     token_ids: IntArray  # (k,) int32, by descending log-probability
     logprobs: NDArray[np.float32]  # (k,) nats, descending
 
 
 def top_tokens(row: Row, k: int) -> TopTokens:
-    """Return the `k` likeliest tokens of a row, descending, ties by ascending id."""
+    """Return the `k` most likely tokens in a row, descending; ties are ordered by ascending id."""
     ids = top_indices(row, k).astype(np.int32)
     return TopTokens(ids, row[ids])
 
 
 @functools.lru_cache(maxsize=64)
 def row_params(lora: str | None) -> SamplingParams:
-    """Return the parameters of a row request; greedy, since the sampled token is not used."""
+    """Return the parameters for a row request; they are greedy, since the sampled token is not used."""
     return SamplingParams(max_tokens=1, temperature=0, lora=lora)
 
 
@@ -131,11 +131,11 @@ def row_params(lora: str | None) -> SamplingParams:
 class SampledIds(list[int]):
     """Sampled token ids, with their log-probabilities if requested."""
 
-    logprobs: FlatLogprobs | None = None  # one position per token: the chosen token and its alternatives
+    logprobs: FlatLogprobs | None = None  # the chosen token and its alternatives, one position per token
 
     @classmethod
     def before_stop(cls, token_ids: Sequence[int], finish_reason: str | None, params: SamplingParams) -> Self:
-        """Return the sampled ids without the stop id that ended them; the model's own EOS is kept."""
+        """Return the sampled ids without a final id from `params.stop_token_ids`; the model's EOS is kept."""
         sample = cls(token_ids)
         if finish_reason == "stop" and sample and sample[-1] in params.stop_token_ids:
             del sample[-1]
@@ -144,10 +144,10 @@ class SampledIds(list[int]):
 
 @final
 class Token(bytes):
-    """Exact bytes of a token, with `.token_id`; tokens are compared and hashed by id.
+    """The exact bytes of a token, with its `token_id`; tokens are compared and hashed by id.
 
-    A vocabulary may hold several tokens of the same bytes. A token never equals plain bytes; compare its
-    `.byte_string` with them.
+    A vocabulary may contain several tokens with the same bytes. A token never equals plain bytes; to compare
+    with bytes, use `byte_string`.
     """
 
     token_id: int

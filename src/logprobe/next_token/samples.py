@@ -1,4 +1,4 @@
-"""`Samples`: the methods of `NextTokenLM` that sample tokens."""
+"""`Samples`: the methods in `NextTokenLM` that sample tokens."""
 
 from __future__ import annotations
 
@@ -42,15 +42,17 @@ class Samples(BaseLM):
         Args:
             prompt_token_ids: token ids of the prompt.
             max_tokens: maximum number of tokens.
-            eos_token_ids: token ids that end the sample; not included in it.
-            temperature: 0 picks the likeliest token.
-            seed: the same seed gives the same tokens, whatever else runs.
-            top_p: nucleus sampling mass.
-            top_k: number of likeliest tokens to sample from; 0: all.
-            logprobs: alternatives per token to record in the result's `logprobs`, raw; None: no record.
-            lora: name of the LoRA weights; None: those of `set_lora`.
-            ignore_eos: True: the model's own EOS does not end the sample. False: it does, and is the last
-                token unless it is in `eos_token_ids`. None: True, except in `AsyncVirtualLM`.
+            eos_token_ids: token ids that end the sample and are not included in it.
+            temperature: sampling temperature; 0 picks the most likely token.
+            seed: seed of the random numbers; results do not depend on other requests.
+            top_p: probability mass for nucleus sampling.
+            top_k: number of most likely tokens to sample from; 0 for all tokens.
+            logprobs: number of alternatives per token in the result's `logprobs`, which are raw; None for no
+                `logprobs`.
+            lora: name of the LoRA adapter; None for the one set with `set_lora`.
+            ignore_eos: if True, the model's EOS does not end the sample. If False, the EOS ends the sample
+                and is its last token, unless it is in `eos_token_ids`. None means True, except in
+                `AsyncVirtualLM`.
 
         Raises:
             ParameterError: an argument is invalid.

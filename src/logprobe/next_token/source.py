@@ -1,6 +1,6 @@
-"""`RowSource`: interface of sources of rows and samples; `EngineRows`: a source on an engine of this program.
+"""`RowSource`: interface for computing rows and samples; `EngineRows`: its implementation with an engine.
 
-The other source is a server (`integrations.remote`).
+The other implementation uses a server (`integrations.remote`).
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ if TYPE_CHECKING:
     from logprobe.sampling import SamplingParams
 
 BegunRow: TypeAlias = "asyncio.Future[tuple[Prefix, Row]]"
-"""Future of a row and its prefix, with the load numbers that computed it; cancelling it aborts the row."""
+"""Future of (prefix with the load numbers of the weights used, row); cancelling it aborts the request."""
 
 
 class RowSource(Protocol):
-    """Source of rows and samples of one model."""
+    """Interface for computing rows and samples with one model."""
 
     @property
     def is_busy(self) -> bool:
-        """True if requests run or wait, so that waiting for a larger batch gains nothing."""
+        """True if requests are running or waiting, so that waiting for a larger batch gains nothing."""
 
     def capabilities(self) -> Capabilities:
         """Return the capabilities of the engine."""
 
     def loads(self, lora: str | None) -> tuple[int, int]:
-        """Return the load number of the LoRA weights (0: none) and that of the model's weights.
+        """Return the load numbers of a LoRA adapter (0 for None) and of the model's weights.
 
         Raises:
-            ParameterError: unknown LoRA weights.
+            ParameterError: the LoRA name is unknown.
         """
 
     def list_loras(self) -> dict[str, str]:
-        """Return the loaded LoRA weights: name → path."""
+        """Return the loaded LoRA adapters as a map from name to path."""
 
     def begin(self, prefixes: Sequence[Prefix]) -> list[BegunRow]:
-        """Start computing rows, one future each; call on the batcher's loop.
+        """Start computing one row per prefix and return a future for each; call on the batcher's loop.
 
         Raises:
-            LogprobeError: a request was rejected; none was started.
+            LogprobeError: a request was rejected; in this case none is started.
         """
 
     async def sample(self, prompt: IntArray, params: SamplingParams) -> SampledIds:
-        """Return sampled ids, without the stop id that ended them; cancellation aborts the request."""
+        """Return sampled ids, as in `SampledIds.before_stop`; cancelling the call aborts the request."""
 
     def close(self) -> None:
         """Fail running requests with `EngineClosedError` and release all resources."""
@@ -70,7 +70,7 @@ class ModelText(Protocol):
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Exact bytes of every id."""
+        """Map from token id to exact bytes."""
 
     @property
     def bos_token_id(self) -> int | None:
@@ -79,7 +79,7 @@ class ModelText(Protocol):
 
 @final
 class EngineRows:
-    """`RowSource` on an engine of this program: each row is one request."""
+    """`RowSource` with an engine in this program: each row is one request to the engine."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
@@ -88,7 +88,7 @@ class EngineRows:
 
     @property
     def is_busy(self) -> bool:
-        """True if requests run or wait."""
+        """True if requests are running or waiting."""
         return self._engine.is_busy
 
     def capabilities(self) -> Capabilities:
@@ -96,11 +96,11 @@ class EngineRows:
         return self._engine.capabilities()
 
     def loads(self, lora: str | None) -> tuple[int, int]:
-        """See `RowSource.loads`."""
+        """Return the load numbers of a LoRA adapter and the model's weights, as in `RowSource.loads`."""
         return 0 if lora is None else self._engine.lora_number(lora), self._engine.weights_number
 
     def list_loras(self) -> dict[str, str]:
-        """Return the loaded LoRA weights: name → path."""
+        """Return the loaded LoRA adapters as a map from name to path."""
         return self._engine.list_loras()
 
     def begin(self, prefixes: Sequence[Prefix]) -> list[BegunRow]:
@@ -146,7 +146,8 @@ class EngineRows:
     def _begun(self, request_id: str, prefix: Prefix) -> BegunRow:
         loop = asyncio.get_running_loop()
         begun: BegunRow = loop.create_future()
-        # The task is not cancelled with the row: it must also consume the output of an aborted request.
+        # The task is not cancelled with the future, since it must consume the output of an aborted request
+        # too.
         task = loop.create_task(self._follow(request_id, prefix, begun))
         begun.add_done_callback(partial(self._on_done, request_id, task))
         return begun
@@ -169,7 +170,7 @@ class EngineRows:
 
 
 def settle(begun: BegunRow, outcome: tuple[Prefix, Row] | Exception) -> None:
-    """Set the result or error of a row, unless it is done or cancelled."""
+    """Set the result or exception of a future, unless it is done or cancelled."""
     if begun.done():
         return
     if isinstance(outcome, Exception):

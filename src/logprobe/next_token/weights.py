@@ -1,4 +1,4 @@
-"""`Weights`: methods of `NextTokenLM` that load and select LoRA weights and replace the model's weights."""
+"""`Weights`: methods in `NextTokenLM` that load and select LoRA adapters and replace the model's weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Weights(BaseLM):
-    """LoRA weights by name, and replacement of the model's weights."""
+    """Loading and selection of LoRA adapters, and replacement of the model's weights."""
 
     def set_lora(
         self,
@@ -27,12 +27,12 @@ class Weights(BaseLM):
         lora_path: str | Path | None = None,
         lora_name: str | None = None,
     ) -> None:
-        """Set the default LoRA weights of later requests; requests in flight keep theirs.
+        """Set the default LoRA adapter for later requests; requests in flight are not affected.
 
-        `lora_path` and `lora_name` are genlm-backend's names of `path` and `name`.
+        `lora_path` and `lora_name` are genlm-backend's names for `path` and `name`.
 
         Raises:
-            ParameterError: no weights of that name are loaded, or they were loaded from another path.
+            ParameterError: no adapter with this name is loaded, or it was loaded from another path.
         """
         path, name = lora_path if path is None else path, lora_name or name
         self._source.loads(name)
@@ -46,16 +46,16 @@ class Weights(BaseLM):
         self._lora = None
 
     def list_loras(self) -> dict[str, str]:
-        """Return the loaded LoRA weights: name → path."""
+        """Return the loaded LoRA adapters as a map from name to path."""
         return self._source.list_loras()
 
     def add_lora(self, name: str, path: str | Path) -> None:
-        """Load LoRA weights from a folder; select them with `set_lora` or `lora=`.
+        """Load a LoRA adapter from a folder; select it with `set_lora` or `lora=`.
 
-        Loading a name again replaces its weights; requests in flight keep the old ones.
+        Loading the same name again replaces the adapter; requests in flight keep the old one.
 
         Raises:
-            ModelError: the folder cannot be read, or does not fit the model.
+            ModelError: the folder cannot be read, or the adapter does not fit the model.
             ParameterError: the model runs on a server.
         """
         self._loaded.engine.add_lora(name, path)
@@ -68,17 +68,17 @@ class Weights(BaseLM):
         lora_path: str | Path | None = None,
         lora_name: str | None = None,
     ) -> None:
-        """`add_lora` with genlm-backend's signature: `add_new_lora(lora_path, lora_name="lora_1")`."""
+        """Call `add_lora`; genlm-backend's signature is `add_new_lora(lora_path, lora_name="lora_1")`."""
         given = lora_path if path is None else path
         if given is None:
             raise ParameterError("path", "is missing; pass the folder of the LoRA weights")
         self.add_lora(lora_name or name, given)
 
     def remove_lora(self, name: str) -> None:
-        """Unload LoRA weights; requests in flight still finish with them.
+        """Unload a LoRA adapter; requests in flight that use it still finish.
 
         Raises:
-            ParameterError: no such weights, or the model runs on a server.
+            ParameterError: no adapter with this name is loaded, or the model runs on a server.
         """
         self._loaded.engine.remove_lora(name)
 
@@ -89,7 +89,7 @@ class Weights(BaseLM):
         version: str | None = None,
         on_running: OnRunning = "finish",
     ) -> str:
-        """Async version of `LLM.load_weights`; cached rows of the old weights are no longer used.
+        """Async version of `LLM.load_weights`; cached rows from the old weights are not used afterwards.
 
         Raises:
             ModelError: the weights cannot be loaded; the old ones stay in use.

@@ -1,6 +1,6 @@
-"""Typed processor arguments, converted from plain values or from the request's own fields.
+"""Typed processor arguments, converted from plain values or from fields of `SamplingParams`.
 
-The argument types of built-in processors produce JSON Schema and validate fields of `SamplingParams`; every
+The argument types of built-in processors define JSON Schemas and validate fields of `SamplingParams`. Every
 default means "not requested". Processors do not validate values again.
 """
 
@@ -20,24 +20,24 @@ from logprobe.errors import ParameterError, require
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-LARGEST_FLOAT: Final = 3.4e38  # largest accepted magnitude, within float32
+LARGEST_FLOAT: Final = 3.4e38  # largest accepted magnitude, close to float32's largest value
 PLAIN_TYPES: Final = frozenset({type(None), bool, int, float, str})
 
 S = TypeVar("S", bound=msgspec.Struct)
 
 
 def plain(value: Any) -> Any:
-    """Return a copy made only of dicts, lists, strings and numbers, independent of the caller's objects.
+    """Return a copy that consists only of dicts, lists, strings and numbers and shares no objects.
 
     Raises:
-        TypeError: a mapping key becomes unhashable, such as a tuple, which is converted to a list.
+        TypeError: a mapping has a key such as a tuple, which would be converted to an unhashable list.
     """
     if type(value) in PLAIN_TYPES:
         return value
     if hasattr(value, "tolist"):  # numpy or torch
         return value.tolist()
     if isinstance(value, str):
-        return str.__str__(value)  # an instance of a subclass may not be sent to other processes
+        return str.__str__(value)  # instances of subclasses cannot be sent to other processes
     if isinstance(value, Mapping):
         return {plain(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -49,7 +49,7 @@ def to_args(values: dict[str, Any], args_type: type[S], parameter: str) -> S:
     """Convert plain values to typed arguments; numeric keys may be strings, as in JSON.
 
     Raises:
-        ParameterError: a wrong type, a value out of bounds, or a number that is not finite.
+        ParameterError: a value has a wrong type or is out of bounds, or a number is not finite.
     """
     try:
         args = msgspec.convert(values, args_type, str_keys=True)
@@ -60,12 +60,12 @@ def to_args(values: dict[str, Any], args_type: type[S], parameter: str) -> S:
 
 
 def keys_of(args_type: type[msgspec.Struct]) -> tuple[str, ...]:
-    """Return the argument names, as encoded."""
+    """Return the names of the arguments in encoded form."""
     return tuple(field.encode_name for field in msgspec.structs.fields(args_type))
 
 
 def check_token_ids(args: msgspec.Struct, vocab_size: int, parameter: str) -> None:
-    """Raise `ParameterError` if a value of type `TokenId` is outside [0, vocab_size)."""
+    """Raise `ParameterError` if a value with the type `TokenId` is outside [0, vocab_size)."""
     for name, field_type in _token_fields(type(args)):
         where = "" if name == parameter else f"{name}: "
         for token_id in _token_ids(field_type, getattr(args, name)):
@@ -92,7 +92,7 @@ def _holds_token_ids(kind: Any) -> bool:
 
 
 def _token_ids(kind: Any, value: Any) -> Iterator[int]:
-    """Yield the token ids in a value of this type."""
+    """Yield the token ids in a value whose msgspec type is `kind`."""
     if isinstance(kind, inspect.Metadata):
         if (kind.extra or {}).get("is_token_id"):
             yield value
@@ -133,17 +133,17 @@ Word: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 class _Args(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Frozen and keyword-only; unknown keys are errors."""
+    """Base class for arguments: frozen and keyword-only, and unknown keys are errors."""
 
 
 class LogitBiasArgs(_Args, frozen=True):
     """Biases added to the logits of single tokens."""
 
-    logit_bias: dict[TokenId, float] = {}  # nats
+    logit_bias: dict[TokenId, float] = {}  # token id -> bias in nats
 
 
 class AllowedTokensArgs(_Args, frozen=True):
-    """The only tokens that may be drawn."""
+    """The only tokens that may be sampled."""
 
     allowed_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)] | None = None
 
@@ -173,17 +173,18 @@ class ThinkingBudgetArgs(_Args, frozen=True):
     """Maximum number of tokens between the start and the end marker of thinking."""
 
     thinking_budget: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    # Written before the end marker, inside the budget.
+    # The processor writes this before the end marker; its tokens count towards the budget.
     think_stop_sentence: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
     think_start: Word = "<think>"
     think_end: Word = "</think>"
-    think_start_token_ids: list[TokenId] = []  # replaces `think_start`; likewise the next two
+    # replaces `think_start`; the next two fields replace the other texts
+    think_start_token_ids: list[TokenId] = []
     think_end_token_ids: list[TokenId] = []
     think_stop_sentence_token_ids: list[TokenId] = []
 
 
 class GrammarArgs(_Args, frozen=True):
-    """The form that the text must have; exactly one field is set."""
+    """The constraint on the text; exactly one field is set."""
 
     json_schema: dict[str, Any] | str | None = None  # a schema, or its JSON text
     json_object: bool = False  # any JSON object
@@ -193,7 +194,7 @@ class GrammarArgs(_Args, frozen=True):
 
 
 class CaptureArgs(_Args, frozen=True):
-    """True keeps the request's rows under its id, a string keeps them under that name."""
+    """Capture a request's rows: True stores them under the request's id, a string under that name."""
 
     capture: bool | str = False
 
@@ -207,7 +208,7 @@ class RequestParams(Protocol):
 
     @property
     def stop_token_ids(self) -> Any:
-        """Token ids that end the text."""
+        """Token ids that end the completion."""
 
     @property
     def is_greedy(self) -> bool:
@@ -216,14 +217,14 @@ class RequestParams(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FieldArgs:
-    """Arguments for a built-in processor from one field, or one group of fields."""
+    """Arguments for a built-in processor that were set in one field, or a group of fields."""
 
     parameter: str
     processor: str
     args: msgspec.Struct
 
 
-# Built-in processor, its arguments, the request fields of the same names.
+# Built-in processor, its argument type, and the request fields with the same names as arguments.
 _FIELDS: tuple[tuple[str, type[msgspec.Struct], tuple[str, ...]], ...] = (
     ("AllowedTokensLogitsProcessor", AllowedTokensArgs, ("allowed_token_ids",)),
     ("BannedWordsLogitsProcessor", BannedWordsArgs, ("bad_words",)),
@@ -237,17 +238,17 @@ _FIELDS: tuple[tuple[str, type[msgspec.Struct], tuple[str, ...]], ...] = (
 )
 _DEFAULTS = {name: getattr(kind(), name) for _, kind, names in _FIELDS for name in names}
 field_values = attrgetter(*_DEFAULTS, "response_format")
-"""Return the values of all these fields of a request."""
+"""Function that returns the values of all these fields in a request."""
 DEFAULT_VALUES = (*(_DEFAULTS | {"bad_words": (), "logit_bias": None}).values(), None)
 """The values of these fields in a request that sets none of them."""
 _FORMATS = {"json_schema": "json_schema", "regex": "regex", "choice": "choice", "ebnf": "ebnf"}
 
 
 def field_args(params: Any) -> list[FieldArgs]:
-    """Return the arguments for built-in processors from a request's own fields; defaults are skipped.
+    """Return the arguments for built-in processors that a request's fields set; defaults are skipped.
 
     Raises:
-        ParameterError: an invalid value; `parameter` is the field.
+        ParameterError: a value is invalid; the error's `parameter` is the field.
     """
     if field_values(params) == DEFAULT_VALUES:
         return []
@@ -266,7 +267,7 @@ def field_args(params: Any) -> list[FieldArgs]:
 
 
 def _checked(asked: dict[str, Any], kind: type[msgspec.Struct]) -> msgspec.Struct:
-    """Validate each field under its own name, then all together."""
+    """Validate each field alone, so that errors name the field, and then all together."""
     for name, value in asked.items():
         args = to_args({name: value}, kind, name)
     return args if len(asked) == 1 else to_args(asked, kind, next(iter(asked)))
@@ -281,11 +282,11 @@ def _is_asked(name: str, value: Any) -> bool:
 def format_args(response_format: Any) -> GrammarArgs | None:
     """Return the grammar for a response format; None for plain text.
 
-    Types are OpenAI's `text`, `json_object` and `json_schema`, plus `regex`, `choice` and `ebnf`, each with
-    a value of the same name.
+    The types are OpenAI's `text`, `json_object` and `json_schema`, and `regex`, `choice` and `ebnf`, whose
+    value is under a key with the same name as the type.
 
     Raises:
-        ParameterError: an unknown type, or a missing value.
+        ParameterError: the type is unknown, or the value is missing.
     """
     name = "response_format"
     is_mapping = isinstance(response_format, Mapping)

@@ -1,4 +1,4 @@
-"""Rows of a step and the samples they belong to: the argument of a processor's `update_state`."""
+"""The rows of an engine step and their samples, which a processor's `update_state` receives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RowKey: TypeAlias = tuple[str, int, int]
 
 @final
 class ArgsView(Mapping[str, Any]):
-    """A request's arguments as plain values: `a["x"]` and `a.x` are equal, None if missing."""
+    """A request's processor arguments as plain values; `a["x"]` and `a.x` are the same, None if missing."""
 
     def __init__(self, values: Mapping[str, Any] | None = None) -> None:
         self._values = dict(values or {})
@@ -54,25 +54,25 @@ class ArgsView(Mapping[str, Any]):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchRow:
-    """One row of logits: its sample, and its request's arguments for this processor."""
+    """One row of logits, with its sample and the request's arguments for one processor."""
 
     request_id: str
     args: Any  # the processor's `Args`; an `ArgsView` if it declares none
     prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]  # tokens observed so far; the list grows between steps
+    output_token_ids: Sequence[int]  # tokens generated so far; the list grows between steps
     params: RequestParams | None = None  # the request's `SamplingParams`
-    sample: int = 0  # index of the sample in its request
+    sample: int = 0  # index of the sample within its request
     serial: int = 0  # distinguishes requests that reuse an id one after the other
     arguments: ArgsView = field(default_factory=ArgsView)  # all arguments of the request, as plain values
 
     @property
     def key(self) -> RowKey:
-        """Key for per-sample state; it stays the same across steps, whatever the row's index."""
+        """Key for per-sample state, which stays the same in all steps even if the row's index changes."""
         return (self.request_id, self.sample, self.serial)
 
     @property
     def name(self) -> str:
-        """The request id, with the sample's index unless it is 0."""
+        """The request id, followed by `#` and the sample's index if the index is not 0."""
         return f"{self.request_id}#{self.sample}" if self.sample else self.request_id
 
 
@@ -80,10 +80,11 @@ class BatchRow:
 class BatchState(Mapping[str, Any]):
     """The rows of a step, in the order of the logits' rows, and the changes since the previous step.
 
-    It is also a mapping in the format of slot-based engines: `stop_flags` (B, 1) bool, all False; `req_ids`,
-    B strings; `logits_processors_args`, B `ArgsView`s; `prompt_ids` (B, longest) int64 padded with -1, and
-    `prompt_lens` (B, 1); `pre_ids` (B, longest) int64, the generated tokens, padded with -1; `next_tokens`
-    (B, 1), the last of them or -1; `step_idx` (B, 1), their number.
+    It is also a mapping in the format of slot-based engines, with the keys `stop_flags` (B, 1) bool, all
+    False; `req_ids`, B strings; `logits_processors_args`, B `ArgsView`s; `prompt_ids` (B, longest) int64,
+    padded with -1; `prompt_lens` (B, 1); `pre_ids`, the generated tokens, (B, longest) int64, padded with
+    -1; `next_tokens` (B, 1), the last generated token or -1; and `step_idx` (B, 1), the number of generated
+    tokens.
     """
 
     def __init__(self, rows: Sequence[BatchRow], previous: Sequence[BatchRow] = ()) -> None:
@@ -97,18 +98,18 @@ class BatchState(Mapping[str, Any]):
 
     @cached_property
     def added(self) -> list[int]:
-        """Indices of rows that were not in the previous step: new or resumed; their history is complete."""
+        """Indices of rows that were not in the previous step: new or resumed samples, with all tokens."""
         before = {row.key for row in self._previous}
         return [index for index, row in enumerate(self.rows) if row.key not in before]
 
     @cached_property
     def removed(self) -> list[BatchRow]:
-        """Rows of the previous step that are gone: finished or preempted."""
+        """Rows of the previous step that are not in this one: finished or preempted samples."""
         return [row for row in self._previous if row.key not in self.keys_of_rows]
 
     @cached_property
     def moved(self) -> list[tuple[int, int]]:
-        """(Index before, index now) of the rows whose index changed."""
+        """Pairs (previous index, current index) of the rows whose index changed."""
         before = {row.key: index for index, row in enumerate(self._previous)}
         indices = [(before.get(row.key, index), index) for index, row in enumerate(self.rows)]
         return [(old, new) for old, new in indices if old != new]
@@ -132,7 +133,10 @@ class BatchState(Mapping[str, Any]):
 
 
 def as_batch(batch: BatchState | Mapping[str, Any], args_type: type[msgspec.Struct]) -> BatchState:
-    """Return the batch, converting a slot-based engine's inputs; slots whose stop flag is set are skipped."""
+    """Convert the inputs of a slot-based engine to a `BatchState`; slots with a stop flag are skipped.
+
+    A `BatchState` is returned unchanged.
+    """
     if isinstance(batch, BatchState):
         return batch
     slots = [slot for slot, is_stopped in enumerate(plain(batch["stop_flags"])) if not _first(is_stopped)]

@@ -1,6 +1,6 @@
-"""Find masks of one request that together leave no token to draw.
+"""Find masks of one request that conflict: together they leave no token to sample.
 
-Each mask may leave tokens on its own. Functions may be called from any thread while the engine runs.
+Each mask alone may leave tokens. Functions may be called from any thread while the engine runs.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
     Masks = Sequence[tuple[MaskLogitsProcessor, BatchRow]]
 
-MAX_PROBES: Final = 32  # rows tried per request; the search is not exhaustive beyond that
+MAX_PROBES: Final = 32  # limit on the rows tried per request; then the search stops
 MAX_BRANCHES: Final = 16  # with more possible tokens than this, masks are assumed not to conflict
 
 
 def possible_tokens(masks: Masks, vocab_size: int) -> NDArray[np.int64]:
-    """Return the token ids that all masks leave possible, (num_possible,) int64, ascending."""
+    """Return the ids of the tokens that no mask forbids, (num_possible,) int64, ascending."""
     possible = np.ones(vocab_size, dtype=np.bool_)
     for processor, row in masks:
         processor.forbid(row, possible)
@@ -37,7 +37,7 @@ def possible_tokens(masks: Masks, vocab_size: int) -> NDArray[np.int64]:
 def can_end(masks: Masks, params: Any, eos_token_ids: Collection[int], vocab_size: int) -> bool:
     """Return False if no text allowed by the masks reaches an end token or `max_tokens`.
 
-    Searches depth first. Returns True if the search would take more than `MAX_PROBES` rows.
+    The search is depth-first. Return True if the search would need more than `MAX_PROBES` rows.
     """
     ends = {*eos_token_ids, *params.stop_token_ids}
     pending: list[list[int]] = [[]]
@@ -50,7 +50,7 @@ def can_end(masks: Masks, params: Any, eos_token_ids: Collection[int], vocab_siz
         rows = [(processor, replace(row, output_token_ids=output)) for processor, row in masks]
         try:
             token_ids = possible_tokens(rows, vocab_size).tolist()
-        except ParameterError:  # the grammar parser hit a limit here; sampling may never get to this text
+        except ParameterError:  # the grammar parser hit a limit; sampling may never reach this text
             return True
         is_open = len(token_ids) > MAX_BRANCHES or not ends.isdisjoint(token_ids)
         if is_open or (token_ids and params.stop):
@@ -60,7 +60,7 @@ def can_end(masks: Masks, params: Any, eos_token_ids: Collection[int], vocab_siz
 
 
 def smallest_conflict(masks: Masks, is_conflict: Callable[[Masks], bool]) -> Masks:
-    """Return a minimal subset of the masks that still conflicts."""
+    """Return a minimal subset of the masks for which `is_conflict` is still True."""
     for mask in masks:
         others = [other for other in masks if other is not mask]
         if others and is_conflict(others):

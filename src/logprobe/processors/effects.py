@@ -1,4 +1,4 @@
-"""Effect of a processor on one position, as returned for `explain`."""
+"""Effect of a processor on one position, which requests with `explain` get."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class ProcessorEffect(msgspec.Struct, frozen=True):
     """The effect of one processor on one position.
 
-    `changes` maps listed candidates whose logit changed to the difference in nats (-inf: masked, +inf:
-    unmasked). `mass_moved` is the probability moved between tokens: half the sum of all absolute changes in
-    probability (total variation distance), in [0, 1].
+    `changes` maps each returned candidate whose logit changed to the difference in nats: -inf if it was
+    masked, +inf if it was unmasked. `mass_moved` is the total variation distance between the distributions
+    before and after, in [0, 1]: half the sum of all absolute changes in probability.
     """
 
     processor: str
@@ -33,7 +33,7 @@ class RowEffect(msgspec.Struct):
     after: Tensor
 
     def among(self, token_ids: Iterable[int]) -> ProcessorEffect:
-        """Return the effect on these candidates; ids may repeat, in any order."""
+        """Return the effect, with `changes` for these candidates; ids may repeat, in any order."""
         import torch
 
         ids = torch.tensor(sorted(set(token_ids)), dtype=torch.int64)

@@ -1,7 +1,8 @@
-"""Adapters for processors of other libraries: one instance per request, on a private copy of its row.
+"""Adapters for processors from other libraries: one instance per request, applied to a copy of its row.
 
-A factory creates the instance from the request's arguments; the adapters return a `LogitsProcessor` class to
-register. State of different requests is therefore never shared, and the raw logits are never modified.
+The caller's factory creates the instance from the request's arguments. The adapters return a
+`LogitsProcessor` class to register. State of different requests is never shared, and the raw logits are
+never modified.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ if TYPE_CHECKING:
     from logprobe.config import EngineConfig
 
 Factory: TypeAlias = Callable[[Any], Any]
-"""Create a request's own instance from its arguments (the `args` type, or an `ArgsView`)."""
+"""Function that creates a request's processor from its arguments (the `args` type, or an `ArgsView`)."""
 
 
 class Rule(Protocol):
-    """Common interface of one request's instance."""
+    """Common interface for the processor of one request."""
 
     def observe(self, row: BatchRow) -> None:
-        """Process the tokens observed so far; called once per step."""
+        """Process the tokens generated so far; called once per step."""
         ...
 
     def change(self, row: BatchRow, scores: Tensor) -> Tensor:
-        """Change the row's private copy, (1, V), and return it."""
+        """Apply the processor to a private copy of the row's logits, (1, V), and return the result."""
         ...
 
 
@@ -103,9 +104,9 @@ def adapt_vllm(
 ) -> type[LogitsProcessor]:
     """Adapt vLLM's batch class: `update_state(batch_update)`, `is_argmax_invariant()`, `apply(logits)`.
 
-    It is created as `processor(facts, device, is_pin_memory)`, where `facts` are `ModelFacts`, and
-    sees a batch of one: its request's parameters with the arguments as `extra_args`, its prompt, and the live
-    list of its output tokens.
+    An instance is created as `processor(facts, device, is_pin_memory)`, where `facts` are `ModelFacts`. It
+    sees a batch of one request: the parameters, with the processor arguments as `extra_args`, the prompt, and
+    the live list of output tokens.
     """
 
     def make(row: BatchRow, model: ModelFacts) -> Rule:
@@ -125,13 +126,13 @@ def _as_dict(args: Any) -> dict[str, Any]:
 
 @final
 class _CallRule:
-    """A stateless rule."""
+    """A rule that calls a stateless function."""
 
     def __init__(self, call: Callable[[BatchRow, Tensor], Tensor]) -> None:
         self._call = call
 
     def observe(self, row: BatchRow) -> None:
-        """Do nothing: each call gets all tokens."""
+        """Do nothing, since each call gets all tokens."""
 
     def change(self, row: BatchRow, scores: Tensor) -> Tensor:
         return self._call(row, scores)
@@ -139,7 +140,7 @@ class _CallRule:
 
 @final
 class _MatcherRule:
-    """A bitmask matcher."""
+    """A rule that masks tokens with a bitmask matcher."""
 
     def __init__(self, matcher: Any, model: ModelFacts) -> None:
         self._matcher = as_matcher(matcher, model.vocab_size)
@@ -147,14 +148,14 @@ class _MatcherRule:
         self._num_observed = 0
 
     def observe(self, row: BatchRow) -> None:
-        """Advance by the tokens not observed yet."""
+        """Advance the matcher by the tokens that were not observed before."""
         for token_id in row.output_token_ids[self._num_observed :]:
             if not self._matcher.accept(token_id) and token_id not in self._model.eos_token_ids:
                 raise OverruledError(f"the matcher does not accept token {token_id}")
         self._num_observed = len(row.output_token_ids)
 
     def change(self, row: BatchRow, scores: Tensor) -> Tensor:
-        """Mask the tokens that may not come next; after the end of the text only EOS tokens are left."""
+        """Mask the tokens that are not allowed next; after the text's end, all except EOS tokens."""
         del row
         mask = self._matcher.mask()
         if mask is None:
@@ -167,7 +168,7 @@ class _MatcherRule:
 
 @final
 class _BatchOfOne:
-    """An instance of vLLM's batch class that serves a batch of one."""
+    """A rule that runs an instance of vLLM's batch class on a batch of one request."""
 
     def __init__(self, processor: Any, row: BatchRow) -> None:
         self._processor = processor
@@ -176,7 +177,7 @@ class _BatchOfOne:
         self._update: BatchUpdate | None = BatchUpdate(1, (), (added,), ())
 
     def observe(self, row: BatchRow) -> None:
-        """Announce the request at its first step, and no change at later ones."""
+        """Pass the request as added at its first step, and None, for no change, at later steps."""
         del row
         self._processor.update_state(self._update)
         self._update = None
@@ -187,7 +188,7 @@ class _BatchOfOne:
 
 
 class PerRequestProcessor(LogitsProcessor):
-    """Give each request its own rule, applied to a private copy of its row."""
+    """Creates a rule for each request and applies the rule to a private copy of the request's row."""
 
     make_rule: ClassVar[MakeRule]
     own_check: ClassVar[Callable[[Any], object]]
@@ -199,15 +200,15 @@ class PerRequestProcessor(LogitsProcessor):
         self._rules: dict[RowKey, Rule] = {}
 
     def bind(self, model: ModelFacts) -> None:
-        """Receive the model's facts, which matchers need."""
+        """Receive the model's properties, which matchers need."""
         self._model = model
 
     def check_args(self, args: Any) -> None:
-        """Call the other library's own validation, if it has one."""
+        """Call the other library's validation, if it has one."""
         type(self).own_check(args)
 
     def update_state(self, batch: BatchState) -> None:
-        """Create rules for new rows, and pass every rule its observed tokens."""
+        """Create rules for new rows, and pass to every rule its row with the tokens so far."""
         assert self._model is not None, "bind comes first"
         known, self._rules, self._rows = self._rules, {}, batch.rows
         for row in batch.rows:

@@ -1,4 +1,4 @@
-"""`LogitsProcessor`: the base class of rules that change the logits of requests that ask for it."""
+"""`LogitsProcessor`: the base class of processors, which change the logits of requests that ask for it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TokenizerView(Protocol):
 
     @property
     def vocabulary(self) -> TokenTable:
-        """The exact bytes of every id."""
+        """Map from token id to text and exact bytes."""
 
     @property
     def eos_token_id(self) -> int | None:
@@ -34,7 +34,7 @@ class TokenizerView(Protocol):
 
     @property
     def special_token_ids(self) -> frozenset[int]:
-        """Ids that are not text."""
+        """Ids of tokens that are not part of a text."""
 
     def plain_ids(self, text: str) -> list[int]:
         """Encode a text; special tokens in it are parsed, none are added."""
@@ -44,7 +44,7 @@ class TokenizerView(Protocol):
 class ModelFacts:
     """Properties of the model that are available to processors."""
 
-    vocab_size: int  # width of a row of logits; may exceed the tokenizer's
+    vocab_size: int  # width of a row of logits; may exceed the tokenizer's vocabulary
     eos_token_ids: frozenset[int]
     text: TokenizerView
 
@@ -55,7 +55,7 @@ class ModelFacts:
 
     @property
     def vocabulary(self) -> TokenTable:
-        """The exact bytes of every token id."""
+        """Map from token id to text and exact bytes."""
         return self.text.vocabulary
 
     def encode(self, text: str) -> list[int]:
@@ -64,16 +64,16 @@ class ModelFacts:
 
 
 class OverruledError(ValueError):
-    """A token that a processor had masked was drawn, since a later processor unmasked it."""
+    """A token was sampled that a processor had masked, because a later processor unmasked it."""
 
 
 @dataclass(slots=True)
 class ProcessorCounter:
     """Totals of one processor since the engine started."""
 
-    num_steps: int = 0  # steps with at least one row for it
-    num_rows: int = 0  # rows passed to it
-    num_failures: int = 0  # samples that it failed
+    num_steps: int = 0  # steps with at least one row for the processor
+    num_rows: int = 0  # rows passed to the processor
+    num_failures: int = 0  # samples that failed because of the processor
     seconds: float = 0.0  # wall time in update_state and apply
 
     def __add__(self, other: ProcessorCounter) -> ProcessorCounter:
@@ -86,50 +86,52 @@ class ProcessorCounter:
 
 
 class LogitsProcessor(ABC):
-    """Base class of logits processors; only rows of requests that give its arguments are passed to it.
+    """Base class of logits processors; a processor only gets rows of requests that set its arguments.
 
-    One instance serves all requests. State about a request must be derivable from the request's own row
-    (arguments, prompt, tokens observed), because a preempted request resumes with all its tokens at once.
-    `Args` declares typed arguments (its fields are keys of `logits_processors_args`); `arg_names` only their
-    names. A processor with neither runs on requests that give a key that no other registered processor has.
+    One instance serves all requests. State about a request must be derivable from the request's row
+    (arguments, prompt, output tokens), because a preempted request resumes with all of its tokens at once.
+    `Args` declares typed arguments: its fields are keys of `logits_processors_args`. `arg_names` declares
+    only names. A processor with neither runs on requests that set a key which no other registered processor
+    has.
     """
 
     Args: ClassVar[type[msgspec.Struct] | None] = None
     arg_names: ClassVar[
         tuple[str, ...]
-    ] = ()  # argument keys of a processor without `Args`; values are passed unchanged
-    applies_to_all: ClassVar[bool] = False  # also run, with defaults, on requests without its arguments
-    # True if it has state across steps. Otherwise it may get several rows of a sample, one per draft token.
+    ] = ()  # names of the arguments of a processor without `Args`; values are passed unchanged
+    # if True, also run, with default arguments, on requests without its arguments
+    applies_to_all: ClassVar[bool] = False
+    # True if it keeps state across steps. If False, it may get several rows of a sample, one per draft token.
     keeps_state: ClassVar[bool] = True
-    # True if it records rows for later reading. If `is_argmax_invariant`, it then still gets greedy rows, and
-    # if it also applies to all requests, the prompts of one call are processed in one step.
+    # True if it records rows for later reading. It then gets greedy rows even if it is argmax-invariant. If
+    # it also applies to all requests, the prompts of one call are processed in one step.
     keeps_rows: ClassVar[bool] = False
 
     @abstractmethod
     def __init__(self, config: EngineConfig) -> None:
-        """Create the single instance at engine start; `config` is passed only if the signature takes it."""
+        """Create the only instance, at engine start; `config` is passed only if the signature has it."""
 
     def bind(self, model: ModelFacts) -> None:  # noqa: B027 - a processor that needs no model has nothing to do
-        """Receive the model's facts; called once, after `__init__`."""
+        """Receive the model's properties; called once, after `__init__`."""
 
     def check_args(self, args: Any) -> None:  # noqa: B027 - most processors only need types and bounds
-        """Raise `ValueError` if arguments of valid types can never be served; called from any thread."""
+        """Raise `ValueError` if arguments with valid types cannot be used; called from any thread."""
 
     def is_argmax_invariant(self) -> bool:
         """Return True if the argmax never changes; greedy rows then skip it, unless `keeps_rows`."""
         return False
 
     def update_state(self, batch: BatchState) -> None:  # noqa: B027 - a stateless rule has nothing to do
-        """Receive the rows of the next logits, in order; called before each forward pass."""
+        """Receive the rows of the next step, in the order of the logits; called before each forward pass."""
 
     @abstractmethod
     def apply(self, logits: Tensor) -> Tensor:
-        """Change (rows, V) float32 logits, in place or not, and return them; must not change the state."""
+        """Return the changed logits, (rows, V) float32, modified in place or not; must not change state."""
 
 
 class MaskLogitsProcessor(LogitsProcessor):
-    """A built-in that only masks tokens."""
+    """Base class of built-in processors that only mask tokens."""
 
     @abstractmethod
     def forbid(self, row: BatchRow, possible: NDArray[np.bool_]) -> None:
-        """Set the tokens masked for a row to False in `possible`, (V,) bool; thread-safe, needs no batch."""
+        """Set the tokens masked for `row` to False in `possible`, (V,) bool; thread-safe, uses no state."""

@@ -1,4 +1,4 @@
-"""`Pipeline`: runs one step's rows of logits through the processors of their requests."""
+"""`Pipeline`: passes the rows of logits in a step through the processors of their requests."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("logprobe")
 NO_ARGS: Final = ArgsView()
-MAX_TOLD: Final = 256  # maximum number of logged failures, one per source line
+MAX_TOLD: Final = 256  # maximum number of failures to log, one per source line
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActiveSample:
-    """A sample with at least one processor: its row for each of those stages."""
+    """A sample with at least one processor; it has a `BatchRow` for each of these stages."""
 
-    rows: dict[int, BatchRow]  # stage index -> row
+    rows: dict[int, BatchRow]  # by stage index
     is_explained: bool
-    skips_invariant: bool  # greedy, and processed log-probabilities are not requested
+    skips_invariant: bool  # True if greedy and processed log-probabilities are not requested
 
     def after(self, token_ids: list[int]) -> ActiveSample:
-        """Return a copy of the sample with these tokens appended to its output."""
+        """Return a copy of the sample with `token_ids` appended to its output."""
         rows = {
             index: replace(row, output_token_ids=[*row.output_token_ids, *token_ids])
             for index, row in self.rows.items()
@@ -49,11 +49,11 @@ class ActiveSample:
 
 @dataclass(slots=True)
 class ProcessedRows:
-    """The processors' output for a step; a failed row holds the raw logits."""
+    """Logits after all processors of a step; a failed row has the raw logits."""
 
     logits: Tensor  # (R, V) float32
     errors: dict[int, LogprobeError] = field(default_factory=dict)
-    effects: dict[int, list[RowEffect]] = field(default_factory=dict)  # of rows with `explain`
+    effects: dict[int, list[RowEffect]] = field(default_factory=dict)  # by row, for requests with `explain`
 
 
 class Pipeline:
@@ -80,12 +80,12 @@ class Pipeline:
 
     def __init__(self, config: EngineConfig, model: ModelFacts) -> None:
         self._stages = Stages.build(config, model)
-        # True if a processor also applies to requests that give it no arguments.
+        # True if a processor also applies to requests that set no arguments for it.
         self.applies_to_all = any(stage.processor.applies_to_all for stage in self._stages.registered)
         self._seeing = [index for index, stage in enumerate(self._stages.ordered) if stage.sees_all]
-        self._members: dict[int, list[int]] = {}  # of this step: stage -> rows
+        self._members: dict[int, list[int]] = {}  # in this step: stage index -> indices of rows
         self._samples: Sequence[ActiveSample] = ()
-        self._others: Sequence[BatchRow] = ()  # rows after the samples, without a stage
+        self._others: Sequence[BatchRow] = ()  # rows after the samples' rows, without processors
         self._told: set[tuple[type[BaseException], tuple[str, int] | None]] = set()  # logged failures
         self._broken: set[int] = set()  # stages whose update failed in this step
 
@@ -96,24 +96,24 @@ class Pipeline:
 
     @property
     def counters(self) -> Mapping[str, ProcessorCounter]:
-        """Totals of each processor so far, by name."""
+        """Totals of each processor since the engine started, by name."""
         return self._stages.counters
 
     @property
     def registered(self) -> dict[str, LogitsProcessor]:
-        """The registered instances by name, in execution order."""
+        """The registered processors by name, in execution order."""
         return {stage.name: stage.processor for stage in self._stages.registered}
 
     def admit(self, params: Any) -> dict[int, Any]:
-        """Return the typed arguments of each stage that applies, by stage index; raises as `Stages.admit`."""
+        """Validate a request and return its typed arguments by stage index; see `Stages.admit`."""
         return self._stages.admit(params)
 
     def take_in(self, plain: Mapping[int, Any]) -> dict[int, Any]:
-        """Convert another process's `admit` result to this process's types; raises as `Stages.take_in`."""
+        """Convert arguments that another process admitted to this process's types; see `Stages.take_in`."""
         return self._stages.take_in(plain)
 
     def open(self, row: BatchRow, args_by_stage: Mapping[int, Any]) -> ActiveSample | None:
-        """Create a new sample's rows from the template `row`; None if no processor applies."""
+        """Create the rows of a new sample, which are copies of `row`; None if no processor applies."""
         params: Any = row.params
         if not args_by_stage:
             return None
@@ -124,14 +124,14 @@ class Pipeline:
         return ActiveSample(rows, params.explain, skips)
 
     def sees_all(self, samples: Sequence[ActiveSample]) -> bool:
-        """Return True if a processor of any of these samples must get all rows of the step."""
+        """Return True if a processor that applies to one of the samples must get all rows of the step."""
         stages = [(self._stages.ordered[index], index) for index in self._seeing]
         return any(_concerns(stage, index, sample) for stage, index in stages for sample in samples)
 
     def prepare(self, samples: Sequence[ActiveSample], others: Sequence[BatchRow] = ()) -> None:
-        """Pass every processor the rows of the step's logits, in order; call it before the forward pass.
+        """Pass every processor its rows of the step, in order; call this before the forward pass.
 
-        `others` are the rows after them that no processor changes; needed if `sees_all` returns True.
+        `others` are the step's further rows, which no processor changes; needed if `sees_all` returns True.
         """
         self._samples, self._others, self._members, self._broken = samples, others, {}, set()
         for index, stage in enumerate(self._stages.ordered):
@@ -146,13 +146,13 @@ class Pipeline:
                 self._update(stage, self._shown(index, members))
             except BaseException as error:  # noqa: BLE001 - `apply` finds the rows that cause it
                 self._broken.add(index)
-                if not members:  # no request to fail
+                if not members:  # there is no request to fail
                     logger.warning("%s failed to release its rows: %r", stage.name, error)
 
     def apply(self, raw: Tensor) -> ProcessedRows:
-        """Run the processors on (R, V) float32 logits of the prepared rows; `raw` is not modified.
+        """Run the processors on the logits of the prepared rows, (R, V) float32; `raw` is not modified.
 
-        Rows of `others` are only read: the result holds the rows of the samples.
+        The result has no rows for `others`, which the processors only read.
         """
         run = ProcessedRows(raw)
         explained = {row for row, sample in enumerate(self._samples) if sample.is_explained}
@@ -171,7 +171,7 @@ class Pipeline:
         return run
 
     def keeping_state(self, sample: ActiveSample) -> list[str]:
-        """Return the names of a sample's processors that keep state across steps."""
+        """Return the names of the processors of a sample that keep state across steps."""
         stages = ((index, self._stages.ordered[index]) for index in sample.rows)
         return [
             stage.name
@@ -180,7 +180,7 @@ class Pipeline:
         ]
 
     def dead_end(self, row: int) -> ConflictingParametersError:
-        """Return the error for a prepared row in which its processors together left no token."""
+        """Return the error for a prepared row whose processors together left no token to sample."""
         return self._stages.dead_end(self._samples[row].rows)
 
     def _shown(self, index: int, members: list[int]) -> list[BatchRow]:
@@ -230,7 +230,7 @@ class Pipeline:
             _put(run, raw, [row], changed)
 
     def _failure(self, index: int, row: int, error: BaseException, raw: Tensor) -> LogprobeError:
-        """Return the error for a row: a processor's fault, or a request that contradicts itself."""
+        """Return the error for a row: a fault of the processor, or parameters that contradict each other."""
         stage, rows = self._stages.ordered[index], self._samples[row].rows
         involved: list[int] = []
         if isinstance(error, OverruledError):
@@ -247,7 +247,7 @@ class Pipeline:
         return failure
 
     def _tell(self, failure: ProcessorError, error: BaseException) -> None:
-        """Log a processor's exception with its traceback, once for each source line that raises."""
+        """Log an exception in a processor with its traceback, once for each source line that raises."""
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
@@ -259,7 +259,7 @@ class Pipeline:
 
 @contextmanager
 def timed(counter: ProcessorCounter) -> Iterator[None]:
-    """Add the wall time of the block to a processor's counter."""
+    """Add the wall time of the `with` block to a processor's counter."""
     start = time.perf_counter()
     try:
         yield
@@ -281,7 +281,7 @@ def _row_for(row: BatchRow, args: Any, all_args: ArgsView) -> BatchRow:
 
 
 def _row_of(sample: ActiveSample, index: int) -> BatchRow:
-    """Return a sample's row for a stage, without arguments if the stage does not apply to it."""
+    """Return a sample's row for a stage; if the stage does not apply to the sample, without arguments."""
     row = sample.rows.get(index)
     return replace(next(iter(sample.rows.values())), args=NO_ARGS) if row is None else row
 
@@ -303,11 +303,11 @@ class _UnusableLogitsError(Exception):
 
 
 class _NoTokenError(_UnusableLogitsError):
-    """A processor left a row without a possible token."""
+    """A processor left a row without a token to sample."""
 
 
 def _leaves_some(stage: Stage, raw: Tensor, row: int) -> bool:
-    """Return True if the stage alone, updated with this row, leaves tokens to draw from the raw logits."""
+    """Return True if the stage alone, updated with this row, leaves tokens to sample from the raw logits."""
     try:
         _checked_apply(stage, raw, [row])
     except BaseException:  # noqa: BLE001 - the processor fails on its own
@@ -316,7 +316,7 @@ def _leaves_some(stage: Stage, raw: Tensor, row: int) -> bool:
 
 
 def _apply_own(stage: Stage, logits: Tensor, members: list[int]) -> None:
-    """Run a built-in in place; rows that are not contiguous are copied out and back."""
+    """Run a built-in processor in place; rows that are not contiguous are copied out and back."""
     start, end = members[0], members[-1] + 1
     if end - start == len(members):
         stage.processor.apply(logits[start:end])
@@ -347,7 +347,7 @@ def _checked_apply(stage: Stage, logits: Tensor, members: list[int], *, shows_al
             if kind == -torch.inf:
                 raise _NoTokenError("apply returned a row with no possible token")
             raise _UnusableLogitsError(f"apply returned {'+inf' if kind == torch.inf else 'NaN'}")
-    # The processor may keep a reference: do not let later stages modify its tensor.
+    # The processor may keep a reference to the tensor, so later stages must not modify it.
     return changed if changed is before else changed.clone(memory_format=torch.contiguous_format)
 
 

@@ -1,4 +1,4 @@
-"""Resolve processor classes from built-in names, `module:Class`, classes and entry points."""
+"""Resolve processor classes given as built-in names, `module:Class`, classes or entry points."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ _WHERE: Final = "logits_processors"
 
 
 def available_processors() -> list[str]:
-    """Return all names that can be registered: the built-ins, then the installed entry points."""
+    """Return the names of all processors that can be registered: built-ins, then installed entry points."""
     return [*BUILT_INS, *sorted(entry_points(group=ENTRY_POINT_GROUP).names - set(BUILT_INS))]
 
 
 def load_processor(given: str | type) -> type[LogitsProcessor]:
-    """Resolve a built-in name, a `module.path:ClassName`, an entry point or a class to a processor class.
+    """Return the processor class for a built-in name, `module.path:ClassName`, entry point or class.
 
     Raises:
-        ParameterError: it does not exist, or it is not a processor.
+        ParameterError: there is no such class, or it is not a processor.
     """
     target = given if not isinstance(given, str) else _named(given)
-    # A built-in takes a `BatchState`, whatever its argument is called.
+    # Built-ins take a `BatchState`, whatever the name of their argument.
     if isinstance(target, type) and not target.__module__.startswith(_BUILT_IN_HOME):
         target = styles.styled(target)
     is_processor = isinstance(target, type) and issubclass(target, LogitsProcessor)
@@ -70,10 +70,10 @@ def load_processor(given: str | type) -> type[LogitsProcessor]:
 
 
 def load_processors(specs: Iterable[str | type]) -> dict[str, type[LogitsProcessor]]:
-    """Resolve several specifications to classes by name, in declaration order.
+    """Resolve several specifications and return the classes by name, in the given order.
 
     Raises:
-        ParameterError: see `load_processor`; or a class is named twice.
+        ParameterError: a class is given twice, or for the reasons in `load_processor`.
     """
     loaded: dict[str, type[LogitsProcessor]] = {}
     for spec in specs:
@@ -85,7 +85,7 @@ def load_processors(specs: Iterable[str | type]) -> dict[str, type[LogitsProcess
 
 
 def make_processor(processor: type[LogitsProcessor], config: EngineConfig) -> LogitsProcessor:
-    """Create an instance; pass the configuration only if `__init__` takes it."""
+    """Create an instance, and pass the configuration only if `__init__` takes it."""
     if issubclass(processor, styles.UpdateStyle):
         return processor(*styles.arguments_of(processor, config))
     first = next(iter(inspect.signature(processor).parameters.values()), None)
@@ -98,7 +98,7 @@ def make_processor(processor: type[LogitsProcessor], config: EngineConfig) -> Lo
 
 
 def describe_processor(given: str | type) -> dict[str, Any]:
-    """Return a processor name, the first paragraph of its docstring, and the JSON Schema of its arguments."""
+    """Return a processor's name, its docstring's first paragraph, and its arguments' JSON Schema."""
     processor = load_processor(given)
     doc = (inspect.getdoc(processor) or "").split("\n\n", maxsplit=1)[0]
     return {
@@ -109,7 +109,7 @@ def describe_processor(given: str | type) -> dict[str, Any]:
 
 
 def built_in_with(key: str) -> str | None:
-    """Return the name of the built-in processor that takes this argument."""
+    """Return the name of the built-in processor with the argument `key`; None if there is none."""
     owners = {arg: name for name in BUILT_INS for arg in keys_of(_args_of(load_processor(name)))}
     return owners.get(key)
 
@@ -126,7 +126,7 @@ def _check_names(processor: type[LogitsProcessor], given: object) -> None:
 
 
 def _check_types(args: type[msgspec.Struct], given: object) -> None:
-    """Reject unresolvable types at startup instead of at the first request."""
+    """Raise `ParameterError`, at startup instead of at the first request, for types that do not resolve."""
     try:
         msgspec.inspect.type_info(args)
     except (NameError, TypeError, AttributeError) as error:
@@ -165,7 +165,8 @@ def _imported(spec: str) -> Any:
     require(is_well_formed, _WHERE, f"{spec!r} is malformed; write module.path:ClassName")
     folder = str(Path.cwd())
     if folder not in sys.path:
-        sys.path.append(folder)  # last, so that it shadows nothing; console scripts do not search the cwd
+        # at the end, so that it shadows nothing; console scripts do not search the current folder
+        sys.path.append(folder)
     try:
         module = import_module(module_name)
     except Exception as error:

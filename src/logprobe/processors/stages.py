@@ -1,4 +1,4 @@
-"""The pipeline's stages in execution order, and the selection of stages for a request."""
+"""The stages of the pipeline in execution order, and the selection of stages for a request."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NEUTRAL: Final = frozenset(
     {"LogitBiasLogitsProcessor", *AFTER_CUSTOM, "CaptureLogitsProcessor", "GlobalLogprobsCapture"}
 )
 CUSTOM_PARAMETER: Final = "logits_processors_args"
-NEAR: Final = 0.8  # similarity above which an unknown key is reported as a typing error
+NEAR: Final = 0.8  # similarity above which an unknown key counts as misspelled
 
 
 @dataclass(slots=True, eq=False)
@@ -51,47 +51,47 @@ class Stage:
     name: str
     processor: LogitsProcessor
     args_type: type[msgspec.Struct] | None
-    is_registered: bool  # by the operator; otherwise it serves the request's own fields
-    is_own: bool  # a built-in, whose output is not checked
-    is_invariant: bool  # `is_argmax_invariant`
-    is_read: bool  # argmax-invariant, and `keeps_rows`
+    is_registered: bool  # True if the operator registered it; False if request fields use it
+    is_own: bool  # True for built-ins, whose output is not checked
+    is_invariant: bool  # result of the processor's `is_argmax_invariant`
+    is_read: bool  # True if argmax-invariant and `keeps_rows`
     counter: ProcessorCounter
-    show: Callable[[BatchState], object]  # calls the processor's `update_state` in its own style
-    previous: tuple[BatchRow, ...] = ()  # rows of its latest update
+    show: Callable[[BatchState], object]  # calls `update_state` in the style that the processor uses
+    previous: tuple[BatchRow, ...] = ()  # rows of the latest update
 
     @property
     def sees_all(self) -> bool:
-        """True if it gets every row of a step, including those of requests that it does not apply to."""
+        """True if the processor gets every row of a step, including rows that it does not apply to."""
         return isinstance(self.processor, SlotStyle)
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The names of its arguments; empty if it does not declare any."""
+        """The names of the processor's arguments; empty if it does not declare any."""
         return self.processor.arg_names if self.args_type is None else keys_of(self.args_type)
 
     @property
     def is_neutral(self) -> bool:
-        """True for a built-in that neither masks nor unmasks tokens."""
+        """True for a built-in processor that neither masks nor unmasks tokens."""
         return self.is_own and self.name in NEUTRAL
 
     @property
     def takes_any(self) -> bool:
-        """True if it accepts all keys that no other processor has."""
+        """True if the processor accepts all keys that no other processor has."""
         return self.args_type is None and not self.processor.arg_names
 
 
 @dataclass(slots=True)
 class Stages:
-    """All stages in execution order; the same for every request."""
+    """All stages in execution order, which is the same for every request."""
 
     ordered: list[Stage]
     model: ModelFacts
     counters: dict[str, ProcessorCounter] = field(default_factory=dict)
-    _consistent: Any = None  # the latest parameters whose masks passed the conflict check
+    _consistent: Any = None  # latest parameters whose masks passed the conflict check
 
     @classmethod
     def build(cls, config: EngineConfig, model: ModelFacts) -> Stages:
-        """Create the single instance of each processor.
+        """Create the only instance of each processor.
 
         Raises:
             ParameterError: a registered processor cannot be loaded or created.
@@ -107,16 +107,16 @@ class Stages:
 
     @property
     def registered(self) -> list[Stage]:
-        """Those that the operator registered."""
+        """The stages that the operator registered."""
         return [stage for stage in self.ordered if stage.is_registered]
 
     def admit(self, params: Any) -> dict[int, Any]:
         """Return the typed arguments of each stage that applies to a request, by stage index; thread-safe.
 
         Raises:
-            ParameterError: no processor takes an argument, or arguments can never be served.
+            ParameterError: no processor takes one of the arguments, or a processor rejects its arguments.
             ConflictingParametersError: several masks together leave no possible text.
-            ProcessorError: a processor's own check raised something other than `ValueError`.
+            ProcessorError: a processor's check raised an exception other than `ValueError`.
         """
         asked = {}
         for index, args, parameter in self._asked(params):
@@ -128,14 +128,14 @@ class Stages:
         return asked
 
     def conflict(self, indices: Iterable[int], params: Any, fault: str) -> ConflictingParametersError:
-        """Return the error for a request whose stages with these indices contradict each other."""
+        """Return the error for a request in which the stages with these indices contradict each other."""
         fields = {asked.processor: asked.parameter for asked in field_args(params)}
         stages = [self.ordered[index] for index in indices]
         names = [CUSTOM_PARAMETER if stage.is_registered else fields[stage.name] for stage in stages]
         return ConflictingParametersError(names, [stage.name for stage in stages], fault)
 
     def dead_end(self, rows: Mapping[int, BatchRow]) -> ConflictingParametersError:
-        """Return the error for a sample whose stages (keys of `rows`) leave no token to draw."""
+        """Return the error for a sample whose stages, the keys of `rows`, leave no token to sample."""
 
         def is_conflict(masks: conflicts.Masks) -> bool:
             return not len(conflicts.possible_tokens(masks, self.model.vocab_size))
@@ -149,9 +149,10 @@ class Stages:
         return self.conflict(indices, first.params, fault)
 
     def take_in(self, plain: Mapping[int, Any]) -> dict[int, Any]:
-        """Convert the plain argument values of a request admitted by another process to typed arguments.
+        """Convert the plain arguments of a request that another process admitted to typed arguments.
 
-        Each processor checks them in this process, too, since checks may prepare state. Raises as `admit`.
+        Each processor checks the arguments again in this process, since checks may prepare state. Raises the
+        same errors as `admit`.
         """
         taken: dict[int, Any] = {}
         for index, values in plain.items():
@@ -163,7 +164,7 @@ class Stages:
         return taken
 
     def _asked(self, params: Any) -> Iterator[tuple[int, Any, str]]:
-        """Yield (stage index, arguments, name of the parameter that gave them)."""
+        """Yield (stage index, arguments, name of the request parameter that set them)."""
         if fields := field_args(params):
             own = {stage.name: index for index, stage in enumerate(self.ordered) if not stage.is_registered}
             for asked in fields:
@@ -172,7 +173,7 @@ class Stages:
             yield index, args, CUSTOM_PARAMETER
 
     def _check_masks(self, asked: Mapping[int, Any], params: Any) -> None:
-        """Raise `ConflictingParametersError` if the masks of a request allow no text that can end."""
+        """Raise `ConflictingParametersError` if a request's masks allow no text that can end."""
         stages = [self.ordered[index] for index in asked]
         if not all(stage.is_neutral or isinstance(stage.processor, MaskLogitsProcessor) for stage in stages):
             return  # another processor may unmask tokens
@@ -195,7 +196,7 @@ class Stages:
         return [(item, row) for item, row in processors if isinstance(item, MaskLogitsProcessor)]
 
     def _smallest(self, masks: conflicts.Masks, is_conflict: Callable[[conflicts.Masks], bool]) -> list[int]:
-        """Return the stage indices of a minimal conflict."""
+        """Return the stage indices of a minimal set of conflicting masks."""
         needed = [processor for processor, _ in conflicts.smallest_conflict(masks, is_conflict)]
         return [index for index, stage in enumerate(self.ordered) if stage.processor in needed]
 
@@ -209,7 +210,7 @@ class Stages:
             is_invariant = bool(processor.is_argmax_invariant())
         except Exception as error:
             raise ParameterError("logits_processors", f"cannot create {name}: {error!r}") from error
-        # A built-in used by field and by registration shares one counter.
+        # A built-in processor that is both registered and used by request fields has one counter.
         counter = self.counters.setdefault(name, ProcessorCounter())
         is_own = name in registry.BUILT_INS and registry.load_processor(name) is processor_type
         update_state: Any = processor.update_state

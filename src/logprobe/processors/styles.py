@@ -1,9 +1,9 @@
-"""Run processors written for other engines unchanged: one instance, updated in its own style.
+"""Run processors that were written for other engines, unchanged, by calling them in their engine's style.
 
-The name of `update_state`'s argument selects the style: `batch` is this library's own; `batch_update` (vLLM)
-gets the changes of the batch, and every row; `share_inputs` (slot-based engines) gets all running slots, and
-changes rows of requests that give its arguments. The class need not import this library: `styled` derives the
-class that the pipeline runs.
+The name of `update_state`'s argument selects the style. `batch` is this library's style. With
+`batch_update` (vLLM), the processor gets the changes of the batch, and every row. With `share_inputs`
+(slot-based engines), it gets all running slots, and changes the rows of requests that set its arguments.
+The class need not import this library: `styled` derives the class that the pipeline runs.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 class MoveDirectionality(Enum):
-    """A row moves to another index, or two rows swap."""
+    """Direction of a move in a batch: one row moves to another index, or two rows are swapped."""
 
     UNIDIRECTIONAL = "one way"
     SWAP = "both ways"
 
     def __eq__(self, other: object) -> bool:
-        """Compare by name, so that members equal those of the enum of the engine it was written for."""
+        """Compare by name, so that members equal the members of the other engine's enum."""
         return self.name == getattr(other, "name", None)
 
     def __hash__(self) -> int:
@@ -48,13 +48,13 @@ class BatchUpdate:
 
     batch_size: int
     removed: Sequence[int]  # indices, descending
-    added: Sequence[tuple[int, Any, list[int], Sequence[int]]]  # index, params, prompt, output (it grows)
+    added: Sequence[tuple[int, Any, list[int], Sequence[int]]]  # index, params, prompt, live output list
     moved: Sequence[tuple[int, int, MoveDirectionality]]  # from, to
 
 
 @final
 class StyledParams:
-    """A request's parameters with its processor arguments as `extra_args` (None if it has none)."""
+    """A request's parameters, with its processor arguments as `extra_args` (None if there are none)."""
 
     def __init__(self, params: Any, extra_args: dict[str, Any] | None) -> None:
         self._params = params
@@ -62,7 +62,7 @@ class StyledParams:
 
     @classmethod
     def of(cls, params: Any) -> StyledParams:
-        """Create from a request's `SamplingParams`."""
+        """Create an instance from a request's `SamplingParams`."""
         return cls(params, dict(getattr(params, "logits_processors_args", None) or {}))
 
     def __getattr__(self, name: str) -> Any:
@@ -70,31 +70,31 @@ class StyledParams:
 
 
 class UpdateStyle(LogitsProcessor):
-    """Base of processors that get changes of the batch (`batch_update`), and every row."""
+    """Base class of processors that get the changes of the batch (`batch_update`), and every row."""
 
     applies_to_all: ClassVar[bool] = True
-    keeps_rows: ClassVar[bool] = True  # cannot be declared in this style, so assume it records rows
+    keeps_rows: ClassVar[bool] = True  # this style cannot declare it, so assume that rows are recorded
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Accept any arguments: a derived class may call `super().__init__` with those of its engine."""
+        """Accept any arguments, since a subclass may call `super().__init__` with its engine's arguments."""
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Raise `ValueError` if a request's parameters can never be served; called from any thread."""
+        """Raise `ValueError` if a request's parameters cannot be used; called from any thread."""
 
 
 class SlotStyle(LogitsProcessor):
-    """Base of processors that get all running slots (`share_inputs`), and change rows of their requests."""
+    """Base class of processors that get all running slots (`share_inputs`) and change their rows."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Accept any arguments; see `UpdateStyle`."""
+        """Accept any arguments, as in `UpdateStyle`."""
 
 
 STYLES: dict[str, Any] = {"batch_update": UpdateStyle, "share_inputs": SlotStyle}
 
 
 def styled(kind: Any) -> Any:
-    """Return a class derived from `kind` and its style's base, or `kind` itself if it has no foreign style.
+    """Return a class derived from `kind` and the base class of its style, or `kind` if it has no such style.
 
     Attributes that the class sets (`applies_to_all`, `keeps_rows`, `Args`, ...) take precedence.
 
@@ -106,7 +106,7 @@ def styled(kind: Any) -> Any:
 
 
 def arguments_of(kind: type, config: EngineConfig) -> list[Any]:
-    """Return the arguments of (config, device, is_pin_memory) that an `UpdateStyle`'s `__init__` takes."""
+    """Return those of (config, device, is_pin_memory) that the `__init__` of an `UpdateStyle` class takes."""
     import torch
 
     device = torch.device("cpu" if config.device == "auto" else config.device)
@@ -126,15 +126,16 @@ def arguments_of(kind: type, config: EngineConfig) -> list[Any]:
 
 
 class Updates:
-    """Compute the changes since the last update for one `UpdateStyle` instance."""
+    """Computes the changes of the batch since the last update, for one `UpdateStyle` instance."""
 
     def __init__(self, update_state: Callable[[BatchUpdate | None], object]) -> None:
         self._update_state = update_state
-        self._told: list[RowKey] | None = []  # by index; None after a failure: its state is unknown
+        # keys by index; None after a failure, when the processor's state is unknown
+        self._told: list[RowKey] | None = []
         self._num_told = 0  # largest number of rows in any update
 
     def show(self, batch: BatchState) -> None:
-        """Call `update_state` with the changes; with None if rows and order are unchanged."""
+        """Call `update_state` with the changes, or with None if rows and order are unchanged."""
         known, self._told = self._told, None
         keys = [row.key for row in batch.rows]
         if known is None:
@@ -162,7 +163,7 @@ def _derived(kind: Any, style: Any) -> Any:
         "__doc__": kind.__doc__,
     }
     if style is UpdateStyle:
-        names["keeps_state"] = True  # a draft token's row has no index of its own
+        names["keeps_state"] = True  # rows of draft tokens have no index in this style
     try:
         return types.new_class(kind.__name__, (kind, style), exec_body=lambda body: body.update(names))
     except TypeError as error:
@@ -178,13 +179,16 @@ def _added(index: int, row: BatchRow) -> tuple[int, Any, list[int], Sequence[int
 
 
 def _anew(rows: Sequence[BatchRow], num_told: int) -> BatchUpdate:
-    """Return an update that adds all rows again and removes any beyond them."""
+    """Return an update that adds all rows again and removes rows at higher indices."""
     added = [_added(index, row) for index, row in enumerate(rows)]
     return BatchUpdate(len(rows), [*range(len(rows), num_told)][::-1], added, [])
 
 
 def _changes(known: Sequence[RowKey], rows: Sequence[BatchRow]) -> BatchUpdate:
-    """Return the update from one row order to another; new rows take freed indices, then the last rows do."""
+    """Return the update from one order of rows to another.
+
+    New rows take the indices of removed rows; indices that are still free are filled with the last rows.
+    """
     keys = [row.key for row in rows]
     wanted, before = set(keys), set(known)
     at: list[RowKey | None] = [key if key in wanted else None for key in known]

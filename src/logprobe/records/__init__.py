@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         write_parquet,
     )
 
-# Names imported on first use (pyarrow, classes of other projects) -> their module.
+# Names imported on first use, because they need pyarrow or belong to `logprobe.compat` -> their module.
 _HOMES = {
     "LogprobsLists": "logprobe.compat.logprobs_processor",
     "LogprobsTensors": "logprobe.compat.logprobs_processor",

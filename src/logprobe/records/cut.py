@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 
 
 def cut_to_mass(logprobs: npt.ArrayLike, chosen_ids: npt.ArrayLike, mass: float) -> FlatLogprobs:
-    """Truncate rows (n, V), nats, to the fewest top tokens that hold `mass`, plus the chosen ids (n,).
+    """Keep the fewest top tokens of each row that together hold probability `mass`, and the chosen token.
 
-    Ties are ordered by ascending token id; `other_logprob` of the result is the log of the mass removed.
+    `logprobs` has shape (n, V), in nats, and `chosen_ids` has shape (n,). Of tokens with equal
+    log-probabilities, the smaller id comes first. In the result, `other_logprob` is the log of the
+    probability that was removed.
 
     Raises:
-        ParameterError: `mass` outside (0, 1], shapes that do not match, NaN or +inf.
+        ParameterError: `mass` is outside (0, 1], the shapes do not match, or a value is NaN or +inf.
     """
     rows, chosen = np.asarray(logprobs), np.asarray(chosen_ids)
     if not 0 < mass <= 1:

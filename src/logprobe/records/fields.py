@@ -20,36 +20,39 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float64]
 
-MAX_DEPTH: Final = 100  # nesting depth of a text's values
-MAX_POINTER_CHARS: Final = 1 << 20  # of all pointers together; each repeats its parents
+MAX_DEPTH: Final = 100  # nesting depth of the values in a text
+# limit on the length of all pointers together; each one repeats the pointer of its parent
+MAX_POINTER_CHARS: Final = 1 << 20
 _SPACE: Final = " \t\n\r"
 _read_value: Final = json.JSONDecoder().raw_decode
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One value of a JSON text and the log-probability (nats) that the model gave it.
+    """One value in a JSON text and the log-probability (nats) that the model gave it.
 
     A token may cover bytes of the value and of the surrounding text, such as `"pos`. `logprob` includes such
     tokens and `upper` excludes them, so the value's own conditional log-probability lies between the two.
-    They are equal if there are no such tokens, or if the exact mass at the value's boundaries is known.
+    The bounds are equal if there are no such tokens, or if the caller knows the exact probability of the
+    text up to each boundary of a value.
     """
 
     pointer: str  # JSON Pointer (RFC 6901); the empty string is the whole text
     value: Any
-    logprob: float  # nats, sum over its tokens; for an object or array, over its leaf values
+    # nats, sum over the value's tokens; for an object or array, over the tokens of its leaf values
+    logprob: float
     upper: float
-    tokens: range  # positions of its tokens; for an object or array they include keys and punctuation
-    least_sure: int | None  # position of its least likely token; None if it has no tokens
+    tokens: range  # positions of the value's tokens; for an object or array they include keys and punctuation
+    least_sure: int | None  # position of the value's least likely token; None if the value has no tokens
 
     @property
     def probability(self) -> float:
-        """Probability of the value as spelled: exp(`logprob`)."""
+        """Probability of the value in the spelling that was generated: exp(`logprob`)."""
         return float(np.exp(self.logprob))
 
 
 def fields_of(record: FlatLogprobs, text: str) -> list[Field]:
-    """Return the values of a JSON text in document order; an object or array precedes its members.
+    """Return all values in a JSON text in document order; an object or array precedes its members.
 
     Args:
         record: record of the tokens whose bytes start with `text`.
@@ -74,7 +77,10 @@ class Split(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A value of a text: its leaves [first, stop), and its character or byte range [begin, end)."""
+    """A value in a text: its leaf values have the indices [first, stop), its text the range [begin, end).
+
+    The range counts characters in `_Reader` and bytes in `Spelt`.
+    """
 
     pointer: str
     value: Any
@@ -88,7 +94,7 @@ class Spelt:
     """Alignment of a JSON text with the consecutive tokens that spell it.
 
     Args:
-        pieces: the bytes of each token (T,); joined, they start with the bytes of `text`.
+        pieces: the bytes of each of the T tokens; concatenated, they start with the bytes of `text`.
         text: one JSON value, optionally surrounded by white space.
 
     Raises:
@@ -104,7 +110,7 @@ class Spelt:
         self._ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
         self._begins = self._ends - np.array([len(piece) for piece in pieces], dtype=np.int64)
         places = np.array(leaves, dtype=np.int64).reshape(-1, 2)
-        # Tokens that overlap the leaf, and among these the ones that lie entirely within it.
+        # `_starts` and `_stops` bound the tokens that overlap a leaf, `_own_*` those entirely within it.
         self._starts = np.searchsorted(self._ends, places[:, 0], side="right")
         self._stops = np.maximum(np.searchsorted(self._begins, places[:, 1], side="left"), self._starts)
         own_starts = np.searchsorted(self._begins, places[:, 0], side="left")
@@ -114,7 +120,7 @@ class Spelt:
         self._places = places
 
     def token_at(self, place: int) -> tuple[int, int]:
-        """Return the index of the token that contains a byte, and that token's first byte."""
+        """Return the index of the token that contains the byte `place`, and where that token starts."""
         token = int(np.searchsorted(self._ends, place, side="right"))
         return token, int(self._begins[token])
 
@@ -124,12 +130,13 @@ class Spelt:
         return {split for split in splits if split.num_bytes}
 
     def fields(self, record: FlatLogprobs, masses: Mapping[Split, float] | None = None) -> list[Field]:
-        """Return the values in document order, with log-probabilities from `record`.
+        """Return all values in document order, with log-probabilities taken from `record`.
 
         Args:
-            record: record of these tokens.
+            record: record whose chosen tokens are the ones given as `pieces`.
             masses: for each of `splits`, the log of the total probability (nats) of all tokens that start
-                with the bytes before the split; None: each value's log-probability has two bounds.
+                with the bytes before the split. With None, each value's log-probability is only bounded from
+                both sides.
         """
         logprobs = record.chosen_entries().logprobs.astype(np.float64)
         if masses is None:
@@ -140,7 +147,10 @@ class Spelt:
         return [self._field(node, logprobs, *sums) for node in self.nodes]
 
     def _bounds(self, logprobs: Floats) -> tuple[Floats, Floats, Floats]:
-        """Sum per leaf: over its tokens, those not in an earlier leaf, and those entirely within it."""
+        """Return three sums per leaf: over its tokens, over those not in an earlier leaf, over inner ones.
+
+        Inner tokens lie entirely within the leaf.
+        """
         # In the sum of an object or array, a token shared by several leaves counts once, with the first.
         news = np.maximum(self._starts, np.concatenate([[0], self._stops])[:-1])
         return (
@@ -150,7 +160,11 @@ class Spelt:
         )
 
     def _exact(self, logprobs: Floats, masses: Mapping[Split, float]) -> Floats:
-        """Per-leaf log-probability: that of the text up to its end minus that of the text up to its start."""
+        """Return the log-probability of each leaf.
+
+        It is the difference between the log-probabilities of the text up to the leaf's end and up to its
+        start.
+        """
         before = np.concatenate([[0.0], np.cumsum(logprobs)])
         reached = np.zeros(self._places.shape)
         for leaf, is_end in np.ndindex(reached.shape):
@@ -159,7 +173,7 @@ class Spelt:
         return np.minimum(reached[:, 1] - reached[:, 0], 0.0)
 
     def _split(self, leaf: int, *, is_end: int) -> Split:
-        """Return the split at a leaf's start or end; `num_bytes` is 0 at a token boundary."""
+        """Return the split at the start or end of a leaf; its `num_bytes` is 0 at a token boundary."""
         place = self._places[leaf, is_end]
         token = int(self._stops[leaf]) - 1 if is_end else int(self._starts[leaf])
         if is_end and self._ends[token] <= place:
@@ -189,7 +203,7 @@ Leaves = list[tuple[int, int]]
 
 
 def _read(text: str) -> tuple[list[Node], Leaves]:
-    """Return the nodes of a JSON text and the byte range of each leaf.
+    """Return the nodes in a JSON text and the byte range of each leaf.
 
     A string's range excludes its quotes; an empty string's range is its closing quote.
     """
@@ -209,16 +223,16 @@ def _read(text: str) -> tuple[list[Node], Leaves]:
 
 
 class _Reader:
-    """Recursive reader that records the position of every value of a JSON text."""
+    """Recursive reader that records the position of every value in a JSON text."""
 
     def __init__(self, text: str) -> None:
         self.nodes: list[Node] = []
         self.leaves: Leaves = []  # ranges in characters
         self._text = text
-        self._num_chars = 0  # of all pointers so far
+        self._num_chars = 0  # total length of the pointers so far
 
     def read(self, place: int, pointer: str, depth: int = 0) -> int:
-        """Read the value at `place` and its members; return where it ends."""
+        """Read the value at character `place` and its members; return the index after its last character."""
         require(depth <= MAX_DEPTH, "text", f"is nested deeper than {MAX_DEPTH} levels")
         self._num_chars += len(pointer)
         is_short = self._num_chars <= MAX_POINTER_CHARS
@@ -249,7 +263,7 @@ class _Reader:
             index += 1
 
     def after_space(self, place: int) -> int:
-        """Return the first index from `place` on that is not white space."""
+        """Return the index of the first character, at or after `place`, that is not white space."""
         while place < len(self._text) and self._text[place] in _SPACE:
             place += 1
         return place

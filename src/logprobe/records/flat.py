@@ -1,6 +1,7 @@
 """`FlatLogprobs`: log-probabilities of one request, stored as flat arrays and read like a list of dicts.
 
-Records are filled from a step's arrays (`HostRows`), or from columns and dicts with vLLM's methods.
+Records are filled from the arrays of an engine step (`HostRows`), or from columns and dicts by the methods
+that vLLM's class of this name has.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ T = TypeVar("T")
 
 
 class ListColumn(Generic[T]):
-    """Column of `FlatLogprobs` as a Python list; built on access and cached until the record grows."""
+    """Column of `FlatLogprobs` as a Python list; built on first access and cached until the record grows."""
 
     def __init__(self, read: Callable[[Entries, TokenTable | None], list[T]], doc: str) -> None:
         self._read = read
@@ -68,10 +69,10 @@ class ListColumn(Generic[T]):
 class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
     """Append-only list of `dict[int, Logprob]`, stored in typed columns.
 
-    One thread may append while others read; readers see only complete rows. Token texts come from `table` on
-    access, unless they were given with the entries. A slice is an independent record.
-
-    The dataclass fields are Python lists of the whole record, as in vLLM; `arrays` is faster.
+    One thread may append while others read; readers see only complete rows. Token texts are looked up in
+    `table` on access, except for entries that were appended with a text. A slice is an independent record.
+    The dataclass fields are Python lists over the whole record, as in vLLM; the arrays in `arrays` are
+    faster.
     """
 
     start_indices: ListColumn[int] = ListColumn(
@@ -114,7 +115,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         With columns, the first positional argument is `start_indices`.
 
         Raises:
-            ParameterError: as `append` or `from_columns`.
+            ParameterError: for the reasons given in `append` and `from_columns`.
         """
         self.rows = Rows()
         self._side = NOTHING
@@ -137,14 +138,14 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
 
     @classmethod
     def of(cls, parts: Parts) -> FlatLogprobs:
-        """Create a record from its serializable parts, without a copy."""
+        """Create a record from the result of `parts`, without copying arrays."""
         record = cls(info=parts.info)
         kept = None if parts.kept is None else IdRuns(*parts.kept)
         record.rows, record._side = parts.rows, Side(parts.extras, parts.given, kept)
         return record
 
     def parts(self) -> Parts:
-        """Return the serializable parts of the record, without a copy: everything but its table."""
+        """Return everything in the record except its token table, for serialization, without copies."""
         length = len(self)  # read once: another thread may append meanwhile
         return Parts(self.rows.cut(range(length)), *self._side.columns(length), self.info)
 
@@ -158,22 +159,22 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         ranks: Iterable[int | None],
         decoded_tokens: Iterable[str | None] = repeat(None),
     ) -> FlatLogprobs:
-        """Create a record from its six columns; position i holds [start_indices[i], end_indices[i]).
+        """Create a record from columns; position i owns the entries [start_indices[i], end_indices[i]).
 
-        A None position becomes one without entries, `{}`: columns do not distinguish them.
+        A position that was None becomes an empty position, `{}`, because columns cannot tell the two apart.
 
         Raises:
-            ParameterError: too few values in a column, a position outside of them, negative ids or ranks,
-                +inf.
+            ParameterError: a column has too few values, a position lies outside the columns, an id or rank is
+                negative, or a log-probability is +inf.
         """
         columns = (end_indices, token_ids, logprobs, ranks, decoded_tokens)
         return cls((), *columns, start_indices=start_indices)
 
     def append(self, logprobs_one_position: LogprobsOnePosition | None) -> None:
-        """Append one position; None adds a position without values.
+        """Append one position; None stands for a position without a prediction.
 
         Raises:
-            ParameterError: negative ids or ranks, +inf; nothing is added.
+            ParameterError: an id or rank is negative, or a log-probability is +inf. Nothing is added.
         """
         if logprobs_one_position is None:
             self._add_nothing_beside(1)
@@ -190,10 +191,11 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         ranks: Iterable[int | None],
         decoded_tokens: Iterable[str | None],
     ) -> None:
-        """Append one position from columns, unchanged; `token_ids` sets the number of entries.
+        """Append one position from columns exactly as given; `token_ids` sets the number of entries.
 
         Raises:
-            ParameterError: a column has too few values; negative ids or ranks; +inf. Nothing is added.
+            ParameterError: a column has too few values, an id or rank is negative, or a log-probability is
+                +inf. Nothing is added.
         """
         if self._side.is_empty:
             row = self.rows.append_soon(token_ids, logprobs, ranks, decoded_tokens)
@@ -213,20 +215,21 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         kept: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
         **extras: npt.ArrayLike | None,
     ) -> None:
-        """Append n positions from a step's arrays.
+        """Append n positions from the arrays of an engine step.
 
         Args:
-            token_ids: (n, k + 1); column 0 is the chosen token, followed by the k best. A chosen token among
-                the k best appears once in the record.
-            logprobs: (n, k + 1), nats.
-            ranks: (n,), ranks of the chosen tokens.
-            given: offsets (n + 1,), and ids, logprobs and ranks (N,) of caller-specified ids.
-            kept: offsets (n + 1,), and ascending ids that masks and truncation kept.
-            extras: columns (n,) by name, such as `entropy`; NaN: not given.
+            token_ids: shape (n, k + 1); column 0 holds the chosen token, the others the k most likely tokens.
+                A chosen token that is also among the k appears only once in the record.
+            logprobs: shape (n, k + 1), in nats.
+            ranks: shape (n,), ranks of the chosen tokens.
+            given: for caller-specified ids, four arrays: offsets (n + 1,), then ids, logprobs and ranks (N,).
+            kept: for the ids that masks and truncation kept, two arrays: offsets (n + 1,), then the ids,
+                ascending within each position.
+            extras: columns of shape (n,) by name, such as `entropy`; NaN means that a value is missing.
 
         Raises:
-            ParameterError: shapes that do not match, negative ids or ranks, +inf, an unknown column. Nothing
-                is added.
+            ParameterError: the shapes do not match, an id or rank is negative, a log-probability is +inf,
+                or a column is unknown. Nothing is added.
         """
         is_bare = self._side.is_empty and not extras and given is None and kept is None
         if is_bare and self.rows.append_one(token_ids, logprobs, ranks):  # fast path, called for every token
@@ -253,7 +256,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
             self._side.append(len(self), num_new, {})
 
     def append_entries(self, entries: Entries) -> None:
-        """Append consecutive positions, unchanged."""
+        """Append consecutive positions exactly as given."""
         self._add_nothing_beside(len(entries.offsets) - 1)
         self.rows.append_entries(entries)
 
@@ -312,17 +315,17 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         return html.shaded([self])
 
     def copy(self) -> FlatLogprobs:
-        """Return an independent record that shares the existing rows."""
+        """Return an independent record with the same rows; stored arrays are shared, not copied."""
         return self[:]
 
     def with_table(self, table: TokenTable | None) -> FlatLogprobs:
-        """Return the same rows with token texts from `table`."""
+        """Return a record with the same rows whose token texts come from `table`."""
         joined = self[:]
         joined.table = table
         return joined
 
     def chosen(self, index: int) -> tuple[int, Logprob] | None:
-        """Return id and `Logprob` of the chosen token at one position; None if it has no entries."""
+        """Return the id and `Logprob` of the chosen token at a position; None if the position is empty."""
         row = self.rows.row(range(self.rows.num_rows)[operator.index(index)])
         if row is None or not row.token_ids:
             return None
@@ -346,24 +349,24 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         return part
 
     def to_bytes(self, precision: Precision = "float32") -> bytes:
-        """Serialize the record to bytes; lossless for `precision` float32.
+        """Serialize the record to bytes, without loss if `precision` is "float32".
 
         Raises:
-            ParameterError: an unknown precision, or one below float32 for NaN or positive values.
+            ParameterError: `precision` is unknown, or it is below float32 and a value is NaN or positive.
         """
         return wire.encode(self.parts(), precision)
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> FlatLogprobs:
-        """Deserialize the output of `to_bytes`.
+        """Deserialize a record from the output of `to_bytes`.
 
         Raises:
-            InputError: not a record, an unknown version, or malformed or truncated data.
+            InputError: `data` is not a record, has an unknown version, or is malformed or truncated.
         """
         return cls.of(wire.decode(data))
 
     def to_arrow(self) -> pa.Table:
-        """Return a table for reading, one row per position with texts; for files: `records.to_arrow`."""
+        """Return a table for inspection with one row per position; to write files, use `records.to_arrow`."""
         return frames.table(self.parts(), self.table)
 
     def to_pandas(self) -> Any:
@@ -375,15 +378,19 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         return frames.to_polars(self.parts(), self.table)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return `info`, and the rows of `to_arrow` under `positions`, as plain values."""
+        """Return a dict of plain values: `info`, and the rows of `to_arrow` under `positions`."""
         return frames.to_dict(self.parts(), self.table)
 
     def to_json(self) -> str:
-        """Return `to_dict` as JSON, with -9999 for -inf, 9999 for inf (extra columns only), null for NaN."""
+        """Return `to_dict` as JSON. -inf becomes -9999, inf (in extra columns only) 9999, and NaN null."""
         return frames.to_json(self.parts(), self.table)
 
     def plot(self) -> Picture:
-        """Plot surprisals and calibration (extra `plot`); raises `ParameterError` if there are no tokens."""
+        """Plot surprisals and calibration; needs matplotlib (`pip install 'logprobe[plot]'`).
+
+        Raises:
+            ParameterError: matplotlib is not installed, or the record has no tokens.
+        """
         return picture.draw_record(self.parts(), self.table)
 
     def __reduce__(self) -> tuple[Callable[[bytes], FlatLogprobs], tuple[bytes]]:
@@ -391,20 +398,21 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
 
     @property
     def extras(self) -> dict[str, Array]:
-        """Extra columns by name, (T,) each; NaN where not given."""
+        """Extra columns by name, each of shape (T,); NaN where a value is missing."""
         return {} if self._side is NOTHING else self._side.extras(len(self))
 
     @property
     def entropy(self) -> Array | None:
-        """Entropy of each position's whole distribution, (T,) float32, nats; NaN where not given."""
+        """Entropy of each position's whole distribution, (T,) float32 in nats; NaN where missing."""
         return self._side.column("entropy", len(self))
 
     @property
     def log_kept_mass(self) -> Array | None:
-        """Log of the mass that each position kept of its raw distribution at the temperature, nats.
+        """Log of the probability that masks and truncation kept at each position, (T,) float32 in nats.
 
-        (T,) float32; None for raw records. If only masks and truncation changed the row, a kept token's raw
-        logprob at that temperature (1 for greedy requests) is its processed logprob plus this.
+        The probability is measured in the raw distribution at the request's temperature (1 for greedy
+        requests). None for raw records. If only masks and truncation changed a row, a kept token's raw
+        logprob at that temperature is the sum of its processed logprob and this value.
         """
         return self._side.column("log_kept_mass", len(self))
 
@@ -424,12 +432,12 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
 
     @property
     def is_valid(self) -> Array:
-        """(T,) bool; False where a position has NaN."""
+        """(T,) bool; False where an entry of a position is NaN."""
         return self.arrays.is_valid()
 
     @property
     def arrays(self) -> Entries:
-        """All entries as NumPy arrays: T positions with N entries in total, each chosen token first."""
+        """All entries as NumPy arrays; the chosen token of each position comes first."""
         return self.rows.entries(0, self.rows.num_rows)
 
     def chosen_entries(self) -> Entries:
@@ -441,31 +449,34 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         return with_holes(self.rows.chosen_entries(0, len(self)))
 
     def top_entries(self) -> Entries:
-        """Return the k best of each position by rank, as arrays; the chosen token only if among them."""
+        """Return the k most likely tokens of each position by rank, as arrays.
+
+        The chosen token is included only if it is one of the k.
+        """
         return self.rows.top_entries(0, len(self))
 
     @property
     def other_logprob(self) -> Array:
-        """Log of the mass outside each position's entries (the k best and the chosen token).
+        """Log of the total probability of all tokens without an entry at the position, (T,) float32 nats.
 
-        (T,) float32, nats; NaN for None positions.
+        The entries are the k most likely tokens and the chosen token. NaN for positions without a prediction.
         """
         return self.rows.other_logprobs(0, len(self))
 
     @property
     def outside_top_logprob(self) -> Array:
-        """Log of the mass outside each position's k best (`top_entries`), whatever token was chosen.
+        """Log of the total probability outside the k tokens of `top_entries`, (T,) float32 in nats.
 
-        (T,) float32, nats; NaN for None positions.
+        The chosen token makes no difference. NaN for positions without a prediction.
         """
         return self.rows.outside_top_logprobs(0, len(self))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stored values, without texts and unused capacity."""
+        """Size of the stored values in bytes; texts and unused capacity are not counted."""
         return self.rows.nbytes + self._side.nbytes(len(self))
 
     @property
     def num_entries(self) -> int:
-        """Number of entries of all positions."""
+        """Total number of entries at all positions."""
         return self.rows.num_entries

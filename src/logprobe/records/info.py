@@ -1,4 +1,4 @@
-"""Metadata of a record: which distribution, how many entries, which model."""
+"""Metadata of a record: the distribution, the number of entries, the model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Stage = Literal["raw", "processed"]
 
 
 class LogprobsInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Metadata needed to interpret a record's numbers; None means unknown or not used."""
+    """Metadata needed to interpret the values in a record; None means unknown or not used."""
 
-    stages: tuple[Stage, ...] = ("raw",)  # raw: the model's own; processed: the one sampled from
-    num_logprobs_asked: int | None = None  # -1: the full vocabulary
+    stages: tuple[Stage, ...] = ("raw",)  # raw: the model's distribution; processed: the sampled one
+    num_logprobs_asked: int | None = None  # k requested; -1 means the full vocabulary
     num_logprobs: int | None = None  # k returned
-    temperature: float | None = None  # this and the next six define `processed`
+    temperature: float | None = None  # this and the next six fields define `processed`
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
@@ -27,18 +27,18 @@ class LogprobsInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     logits_dtype: str | None = None  # such as "float32"
     engine: str | None = None
     model: str | None = None
-    logprobe_version: str | None = None  # of the package, and of its native library
+    logprobe_version: str | None = None  # versions of the package and of its native library
     weights: str | None = None  # weight layout, such as "published"
-    # How matrix products are summed: "fma", float32 fused multiply-adds of the native library, bit-identical
-    # in all of its variants; "torch", torch's matmul. None for another engine.
+    # How matrix products are computed. "fma": float32 fused multiply-adds in the native library, with
+    # bit-identical results in all of its variants. "torch": torch's matmul. None: another engine.
     arithmetic: str | None = None
-    weight_version: str | None = None  # a caller's name, or a digest or commit with its kind
-    quantization: str | None = None  # of the checkpoint, such as "Q4_1"; None: not quantised
+    weight_version: str | None = None  # a name chosen by the caller, or a digest or commit with its kind
+    quantization: str | None = None  # of the checkpoint, such as "Q4_1"; None if it is not quantised
     lora: str | None = None  # name of the LoRA adapter applied
     lora_version: str | None = None  # digest of the adapter's files
-    layers: str | None = None  # which decoder ran them, such as "30 by the native decoder"
+    layers: str | None = None  # decoder that ran the layers, such as "30 by the native decoder"
     probe_difference: float | None = None  # largest difference from transformers in the check at load
-    floor: float | None = None  # value that JSON has for -inf; None: binary form, which keeps -inf
+    floor: float | None = None  # number written for -inf in JSON; None in the binary form, which keeps -inf
     unit: Literal["nats"] = "nats"
 
     def to_json(self) -> str:
@@ -50,7 +50,7 @@ class LogprobsInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         """Decode the output of `to_json`.
 
         Raises:
-            InputError: not such an object; the message names the field.
+            InputError: `text` is not such an object; the message names the field.
         """
         try:
             return msgspec.json.decode(text, type=cls)
@@ -58,6 +58,6 @@ class LogprobsInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             raise InputError(f"LogprobsInfo: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as plain values."""
+        """Return all fields as a dict of plain values."""
         values: dict[str, Any] = msgspec.to_builtins(msgspec.structs.asdict(self))
         return values

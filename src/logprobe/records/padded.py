@@ -24,12 +24,13 @@ Padding: TypeAlias = Literal["right", "left"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedLogprobs:
-    """Chosen tokens of B records, padded to T columns; padding is 0, except in `token_ids`."""
+    """Chosen tokens of B records, padded to T columns; the padding is 0 (`pad_token_id` in `token_ids`)."""
 
     token_ids: torch.Tensor  # (B, T) int64, `pad_token_id` where `mask` is False
     logprobs: torch.Tensor  # (B, T) float32, nats
     mask: torch.Tensor  # (B, T) bool, True at real tokens
-    extras: dict[str, torch.Tensor] = field(default_factory=dict)  # (B, T) each, those all records have
+    # (B, T) each; columns that all records have
+    extras: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def entropy(self) -> torch.Tensor | None:
@@ -58,16 +59,17 @@ def to_padded(
     side: Padding = "right",
     pad_token_id: int = 0,
 ) -> PaddedLogprobs:
-    """Pad the chosen tokens of records, with their numbers, into tensors of one shape.
+    """Stack the chosen tokens of records and their log-probabilities into padded tensors of one shape.
 
     Args:
-        records: records of completions or scores; every position must have entries (not a prompt's first).
-        length: number of columns T; None: the length of the longest record.
+        records: records of completions or scores. Every position must have entries; a prompt's first
+            position has none.
+        length: number of columns T; None for the length of the longest record.
         side: side on which padding is added.
         pad_token_id: token id of the padding.
 
     Raises:
-        ParameterError: a record longer than `length`, a position without entries, an unknown side.
+        ParameterError: a record is longer than `length`, a position has no entries, or `side` is unknown.
     """
     import torch
 

@@ -32,16 +32,18 @@ def to_arrow(
     byte_offsets: npt.ArrayLike | None = None,
     token_ids: npt.ArrayLike | None = None,
 ) -> pa.RecordBatch:
-    """Convert a record to a batch of T rows.
+    """Convert a record to an Arrow batch of T rows, one per position.
 
     Args:
         record: the record.
         request_id: value of the `request_id` column in every row.
-        byte_offsets: (T + 1,) bounds of each position's bytes in the reply.
-        token_ids: (T,) token ids, also for positions without a prediction, such as a prompt's first.
+        byte_offsets: (T + 1,); the text of position t is bytes [byte_offsets[t], byte_offsets[t + 1]) of the
+            reply.
+        token_ids: (T,); ids of all tokens, even at positions without a prediction, such as a prompt's first.
 
     Raises:
-        ParameterError: `byte_offsets` or `token_ids` of the wrong length, or ids unlike the record's.
+        ParameterError: `byte_offsets` or `token_ids` has the wrong length, or the ids differ from the
+            record's.
     """
     return batch_of(record.parts(), request_id, byte_offsets=byte_offsets, token_ids=token_ids)
 
@@ -56,7 +58,10 @@ def from_arrow(batch: pa.RecordBatch | pa.Table) -> FlatLogprobs:
 
 
 def write_parquet(path: str | Path, records: Mapping[str, FlatLogprobs]) -> None:
-    """Write records by request id to a zstd-compressed Parquet file, with the first record's `info`."""
+    """Write a map from request id to record to a zstd-compressed Parquet file.
+
+    The file's metadata holds the `info` of the first record.
+    """
     info = next((record.info for record in records.values()), None)
     with ParquetWriter(path, info) as writer:
         for request_id, record in records.items():
@@ -64,10 +69,10 @@ def write_parquet(path: str | Path, records: Mapping[str, FlatLogprobs]) -> None
 
 
 def read_parquet(path: str | Path) -> dict[str, FlatLogprobs]:
-    """Read all records of a file, by request id.
+    """Read all records in a file into a dict by request id.
 
     Raises:
-        InputError: not a Parquet file of records, or the rows of one request are not contiguous.
+        InputError: the file is not a Parquet file of records, or the rows of one request are not contiguous.
     """
     records: dict[str, FlatLogprobs] = {}
     for request_id, record in iter_parquet(path):
@@ -78,10 +83,10 @@ def read_parquet(path: str | Path) -> dict[str, FlatLogprobs]:
 
 
 def iter_parquet(path: str | Path) -> Iterator[tuple[str, FlatLogprobs]]:
-    """Yield the records of a file one by one, holding at most one row group and one record in memory.
+    """Yield (request id, record) for each record in a file, holding one row group and one record in memory.
 
     Raises:
-        InputError: not a Parquet file, or not the columns of records.
+        InputError: the file is not a Parquet file, or its columns are not those of records.
     """
     waiting: list[pa.RecordBatch] = []
     with as_input_error(path), pq.ParquetFile(path) as file:
@@ -116,10 +121,12 @@ class ParquetWriter:
     ) -> None:
         """Add one request's record; an empty record adds no rows.
 
-        `byte_offsets` and `token_ids` are as in `to_arrow`; pass a prompt's ids to store its first token too.
+        `byte_offsets` and `token_ids` are as in `to_arrow`. Pass the ids of a prompt to store its first
+        token too.
 
         Raises:
-            ParameterError: `byte_offsets` or `token_ids` of the wrong length, or ids unlike the record's.
+            ParameterError: `byte_offsets` or `token_ids` has the wrong length, or the ids differ from the
+                record's.
         """
         batch = to_arrow(record, request_id, byte_offsets=byte_offsets, token_ids=token_ids)
         self._waiting.append(batch.replace_schema_metadata(self._schema.metadata))
@@ -147,7 +154,7 @@ class ParquetWriter:
 
 
 def _split(batch: pa.RecordBatch) -> Iterable[tuple[str, pa.RecordBatch]]:
-    """Split a batch into runs of rows of one request."""
+    """Yield (request id, rows) for each group of consecutive rows that belong to one request."""
     start = 0
     for request_id, run in groupby(batch.column("request_id").to_pylist()):
         length = sum(1 for _ in run)

@@ -16,18 +16,19 @@ if TYPE_CHECKING:
     from logprobe.records.store.columns import Array
 
 Send: TypeAlias = "Callable[[Tensor], Callable[[], Tensor]]"
-"""Start copying a tensor to the host; the returned function waits for the copy and returns it."""
+"""Function that starts copying a tensor to the host and returns a function that waits for the copy."""
 EXTRAS: Final[dict[str, np.dtype[Any]]] = {
-    "entropy": np.dtype(np.float32),  # nats, of the position's full distribution
-    "log_kept_mass": np.dtype(np.float32),  # nats, log of the mass that masks and truncation kept of a row
-    "varentropy": np.dtype(np.float32),  # nats², variance of the surprisal under the distribution
-    "margin": np.dtype(np.float32),  # nats, difference of the two best logprobs; inf if only one is finite
+    "entropy": np.dtype(np.float32),  # nats, entropy of the position's full distribution
+    "log_kept_mass": np.dtype(np.float32),  # nats, log of the probability that masks and truncation kept
+    "varentropy": np.dtype(np.float32),  # nats², variance of the surprisal under the full distribution
+    "margin": np.dtype(np.float32),  # nats, difference of the two largest logprobs; inf if only one is finite
 }
-"""Optional per-position columns, one number each, and their dtypes.
+"""Optional columns with one number per position, and their dtypes.
 
 A name added here is carried through IPC, records, bytes, Arrow, tables and JSON as soon as a kernel or the
 sampler fills it. Each column computed by a kernel has a flag of the same name in `SamplingParams`.
-NaN means not given; any other value is allowed, including infinities (written to JSON as -9999 and 9999).
+NaN means that a value is missing; all other values are allowed, including infinities (-9999 and 9999 in
+JSON).
 The order is the column order in files: append new names, never reorder.
 """
 KERNEL_EXTRAS: Final = tuple(name for name in EXTRAS if name != "log_kept_mass")
@@ -44,7 +45,7 @@ class GivenLogprobs:
     ranks: Tensor  # (N,) int32: 1 + number of strictly greater logits
 
     def rows(self, start: int, stop: int) -> GivenLogprobs:
-        """Return rows [start, stop); the offsets stay absolute, into the same entries."""
+        """Return rows [start, stop); the entry arrays are shared whole, so the offsets stay valid."""
         return GivenLogprobs(
             offsets=self.offsets[start : stop + 1],
             token_ids=self.token_ids,
@@ -55,15 +56,15 @@ class GivenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRows:
-    """Rows of logits, each reduced to the requested numbers; column 0 is the chosen token."""
+    """Log-probabilities and other values computed from rows of logits; column 0 is the chosen token."""
 
-    token_ids: Tensor  # (B, k + 1) int32; row b holds num_logprobs[b] + 1 entries, the rest is undefined
+    token_ids: Tensor  # (B, k + 1) int32; row b has num_logprobs[b] + 1 entries, the others are undefined
     logprobs: Tensor  # (B, k + 1) float32, nats
     ranks: Tensor  # (B,) int32, of the chosen token: 1 + number of strictly greater logits
     lse: Tensor  # (B,) float32, log-sum-exp of the row's logits
     num_logprobs: Tensor  # (B,) int32, k of each row
-    is_valid: Tensor  # (B,) bool; False if the row held NaN or +inf, or only -inf
-    extras: Mapping[str, Tensor] = field(default_factory=dict)  # (B,) each, the requested columns of EXTRAS
+    is_valid: Tensor  # (B,) bool; False if the row's logits had NaN or +inf, or only -inf
+    extras: Mapping[str, Tensor] = field(default_factory=dict)  # (B,) each; requested columns from EXTRAS
     given: GivenLogprobs | None = None  # caller-specified ids; None if there are none
 
     def __repr__(self) -> str:
@@ -75,7 +76,7 @@ class DeviceRows:
         return self.extras.get("entropy")
 
     def rows(self, start: int, stop: int) -> DeviceRows:
-        """Return rows [start, stop) as views; `given` keeps its absolute offsets."""
+        """Return rows [start, stop) as views; `given` is cut as in `GivenLogprobs.rows`."""
         own = slice(start, stop)
         return DeviceRows(
             token_ids=self.token_ids[own],
@@ -89,11 +90,11 @@ class DeviceRows:
         )
 
     def to_host(self) -> HostRows:
-        """Return the rows on the host: views of CPU tensors, or one packed copy from another device."""
+        """Return the rows on the host: as views of CPU tensors, or as one packed copy from another device."""
         return self.arriving(lambda packed: packed.cpu)()
 
     def arriving(self, send: Send) -> Callable[[], HostRows]:
-        """Start `to_host`: begin the copy now and return a function that waits for it."""
+        """Start the copy of `to_host` and return a function that waits for it and returns the rows."""
         tensors = [self.token_ids, self.logprobs, self.ranks, *self.extras.values()]
         if self.given is not None:
             tensors += [self.given.offsets, self.given.token_ids, self.given.logprobs, self.given.ranks]
@@ -124,7 +125,7 @@ class GivenLists:
         return cls(offsets=offsets, token_ids=token_ids, logprobs=logprobs, ranks=ranks)
 
     def rows(self, start: int, stop: int) -> GivenLists:
-        """Return rows [start, stop); shares memory."""
+        """Return rows [start, stop) as views of this object's entries."""
         offsets = self.offsets[start : stop + 1]
         entries = slice(int(offsets[0]), int(offsets[-1]))
         return GivenLists(
@@ -136,7 +137,7 @@ class GivenLists:
 
     @classmethod
     def joined(cls, parts: Sequence[HostRows]) -> GivenLists | None:
-        """Concatenate `given` of several runs of rows; a run without it contributes empty rows."""
+        """Concatenate the `given` of several `HostRows`; parts without it contribute empty rows."""
         if all(part.given is None for part in parts):
             return None
         empty = [np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32)]
@@ -149,7 +150,7 @@ class GivenLists:
         return cls.of(offsets, *(np.concatenate(column) for column in zip(*columns, strict=True)))
 
     def columns(self) -> list[Array]:
-        """Return offsets, ids, logprobs and ranks, in the order that `FlatLogprobs.append_rows` expects."""
+        """Return [offsets, ids, logprobs, ranks], the order that `FlatLogprobs.append_rows` expects."""
         return [self.offsets, self.token_ids, self.logprobs, self.ranks]
 
 
@@ -167,7 +168,7 @@ class KeptLists:
 
     @classmethod
     def joined(cls, parts: Sequence[HostRows]) -> KeptLists | None:
-        """Concatenate the kept ids of several runs of rows; a run without them contributes empty rows."""
+        """Concatenate the `kept` of several `HostRows`; parts without it contribute empty rows."""
         if all(part.kept is None for part in parts):
             return None
         none = np.empty(0, np.uint16)
@@ -176,21 +177,22 @@ class KeptLists:
         )
 
     def runs(self) -> list[Array]:
-        """Return the ids of each row."""
+        """Return one array of ids per row."""
         return np.split(self.token_ids, self.offsets[1:-1])
 
     def rows(self, start: int, stop: int) -> KeptLists:
-        """Return rows [start, stop); copies the ids, so that one row does not keep a step's memory alive."""
+        """Return rows [start, stop) with copied ids, so that they do not keep all rows in memory."""
         offsets = self.offsets[start : stop + 1]
         ids = self.token_ids[int(offsets[0]) : int(offsets[-1])]
         return KeptLists(offsets=offsets - offsets[0], token_ids=ids.copy())
 
 
 class HostRows:
-    """Rows of one width on the host; immutable once created.
+    """Log-probability rows of one width in host memory; immutable once created.
 
-    Rank 0 marks an invalid row, one that held NaN or +inf, or only -inf. A row that requested fewer than k
-    alternatives fills its first columns; the remaining ones are undefined, and `narrowed` drops them.
+    Rank 0 marks an invalid row, whose logits had NaN or +inf, or only -inf. A row for which fewer than k
+    alternatives were requested fills its first columns; the other columns are undefined, and `narrowed`
+    drops them.
     """
 
     # Not a dataclass: msgspec would encode it field by field, but rows cross processes as ranges of blocks.
@@ -199,7 +201,7 @@ class HostRows:
     token_ids: Final[Array]  # (N, k + 1) int32, column 0 the chosen token
     logprobs: Final[Array]  # (N, k + 1) float32, nats
     ranks: Final[Array]  # (N,) int32, of the chosen token: 1 + number of strictly greater logits
-    extras: Final[Mapping[str, Array]]  # (N,) each, the columns of EXTRAS present
+    extras: Final[Mapping[str, Array]]  # (N,) each; columns named in EXTRAS
     given: Final[GivenLists | None]  # caller-specified ids; None if there are none
     kept: Final[KeptLists | None]  # ids that masks and truncation kept; None if not requested
 
@@ -229,12 +231,12 @@ class HostRows:
 
     @property
     def is_valid(self) -> Array:
-        """(N,) bool; False if the row held NaN or +inf, or only -inf."""
+        """(N,) bool; False if the row's logits had NaN or +inf, or only -inf."""
         is_valid: Array = self.ranks > 0
         return is_valid
 
     def rows(self, start: int, stop: int) -> HostRows:
-        """Return rows [start, stop); shares memory, except for the kept ids."""
+        """Return rows [start, stop) as views of this object's arrays; only the ids in `kept` are copied."""
         own = slice(start, stop)
         return HostRows(
             self.token_ids[own],
@@ -246,7 +248,7 @@ class HostRows:
         )
 
     def narrowed(self, k: int) -> HostRows:
-        """Return the rows with `k` alternatives each, copied so that the wider arrays can be freed."""
+        """Return the rows with `k` alternatives each, copied (if narrower) so that these can be freed."""
         if k == self.k:
             return self
         # Copy the 1-D columns too: arrays from a device are views of one buffer that holds all columns.
@@ -261,7 +263,7 @@ class HostRows:
 
     @classmethod
     def joined(cls, parts: Sequence[HostRows]) -> HostRows:
-        """Concatenate one or more runs of rows; narrower ones are padded with zeros."""
+        """Concatenate one or more `HostRows`; narrower ones are padded with zeros."""
         if len(parts) == 1:
             return parts[0]
         k = max(part.k for part in parts)
@@ -281,7 +283,7 @@ def _widened(column: Array, k: int) -> Array:
 
 
 def _joined_extras(parts: Sequence[HostRows]) -> dict[str, Array]:
-    """Concatenate each column that any part has; NaN for the parts without it."""
+    """Concatenate each extra column that any part has, with NaN for the rows of parts without that column."""
     return {
         name: np.concatenate(
             [
@@ -295,7 +297,7 @@ def _joined_extras(parts: Sequence[HostRows]) -> dict[str, Array]:
 
 
 def host_array(values: npt.ArrayLike | Tensor) -> Array:
-    """Convert a list, array or tensor (any device) to an array; bfloat16 becomes float32."""
+    """Convert a list, an array, or a tensor on any device to a NumPy array; bfloat16 becomes float32."""
     if not hasattr(values, "detach"):
         return np.asarray(values)
     import torch
@@ -305,12 +307,12 @@ def host_array(values: npt.ArrayLike | Tensor) -> Array:
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Array]:
-    """Return tensors as arrays: views of CPU tensors, or one packed copy from another device."""
+    """Return tensors as NumPy arrays: as views of CPU tensors, or as one packed copy from another device."""
     return arriving(tensors, lambda packed: packed.cpu)()
 
 
 def arriving(tensors: Sequence[Tensor], send: Send) -> Callable[[], list[Array]]:
-    """Start `on_host`: pack and send tensors now; return a function that waits for the copy."""
+    """Start the copy of `on_host` and return a function that waits for it and returns the arrays."""
     import torch
 
     if all(tensor.device.type == "cpu" for tensor in tensors):

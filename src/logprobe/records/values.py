@@ -54,27 +54,27 @@ class IdLists:
         is_alike = np.array_equal(self.offsets, other.offsets)
         return is_alike and np.array_equal(self.token_ids, other.token_ids)
 
-    __hash__ = None  # type: ignore[assignment]  # arrays have none
+    __hash__ = None  # type: ignore[assignment]  # arrays are not hashable
 
     def __repr__(self) -> str:
         return f"<IdLists: {len(self.token_ids)} ids at {len(self)} positions>"
 
     @property
     def widest(self) -> int:
-        """Largest number of ids at one position."""
+        """Largest number of ids at any position."""
         return int(np.diff(self.offsets).max(initial=0))
 
     def after(self, num_positions: int) -> IdLists:
-        """Prepend `num_positions` positions without ids."""
+        """Return the lists preceded by `num_positions` positions without ids."""
         return IdLists(np.concatenate([np.zeros(num_positions, np.int64), self.offsets]), self.token_ids)
 
 
 @dataclass(slots=True)
 class Logprob:
-    """One candidate at one position: log-probability (nats), 1-based rank, text.
+    """One candidate token at one position: its log-probability (nats), 1-based rank and text.
 
-    A dataclass so that `asdict`, `replace` and `is_dataclass` work; not frozen, because creating a frozen one
-    takes over twice as long (docs/dev/decisions.md).
+    It is a dataclass so that `asdict`, `replace` and `is_dataclass` work. It is not frozen, because
+    creating a frozen dataclass takes over twice as long (docs/dev/decisions.md).
     """
 
     logprob: float
@@ -89,10 +89,10 @@ LogprobsOnePosition: TypeAlias = dict[int, Logprob]
 def top_indices(
     values: npt.NDArray[Any], k: int, token_ids: npt.NDArray[Any] | None = None
 ) -> npt.NDArray[np.intp]:
-    """Return the indices of the k largest values (n,), descending, ties by ascending id; all if k >= n.
+    """Return the indices of the k largest of n values in descending order, or of all values if k >= n.
 
-    The host counterpart of the kernels' selection. Values must not be NaN; without `token_ids` (n,), an index
-    is its own id.
+    Ties are ordered by ascending token id, as in the kernels. `token_ids` (n,) gives the ids; by default a
+    value's id is its index. Values must not be NaN.
     """
     k = min(k, len(values))
     if k == 0:

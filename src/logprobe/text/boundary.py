@@ -1,12 +1,12 @@
 """Split a text into a context and continuations: by tokens if a token ends at the boundary, else by bytes.
 
 The tokens of "The capital of Fra" are not a prefix of the tokens of "The capital of France is": one token
-spans the boundary. In that case the tokens that both share are given, and the bytes after them are
-marginalized over tokenizations (`Healing`):
+spans the boundary. In that case scoring conditions on the leading tokens that both have in common, and sums
+the probability of the bytes after these over all tokenizations (`Healing`):
 
-    p(continuation | context) = P(tail + continuation | given tokens) / P(tail | given tokens)
+    p(continuation | context) = P(tail + continuation | common tokens) / P(tail | common tokens)
 
-`tail` is the rest of the context after the given tokens, and P(bytes) is the sum over all token sequences
+`tail` is the rest of the context after the common tokens, and P(bytes) is the sum over all token sequences
 that cover these bytes, where the last token may extend beyond them (Phan et al. 2024,
 https://arxiv.org/abs/2410.09303; Vieira et al. 2024, https://arxiv.org/abs/2412.03719). `analysis.covers`
 computes the sums.
@@ -28,23 +28,24 @@ if TYPE_CHECKING:
     from logprobe.text.edge import TextEdge
 
 Boundary: TypeAlias = Literal["token", "bytes"]
-"""Scoring method of a continuation: conditional on the tokens of its context, or on its bytes."""
+"""Whether a continuation's log-probability is conditional on the tokens or on the bytes of its context."""
 BoundaryRule: TypeAlias = Literal["auto", "token"]
-"""`auto`: by bytes if a token spans the boundary; `token`: always split as lm-evaluation-harness does."""
+"""`auto` scores by bytes if a token spans the boundary; `token` splits as lm-evaluation-harness does."""
 BOUNDARY_RULES: Final = ("auto", "token")
-MAX_BYTES: Final = 24  # to sum over; if there are more, only those up to the end of the spanning token
+# limit on the bytes to sum over; a longer text is summed only up to the end of the spanning token
+MAX_BYTES: Final = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Healing:
     """The bytes to marginalize over if no token ends between a context and its continuation."""
 
-    first: int  # tokens before this index are given
-    stop: int  # tokens from this index on are scored as they are
-    tail: bytes  # rest of the context after the given tokens
-    text: bytes  # `tail` and the bytes after it, up to token `stop`
+    first: int  # tokens before this index are the context to condition on
+    stop: int  # tokens from this index on are scored without summing over tokenizations
+    tail: bytes  # bytes of the context after token `first - 1`
+    text: bytes  # bytes of the tokens [first, stop); begins with `tail`
     is_open: bool  # True if the last token that covers `text` may extend beyond it
-    num_bytes: int  # of the continuation in tokens [first, end of sequence)
+    num_bytes: int  # number of the continuation's bytes in the tokens from `first` on
 
     def moved(self, num_tokens: int) -> Healing:
         """Return a copy with indices shifted for a sequence whose first `num_tokens` tokens were cut."""
@@ -60,7 +61,7 @@ class Split(NamedTuple):
     token_ids: IntArray  # (num_tokens,) int32
     start: int
     healing: Healing | None = None
-    data: bytes | None = None  # UTF-8 of the continuation's text; None if it was given as ids
+    data: bytes | None = None  # UTF-8 of the continuation's text; None if the continuation was given as ids
 
     @property
     def context(self) -> IntArray:
@@ -74,12 +75,12 @@ class Split(NamedTuple):
 
     @property
     def pair(self) -> tuple[IntArray, IntArray] | Split:
-        """The argument for `LLM.score`: two lists of ids, or the split itself if it is summed over bytes."""
+        """The argument for `LLM.score`: (context, continuation) ids, or this split if it has `healing`."""
         return (self.context, self.continuation) if self.healing is None else self
 
 
 Pair: TypeAlias = "tuple[IntArray, IntArray] | Split"
-"""Ids of a context and of its continuation, or a split that is summed over bytes."""
+"""Token ids of a context and its continuation, or a split with `healing`."""
 
 
 def given_bytes(split: Split) -> bytes:
@@ -101,23 +102,24 @@ def split_texts(
     rule: BoundaryRule = "auto",
     is_laid_out: bool = False,
 ) -> list[Split]:
-    """Split the joined text of a context and each continuation; all are scored by the same method.
+    """Tokenize a context joined with each continuation, and split the tokens where the continuation starts.
 
     Trailing white space of the context is moved to the continuation, and an empty context becomes the model's
     BOS, or EOS if it has no BOS (as in lm-evaluation-harness). If a token spans the boundary for any
-    continuation, all of them are scored by bytes after the tokens that all share with the context.
+    continuation, all of them are scored by bytes, after the leading tokens that all have in common.
 
     Args:
         edge: the model's tokenizer.
         context: the text before the continuations.
         continuations: the texts to score.
-        rule: `token` splits as lm-evaluation-harness does, even if a token spans the boundary.
-        is_laid_out: True if the context is a rendered chat template, which contains its special tokens and
-            whose trailing white space belongs to it.
+        rule: see `BoundaryRule`.
+        is_laid_out: True if the context is a rendered chat template: its special tokens are in the text, and
+            its trailing white space stays in the context.
 
     Raises:
-        ParameterError: a continuation is empty, or the context cannot be scored by bytes: the token spanning
-            its end has no context or is special, or the tokenizer rewrites text across the boundary.
+        ParameterError: a continuation is empty, or the context cannot be scored by bytes, because the token
+            that spans its end is the first or a special token, or because the tokenizer rewrites text across
+            the boundary.
     """
     require(all(continuations), "continuation", "is empty; there is nothing to score")
     stripped = context.rstrip()
@@ -132,7 +134,7 @@ def split_texts(
         before = edge.encode(stripped, add_special_tokens=add)
         splits = [_by_tokens(before, whole) for whole in wholes]
         return _with_data(edge, splits, context, len(stripped), continuations, add_special_tokens=add)
-    # A template keeps its trailing white space unless a token spans that boundary, too.
+    # A chat template keeps its trailing white space unless a token spans the boundary after it.
     for text in [context, stripped] if is_laid_out else [stripped]:
         before = edge.encode(text, add_special_tokens=add)
         shared = [_num_shared(before, whole) for whole in wholes]
@@ -154,7 +156,7 @@ def _with_data(
     *,
     add_special_tokens: bool,
 ) -> list[Split]:
-    """Set `data` of each split: the bytes of the given text from character `start` on."""
+    """Set `data` of each split to the bytes of its joined text from character `start` on."""
     return [
         split._replace(
             data=edge.bytes_from(
@@ -177,14 +179,14 @@ def _by_tokens(before: IntArray, whole: IntArray) -> Split:
 
 
 def _num_shared(before: IntArray, whole: IntArray) -> int:
-    """Return the length of the common prefix."""
+    """Return the number of leading tokens that both have in common."""
     num = min(len(before), len(whole))
     is_same = before[:num] == whole[:num]
     return num if is_same.all() else int(is_same.argmin())
 
 
 def _without_end(edge: TextEdge, before: IntArray, shared: Sequence[int]) -> IntArray:
-    """Strip special tokens that the tokenizer appends to every text, such as EOS, from the context."""
+    """Remove special tokens that the tokenizer appends to every text, such as EOS, from the context's end."""
     end = len(before)
     while end > max(shared) and int(before[end - 1]) in edge.special_token_ids:
         end -= 1

@@ -1,4 +1,4 @@
-"""Render a conversation with the model's chat template, to text or token ids.
+"""Render a conversation with the model's chat template, as text or as token ids.
 
 Messages have OpenAI's format. Nothing is dropped silently: a field is either rendered by the template or
 rejected with an error that names its path, such as `messages[2].name`.
@@ -33,13 +33,13 @@ OWN_VARIABLES: Final = frozenset(
 )
 GENERATION_TAG: Final = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 TEXT_PARTS: Final = ("text", "input_text", "output_text")
-EMPTY: Final[tuple[Any, ...]] = (None, "", [], {})  # field values that mean "not set"
-FILLER: Final = "-"  # replaces an empty content that is to be continued
+EMPTY: Final[tuple[Any, ...]] = (None, "", [], {})  # values of a message field that mean "not set"
+FILLER: Final = "-"  # stands in for an empty last message that is to be continued
 MAX_TEMPLATE_CHARS: Final = 1 << 18
-MAX_SHAPES: Final = 1024  # conversation shapes known to be rendered completely
+MAX_SHAPES: Final = 1024  # limit on cached conversation shapes that are known to be rendered completely
 MAX_SHAPE_MESSAGES: Final = 128
-MAX_SHAPE_CHARS: Final = 256  # repr of the template variables
-# Fields of a reply's content part that a client may send back; they annotate its text.
+MAX_SHAPE_CHARS: Final = 256  # limit on the repr of the template variables
+# Fields in a reply's content part that a client may send back; they only annotate the text.
 PART_REPORTS: Final = ("annotations", "logprobs", "processed_logprobs")
 
 
@@ -64,14 +64,14 @@ class Layout:
 
 
 ANSWER: Final = Layout()
-"""Ends with a prompt for the assistant's turn."""
+"""Default layout, which ends with the start of the assistant's turn."""
 
 
 def as_conversations(messages: Conversations) -> list[Conversation]:
-    """Return a list of conversations; a text or a list of content parts becomes one user message.
+    """Return `messages` as a list of conversations; a text or a list of content parts is one user message.
 
     Raises:
-        ParameterError: not a conversation, or a conversation is empty.
+        ParameterError: `messages` is not a conversation, or a conversation is empty.
     """
     if isinstance(messages, str):
         return [[{"role": "user", "content": messages}]]
@@ -95,26 +95,26 @@ def _is_part(item: Mapping[str, Any]) -> bool:
 
 
 def is_plain(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if all roles are known and all messages have only role and content."""
+    """Return True if all messages have a known role, and no fields other than role and content."""
     return all(
         message.keys() <= {"role", "content"} and message.get("role") in KNOWN_ROLES for message in messages
     )
 
 
 def read_messages(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> IntArray:
-    """Render a conversation and encode it to ids; see `lay_out`."""
+    """Render a conversation as in `lay_out` and return its token ids, (num_tokens,) int32."""
     return text.encode(lay_out(messages, text, layout), add_special_tokens=False)
 
 
 def lay_out(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> str:
-    """Render a conversation with the model's chat template; `developer` becomes the system role.
+    """Render a conversation with the model's chat template; the role `developer` becomes `system`.
 
-    If the template does not support tools, they are described in a text, as are calls and results
-    (`tools.TOOLS_TEXT`).
+    If the template does not support tools, then tools, calls and results are written into message texts
+    (`tools.as_texts`).
 
     Raises:
-        ParameterError: there is no template, a role is missing, a part is not text, the template raises or
-            would ignore something, such as whitespace around a message that is to be continued.
+        ParameterError: there is no template, a role is missing, a content part is not text, or the template
+            raises an error or would ignore something, such as whitespace around a message to continue.
     """
     source = text.template_source
     if source.chat_template is None:
@@ -134,7 +134,7 @@ def lay_out(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> 
     _check_variables(variables, _template_for(source.chat_template, tools))
 
     def render(messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None = tools) -> str:
-        # If a template trims contents, transformers also strips the line breaks before an empty last message.
+        # If a template trims contents, transformers also strips line breaks before an empty last message.
         is_empty = layout.continue_final_message and not messages[-1]["content"]
         if is_empty:
             messages = [*messages[:-1], messages[-1] | {"content": FILLER}]
@@ -164,7 +164,7 @@ def _render(
     layout: Layout,
     variables: Mapping[str, Any],
 ) -> str:
-    """Render the chat template, in a subprocess unless its cost is bounded.
+    """Render the chat template, in a subprocess unless the template is known to be cheap to render.
 
     Raises:
         ParameterError: rendering exceeds the time limit.
@@ -191,7 +191,7 @@ def _render(
 
 
 def _template_for(templates: str | Mapping[str, str], tools: Sequence[Mapping[str, Any]] | None) -> str:
-    """Return the template of a conversation, of several by name that of tools or the default."""
+    """Return the chat template; of several, the one named `tool_use` if there are tools, else `default`."""
     if isinstance(templates, str):
         return templates
     name = "tool_use" if tools is not None and "tool_use" in templates else "default"
@@ -203,10 +203,10 @@ def _template_for(templates: str | Mapping[str, str], tools: Sequence[Mapping[st
 def _first_rendered(
     render: Callable[[Sequence[dict[str, Any]]], str], ways: Sequence[tuple[list[dict[str, Any]], list[int]]]
 ) -> tuple[list[dict[str, Any]], list[int], str]:
-    """Return the first variant of the messages that the template accepts, with the rendered text.
+    """Return the first variant of the messages that the template accepts, its indices, and the rendered text.
 
     Raises:
-        ParameterError: the template accepts none; the message is the error of the first variant.
+        ParameterError: the template accepts no variant; the message is the error for the first one.
     """
     errors: list[Exception] = []
     for messages, numbers in ways:
@@ -220,7 +220,7 @@ def _first_rendered(
 
 
 def _with_argument_texts(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with its calls' arguments as JSON text, which some templates expect."""
+    """Return the message with the arguments of its calls as JSON texts, which some templates expect."""
     if "tool_calls" not in message:
         return message
     functions = [call["function"] for call in message["tool_calls"]]
@@ -233,7 +233,7 @@ def _with_argument_texts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shape_of(messages: Sequence[dict[str, Any]], layout: Layout) -> str | None:
-    """Return a key for a plain conversation and its layout, without the texts; None for other kinds."""
+    """Return a key made of the roles and layout of a plain conversation; None if it is not plain."""
     if layout.tools or len(messages) > MAX_SHAPE_MESSAGES or not is_plain(messages):
         return None
     turns = [f"{message['role']}{':' if message['content'] else ''}" for message in messages]
@@ -262,7 +262,7 @@ def _check_tools(render_bare: Any, laid_out: str) -> None:
 
 
 def chat_template_of(source: Any) -> str | None:
-    """Return the chat template used for conversations with tools; None if there is none."""
+    """Return the chat template for conversations with tools; None if the tokenizer has no such template."""
     template: str | dict[str, str] | None = source.chat_template
     if isinstance(template, dict):
         return template.get("tool_use", template.get("default"))
@@ -271,25 +271,25 @@ def chat_template_of(source: Any) -> str | None:
 
 @functools.lru_cache(maxsize=16)
 def takes_tools(template: str) -> bool:
-    """Return True if a chat template renders tools."""
+    """Return True if a chat template reads the variable `tools`."""
     from jinja2 import TemplateSyntaxError
 
     try:
         return "tools" in variables_of(template)
     except TemplateSyntaxError:
-        return True  # the syntax error is reported when it is rendered
+        return True  # the syntax error is reported when the template is rendered
 
 
 def _says_tools(source: Any, tools: Sequence[Mapping[str, Any]] | None) -> bool:
-    """Return True if tools, calls and results must be described in text since the template ignores them."""
+    """Return True if the template ignores tools, so that tools, calls and results must be written as text."""
     template = chat_template_of(source)
     assert template is not None, "the caller checked it"
-    # A template that renders calls itself keeps doing so as long as no tools are given.
+    # If no tools are given, calls are left to a template that renders calls.
     return not takes_tools(template) and (bool(tools) or "tool_calls" not in template)
 
 
 def _check_variables(variables: Mapping[str, Any], template: str) -> None:
-    """Reject variables that the template does not read, and reserved names."""
+    """Raise `ParameterError` for variables that are reserved or that the template does not read."""
     for name in variables:
         require(name not in OWN_VARIABLES, f"chat_template_kwargs.{name}", "is reserved; leave it out")
         known = sorted(variables_of(template) - OWN_VARIABLES)
@@ -299,7 +299,7 @@ def _check_variables(variables: Mapping[str, Any], template: str) -> None:
 
 @functools.lru_cache(maxsize=16)
 def variables_of(template: str) -> frozenset[str]:
-    """Return the undeclared variables of a chat template, that is, the names it reads and does not set."""
+    """Return the names that a chat template reads but does not set; empty for very large templates."""
     from jinja2 import meta, nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -310,7 +310,8 @@ def variables_of(template: str) -> frozenset[str]:
     try:
         tree = environment.parse(plain)
         for constant in tree.find_all(nodes.Const):
-            constant.value = ""  # otherwise jinja2 folds constants, whose size is unbounded
+            # otherwise jinja2 folds constant expressions, which can become arbitrarily large
+            constant.value = ""
         return frozenset(meta.find_undeclared_variables(tree))
     except RecursionError:
         return frozenset()
@@ -337,7 +338,7 @@ def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def _plain_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Return tool calls with their arguments parsed to objects, as templates expect."""
+    """Return tool calls with their arguments parsed from JSON texts to objects, as templates expect."""
     require(isinstance(calls, list), where, "must be a list of calls")
     return [_plain_call(call, f"{where}[{number}]") for number, call in enumerate(calls)]
 

@@ -1,8 +1,9 @@
 """Check that a chat template renders every field of a conversation.
 
 A template is a program and may ignore fields that its author did not expect. The conversation is therefore
-rendered once more with a unique mark in place of each field. Each field whose mark is missing is then removed
-on its own; if the output does not change, the model would never see that field, and it is rejected.
+rendered once more with a unique mark in place of each field. Each field whose mark is missing in the output
+is then removed on its own: if the output does not change, the model would never see the field, and the
+field is rejected.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ Render: TypeAlias = Callable[[Messages], str]
 
 KNOWN_ROLES: Final = ("user", "assistant", "system")
 MARK: Final = re.compile(r"Mark\d+End")
-MAX_TRIALS: Final = 128  # renderings per conversation
+MAX_TRIALS: Final = 128  # limit on the renderings per conversation
 OWN_TEXT: Final = -1
 """Index of the generated system message that describes the tools; the caller did not write it."""
 
 
 class FieldPath(NamedTuple):
-    """Path of a message field, or of one tool call of a message."""
+    """Path of a field in a message, or of one of its tool calls."""
 
     message: int
     field: str
@@ -38,15 +39,15 @@ class FieldPath(NamedTuple):
 def check_laid_out(
     messages: Messages, render: Render, laid_out: str, numbers: Sequence[int] | None = None
 ) -> bool:
-    """Reject fields that had no effect on `laid_out`, the template's output for the messages.
+    """Reject fields that had no effect on `laid_out`, the template's output for `messages`.
 
-    `numbers` maps messages to the indices used in errors, for messages that were derived from the caller's;
-    `OWN_TEXT` stands for a generated message that describes the tools. Return True if every mark was
-    rendered, so that conversations of the same shape with other texts are rendered completely, too.
+    If `messages` were derived from the caller's, `numbers` has the index of the caller's message for each, or
+    `OWN_TEXT` for a generated message that describes the tools. Return True if every mark was rendered, which
+    means that conversations with the same roles and fields but other texts are rendered completely, too.
 
     Raises:
-        ParameterError: a content, field or role has no effect (`parameter` is its path), or too many
-            renderings would be needed to check.
+        ParameterError: a content, field or role has no effect (the error's `parameter` is its path), or the
+            check would need too many renderings.
     """
     marks = {path: f"Mark{number}End" for number, path in enumerate(_field_paths(messages))}
     text = _rendered(render, _marked(messages, marks)) or ""
@@ -77,7 +78,7 @@ def _field_paths(messages: Messages) -> Iterator[FieldPath]:
 
 
 def _marked(messages: Messages, marks: dict[FieldPath, str]) -> list[dict[str, Any]]:
-    """Return the messages with a mark in place of each text and of each called function's name."""
+    """Return the messages with marks in place of all texts and of the function names in calls."""
 
     def value_of(index: int, field: str, value: Any) -> Any:
         if field == "tool_calls":
@@ -96,7 +97,7 @@ def _marked(messages: Messages, marks: dict[FieldPath, str]) -> list[dict[str, A
 
 
 def _without(messages: Messages, path: FieldPath) -> list[dict[str, Any]]:
-    """Return the messages without one field; content, which templates require, is replaced instead."""
+    """Return the messages without one field or call; content is replaced, since templates require it."""
     others = [dict(message) for message in messages]
     message = others[path.message]
     if path.field == "content":
@@ -111,7 +112,7 @@ def _without(messages: Messages, path: FieldPath) -> list[dict[str, Any]]:
 
 
 def is_implied(messages: Messages, path: FieldPath) -> bool:
-    """Return True if a tool result's field only repeats what its position shows: which call it answers."""
+    """Return True if the field names the call that a tool result answers, as its position does anyway."""
     if path.field not in {"tool_call_id", "name"} or messages[path.message]["role"] != "tool":
         return False
     first = path.message
@@ -136,7 +137,7 @@ def _check_role(messages: Messages, role: str, number: int, render: Render, laid
 
 
 def _rendered(render: Render, messages: Messages) -> str | None:
-    """Return the rendered text, or None if the template raises, which shows that it read the change."""
+    """Return the rendered text, or None if the template raises, which shows that it noticed the change."""
     try:
         return render(messages)
     except ParameterError:  # time limit

@@ -33,14 +33,14 @@ logger = logging.getLogger("logprobe")
 
 @final
 class LoadOnce:
-    """Call `load` at the first call, and return its result at each; thread-safe."""
+    """Callable that runs `load` at its first call and returns the result at every call; thread-safe."""
 
     def __init__(self, load: Callable[[], Any]) -> None:
         self._load, self._lock = load, Lock()
         self._results: list[Any] = []
 
     def __call__(self) -> Any:
-        """Return the result of `load`."""
+        """Return the result of `load`, calling it if this is the first call."""
         with self._lock:
             if not self._results:
                 self._results.append(self._load())
@@ -48,7 +48,7 @@ class LoadOnce:
 
     @property
     def is_loaded(self) -> bool:
-        """True after the first call has returned."""
+        """True if `load` has returned."""
         return bool(self._results)
 
 
@@ -63,24 +63,29 @@ class TextEdge:
     backend: Tokenizer
     facts: TokenizerFacts
     vocabulary: Vocabulary
-    load_tokenizer: Callable[[], Any]  # thread-safe; returns the same object each time
-    fast: FastTokenizer | None = None  # the tokenizer as read from its files; None: `load_tokenizer` gave it
-    # Chat template -> conversation shapes that it is known to render completely (`chat.lay_out`).
+    # returns the transformers tokenizer, always the same object; thread-safe
+    load_tokenizer: Callable[[], Any]
+    fast: FastTokenizer | None = None  # the tokenizer if it was read without transformers, else None
+    # Chat template -> shapes of conversations that the template is known to render completely
+    # (`chat.lay_out`).
     sound_shapes: dict[str, set[str]] = field(default_factory=dict, compare=False, repr=False)
     logged_warnings: set[str] = field(default_factory=set, compare=False, repr=False)
-    # Cache of response forms, by chat template (`channels.template_of`).
+    # Cache of `channels.template_of`, by chat template and response template.
     response_forms: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, tokenizer: Any) -> Self:
-        """Create from a tokenizer that transformers has loaded."""
+        """Create an instance from a tokenizer that transformers has loaded."""
         backend: Tokenizer = tokenizer.backend_tokenizer
         vocabulary = Vocabulary.from_tokenizer(backend)
         return cls(backend, TokenizerFacts.of(tokenizer), vocabulary, lambda: tokenizer)
 
     @classmethod
     def of_fast(cls, fast: FastTokenizer, load_tokenizer: Callable[[], Any]) -> Self:
-        """Create from a tokenizer that was read without transformers; `load_tokenizer` loads that of it."""
+        """Create an instance from a tokenizer read without transformers.
+
+        `load_tokenizer` returns the transformers tokenizer for the same files.
+        """
         vocabulary = Vocabulary.from_tokenizer(fast.backend)
         return cls(fast.backend, fast.facts, vocabulary, LoadOnce(load_tokenizer), fast)
 
@@ -88,8 +93,8 @@ class TextEdge:
     def template_source(self) -> Any:
         """The object with the attributes `chat_template`, `special_tokens_map` and `response_template`.
 
-        That is `tokenizer` once it is loaded, because a caller may have changed them there; before that, the
-        tokenizer that was read without transformers.
+        Once the transformers tokenizer is loaded, it is this object, because a caller may have changed the
+        attributes; before that, it is the tokenizer that was read without transformers.
         """
         load = self.load_tokenizer
         if self.fast is not None and isinstance(load, LoadOnce) and not load.is_loaded:
@@ -118,10 +123,10 @@ class TextEdge:
         return np.array(ids, dtype=np.int32)
 
     def encode_with_starts(self, text: str) -> tuple[IntArray, IntArray]:
-        """Encode a text without adding special tokens; return its ids and the first character of each token.
+        """Encode a text without adding special tokens; return its ids and each token's first character index.
 
         Raises:
-            ParameterError: see `encode`.
+            ParameterError: for the reasons given in `encode`.
         """
         data = _utf8(text)
         coded = self._encoding(text, add_special_tokens=False)
@@ -131,12 +136,13 @@ class TextEdge:
         return np.array(ids, dtype=np.int32), np.array(starts, dtype=np.int32)
 
     def encode_with_spans(self, text: str, *, add_special_tokens: bool = False) -> tuple[IntArray, Spans]:
-        """Encode a text; return its ids and the bytes [start, end) that each comes from, (num_tokens, 2).
+        """Encode a text; return its ids and a (num_tokens, 2) array of the bytes [start, end) of each token.
 
-        Tokens that the tokenizer adds (BOS, EOS) have an empty span. See `text.spans.byte_spans`.
+        Tokens that the tokenizer adds (BOS, EOS) have an empty span. For the others see
+        `text.spans.byte_spans`.
 
         Raises:
-            ParameterError: see `encode`.
+            ParameterError: for the reasons given in `encode`.
         """
         data = _utf8(text)
         coded = self._encoding(text, add_special_tokens=add_special_tokens)
@@ -149,22 +155,22 @@ class TextEdge:
             for token_id, added in zip(ids, is_added, strict=True)
             if not added
         ]
-        spans = np.full((len(ids), 2), len(data), np.int64)  # correct for EOS
-        spans[: len(pieces) and is_added.argmin()] = 0  # leading added tokens (BOS)
+        spans = np.full((len(ids), 2), len(data), np.int64)  # the value for EOS
+        spans[: len(pieces) and is_added.argmin()] = 0  # the value for leading added tokens (BOS)
         spans[~is_added] = byte_spans(text, pieces, lambda: list(compress(coded.offsets, ~is_added)))
         return np.array(ids, dtype=np.int32), spans
 
     def bytes_from(
         self, text: str, token_ids: IntArray, start: int, *, expected: str, add_special_tokens: bool = False
     ) -> bytes:
-        """Return the UTF-8 of the part of `text` that the tokens from `start` on come from.
+        """Return the UTF-8 of the part of `text` that the tokens with index `start` and higher come from.
 
         Args:
             text: the text that was encoded.
-            token_ids: its tokens, (num_tokens,).
+            token_ids: the tokens of the text, (num_tokens,).
             start: index of the first token of the requested part.
             expected: the likely result; if its bytes match the tokens, the text is not encoded again.
-            add_special_tokens: the value with which the text was encoded.
+            add_special_tokens: the value that was passed when the text was encoded.
         """
         if self.vocabulary.bytes_of(token_ids[start:].tolist()) == expected.encode():
             return expected.encode()
@@ -174,7 +180,7 @@ class TextEdge:
         return text.encode()[before[-1] if len(before) else 0 :]
 
     def plain_ids(self, text: str) -> list[int]:
-        """Encode a text without adding special tokens; unlike `encode`, some of it may be dropped."""
+        """Encode a text without special tokens; unlike `encode`, do not check for dropped text."""
         return self._encoding(text, add_special_tokens=False).ids
 
     @property
@@ -193,24 +199,28 @@ class TextEdge:
         return self.facts.special_token_ids
 
     def prefix(self) -> IntArray:
-        """Return the prefix for a text without context: BOS, or EOS if the model has no BOS."""
+        """Return the id, (1,) int32, to put before a text without context: BOS, or EOS if there is no BOS.
+
+        Raises:
+            ParameterError: the model has neither.
+        """
         first = self.eos_token_id if self.bos_token_id is None else self.bos_token_id
         if first is None:
             raise ParameterError("context", "is empty, and the model has no BOS or EOS token; give a context")
         return np.array([first], dtype=np.int32)
 
     def text_of(self, token_ids: Sequence[int], num_bytes: int | None = None) -> str:
-        """Decode tokens, or the first `num_bytes` bytes of them; incomplete UTF-8 is shown as U+FFFD."""
+        """Decode tokens, or only their first `num_bytes` bytes; incomplete UTF-8 is shown as U+FFFD."""
         return self.bytes_of(token_ids)[:num_bytes].decode("utf-8", "replace")
 
     def bytes_of(self, token_ids: Sequence[int]) -> bytes:
-        """Return the bytes of tokens, without special tokens."""
+        """Return the concatenated bytes of tokens; special tokens are skipped."""
         special = self.special_token_ids
         return self.vocabulary.bytes_of(i for i in token_ids if i not in special)
 
     def _encoding(self, text: str, *, add_special_tokens: bool) -> Encoding:
         backend, splits = self.backend, self.facts.splits_special_tokens
-        # transformers resets these at each call too: another user of the backend may have changed them.
+        # Reset these at each call, as transformers does: another user of the backend may have changed them.
         if backend.truncation is not None:
             backend.no_truncation()
         if backend.padding is not None:
@@ -253,10 +263,10 @@ def _utf8(text: str) -> bytes:
 
 
 def as_token_ids(prompt: Any, name: str = "prompt") -> IntArray:
-    """Convert an integer sequence to token ids, (num_tokens,) int32; the result is a copy.
+    """Convert a sequence of integers to an array of token ids, (num_tokens,) int32; always a copy.
 
     Raises:
-        ParameterError: it is not a flat sequence of integers, or an id is negative or exceeds int32.
+        ParameterError: `prompt` is not a flat sequence of integers, or an id is negative or exceeds int32.
     """
     try:
         ids = np.asarray(prompt)

@@ -1,6 +1,6 @@
-"""Split a growing completion into increments of whole tokens with their exact text, and find stop strings.
+"""Split a growing completion into pieces of whole tokens with their exact text, and find stop strings.
 
-A stream yields several pieces; a non-streamed reply is a single piece that holds everything.
+A streamed reply consists of several pieces; a reply that is not streamed is one piece with everything.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ _Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class GrowingCompletion(Protocol):
-    """The attributes of a running completion that `Cutter` reads."""
+    """Protocol with the attributes of a running completion that `Cutter` reads."""
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """Its tokens so far."""
+        """Ids of the tokens generated so far."""
 
     @property
     def finish_reason(self) -> str | None:
-        """Reason why it finished; None while it is running."""
+        """Reason why the completion finished; None while it is running."""
 
     @property
     def num_text_bytes(self) -> int | None:
-        """Number of text bytes before the stop string that ended it; None if not cut."""
+        """Number of bytes to keep of a text that a stop string cut; None if the text was not cut."""
 
 
 C = TypeVar("C", bound=GrowingCompletion)
@@ -37,15 +37,17 @@ C = TypeVar("C", bound=GrowingCompletion)
 
 @dataclass(slots=True, kw_only=True)
 class Piece(Generic[C]):
-    """Tokens [start, stop) of one completion and their text."""
+    """Tokens [start, stop) of one completion, and their text."""
 
-    index: int  # of the choice
+    index: int  # index of the choice
     completion: C
     start: int
     stop: int
     text: str
-    offsets: list[int] = field(default_factory=list)  # (num_rows,) first character in the whole text
-    text_tokens: list[int] = field(default_factory=list)  # positions in [start, stop) of tokens with text
+    # per token, index of its first character in the completion's text
+    offsets: list[int] = field(default_factory=list)
+    # positions, in [start, stop), of the tokens that have text
+    text_tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
 
     @property
@@ -59,7 +61,7 @@ class TextWalk:
 
     def __init__(self) -> None:
         self._decoder = _Decoder("replace")
-        self.num_chars = 0  # decoded so far
+        self.num_chars = 0  # characters decoded so far
 
     @property
     def pending(self) -> bytes:
@@ -67,7 +69,7 @@ class TextWalk:
         return self._decoder.getstate()[0]
 
     def feed(self, data: bytes, *, final: bool = False) -> tuple[str, int]:
-        """Decode `data`; return the text that is now complete and the character at which `data` starts."""
+        """Decode more bytes; return the text that is now complete, and the character where `data` starts."""
         pending = self.pending if data else b""
         begins_at, text = self.num_chars, ""
         if pending:
@@ -81,9 +83,10 @@ class TextWalk:
 
 
 class Cutter(Generic[C]):
-    """Release the final part of a completion: no partial character, no possible start of a stop string.
+    """Return the tokens of a growing completion as soon as their text cannot change any more.
 
-    `bytes_of` returns the bytes of tokens; stop strings do not apply before `min_tokens` tokens.
+    Tokens are held while they end within a character, or may be the start of a stop string. `bytes_of`
+    returns the bytes of tokens. Stop strings are ignored until the completion has `min_tokens` tokens.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class Cutter(Generic[C]):
         self._held: list[bytes] = []  # bytes of tokens not yet released
 
     def take(self, completion: C) -> Piece[C] | None:
-        """Return the new tokens that are final; None if there are none."""
+        """Return a piece with the new tokens whose text is final; None if there are none."""
         if self._is_done:
             return None
         reason = completion.finish_reason  # read before token_ids: the tokens are complete once it is set
@@ -142,14 +145,14 @@ class Cutter(Generic[C]):
                 piece.text_tokens.append(piece.start + index)
         if piece.finish_reason:
             texts.append(self._walk.feed(b"", final=True)[0])
-            # Tokens after the last text start at its end, also after an incomplete character (U+FFFD).
+            # Tokens after the last text start at the end of the text, even if it ends in U+FFFD.
             last = max(piece.text_tokens, default=piece.start - 1)
             for index in range(last + 1 - piece.start, len(parts)):
                 piece.offsets[index] = self._walk.num_chars
         piece.text = "".join(texts)
 
     def _num_certain(self) -> int:
-        """Count the held tokens that end before any possible stop string and on a character boundary."""
+        """Return how many held tokens end on a character and before any possible stop string."""
         held = b"".join(self._held)
         limit = len(held) - self._held_back(held)
         certain = end = 0
@@ -165,7 +168,7 @@ class Cutter(Generic[C]):
         return certain
 
     def _held_back(self, held: bytes) -> int:
-        """Count the bytes at the end of `held` that are, or may become, part of a stop string."""
+        """Return how many bytes at the end of `held` are, or may become, part of a stop string."""
         starts = [start for stop in self._stops if (start := held.find(stop)) >= 0]
         if starts and self._num_taken + len(self._held) >= self._min_tokens:
             return len(held) - min(starts)
@@ -178,7 +181,7 @@ def _overlap(text: bytes, stop: bytes) -> int:
 
 
 class StopMatcher:
-    """Find the first stop string in a growing text, which is cut before it, or after it if `is_included`."""
+    """Find the first stop string in a growing text; the text ends before it, or after it if `is_included`."""
 
     def __init__(self, stops: Sequence[str], *, is_included: bool = False) -> None:
         self._stops = [(stop, stop.encode()) for stop in stops]
@@ -187,7 +190,7 @@ class StopMatcher:
         self._text = bytearray()
 
     def feed(self, piece: bytes) -> tuple[str, int] | None:
-        """Add a token's bytes; return the stop string found and the byte at which to cut the text, if any."""
+        """Add a token's bytes; return a stop string, if found, and the byte at which to cut the text."""
         search_from = max(0, len(self._text) - self._longest + 1)
         self._text += piece
         starts = [(self._text.find(needle, search_from), stop) for stop, needle in self._stops]

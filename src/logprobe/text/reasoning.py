@@ -1,4 +1,4 @@
-"""Pass reasoning that clients send back to the field that the model's chat template reads."""
+"""Move reasoning that clients send back to the message field that the model's chat template reads."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _LEFT_OUT: Final = re.compile(rf"messages\[\d+\]\.({'|'.join(READ_AS)})")
 
 
 def lay_out_reasoning(messages: Conversation, text: TextEdge, layout: Layout) -> tuple[str, bool]:
-    """Render a conversation; also return whether all of its reasoning was rendered.
+    """Render a conversation; also return True if all of its reasoning was rendered.
 
-    Chat templates usually drop the reasoning of earlier turns. Reasoning that the template ignores is
-    therefore left out: first that of turns before the last user message, then the rest.
+    Chat templates usually drop the reasoning in earlier turns. If the template ignores some reasoning, the
+    reasoning before the last user message is left out; if it still ignores some, all of it is left out.
 
     Raises:
-        ParameterError: see `lay_out`.
+        ParameterError: for the reasons given in `lay_out`.
     """
     bare = [_without_reasoning(message) for message in messages]
     if bare == [*messages]:
@@ -53,7 +53,7 @@ def _field_read(template: str) -> str:
 
 
 def _in_one_field(message: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Move a message's reasoning to field `name`; unchanged if it has none or two different texts."""
+    """Move a message's reasoning to the field `name`, unless it has none, or two fields that differ."""
     texts = {message[field] for field in FIELDS if _is_reasoning(message, field)}
     if len(texts) != 1:
         return message

@@ -1,7 +1,7 @@
-"""Render chat templates of unbounded cost in a subprocess with time and memory limits.
+"""Render chat templates that may be expensive in a subprocess with time and memory limits.
 
-The subprocess runs this file. It renders with `templates.render_chat`, one request at a time, and exits with
-its parent. Requests and replies are length-prefixed JSON over stdin and stdout.
+The subprocess runs this file: it calls `templates.render_chat` for one request at a time, and exits when its
+parent does. Requests and replies are length-prefixed JSON over stdin and stdout.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from logprobe.errors import ParameterError, shortened
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-LIMIT_S: Final = 5.0  # per rendering
-START_LIMIT_S: Final = 60.0  # for the subprocess to start
-MAX_TEXT_BYTES: Final = 1 << 26  # of rendered text
+LIMIT_S: Final = 5.0  # time limit for one rendering
+START_LIMIT_S: Final = 60.0  # time limit for starting the subprocess
+MAX_TEXT_BYTES: Final = 1 << 26  # size limit of a rendered text
 MAX_MORE_BYTES: Final = 1 << 29  # address space that rendering may add (RLIMIT_AS)
-MAX_TIMEOUTS: Final = 3  # per template; after that it is rejected without rendering
+MAX_TIMEOUTS: Final = 3  # after this many, a template is rejected without rendering
 MAX_REASON_CHARS: Final = 300
 _LENGTH_BYTES: Final = 8
 
@@ -39,7 +39,7 @@ class _Reply(msgspec.Struct):
 
 
 class TemplateError(Exception):
-    """The template raised an error; the message is the template's own."""
+    """The template raised an error, or its process died; the message is the template's, if there is one."""
 
 
 class TemplateProcess:
@@ -52,11 +52,11 @@ class TemplateProcess:
         self._owner = os.getpid()
 
     def render(self, template: str, arguments: Mapping[str, Any]) -> str:
-        """Render a template with the arguments of `templates.render_chat` by name.
+        """Return the result of `templates.render_chat(template, **arguments)`.
 
         Raises:
             ParameterError: the template exceeded the time limit.
-            TemplateError: the template raised, or the subprocess died, for example out of memory.
+            TemplateError: the template raised an error, or the subprocess died, for example out of memory.
         """
         with self._lock:
             if self._timeouts[template] >= MAX_TIMEOUTS:

@@ -5,9 +5,9 @@ them (lower case, NFKC) or remove some, an added token may absorb the spaces aro
 prepends a space. The offsets of `tokenizers` map tokens to characters, with gaps: trimmed spaces, combining
 marks merged into a composed character, and removed characters belong to no token.
 
-Plan: if the concatenated tokens equal the text, token lengths give exact spans. Otherwise cut the text where
-offsets do not overlap and the next character is not a combining mark. Within such a segment the tokens either
-equal the segment, which is exact again, or each of them gets the whole segment as its span.
+If the concatenated tokens equal the text, the token lengths give exact spans. Otherwise the text is cut into
+segments where offsets do not overlap and the next character is not a combining mark. If the tokens in a
+segment equal its text, their spans are exact as well; if not, the span of each is the whole segment.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-PREFIX_SPACE = b" "  # which SentencePiece tokenizers prepend to a text
+PREFIX_SPACE = b" "  # SentencePiece tokenizers prepend this to a text
 
 
 Spans: TypeAlias = "NDArray[np.int64]"
-"""Bytes [start, end) of a text's UTF-8, (num_tokens, 2) int64."""
+"""The bytes [start, end) of each token in the UTF-8 of a text, (num_tokens, 2) int64."""
 
 Offsets: TypeAlias = "Sequence[tuple[int, int]]"
-"""Characters [start, end) of each token, as returned by `tokenizers`."""
+"""The characters [start, end) of each token in a text, as returned by `tokenizers`."""
 
 
 def byte_spans(text: str, pieces: Sequence[bytes], offsets: Callable[[], Offsets]) -> Spans:
-    """Return the bytes [start, end) of a text's UTF-8 that each token comes from, (num_tokens, 2) int64.
+    """Return the bytes [start, end) in the UTF-8 of a text that each token comes from, (num_tokens, 2) int64.
 
-    Both columns are non-decreasing, and the spans cover the text. Tokens of a segment that the tokenizer
-    rewrote all have the whole segment as their span; all other spans are consecutive.
+    Both columns are non-decreasing, and the spans cover the text. In a segment that the tokenizer rewrote,
+    the span of every token is the whole segment; all other spans follow one another without overlap.
 
     Args:
         text: the text that was encoded.
         pieces: the bytes of each token.
-        offsets: returns the tokens' offsets; not called if the concatenated tokens equal the text.
+        offsets: function that returns the tokens' offsets; only called if the tokens differ from the text.
     """
     data = text.encode()
     exact = _spelled(pieces, data, may_have_prefix=True)
@@ -63,7 +63,10 @@ def _array(spans: Sequence[tuple[int, int]]) -> Spans:
 
 
 def _spelled(pieces: Sequence[bytes], data: bytes, *, may_have_prefix: bool) -> list[tuple[int, int]] | None:
-    """Return spans of tokens that concatenate to `data`, optionally after one extra space; None if not."""
+    """Return the span of each token in `data`; None if the tokens do not concatenate to `data`.
+
+    With `may_have_prefix`, the tokens may begin with one extra space.
+    """
     joined = b"".join(pieces)
     if joined == data:
         shift = 0
@@ -76,7 +79,7 @@ def _spelled(pieces: Sequence[bytes], data: bytes, *, may_have_prefix: bool) -> 
 
 
 def _cuts(text: str, offsets: Offsets) -> list[tuple[int, int]]:
-    """Return (token, character) pairs at which the text can be cut between tokens, both ends included."""
+    """Return (token index, character index) of each point where the text can be cut, including both ends."""
     cuts, reached = [(0, 0)], 0
     for token, (start, end) in enumerate(offsets):
         if token and start >= reached:

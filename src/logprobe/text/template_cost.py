@@ -1,8 +1,8 @@
-"""Decide whether a chat template has bounded cost or must be rendered in a subprocess (`rendering`).
+"""Decide if a chat template is cheap to render or must be rendered in a subprocess (`rendering`).
 
 A template is a program that ships with the model. If it uses only the node types below, without nested loops,
-it visits each node at most once per message and doubles a text only a few times; it then renders in
-milliseconds and may run on the event loop.
+it visits each node at most once per message and doubles the size of a text only a few times. Such a template
+renders in milliseconds and may run on the event loop.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def is_cheap(template: str) -> bool:
         return False
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     try:
-        tree = environment.parse(template)  # does not evaluate anything
+        tree = environment.parse(template)  # parsing does not evaluate anything
         nodes = [tree, *_descendants(tree)]
     except (TemplateError, RecursionError):
         return False
@@ -87,15 +87,16 @@ def _is_cheap_node(node: Any) -> bool:
         called = node.node
         is_function = _kind(called) == "Name" and called.name in _FUNCTIONS
         return is_function or (_kind(called) == "Getattr" and called.attr in _METHODS)
-    if kind == "Mod":  # numbers only: on a string it is a format, whose width is unbounded
+    if kind == "Mod":  # allowed for loop counters only: on a string, % is a format, whose width is unbounded
         return _kind(node.left) == "Getattr" and getattr(node.left.node, "name", "") == "loop"
-    if kind == "Assign" and _kind(node.target) == "NSRef":  # persists across iterations
+    # a namespace attribute keeps its value across iterations
+    if kind == "Assign" and _kind(node.target) == "NSRef":
         return all(_kind(inner) not in {"Add", "Concat"} for inner in _descendants(node))
     return kind in _NODES
 
 
 def _num_texts(node: Any) -> int:
-    """Count the operands of a sum that are not constants."""
+    """Count the operands of an addition or concatenation that are not constants."""
     parts = node.nodes if _kind(node) == "Concat" else [node.left, node.right]
     return sum(any(_kind(inner) == "Name" for inner in [part, *_descendants(part)]) for part in parts)
 

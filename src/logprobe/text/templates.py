@@ -1,7 +1,7 @@
-"""Render chat templates with jinja2 alone, to the text that transformers 5 renders.
+"""Render chat templates with jinja2 alone, with the same result as transformers 5.
 
-Templates get the environment, functions and filters of transformers' `render_jinja_template`: a sandbox that
-allows no change of its inputs, `raise_exception`, `strftime_now`, `dict`, `namespace`, `tojson` without HTML
+The environment is that of transformers' `render_jinja_template`: a sandbox in which inputs cannot be changed,
+the functions `raise_exception`, `strftime_now`, `dict` and `namespace`, a filter `tojson` without HTML
 escapes, `{% break %}` and `{% continue %}`, and `{% generation %}`, which marks the assistant's text.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
 
 REASONING: Final = ("reasoning_content", "thinking", "reasoning")
-"""Message fields of reasoning; templates read the first, and those of gpt-oss the second."""
+"""Message fields that may hold reasoning. Templates read the first; gpt-oss templates read the second."""
 END_MARK: Final = "CONTINUE_FINAL_MESSAGE_TAG "  # rendered after the message that is to be continued
 
 
@@ -45,14 +45,14 @@ def render_chat(
 
     Args:
         template: the chat template.
-        messages: the conversation; fields that are None are left out.
+        messages: the conversation; fields whose value is None are left out.
         tools: JSON schemas of the tools.
-        add_generation_prompt: end with the start of the assistant's turn.
-        continue_final_message: end with the content of the last message.
-        variables: further variables, such as the special tokens by name.
+        add_generation_prompt: if True, the text ends with the start of the assistant's turn.
+        continue_final_message: if True, the text ends with the content of the last message.
+        variables: further template variables, such as the special tokens by name.
 
     Raises:
-        Exception: the template raised; it may raise anything.
+        Exception: the template raised an exception, which may be of any type.
         ValueError: the last message cannot be continued.
     """
     compiled = _compiled(template)
@@ -72,7 +72,7 @@ def render_chat(
 
 
 def _marked(template: str, chat: list[dict[str, Any]]) -> str:
-    """Append the end mark to the last message; return its content without the mark."""
+    """Append `END_MARK` to the content of the last message; return the content without the mark."""
     final = chat[-1].get("content")
     if not isinstance(final, str) or "content" not in template:
         raise ValueError("the last message has no content that the chat template renders")
@@ -81,7 +81,7 @@ def _marked(template: str, chat: list[dict[str, Any]]) -> str:
 
 
 def _before_mark(text: str, final: str) -> str:
-    """Return the rendered text up to the end mark."""
+    """Return the part of the rendered text before the end mark; `final` is the last message's content."""
     mark = END_MARK.strip()
     if final.strip() not in text or mark not in text:
         raise ValueError("the chat template does not render the last message as it is")
@@ -92,7 +92,7 @@ def _before_mark(text: str, final: str) -> str:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Give a message's reasoning the names that templates read."""
+    """Return the message with its reasoning in the two fields that templates read."""
     reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     if reasoning is None:
         return message
@@ -100,7 +100,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Copy a value to plain JSON types; methods of other objects could be unsafe in a template."""
+    """Copy a value as plain JSON types, because a template could call unsafe methods of other objects."""
     if value is None or type(value) in {str, int, float, bool}:
         return value
     if isinstance(value, str):
@@ -125,7 +125,7 @@ def _plain(value: Any) -> Any:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` … `{% endgeneration %}`: rendered as its body."""
+    """The tag `{% generation %}` … `{% endgeneration %}`, which is rendered as its body."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
@@ -139,7 +139,7 @@ class _GenerationTag(Extension):
 
 
 class _Dict:
-    """`dict` of templates, without the attributes of the class."""
+    """The function `dict` in templates, without the other attributes of the class."""
 
     def __call__(self, *args: Any, **fields: Any) -> dict[Any, Any]:
         return dict(*args, **fields)
@@ -149,7 +149,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """`namespace` of templates, without names that begin with an underscore."""
+    """The function `namespace` in templates; attributes must not begin with an underscore."""
 
     def __init__(*args: Any, **fields: Any) -> None:  # so that a field may be named `self`
         own, *others = args

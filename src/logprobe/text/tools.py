@@ -1,7 +1,7 @@
 """Describe tools, calls and results in plain text for chat templates without tool support.
 
-Uses the prompt format of Hermes and Qwen 2.5: tools become a system message, calls become text of the
-assistant message, results become a user message.
+The format is that of Hermes and Qwen 2.5: tools are described in a system message, calls become text in the
+assistant message, and results become a user message.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ For each function call, return a json object with function name and arguments wi
 
 
 class Tool(NamedTuple):
-    """A function that may be called."""
+    """A function that the model may call."""
 
     name: str
     parameters: Mapping[str, Any]  # JSON schema
@@ -46,7 +46,8 @@ def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
     """Parse tools in OpenAI's format.
 
     Raises:
-        ParameterError: a tool has no name or a duplicate one, or its parameters are not an object schema.
+        ParameterError: a tool has no name, has the name of another tool, or its parameters are not an object
+            schema.
     """
     found: dict[str, Tool] = {}
     for number, tool in enumerate(tools):
@@ -69,14 +70,14 @@ def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
 def as_texts(
     messages: Messages, tools: Sequence[Mapping[str, Any]] | None
 ) -> list[tuple[list[dict[str, Any]], list[int]]]:
-    """Return variants of the messages with tools, calls and results as text, the preferred one first.
+    """Return variants of the messages with tools, calls and results written as text, the preferred one first.
 
-    Tools go into a system message or, for templates that refuse one, before the first user message's text.
-    Consecutive tool results are merged into one message. Each variant comes with the indices of the caller's
-    messages; a generated system message that only describes the tools has index `OWN_TEXT`.
+    The tools are described in a system message or, for templates that reject those, at the start of the first
+    user message. Consecutive tool results are merged into one message. Each variant is a list of messages and
+    the index of the caller's message for each; the index is `OWN_TEXT` for a system message that was added.
 
     Raises:
-        ParameterError: a tool is malformed, or a result has a field that its text does not express.
+        ParameterError: a tool is malformed, or a result has a field that the text would not contain.
     """
     said, numbers = _without_fields(messages)
     if not tools:
@@ -135,7 +136,7 @@ def _result_text(messages: Messages, number: int) -> str:
 
 
 def _json_text(value: Mapping[str, Any], where: str) -> str:
-    """Serialize as chat templates do."""
+    """Return a value as JSON, formatted as chat templates do."""
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,9 +1,9 @@
 """Split token sequences longer than the model's context into windows, scoring each token once.
 
 Window i holds tokens [i · stride, i · stride + window) and scores those that no earlier window has scored, so
-every scored token outside the first window has at least window - stride tokens of context. With stride ==
-window the windows are disjoint and the first token of each is not scored. This is the strided evaluation of
-Hugging Face's perplexity guide for fixed-length models, over token ids that arrive in pieces.
+every scored token outside the first window has at least window - stride tokens of context. If stride equals
+window, the windows are disjoint and the first token of each is not scored. This is the strided evaluation in
+Hugging Face's perplexity guide for fixed-length models, for token ids that arrive in several arrays.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A slice of a longer sequence; tokens from `first_scored` on are scored in this window."""
+    """A slice of a longer sequence; the tokens from index `first_scored` on are scored in this window."""
 
     token_ids: IntArray
     start: int  # index of the window's first token in the sequence
@@ -45,7 +45,7 @@ class Window:
 
 
 def windows(pieces: Iterable[IntArray], window: int, stride: int) -> Iterator[Window]:
-    """Yield the windows of a sequence that arrives in pieces; none if it has fewer than two tokens."""
+    """Yield the windows of the concatenated `pieces`; no windows if there are fewer than two tokens."""
     held = np.empty(0, np.int32)
     start = num_seen = 0
 
@@ -65,7 +65,7 @@ def windows(pieces: Iterable[IntArray], window: int, stride: int) -> Iterator[Wi
 def window_pairs(
     ids: IntArray, start: int, window: int, stride: int | None = None
 ) -> Iterator[tuple[IntArray, IntArray]]:
-    """Yield (context, tokens to score) pairs that cover the tokens from `start` on, one pair per window.
+    """Yield (context, tokens to score), one pair per window, such that the tokens from `start` on are scored.
 
     `stride` defaults to half of `window`.
     """
@@ -76,10 +76,10 @@ def window_pairs(
 
 
 def last_tokens(ids: IntArray, start: int, limit: int) -> tuple[IntArray, IntArray]:
-    """Split at `start` and drop the oldest context tokens, so that both parts fit in `limit` tokens.
+    """Split `ids` at `start`, and drop the oldest context tokens so that both parts fit in `limit` tokens.
 
     Raises:
-        ParameterError: the tokens from `start` on do not fit in `limit` with at least one context token.
+        ParameterError: the tokens from `start` on and one context token do not fit in `limit`.
     """
     num_scored = len(ids) - start
     require(num_scored < limit, "text", f"has {num_scored} tokens without its context, but {limit - 1} fit")
@@ -88,10 +88,10 @@ def last_tokens(ids: IntArray, start: int, limit: int) -> tuple[IntArray, IntArr
 
 
 def last_of_split(split: Split, limit: int) -> Split:
-    """Drop the oldest context tokens of a split, so that it fits in `limit` tokens.
+    """Drop the oldest context tokens of a split so that it fits in `limit` tokens.
 
     Raises:
-        ParameterError: the continuation does not fit with at least one context token.
+        ParameterError: the continuation and one context token do not fit.
     """
     ids, start, healing, data = split
     if healing is None:
@@ -105,10 +105,10 @@ def last_of_split(split: Split, limit: int) -> Split:
 
 
 def window_splits(split: Split, window: int, stride: int | None = None) -> list[Split]:
-    """Split a continuation into windows; a part summed over bytes comes first and must fit in one window.
+    """Split a continuation into windows; a part to sum over bytes comes first and must fit in one window.
 
     Raises:
-        ParameterError: the part summed over bytes does not fit.
+        ParameterError: the part to sum over bytes does not fit in one window.
     """
     ids, start, healing, data = split
     parts = []

@@ -1,4 +1,4 @@
-"""Transport of rows from the engine to readers, between devices, threads and processes.
+"""Transport of log-probability rows from the engine to readers, between devices, threads and processes.
 
 Names are imported on first use.
 """

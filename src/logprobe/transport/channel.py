@@ -1,4 +1,4 @@
-"""`Channel`: messages to and from another local process over two one-way ZeroMQ sockets."""
+"""`Channel`: exchanges messages with another local process over two one-way ZeroMQ sockets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-COPIED_BYTES: Final = 1 << 16  # larger messages are sent without a copy, which ZeroMQ must track
+COPIED_BYTES: Final = 1 << 16  # larger messages are sent without a copy; ZeroMQ must then track them
 DRAIN_S: Final = 0.1  # seconds to wait for messages that a process sent before it ended
 GONE: Final = "the process on the other side has ended"
 ENDS: Final = ("to-engine", "to-front")
@@ -29,9 +29,9 @@ class PeerGoneError(EngineError):
 
 
 class Channel(Generic[T]):
-    """One side of a pair of one-way sockets in a private folder.
+    """One side of a connection with two one-way sockets in a private folder.
 
-    Any thread may send; a single thread receives. `lifeline` becomes readable when the other process ends.
+    Any thread may send; only one thread may receive. `lifeline` becomes readable when the other process ends.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Channel(Generic[T]):
         self._outgoing, self._incoming = sockets
         self._codec = codec
         self._lifeline = lifeline
-        self._flags = flags  # for `send`
+        self._flags = flags  # flags for sending
         self._poller = zmq.Poller()
         for own in (self._incoming, lifeline):
             self._poller.register(own, zmq.POLLIN)
@@ -49,7 +49,7 @@ class Channel(Generic[T]):
 
     @classmethod
     def bind(cls, context: Any, folder: Path, codec: Codec[T], lifeline: socket.socket) -> Channel[T]:
-        """Create the front's side, which binds the sockets in `folder`; its `send` never blocks."""
+        """Create the front's side, which creates the sockets in `folder`; its `send` never blocks."""
         sockets = _socket(context, zmq.PUSH), _socket(context, zmq.PULL)
         sockets[0].setsockopt(zmq.SNDHWM, 0)
         for own, name in zip(sockets, ENDS, strict=True):
@@ -58,9 +58,9 @@ class Channel(Generic[T]):
 
     @classmethod
     def connect(cls, context: Any, folder: Path, codec: Codec[T], lifeline: socket.socket) -> Channel[T]:
-        """Create the engine's side; its `send` blocks while the front is behind by the high-water mark.
+        """Create the engine's side, which connects to the sockets in `folder`.
 
-        That is ZeroMQ's default of 1,000 messages.
+        Its `send` blocks while 1,000 messages are waiting to be received (ZeroMQ's default high-water mark).
         """
         sockets = _socket(context, zmq.PUSH), _socket(context, zmq.PULL)
         for own, name in zip(sockets, reversed(ENDS), strict=True):
@@ -83,7 +83,7 @@ class Channel(Generic[T]):
         """Send a message; on the engine's side this may block.
 
         Raises:
-            ParameterError: as `Codec.encode`.
+            ParameterError: for the reasons given in `Codec.encode`.
             PeerGoneError: this side was closed, or the other process has ended.
         """
         with self._lock:
@@ -96,7 +96,7 @@ class Channel(Generic[T]):
                 raise PeerGoneError(GONE) from error
 
     def receive(self, timeout_s: float | None = None) -> T | None:
-        """Return the next message; None after `timeout_s` seconds without one.
+        """Return the next message; None if there is none within `timeout_s` seconds.
 
         Raises:
             PeerGoneError: the other process has ended, and all its messages were received.

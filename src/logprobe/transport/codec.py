@@ -1,12 +1,13 @@
-"""`Codec`: encode values as the bytes of one message, and decode them.
+"""`Codec`: encodes a value as the bytes of one message, and decodes the value.
 
-A message is msgpack: a list of binary blocks, and the value, which refers to rows and arrays by block number.
-Narrow rows of the same kind share a block, so that a step with many of them needs one block and not one per
-row. Blocks of at least `SHARED_BYTES` are written to shared memory and the message holds their span; the
-decoded rows are the same. Only known types are decoded; nothing is unpickled.
+A message is msgpack with a list of binary blocks, and the value, which refers to rows and arrays by block
+number. Narrow rows of the same kind share a block, so that a step with many of them does not need one block
+per row. Blocks of at least `SHARED_BYTES` are written to shared memory, and the message contains only their
+location. Only known types are decoded; nothing is unpickled.
 
-A block is an int64 table with one line per array, followed by the arrays, each aligned to 8 bytes. A line is
-the array's index in `DTYPES`, its length, and its width (-1: one dimension); all -1 marks a missing array.
+A block is an int64 table with one line per array, followed by the arrays, each aligned to 8 bytes. A line has
+the array's index in `DTYPES`, its length, and its width (-1 for one dimension); -1 in all three marks a
+missing array.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_MESSAGE_BYTES: Final = 1 << 30
-SHARED_BYTES: Final = 1 << 16  # block size from which shared memory is faster; benchmarks/bench_transport.py
-NARROW_BYTES: Final = 1 << 10  # size of rows up to which copying them into a shared block is faster
-MAX_CAUSES: Final = 4  # length of the chain of causes sent with an error
+SHARED_BYTES: Final = 1 << 16  # block size from which shared memory is faster (benchmarks/bench_transport.py)
+NARROW_BYTES: Final = 1 << 10  # size of rows up to which joining them in one block is faster
+MAX_CAUSES: Final = 4  # maximum length of the chain of causes sent with an error
 
 DTYPES: Final = tuple(map(np.dtype, ("<i4", "<f4", "<i8", "?", "<f8", "<u2", "u1", "<u4")))
 ABSENT: Final = [-1, -1, -1]
 LINE_BYTES: Final = 3 * 8  # size of a table line
 PADDING: Final = [np.zeros(count, np.uint8) for count in range(8)]
-NUM_COLUMNS: Final = 3 + 4 + 2  # arrays of the rows, of `given` and of `kept`
+NUM_COLUMNS: Final = 3 + 4 + 2  # numbers of arrays in the rows, in `given` and in `kept`
 
 Range: TypeAlias = tuple[int, int, int]
-"""Rows in a block: (block number, start, stop)."""
+"""A range of rows in a block: (block number, start, stop)."""
 
 
 class UnreadableError(EngineError):
@@ -51,7 +52,7 @@ class UnreadableError(EngineError):
 
     def __init__(self, value: bytes, reason: str) -> None:
         super().__init__(f"a message from another process cannot be read: {reason}")
-        self.value = value  # encoded value; empty if the envelope cannot be decoded
+        self.value = value  # the encoded value; empty if the envelope cannot be decoded
 
 
 class Envelope(msgspec.Struct, array_like=True, frozen=True):
@@ -62,12 +63,12 @@ class Envelope(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Codec(Generic[T]):
-    """Encoder and decoder of messages.
+    """Encodes and decodes messages.
 
     Args:
         incoming: type of the messages to decode.
-        writer: shared memory for outgoing blocks; None: blocks travel in messages.
-        reader: shared memory of incoming blocks.
+        writer: shared memory for outgoing blocks; None to send all blocks in messages.
+        reader: shared memory for incoming blocks.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Codec(Generic[T]):
         """Encode a value as one message.
 
         Raises:
-            ParameterError: the value has a type that cannot be encoded, or is too large.
+            ParameterError: the value contains something that cannot be encoded, or is too large.
         """
         numbers = _Outgoing()
         try:
@@ -124,14 +125,15 @@ class Codec(Generic[T]):
 
 
 class _Outgoing:
-    """Collects the rows and arrays of one message while its value is encoded."""
+    """Collects the rows and arrays in one message while its value is encoded."""
 
     def __init__(self) -> None:
         self._blocks: list[list[HostRows] | Array] = []
-        self._ends: dict[Any, tuple[int, int]] = {}  # kind of narrow rows → (block number, rows so far)
+        # kind of narrow rows → (block number, number of rows so far)
+        self._ends: dict[Any, tuple[int, int]] = {}
 
     def plain(self, value: Any) -> Any:
-        """Convert a value that msgpack cannot encode; used as its `enc_hook`."""
+        """Convert a value that msgpack cannot encode; used as msgpack's `enc_hook`."""
         if isinstance(value, HostRows):
             return self._range_of(value)
         if isinstance(value, np.ndarray):
@@ -152,7 +154,7 @@ class _Outgoing:
         ]
 
     def _range_of(self, rows: HostRows) -> Range:
-        """Append rows to the block of their kind and return their range; wide rows get a new block."""
+        """Append narrow rows to the block for their kind, others to a new block, and return their range."""
         kind = _narrow_kind(rows)
         number, start = self._ends.get(kind, (len(self._blocks), 0))
         if number == len(self._blocks):
@@ -166,7 +168,7 @@ class _Outgoing:
 
 
 def _narrow_kind(rows: HostRows) -> tuple[Any, ...] | None:
-    """Return the key of rows that can share a block; None if they need their own."""
+    """Return a key that is equal for rows that can share a block; None if the rows need their own block."""
     if 2 * rows.token_ids.nbytes > NARROW_BYTES or rows.given is not None or rows.kept is not None:
         return None
     columns = (rows.token_ids, rows.logprobs, *rows.extras.values())
@@ -174,7 +176,7 @@ def _narrow_kind(rows: HostRows) -> tuple[Any, ...] | None:
 
 
 class _Incoming:
-    """The blocks of one message while its value is decoded."""
+    """Provides the blocks of one message while its value is decoded."""
 
     def __init__(self, blocks: Sequence[bytes | Span], reader: PageReader | None) -> None:
         self._blocks = blocks
@@ -182,7 +184,7 @@ class _Incoming:
         self._rows: dict[int, HostRows] = {}  # decoded blocks, by number
 
     def made(self, kind: Any, value: Any) -> Any:
-        """Invert `_Outgoing.plain`; used as msgpack's `dec_hook`."""
+        """Convert a value back from the result of `_Outgoing.plain`; used as msgpack's `dec_hook`."""
         if kind is HostRows:
             return self._rows_at(*msgspec.convert(value, Range))
         if get_origin(kind) is np.ndarray:
@@ -202,7 +204,7 @@ class _Incoming:
     def _array_at(self, number: int) -> Array:
         array = array_of(self._block(number))
         if isinstance(self._blocks[number], Span):
-            array = array.copy()  # arrays live long and must not hold shared pages
+            array = array.copy()  # arrays live long and must not keep shared pages in use
         array.flags.writeable = False
         return array
 
@@ -218,12 +220,12 @@ class _Incoming:
 
 
 def parts_of_array(array: Array) -> Parts:
-    """Return the block of an array of one or two dimensions."""
+    """Return the parts of a block that contains one array with one or two dimensions."""
     return _parts_of([array])
 
 
 def parts_of_rows(rows: HostRows) -> Parts:
-    """Return the block of some rows."""
+    """Return the parts of a block that contains rows."""
     given = [None] * 4 if rows.given is None else rows.given.columns()
     kept = [None] * 2 if rows.kept is None else [rows.kept.offsets, rows.kept.token_ids]
     return _parts_of(
@@ -232,7 +234,7 @@ def parts_of_rows(rows: HostRows) -> Parts:
 
 
 def array_of(block: Array) -> Array:
-    """Return the array in a block, (n,) uint8, as a view of its memory.
+    """Return the array in a block, (n,) uint8, as a view of the block's memory.
 
     Raises:
         EngineError: the block is malformed.
@@ -242,7 +244,7 @@ def array_of(block: Array) -> Array:
 
 
 def rows_of(block: Array) -> HostRows:
-    """Return the rows in a block, (n,) uint8, as views of its memory; raises as `array_of`."""
+    """Return the rows in a block, (n,) uint8, as views of the block's memory; raises as `array_of` does."""
     arrays = _arrays_of(block, NUM_COLUMNS + len(EXTRAS))
     token_ids, logprobs, ranks = _whole(arrays[:3])
     given, kept, extras = arrays[3:7], arrays[7:NUM_COLUMNS], zip(EXTRAS, arrays[NUM_COLUMNS:], strict=True)
@@ -304,7 +306,7 @@ def _whole(arrays: Sequence[Array | None]) -> list[Array]:
 
 
 def _plain_error(error: BaseException, most_causes: int = MAX_CAUSES) -> list[Any]:
-    """Encode an error as its class name, arguments, plain attributes, and its cause."""
+    """Encode an error as a list of its class name, arguments, plain attributes and cause."""
     own = error if isinstance(error, LogprobeError) else EngineError(f"{type(error).__name__}: {error}")
     kinds = (str, int, float, tuple)  # tuples of names
     fields = {name: value for name, value in vars(own).items() if isinstance(value, kinds)}
@@ -314,7 +316,7 @@ def _plain_error(error: BaseException, most_causes: int = MAX_CAUSES) -> list[An
 
 
 def _error(plain: Any) -> LogprobeError:
-    """Rebuild an error from `_plain_error`; unknown classes become `EngineError`."""
+    """Rebuild an error from the result of `_plain_error`; unknown classes become `EngineError`."""
     fields_type = dict[str, str | int | float | tuple[str, ...]]
     name, args, fields, cause = msgspec.convert(plain, tuple[str, list[str], fields_type, Any])
     kind: Any = getattr(errors, name, None)

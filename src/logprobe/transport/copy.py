@@ -1,7 +1,7 @@
 """`AsyncCPUTransfer`: copy tensors from a device to the host while the device keeps computing.
 
-Copies run on a separate stream into a small pool of pinned buffers. A buffer is reused only once all views of
-its last result are gone, so a slow reader delays later copies but never sees its data overwritten.
+Copies run on a separate stream into a small pool of pinned buffers. A buffer is reused only when no view of
+its last result is left, so that a slow reader delays later copies but never sees its data overwritten.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ Values = TypeVar("Values", "Tensor", "NDArray[Any]")
 
 
 class CopyDevice(Protocol):
-    """Asynchronous copies from a device to the host."""
+    """Interface for asynchronous copies from a device to the host."""
 
     def host_memory(self, num_bytes: int) -> Tensor:
         """Allocate host memory that the device can write to directly, (num_bytes,) uint8."""
 
     def mark(self, tensor: Tensor) -> Any:
-        """Record an event after the work this thread has queued on the tensor's device."""
+        """Record and return an event after the work that this thread has queued on the tensor's device."""
 
     def copy(self, tensor: Tensor, target: Tensor, after: Any) -> Any:
-        """Start copying to `target`, of the same shape, after the event `after`.
+        """Start copying `tensor` to `target`, which has the same shape, after the event `after`.
 
-        Returns an event whose `synchronize()` waits for the copy.
+        Return an event whose `synchronize()` waits for the copy.
         """
 
 
@@ -49,7 +49,7 @@ class CudaCopies:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._cuda: Any = torch.cuda  # only partly typed
+        self._cuda: Any = torch.cuda  # torch.cuda is only partly typed
         self._streams: dict[torch.device, Any] = {}
 
     def host_memory(self, num_bytes: int) -> Tensor:
@@ -61,20 +61,20 @@ class CudaCopies:
         return self._cuda.current_stream(tensor.device).record_event()
 
     def copy(self, tensor: Tensor, target: Tensor, after: Any) -> Any:
-        """Start the copy on the copy stream, which waits for `after` only."""
+        """Start the copy on the copy stream, which waits only for `after`."""
         with self._lock:
             stream = self._streams.setdefault(tensor.device, self._cuda.Stream(tensor.device))
         with self._cuda.stream(stream):
             stream.wait_event(after)
             target.copy_(tensor, non_blocking=True)
-            tensor.record_stream(stream)  # keeps its memory from being reused before the copy ends
+            tensor.record_stream(stream)  # keeps the tensor's memory from being reused before the copy ends
             ready = self._cuda.Event(blocking=True)
             ready.record(stream)
         return ready
 
 
 class _Lease:
-    """Base object of an array over a buffer; alive as long as the array or any of its views."""
+    """Base object of an array over a buffer; it lives as long as the array or any view of the array."""
 
     def __init__(self, memory: NDArray[np.uint8]) -> None:
         self._memory = memory
@@ -85,16 +85,16 @@ class AsyncCPUTransfer:
     """Copies tensors to the host in the background, through a pool of pinned buffers.
 
     CPU tensors and NumPy arrays are not copied: the result is a view. A GPU tensor must not be modified until
-    its copy has ended. A buffer is reused once its result and all views of it are gone; copies wait while no
-    buffer is free.
+    its copy has ended. A buffer is reused when its result and all views of the result are gone; copies wait
+    while no buffer is free.
 
     Args:
-        num_buffers: maximum number of device results held at once.
-        max_workers: number of threads that start and await copies.
-        device: copy implementation; None: `CudaCopies`.
+        num_buffers: maximum number of results from a device that can exist at once.
+        max_workers: number of threads that start copies and wait for them.
+        device: copy implementation; None for `CudaCopies`.
 
     Raises:
-        ParameterError: fewer than one buffer or worker.
+        ParameterError: `num_buffers` or `max_workers` is less than 1.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class AsyncCPUTransfer:
         self._device = device
         self._max_workers = max_workers
         self._pool = ThreadPoolExecutor(max_workers, thread_name_prefix="logprobe-copy")
-        # Buffers are returned by a finalizer, which may run inside any call; SimpleQueue.put is reentrant.
+        # A finalizer, which may run inside any call, returns buffers; SimpleQueue.put is reentrant.
         self._free: SimpleQueue[Tensor | None] = SimpleQueue()
         for _ in range(num_buffers):
             self._free.put(torch.empty(0, dtype=torch.uint8))
@@ -124,7 +124,7 @@ class AsyncCPUTransfer:
         Raises:
             ParameterError: the tensor's device is not supported.
             RuntimeError: `shutdown` was called.
-            ValueError: a transfer of this id is running, or its result was not taken yet.
+            ValueError: a transfer with this id is running, or its result was not fetched yet.
         """
         with self._lock:
             self._check_open()
@@ -135,10 +135,10 @@ class AsyncCPUTransfer:
         return future
 
     def get_result(self, transfer_id: Hashable, timeout: float | None = None) -> Any:
-        """Return the result of a transfer and forget it; wait up to `timeout` seconds.
+        """Wait up to `timeout` seconds for a transfer, and return its result, which can be fetched only once.
 
         Raises:
-            KeyError: no such transfer, or its result was taken already.
+            KeyError: there is no such transfer, or its result was fetched already.
             RuntimeError: `shutdown` was called.
             TimeoutError: the transfer is not done in time; call again later.
         """
@@ -157,9 +157,9 @@ class AsyncCPUTransfer:
         return future.result()
 
     def shutdown(self) -> None:
-        """Wait for running copies and fail the others with `RuntimeError`; idempotent.
+        """Wait for running copies and fail the others with `RuntimeError`. May be called more than once.
 
-        Existing results stay valid.
+        Results that were returned stay valid.
         """
         with self._lock:
             self._is_closed = True
@@ -191,12 +191,17 @@ class AsyncCPUTransfer:
             self._device = CudaCopies()
         mark, before, own = self._device.mark(tensor), self._latest, threading.Event()
         future = self._pool.submit(self._copy, tensor.detach(), self._device, mark, (before, own))
-        future.add_done_callback(lambda _: own.set())  # also if it is cancelled before it starts
+        # runs even if the transfer is cancelled before it starts
+        future.add_done_callback(lambda _: own.set())
         self._latest = own
         return future
 
     def _take_buffer(self, before: threading.Event, own: threading.Event) -> Tensor | None:
-        """Take a buffer, in transfer order, so that no transfer waits for the result of a later one."""
+        """Wait for `before`, take a buffer, then set `own`; return None after `shutdown`.
+
+        Transfers take buffers in order, so that no transfer waits until the result of a later one is
+        released.
+        """
         before.wait()
         try:
             return None if self._is_closed else self._free.get()
@@ -212,7 +217,8 @@ class AsyncCPUTransfer:
         num_bytes = tensor.numel() * tensor.element_size()
         try:
             if buffer.numel() < num_bytes:
-                # Round up to allocate rarely: allocating pinned memory may wait until the GPU is idle.
+                # Round up so as to allocate rarely, since allocating pinned memory may wait until the GPU
+                # is idle.
                 buffer = device.host_memory(1 << (num_bytes - 1).bit_length())
             memory = buffer[:num_bytes]
             device.copy(tensor, memory.view(tensor.dtype).view(tensor.shape), after).synchronize()

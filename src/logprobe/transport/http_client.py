@@ -1,4 +1,4 @@
-"""HTTP client for one server: bounded replies, a time limit per exchange, retries on status 429.
+"""HTTP client for one server, with bounded replies, a time limit per exchange, and retries on status 429.
 
 Needs httpx (extra `remote`). A client belongs to one event loop.
 """
@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 FULL: Final = 429
 RETRY_AFTER_S: Final = 1.0
 MIN_WAIT_S: Final = 0.05
-ERROR_BYTES: Final = 1 << 16  # maximum bytes read of a failure reply
+ERROR_BYTES: Final = 1 << 16  # maximum number of bytes to read from an error reply
 MESSAGE_CHARS: Final = 2000
-KEEP_ALIVE_S: Final = 2.0  # shorter than servers' keep-alive, so that no connection is reused while it closes
+# shorter than servers' keep-alive, so that no connection is reused while the server closes it
+KEEP_ALIVE_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class HttpReply:
-    """Status, content type and body of a reply; a failure's body is truncated to `ERROR_BYTES`."""
+    """Status, content type and body of a reply; an error's body is truncated to `ERROR_BYTES`."""
 
     status: int
     content_type: str
@@ -34,7 +35,7 @@ class HttpReply:
 
     @property
     def is_success(self) -> bool:
-        """True for 2xx."""
+        """True if the status is 2xx."""
         return 200 <= self.status < 300
 
 
@@ -42,9 +43,9 @@ class HttpClient:
     """HTTP client for the server at `url`.
 
     Args:
-        url: http:// or https://, with or without `/v1`.
-        api_key: sent as a bearer token.
-        timeout_s: time limit of one exchange in seconds, including retries while the server is full.
+        url: address that begins with http:// or https://, with or without `/v1` at the end.
+        api_key: key to send as a bearer token, or None.
+        timeout_s: time limit for one exchange in seconds, including retries while the server is full.
         timeout_name: name of the parameter that sets `timeout_s`, for error messages.
 
     Raises:
@@ -69,7 +70,7 @@ class HttpClient:
         self._timeout_s = timeout_s
         self._timeout_name = timeout_name
         self._failure = httpx.HTTPError
-        # A compressed reply may expand to any size.
+        # Request uncompressed replies, because a compressed one may expand to any size.
         self._headers = {b"Content-Type": b"application/json", b"Accept-Encoding": b"identity"}
         if api_key is not None:
             self._headers[b"Authorization"] = f"Bearer {api_key}".encode()
@@ -84,7 +85,7 @@ class HttpClient:
         """Send one request and read the whole reply, whatever its status.
 
         Raises:
-            ServerError: no complete reply in time, a compressed one, or one longer than `max_bytes`.
+            ServerError: the reply is not complete in time, is compressed, or is longer than `max_bytes`.
             UnreachableError: the connection failed or broke.
         """
         import anyio
@@ -152,7 +153,7 @@ async def _read(reply: httpx.Response, max_bytes: int, what: str) -> bytes:
 
 
 def retry_after_s(header: str | None) -> float:
-    """Return the seconds to wait before a retry; one second if the header is missing or holds a date."""
+    """Return the number of seconds to wait before a retry; 1 if the header is missing or is a date."""
     try:
         wait_s = float(header or RETRY_AFTER_S)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Messages between the front and an engine: commands to the engine, and request events back.
+"""Messages between the front and an engine: commands to the engine, and events of requests to the front.
 
 The thread backend passes these objects by reference, the process backend as bytes (`channel`). The sender
 must not modify a message after sending it.
@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-# msgspec reads the annotations when messages cross to another process.
+# These names must exist at run time, since msgspec reads the annotations to encode messages.
 from logprobe.errors import LogprobeError  # noqa: TC001
 from logprobe.processors.effects import ProcessorEffect  # noqa: TC001
 from logprobe.records.rows import HostRows  # noqa: TC001
@@ -30,24 +30,26 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     params: SamplingParams
     first_scored: int = 1  # first prompt position whose logprobs are returned (position 0 has none)
     wants_row: bool = False  # return the whole next-token distribution instead of sampling a token
-    forced_token_ids: IntArray | None = None  # (max_tokens,) int32: used instead of the sampled tokens
-    call: str = ""  # id of the call that submitted it; the scheduler divides the engine fairly among calls
-    caller: str = ""  # id of the client, if known; the engine is divided among clients before calls
-    scored_as: SamplingParams | None = None  # prompt rows are processed by these; None: raw
+    forced_token_ids: IntArray | None = None  # (max_tokens,) int32, used instead of sampled tokens
+    # id of the API call that submitted the request; the scheduler shares the engine fairly among calls
+    call: str = ""
+    caller: str = ""  # id of the client, if known; the engine is shared among clients first, then among calls
+    # parameters with which prompt rows are processed; None for raw rows
+    scored_as: SamplingParams | None = None
 
 
 class Admitted(msgspec.Struct, frozen=True, eq=False):
     """A request that passed validation, with the results of the validation."""
 
     request: Request
-    processor_args: dict[int, Any]  # stage of the processor pipeline → its typed arguments
-    lora_number: int = 0  # load number of its LoRA weights at admission; 0: none
+    processor_args: dict[int, Any]  # stage index in the processor pipeline → typed arguments
+    lora_number: int = 0  # load number of the LoRA adapter at admission; 0 for none
     weights_number: int = 0  # load number of the model's weights at admission
-    admitted_s: float = 0.0  # time of admission, monotonic clock of the machine
+    admitted_s: float = 0.0  # time of admission on the machine's monotonic clock
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True, eq=False):
-    """Queue requests; they enter the same step if they fit."""
+    """Queue requests; they run in the same step if they fit."""
 
     requests: tuple[Admitted, ...]
 
@@ -59,14 +61,14 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class Pause(msgspec.Struct, tag=True, frozen=True):
-    """Pause a request; its state is kept."""
+    """Pause a request and keep its state."""
 
     request_id: str
     by: PausedBy = "caller"
 
 
 class Resume(msgspec.Struct, tag=True, frozen=True):
-    """Undo a pause; the request continues once nobody pauses it."""
+    """Undo the pause by `by`; the request continues once no pause is left."""
 
     request_id: str
     by: PausedBy = "caller"
@@ -77,32 +79,32 @@ class ForgetPrefixes(msgspec.Struct, tag=True, frozen=True):
 
 
 class LoadLora(msgspec.Struct, tag=True, frozen=True):
-    """Load LoRA weights from a folder and reply; requests refer to them by `number`."""
+    """Load a LoRA adapter from a folder and reply; requests refer to the adapter by `number`."""
 
     number: int
     name: str
     path: str
-    is_passing: bool = False  # temporary folder; the engine process removes it if the front dies
+    is_passing: bool = False  # True for a temporary folder, which the engine removes if the front dies
 
 
 class DropLora(msgspec.Struct, tag=True, frozen=True):
-    """Free LoRA weights that no request uses or will use."""
+    """Free a LoRA adapter that no request uses or will use."""
 
     number: int
 
 
 class LoadWeights(msgspec.Struct, tag=True, frozen=True, eq=False):
-    """Load new weights of the model next to the current ones and reply with their layout."""
+    """Load new weights for the model, besides the current ones, and reply with their layout."""
 
     number: int
-    weights: Any  # tensors by name, or the folder of their safetensors files
+    weights: Any  # tensors by name, or a folder with safetensors files
     is_passing: bool = False  # temporary folder; the engine process removes it if the front dies
 
 
 class TakeWeights(msgspec.Struct, tag=True, frozen=True):
     """Switch to weights that were loaded, clear all caches, and reply.
 
-    Running requests finish first if `finishes`, and new ones wait meanwhile; otherwise running requests fail
+    If `finishes`, running requests finish first, and new ones wait meanwhile; otherwise running requests fail
     with `WeightsReplacedError`.
     """
 
@@ -126,15 +128,15 @@ class Drafts(msgspec.Struct, omit_defaults=True):
 
     num_drafted: int = 0
     num_accepted: int = 0
-    refusal: str | None = None  # why nothing can be drafted; None: drafting was possible
+    refusal: str | None = None  # reason why drafting was impossible; None if it was possible
 
 
 class Finish(msgspec.Struct, frozen=True, eq=False):
-    """Why a completion ended."""
+    """How a completion ended."""
 
     reason: FinishReason
-    stop_reason: int | str | None = None  # the stop string or token id that ended it
-    num_text_bytes: int | None = None  # length of the text truncated at a stop string; None: not truncated
+    stop_reason: int | str | None = None  # the stop string or token id that ended the completion
+    num_text_bytes: int | None = None  # length of a text that was cut at a stop string; None if not cut
     error: LogprobeError | None = None
 
 
@@ -144,15 +146,17 @@ class Delta(msgspec.Struct, tag=True, kw_only=True, eq=False, omit_defaults=True
     request_id: str
     index: int  # index of the completion
     token_ids: list[int] = []  # sampled in this step
-    raw: HostRows | None = None  # one row per token; None: not requested
+    raw: HostRows | None = None  # one row per token; None if not requested
     processed: HostRows | None = None
-    prompt: HostRows | None = None  # rows of the next prompt positions
-    effects: list[list[ProcessorEffect]] | None = None  # processor effects per token; None: not requested
-    row: Array | None = None  # (vocabulary,) float32, nats, read-only; for `wants_row`
+    prompt: HostRows | None = None  # rows for the next prompt positions
+    effects: list[list[ProcessorEffect]] | None = None  # processor effects per token; None if not requested
+    row: Array | None = None  # (vocab_size,) float32, nats, read-only; set for `wants_row`
     finish: Finish | None = None  # None while the completion runs
-    drafts: Drafts | None = None  # counts of the whole completion, with `finish`; None: drafting is off
-    num_cached_tokens: int | None = None  # prompt tokens from the prefix cache, with `finish`; None: unknown
-    weights_number: int = 0  # load number of the model's weights that run it
+    # counts for the whole completion, set with `finish`; None if drafting is off
+    drafts: Drafts | None = None
+    # prompt tokens from the prefix cache, set with `finish`; None if unknown
+    num_cached_tokens: int | None = None
+    weights_number: int = 0  # load number of the model's weights that the completion runs with
 
 
 class Failure(msgspec.Struct, tag=True, frozen=True, eq=False):
@@ -163,4 +167,4 @@ class Failure(msgspec.Struct, tag=True, frozen=True, eq=False):
 
 
 Event: TypeAlias = Delta | Failure
-"""Event of a request, published by the engine."""
+"""Event that the engine publishes for a request."""

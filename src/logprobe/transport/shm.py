@@ -1,10 +1,10 @@
-"""Shared memory between two processes for blocks of rows: written once, read in place.
+"""Shared memory between two processes, for blocks of rows that are written once and read in place.
 
-Each pair of processes shares one anonymous file, divided into pages. The writer puts a block into free pages
-and publishes it under a unique sequence number; the message holds only the pages and the number. The reader
-releases the pages once the last view of the block is gone, in any order, so that a slow reader holds only its
-own pages. If no pages are free, rows travel in messages. The file has no name, so the kernel frees it when
-both processes have ended, whatever ended them.
+Each pair of processes shares one anonymous file, divided into pages. The writer puts a block into free
+pages and publishes the block under a unique sequence number; the message contains only the first page and
+the number. The reader releases the pages when the last view of the block is gone, in any order, so that a
+slow reader only keeps its own pages in use. If no pages are free, rows are sent in messages. The file has
+no name, so the kernel frees it when both processes have ended, even after a crash.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from logprobe.records.store.columns import Array
 
 Parts: TypeAlias = "list[Array]"
-"""Contiguous arrays that are stored one after another in a block."""
+"""Contiguous arrays, which are stored one after another in a block."""
 
 logger = logging.getLogger("logprobe")
 
 PAGE_BYTES: Final = 1 << 14
 NUM_PAGES: Final = 1 << 12
 TABLE_BYTES: Final = 8 * NUM_PAGES  # one uint64 per page
-# Two tables of sequence numbers, published and released, then the pages.
+# The file has two tables of sequence numbers, for published and released blocks, and then the pages.
 FILE_BYTES: Final = 2 * TABLE_BYTES + NUM_PAGES * PAGE_BYTES
 
 
@@ -44,12 +44,12 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 def num_bytes(parts: Parts) -> int:
-    """Return the size of the block that holds these arrays."""
+    """Return the size in bytes of a block with these arrays."""
     return sum(part.nbytes for part in parts)
 
 
 def unnamed_file() -> int:
-    """Create an anonymous file of size 0, in memory if possible, and return its descriptor."""
+    """Create an empty anonymous file, in memory if possible, and return its descriptor."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("logprobe-rows", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:
@@ -57,7 +57,7 @@ def unnamed_file() -> int:
 
 
 class PageWriter:
-    """Writer of shared blocks; allocates the memory on the first write. Not thread-safe."""
+    """Writes shared blocks; the memory is allocated at the first write. Not thread-safe."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -67,11 +67,11 @@ class PageWriter:
         self._held: list[tuple[int, int, int]] = []  # (first page, end page, sequence number)
 
     def write(self, parts: Parts) -> Span | None:
-        """Write a block into free pages; return None if there are too few, or no shared memory."""
+        """Write a block into free pages; return None if there are too few, or there is no shared memory."""
         pages, size = self._open(), num_bytes(parts)
         if pages is None or (page := self._take_pages(pages, -(-size // PAGE_BYTES))) is None:
             return None
-        pages.published[page] = 0  # invalidates an old sequence number while the block is written
+        pages.published[page] = 0  # invalidates the old sequence number while the block is written
         at = pages.start_of(page)
         for part in parts:
             pages.whole[at : at + part.nbytes] = part.reshape(-1).view(np.uint8)
@@ -80,14 +80,14 @@ class PageWriter:
         return Span(page, self._sequence, size)
 
     def take_back(self, span: Span) -> None:
-        """Free the pages of a block that is not sent after all."""
+        """Free the pages of a block that was written but will not be sent."""
         assert self._pages is not None
         self._pages.released[span.page] = span.sequence
 
     def _open(self) -> _Pages | None:
         if self._pages is None and not self._is_refused:
             try:
-                # Without it, a write would raise SIGBUS when memory is full.
+                # Without the allocation, a write would raise SIGBUS when memory is full.
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(self._descriptor, 0, FILE_BYTES)
                 os.ftruncate(self._descriptor, FILE_BYTES)
@@ -98,7 +98,7 @@ class PageWriter:
         return self._pages
 
     def _take_pages(self, pages: _Pages, count: int) -> int | None:
-        """Reclaim released pages, then reserve `count` consecutive ones and return the first."""
+        """Reclaim released pages, then reserve `count` consecutive pages; return the first, or None."""
         released = pages.released
         self._held = [held for held in self._held if released[held[0]] != held[2]]
         page = 0
@@ -112,17 +112,17 @@ class PageWriter:
 
 
 class PageReader:
-    """Reader of shared blocks; thread-safe."""
+    """Reads shared blocks; thread-safe."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._pages: _Pages | None = None
 
     def read(self, span: Span) -> Array:
-        """Return a block as a read-only view, (num_bytes,) uint8; its pages are released with the last view.
+        """Return a block as a read-only view, (num_bytes,) uint8; the last view releases the pages.
 
         Raises:
-            EngineError: there is no such block.
+            EngineError: there is no block with this location and sequence number.
         """
         is_inside = 0 <= span.page < NUM_PAGES and 0 < span.num_bytes <= (NUM_PAGES - span.page) * PAGE_BYTES
         if self._pages is None and is_inside and os.fstat(self._descriptor).st_size == FILE_BYTES:
@@ -150,7 +150,7 @@ class _Pages:
 
 
 class _Lease:
-    """Base object of arrays over a block; releases the pages when the last array is gone."""
+    """Base object of arrays over a block, which releases the pages when the last array is gone."""
 
     __slots__ = ("__array_interface__", "_pages", "_span")
 

@@ -1,7 +1,7 @@
 """`RequestStreams`: one bounded stream of items per request, with backpressure.
 
-A request whose reader lags is paused at the source, so that the buffer stays bounded and no other request is
-slowed down. Items are not inspected.
+If a reader is too slow, its request is paused in the engine, so that the buffer stays bounded and no other
+request is slowed down. Items are not inspected.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ T = TypeVar("T")
 
 
 class Parcel(NamedTuple, Generic[T]):
-    """An item of one request, with its number of rows."""
+    """An item for one request, with the number of rows in it."""
 
     req_id: str
     item: T
     num_rows: int = 1
-    is_urgent: bool = False  # wake the reader even for few rows, such as at the end
+    is_urgent: bool = False  # if True, wake the reader even for few rows, such as at the end
 
 
 @dataclass(slots=True)
 class Reader:
-    """Consumer of a stream; `woken` is set, on its event loop, once `min_rows` rows wait."""
+    """Consumer of a stream; `woken` is set, on the consumer's event loop, when `min_rows` rows wait."""
 
     min_rows: int
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
@@ -41,22 +41,22 @@ class Reader:
 
 @dataclass(slots=True)
 class Inbox(Generic[T]):
-    """Items of one request that its consumer has not taken; guarded by the lock of `RequestStreams`."""
+    """Items for one request that its consumer has not taken yet; guarded by the lock in `RequestStreams`."""
 
     req_id: str
-    buffer_size: int  # number of waiting rows from which the source is paused
-    items: deque[tuple[T, int]] = field(default_factory=deque)  # with their numbers of rows
+    buffer_size: int  # number of waiting rows at which the source is paused
+    items: deque[tuple[T, int]] = field(default_factory=deque)  # (item, number of rows)
     num_rows: int = 0
-    is_paused: bool = False  # the source should pause
+    is_paused: bool = False  # True if the source should be paused
     is_done: bool = False
-    error: BaseException | None = None  # raised to the reader after the last item
+    error: BaseException | None = None  # raised in the reader after the last item
     reader: Reader | None = None
     publishing: threading.RLock = field(default_factory=threading.RLock)
-    published: bool = False  # last `is_paused` reported to the source; guarded by `publishing`
+    published: bool = False  # value of `is_paused` last reported to the source; guarded by `publishing`
 
     @property
     def is_full(self) -> bool:
-        """True if `buffer_size` rows wait."""
+        """True if at least `buffer_size` rows wait."""
         return self.num_rows >= self.buffer_size
 
     @property
@@ -70,13 +70,13 @@ class Inbox(Generic[T]):
         return self.reader is not None
 
     def put(self, item: T, num_rows: int) -> None:
-        """Append an item, and pause the source if the consumer lags."""
+        """Append an item, and set `is_paused` if the consumer lags."""
         self.items.append((item, num_rows))
         self.num_rows += num_rows
         self.is_paused |= self.is_lagging
 
     def take(self) -> list[T]:
-        """Remove the oldest items: up to `buffer_size` rows, or a single item that holds more."""
+        """Remove and return the oldest items: up to `buffer_size` rows, or a single item with more rows."""
         taken: list[T] = []
         num_taken = 0
         while self.items and (not taken or num_taken + self.items[0][1] <= self.buffer_size):
@@ -89,12 +89,14 @@ class Inbox(Generic[T]):
 
 
 class RequestStreams(Generic[T]):
-    """One bounded stream per request, in order and exactly once; any thread may add items.
+    """One bounded stream per request, which delivers items in order and exactly once.
+
+    Any thread may add items.
 
     Args:
-        buffer_size: number of waiting rows of a request from which `pause` is called.
-        pause: called with a request's id, without holding the lock.
-        resume: called with the id once the reader has taken rows, or left.
+        buffer_size: number of waiting rows at which a request is paused.
+        pause: function that pauses the request with the given id; called without holding the lock.
+        resume: function that resumes the request, called when the reader has taken rows or has left.
 
     Raises:
         ParameterError: `buffer_size` is below 1.
@@ -111,14 +113,14 @@ class RequestStreams(Generic[T]):
         self._inboxes: dict[str, Inbox[T]] = {}
 
     def open(self, req_id: str) -> None:
-        """Accept items of a request from now on."""
+        """Accept items for a request from now on."""
         with self._lock:
             self._inbox(req_id)
 
     def add_many(self, parcels: Iterable[Parcel[T]]) -> list[str]:
-        """Add items of many requests and wake each event loop once.
+        """Add items for many requests and wake each event loop once.
 
-        Items of requests that are not open are dropped. The source must stop adding after `pause`.
+        Items for requests that are not open are dropped. The source must stop adding items after `pause`.
 
         Returns:
             Ids of requests whose readers are gone because their event loops were closed.
@@ -144,12 +146,12 @@ class RequestStreams(Generic[T]):
     async def stream(
         self, req_id: str, *, buffer_size: int | None = None, min_rows: int = 1
     ) -> AsyncGenerator[list[T]]:
-        """Yield lists of items, each at most a buffer's worth; leaving the stream unregisters the request.
+        """Yield lists of items of at most `buffer_size` rows; closing the generator unregisters the request.
 
         Args:
-            req_id: request id; opened here if `open` has not been called.
-            buffer_size: buffer size of this request; None: that of the constructor.
-            min_rows: number of waiting rows that wakes the reader, at most `buffer_size`.
+            req_id: id of the request, which is opened if `open` has not been called.
+            buffer_size: buffer size for this request; None for the constructor's value.
+            min_rows: number of waiting rows at which the reader wakes up, at most `buffer_size`.
 
         Raises:
             ParameterError: the request has a consumer already.
@@ -172,14 +174,14 @@ class RequestStreams(Generic[T]):
             self._forget(inbox)
 
     def unregister(self, req_id: str) -> None:
-        """Drop a request and its waiting items; unknown ids are ignored."""
+        """Remove a request and its waiting items; unknown ids are ignored."""
         with self._lock:
             inbox = self._inboxes.get(req_id)
         if inbox is not None:
             self._forget(inbox)
 
     def num_waiting(self, req_id: str) -> int:
-        """Return the number of rows that the request's consumer has not taken."""
+        """Return the number of rows that the request's consumer has not taken yet."""
         with self._lock:
             return self._inboxes[req_id].num_rows if req_id in self._inboxes else 0
 
@@ -220,7 +222,7 @@ class RequestStreams(Generic[T]):
             wake_all([inbox.reader])
 
     def _publish_pause(self, inbox: Inbox[T]) -> None:
-        """Pause or resume the source if `is_paused` has changed; the last call always matches it."""
+        """Pause or resume the source if `is_paused` has changed, so that both agree in the end."""
         if inbox.is_paused == inbox.published:
             return
         with inbox.publishing:
@@ -233,14 +235,14 @@ def check_is_free(inbox: Inbox[T]) -> None:
     """Check that a request has no consumer yet.
 
     Raises:
-        ParameterError: it has one.
+        ParameterError: the request has a consumer.
     """
     is_free = not inbox.has_consumer
     require(is_free, "req_id", f"{inbox.req_id!r} has a consumer already; unregister it first")
 
 
 def wake_all(readers: Iterable[Reader]) -> set[asyncio.AbstractEventLoop]:
-    """Wake readers, each event loop once; return the loops that are closed."""
+    """Wake readers, waking each event loop once; return the loops that are closed."""
     by_loop: defaultdict[asyncio.AbstractEventLoop, list[Reader]] = defaultdict(list)
     for reader in readers:
         by_loop[reader.loop].append(reader)

@@ -1,4 +1,4 @@
-"""`Link`: HTTP requests to one server, with its failures raised as this library's errors.
+"""`Link`: sends HTTP requests to one server and raises its failures as this library's errors.
 
 A link belongs to one event loop.
 """
@@ -32,15 +32,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FACTS_BYTES: Final = 1 << 20  # maximum reply about the server; also allowed for the rest of other replies
+# maximum size of a reply about the server, and of the fixed part of other replies
+FACTS_BYTES: Final = 1 << 20
 TOKENIZER_BYTES: Final = 1 << 28
-TOKEN_BYTES: Final = 256  # maximum per token of a sample: its id and text as JSON
-MAX_OF_ANY: Final = 1 << 48  # upper bound of any size that a server reports
+TOKEN_BYTES: Final = 256  # maximum size of a token in a sample, with its id and text as JSON
+MAX_OF_ANY: Final = 1 << 48  # upper bound on any size that a server reports
 MASS_TOLERANCE: Final = 1e-3
 
 
 class Told(msgspec.Struct):
-    """Error object of a server's reply."""
+    """The error object in a server's reply."""
 
     message: str = ""
     param: str | None = None
@@ -48,18 +49,18 @@ class Told(msgspec.Struct):
 
 
 class Failure(msgspec.Struct):
-    """The body of a reply other than 2xx."""
+    """The body of a reply whose status is not 2xx."""
 
     error: Told
 
 
 @final
 class Link(HttpClient):
-    """HTTP client of the server at `url`; `timeout_s` includes retries while the server is full.
+    """HTTP client for the server at `url`; `timeout_s` includes retries while the server is full.
 
     Raises:
         ModelError: httpx is not installed.
-        ParameterError: an invalid value.
+        ParameterError: an argument is invalid.
     """
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
@@ -76,7 +77,7 @@ class Link(HttpClient):
         return await self._body("GET", path, None, max_bytes)
 
     async def post(self, path: str, body: Any, max_bytes: int) -> bytes:
-        """Return the body of the reply to a POST request with a JSON body; errors as `get`."""
+        """Return the body of the reply to a POST request with a JSON body; raises the errors of `get`."""
         return await self._body("POST", path, msgspec.json.encode(body), max_bytes)
 
     async def _body(self, method: str, path: str, content: bytes | None, max_bytes: int) -> bytes:
@@ -87,7 +88,7 @@ class Link(HttpClient):
 
 
 def as_error(status: int, content: bytes, what: str) -> LogprobeError:
-    """Convert a reply with a status other than 2xx to an exception."""
+    """Convert a reply whose status is not 2xx to an exception; `what` names the request."""
     try:
         failure = msgspec.json.decode(content, type=Failure).error
     except (ValueError, RecursionError):
@@ -106,7 +107,7 @@ def as_error(status: int, content: bytes, what: str) -> LogprobeError:
 
 
 def decoded(data: bytes, kind: type[T], what: str) -> T:
-    """Decode a JSON reply.
+    """Decode a JSON reply to the type `kind`; `what` names the request in errors.
 
     Raises:
         ServerError: the reply is not JSON, or does not match `kind`.
@@ -135,7 +136,7 @@ CARRIED: Final = (
 
 
 class Limits(msgspec.Struct):
-    """Limits of a server."""
+    """Limits that a server reports."""
 
     max_body_bytes: int
     max_requests: int
@@ -146,7 +147,7 @@ class Limits(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """Facts about a server, fetched when it is first contacted."""
+    """Properties of a server, fetched when it is first contacted."""
 
     capabilities: Capabilities
     limits: Limits
@@ -202,7 +203,7 @@ async def meet(link: Link) -> ServerFacts:
 
 
 class RowsSource(msgspec.Struct, frozen=True):
-    """The source of a reply's rows, as reported by the server."""
+    """The weights that a reply's rows were computed with, as reported by the server."""
 
     weight_version: str | None = None
     weights: str | None = None  # precision and layout
@@ -223,7 +224,7 @@ class _Head(msgspec.Struct):
 
 
 async def ask_rows(link: Link, prefixes: Sequence[Prefix], vocab_size: int) -> tuple[list[Row], RowsSource]:
-    """Fetch the rows of prefixes with the same LoRA adapter, in order, and their source.
+    """Fetch the rows of prefixes, which must have the same LoRA adapter, in order, and their source.
 
     Raises:
         LogprobeError: the request failed, or the reply is not valid.
@@ -253,8 +254,8 @@ async def ask_rows(link: Link, prefixes: Sequence[Prefix], vocab_size: int) -> t
 
 
 async def ask_sample(link: Link, prompt: IntArray, params: SamplingParams, vocab_size: int) -> SampledIds:
-    """Fetch one completion, without the stop id that ended it; errors as `ask_rows`."""
-    if not params.max_tokens:  # which a server rejects
+    """Fetch one sample, as in `SampledIds.before_stop`; raises the same errors as `ask_rows`."""
+    if not params.max_tokens:  # a server rejects max_tokens=0
         return SampledIds()
     carried = {name: getattr(params, name) for name in CARRIED}
     body = {"prompt": prompt.tolist(), **carried, "return_token_ids": True}
@@ -268,7 +269,7 @@ async def ask_sample(link: Link, prompt: IntArray, params: SamplingParams, vocab
 
 
 def _owned(row: Any) -> Any:
-    """Copy a row: a view would keep the whole reply in memory."""
+    """Return a read-only copy of a row, because a view would keep the whole reply in memory."""
     own = row.copy()
     own.flags.writeable = False
     return own

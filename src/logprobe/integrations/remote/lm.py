@@ -1,6 +1,6 @@
 """`RemoteLM`: next-token distributions from a server, with the interface of `AsyncLM`.
 
-`NextTokenLM` batches requests and caches rows; their source is a server started by `logprobe serve`.
+`NextTokenLM` batches requests and caches rows; a server started by `logprobe serve` computes them.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ class RemoteLM(NextTokenLM[Row]):
     Rows have exactly the server's float32 values. Concurrent requests share an HTTP request, equal ones are
     computed once, and rows are cached locally; the server caches prefixes. While the server is full, requests
     wait. `tokenizer`, `byte_vocab` and `str_vocab` are fetched from the server on first use. `list_loras`
-    returns the LoRA adapters that the server had when this object was created. Loading weights and clearing
-    the prefix cache are not supported; for labels, use the server's routes.
+    returns the LoRA adapters that the server had when this object was created. Loading weights, clearing the
+    prefix cache, and methods such as `classify` are not supported; use the server's routes instead.
 
     Args:
         url: the server's address, with or without `/v1`.
         api_key: the server's API key.
-        cache_bytes: size of the LRU cache of whole rows, bytes; 0 disables it.
-        batch_size: number of pending requests that starts an HTTP request immediately.
-        timeout: seconds after which fewer requests start one.
+        cache_bytes: maximum size in bytes of the LRU cache of rows; 0 disables the cache.
+        batch_size: number of pending requests at which an HTTP request is sent immediately.
+        timeout: seconds after which an HTTP request is sent for fewer pending requests.
         request_timeout: timeout of one HTTP request in seconds, including retries while the server is full.
 
     Raises:
         ModelError: httpx is not installed (`pip install 'logprobe[remote]'`).
-        ParameterError: an invalid setting, or the server rejects the API key.
+        ParameterError: a setting is invalid, or the server rejects the API key.
         ServerError: the server cannot be reached, or failed.
     """
 

@@ -1,7 +1,7 @@
-"""`ServerRows`: fetch rows and samples from a server of this library.
+"""`ServerRows`: fetches rows and samples from a server of this library.
 
 All HTTP requests run on the event loop of `bridge`. Up to `ROW_EXCHANGES` requests for rows run at once; rows
-requested in the meantime are gathered for the next one.
+requested in the meantime are collected for the next HTTP request.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     from logprobe.records.values import IntArray
 
 ROW_EXCHANGES: Final = 4  # concurrent requests: some are computed while others are transferred
-MAX_ROWS: Final = 64  # per request
+MAX_ROWS: Final = 64  # rows per HTTP request
 SHARE: Final = 2  # one client uses at most half of the server's limits
-ROW_BYTES: Final = 12  # that a server counts per id of a whole row
+ROW_BYTES: Final = 12  # bytes that a server counts for each id in a whole row
 ID_BYTES: Final = 12  # maximum size of one id in JSON
-NOT_CARRIED: Final[dict[str, Any]] = {  # fields that are not sent; a sample must leave them at the default
+# fields that are not sent, with their defaults, from which a sample must not differ
+NOT_CARRIED: Final[dict[str, Any]] = {
     field.name: getattr(SamplingParams(), field.name)
     for field in fields(SamplingParams)
     if field.name not in CARRIED
@@ -52,11 +53,11 @@ class Asked:
 
 @final
 class ServerRows:
-    """Implements `RowSource` with the server at `url`; HTTP requests run on the loop of `bridge`.
+    """`RowSource` that uses the server at `url`; HTTP requests run on the event loop of `bridge`.
 
     Raises:
         ModelError: httpx is not installed.
-        ParameterError: an invalid value, or the server rejects the API key.
+        ParameterError: an argument is invalid, or the server rejects the API key.
         ServerError: the server cannot be reached, or failed.
     """
 
@@ -71,21 +72,22 @@ class ServerRows:
         self._most_rows, self._most_tokens = _portion(self._facts)
         self._sample_room = asyncio.Semaphore(max(self._facts.limits.max_requests // SHARE, 1))
         # The attributes below are changed only on the bridge's loop.
-        self._source: RowsSource | None = None  # of the last reply, ignoring its LoRA adapter
-        self._weights_number = 0  # incremented when a reply comes from other model weights
-        self._loras: dict[str, tuple[str | None, int]] = {}  # name → version in the last reply, its number
+        self._source: RowsSource | None = None  # source of the last reply, without its LoRA adapter
+        self._weights_number = 0  # incremented when a reply was computed with other model weights
+        # name → (version in the last reply, number of changes)
+        self._loras: dict[str, tuple[str | None, int]] = {}
         self._gathered: list[Asked] = []
         self._exchanges: dict[asyncio.Task[None], list[Asked]] = {}  # requests for rows
         self._samples: set[asyncio.Task[Any] | None] = set()
         self._is_closed = False
 
     def fetch(self, path: str) -> bytes:
-        """Return the server's reply at `path`, for callers without an event loop; errors as `Link.get`."""
+        """Return the server's reply at `path`, without an event loop; raises the errors of `Link.get`."""
         return self._bridge.run(self._link.get(path, TOKENIZER_BYTES))
 
     @property
     def is_busy(self) -> bool:
-        """False: the server's load is not known, so requests are always gathered first."""
+        """Always False: the server's load is not known, so requests are always collected first."""
         return False
 
     def capabilities(self) -> Capabilities:
@@ -93,7 +95,7 @@ class ServerRows:
         return self._facts.capabilities
 
     def loads(self, lora: str | None) -> tuple[int, int]:
-        """Return how often a reply came from changed weights, of a LoRA adapter and of the model.
+        """Return how often replies showed that the weights had changed: the LoRA adapter's, and the model's.
 
         Raises:
             ParameterError: the server had no such LoRA adapter when it was first contacted.
@@ -106,11 +108,11 @@ class ServerRows:
         return self._lora_number(lora), self._weights_number
 
     def list_loras(self) -> dict[str, str]:
-        """Return the LoRA adapters that the server had when first contacted: name → path on the server."""
+        """Return the LoRA adapters, name to path on the server, that the server had when first contacted."""
         return dict(self._facts.loras)
 
     def begin(self, prefixes: Sequence[Prefix]) -> list[BegunRow]:
-        """Gather rows and send requests for them, as far as `ROW_EXCHANGES` allows.
+        """Queue rows, and send HTTP requests for queued rows as far as `ROW_EXCHANGES` allows.
 
         Raises:
             EngineClosedError: the source was closed.
@@ -123,10 +125,10 @@ class ServerRows:
         return [request.begun for request in asked]
 
     async def sample(self, prompt: IntArray, params: SamplingParams) -> SampledIds:
-        """Draw a sample with one HTTP request.
+        """Sample with one HTTP request.
 
         Raises:
-            ParameterError: a field that is not sent to servers, or a request that cannot be served.
+            ParameterError: a field is set that is not sent to servers, or the request cannot be served.
             LogprobeError: the request failed.
         """
         for name, default in NOT_CARRIED.items():
@@ -137,7 +139,7 @@ class ServerRows:
         return await asyncio.wrap_future(self._bridge.start(self._sample(prompt, params)))
 
     def close(self) -> None:
-        """Fail everything in flight with `EngineClosedError`; the loop's owner closes the loop."""
+        """Fail all requests in flight with `EngineClosedError`. The event loop is not closed."""
         self._bridge.run(self._end_all())
 
     async def _end_all(self) -> None:
@@ -156,7 +158,7 @@ class ServerRows:
             raise _closed()
 
     def _send_gathered(self) -> None:
-        """Send gathered rows while fewer than `ROW_EXCHANGES` requests run, one LoRA adapter per request."""
+        """Send queued rows while fewer than `ROW_EXCHANGES` requests run; one LoRA adapter per request."""
         self._gathered = [request for request in self._gathered if not request.begun.done()]
         while self._gathered and len(self._exchanges) < ROW_EXCHANGES:
             self._send(self._take_portion())
@@ -192,7 +194,7 @@ class ServerRows:
             ends = [error] * len(asked)
         for request, end in zip(asked, ends, strict=True):
             if isinstance(end, ParameterError) and len(asked) > 1 and not request.begun.done():
-                self._send([request])  # again, alone, so that only the invalid one fails
+                self._send([request])  # send it again alone, so that only the invalid one fails
             else:
                 settle(request.begun, end)
 
@@ -208,7 +210,7 @@ class ServerRows:
         return self._loras[lora][1] if lora in self._loras else 0
 
     def _note(self, lora: str | None, source: RowsSource) -> None:
-        """Update the weight numbers if a reply comes from other weights, which invalidates cached rows."""
+        """Update the weight numbers, which invalidates cached rows, if a reply came from other weights."""
         version = source.lora_version
         if lora is not None:
             before, number = self._loras.get(lora, (version, 0))
@@ -225,7 +227,7 @@ class ServerRows:
             async with self._sample_room:
                 return await ask_sample(self._link, prompt, params, self.capabilities().vocab_size)
         except asyncio.CancelledError:
-            self._check_open()  # otherwise the caller cancelled it
+            self._check_open()  # if this does not raise, the caller cancelled the sample
             raise
         finally:
             self._samples.discard(task)
@@ -241,7 +243,7 @@ def _give_up_unwanted(exchange: asyncio.Task[None], asked: Sequence[Asked], _: B
 
 
 def _portion(facts: ServerFacts) -> tuple[int, int]:
-    """Return the maximum numbers of rows and prompt tokens per request."""
+    """Return the maximum numbers of rows and of prompt tokens per HTTP request."""
     limits = facts.limits
     row_bytes = ROW_BYTES * facts.capabilities.vocab_size * SHARE * ROW_EXCHANGES
     rows = min(

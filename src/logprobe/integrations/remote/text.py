@@ -29,7 +29,7 @@ class Facts(msgspec.Struct):
 
 @final
 class RemoteText:
-    """Implements `ModelText` with a server's tokenizer; `fetch` returns the server's reply at a path."""
+    """`ModelText` with a server's tokenizer; `fetch` returns the server's reply at a path."""
 
     def __init__(self, fetch: Callable[[str], bytes]) -> None:
         self._facts = decoded(fetch("/tokenizer_info"), Facts, "/tokenizer_info")
@@ -37,7 +37,7 @@ class RemoteText:
 
     @property
     def bos_token_id(self) -> int | None:
-        """The model's BOS token; None if it has none."""
+        """Id of the model's BOS token; None if there is none."""
         return self._facts.bos_token_id
 
     @cached_property
@@ -70,7 +70,7 @@ class RemoteText:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The exact bytes of every id; errors as `tokenizer`."""
+        """Map from token id to exact bytes; raises the same errors as `tokenizer`."""
         from logprobe.models import Vocabulary
 
         return Vocabulary.from_tokenizer(self.tokenizer)

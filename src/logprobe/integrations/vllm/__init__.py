@@ -1,4 +1,4 @@
-"""vLLM as the engine: vLLM schedules and runs the model, this library samples and computes log-probabilities.
+"""vLLM as an engine: vLLM schedules and runs the model, this library samples and computes log-probabilities.
 
 A logits processor in vLLM's workers (`worker`) samples the tokens of our requests and stores the results; the
 front end (`engine`) fetches them with `collective_rpc`. `internals.py` lists the undocumented attributes of

@@ -1,8 +1,8 @@
-"""`WorkerDraw`: sample tokens with this library's pipeline from logits that vLLM computed.
+"""`WorkerDraw`: samples tokens with this library's pipeline from logits that vLLM computed.
 
-vLLM may discard a sampled token (of a partly computed prompt, or a preempted request). A token therefore
-counts only once vLLM requests the next one of its sample, or the front end has seen it; until then it may be
-sampled again with the same random number.
+vLLM may discard a sampled token if the prompt is only partly computed or the request is preempted. A token
+therefore counts only when vLLM requests the sample's next token, or the front end has seen the token; until
+then, it may be sampled again with the same random number.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """State of a running sample."""
+    """State of one sample, identified by its tag."""
 
     sample: Sample
-    drawn: Drawn | None = None  # sampled, does not count yet
-    deltas: list[Delta] = field(default_factory=list)  # not fetched yet
-    is_done: bool = False  # the final delta is in `deltas`, or was fetched
+    drawn: Drawn | None = None  # token that was sampled but does not count yet
+    deltas: list[Delta] = field(default_factory=list)  # results that the front end has not fetched yet
+    is_done: bool = False  # True if the final delta is in `deltas` or was fetched
 
 
 class WorkerDraw:
-    """Samples tokens and stores their deltas until they are fetched; not thread-safe."""
+    """Samples tokens and stores the results as `Delta`s until they are fetched; not thread-safe."""
 
     def __init__(self, config: EngineConfig, facts: ModelFacts, text: TextEdge, max_len: int) -> None:
         self._seed, self._max_len = config.seed, max_len
@@ -50,7 +50,10 @@ class WorkerDraw:
         self._runs: dict[str, Run] = {}
 
     def open(self, tag: str, work: bytes) -> Run:
-        """Return the run of a tag; a sample that was preempted or paused continues its run."""
+        """Return the state registered under `tag`, creating it from `work` if there is none.
+
+        A sample that resumes after preemption or a pause gets its earlier state back.
+        """
         if tag not in self._runs:
             self._runs[tag] = self._new_run(WORKS.decode(work))
         return self._runs[tag]
@@ -68,11 +71,11 @@ class WorkerDraw:
 
     @torch.inference_mode()
     def draw(self, logits: Tensor, rows: Mapping[int, tuple[Run, int]]) -> None:
-        """Sample one token per row in place: all other logits of the row become -inf.
+        """Sample one token per row; in place, set all other logits in the row to -inf.
 
         Args:
             logits: (R, V) float32; rows that are not in `rows` stay unchanged.
-            rows: row → its sample, and the number of the sample's tokens that vLLM has accepted.
+            rows: map from row to the sample's state, and the number of its tokens that vLLM has accepted.
         """
         for run, num_taken in rows.values():
             self._settle(run, num_taken)
@@ -116,7 +119,7 @@ class WorkerDraw:
             chunk = sample_rows[rows_of_chunk]
             own = [live_of[row] for row in chunk]
             rows = [row for row, _ in own]
-            # Most steps have only our requests, in order: no copy is needed.
+            # Most steps have only our requests, in order; then no copy is needed.
             is_all = rows == list(range(len(logits)))
             sampled = self._sampling.draw(chunk, logits if is_all else logits[rows]).sent(None)
             for index, (row, run) in enumerate(own):

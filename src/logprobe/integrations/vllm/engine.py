@@ -1,8 +1,8 @@
-"""`VllmEngine`: vLLM's `AsyncLLM` as a `Core`.
+"""`VllmEngine`: implements `Core` with vLLM's `AsyncLLM`.
 
-Each sample is one vLLM request, whose tokens are sampled in vLLM's workers (`worker`). One call fetches the
-deltas of all samples with new tokens. A paused sample is aborted in vLLM and resubmitted with its tokens in
-the prompt, most of which vLLM's prefix cache has.
+Each sample is one vLLM request, whose tokens are sampled in vLLM's workers (`worker`). A single call
+fetches the results of all samples with new tokens. A paused sample is aborted in vLLM and later submitted
+again with its tokens in the prompt, most of which are in vLLM's prefix cache.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ logger = logging.getLogger("logprobe")
 
 
 class VllmEngine:
-    """Implements `Core` with an `AsyncLLM` that runs on the event loop of `bridge`.
+    """`Core` with an `AsyncLLM` that runs on the event loop of `bridge`.
 
-    `end_ids` are the tokens that end a text.
+    `end_ids` are the ids of tokens that end a text.
     """
 
     _publish: Callable[[Iterable[Event]], None]
@@ -74,21 +74,22 @@ class VllmEngine:
         self._resets: list[asyncio.Future[Any]] = []  # resets of the prefix cache in progress
         self._follows: dict[str, list[Follow]] = {}
         self._numbers, self._runs = itertools.count(), itertools.count()
-        self._prefix = uuid.uuid4().hex[:8]  # the workers may know samples of another wrapper of this engine
+        # distinguishes samples from those of other wrappers of the same vLLM engine
+        self._prefix = uuid.uuid4().hex[:8]
         self._fetcher = Fetcher(llm, self._receive, self._fail_all)
         self._thread_id: int | None = None
         self._num_cached, self._num_pauses = 0, 0
         self._heard_at = time.monotonic()
 
     def start(self, publish: Callable[[Iterable[Event]], None], end: Callable[[LogprobeError], None]) -> None:
-        """Pass events of requests to `publish`, and the final error to `end`."""
+        """Set the callbacks: `publish` gets the events of requests, and `end` gets the final error."""
         self._publish, self._end = publish, end
 
     def admit(self, request: Request) -> Admitted:
         """Validate a request.
 
         Raises:
-            ParameterError: the request can never be served.
+            ParameterError: the request is invalid, or this engine can never serve it.
         """
         admitted = self._admission.admit(request)
         check_prompt(request, self._capabilities.vocab_size)
@@ -103,7 +104,7 @@ class VllmEngine:
         return admitted
 
     def send(self, command: Command) -> None:
-        """Run a command on the event loop; there, `Abort`, `Pause` and `Resume` run immediately."""
+        """Run a command on the event loop; if called there, `Abort`, `Pause` and `Resume` run at once."""
         is_on_loop = threading.get_ident() == self._thread_id
         match command:
             case Abort() | Pause() | Resume() if is_on_loop:
@@ -125,7 +126,7 @@ class VllmEngine:
         return bool(self._follows)
 
     def ask(self, command: Asked) -> None:
-        """Load a LoRA adapter; further errors as `VllmLoras.load`.
+        """Carry out `command`, which must be `LoadLora`. Also raises the errors of `VllmLoras.load`.
 
         Raises:
             ParameterError: the command replaces the model's weights, which is not supported.
@@ -157,7 +158,7 @@ class VllmEngine:
         )
 
     def stalled_s(self, request_ids: Collection[str] = ()) -> float:  # noqa: ARG002 - one engine runs all of them
-        """Return the seconds since vLLM's last output: 0 without running requests, inf once vLLM has died."""
+        """Return the seconds since vLLM's last output; 0 if no requests run, inf if vLLM has died."""
         if self._is_closed or self._llm.errored:
             return math.inf
         is_waiting = any(
@@ -228,7 +229,7 @@ class VllmEngine:
         return follow
 
     async def _run(self, follow: Follow) -> None:
-        """Run a sample to its end; while it is paused, vLLM has no request of it."""
+        """Run a sample to its end; while the sample is paused, vLLM has no request for it."""
         try:
             while not follow.is_done:
                 await follow.may_run.wait()
@@ -276,7 +277,7 @@ class VllmEngine:
         return True
 
     async def _see(self, follow: Follow, output: Any) -> None:
-        """Process an output of vLLM: take the prompt's rows, and note that there are new tokens to fetch."""
+        """Process an output of vLLM: read the prompt's rows, and schedule a fetch if there are new tokens."""
         num_tokens = len(output.outputs[0].token_ids)
         follow.num_seen += num_tokens
         follow.num_running += num_tokens
@@ -304,7 +305,7 @@ class VllmEngine:
             follow.outbox += deltas
             for delta in deltas:
                 follow.token_ids += delta.token_ids
-                delta.num_cached_tokens = follow.num_cached  # the worker does not know it
+                delta.num_cached_tokens = follow.num_cached  # the worker does not know this number
                 follow.is_done = follow.is_done or delta.finish is not None
             if follow.is_done:
                 follow.leave_vllm()
@@ -312,7 +313,7 @@ class VllmEngine:
         self._flush([follow for follow, _ in replies.values()])
 
     def _flush(self, follows: Iterable[Follow]) -> None:
-        """Publish pending deltas of samples that are not paused, in steps, because readers may pause them."""
+        """Publish deltas of samples that are not paused, one each at a time, as readers may pause them."""
         follows = list(follows)
         while ready := [follow for follow in follows if follow.outbox and not follow.paused_by]:
             self._publish([follow.outbox.popleft() for follow in ready])
@@ -325,7 +326,7 @@ class VllmEngine:
         follow.outbox.append(Delta(request_id=follow.request_id, index=follow.index, finish=finish))
 
     def _fail_all(self, follows: Iterable[Follow], error: BaseException) -> None:
-        """End the requests of samples with an error."""
+        """End the requests that the samples belong to with an error."""
         reason = _as_ours(error)
         for request_id in {follow.request_id for follow in follows if not follow.is_over}:
             self._drop(self._follows.get(request_id, []))
@@ -345,7 +346,7 @@ class VllmEngine:
             self._follows.pop(request_id, None)
 
     def _reset_prefixes(self) -> None:
-        """Clear the prefix cache; vLLM keeps it while any request runs."""
+        """Ask vLLM to clear its prefix cache, which vLLM does not do while a request is running."""
         self._resets = [reset for reset in self._resets if not reset.done()]
         self._resets.append(asyncio.ensure_future(self._llm.reset_prefix_cache()))
 
@@ -354,7 +355,7 @@ class VllmEngine:
         self._drop(follows)
         await asyncio.gather(*(follow.runner for follow in follows if follow.runner), return_exceptions=True)
         await self._fetcher.close()
-        # Calls in flight would never get an answer after the shutdown.
+        # Calls in flight would never get a reply after the shutdown.
         await asyncio.gather(*self._loras.removals, *self._resets, return_exceptions=True)
         self._llm.shutdown()
 

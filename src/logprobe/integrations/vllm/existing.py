@@ -1,4 +1,4 @@
-"""Use a vLLM engine that the caller has created: the options it needs, and how it is wrapped."""
+"""Wrap a vLLM engine that the caller has created, and return the options with which to create one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WHERE: Final = "llm_engine"
 
 @final
 class BorrowedClient:
-    """An `AsyncLLM` owned by the caller; `shutdown` only drops the reference to it."""
+    """An `AsyncLLM` owned by the caller; `shutdown` only drops the reference to the engine."""
 
     def __init__(self, llm: Any) -> None:
         self._llm: Any = llm
@@ -44,7 +44,7 @@ class BorrowedClient:
 
 
 def options_of(config: EngineConfig) -> dict[str, Any]:
-    """Return the options of `vllm.LLM(**options)` or `AsyncEngineArgs(**options)` for `existing_engine`.
+    """Return options for `vllm.LLM(**options)` or `AsyncEngineArgs(**options)`, for use in `existing_engine`.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -60,15 +60,15 @@ def options_of(config: EngineConfig) -> dict[str, Any]:
 
 
 def existing_engine(llm: Any, *, is_owned: bool = False) -> LoadedModel:
-    """Wrap a running `vllm.LLM` or `AsyncLLM` in a `Front`; closing it ends a `vllm.LLM` that `is_owned`.
+    """Wrap a running `vllm.LLM` or `AsyncLLM` in a `Front`.
 
     If the worker runs in this process, our logits processor is added to it; otherwise the engine must have
-    been created with it.
+    been created with this processor. With `is_owned`, closing the `Front` also ends a `vllm.LLM`.
 
     Raises:
-        EngineError: the rows captured in vLLM's workers differ from vLLM's own.
-        ParameterError: `llm` is neither, was created without this library's processor, or belongs to a
-            running event loop.
+        EngineError: the rows captured in vLLM's workers differ from the rows that vLLM returns.
+        ParameterError: `llm` is not a vLLM engine, was created without this library's processor, or belongs
+            to a running event loop.
     """
     from vllm import LLM
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -111,7 +111,7 @@ def new_llm(config: EngineConfig) -> Any:
     Raises:
         ImportError: vLLM is not installed.
         ModelError: the model cannot be loaded, or vLLM cannot run it.
-        ParameterError: an option that vLLM rejects, or that this engine does not support.
+        ParameterError: vLLM rejects an option, or this library does not support it.
     """
     from vllm import LLM
 
@@ -168,13 +168,13 @@ def _fit_out(worker: Any, vllm_config: Any) -> None:
 
 
 def _module_of(worker: ref[Any]) -> Any:
-    """Return the module that a worker runs; None if its engine was freed."""
+    """Return the module that a worker runs; None if the engine was freed."""
     alive = worker()
     return None if alive is None else alive.get_model()
 
 
 def _along(start: Any, names: tuple[str, ...]) -> Any:
-    """Return a nested attribute; None if any of the names is missing."""
+    """Return a nested attribute; None if one of the attributes on the way does not exist."""
     for name in names:
         start = getattr(start, name, None)
     return start

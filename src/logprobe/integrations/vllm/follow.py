@@ -1,4 +1,4 @@
-"""`Follow`, the front end's state of a sample in vLLM, and `Fetcher`, which fetches deltas in batches."""
+"""`Follow`: the front end's state of a sample in vLLM. `Fetcher`: fetches results of samples in batches."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ class Follow:
     """State of one sample; used only on the engine's event loop."""
 
     admitted: Admitted
-    index: int  # of the sample in its request
+    index: int  # index of the sample within its request
     tag: str
     work: bytes
-    token_ids: list[int] = field(default_factory=list)  # sampled and fetched
+    token_ids: list[int] = field(default_factory=list)  # tokens that were sampled and fetched
     num_seen: int = 0  # tokens in vLLM's outputs so far
-    num_running: int = 0  # tokens that vLLM stores for it now
-    num_cached: int | None = None  # prompt tokens found in vLLM's prefix cache; None: not reported yet
-    has_prompt_rows: bool = False  # published, or not requested
-    is_done: bool = False  # its final delta is published, or in the outbox
+    num_running: int = 0  # tokens that vLLM stores for the sample now
+    num_cached: int | None = None  # prompt tokens found in vLLM's prefix cache; None if not reported yet
+    has_prompt_rows: bool = False  # True if they were published or not requested
+    is_done: bool = False  # True if the final delta was published or is in the outbox
     paused_by: set[PausedBy] = field(default_factory=set)
     may_run: asyncio.Event = field(default_factory=asyncio.Event)
-    vllm_request: asyncio.Future[bool] | None = None  # while vLLM runs it
+    vllm_request: asyncio.Future[bool] | None = None  # set while vLLM runs the sample
     runner: asyncio.Future[None] | None = None
-    outbox: deque[Delta] = field(default_factory=deque)  # pending deltas, also while it is paused
+    # deltas to publish, which are kept while the sample is paused
+    outbox: deque[Delta] = field(default_factory=deque)
 
     @property
     def request_id(self) -> str:
-        """The id of its request."""
+        """Id of the request that the sample belongs to."""
         return self.admitted.request.request_id
 
     @property
     def is_scored_only(self) -> bool:
-        """True if no token is requested."""
+        """True if the request generates no tokens."""
         return self.admitted.request.params.max_tokens == 0
 
     @property
@@ -52,13 +53,13 @@ class Follow:
         return self.is_done and not self.outbox
 
     def leave_vllm(self) -> None:
-        """Abort its vLLM request."""
+        """Abort the sample's vLLM request, if there is one."""
         if self.vllm_request is not None:
             self.vllm_request.cancel()
 
 
 class Fetcher:
-    """Fetches deltas from the workers, with one call at a time for all samples with new tokens."""
+    """Fetches results from the workers, in one call at a time for all samples with new tokens."""
 
     def __init__(
         self,
@@ -72,12 +73,13 @@ class Fetcher:
         self._dirty: dict[str, Follow] = {}
         self._forget: list[str] = []
         self._task: asyncio.Future[None] | None = None
-        self._next: asyncio.Future[None] | None = None  # done when the next call has fetched `_dirty`
+        # done when the next call has fetched the samples in `_dirty`
+        self._next: asyncio.Future[None] | None = None
         self.processors: dict[str, ProcessorCounter] = {}
         self.num_calls = 0
 
     def note(self, follow: Follow) -> asyncio.Future[None]:
-        """Schedule a fetch of a sample's new deltas; return a future that is done when they were received."""
+        """Schedule a fetch of a sample's new results; return a future that is done when they have arrived."""
         self._dirty[follow.tag] = follow
         if self._next is None:
             self._next = asyncio.get_running_loop().create_future()
@@ -91,7 +93,7 @@ class Fetcher:
         self._forget.append(tag)
 
     async def close(self) -> None:
-        """Stop fetching."""
+        """Stop fetching and wait until the current call has ended."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""LoRA adapters in vLLM: map this library's loads to vLLM's `LoRARequest`s."""
+"""LoRA adapters in vLLM: converts this library's load commands to vLLM's `LoRARequest`s."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class VllmLoras:
         self._limit = llm.vllm_config.lora_config.max_loras - 1 if self.spoils_prompts else None
         self.removals: list[asyncio.Future[Any]] = []  # to be awaited before vLLM is shut down
         self._loads: dict[int, LoadLora] = {}
-        self._prefix = uuid.uuid4().hex[:8]  # distinguishes wrappers of the same engine
+        # distinguishes adapters from those of other wrappers of the same vLLM engine
+        self._prefix = uuid.uuid4().hex[:8]
 
     async def load(self, load: LoadLora) -> None:
         """Load an adapter from a folder.
@@ -52,17 +53,20 @@ class VllmLoras:
             raise
 
     def request_of(self, admitted: Admitted) -> Any:
-        """Return the `LoRARequest` of an admitted request; None without an adapter."""
+        """Return the `LoRARequest` for an admitted request; None if the request uses no adapter."""
         return self._request(self._loads[admitted.lora_number]) if admitted.lora_number else None
 
     def drop(self, number: int) -> None:
-        """Remove an adapter from vLLM that no request uses any more."""
+        """Remove the adapter with this load number, which no request uses any more, from vLLM."""
         self.removals = [removal for removal in self.removals if not removal.done()]
         request = self._request(self._loads.pop(number))
         self.removals.append(asyncio.ensure_future(self._llm.remove_lora(request.lora_int_id)))
 
     def _request(self, load: LoadLora) -> Any:
-        """Each load gets a unique name and id: vLLM keys its prefix cache by the name, adapters by the id."""
+        """Return a `LoRARequest` with a name and id that are unique for this load.
+
+        vLLM keys its prefix cache by the name, and adapters by the id.
+        """
         from vllm.lora.request import LoRARequest
 
         name = f"{load.name}#{self._prefix}-{load.number}"

@@ -1,6 +1,6 @@
-"""`OfflineClient`: the methods of vLLM's `AsyncLLM` that `VllmEngine` uses, for a blocking `vllm.LLM`.
+"""`OfflineClient`: provides the methods of vLLM's `AsyncLLM` that `VllmEngine` uses, for a `vllm.LLM`.
 
-One thread steps vLLM's engine.
+A thread runs the steps of vLLM's engine, because a `vllm.LLM` is blocking.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ Order: TypeAlias = "Callable[[], None]"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sink:
-    """Queue of one request's outputs on the event loop of its caller."""
+    """Queue for the outputs of one request, on its caller's event loop."""
 
     loop: asyncio.AbstractEventLoop
-    items: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)  # outputs, or the error that ended it
+    # outputs, or the error that ended the request
+    items: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
 
     def put(self, item: Any) -> None:
         """Add an item; may be called from any thread."""
@@ -35,22 +36,23 @@ class Sink:
 
 @final
 class OfflineClient:
-    """Steps the engine of an open `vllm.LLM` while this client has requests.
+    """Runs the steps of an open `vllm.LLM`'s engine while this client has requests.
 
-    `shutdown` ends the engine only if it `is_owned`. vLLM's engine is not thread-safe: its owner may call
-    `generate` only while nothing runs here. After `shutdown` nothing here refers to the engine, which vLLM
-    ends when its last reference is gone; therefore frames and callbacks use it only through `_call_engine`.
+    `shutdown` ends the engine only if `is_owned`. vLLM's engine is not thread-safe: its owner may call
+    `generate` only while this client has no requests. vLLM ends the engine when the last reference to it is
+    gone. After `shutdown` no reference may be left here, so frames and callbacks use the engine only in
+    `_call_engine`.
     """
 
     def __init__(self, llm: Any, *, is_owned: bool = False) -> None:
         self._engine: Any = llm.llm_engine  # None after `shutdown`, like the configuration
         self.vllm_config: Any = self._engine.vllm_config
         self._is_owned = is_owned
-        self.dead_error: BaseException | None = None  # what ended vLLM's engine
+        self.dead_error: BaseException | None = None  # exception that ended vLLM's engine
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._is_closed = False  # guarded by `_lock`: no order follows None
-        self._sinks: dict[str, Sink] = {}  # by request id; used only on the thread
+        self._is_closed = False  # guarded by `_lock`, so that no order follows None in the queue
+        self._sinks: dict[str, Sink] = {}  # by request id; used only on `_thread`
         self._thread = threading.Thread(target=self._drive, name="logprobe-vllm", daemon=True)
         self._thread.start()
 
@@ -65,7 +67,8 @@ class OfflineClient:
         """Yield the outputs of a request; closing the generator early aborts the request.
 
         Raises:
-            EngineClosedError: the client was shut down. Other errors are vLLM's own.
+            EngineClosedError: the client was shut down.
+            Exception: vLLM raised an exception.
         """
         sink = Sink(asyncio.get_running_loop())
         add = partial(self._call_engine, "add_request", request_id, prompt, sampling_params)
@@ -83,14 +86,14 @@ class OfflineClient:
                 await self.abort(request_id)
 
     async def abort(self, request_id: str) -> None:
-        """Abort a request; ignore one that has ended."""
+        """Abort a request; do nothing if it has ended."""
         try:
             self._post(partial(self._give_up, request_id))
         except EngineClosedError:
             return  # all requests ended with the thread
 
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
-        """Call a method of each worker between two steps, and return the results."""
+        """Call a method of each worker between two steps, and return a list of the results."""
         answers: list[Any] = await self._call("collective_rpc", method, args=args)
         return answers
 
@@ -107,7 +110,7 @@ class OfflineClient:
         await self._call("reset_prefix_cache")
 
     def shutdown(self) -> None:
-        """End this client's requests, its thread, and an owned engine; a second call does nothing."""
+        """End this client's requests and thread, and the engine if owned; a second call does nothing."""
         with self._lock:
             if self._is_closed:
                 return
@@ -143,7 +146,7 @@ class OfflineClient:
             self._give_up(request_id)
 
     def _take_orders(self) -> bool:
-        """Execute pending orders, waiting for one if no request runs; return False after the last order."""
+        """Run all pending orders, waiting for one if there are no requests; return False after `shutdown`."""
         is_waiting = not self._sinks
         while True:
             try:

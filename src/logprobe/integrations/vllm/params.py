@@ -1,4 +1,4 @@
-"""vLLM sampling parameters of a sample: greedy, because the worker leaves a single token in each row."""
+"""vLLM's sampling parameters for a sample: greedy, because the worker leaves a single token in each row."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def scoring_params(request: Request) -> Any:
-    """Parameters of a request that only scores its prompt; vLLM must generate one token, which is dropped."""
+    """Return parameters to score a prompt only; vLLM must generate one token, which is dropped."""
     return _params(max_tokens=1, prompt_logprobs=asked_of_vllm(request))
 
 
 def drawing_params(
     request: Request, tag: str, work: bytes, num_before: int, *, end_ids: Sequence[int], is_first: bool
 ) -> Any:
-    """Parameters of a sample that has `num_before` of its tokens in the prompt already."""
+    """Return parameters to generate a sample, of which `num_before` tokens are in the prompt already."""
     params = request.params
     stops = [] if request.forced_token_ids is not None else [*params.stop_token_ids]
     if request.forced_token_ids is None and not params.ignore_eos:
@@ -38,12 +38,12 @@ def drawing_params(
 
 
 def portable_params() -> Any:
-    """Parameters of a whole row from vLLM itself: exact but slow, and independent of our worker code."""
+    """Return parameters to get a whole row from vLLM: exact but slow, and independent of our worker code."""
     return _params(max_tokens=1, logprobs=-1)
 
 
 def portable_row(output: Any, vocab_size: int) -> Array:
-    """Return the row of an output of `portable_params`: (V,) float32, nats, read-only."""
+    """Return the row in an output for `portable_params`, (V,) float32, nats, read-only."""
     flat = output.outputs[0].logprobs
     row = np.full(vocab_size, -np.inf, np.float32)
     row[np.asarray(flat.token_ids)] = np.asarray(flat.logprobs, np.float32)

@@ -1,8 +1,8 @@
 """Convert vLLM's flat prompt log-probabilities to this library's rows.
 
 vLLM's `RequestOutput.prompt_logprobs` has raw log-probabilities, k per position or the whole vocabulary.
-Requested token ids, extra columns and processed distributions are computed from whole rows, because vLLM does
-not compute true ranks for requested ids.
+Caller-specified ids, extra columns and processed distributions are computed from whole rows, because vLLM
+does not compute true ranks for specified ids.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_ENTRIES: Final = 1 << 25  # vLLM uses about 70 bytes per entry
 
 
 def asked_of_vllm(request: Request) -> int | None:
-    """Return vLLM's `prompt_logprobs` for a request: its own value, or -1 if whole rows are needed."""
+    """Return the `prompt_logprobs` to pass to vLLM: the request's value, or -1 if whole rows are needed."""
     params = request.params
     if params.prompt_logprobs is None:
         return None
@@ -52,7 +52,7 @@ def check_prompt(request: Request, vocab_size: int) -> None:
 
 
 def prompt_rows(flat: Any, request: Request, vocab_size: int) -> HostRows:
-    """Return the rows of prompt positions from `request.first_scored` on.
+    """Return the rows for the prompt positions from `request.first_scored` on.
 
     Raises:
         EngineError: vLLM returned the log-probabilities of another prompt.

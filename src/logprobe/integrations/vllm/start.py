@@ -1,4 +1,4 @@
-"""Start vLLM from an `EngineConfig`, and verify the rows that its workers capture."""
+"""Start vLLM from an `EngineConfig`, and verify the rows that vLLM's workers capture."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ OWN_OPTIONS: Final = {
     "data_parallel_size": "is not supported: only vLLM's first engine returns rows; use a server per replica",
     "skip_tokenizer_init": "is not supported: texts need the tokenizer; leave it out",
 }
-TOLERANCES: Final = {"float32": 1e-4}  # nats, between a captured row and vLLM's own
-COARSE: Final = 0.1  # nats, for narrower dtypes: two forward passes may round differently
+TOLERANCES: Final = {"float32": 1e-4}  # nats, maximum difference of a captured row and the row from vLLM
+COARSE: Final = 0.1  # nats, for narrower dtypes, as two forward passes may round differently
 CHECKED_PROMPT: Final = (5, 6)
 # Tokens per cache block. vLLM's default on a CPU is 128, but prefixes are only reused in whole blocks; its
 # kernels support multiples of 32.
@@ -68,12 +68,12 @@ logger = logging.getLogger("logprobe")
 
 
 def start_vllm_engine(config: EngineConfig) -> LoadedModel:
-    """Load the model of `config` into vLLM; further errors as `start_engine`.
+    """Load the model in `config` into vLLM. Also raises the errors of `start_engine`.
 
     Raises:
         ModelError: vLLM is not installed, or cannot run the model.
-        ParameterError: an option that vLLM rejects, or that this engine does not support.
-        EngineError: the rows captured in vLLM's workers differ from vLLM's own.
+        ParameterError: vLLM rejects an option, or this library does not support it.
+        EngineError: the rows captured in vLLM's workers differ from the rows that vLLM returns.
     """
     began = time.perf_counter()
     load_processors(config.logits_processors)  # reports a wrong name before the weights are read
@@ -98,7 +98,7 @@ def start_vllm_engine(config: EngineConfig) -> LoadedModel:
 
 @contextmanager
 def telling_refusals(model: str) -> Iterator[None]:
-    """Convert exceptions that vLLM raises on startup to this library's errors."""
+    """Convert exceptions that vLLM raises at startup to this library's errors."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -114,7 +114,7 @@ async def _new_llm(args: Any) -> Any:
 
 
 def check_settings(config: EngineConfig) -> None:
-    """Raise `ParameterError` for settings that only the native engine has."""
+    """Raise `ParameterError` for settings that only the native engine supports."""
     remedy = "is only supported by the native engine; leave it out, or use engine='native'"
     require(config.weights == "auto", "weights", remedy)
     require(not config.overlap, "overlap", f"{remedy}; vLLM overlaps steps by itself")
@@ -125,7 +125,7 @@ def check_settings(config: EngineConfig) -> None:
 
 
 def engine_args(config: EngineConfig, files: ModelFiles) -> Any:
-    """Return the `AsyncEngineArgs` of a configuration, including its `engine_options`.
+    """Return the `AsyncEngineArgs` for a configuration, including its `engine_options`.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -160,7 +160,7 @@ def engine_args(config: EngineConfig, files: ModelFiles) -> Any:
 
 
 def _own_args(config: EngineConfig, files: ModelFiles, device: str) -> dict[str, Any]:
-    """Convert fields of `EngineConfig`; a field at its default keeps vLLM's default."""
+    """Convert fields of `EngineConfig` to vLLM's arguments; unset fields keep vLLM's defaults."""
     dtype = config.dtype if config.dtype != "auto" else "float32" if device == "cpu" else "auto"
     args: dict[str, Any] = {
         "model": str(files.folder),
@@ -169,7 +169,7 @@ def _own_args(config: EngineConfig, files: ModelFiles, device: str) -> dict[str,
         "seed": config.seed,
         "enable_prefix_caching": True,
         "disable_log_stats": True,
-        "generation_config": "vllm",  # do not use the model's own temperature and other sampling defaults
+        "generation_config": "vllm",  # do not use the sampling defaults in the model's folder
     }
     if has_gguf(files.folder):
         args["load_format"] = FORMAT
@@ -181,12 +181,12 @@ def _own_args(config: EngineConfig, files: ModelFiles, device: str) -> dict[str,
     if config.kv_bytes is not None:
         args["kv_cache_memory_bytes"] = config.kv_bytes
     if config.max_model_len is not None:
-        args["max_model_len"] = config.max_model_len + 1  # the last generated token is never run
+        args["max_model_len"] = config.max_model_len + 1  # the last generated token is never an input
     return args
 
 
 def worker_settings(config: EngineConfig, files: ModelFiles, dtype: str, device: str) -> dict[str, Any]:
-    """Return the settings of a `WorkerDraw` as plain values, because vLLM hashes and sends them."""
+    """Return the settings for `WorkerDraw` as plain values, because vLLM hashes and sends them."""
     return {
         "engine": uuid.uuid4().hex,
         "eos_token_ids": sorted(end_ids(files, text_edge(files))),
@@ -214,8 +214,8 @@ def adopt(llm: Any, bridge: LoopThread, config: EngineConfig, files: ModelFiles)
     """Wrap a running `AsyncLLM`, which was created with `engine_args`, in a `Front`.
 
     Raises:
-        EngineError: the rows captured in vLLM's workers differ from vLLM's own.
-        ParameterError: it was created without the logits processor of this library.
+        EngineError: the rows captured in vLLM's workers differ from the rows that vLLM returns.
+        ParameterError: the engine was created without this library's logits processor.
     """
     with quiet_transformers():
         text = text_edge(files)
@@ -246,7 +246,7 @@ def adopt(llm: Any, bridge: LoopThread, config: EngineConfig, files: ModelFiles)
 
 
 def check_routes(engine: Front, llm: Any, bridge: LoopThread) -> float:
-    """Compare a captured row with vLLM's own; return the largest difference in nats.
+    """Compare a captured row with the row that vLLM returns; return the largest difference in nats.
 
     Raises:
         EngineError: the difference is larger than rounding can explain.
@@ -266,7 +266,7 @@ def check_routes(engine: Front, llm: Any, bridge: LoopThread) -> float:
 
 
 async def captured_row(engine: Front, ids: Array) -> Array:
-    """Return a next-token distribution captured by the logits processor and fetched with `collective_rpc`."""
+    """Return a next-token row that was captured by the logits processor: (V,) float32, nats."""
     admitted = Requests(engine).admit(ids, SamplingParams(max_tokens=1), wants_row=True)
     engine.submit([admitted])
     [completion] = (await engine.result(admitted.request.request_id)).outputs
@@ -277,7 +277,7 @@ async def captured_row(engine: Front, ids: Array) -> Array:
 
 
 async def own_row(llm: Any, ids: Array, vocab_size: int) -> Array:
-    """Return a next-token distribution from vLLM's own `logprobs`."""
+    """Return a next-token row from vLLM's `logprobs`: (V,) float32, nats."""
     row: Array | None = None
     name = f"logprobe-check-{uuid.uuid4().hex}"
     async for output in llm.generate({"prompt_token_ids": ids.tolist()}, portable_params(), name):

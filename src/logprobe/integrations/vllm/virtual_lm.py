@@ -37,23 +37,23 @@ ENGINE_DEFAULTS = {
     "disable_log_stats": True,
     "gpu_memory_utilization": 0.9,
 }
-CACHE_OPTIONS = ("move_to_cpu",)  # rows are always on the CPU
+CACHE_OPTIONS = ("move_to_cpu",)  # has no effect, since rows are always on the CPU
 FLOAT_BYTES = ID_BYTES = 4
 
 
 class Capture(Protocol):
-    """A logits processor that stores the rows it gets, such as `GlobalLogprobsCapture`."""
+    """A logits processor that stores the rows that it gets, such as `GlobalLogprobsCapture`."""
 
     def apply(self, logits: torch.Tensor, /) -> torch.Tensor:
         """Store the log-softmax of (n, V) logits, and return the logits unchanged."""
 
     def clear(self) -> None:
-        """Drop the stored rows."""
+        """Delete the stored rows."""
 
 
 @final
 class KeptRows:
-    """Cache of an `AsyncVirtualLM`: token ids → row, for the LoRA adapter that is set now."""
+    """Row cache of an `AsyncVirtualLM` as a map from token ids to rows, for the current LoRA adapter."""
 
     def __init__(self, rows: RowCache, prefix_of: Callable[[TokenIds], Prefix], maxsize: int) -> None:
         self._rows, self._prefix_of = rows, prefix_of
@@ -80,24 +80,25 @@ class KeptRows:
 class AsyncVirtualLM(NextTokenLM[torch.Tensor]):
     """A model in vLLM that returns next-token distributions; see `NextTokenLM` for its methods.
 
-    Rows are float32 tensors on the CPU that the caller may modify. vLLM schedules and batches the requests.
-    `sample` also ends at the model's EOS.
+    Rows are float32 tensors on the CPU, which the caller may modify. vLLM schedules and batches the requests.
+    By default, `sample` also ends at the model's EOS.
 
     Args:
         llm_engine: a `vllm.LLM` or `vllm.v1.engine.async_llm.AsyncLLM` that was created with
             `engine_options()`, any `vllm.LLM` that runs in this process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`),
             or an open `logprobe.LLM`. The caller keeps the ownership: `cleanup` leaves the engine running and
             sets this attribute to None, so that vLLM frees the engine when its owner deletes it.
-        logprobs_capture: gets the rows of each reply. In vLLM's in-process mode it is also added to vLLM's
-            logits processors until `cleanup`, and gets each step with random sampling.
-        cache_size: maximum number of rows in the LRU cache; 0 disables it.
+        logprobs_capture: gets the rows of each result. In vLLM's in-process mode it is also added to vLLM's
+            logits processors until `cleanup`, where it gets the rows of each step with random sampling.
+        cache_size: maximum number of rows in the LRU cache; 0 disables the cache.
         cache_opts: genlm-backend's `move_to_cpu`, which has no effect here.
-        batch_size: number of pending requests that starts a step immediately if the engine is idle.
-        timeout: seconds after which fewer requests start a step; a busy engine takes requests immediately.
+        batch_size: number of pending requests at which an idle engine starts a step immediately.
+        timeout: seconds after which an idle engine starts a step for fewer requests. A busy engine takes
+            requests immediately.
 
     Raises:
-        MissingPackageError: vLLM is not installed; an `ImportError`.
-        ParameterError: an invalid setting, or an engine that was created without our logits processor.
+        MissingPackageError: vLLM is not installed (a subclass of `ImportError`).
+        ParameterError: a setting is invalid, or the engine was created without our logits processor.
     """
 
     default_params: ClassVar[dict[str, Any]] = {
@@ -107,7 +108,7 @@ class AsyncVirtualLM(NextTokenLM[torch.Tensor]):
         "stop": None,
         "ignore_eos": True,
     }
-    """vLLM sampling parameters of a request, as in genlm-backend; changes have no effect."""
+    """vLLM sampling parameters as in genlm-backend; changing them has no effect."""
 
     _ignores_eos = False
 
@@ -145,7 +146,7 @@ class AsyncVirtualLM(NextTokenLM[torch.Tensor]):
     def from_name(
         cls, model_name: str | Path, engine_opts: Mapping[str, Any] | None = None, **settings: Any
     ) -> Self:
-        """Load a model into vLLM, in separate processes or, as vLLM is configured, in this one.
+        """Load a model into vLLM, in separate processes or, if vLLM is configured so, in this process.
 
         Args:
             model_name: a known name, a folder or a Hugging Face id.
@@ -196,18 +197,18 @@ class AsyncVirtualLM(NextTokenLM[torch.Tensor]):
 
     @property
     def cache(self) -> KeptRows | None:
-        """The cache of rows by token ids; None if `cache_size` is 0."""
+        """The row cache as a map from token ids; None if `cache_size` is 0."""
         return KeptRows(self._cache, self._prefix_of, self._cache_size) if self._cache_size else None
 
     def batch_next_token_logprobs_sync(
         self, token_ids_list: Sequence[TokenIds], *, lora: str | None = None, use_cache: bool = False
     ) -> torch.Tensor:
-        """Call `batch_next_token_logprobs` without an event loop, by default without cached rows."""
+        """Call `batch_next_token_logprobs` and wait for the result; by default the row cache is not used."""
         return super().batch_next_token_logprobs_sync(token_ids_list, lora=lora, use_cache=use_cache)
 
     @staticmethod
     def hash_to_int(value: str) -> int:
-        """Return vLLM's id of a LoRA adapter name, in [1, 2**31 - 1] and the same in every process."""
+        """Return vLLM's id for a LoRA adapter name, in [1, 2**31 - 1] and the same in every process."""
         return stable_id(value)
 
     def cleanup(self) -> None:
@@ -220,7 +221,7 @@ class AsyncVirtualLM(NextTokenLM[torch.Tensor]):
         self.llm_engine, self._watchers = None, []
 
     def _prefix_of(self, token_ids: TokenIds) -> Prefix:
-        """Return the cache key of token ids for the LoRA adapter that is set now."""
+        """Return the cache key of token ids with the current LoRA adapter."""
         lora = self._chosen_lora(None)
         return Prefix(lora, *self._source.loads(lora), self._as_prompt(token_ids).tobytes())
 
@@ -230,19 +231,19 @@ def _as_tensor(rows: npt.NDArray[np.float32]) -> torch.Tensor:
 
 
 def _shown_to(capture: Capture) -> Callable[[list[Row]], object]:
-    """Return the function that passes the rows of a reply to a capture."""
+    """Return a function that passes the rows of a result to a capture."""
     return getattr(capture, "keep", None) or partial(_apply, capture)
 
 
 def _apply(capture: Capture, rows: list[Row]) -> None:
-    """Pass rows to a capture as the logits of a step; their log-softmax is the rows themselves."""
+    """Pass rows to a capture as the logits of a step; log-probabilities equal their own log-softmax."""
     capture.clear()
     if rows:
         capture.apply(torch.from_numpy(np.stack(rows)))
 
 
 def _join_watchers(llm_engine: Any, capture: Capture | None) -> list[Any]:
-    """Add a capture to vLLM's processors in this process; return the list to remove it from, or []."""
+    """Add a capture to vLLM's processors in this process; return their list if it was added, else []."""
     from logprobe.integrations.vllm.existing import watchers
 
     joined = watchers(llm_engine)
@@ -258,7 +259,7 @@ def _check_settings(
     batch_size: int = 20,
     timeout: float = 0.02,
 ) -> None:
-    """Validate the settings before a model is loaded."""
+    """Raise `ParameterError` for invalid settings, before a model is loaded."""
     check_batching(batch_size=batch_size, timeout=timeout)
     is_count = isinstance(cache_size, int) and not isinstance(cache_size, bool) and cache_size >= 0
     require(is_count, "cache_size", f"must be an integer >= 0 (0 disables the cache), got {cache_size!r}")
@@ -278,7 +279,7 @@ def _config(model_name: str | Path, engine_opts: Mapping[str, Any] | None) -> En
 
 
 def _loaded(llm_engine: Any, *, is_owned: bool) -> tuple[LoadedModel, bool]:
-    """Return the loaded model of an engine, and True if it was wrapped here."""
+    """Return an engine as a `LoadedModel`, and True if this call wrapped it."""
     loaded: Any = getattr(llm_engine, "loaded", llm_engine)
     if hasattr(loaded, "engine") and hasattr(loaded, "text"):
         return loaded, False

@@ -1,8 +1,8 @@
 """Code that vLLM's workers load: a logits processor for both model runners, and a worker extension.
 
-Importing this module registers the loader of GGUF weights. The logits go to `WorkerDraw`. The first model
-runner reorders rows and reports it (`update_state`); the second assigns a slot to each request and passes a
-mapping with each step (`ctx`).
+Importing this module registers the loader of GGUF weights. The logits go to `WorkerDraw`. vLLM's first model
+runner reorders rows and reports the moves (`update_state`). The second runner assigns a slot to each
+request and passes a map from rows to slots with each step (`ctx`).
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ if TYPE_CHECKING:
     from logprobe.integrations.vllm.drawing import Run
 
 DRAWS: Final[dict[str, WorkerDraw]] = {}
-"""By engine name, which is the only public value that a processor and its worker share."""
+"""`WorkerDraw` by engine name, the only public value that a processor and its worker have in common."""
 
 
 class LogprobeLogitsProcessor(FirstInterface, SecondInterface):
-    """Samples tokens for requests of `VllmEngine`; the rows of other requests stay unchanged."""
+    """Samples tokens for requests from `VllmEngine`; the rows of other requests stay unchanged."""
 
     def __init__(self, vllm_config: Any, *_: Any) -> None:
         self._rows: dict[
             int, tuple[Run, int, list[int]]
-        ] = {}  # of the first runner: row → sample, tokens before, output tokens
-        self._slots: dict[int, Run] = {}  # of the second runner
+        ] = {}  # used with the first runner: row → (sample, number of tokens before, output tokens)
+        self._slots: dict[int, Run] = {}  # used with the second runner
         settings = vllm_config.additional_config[SETTINGS]
         self._draw = DRAWS[settings["engine"]] = _new_draw(settings, vllm_config)
 
     def is_argmax_invariant(self) -> bool:
-        """Return False, so that vLLM also calls it for greedy batches."""
+        """Return False, so that vLLM also calls the processor for greedy batches."""
         return False
 
     def update_state(self, batch_update: Any) -> None:
-        """Update the rows of our requests (first runner)."""
+        """Update the rows of our requests; called by the first runner."""
         if batch_update is None:
             return
         for row in batch_update.removed:
@@ -71,7 +71,7 @@ class LogprobeLogitsProcessor(FirstInterface, SecondInterface):
                 self._rows[source] = replaced
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """Register the slot of a request (second runner); return True if it is ours."""
+        """Register the slot of a request (second runner); return True if the request is ours."""
         self._slots.pop(req_idx, None)
         run = self._run_of(sampling_params)
         if run is not None:
@@ -79,7 +79,7 @@ class LogprobeLogitsProcessor(FirstInterface, SecondInterface):
         return run is not None
 
     def apply(self, logits: Tensor, ctx: Any = None) -> Tensor:
-        """Sample a token for each of our rows; `ctx` is passed by the second runner only."""
+        """Sample a token for each of our rows; only the second runner passes `ctx`."""
         rows = self._moved_rows() if ctx is None else self._slot_rows(ctx)
         if rows:
             self._draw.draw(logits, rows)
@@ -110,7 +110,7 @@ class RowsExtension:
     vllm_config: Any
 
     def logprobe_take(self, ask: bytes) -> bytes:
-        """Return the new deltas of samples; only one of the workers that share a model returns them."""
+        """Return the new results of samples; of the workers that share a model, only one returns them."""
         draw = DRAWS.get(self.vllm_config.additional_config[SETTINGS]["engine"])
         answer = b"" if draw is None else draw.take(ask)
         is_first = get_tensor_model_parallel_rank() == 0 and get_pp_group().is_last_rank
@@ -134,7 +134,7 @@ class SourceLoader(DefaultModelLoader):
     """Loader for vLLM that reads GGUF weights tensor by tensor."""
 
     def download_model(self, model_config: Any) -> None:
-        """Do nothing: the files are local."""
+        """Do nothing, because the files are local."""
 
     def get_all_weights(self, model_config: Any, _model: Any) -> Generator[tuple[str, Tensor], None, None]:
         """Yield every tensor with its name in transformers."""

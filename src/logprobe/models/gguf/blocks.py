@@ -1,7 +1,8 @@
 """Repack quantised GGUF blocks into panels that dequantise to exactly the values of the `gguf` package.
 
-Block layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. 4-bit types stay 4-bit; 5- and
-6-bit types become int8, because panels have no 5- or 6-bit format.
+Panels are the weight tiles that the CPU kernels read. 4-bit types stay 4-bit; 5- and 6-bit types become int8,
+because panels have no 5- or 6-bit format. Block layouts:
+https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
-LARGEST_EIGHTH = 65504 / 8  # 8 times a larger scale overflows float16
+LARGEST_EIGHTH = 65504 / 8  # a larger scale, times 8, overflows float16
 CHUNK_NUMBERS = 1 << 18  # weights unpacked at a time, so that intermediate arrays fit in the CPU cache
 
 
 def panels_of_blocks(raw: Array, type_name: str, order: Array | None = None) -> PanelWeights | None:
-    """Repack a tensor's rows as panels; return None if its quantisation type has no panel format.
+    """Repack the rows of a tensor as panels; return None if its values have no panel format.
 
     Args:
         raw: (num_outputs, bytes per row) uint8, as `gguf.GGUFReader` returns them.
         type_name: the tensor's quantisation type, for example `Q4_1`.
-        order: (num_outputs,) integers: the row of `raw` for each output; None keeps the order of `raw`.
+        order: (num_outputs,) integers, the row in `raw` for each output; None keeps the order of `raw`.
     """
     layout = _LAYOUTS.get(type_name)
     if layout is None:
@@ -52,7 +53,7 @@ def panels_of_blocks(raw: Array, type_name: str, order: Array | None = None) -> 
 
 
 def form_of_blocks(type_name: str) -> str | None:
-    """Return the name of the panel format for a quantisation type, or None if it has none."""
+    """Return the name of the panel format for a quantisation type; None if there is none."""
     layout = _LAYOUTS.get(type_name)
     return None if layout is None else layout.form.name
 
@@ -62,7 +63,7 @@ def _halves(blocks: Array, start: int) -> Array:
 
 
 def _low_and_high(packed: Array) -> Array:
-    """Split (..., n) bytes into their low and high four bits: (..., 2, n) uint8."""
+    """Split bytes, (..., n) uint8, into their low and high four bits, (..., 2, n) uint8."""
     values = np.empty((*packed.shape[:-1], 2, packed.shape[-1]), np.uint8)
     np.bitwise_and(packed, 15, out=values[..., 0, :])
     np.right_shift(packed, 4, out=values[..., 1, :])
@@ -70,7 +71,7 @@ def _low_and_high(packed: Array) -> Array:
 
 
 def _int4(packed: Array) -> Array:
-    """Like `_low_and_high`, but with eight 4-bit values packed per element: (..., 2, n / 8) uint32."""
+    """Split like `_low_and_high`, but pack eight 4-bit values into each element: (..., 2, n / 8) uint32."""
     twos = np.ascontiguousarray(packed).view(np.uint16)
     values = np.empty((*twos.shape[:-1], 2, twos.shape[-1]), np.uint8)
     values[..., 0, :] = twos & 0x0F | twos >> 4 & 0xF0
@@ -88,7 +89,7 @@ def _q4_1(blocks: Array) -> tuple[Array, Array]:
 
 
 def _fours(packed: Array) -> Array:
-    """Unpack the 4-bit values of blocks of 32: (rows, blocks, 4) uint32."""
+    """Unpack 4-bit values in blocks of 32 inputs: (rows, blocks, 16) uint8 to (rows, blocks, 4) uint32."""
     return _int4(packed).reshape(*packed.shape[:2], 4)
 
 
@@ -105,7 +106,7 @@ def _q8_0(blocks: Array) -> tuple[Array, Array]:
 
 
 def _q4_k(blocks: Array) -> tuple[Array, Array]:
-    """Blocks of 256: eight 6-bit scales and eight 6-bit minimums, each with a float16 factor."""
+    """Unpack blocks of 256 inputs with eight 6-bit scales and eight 6-bit minimums, times float16 factors."""
     fields = blocks[..., 4:16].reshape(*blocks.shape[:2], 3, 4)
     low, middle, high = fields[..., 0, :], fields[..., 1, :], fields[..., 2, :]
     scales = np.concatenate([low & 63, (high & 15) | low >> 6 << 4], axis=-1)
@@ -118,7 +119,7 @@ def _q4_k(blocks: Array) -> tuple[Array, Array]:
 
 
 def _q6_k(blocks: Array) -> tuple[Array, Array]:
-    """Blocks of 256: four low bits and two high bits per value, and an 8-bit scale per 16 values."""
+    """Unpack blocks of 256 inputs with 4 + 2 bits per value and an 8-bit scale per 16 values."""
     low = _low_and_high(blocks[..., :128].reshape(*blocks.shape[:2], 2, 64))  # per half of a block
     fours = low.reshape(*blocks.shape[:2], 2, 4, 32)
     high = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 32)
@@ -132,7 +133,7 @@ def _q6_k(blocks: Array) -> tuple[Array, Array]:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Block layout of a quantisation type, and the function that unpacks rows to panel headers and groups."""
+    """Block layout of a quantisation type, and a function that unpacks blocks to panel headers and groups."""
 
     inputs: int
     block_bytes: int

@@ -55,11 +55,11 @@ _SIZES: Final = (
     "num_attention_heads",
 )
 _MAX_OF_ANY: Final = 1 << 24
-# llama.cpp's defaults for keys that a gemma3 file leaves out (src/models/gemma3.cpp).
+# llama.cpp's defaults for keys that are missing in a gemma3 file (src/models/gemma3.cpp).
 _GEMMA3_PATTERN: Final = 6
 _GEMMA3_LOCAL_THETA: Final = 10_000.0
 _GEMMA3_27B_LAYERS: Final = 62
-# The same in all Llama 3 models; llama.cpp's converter stores only the resulting frequency factors
+# These are the same in all Llama 3 models; llama.cpp's converter stores only the resulting frequency factors
 # (convert_hf_to_gguf.py).
 _LLAMA3: Final = {
     "low_freq_factor": 1.0,
@@ -69,7 +69,7 @@ _LLAMA3: Final = {
 
 
 def build_config(gguf: GgufFile) -> PreTrainedConfig:
-    """Build the config, including the special token ids.
+    """Build the transformers config for a GGUF file, including the special token ids.
 
     Raises:
         UnsupportedModelError: the architecture, or one of its keys or values, is not supported.
@@ -162,12 +162,13 @@ def _plain_rope(gguf: GgufFile) -> dict[str, Any]:
 
 
 def _llama_rope(gguf: GgufFile) -> dict[str, Any]:
-    """Return `rope_parameters`: type `llama3` if the file has frequency factors (Llama 3.1 and later).
+    """Return `rope_parameters`, with type `llama3` if the file has frequency factors (Llama 3.1 and later).
 
-    The scaling factor is the largest frequency factor; the other parameters are constants of Llama 3.
+    The scaling factor is the largest frequency factor; the other parameters are the same in all Llama 3
+    models.
 
     Raises:
-        UnsupportedModelError: the factors are not those that transformers computes for `llama3`.
+        UnsupportedModelError: the factors differ from the ones that transformers computes for `llama3`.
     """
     rope = _plain_rope(gguf)["rope_parameters"]
     if ROPE_FACTORS not in gguf.shapes:
@@ -249,7 +250,7 @@ def _require_scaling(gguf: GgufFile, known: set[str]) -> None:
 
 
 def _shortest(value: float) -> float:
-    """Return the shortest decimal with the same float32 value (a file stores 1e-5 as 9.99999974e-06)."""
+    """Return the shortest decimal with the same float32 value: 1e-5 for 9.99999974e-06."""
     return float(str(np.float32(value)))
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def convert(path: Path, folder: Path, *, name: str, sha256: str) -> None:
-    """Write config and tokenizer files into `folder`, which must exist; the manifest is written last.
+    """Write config and tokenizer files into the existing `folder`, and then the manifest.
 
     Raises:
         InputError: the file is not a GGUF file, or is damaged.

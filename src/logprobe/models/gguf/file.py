@@ -21,18 +21,19 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 CHUNK_NUMBERS: Final = 1 << 19  # weights dequantised at a time, so that they fit in the CPU cache
-ROPE_FACTORS: Final = "rope_freqs.weight"  # factors of the rotary frequencies, not a weight
+# tensor with factors for the rotary frequencies, which is not a weight
+ROPE_FACTORS: Final = "rope_freqs.weight"
 NO_TOKEN: Final = (-1, 2**32 - 1)  # written by some tools for a special token that the model lacks
 FLOATS: Final = ("F64", "F32", "F16", "BF16")
 _MISSING: Final = object()
 
 
 class GgufFile:
-    """A GGUF file. A key that begins with a dot is prefixed with the architecture's name.
+    """A GGUF file. In methods, a key that begins with a dot is prefixed with the architecture's name.
 
     Raises:
         InputError: the file is not a GGUF file, or is truncated.
-        UnsupportedModelError: it does not name its architecture.
+        UnsupportedModelError: the file does not name its architecture.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,9 +61,10 @@ class GgufFile:
         return found
 
     def token_id(self, name: str) -> int | None:
-        """Return the id of a special token, such as `bos`; None if the file has none.
+        """Return the id of the special token `name`, such as `bos`; None if the file has no such token.
 
-        For the padding and unknown tokens, -1 and 2**32 - 1 count as none; neither affects any score.
+        For the padding and unknown tokens, -1 and 2**32 - 1 mean that there is none; these tokens affect no
+        score.
 
         Raises:
             UnsupportedModelError: the id is outside the file's vocabulary.
@@ -78,20 +80,20 @@ class GgufFile:
         return found
 
     def own_keys(self) -> set[str]:
-        """Return the architecture's keys, each with its leading dot."""
+        """Return the keys that begin with the architecture's name, with this name removed but not the dot."""
         prefix = f"{self.architecture}."
         return {"." + key.removeprefix(prefix) for key in self._keys if key.startswith(prefix)}
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors by name, outermost dimension first, in the file's order."""
+        """Shapes of the tensors by name, outermost dimension first; tensors are in the file's order."""
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     @property
     def quantization(self) -> str | None:
         """The file's quantisation as llama.cpp names it, such as `Q4_K_M`; None for float weights.
 
-        A file without `general.file_type` gets the tensor type that takes most of its bytes.
+        If the file has no `general.file_type`, the value is the tensor type with the most bytes in the file.
         """
         from gguf import LlamaFileType
 
@@ -111,9 +113,9 @@ class GgufFile:
         return self._tensors[name].type_name
 
     def raw(self, name: str) -> NDArray[np.uint8]:
-        """Map one tensor's rows, (rows, bytes): all dimensions but the innermost are flattened to rows.
+        """Map one tensor into memory as (rows, bytes per row); all dimensions but the innermost become rows.
 
-        The mapping is closed with the array.
+        The mapping is closed when the array is freed.
         """
         tensor = self._tensors[name]
         data = np.memmap(self.path, np.uint8, "c", tensor.start, tensor.num_bytes)  # copy-on-write
@@ -124,7 +126,7 @@ class GgufFile:
 
 
 def dequantised(raw: NDArray[np.uint8], type_name: str) -> NDArray[np.float32]:
-    """Dequantise rows as stored in the file, (rows, bytes), to float32."""
+    """Dequantise rows as stored in the file, (rows, bytes per row), to (rows, values per row) float32."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -133,7 +135,7 @@ def dequantised(raw: NDArray[np.uint8], type_name: str) -> NDArray[np.float32]:
     numbers = np.empty((len(raw), raw.shape[1] // block_bytes * block_len), np.float32)
     step = max(1, CHUNK_NUMBERS // numbers.shape[1])
     for start in range(0, len(raw), step):
-        # As a single row: `dequantize` processes sixteen rows at a time.
+        # Passed as a single row, because `dequantize` processes only sixteen rows at a time.
         piece = raw[start : start + step].reshape(1, -1)
         numbers[start : start + step] = dequantize(piece, kind).reshape(-1, numbers.shape[1])
     return numbers

@@ -1,4 +1,4 @@
-"""Parse a GGUF file's header: its metadata and the offsets of its tensors.
+"""Parse the header of a GGUF file: the metadata and the tensors' types, shapes and offsets.
 
 Every count is checked against the size of the file before anything is allocated. The `gguf` package's reader
 trusts the counts, and takes seconds for a vocabulary of 128,256 tokens (two arrays per entry).
@@ -28,12 +28,13 @@ SCALARS: Final = {
         10: "<u8", 11: "<i8", 12: "<f8",
     }.items()
 }  # fmt: skip
-LENGTH: Final = struct.Struct("<Q")  # of a string, in bytes
-MAX_ENTRIES: Final = 1 << 22  # of all arrays together; vocabularies and merges have a few hundred thousand
+LENGTH: Final = struct.Struct("<Q")  # length of a string in bytes
+# limit for all arrays together; vocabularies and merges have a few hundred thousand
+MAX_ENTRIES: Final = 1 << 22
 MAX_DIMENSIONS: Final = 4  # as in ggml
-NUMBER_BYTES: Final = 8  # of the widest number: the smallest alignment allowed
+NUMBER_BYTES: Final = 8  # size of the widest number, which is the smallest alignment allowed
 ALIGNMENT_KEY: Final = "general.alignment"
-DEFAULT_ALIGNMENT: Final = 32  # bytes; if the file has no such key
+DEFAULT_ALIGNMENT: Final = 32  # in bytes, if the file has no such key
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A file's metadata, as Python numbers, strings and lists, and its tensors."""
+    """The metadata of a file as Python numbers, strings and lists, and its tensors by name."""
 
     keys: dict[str, Any]
     tensors: dict[str, TensorPlace]
@@ -149,7 +150,7 @@ class _Walk:
         return found
 
     def _take_tensor(self) -> tuple[str, TensorPlace]:
-        """Read a tensor's name and its entry; its `start` is relative to the beginning of the tensor data."""
+        """Read a tensor's name and entry, with `start` relative to the beginning of the tensor data."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         [name] = self._strings(1)

@@ -1,7 +1,7 @@
 """Rebuild a GGUF file's tokenizer: vocabulary, merges, pre-tokenizer, special tokens, chat template.
 
-The file only names its pre-tokenizer (`tokenizer.ggml.pre`), so a table maps the name to a rule. An unknown
-name is an error, because a wrong rule gives other tokens.
+The file only has a name for its pre-tokenizer (`tokenizer.ggml.pre`), so a table maps names to rules. An
+unknown name is an error, because a wrong rule gives other tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NORMAL: Final = 1
 _UNKNOWN: Final = 2
 _CONTROL: Final = 3
 _USER_DEFINED: Final = 4
-MAX_TOKEN_CHARS: Final = 4096  # finding merges takes time quadratic in it
+MAX_TOKEN_CHARS: Final = 4096  # the time to find merges is quadratic in this
 _SPACE_MARK: Final = "▁"
 
 _CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -32,9 +32,9 @@ _WORDS_AND_SPACES: Final = r"[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n
 
 
 def build_tokenizer(gguf: GgufFile) -> PreTrainedTokenizerFast:
-    """Build the transformers tokenizer of a GGUF file.
+    """Build a transformers tokenizer from a GGUF file.
 
-    With `add_special_tokens=True` it adds BOS and EOS as the file specifies.
+    With `add_special_tokens=True`, the tokenizer adds BOS and EOS as the file specifies.
 
     Raises:
         UnsupportedModelError: the kind of vocabulary or the pre-tokenizer is not supported.
@@ -161,7 +161,7 @@ def _sentencepiece(gguf: GgufFile) -> Tokenizer:
 
 
 def _merges_of_scores(gguf: GgufFile, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """List every pair of pieces that joins to a third, by the score of the joined piece, descending."""
+    """List every pair of pieces whose concatenation is a piece, by descending score of that piece."""
     scores, types = gguf.value("tokenizer.ggml.scores"), gguf.value("tokenizer.ggml.token_type")
     merges: list[tuple[float, int, int, tuple[str, str]]] = []
     for piece, token_id in vocabulary.items():

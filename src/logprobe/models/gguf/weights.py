@@ -49,10 +49,10 @@ _GEMMA3_BLOCK: Final = _BLOCK | {
 
 
 class GgufSource:
-    """The tensors of a GGUF file, mapped only while one is in use."""
+    """The tensors in a GGUF file; a tensor is mapped into memory only while it is in use."""
 
     def __init__(self, path: Path, config: PreTrainedConfig) -> None:
-        """Read the header.
+        """Read the header of the file.
 
         Raises:
             InputError: the file is not a GGUF file, or is truncated.
@@ -60,7 +60,7 @@ class GgufSource:
             OSError: the file cannot be read.
         """
         self._gguf, self._config = GgufFile(path), config
-        has_factors = self._gguf.architecture == "llama"  # already part of the configuration
+        has_factors = self._gguf.architecture == "llama"  # the factors are already part of the configuration
         own = {
             name: shape
             for name, shape in self._gguf.shapes.items()
@@ -75,9 +75,9 @@ class GgufSource:
         return self._shapes
 
     def check(self) -> None:
-        """Check that the tensors match the parameters of transformers' module one to one.
+        """Check that there is exactly one tensor for each parameter of the transformers module.
 
-        transformers would fill a parameter without a tensor with random numbers.
+        transformers would initialise a parameter without a tensor with random numbers.
 
         Raises:
             UnsupportedModelError: names or shapes differ, or a tensor has a type that is not supported.
@@ -93,7 +93,7 @@ class GgufSource:
                 ) from error
 
     def read(self, name: str, rows: Rows = EVERY) -> torch.Tensor:
-        """Read rows of one tensor: float32 if it is quantised, else the file's dtype."""
+        """Read rows of one tensor, as float32 if the tensor is quantised, else in the file's dtype."""
         own, shape = self._own_names[name], self._shapes[name]
         raw, type_name = self._gguf.raw(own), self._gguf.type_name(own)
         chosen = rows.numpy() if isinstance(rows, torch.Tensor) else rows
@@ -114,7 +114,7 @@ class GgufSource:
         return numbers
 
     def _order(self, own: str) -> NDArray[np.int64] | None:
-        """Return the file's row for each row of the module's tensor; None if the order is the same.
+        """Return the index in the file for each row of the module's tensor; None if the order is the same.
 
         llama.cpp interleaves the rotary rows of a head: its rows (0, 1, 2, 3, ...) are transformers' rows
         (0, n/2, 1, n/2 + 1, ...).
@@ -126,13 +126,13 @@ class GgufSource:
         return np.arange(self._gguf.shapes[own][0]).reshape(heads[part], -1, 2).swapaxes(1, 2).ravel()
 
     def panels(self, name: str) -> PanelWeights | None:
-        """Repack a quantised matrix as panels; None if it is floats, or its type has no panel format."""
+        """Repack a quantised matrix as panels; None for float tensors and types without a panel format."""
         own = self._own_names[name]
         return panels_of_blocks(self._gguf.raw(own), self._gguf.type_name(own), self._order(own))
 
 
 def transformers_name(architecture: str, source: str) -> str:
-    """Return the transformers name of a GGUF tensor.
+    """Return the transformers name for the GGUF tensor `source`.
 
     Raises:
         UnsupportedModelError: the tensor has no counterpart in transformers.

@@ -1,1 +1,1 @@
-"""Files that a load stores in the cache for later loads: packed weights, verification records, tokenizers."""
+"""Files that loading a model stores in the cache for later loads: packed weights, verification records."""

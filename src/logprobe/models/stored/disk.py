@@ -1,7 +1,7 @@
-"""Disk usage of models: their files, and the panels and records that loads stored in the cache.
+"""Disk usage of models: their files, and the panels and records that were stored in the cache by loads.
 
-Cache folders are named `<stem>-<source key>-<digest>` (`identity`): they are found by the model's folder, or
-by the stem if that folder is not known. `logprobe models` prints the result.
+Cache folders are named `<stem>-<source key>-<digest>` (see `identity`). They are found by the model's folder,
+or by the stem if the folder is not known. `logprobe models` prints the result.
 """
 
 from __future__ import annotations
@@ -18,37 +18,39 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
 FILES, PANELS, RECORDS = "models", "panels", "loads"  # folders of the cache, by kind of entry
-_KEY: Final = "-[0-9a-f]{16}"  # of the source, or of code and libraries
+_KEY: Final = "-[0-9a-f]{16}"  # source key, or digest of the code and libraries
 _MAX_STEM_CHARS: Final = 40
-_COMMIT: Final = re.compile(r"[0-9a-f]{40}")  # name of a snapshot of the hub
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")  # folder name of a snapshot in the hub's cache
 
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
-    """Files and cache entries of one model."""
+    """The files and cache entries of one model."""
 
-    folder: Path | None  # of its files, in the cache or elsewhere; None if it is gone or not known
-    entries: tuple[Path, ...]  # in the cache, which may be removed; finished, partial, or both
+    # folder of the model's files, in the cache or elsewhere; None if removed or not known
+    folder: Path | None
+    # folders in the cache, which may be removed; an entry may be finished, partial or both
+    entries: tuple[Path, ...]
 
     @property
     def files_bytes(self) -> int | None:
-        """Size of the model's files; None if their folder is not known."""
+        """Size of the model's files in bytes; None if their folder is not known."""
         folders = {*self._of(FILES), *([] if self.folder is None else [self.folder])}
         return sum(map(entry_size_bytes, folders)) if folders else None
 
     @property
     def panels_bytes(self) -> int:
-        """Size of its panels."""
+        """Size of the model's panels in bytes."""
         return sum(map(entry_size_bytes, self._of(PANELS)))
 
     @property
     def records_bytes(self) -> int:
-        """Size of its verification records and tokenizers."""
+        """Size of the model's verification records in bytes."""
         return sum(map(entry_size_bytes, self._of(RECORDS)))
 
     @property
     def size_bytes(self) -> int:
-        """Total size."""
+        """Total size in bytes."""
         return (self.files_bytes or 0) + self.panels_bytes + self.records_bytes
 
     def _of(self, kind: str) -> list[Path]:
@@ -56,9 +58,9 @@ class OnDisk:
 
 
 def of_folder(folder: Path) -> OnDisk:
-    """Return the disk usage of a model, whose folder is in the cache (or was) or elsewhere.
+    """Return the disk usage of a model; its folder may be in the cache, removed from the cache, or elsewhere.
 
-    For a folder outside the cache, only entries made from the present files count.
+    For a folder outside the cache, only cache entries made from the folder's current files are counted.
 
     Raises:
         InputError: the files cannot be read.
@@ -71,7 +73,7 @@ def of_folder(folder: Path) -> OnDisk:
 
 
 def left_by_others(known: Collection[Path]) -> dict[str, OnDisk]:
-    """Return the cache entries of all other models, by hub id or folder name.
+    """Return the cache entries of all models except the known ones, by hub id or folder name.
 
     Args:
         known: folders of the models to leave out.
@@ -98,7 +100,7 @@ def _prefix(folder: Path) -> str:
 
 
 def _hub_snapshot(stem: str) -> Path | None:
-    """Return the folder of a commit in the hub's cache; None if `stem` is not a commit or not there."""
+    """Return the folder of the commit `stem` in the hub's cache; None if it is not there, or not a commit."""
     if _COMMIT.fullmatch(stem) is None:
         return None
     from huggingface_hub import constants

@@ -1,6 +1,6 @@
-"""Cache keys of stored files: they cover the model's files, and the code and libraries that made the files.
+"""Cache keys, which depend on the model's files and on the code and libraries that wrote the cached files.
 
-A change of any of them gives another key, so that stale files are never read.
+If any of these changes, the key changes too, so that stale files are never read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from logprobe.models.cache import MANIFEST, home
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_HEADER_BYTES: Final = 1 << 20  # read of a large safetensors file: names, shapes and offsets
+# bytes hashed at the start of a large safetensors file: names, shapes and offsets
+_HEADER_BYTES: Final = 1 << 20
 _SMALL_BYTES: Final = 1 << 25  # largest file that is hashed whole
 _SETTINGS: Final = ("config.json", "generation_config.json")
 _LIBRARIES: Final = ("torch", "transformers", "tokenizers", "numpy")
@@ -26,7 +27,7 @@ _CODE: Final = ("engine", "kernels", "models")
 
 
 def source_key(folder: Path) -> str:
-    """Return a key of a model's configuration and weights; of large files it covers size, time and header.
+    """Return a key for a model's configuration and weights; large files enter with size, time and header.
 
     Raises:
         OSError: a file cannot be read.
@@ -46,12 +47,12 @@ def source_key(folder: Path) -> str:
 
 
 def panels_folder(folder: Path, source: str) -> Path:
-    """Return the cache folder of a model's panels."""
+    """Return the cache folder for the panels of a model with this source key."""
     return home() / "panels" / f"{_stem(folder)}-{source}-{_digest([LAYOUT])}"
 
 
 def record_folder(folder: Path, source: str) -> Path:
-    """Return the cache folder of a model's verification record."""
+    """Return the cache folder for the verification record of a model with this source key."""
     return home() / "loads" / f"{_stem(folder)}-{source}-{_digest([LAYOUT, *_code()])}"
 
 
@@ -65,7 +66,7 @@ def _digest(parts: Iterable[Any]) -> str:
 
 @functools.cache
 def _code() -> tuple[str, ...]:
-    """Return digests of our code and the versions of libraries: a verification is valid only for these."""
+    """Return digests of this package's code, and library versions, for which a verification is valid."""
     digest = hashlib.sha256()
     root = Path(__file__).parents[2]
     for name in _CODE:

@@ -1,10 +1,11 @@
 """Store packed weights (panels) in a file that later loads map into memory.
 
-PANELS has the bytes of all panels; INDEX has the offset, format and shape of each module's panels, and the
-length and checksum of PANELS. The mapping is read-only and shared, so that all processes of a model share one
-copy. Both files are synced to disk before their folder gets its final name. Until then, JOURNAL has a
-checksum per written matrix, so that an interrupted load resumes after the last complete one. PANELS is
-written with `write`, because on a full disk a write to a mapping raises SIGBUS instead of an error.
+PANELS has the bytes of all panels. INDEX has the offset, format and shape of each module's panels, and the
+length and checksum of PANELS. The mapping is read-only and shared, so that all processes that run a model
+share one copy. Both files are synced to disk before their folder gets its final name. Until then, JOURNAL
+has a checksum per written matrix, so that an interrupted load resumes after the last complete matrix.
+PANELS is written with `write`, because on a full disk a write to a mapping raises SIGBUS instead of an
+error.
 """
 
 from __future__ import annotations
@@ -34,28 +35,28 @@ JOURNAL: Final = "panels.journal"
 ALIGNMENT: Final = 64  # bytes of a cache line
 _CHUNK_BYTES: Final = 1 << 22
 _READ_AS_ONE: Final = {"q_proj": 0, "k_proj": 1, "v_proj": 2}
-_MOST: Final = 1 << 40  # upper bound of the number of outputs or inputs
+_MOST: Final = 1 << 40  # upper bound on the number of outputs or inputs
 
 
 class _Line(msgspec.Struct, frozen=True, array_like=True):
-    """A line of JOURNAL: one written matrix."""
+    """A line in JOURNAL, which describes one written matrix."""
 
     layout: int
     names: tuple[str, ...]
     entry: tuple[str, int, int, int]  # form, outputs, inputs, first byte
     end: int
-    crc32: int  # of all bytes before `end`
+    crc32: int  # checksum of all bytes before `end`
 
 
 def write_panels(
     parts: Sequence[tuple[str, ...]], packed: Callable[[int], Iterable[PanelWeights]], folder: Path
 ) -> None:
-    """Write panels to a folder and sync it; resume after the panels of an interrupted call.
+    """Write panels to a folder and sync the folder; resume after the panels that an interrupted call wrote.
 
     Args:
-        parts: for each matrix, the names of all modules that share it.
-        packed: returns the panels of all parts from an index on.
-        folder: the target, which the caller renames afterwards.
+        parts: for each matrix, the names of all modules that share the matrix.
+        packed: function that returns the panels of the matrices from an index on.
+        folder: the target folder, which the caller renames afterwards.
 
     Raises:
         OSError: the folder cannot be written.
@@ -90,7 +91,7 @@ def _encode(line: _Line) -> bytes:
 
 
 def _written(parts: Sequence[tuple[str, ...]], folder: Path) -> list[_Line]:
-    """Return the journal of an interrupted call, up to the first missing or damaged matrix."""
+    """Return the journal that an interrupted call wrote, up to the first missing or damaged matrix."""
     lines: list[_Line] = []
     end, crc32 = 0, 0
     with suppress(OSError, msgspec.MsgspecError), (folder / PANELS).open("rb") as file:
@@ -111,10 +112,10 @@ def reading_order(name: str) -> tuple[str, int, str]:
 
 
 def read_panels(folder: Path, *, is_checked: bool = True) -> dict[str, PanelWeights]:
-    """Map a folder's panels, by module name; return an empty dict if they cannot be used.
+    """Map the panels in a folder into memory, by module name; return an empty dict if they are not usable.
 
-    Panels are not used if the layout version, the file's length or (with `is_checked`) its checksum differs
-    from the index.
+    Panels are not usable if the layout version is not the current one, or if the file's length or (with
+    `is_checked`) its checksum differs from the index.
     """
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
@@ -128,7 +129,7 @@ def read_panels(folder: Path, *, is_checked: bool = True) -> dict[str, PanelWeig
 
 
 def stored_forms(folder: Path) -> set[str]:
-    """Return the names of the formats of a folder's panels."""
+    """Return the names of the panel formats in a folder."""
     return {panels.form.name for panels in read_panels(folder, is_checked=False).values()}
 
 
@@ -154,7 +155,8 @@ def _mapped(path: Path, entries: dict[str, Any]) -> dict[str, PanelWeights]:
     """
     with path.open("rb") as file, warnings.catch_warnings():
         whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nothing writes to it
+        # nothing writes to the buffer
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
         memory = torch.frombuffer(whole, dtype=torch.uint8)
     panels: dict[str, PanelWeights] = {}
     for name, (form, num_outputs, num_inputs, start) in entries.items():

@@ -1,7 +1,8 @@
 """The record of a model's first, verified load, from which later loads are built.
 
-One file contains the record, as JSON of the caller's schema, and its tensors: the model's small ones (norms,
-biases, rotary frequencies), and some logits of transformers, which every later load must reproduce.
+One file contains the record, JSON text whose schema the caller defines, and tensors: the model's small
+tensors (norms, biases, rotary frequencies) and some of transformers' logits, which every later load must
+reproduce.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def write_record(folder: Path, record: str, tensors: dict[str, Tensor]) -> None:
 
 
 def read_record(folder: Path) -> tuple[str, dict[str, Tensor]] | None:
-    """Return the record and its tensors; None if there is none or it cannot be read."""
+    """Return the record and its tensors; None if there is no record or the file cannot be read."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -1,4 +1,4 @@
-"""`LoadStore`: read and write the files that loads of one model store in the cache.
+"""`LoadStore`: reads and writes the files that loading a model stores in the cache.
 
 `engine.forward.ready` uses it to skip packing and verification after the first load.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.models.resolution import ModelFiles
 
-MAX_RECORDS: Final = 16  # of one model; a few megabytes each
+MAX_RECORDS: Final = 16  # limit per model; a record has a few megabytes
 
 logger = logging.getLogger("logprobe")
 
@@ -41,7 +41,7 @@ class LoadStore:
 
     @classmethod
     def of(cls, files: ModelFiles) -> Self | None:
-        """Return a model's store; None without weights, and for the temporary copy of a loaded model."""
+        """Return the store of a model; None without weights, and for a temporary copy of a loaded model."""
         has_weights = any(files.folder.glob("*.safetensors")) or (files.folder / MANIFEST).is_file()
         return cls(files.folder) if has_weights and not is_copy(files.folder) else None
 
@@ -52,7 +52,7 @@ class LoadStore:
         )
 
     def forms(self) -> set[str]:
-        """Return the names of the formats of the stored panels."""
+        """Return the names of the panel formats that are stored for the model."""
         return stored_forms(self._panels_folder) if is_there(self._panels_folder) else set()
 
     def write_panels(
@@ -60,15 +60,15 @@ class LoadStore:
     ) -> dict[str, PanelWeights]:
         """Write the model's panels and map them; return an empty dict if they cannot be written.
 
-        Complete panels that another process has written in the meantime are used instead.
+        If another process has written complete panels in the meantime, these are used instead.
 
         Args:
-            parts: for each matrix, the names of all modules that share it.
-            packed: returns the panels of all parts from an index on.
+            parts: for each matrix, the names of all modules that share the matrix.
+            packed: function that returns the panels of the matrices from an index on.
         """
 
         def is_damaged() -> bool:
-            stored = self.panels()  # empty for another layout version
+            stored = self.panels()  # empty if they have another layout version
             return not all(any(name in stored for name in names) for names in parts)
 
         try:
@@ -81,18 +81,18 @@ class LoadStore:
         return self.panels(is_checked=False)
 
     def record(self) -> tuple[str, Mapping[str, Any]] | None:
-        """Return the JSON record and tensors stored by this version of the code; None if there are none."""
+        """Return the JSON record and tensors that this version of the code has stored; None if none."""
         return read_record(self._record_folder) if is_there(self._record_folder) else None
 
     def write_record(self, record: str, tensors: dict[str, Any]) -> None:
-        """Store a record, and remove this model's oldest ones beyond `MAX_RECORDS`."""
+        """Store a record, and remove this model's oldest records if there are more than `MAX_RECORDS`."""
         try:
             self._write(self._record_folder, lambda partial: write_record(partial, record, tensors))
         except (DownloadError, OSError) as error:
             self._refuse(error)
 
     def _write(self, folder: Path, write: Callable[[Path], None]) -> None:
-        """Create an entry, replacing an existing one; remove the oldest entries beyond `MAX_RECORDS`."""
+        """Create or replace a cache entry; remove the oldest entries if there are more than `MAX_RECORDS`."""
         names = (one for one in folder.parent.glob(f"*-{self._source}-*") if one != folder)
         stored = [one for one in names if not one.name.startswith(".")]  # no lock files and partial entries
         for older in sorted(stored, key=_modified_s)[: 1 - MAX_RECORDS]:
@@ -102,7 +102,7 @@ class LoadStore:
                 write(partial)
 
     def _refuse(self, error: Exception) -> None:
-        """Log once why nothing can be stored."""
+        """Log, once, why nothing can be stored."""
         if not self._is_refused:
             logger.warning(
                 "%s: cannot store packed weights, so each load verifies and packs again: %s",
@@ -113,7 +113,7 @@ class LoadStore:
 
 
 def _modified_s(path: Path) -> float:
-    """Return when a path was modified, in seconds; 0 if another process has just removed it."""
+    """Return a path's modification time in seconds; 0 if another process has just removed the path."""
     try:
         return path.stat().st_mtime
     except OSError:

@@ -1,4 +1,4 @@
-"""Processors that record whole rows without changing them: for requests that ask for it, or for all."""
+"""Processors that record whole rows without changing them, for selected requests or for all."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ DEFAULT_MAX_BYTES = 256 << 20
 
 @final
 class CaptureLogitsProcessor(LogitsProcessor):
-    """Records the log-softmax of every row of requests with `capture`, by request; changes nothing.
+    """Records the log-softmax of every row of requests that set `capture`, without changing the logits.
 
-    The rows are taken at its position among the processors. The store is bounded: the rows of the least
-    recently captured request are dropped first. All methods are thread-safe; a row is stored whole or not
-    at all, and is read-only.
+    Rows are recorded as they are at this processor's position in the order. The store is bounded: the rows of
+    the least recently captured request are dropped first. All methods are thread-safe. A row is stored whole
+    or not at all, and is read-only.
     """
 
     Args = CaptureArgs
@@ -48,18 +48,19 @@ class CaptureLogitsProcessor(LogitsProcessor):
         del config
         self._max_bytes = _checked(max_bytes)
         self._lock = threading.Lock()
-        # `_lock` guards these three: name -> position -> row, and the rows of the latest step.
+        # `_lock` guards these three: rows by name and position, rows of the latest step, and their size.
         self._rows: OrderedDict[str, dict[int, FloatArray]] = OrderedDict()
         self._last: list[FloatArray] = []
         self._num_bytes = 0
-        self._targets: list[tuple[int, str, int]] = []  # engine thread only: logits row, name, position
+        # used on the engine thread only: (row of the logits, name, position)
+        self._targets: list[tuple[int, str, int]] = []
 
     def is_argmax_invariant(self) -> bool:
         """Return True: nothing changes."""
         return True
 
     def update_state(self, batch_update: BatchState | None) -> None:
-        """Record the names and positions of the next rows; None means unchanged."""
+        """Remember the names and positions of the next rows; None means that the rows are unchanged."""
         if batch_update is None:
             return
         batch = as_batch(batch_update, CaptureArgs)
@@ -87,21 +88,24 @@ class CaptureLogitsProcessor(LogitsProcessor):
         return logits
 
     def get_logprobs(self, batch_index: int = 0) -> FloatArray | None:
-        """Return a row of the latest step, (V,) nats, by its index among captured rows; None if out of range.
+        """Return one row captured in the latest step, (V,) nats; None if the index is out of range.
 
-        -1 is the last row.
+        `batch_index` counts captured rows only; -1 is the last one.
         """
         with self._lock:
             return _at(self._last, batch_index)
 
     def get_all_logprobs(self) -> FloatArray | None:
-        """Return all rows captured in the latest step, (n, V) nats; None if there are none."""
+        """Return all n rows captured in the latest step, (n, V) nats; None if there are none."""
         with self._lock:
             last = self._last
         return np.stack(last) if last else None
 
     def get_rows(self, name: str) -> dict[int, FloatArray]:
-        """Return a request's rows by its id or `capture` text: number of tokens before it -> (V,) nats."""
+        """Return a map from the number of preceding output tokens to the row, (V,) nats.
+
+        `name` is the request's id, or the string that it set as `capture`.
+        """
         with self._lock:
             return dict(self._rows.get(name, {}))
 
@@ -111,7 +115,7 @@ class CaptureLogitsProcessor(LogitsProcessor):
             return list(self._rows)
 
     def clear(self) -> None:
-        """Drop all rows."""
+        """Delete all rows."""
         with self._lock:
             self._rows.clear()
             self._last, self._num_bytes = [], 0
@@ -132,11 +136,11 @@ class CaptureLogitsProcessor(LogitsProcessor):
 
 
 class GlobalLogprobsCapture(LogitsProcessor):
-    """Records the log-softmax of every row of the latest step, for all requests; changes nothing.
+    """Records the log-softmax of every row of the latest step, without changing the logits.
 
-    It and derived classes are created without arguments. Rows are tensors of the logits' dtype on their
-    device, and each caller gets its own copies. A step replaces the previous one as a whole; all methods are
-    thread-safe. If a step exceeds `max_bytes`, only its first rows are kept.
+    The class and its subclasses can be created without arguments. Rows are tensors with the logits' dtype and
+    device, and each caller gets copies. A step replaces the previous one as a whole. If a step exceeds
+    `max_bytes`, only its first rows are kept. All methods are thread-safe.
     """
 
     Args = NoArgs
@@ -158,7 +162,7 @@ class GlobalLogprobsCapture(LogitsProcessor):
         """Do nothing: rows are identified by their index only."""
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Store the step and return the logits unchanged."""
+        """Store the rows of the step and return the logits unchanged."""
         self.keep(_log_softmax(self._kept_part(logits)))
         return logits
 
@@ -169,7 +173,7 @@ class GlobalLogprobsCapture(LogitsProcessor):
             self._captured_batch = rows
 
     def get_logprobs(self, batch_index: int = 0) -> Tensor | None:
-        """Return a row of the latest step, (V,) nats; -1 is the last row; None if out of range."""
+        """Return one row of the latest step, (V,) nats; -1 is the last row. None if out of range."""
         with self._lock:
             row = _at(self._captured_batch, batch_index)
         return None if row is None else _own(row)
@@ -181,7 +185,7 @@ class GlobalLogprobsCapture(LogitsProcessor):
         return torch.stack([_own(row) for row in latest]) if len(latest) else None
 
     def clear(self) -> None:
-        """Drop the latest step."""
+        """Delete the rows of the latest step."""
         with self._lock:
             self._captured_batch = ()
 
@@ -204,7 +208,7 @@ def _log_softmax(logits: Tensor) -> Tensor:
     """Return the log-softmax of each row, in the logits' dtype."""
     if logits.dtype == torch.float64:
         return torch.log_softmax(logits, -1)
-    # Use our own log-normalizer: torch's float32 log_softmax is off by 1e-5 on wide vocabularies.
+    # torch's float32 log_softmax is off by 1e-5 for large vocabularies, so use our own log-sum-exp.
     lse = extract(logits, [0] * len(logits), 0).lse
     return (logits.float() - lse[:, None]).to(logits.dtype)
 

@@ -1,9 +1,9 @@
 """`GrammarLogitsProcessor`: constrains text to a JSON schema, a regex or a grammar.
 
-The grammar engine is llguidance (extra `grammar`), over the exact bytes of the model's tokens. It bounds its
-own work with one exception: it follows references recursively, so a long chain of them would overflow the
-stack and kill the process. The parts of a grammar are therefore counted and limited first, and it is compiled
-on a thread with a stack large enough for that many.
+The grammar engine is llguidance (extra `grammar`), applied to the exact bytes of the model's tokens. It
+limits its own work with one exception: it follows references recursively, so that a long chain of
+references would overflow the stack and kill the process. The parts of a grammar are therefore counted and
+limited first, and the grammar is compiled on a thread with a stack that is large enough for the limit.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ T = TypeVar("T")
 MAX_COMPILED = 64
 MAX_GRAMMAR_BYTES: Final = 1 << 18
 MAX_GRAMMAR_PARTS: Final = 10_000
-"""Objects and lists of a schema; rules, terminals, groups, classes and repetitions of a grammar."""
+"""Limit on objects and lists in a schema, or rules, terminals, groups, classes, repetitions in a grammar."""
 MAX_GRAMMAR_DEPTH: Final = 100
 MAX_CHOICES: Final = 2_000  # the engine's limit on alternatives tracked at once
-# Address space, not memory: the longest accepted chain of parts used less than a quarter of it.
+# This is address space, not memory; the longest accepted chain of parts used less than a quarter.
 COMPILE_STACK_BYTES: Final = 128 << 20
-# Parser items for one token's mask: an ambiguous grammar would take longer with every token. The largest
-# accepted choice and the largest accepted schemas need fewer.
+# Limit on parser items for the mask of one token, since an ambiguous grammar would take longer with every
+# token. The largest accepted choice and the largest accepted schemas need fewer.
 MAX_STEP_ITEMS: Final = 5_000
-# Bytes of forced text to encode after the next two tokens, so that those match the encoding of the whole.
+# Bytes of forced text to encode beyond the next two tokens, so that these are as in the whole text's
+# encoding.
 CONTEXT_BYTES: Final = 1_000
 PART_MARKS: Final = (
-    ":([{"  # every part of a grammar, a regex, or a schema in a grammar, contains one of these
+    ":([{"  # every part in a grammar, a regex, or a schema within a grammar contains one of these
 )
-# One serialization per value, as Python's json writes it, so small models cannot loop on white space.
+# Each value has one serialization, that of Python's json, so that small models cannot loop on white space.
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -58,8 +59,8 @@ JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separat
 class GrammarLogitsProcessor(MaskLogitsProcessor):
     """Constrains text to `json_schema`, `json_object`, `regex`, `choice` or `ebnf` (exactly one of them).
 
-    Once the text is complete only end-of-sequence tokens are possible. A request whose tokens leave the
-    grammar fails; only a later processor can cause that.
+    Once the text is complete, only end-of-sequence tokens are possible. A request fails if a token is sampled
+    that the grammar does not allow, which only a later processor can cause.
     """
 
     Args = GrammarArgs
@@ -69,20 +70,21 @@ class GrammarLogitsProcessor(MaskLogitsProcessor):
         self._model: ModelFacts | None = None
         self._states: dict[RowKey, GrammarState] = {}
         self._masks: list[tuple[int, Tensor]] = []
-        self._lock = threading.Lock()  # guards the next two: requests are checked on other threads
+        # guards the next two attributes, since requests are checked on other threads
+        self._lock = threading.Lock()
         self._compiled: OrderedDict[str, Any] = OrderedDict()
         self._tokenizer: Any = None
 
     def bind(self, model: ModelFacts) -> None:
-        """Receive the model's facts."""
+        """Receive the model's tokens."""
         self._model = model
 
     def check_args(self, args: Any) -> None:
-        """Reject an invalid grammar."""
+        """Raise `ParameterError` if the grammar is invalid."""
         self._template(grammar_of(args))
 
     def update_state(self, batch: BatchState) -> None:
-        """Advance by the observed tokens and compute which may come next."""
+        """Advance each sample's grammar by the new tokens and compute the tokens allowed next."""
         batch = as_batch(batch, GrammarArgs)
         self._states = {row.key: self._states.get(row.key) or self._new_state(row) for row in batch.rows}
         self._masks = [(index, self._states[row.key].next_mask(row)) for index, row in enumerate(batch.rows)]
@@ -94,11 +96,11 @@ class GrammarLogitsProcessor(MaskLogitsProcessor):
         return logits
 
     def forbid(self, row: BatchRow, possible: NDArray[np.bool_]) -> None:
-        """Forbid the tokens that the grammar does not allow."""
+        """Set tokens that the grammar does not allow to False in `possible`."""
         possible &= self._new_state(row).allowed(row).numpy()
 
     def matcher(self, args: GrammarArgs) -> LlguidanceMatcher:
-        """Return a matcher at the start of the grammar; raises as `check_args`."""
+        """Return a matcher at the start of the grammar; raises `ParameterError` if the grammar is invalid."""
         return LlguidanceMatcher(self._template(grammar_of(args))).copy()
 
     def _new_state(self, row: BatchRow) -> GrammarState:
@@ -106,7 +108,7 @@ class GrammarLogitsProcessor(MaskLogitsProcessor):
         return GrammarState(self.matcher(row.args), self._model)
 
     def _template(self, grammar: str) -> Any:
-        """Return a matcher of this grammar to copy from; compiled outside the lock and cached."""
+        """Return the compiled matcher from which samples copy; compiled outside the lock and cached."""
         with self._lock:
             if grammar in self._compiled:
                 self._compiled.move_to_end(grammar)
@@ -134,7 +136,7 @@ class GrammarLogitsProcessor(MaskLogitsProcessor):
 
 @final
 class GrammarState:
-    """State of one sample in its grammar."""
+    """Position of one sample in its grammar."""
 
     def __init__(self, matcher: Matcher, model: ModelFacts) -> None:
         self._matcher = matcher
@@ -142,11 +144,15 @@ class GrammarState:
         self._num_observed = 0
 
     def next_mask(self, row: BatchRow) -> Tensor:
-        """Return the forbidden tokens after the observed ones, (vocab_size,) bool."""
+        """Return the tokens that are forbidden after the row's output, (vocab_size,) bool."""
         return ~self.allowed(row)
 
     def allowed(self, row: BatchRow) -> Tensor:
-        """Return the allowed tokens after the observed ones, (vocab_size,) bool."""
+        """Return the tokens that are allowed after the row's output, (vocab_size,) bool.
+
+        Raises:
+            OverruledError: the output has a token that the grammar does not allow.
+        """
         for token_id in row.output_token_ids[self._num_observed :]:
             is_end = token_id in self._model.eos_token_ids
             if not self._matcher.accept(token_id) and not is_end:
@@ -164,7 +170,7 @@ def grammar_of(args: GrammarArgs) -> str:
     """Return the grammar in llguidance's serialized form.
 
     Raises:
-        ParameterError: no form or several are given, or the schema is not JSON.
+        ParameterError: no constraint is set, or several are, the schema is not JSON, or a limit is exceeded.
     """
     forms = [name for name in GrammarArgs.__struct_fields__ if getattr(args, name) not in (None, False)]
     require(len(forms) == 1, "grammar", f"needs exactly one form, got {', '.join(forms) or 'none'}")
@@ -189,26 +195,26 @@ def byte_tokenizer(model: ModelFacts) -> Any:
 
 
 class _Tokens:
-    """The tokenizer interface that llguidance reads: the bytes of each token, and encoding of text."""
+    """The tokenizer as llguidance needs it: the bytes of each token, and a function that encodes text."""
 
     def __init__(self, model: ModelFacts) -> None:
         self._model = model
         self.eos_token_id = model.text.eos_token_id
         self.bos_token_id = None
         self.special_token_ids = sorted(model.text.special_token_ids)
-        # Logits may be wider than the tokenizer; the extra ids have no bytes and are never allowed.
+        # There may be more logits than tokens; the extra ids have no bytes and are never allowed.
         self.tokens = [model.vocabulary.token_bytes(token_id) for token_id in range(model.vocab_size)]
         self._max_token_bytes = max(map(len, self.tokens))
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Return the first token ids of a text that the grammar forces; their bytes equal the text's start.
+        """Return the first token ids of a text that the grammar forces; their bytes are the text's start.
 
-        llguidance passes the last token written and all forced text after it. It then allows only the next
-        token of the result, even if that does not match the grammar.
+        llguidance passes the last token that was generated and all text that is forced after it. It then
+        allows only the next token in the result, even if this token does not match the grammar.
 
-        The ids are the tokenizer's own if it preserves the text. If it prepends a space (Llama 2, Mistral),
-        they are those after a line break. If it rewrites the text (Unicode normalization, lower-casing,
-        special tokens), they are the longest matching tokens.
+        If the tokenizer preserves the text, the result is its encoding. If it prepends a space (Llama 2,
+        Mistral), the text is encoded after a line break. If it rewrites the text (Unicode normalization,
+        lower-casing, special tokens), the longest matching tokens are used.
         """
         data = text.encode() if isinstance(text, str) else text
         beginning = data[: 2 * self._max_token_bytes + CONTEXT_BYTES].decode("utf-8", "ignore")
@@ -220,7 +226,7 @@ class _Tokens:
         return self._longest_tokens(data)
 
     def _last_tokens(self, text: str, data: bytes) -> list[int] | None:
-        """Return the last tokens of the encoded `text` whose bytes are `data`; None if there are none."""
+        """Encode `text` and return the last tokens, whose bytes must be `data`; None if they are not."""
         try:
             token_ids = self._model.encode(text)
         except Exception:  # noqa: BLE001 - no token for a character; raised from here it would be a Rust panic
@@ -233,9 +239,9 @@ class _Tokens:
         return token_ids[start:] if b"".join(pieces) == data else None
 
     def _longest_tokens(self, data: bytes) -> list[int]:
-        """Return greedy longest-match tokens, for one byte more than a token can cover.
+        """Return greedy longest-match tokens, up to just beyond the length of the longest token.
 
-        They end before a byte that no token starts with.
+        They end before a position at which no token matches.
         """
         token_ids: list[int] = []
         place = 0
@@ -255,14 +261,14 @@ class _Tokens:
 
     @cached_property
     def _ids(self) -> dict[bytes, int]:
-        """Plain tokens by bytes; the highest id wins, since byte fallback tokens (`<0x20>`) have low ids."""
+        """Map from bytes to token; the highest id wins, as byte fallback tokens (`<0x20>`) have low ids."""
         ids = {self._plain_bytes(token_id): token_id for token_id in range(len(self.tokens))}
         ids.pop(b"", None)
         return ids
 
 
 def _check_size(name: str, value: Any) -> None:
-    """Check the size in characters, parts and choices before anything is built."""
+    """Check the numbers of characters, parts and choices before anything is built."""
     texts = value if name == "choice" else [value] if isinstance(value, str) else []
     require(
         name != "choice" or len(value) <= MAX_CHOICES,
@@ -276,7 +282,7 @@ def _check_size(name: str, value: Any) -> None:
 
 
 def _check_shape(schema: Any) -> None:
-    """Check the parts and depth of a schema, iteratively."""
+    """Check the size and depth of a schema without recursion."""
     level, depth, num_parts, num_chars = [schema], 0, 0, 0
     while level:
         parts = [value for value in level if isinstance(value, dict | list)]
@@ -301,7 +307,7 @@ def _check_parts(name: str, num_parts: int) -> None:
     )
 
 
-_STACK_SIZE = threading.Lock()  # `threading.stack_size` is process-wide
+_STACK_SIZE = threading.Lock()  # guards `threading.stack_size`, which is process-wide
 
 
 def _on_deep_stack(compile_grammar: Callable[[], T]) -> T:

@@ -1,6 +1,7 @@
 """Masks and biases: allowed tokens, banned words, minimum length, and OpenAI's `logit_bias`.
 
-All but the allowed tokens change single logits through flat index tensors: one operation for all rows.
+Except for the allowed tokens, they change single logits through flat index tensors, in one operation per
+step.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """Indices of n logits: (n,) int64 rows and (n,) int64 token ids."""
+    """Indices of n logits: row indices, (n,) int64, and token ids, (n,) int64."""
 
     rows: Tensor
     token_ids: Tensor
 
     @classmethod
     def of(cls, ids_by_row: Sequence[Sequence[int] | NDArray[Any]]) -> Cells | None:
-        """Create from the token ids of each row; None if there are none."""
+        """Create an instance from a list of token ids per row; None if all lists are empty."""
         counts = [len(ids) for ids in ids_by_row]
         if not sum(counts):
             return None
@@ -60,14 +61,14 @@ class AllowedTokensLogitsProcessor(MaskLogitsProcessor):
         self._allowed: list[tuple[int, Tensor]] = []
 
     def update_state(self, batch: BatchState) -> None:
-        """Record the allowed tokens of each row."""
+        """Remember the allowed tokens of each row."""
         batch = as_batch(batch, AllowedTokensArgs)
         if not batch.is_same:
             asked = [(index, row.args.allowed_token_ids) for index, row in enumerate(batch.rows)]
             self._allowed = [(index, torch.tensor(ids)) for index, ids in asked if ids is not None]
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Set all logits but those of the allowed tokens to -inf, in place."""
+        """Set all logits except those of the allowed tokens to -inf, in place."""
         for index, ids in self._allowed:
             ids_here = ids.to(logits.device)
             kept = logits[index, ids_here]
@@ -76,7 +77,7 @@ class AllowedTokensLogitsProcessor(MaskLogitsProcessor):
         return logits
 
     def forbid(self, row: BatchRow, possible: NDArray[np.bool_]) -> None:
-        """Forbid all tokens but the allowed ones."""
+        """Set all tokens except the allowed ones to False in `possible`."""
         ids = row.args.allowed_token_ids
         if ids is not None:
             kept = possible[ids]
@@ -86,9 +87,9 @@ class AllowedTokensLogitsProcessor(MaskLogitsProcessor):
 
 @final
 class MinTokensLogitsProcessor(MaskLogitsProcessor):
-    """Masks the tokens that end a text until `min_tokens` were generated.
+    """Masks the tokens that end a completion until `min_tokens` tokens were generated.
 
-    These are the model's end-of-sequence tokens and the request's `stop_token_ids`.
+    These tokens are the model's end-of-sequence tokens and the request's `stop_token_ids`.
     """
 
     Args = MinTokensArgs
@@ -113,7 +114,7 @@ class MinTokensLogitsProcessor(MaskLogitsProcessor):
         return banned_(logits, self._cells)
 
     def forbid(self, row: BatchRow, possible: NDArray[np.bool_]) -> None:
-        """Forbid the end tokens if the row has not reached its minimum length."""
+        """Set the end tokens to False in `possible` if the row has not reached its minimum length."""
         possible[self._ends(row)] = False
 
     def _ends(self, row: BatchRow) -> list[int]:
@@ -144,22 +145,22 @@ class BannedWordsLogitsProcessor(MaskLogitsProcessor):
         self._sequences = lru_cache(maxsize=4096)(lambda word: word_sequences(model, word))
 
     def check_args(self, args: Any) -> None:
-        """Reject a text without tokens."""
+        """Raise `ParameterError` for a text without tokens."""
         for word in args.bad_words:
             message = f"{shortened(word)!r} has no tokens in this model's vocabulary"
             require(self._sequences(word), "bad_words", message)
 
     def update_state(self, batch: BatchState) -> None:
-        """Find the tokens that would complete a sequence."""
+        """Find the tokens that would complete a banned sequence."""
         batch = as_batch(batch, BannedWordsArgs)
         self._cells = Cells.of([self._completing(row.args, row.output_token_ids) for row in batch.rows])
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Set the logits of tokens that would complete a sequence to -inf."""
+        """Set the logits of tokens that would complete a banned sequence to -inf, in place."""
         return banned_(logits, self._cells)
 
     def forbid(self, row: BatchRow, possible: NDArray[np.bool_]) -> None:
-        """Forbid the tokens that would complete a sequence."""
+        """Set every token that would complete a banned sequence to False in `possible`."""
         possible[self._completing(row.args, row.output_token_ids)] = False
 
     def _completing(self, args: BannedWordsArgs, output: Sequence[int]) -> list[int]:
@@ -169,9 +170,9 @@ class BannedWordsLogitsProcessor(MaskLogitsProcessor):
 
 
 def word_sequences(model: ModelFacts, word: str) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of a text that continues another: without and with a leading space.
+    """Return the token sequences of a text within a longer text, without and with a leading space.
 
-    A text of white space only is used unchanged.
+    If the text is white space only, it is used unchanged.
     """
     bare = word.lstrip(" ")
     texts = (bare, " " + bare) if bare.strip() else (word,)
@@ -180,7 +181,7 @@ def word_sequences(model: ModelFacts, word: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _continuing(model: ModelFacts, text: str) -> tuple[int, ...]:
-    """Return the tokens of a text that continues another, without a space prepended by the tokenizer."""
+    """Return the tokens of a text within a longer text, without a space that the tokenizer prepends."""
 
     def bytes_of(ids: list[int]) -> bytes:
         return b"".join(map(model.vocabulary.token_bytes, ids))
@@ -195,7 +196,7 @@ def _continuing(model: ModelFacts, text: str) -> tuple[int, ...]:
 
 
 def banned_(logits: Tensor, cells: Cells | None) -> Tensor:
-    """Set the logits of some cells to -inf, in place."""
+    """Set the logits at the given indices to -inf, in place."""
     if cells is not None:
         logits[cells.on(logits)] = -torch.inf
     return logits
@@ -211,7 +212,7 @@ def _no_tokenizer(word: str) -> tuple[tuple[int, ...], ...]:
 
 @final
 class LogitBiasLogitsProcessor(LogitsProcessor):
-    """Adds `logit_bias` (token id -> nats) to the logits; a masked token stays masked."""
+    """Adds `logit_bias` (a map from token id to nats) to the logits; a masked token stays masked."""
 
     Args = LogitBiasArgs
     keeps_state = False
@@ -222,7 +223,7 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
         self._biases = torch.empty(0)
 
     def update_state(self, batch: BatchState) -> None:
-        """Collect the cells, unless rows and arguments are unchanged."""
+        """Collect the indices and biases, unless rows and arguments are unchanged."""
         batch = as_batch(batch, LogitBiasArgs)
         if batch.is_same:
             return

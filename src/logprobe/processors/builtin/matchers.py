@@ -1,4 +1,4 @@
-"""Common interface of bitmask matchers (llguidance, xgrammar), and conversion of their masks."""
+"""Common interface for bitmask matchers (llguidance, xgrammar), and conversion of their masks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("logprobe")
 
-BITS = 32  # per word of a mask
+BITS = 32  # number of bits in a word of a mask
 MAX_PROBLEM_CHARS = 500
 _DETAILS = re.compile(r"\n<(?:backtrace|state|grammar|non-verbose)\b")  # what llguidance appends to a message
 
@@ -30,12 +30,12 @@ class Matcher(Protocol):
         ...
 
     def mask(self) -> NDArray[np.uint8] | None:
-        """Return one bit per token id, lowest bit first; None if the text has ended."""
+        """Return one bit per token id, set if allowed, lowest bit first; None after the end of the text."""
         ...
 
 
 class LlguidanceMatcher:
-    """A `llguidance.LLMatcher`."""
+    """Wrapper of an `llguidance.LLMatcher`."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
@@ -47,7 +47,7 @@ class LlguidanceMatcher:
     def accept(self, token_id: int) -> bool:
         """Advance by a token; after the end of the text every token is accepted."""
         matcher = self._matcher
-        has_ended = matcher.is_stopped() and not matcher.is_error()  # an error stops it, too
+        has_ended = matcher.is_stopped() and not matcher.is_error()  # an error also stops the matcher
         return has_ended or bool(matcher.consume_token(token_id))
 
     def mask(self) -> NDArray[np.uint8] | None:
@@ -59,7 +59,7 @@ class LlguidanceMatcher:
         matcher = self._matcher
         bits = None if matcher.is_stopped() else matcher.compute_bitmask()
         problem = problem_of(matcher)
-        if problem is not None:  # llguidance reports it as the end of the text
+        if problem is not None:  # llguidance reports the problem as the end of the text
             is_ambiguous = "too many" in problem.lower()
             what = "can be parsed in too many ways" if is_ambiguous else "cannot be parsed further"
             raise ParameterError("grammar", f"{what}: {problem}")
@@ -67,7 +67,7 @@ class LlguidanceMatcher:
 
 
 class XgrammarMatcher:
-    """A `xgrammar.GrammarMatcher`."""
+    """Wrapper of an `xgrammar.GrammarMatcher`."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher
@@ -81,13 +81,13 @@ class XgrammarMatcher:
         """Return the bitmask of allowed tokens; None if the text has ended."""
         if self._matcher.is_terminated():
             return None
-        self._bits.fill_(-1)  # not written if every token is allowed
+        self._bits.fill_(-1)  # xgrammar does not write the mask if every token is allowed
         self._matcher.fill_next_token_bitmask(self._bits, 0)
         return self._bits[0].numpy().view(np.uint8)
 
 
 def problem_of(matcher: Any) -> str | None:
-    """Return a one-line reason why an `llguidance.LLMatcher` failed, else None; details go to the log."""
+    """Return, in one line, why an `llguidance.LLMatcher` failed; None if it did not. Details are logged."""
     if not matcher.is_error():
         return None
     text: str = matcher.get_error()
@@ -101,10 +101,10 @@ def problem_of(matcher: Any) -> str | None:
 
 
 def as_matcher(matcher: Any, vocab_size: int) -> Matcher:
-    """Wrap a matcher, recognized by its methods.
+    """Wrap a matcher, whose type is recognized by its methods.
 
     Raises:
-        ParameterError: it is neither llguidance's nor xgrammar's.
+        ParameterError: it is not a matcher from llguidance or xgrammar.
     """
     if hasattr(matcher, "consume_token") and hasattr(matcher, "compute_bitmask"):
         return LlguidanceMatcher(matcher)

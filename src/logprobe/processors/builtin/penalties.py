@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 class PenaltiesLogitsProcessor(LogitsProcessor):
     """Makes tokens that already occurred less likely.
 
-    First `repetition_penalty` r (Keskar et al. 2019): the logit of a token in the prompt or the completion is
-    divided by r if it is positive, else multiplied by r. Then, for tokens of the completion only,
-    `frequency_penalty` times their count and `presence_penalty` are subtracted, as OpenAI defines them.
+    First comes `repetition_penalty` r (Keskar et al. 2019): if a token occurred in the prompt or the
+    completion, its logit is divided by r if positive, else multiplied by r. Then, for tokens in the
+    completion only, `frequency_penalty` times their count and `presence_penalty` are subtracted, as OpenAI
+    defines them.
     """
 
     Args = PenaltiesArgs
@@ -58,7 +59,7 @@ class PenaltiesLogitsProcessor(LogitsProcessor):
         self._minus = torch.from_numpy(frequency * counts + presence * (counts > 0))
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Penalize the logits of seen tokens in place."""
+        """Penalize the logits of tokens that already occurred, in place."""
         if self._cells is not None:
             cells = self._cells.on(logits)
             values, repetition = logits[cells], self._repetition.to(logits)
@@ -69,7 +70,7 @@ class PenaltiesLogitsProcessor(LogitsProcessor):
 
 @final
 class SeenTokens:
-    """The distinct tokens of a request, and how often each was generated."""
+    """The distinct tokens in a sample, and how often each was generated."""
 
     def __init__(self, row: BatchRow) -> None:
         # Prompt tokens only matter for the repetition penalty.
@@ -87,11 +88,11 @@ class SeenTokens:
 
     @property
     def counts(self) -> NDArray[Any]:
-        """Number of times each was generated, (n,) float32; 0 for tokens of the prompt only."""
+        """How often each token was generated, (n,) float32; 0 for tokens that are only in the prompt."""
         return self._counts[: len(self._indices)]
 
     def observe(self, output: Sequence[int]) -> None:
-        """Count the tokens not counted yet."""
+        """Count the tokens in `output` that were not counted before."""
         for token_id in output[self._num_observed :]:
             index = self._indices.setdefault(token_id, len(self._indices))
             if index == len(self._ids):

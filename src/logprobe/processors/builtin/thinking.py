@@ -1,4 +1,4 @@
-"""`ThinkingBudgetLogitsProcessor`: ends a reasoning model's thinking after a number of tokens."""
+"""`ThinkingBudgetLogitsProcessor`: ends a reasoning model's thinking after a given number of tokens."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ Ids: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """A start or end marker: a text, or the exact token ids that the request gave instead."""
+    """A start or end marker, as a text, or as exact token ids if the request set those."""
 
-    ids: Ids  # tokens to write; also the tokens to match if there is no text
+    ids: Ids  # tokens to force; also the tokens to match if there is no text
     text: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """The start marker, the end marker, and the sentence to write before the end marker."""
+    """The start marker, the end marker, and the sentence to force before the end marker."""
 
     start: Marker
     end: Marker
@@ -43,26 +43,26 @@ class Markers:
 
 @dataclass(slots=True)
 class Thinking:
-    """State of one sample; derived only from the tokens observed."""
+    """State of one sample, which depends only on its prompt and output tokens."""
 
     markers: Markers
     budget: int
     is_on: bool = False
-    num_thought: int = 0  # tokens since the start marker, not counting the prompt
-    forced: Ids = ()  # tokens to write
+    num_thought: int = 0  # output tokens since the start marker
+    forced: Ids = ()  # tokens to force
     num_forced: int = 0
     num_observed: int = 0
-    tail: Ids = ()  # latest tokens since a marker, up to the length of the longest marker in ids
-    tail_text: bytes = b""  # latest bytes since a marker, up to the length of the longest marker text
+    tail: Ids = ()  # latest tokens since a marker, as many as the longest marker has
+    tail_text: bytes = b""  # latest bytes since a marker, as many as the longest marker text has
 
     def read_prompt(self, prompt: Sequence[int]) -> None:
-        """Determine whether thinking is on after the prompt; its tokens do not use the budget."""
+        """Determine if the sample is thinking after the prompt, whose tokens do not count."""
         for token_id in prompt:
             self._look(int(token_id))
         self._start_forcing()
 
     def observe(self, output: Sequence[int]) -> None:
-        """Advance by the tokens not observed yet."""
+        """Advance by the tokens in `output` that were not observed before."""
         for token_id in output[self.num_observed :]:
             self._advance(token_id)
         self.num_observed = len(output)
@@ -89,7 +89,7 @@ class Thinking:
         self._start_forcing()
 
     def _look(self, token_id: int) -> None:
-        """Add a token to the tail and check whether it completes a marker."""
+        """Add a token to the tail and switch thinking on or off if it completes a marker."""
         start, end = self.markers.start, self.markers.end
         tail = (*self.tail, token_id)
         text = self.tail_text + self.markers.token_bytes(token_id)
@@ -101,7 +101,7 @@ class Thinking:
         self.tail_text = text[-max(len(start.text), len(end.text), 1) :]
 
     def _behind_marker(self, tail: Ids, text: bytes) -> bytes | None:
-        """Return the text after the awaited marker; None if the marker is not complete."""
+        """Return the text after the marker that is expected next; None if the marker is not complete."""
         awaited = self.markers.end if self.is_on else self.markers.start
         if not awaited.text:
             return b"" if tail[-len(awaited.ids) :] == awaited.ids else None
@@ -112,11 +112,11 @@ class Thinking:
         room = max(self.budget - len(self.markers.sentence), 0)
         if self.is_on and self.num_thought >= room:
             self.forced = self.markers.sentence + self.markers.end.ids
-            # If the model already started the end marker, only the rest is forced.
+            # If the model has begun to write the end marker, force only the rest.
             self.num_forced = 0 if self.markers.sentence else self._num_begun()
 
     def _num_begun(self) -> int:
-        """Return the number of tokens of the end marker that are already written."""
+        """Return how many tokens of the end marker the model has already written."""
         end = self.markers.end
         sizes = range(len(end.ids) - 1, 0, -1)
         if not end.text:
@@ -130,9 +130,9 @@ class ThinkingBudgetLogitsProcessor(LogitsProcessor):
     """Ends thinking after `thinking_budget` tokens by forcing `think_stop_sentence`, then the end marker.
 
     Thinking starts after the marker `think_start`, in the prompt or the completion. Prompt tokens do not
-    use the budget, the stop sentence does. A forced token has logit 0.0 and all others -inf. Each further
-    start marker starts a new budget. Text markers match in any tokenization; markers given as `..._token_ids`
-    match exactly these tokens.
+    count towards the budget, but the stop sentence does. Each further start marker starts a new budget. A
+    forced token has the logit 0.0, and all others have -inf. A marker given as text matches in any
+    tokenization; one given as `..._token_ids` matches exactly these tokens.
     """
 
     Args = ThinkingBudgetArgs
@@ -150,14 +150,14 @@ class ThinkingBudgetLogitsProcessor(LogitsProcessor):
         self._token_bytes = model.vocabulary.token_bytes
 
     def check_args(self, args: Any) -> None:
-        """Reject markers without tokens, and equal markers."""
+        """Raise `ParameterError` for a marker without tokens, and for equal markers."""
         markers = self._markers(args)
         require(markers.start.ids, "think_start", "has no tokens in this model's vocabulary")
         require(markers.end.ids, "think_end", "has no tokens in this model's vocabulary")
         require(markers.start != markers.end, "think_end", "must differ from think_start")
 
     def update_state(self, batch: BatchState) -> None:
-        """Observe new tokens and find the rows in which the next token is forced."""
+        """Observe the new tokens, and find the rows in which the next token is forced."""
         batch = as_batch(batch, ThinkingBudgetArgs)
         rows = [row for row in batch.rows if row.args.thinking_budget is not None]
         self._states = {row.key: self._state(row) for row in rows}
@@ -171,7 +171,7 @@ class ThinkingBudgetLogitsProcessor(LogitsProcessor):
         self._forced = [(index, token_id) for index, token_id in forced if token_id is not None]
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Mask all but the forced token in each of these rows."""
+        """Mask all tokens except the forced one in each of these rows, in place."""
         for index, token_id in self._forced:
             logits[index] = -torch.inf
             logits[index, token_id] = 0.0

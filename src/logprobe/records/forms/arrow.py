@@ -1,8 +1,8 @@
 """Convert records to Arrow batches and back, without loss.
 
-One row per position: the chosen token's values, the k best as lists, byte offsets. Three columns hold
-caller-specified ids (`given_*`); four hold entries of any other shape than "chosen + k best" (`entry_*`).
-Unused columns are null.
+Each position is one row with the chosen token's values, lists of the k most likely tokens, and byte offsets.
+The `given_*` columns hold caller-specified ids. The `entry_*` columns hold the entries of records whose
+positions are not all "chosen token + k most likely". Unused columns are null.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ INFO_KEY = b"logprobe.info"
 _CHOSEN = [
     pa.field("request_id", pa.string(), nullable=False),
     pa.field("position", pa.int64(), nullable=False),
-    pa.field("token_id", pa.int64()),  # also of positions without a prediction; null: not known
+    pa.field("token_id", pa.int64()),  # may be set at positions without a prediction; null if unknown
     pa.field("logprob", pa.float32()),  # nats
     pa.field("rank", pa.int64()),  # 1 + number of strictly greater logits
 ]
 _ENTRIES = [
-    pa.field("other_logprob", pa.float32()),  # nats, of the mass outside the k best and the chosen token
-    pa.field("outside_top_logprob", pa.float32()),  # nats, of the mass outside the k best
-    pa.field("top_ids", pa.list_(pa.int32())),  # the k best
+    pa.field("other_logprob", pa.float32()),  # nats, log of the probability outside the two below
+    pa.field("outside_top_logprob", pa.float32()),  # nats, log of the probability outside the k most likely
+    pa.field("top_ids", pa.list_(pa.int32())),  # the k most likely tokens
     pa.field("top_logprobs", pa.list_(pa.float32())),
     pa.field("byte_start", pa.int64()),
     pa.field("byte_end", pa.int64()),
@@ -62,18 +62,18 @@ _LISTS = [
 
 
 def _fields() -> list[pa.Field]:
-    """Return all columns in order; those of `EXTRAS` are null where not given."""
+    """Return the fields of all columns in file order; the columns named in `EXTRAS` may be null."""
     extras = [pa.field(name, pa.from_numpy_dtype(dtype)) for name, dtype in EXTRAS.items()]
     return [*_CHOSEN, *extras, *_ENTRIES, *_LISTS]
 
 
 def required_fields() -> list[pa.Field]:
-    """Return the required columns; those of `EXTRAS` are optional."""
+    """Return the fields that every file must have: all columns except those named in `EXTRAS`."""
     return [*_CHOSEN, *_ENTRIES, *_LISTS]
 
 
 def schema(info: LogprobsInfo | None = None) -> pa.Schema:
-    """Return the Arrow schema of records, with `info` in the metadata under `logprobe.info`."""
+    """Return the Arrow schema of records; `info`, if given, is in its metadata under `logprobe.info`."""
     return pa.schema(_fields(), None if info is None else {INFO_KEY: info.to_json().encode()})
 
 
@@ -84,7 +84,7 @@ def batch_of(
     byte_offsets: npt.ArrayLike | None = None,
     token_ids: npt.ArrayLike | None = None,
 ) -> pa.RecordBatch:
-    """Convert a record's parts to T rows; arguments and errors as `records.to_arrow`."""
+    """Convert the parts of a record to T rows; arguments and errors are those of `records.to_arrow`."""
     rows, length = parts.rows, parts.rows.num_rows
     entries, chosen = rows.entries(0, length), rows.chosen_entries(0, length)
     has_chosen = np.diff(chosen.offsets) > 0
@@ -111,7 +111,7 @@ def batch_of(
 
 
 def parts_of(batch: pa.RecordBatch | pa.Table) -> Parts:
-    """Invert `batch_of`, for the rows of one request.
+    """Convert the rows of one request, as written by `batch_of`, back to the parts of a record.
 
     Raises:
         InputError: a column is missing or malformed, or the rows belong to several requests.
@@ -132,7 +132,7 @@ def parts_of(batch: pa.RecordBatch | pa.Table) -> Parts:
 
 
 def _spread(values: Array, has_value: Array, missing: int | None = None) -> pa.Array:
-    """Spread values over the positions that have one; null elsewhere and where the value is `missing`."""
+    """Expand values to one per position, null where `has_value` is False or the value is `missing`."""
     spread = np.zeros(len(has_value), values.dtype)
     spread[has_value] = values
     is_null = ~has_value

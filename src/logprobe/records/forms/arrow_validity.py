@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
     from logprobe.records.store.columns import Array
 
-# Limit on rows claimed by a file: columns compress, but the log-probabilities of chosen tokens hardly repeat.
+# Limit on the rows that a file may claim: columns compress, but logprobs of chosen tokens hardly repeat.
 MAX_ROWS_A_BYTE: Final = 8
 ALWAYS_ROWS: Final = 1 << 20
 UNREADABLE: Final = (OSError, pa.ArrowException, UnicodeDecodeError)
-"""Errors that pyarrow raises for damaged files; the last one for column names."""
+"""Errors that pyarrow raises for damaged files; `UnicodeDecodeError` comes from column names."""
 
 
 @contextmanager
 def as_input_error(source: object) -> Iterator[None]:
-    """Convert pyarrow's errors about damaged data to `InputError`, and add the source to `InputError`s.
+    """Convert pyarrow's errors about damaged data to `InputError`, and prefix `source` to every `InputError`.
 
     An `OSError` with an errno, such as a missing file, is not converted.
     """
@@ -41,10 +41,10 @@ def as_input_error(source: object) -> Iterator[None]:
 
 
 def check_names(schema: pa.Schema, fields: Iterable[pa.Field]) -> None:
-    """Check that all columns of a record are present.
+    """Check that each of the given columns is present exactly once.
 
     Raises:
-        InputError: one is missing or duplicated.
+        InputError: a column is missing or duplicated.
     """
     missing = [field.name for field in fields if schema.names.count(field.name) != 1]
     if missing:
@@ -54,10 +54,10 @@ def check_names(schema: pa.Schema, fields: Iterable[pa.Field]) -> None:
 def check_counts(num_rows: int, num_bytes: int) -> None:
     """Check that a Parquet file does not claim more positions than its size can hold.
 
-    The footer's column metadata is not read, because pyarrow crashes the process if that is damaged.
+    Only the footer's row count is used: pyarrow crashes the process if the column metadata is damaged.
 
     Raises:
-        InputError: the file claims more.
+        InputError: the file claims more positions.
     """
     is_little = num_rows <= max(MAX_ROWS_A_BYTE * num_bytes, ALWAYS_ROWS)
     require(is_little, f"it claims {num_rows} positions in {num_bytes} bytes")
@@ -80,7 +80,7 @@ def valid_column(column: Any, field: pa.Field) -> pa.Array:
     """Validate a column and return it as one array of the field's type.
 
     Raises:
-        ArrowInvalid: its offsets or strings are invalid, or its type cannot be cast.
+        ArrowInvalid: the column's offsets or strings are invalid, or its type cannot be cast.
     """
     column.validate(full=True)
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
@@ -88,10 +88,10 @@ def valid_column(column: Any, field: pa.Field) -> pa.Array:
 
 
 def check_columns(columns: Mapping[str, pa.Array], has_entries: Array, is_none: Array) -> None:
-    """Check that columns are consistent: lists of equal lengths, and values where positions have them.
+    """Check that parallel lists have equal lengths, and that values are present where positions need them.
 
     Raises:
-        InputError: they are not.
+        InputError: the columns are inconsistent.
     """
     _check_lists(columns, "top_ids", "top_logprobs")
     for prefix in ("given", "entry"):

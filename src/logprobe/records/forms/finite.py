@@ -15,24 +15,24 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-IMPOSSIBLE = -9999.0  # written for -inf, as by other servers
+IMPOSSIBLE = -9999.0  # written for -inf, as other servers do
 
 
 def finite(values: npt.ArrayLike) -> list[float | None]:
-    """Return values that JSON can hold: -inf as `IMPOSSIBLE`, inf as its negative, NaN and masked as None."""
+    """Convert values to what JSON can hold: -inf to -9999, inf to 9999, NaN and masked values to None."""
     listed = np.ma.asarray(values).tolist()
     return [finite_value(value) for value in listed]
 
 
 def finite_value(value: float | None) -> float | None:
-    """Convert one value as `finite` does; None stays None."""
+    """Convert one value as in `finite`; None stays None."""
     if value is None or value != value:  # noqa: PLR0124 - NaN
         return None
     return copysign(IMPOSSIBLE, value) if isinf(value) else value
 
 
 def finite_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Apply `finite_value` to all floats in the fields, also within lists."""
+    """Apply `finite_value` to all floats in `fields`, including those within lists."""
     return {name: _finite_field(value) for name, value in fields.items()}
 
 

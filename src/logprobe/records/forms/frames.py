@@ -1,6 +1,6 @@
-"""Records as tables for reading: one row per position, with token texts and without empty columns.
+"""Records as tables for inspection: one row per position, with token texts and without empty columns.
 
-For a lossless conversion see `arrow`.
+For a lossless conversion see the module `arrow`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from logprobe.records.values import TokenTable
 
 ALWAYS: Final = ("position", "token_id", "token", "logprob", "rank")
-# Shown after `EXTRAS` if any position has a value; `entry_*` is left out, as it repeats these.
+# Shown after `EXTRAS` if any position has a value. The `entry_*` columns are left out: they repeat these.
 OFTEN: Final = (
     "other_logprob",
     "top_ids",
@@ -67,7 +67,10 @@ def to_pandas(parts: Parts, tokens: TokenTable | None) -> Any:
 
 
 def frame_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], *, floats: Sequence[str]) -> Any:
-    """Return rows as a pandas data frame, which may be empty; `floats` become float64, None becomes NaN."""
+    """Return rows as a pandas data frame, even if there are none.
+
+    Columns named in `floats` become float64, with NaN for None.
+    """
     try:
         import pandas as pd
     except ImportError as error:
@@ -85,13 +88,13 @@ def to_polars(parts: Parts, tokens: TokenTable | None) -> Any:
 
 
 def to_dict(parts: Parts, tokens: TokenTable | None) -> dict[str, Any]:
-    """Return `info`, and the rows of `table` under `positions`."""
+    """Return a dict of plain values: `info`, and the rows of `table` under `positions`."""
     info = None if parts.info is None else parts.info.to_dict()
     return {"info": info, "positions": table(parts, tokens).to_pylist()}
 
 
 def to_json(parts: Parts, tokens: TokenTable | None) -> str:
-    """Return `to_dict` as JSON; -inf is written as the value of `floor`, NaN as null."""
+    """Return `to_dict` as JSON; -inf is written as -9999, which the field `floor` states, and NaN as null."""
     values = to_dict(parts, tokens)
     positions = [finite_fields(row) for row in values["positions"]]
     return json.dumps(
@@ -104,7 +107,7 @@ def _missing(library: str) -> ParameterError:
 
 
 def _holds_something(column: pa.Array) -> bool:
-    """Return True if any position has a value, or a non-empty list."""
+    """Return True if any position has a value or, in a list column, a non-empty list."""
     import pyarrow as pa
 
     return len(column.flatten() if pa.types.is_list(column.type) else column.drop_null()) > 0
@@ -113,7 +116,7 @@ def _holds_something(column: pa.Array) -> bool:
 def _texts(
     parts: Parts, tokens: TokenTable | None, columns: dict[str, pa.Array]
 ) -> dict[str, tuple[list[Any], Any]]:
-    """Return the token text columns with their types; unknown texts are None."""
+    """Return the columns of token texts with their Arrow types; unknown texts are None."""
     import pyarrow as pa
 
     known = _known_texts(parts, tokens)

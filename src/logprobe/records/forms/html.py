@@ -1,7 +1,7 @@
 """Records as HTML for notebooks: token texts shaded by surprisal, with details in tooltips.
 
-One shade per nat, from ColorBrewer's YlOrBr, whose shades differ in lightness alone. Used by `_repr_html_` of
-records, outputs and scores.
+There is one shade per nat, from ColorBrewer's YlOrBr palette, whose shades differ in lightness alone.
+`_repr_html_` of records, outputs and scores uses this module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENS: Final = 4000  # tokens shown; longer output is unreadable
 MAX_TOP: Final = 5  # alternatives in a tooltip
-# Shade → (background, text color); the last one also for all higher surprisals.
+# Shade → (background, text color); the last shade also covers all higher surprisals.
 SHADES: Final = (
     ("transparent", "inherit"),
     ("#fff7c9", "#1b1d21"),
@@ -69,7 +69,10 @@ def _span(position: LogprobsOnePosition, *, is_marked: bool) -> str:
 
 
 def shade_of(logprob: float) -> int:
-    """Return the shade of a token: its surprisal in whole nats, at most the last; NaN gets the last."""
+    """Return the index in `SHADES` for a token: its surprisal in whole nats, capped at the last index.
+
+    NaN also gets the last index.
+    """
     return min(int(-min(logprob, 0.0)), len(SHADES) - 1) if logprob > -math.inf else len(SHADES) - 1
 
 

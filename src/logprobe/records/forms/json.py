@@ -1,4 +1,4 @@
-"""Encode records as JSON directly from their arrays: chat entries, legacy completion maps, rows by id.
+"""Encode records as JSON from their arrays: chat entries, legacy completion maps, and vLLM's maps by id.
 
 Used for replies, stream chunks and `--json`. Infinities and NaN are written as in `finite`.
 """
@@ -30,12 +30,13 @@ FEW_ROWS = 8  # up to this many rows, encoding them one by one is faster than wi
 
 
 class ChatEncoder:
-    """Encoder of OpenAI's `{token, bytes, logprob, top_logprobs}`; caches the encoded part of each token.
+    """Encoder of OpenAI's `{token, bytes, logprob, top_logprobs}`; caches each token's encoded start.
 
     Args:
-        table: texts and bytes of tokens; None: the record's own texts, and their UTF-8 as bytes.
+        table: texts and bytes of tokens. With None, the texts stored in the record are used, and their
+            UTF-8 encodings as bytes.
         floor: number written for -inf.
-        has_bytes: False: leave out `bytes`, as in the events of OpenAI's Responses API.
+        has_bytes: if False, leave out `bytes`, as in the events of OpenAI's Responses API.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class ChatEncoder:
 
         Args:
             record: the record.
-            num_top: maximum number of alternatives; None: all.
-            has_impossible: False: leave out alternatives that are -inf.
+            num_top: maximum number of alternatives per position; None for all of them.
+            has_impossible: if False, leave out alternatives whose log-probability is -inf.
 
         Raises:
             ParameterError: a position has no chosen token, a token has no text, or `num_top` is negative.
@@ -70,9 +71,10 @@ class ChatEncoder:
         has_impossible: bool = True,
         parts: Mapping[int, bytes] | None = None,
     ) -> msgspec.Raw:
-        """Return a JSON array of the given positions, in order, as in `content`.
+        """Return a JSON array with the entries of the positions in `rows`, in that order, as in `content`.
 
-        `parts` replaces the bytes of tokens of which only a part counts; it requires a table.
+        `parts` maps positions to the bytes to write instead of the token's, where only a part of the token
+        counts; it requires a table.
 
         Raises:
             ParameterError: a position has no chosen token, or `num_top` is negative.
@@ -89,7 +91,7 @@ class ChatEncoder:
         return _array(written)
 
     def _of_part(self, entry: bytes, record: FlatLogprobs, row: int, own_bytes: bytes) -> bytes:
-        """Return the entry of a position with its token's bytes replaced."""
+        """Return the encoded entry of a position with its token's bytes replaced by `own_bytes`."""
         lists, parts = record.rows.top_lists(row), self._parts
         assert lists is not None, "the position has an entry"
         assert parts is not None, "the encoder has a table"
@@ -126,7 +128,7 @@ class ChatEncoder:
         return self._joined(rows.chosen_entries(start, stop), top, num_top, parts)
 
     def _entry(self, lists: TopLists, num_top: int | None, parts: _Parts) -> bytes:
-        """Encode one entry from Python values, which for one row is faster than a single NumPy call."""
+        """Encode one entry from Python values; for a single row, this is faster than one NumPy call."""
         values = (lists.chosen_logprob, *lists.top_logprobs[:num_top])
         numbers = msgspec.json.encode(values)[1:-1].split(b",")
         if b"null" in numbers:
@@ -173,7 +175,7 @@ def _no_chosen_token() -> ParameterError:
 
 
 class IdTexts:
-    """Token table whose texts are ids, as in vLLM (`token_id:5`), with the tokens' real bytes."""
+    """Token table with ids as texts, as in vLLM (`token_id:5`), and the real bytes of each token."""
 
     def __init__(self, table: TokenTable) -> None:
         self._table = table
@@ -188,7 +190,7 @@ class IdTexts:
 
 
 class _OwnTexts:
-    """Token table of one position, with the texts of its entries."""
+    """Token table for one position, made from the texts stored with its entries."""
 
     def __init__(self, record: FlatLogprobs, row: int) -> None:
         self._texts = {token_id: entry.decoded_token for token_id, entry in (record[row] or {}).items()}
@@ -204,7 +206,7 @@ class _OwnTexts:
 
 
 class _Parts(dict[int, bytes]):
-    """Token id → encoded JSON up to its logprob; filled on first access."""
+    """Cache from token id to the encoded start of its JSON object, up to and including `"logprob":`."""
 
     def __init__(self, table: TokenTable, *, has_bytes: bool) -> None:
         super().__init__()
@@ -216,7 +218,7 @@ class _Parts(dict[int, bytes]):
         return part
 
     def head(self, token_id: int, own_bytes: bytes) -> bytes:
-        """Encode the part of a token, with these bytes."""
+        """Encode the start of a token's JSON object, with `own_bytes` as the value of `bytes`."""
         text = msgspec.json.encode(self._table.token_text(token_id))
         if not self._has_bytes:
             return b'{"token":%b,"logprob":' % text
@@ -227,7 +229,7 @@ class _Parts(dict[int, bytes]):
 
 
 def token_item(token_id: int, table: TokenTable) -> dict[str, Any]:
-    """Return id, text and exact bytes of a token."""
+    """Return a dict with the id, text and exact bytes of a token."""
     return {
         "token_id": token_id,
         "token": table.token_text(token_id),
@@ -236,7 +238,7 @@ def token_item(token_id: int, table: TokenTable) -> dict[str, Any]:
 
 
 def entry_rows(record: FlatLogprobs, table: TokenTable) -> list[list[dict[str, Any]] | None]:
-    """Return all entries of all positions as dicts, the chosen token first; None for None positions."""
+    """Return each position's entries as dicts, the chosen token first; None without a prediction."""
     entries = record.arrays
     rows = _items(entries, table)
     if entries.is_none is None:
@@ -247,9 +249,9 @@ def entry_rows(record: FlatLogprobs, table: TokenTable) -> list[list[dict[str, A
 def position_rows(
     record: FlatLogprobs, table: TokenTable, *, has_impossible: bool = True
 ) -> list[dict[str, Any] | None]:
-    """Return one dict per position: the chosen token and `top_logprobs`; None if it has no prediction.
+    """Return one dict per position with the chosen token and `top_logprobs`; None without a prediction.
 
-    `has_impossible=False` leaves out alternatives that are -inf.
+    `has_impossible=False` leaves out alternatives whose log-probability is -inf.
     """
     rows = record.rows
     chosen, top = rows.chosen_entries(0, len(record)), rows.top_entries(0, len(record))
@@ -259,7 +261,7 @@ def position_rows(
 
 
 def id_rows(record: FlatLogprobs, table: TokenTable) -> list[dict[str, dict[str, Any]] | None]:
-    """Return one map per position as in vLLM, id → logprob, rank, text; None if it has no prediction.
+    """Return a map per position, as vLLM does: id to logprob, rank and text; None without a prediction.
 
     The chosen token comes first.
     """
@@ -278,10 +280,11 @@ def id_rows(record: FlatLogprobs, table: TokenTable) -> list[dict[str, dict[str,
 def legacy_rows(
     record: FlatLogprobs, table: TokenTable, *, has_impossible: bool = True
 ) -> dict[str, list[Any]]:
-    """Return `token_logprobs` and `top_logprobs` of OpenAI's legacy completions, None without a prediction.
+    """Return `token_logprobs` and `top_logprobs` as in OpenAI's legacy completions API.
 
-    A map holds the k best (without -inf unless `has_impossible`) and the chosen token. If two tokens have the
-    same text, the key of the later one is `token_id:N`.
+    Each map in `top_logprobs` goes from text to logprob and holds the k most likely tokens (those at -inf
+    only with `has_impossible`) and the chosen token. If two tokens have the same text, the key of the
+    second is `token_id:N`. Positions without a prediction are None.
     """
     token_logprobs: list[float | None] = []
     maps: list[dict[str, float | None] | None] = []
@@ -311,7 +314,7 @@ def _text_map(row: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     for entry in row:
         key: str = entry["token"]
         while key in numbers:
-            # A token's text may itself be `token_id:5`; then append an apostrophe.
+            # If a token's text is itself `token_id:5`, append an apostrophe.
             key = f"token_id:{entry['token_id']}" if not key.startswith("token_id:") else f"{key}'"
         numbers[key] = entry["logprob"]
     return numbers

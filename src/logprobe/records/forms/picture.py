@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from logprobe.records.values import TokenTable
 
 TOKENS_A_LINE: Final = 12
-MAX_LINES: Final = 16  # lines of shaded tokens; a note says how many tokens are left out
+MAX_LINES: Final = 16  # lines of shaded tokens; a note tells how many tokens are left out
 NUM_BINS: Final = 10
 FONT: Final = "DejaVu Sans"
-IMPOSSIBLE_NATS: Final = 30.0  # maximum surprisal in the plot, also for infinite values
+IMPOSSIBLE_NATS: Final = 30.0  # the plot shows larger surprisals, including infinite ones, as this
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def draw_record(parts: Parts, table: TokenTable | None) -> Picture:
 
 
 def _draw_strip(axes: Any, labels: list[str], logprobs: Array) -> None:
-    """Draw the first tokens in lines, shaded by surprisal."""
+    """Draw the labels in lines of `TOKENS_A_LINE` tokens, shaded by surprisal."""
     for place, label in enumerate(labels):
         line, column = divmod(place, TOKENS_A_LINE)
         background, color = SHADES[shade_of(float(logprobs[place]))]
@@ -113,7 +113,7 @@ def _label(token_id: int, text: str | None) -> str:
 
 
 def _drawable(text: str) -> list[str]:
-    """Return the characters of a text; those that the font lacks as `U+` code points."""
+    """Return the characters of a text, with characters that the font lacks replaced by `U+` code points."""
     glyphs = _glyphs()
     return [mark if ord(mark) in glyphs else f"U+{ord(mark):X}" for mark in text]
 
@@ -137,7 +137,10 @@ def _draw_lines(axes: Any, positions: Array, logprobs: Array, entropy: Array | N
 
 
 def _confidence(parts: Parts, positions: Array, token_ids: Array) -> tuple[Array, Array] | None:
-    """Return the best token's probability at each position, and if it was chosen; None if any is unknown."""
+    """Return the most likely token's probability at each position, and whether that token was chosen.
+
+    Return None if a position does not list its most likely token.
+    """
     top = parts.rows.top_entries(0, parts.rows.num_rows)
     widths = np.diff(top.offsets)[positions]
     if not widths.all():
@@ -147,7 +150,7 @@ def _confidence(parts: Parts, positions: Array, token_ids: Array) -> tuple[Array
 
 
 def _draw_calibration(axes: Any, confidence: Array, is_hit: Array) -> None:
-    """Plot how often the best token was chosen, by its probability."""
+    """Plot how often the most likely token was chosen, against its probability."""
     bins = np.minimum((confidence * NUM_BINS).astype(int), NUM_BINS - 1)
     counts = np.bincount(bins, minlength=NUM_BINS)
     used = counts > 0
@@ -158,7 +161,7 @@ def _draw_calibration(axes: Any, confidence: Array, is_hit: Array) -> None:
 
 
 def drawn_bins(counts: Array, confidence: Array, accuracy: Array) -> Picture:
-    """Plot accuracy by confidence, per bin (num_bins,); empty bins are left out.
+    """Plot accuracy against confidence, arrays of shape (num_bins,); empty bins are left out.
 
     Raises:
         ParameterError: matplotlib is not installed.
@@ -171,7 +174,7 @@ def drawn_bins(counts: Array, confidence: Array, accuracy: Array) -> Picture:
 
 
 def _draw_bins(axes: Any, counts: Array, sure: Array, hits: Array) -> None:
-    """Plot one point per bin, with its area by count, and the line of perfect calibration."""
+    """Plot one point per bin, whose area grows with the bin's count, and the line of perfect calibration."""
     axes.plot([0, 1], [0, 1], linewidth=0.8, color="gray")
     axes.scatter(sure, hits, s=20 + 180 * counts / math.sqrt(counts.sum() * counts.max()))
     axes.set(xlim=(0, 1), ylim=(-0.05, 1.05))

@@ -1,7 +1,7 @@
 """Validation of serialized records, which may come from untrusted senders.
 
-Checks the name, type and shape of every column, and that offsets and indices are in range. Allocates no more
-than the data itself holds; a record that passes can be read without errors.
+Checks the name, type and shape of every column, and that offsets and indices are in range. The checks
+allocate no more memory than the data occupies. A record that passes can be read without errors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from logprobe.records.store.columns import Array
 
 MAX_COUNTED: Final = 1 << 20
-"""Limit on positions without entries and on zero-size dimensions in a header, since they take no bytes."""
+"""Limit on positions, and on lengths of zero-size columns, that a header claims without any data."""
 GROUP: Final = 256  # number of 8-bit values that share one scale
 
 Columns: TypeAlias = dict[str, tuple[str, ...]]
@@ -52,7 +52,7 @@ class ColumnHeader(msgspec.Struct, frozen=True):
 
 
 class RowsHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Scalars of a set of rows: numbers of rows, width of step rows, texts."""
+    """Values of a set of rows that are not arrays: numbers of rows, k of the step rows, texts."""
 
     num_rows: int
     num_none: int = 0
@@ -62,16 +62,16 @@ class RowsHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def require(is_so: object, message: str) -> None:
-    """Raise `InputError` unless `is_so`."""
+    """Raise `InputError` with `message` if `is_so` is false."""
     if not is_so:
         raise InputError(f"invalid record: {message}")
 
 
 def check_places(columns: Sequence[ColumnHeader], num_bytes: int, alignment: int, known: Columns) -> None:
-    """Check that columns are unique and known, and lie within the data.
+    """Check that columns have known names, each once, with allowed types, and lie within the data.
 
     Raises:
-        InputError: they do not.
+        InputError: a column does not meet these conditions.
     """
     names = [column.name for column in columns]
     require(len(set(names)) == len(names), "a column is duplicated")
@@ -94,10 +94,10 @@ def known_columns() -> Columns:
 
 
 def check_scale(name: str, codes: Array, scale: Array | None) -> None:
-    """Check that a column of 8-bit codes has one finite (lowest, step) pair per group.
+    """Check that a column of 8-bit codes has one (lowest value, step) pair per group, finite and >= 0.
 
     Raises:
-        InputError: it does not.
+        InputError: `scale` is missing or invalid.
     """
     num_groups = codes.shape[0] if codes.ndim == 2 else -(-len(codes) // GROUP)
     is_fitting = scale is not None and scale.shape == (num_groups, 2)
@@ -107,10 +107,10 @@ def check_scale(name: str, codes: Array, scale: Array | None) -> None:
 
 
 def check_runs(offsets: Array, ids: Array, num_rows: int) -> None:
-    """Check that offsets divide the kept ids into one run per row.
+    """Check that `offsets` divides `ids`, the ids kept by masks and truncation, into one list per row.
 
     Raises:
-        InputError: they do not.
+        InputError: the offsets do not fit, or an id is negative.
     """
     require(offsets.shape == (num_rows + 1,) and ids.ndim == 1, "the kept ids do not have one run per row")
     is_rising = int(offsets[0]) == 0 and (offsets[1:] >= offsets[:-1]).all()
@@ -119,10 +119,10 @@ def check_runs(offsets: Array, ids: Array, num_rows: int) -> None:
 
 
 def check_rows(header: RowsHeader, columns: Mapping[str, Array]) -> None:
-    """Check the columns of a set of rows, with 32-bit or 64-bit log-probabilities.
+    """Check the columns of a set of rows; their log-probabilities may be 32-bit or 64-bit.
 
     Raises:
-        InputError: they are inconsistent.
+        InputError: the columns and the header are inconsistent.
     """
     has_ragged = not RAGGED.keys().isdisjoint(columns)
     for name in STEPS | (RAGGED if has_ragged else {}):
@@ -140,7 +140,7 @@ def check_rows(header: RowsHeader, columns: Mapping[str, Array]) -> None:
 
 
 def _check_steps(header: RowsHeader, columns: Mapping[str, Array]) -> Array:
-    """Check the step rows; return the number of entries of each."""
+    """Check the rows of fixed width; return the number of entries of each row."""
     ids, logprobs, ranks = (columns[name] for name in STEPS)
     require(ids.ndim == 2 and ids.shape[1] == header.k + 1 > 0, f"k is {header.k}, but ids are {ids.shape}")
     require(logprobs.shape == ids.shape, f"logprobs of shape {logprobs.shape} for ids {ids.shape}")
@@ -152,7 +152,7 @@ def _check_steps(header: RowsHeader, columns: Mapping[str, Array]) -> Array:
 
 
 def _check_ragged(columns: Mapping[str, Array]) -> Array:
-    """Check the rows of varying width; return the number of entries of each."""
+    """Check the rows of varying width; return the number of entries of each row."""
     ids, ends, is_none = columns["entry_ids"], columns["ends"], columns["is_none"]
     require(ids.ndim == ends.ndim == 1, "the entries are not one-dimensional")
     for name in ("entry_logprobs", "entry_ranks"):

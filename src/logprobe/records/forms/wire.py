@@ -1,6 +1,6 @@
 """Binary format of records: a JSON header, then raw columns aligned to 8 bytes (layout: docs/records.md).
 
-Lossless by default; with 16-bit or 8-bit log-probabilities the header states the maximum error.
+The format is lossless by default. With 16-bit or 8-bit log-probabilities the header states the maximum error.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     given: RowsHeader | None = None
     info: LogprobsInfo | None = None
     precision: Precision = "float32"
-    max_abs_error: float = 0.0  # nats, of the finite logprobs against the original record
+    max_abs_error: float = 0.0  # nats, of the finite logprobs, compared with the original record
 
 
 def encode(parts: Parts, precision: Precision = "float32") -> bytes:
-    """Serialize a record; `float32` is lossless, for the others the header states the maximum error.
+    """Serialize a record, without loss for "float32"; otherwise the header has the maximum error.
 
     Raises:
-        ParameterError: an unknown precision, or one below float32 for NaN or positive values.
+        ParameterError: `precision` is unknown, or it is below float32 and a value is NaN or positive.
     """
     scalars, columns = parts.rows.state(MAX_COUNTED)
     given_header = None
@@ -86,12 +86,12 @@ def encode(parts: Parts, precision: Precision = "float32") -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Parts:
-    """Deserialize the output of `encode`; lossless columns are views of `data`, except those with NaN.
+    """Deserialize the output of `encode`. Lossless columns without NaN are views of `data`.
 
-    Safe for untrusted data: it is validated, and allocations are bounded by its size.
+    Safe for untrusted data: the data is validated, and its size bounds the memory that is allocated.
 
     Raises:
-        InputError: not a record, an unknown version, or inconsistent columns.
+        InputError: `data` is not a record, has an unknown version, or has inconsistent columns.
     """
     header, body = read_header(data)
     check_places(header.columns, len(body), ALIGNMENT, known_columns())
@@ -122,10 +122,10 @@ def _kept_of(columns: dict[str, Array], num_rows: int) -> tuple[Array, Array] | 
 
 
 def read_header(data: bytes | memoryview) -> tuple[Header, memoryview]:
-    """Return the header of `encode`'s output, and the bytes that follow it.
+    """Return the header in the output of `encode`, and the bytes that follow the header.
 
     Raises:
-        InputError: not a record, or an unknown version.
+        InputError: `data` is not a record, or has an unknown version.
     """
     view = memoryview(data).cast("B")
     start = len(MAGIC) + 4
@@ -161,7 +161,7 @@ def _read_columns(header: Header, body: memoryview) -> dict[str, Array]:
     for column in header.columns:
         size = prod(column.shape) * np.dtype(column.dtype).itemsize
         flat: Array = np.frombuffer(body[column.offset : column.offset + size], np.dtype(column.dtype))
-        # Replace all NaNs by the standard one: others cause warnings when converted.
+        # Replace every NaN by NumPy's own: other bit patterns cause warnings when converted.
         if flat.dtype.kind == "f" and (is_nan := np.isnan(flat)).any():
             flat = np.where(is_nan, flat.dtype.type(np.nan), flat)
         columns[column.name] = flat.reshape(column.shape)
@@ -172,10 +172,10 @@ def _read_columns(header: Header, body: memoryview) -> dict[str, Array]:
 
 
 def _quantise(columns: dict[str, Array], precision: Precision) -> tuple[dict[str, Array], float]:
-    """Reduce the precision of log-probabilities; also return the largest error of a finite one, nats.
+    """Reduce the precision of log-probabilities; also return the largest error of a finite value, in nats.
 
-    float16 rounds each value. uint8 divides the range of the finite values of each step row, or of each 256
-    scalars, into 254 equal steps.
+    float16 rounds each value. uint8 divides a range of finite values into 254 equal steps: the range of each
+    row in fixed-width columns, and of each 256 consecutive values in flat columns.
     """
     if precision not in {"float32", "float16", "uint8"}:
         raise ParameterError("precision", f"{precision!r} is not one of 'float32', 'float16', 'uint8'")
@@ -198,7 +198,7 @@ def _quantise(columns: dict[str, Array], precision: Precision) -> tuple[dict[str
 
 
 def _restore(columns: dict[str, Array]) -> dict[str, Array]:
-    """Invert `_quantise`: return float32 columns."""
+    """Undo `_quantise`: return the columns with reduced ones converted to float32."""
     restored = {name: column for name, column in columns.items() if not name.endswith(".scale")}
     for name in [name for name in columns if name.endswith("logprobs")]:
         if columns[name].dtype not in (np.float32, np.float64):
@@ -209,10 +209,10 @@ def _restore(columns: dict[str, Array]) -> dict[str, Array]:
 
 
 def _smaller(name: str, column: Array, precision: Precision) -> dict[str, Array]:
-    """Return the reduced column of values <= 0, and its scale if it has one."""
+    """Return a column of values <= 0 at the reduced precision and, for uint8, its scale column."""
     magnitudes = -column
     if precision == "float16":
-        largest = np.finfo(np.float16).max  # clip, so that finite values stay finite
+        largest = np.finfo(np.float16).max  # clip to this, so that finite values stay finite
         halves = np.where(np.isinf(magnitudes), np.inf, np.minimum(magnitudes, largest))
         return {name: halves.astype(np.float16)}
     groups = _groups(magnitudes)
@@ -228,7 +228,7 @@ def _smaller(name: str, column: Array, precision: Precision) -> dict[str, Array]
 
 
 def _restored(name: str, columns: dict[str, Array]) -> Array:
-    """Return log-probabilities as float32."""
+    """Return the reduced column `name` as float32 log-probabilities."""
     column = columns[name]
     if column.dtype == np.float16:
         return np.float32(0) - column.astype(np.float32)
@@ -240,7 +240,7 @@ def _restored(name: str, columns: dict[str, Array]) -> Array:
 
 
 def _groups(column: Array) -> Array:
-    """Return rows of a matrix as they are; split scalars into runs of GROUP, the last padded."""
+    """Return a matrix unchanged; split a flat column into rows of GROUP values, padding the last row."""
     if column.ndim == 2:
         return column
     if not len(column):

@@ -13,10 +13,10 @@ Array = npt.NDArray[Any]
 
 
 class Column:
-    """Append-only numbers in a list of immutable arrays, so that readers need no lock.
+    """Append-only column of numbers, stored as a list of immutable arrays so that readers need no lock.
 
-    An append merges trailing arrays that are not longer than the new one. This keeps the number of arrays,
-    and of copies of each value, logarithmic in the length.
+    An append merges trailing arrays that are not longer than the new one. The number of arrays, and the
+    number of times that a value is copied, are therefore logarithmic in the length.
     """
 
     __slots__ = ("_parts",)
@@ -25,14 +25,14 @@ class Column:
         self._parts: tuple[Array, ...] = (values,)
 
     def append(self, values: Array) -> None:
-        """Add values (n,), which must not be modified afterwards; merged arrays take the wider dtype."""
+        """Add an array (n,), which must not be modified afterwards; merged arrays take the wider dtype."""
         parts = list(self._parts)
         while parts and len(parts[-1]) <= len(values):
             values = np.concatenate([parts.pop(), values])
         self._parts = (*parts, values)
 
     def read(self, start: int, stop: int) -> Array:
-        """Return values [start, stop): a view if one array holds them all."""
+        """Return values [start, stop), as a view if one stored array holds all of them."""
         found = []
         for part in self._parts:
             if start < len(part) and stop > 0:
@@ -44,7 +44,7 @@ class Column:
 
 
 def narrowed(values: Array) -> Array:
-    """Convert to float32 if every value is exact in it (NaN included), else to float64."""
+    """Convert to float32 if float32 represents every value exactly (NaN counts as exact), else to float64."""
     if values.dtype == np.float32:
         return values
     wide = values.astype(np.float64)
@@ -62,7 +62,7 @@ def check_not_negative(**columns: Array) -> None:
 
 
 def float_column(logprobs: Array) -> Array:
-    """Convert to float32 if every value is exact in it, else to float64.
+    """Convert to float32 if float32 represents every value exactly, else to float64.
 
     Raises:
         ParameterError: a value is +inf.
@@ -80,14 +80,15 @@ def narrowest_id_dtype(largest: int) -> np.dtype[Any]:
 
 
 def narrow_copy(numbers: Array) -> Array:
-    """Copy ids or ranks >= 0 to the narrowest type that holds them."""
+    """Copy non-negative ids or ranks to the narrowest integer type that holds them."""
     return numbers.astype(narrowest_id_dtype(int(numbers.max(initial=0))), order="C")
 
 
 def logs_of_rest(listed: Array) -> Array:
-    """Return the log of the mass that rows (n, m) of logprobs leave, (n,) float32, nats; -inf if none.
+    """Return log(1 - sum of the probabilities) for each row of logprobs, (n, m) nats -> (n,) float32.
 
-    Computed as log(-expm1(s)) from a row's log-sum s, which is accurate for a small remainder.
+    The result is -inf if nothing remains. It is computed as log(-expm1(s)) from a row's log-sum-exp s,
+    which is accurate for small remainders.
     """
     values = listed.astype(np.float64)
     largest = values.max(axis=1, initial=np.finfo(np.float64).min)

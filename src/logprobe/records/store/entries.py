@@ -22,18 +22,18 @@ NO_RANK = -1  # marks a missing rank in integer columns; readers get None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entries:
-    """Entries of n positions, N in total, as arrays; each position's chosen token comes first."""
+    """The N entries of n positions as flat arrays; each position's chosen token comes first."""
 
     offsets: Array  # (n + 1,) int64: position i owns entries [offsets[i], offsets[i + 1])
     token_ids: Array  # (N,) unsigned or signed integers
     logprobs: Array  # (N,) float32 or float64, nats
-    ranks: Array  # (N,) integers; NO_RANK if not given
-    is_none: Array | None = None  # (n,) bool: positions appended as None; None if there are none
-    texts: list[str | None] | None = None  # N texts given with the entries; None if none was
+    ranks: Array  # (N,) integers; NO_RANK where missing
+    is_none: Array | None = None  # (n,) bool: True for positions appended as None
+    texts: list[str | None] | None = None  # N texts appended with the entries; None if there are none
 
     @classmethod
     def none(cls, count: int) -> Entries:
-        """Create None positions; they take no memory."""
+        """Create `count` positions without a prediction; they take no memory."""
         return cls(
             offsets=np.broadcast_to(np.int64(0), count + 1),
             token_ids=np.empty(0, np.uint16),
@@ -44,7 +44,7 @@ class Entries:
 
     @classmethod
     def joined(cls, runs: Sequence[Entries]) -> Entries:
-        """Concatenate runs of positions without texts; a single run is returned as is."""
+        """Concatenate `Entries` that have no texts; a single one is returned as is."""
         if len(runs) == 1:
             return runs[0]
         if not runs:
@@ -61,7 +61,7 @@ class Entries:
 
     @property
     def kind(self) -> None:
-        """Key for merging adjacent blocks; None: any two blocks of entries can be merged."""
+        """Key for merging adjacent blocks; always None, because any two blocks of entries can be merged."""
         return
 
     @property
@@ -76,16 +76,16 @@ class Entries:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays, `texts` not counted."""
+        """Size of the arrays in bytes, without `texts`."""
         columns = (self.offsets[1:], self.token_ids, self.logprobs, self.ranks, self.none_flags())
         return sum(int(column.nbytes) for column in columns)
 
     def none_flags(self) -> Array:
-        """Return whether each position was appended as None, (n,) bool."""
+        """Return an (n,) bool array that is True where a position was appended as None."""
         return np.zeros(self.num_rows, np.bool_) if self.is_none is None else self.is_none
 
     def packed(self) -> Entries:
-        """Copy to the narrowest types that hold the numbers, without texts."""
+        """Return a copy without texts whose arrays have the narrowest types that hold their values."""
         largest_id, largest_rank = (int(column.max(initial=0)) for column in (self.token_ids, self.ranks))
         rank_type = np.int32 if largest_rank <= np.iinfo(np.int32).max else np.int64
         return Entries(
@@ -97,7 +97,7 @@ class Entries:
         )
 
     def cut(self, rows: slice | Array) -> Entries:
-        """Select positions; a slice must have step 1 and shares memory."""
+        """Select positions. A slice must have step 1, and the result then shares memory."""
         is_none, texts = None if self.is_none is None else self.is_none[rows], self.texts
         if isinstance(rows, slice):
             start, stop, _ = rows.indices(self.num_rows)
@@ -118,7 +118,7 @@ class Entries:
         )
 
     def possible(self) -> Entries:
-        """Drop the entries that are -inf."""
+        """Return the entries whose log-probability is not -inf."""
         is_kept = ~np.isneginf(self.logprobs)
         num_kept = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_kept)])
         return Entries(
@@ -131,19 +131,19 @@ class Entries:
         )
 
     def is_valid(self) -> Array:
-        """Return False where a position holds NaN, (n,) bool."""
+        """Return an (n,) bool array that is False where a position has a NaN log-probability."""
         is_valid = np.ones(self.num_rows, np.bool_)
         wrong = np.flatnonzero(np.isnan(self.logprobs))
         is_valid[np.searchsorted(self.offsets, wrong, side="right") - 1] = False
         return is_valid
 
     def rank_list(self) -> list[int | None]:
-        """Return ranks as Python values, None if not given."""
+        """Return the ranks as a list, with None where missing."""
         ranks: list[int | None] = self.ranks.tolist()
         return [None if rank == NO_RANK else rank for rank in ranks] if NO_RANK in ranks else ranks
 
     def text_list(self, table: TokenTable | None) -> list[str | None]:
-        """Return texts as Python values, None if not known."""
+        """Return the texts as a list, with None where unknown."""
         return texts_of(self.token_ids.tolist(), self.texts, table)
 
     # -- methods shared with `Steps` --------------------------------------------------------------------
@@ -153,14 +153,14 @@ class Entries:
         return self
 
     def row(self, row: int) -> RowLists | None:
-        """Return one position as Python values; None for a None position."""
+        """Return one position as Python values; None if it has no prediction."""
         if self.is_none is not None and self.is_none[row]:
             return None
         entries = self.cut(slice(row, row + 1))
         return RowLists(entries.token_ids.tolist(), entries.logprobs.tolist(), entries.rank_list())
 
     def top_lists(self, row: int) -> TopLists | None:
-        """Return the chosen token and the k best of one position; None if it has no entries."""
+        """Return the chosen token and the k most likely tokens of one position; None if it has no entries."""
         entries = self.cut(slice(row, row + 1))
         ids, logprobs = entries.token_ids.tolist(), entries.logprobs.tolist()
         if not ids:
@@ -175,7 +175,7 @@ class Entries:
         return self._picked(lambda ids, _: [0] if ids else [])
 
     def top_entries(self) -> Entries:
-        """Return the k best of each position by rank; the chosen token only if it is one of them."""
+        """Return the k most likely tokens of each position; the chosen token only if it is one of them."""
         return self._picked(_top_of_row)
 
     def _picked(self, pick: Callable[[list[int], list[int]], list[int]]) -> Entries:
@@ -194,7 +194,10 @@ class Entries:
         )
 
     def other_logprobs(self) -> Array:
-        """Return the log of the mass outside each position's entries, (n,) float32, nats; NaN for None."""
+        """Return the log of the probability outside each position's entries, (n,) float32 in nats.
+
+        NaN for positions without a prediction.
+        """
         rest = np.full(self.num_rows, np.nan, np.float32)
         for row in np.flatnonzero(~self.none_flags()).tolist():
             first, last = self.offsets[row : row + 2]
@@ -203,7 +206,10 @@ class Entries:
         return rest
 
     def outside_top_logprobs(self) -> Array:
-        """Return the log of the mass outside each position's k best, (n,) float32, nats; NaN for None."""
+        """Return the log of the probability outside each position's top k, (n,) float32 in nats.
+
+        NaN for positions without a prediction.
+        """
         top, rest = self.top_entries(), np.full(self.num_rows, np.nan, np.float32)
         for row in np.flatnonzero(~self.none_flags()).tolist():
             (first, last), (best, end) = self.offsets[row : row + 2], top.offsets[row : row + 2]
@@ -214,14 +220,18 @@ class Entries:
 
 
 def spans(starts: Array, widths: Array) -> tuple[Array, Array]:
-    """Return the offsets (n + 1,) of n runs of given widths, and the indices that the runs cover."""
+    """Return the offsets (n + 1,) of n ranges that are packed together, and the indices that they cover."""
     offsets = np.zeros(len(widths) + 1, np.int64)
     np.cumsum(widths, out=offsets[1:])
     return offsets, np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], widths)
 
 
 def _top_of_row(ids: list[int], ranks: list[int]) -> list[int]:
-    """Return the indices of a row's k best: all but the first, and the first if its rank is missing there."""
+    """Return the indices of a row's k most likely tokens, by rank.
+
+    They are all indices but the first, which is the chosen token's. The first is inserted if the other ranks
+    have a gap, or end, at its rank.
+    """
     rest = list(range(1, len(ids)))
     if not ids or ids[0] in ids[1:]:
         return rest
@@ -234,7 +244,7 @@ def _top_of_row(ids: list[int], ranks: list[int]) -> list[int]:
 def texts_of(
     token_ids: Sequence[int], texts: Sequence[str | None] | None, table: TokenTable | None
 ) -> list[str | None]:
-    """Return each entry's text: the one given with it, else the table's, else None."""
+    """Return the text of each entry: the text in `texts`, else the table's, else None."""
     given = list(texts or repeat(None, len(token_ids)))[: len(token_ids)]
     if table is None:
         return given
@@ -243,7 +253,7 @@ def texts_of(
 
 
 def with_holes(entries: Entries) -> Entries:
-    """Expand entries of at most one per position to exactly one, masked where missing (over NaN or 0)."""
+    """Expand at most one entry per position to exactly one, as arrays that are masked where missing."""
     is_hole = entries.offsets[1:] == entries.offsets[:-1]
     if not is_hole.any():
         return entries
@@ -269,11 +279,11 @@ class RowLists(NamedTuple):
     token_ids: list[int]
     logprobs: list[float]
     ranks: list[int | None] | list[int]
-    texts: list[str | None] | None = None  # None where no text was given with the entries
+    texts: list[str | None] | None = None  # None if no text was appended with the entries
 
 
 class TopLists(NamedTuple):
-    """Chosen token and k best of one position, as Python values."""
+    """Chosen token and k most likely tokens of one position, as Python values."""
 
     chosen_id: int
     chosen_logprob: float  # nats
@@ -281,7 +291,7 @@ class TopLists(NamedTuple):
     top_logprobs: list[float]  # nats
 
     def possible(self) -> TopLists:
-        """Drop alternatives that are -inf."""
+        """Return a copy without the alternatives whose log-probability is -inf."""
         is_kept = [logprob != -inf for logprob in self.top_logprobs]
         return self._replace(
             top_ids=[*compress(self.top_ids, is_kept)], top_logprobs=[*compress(self.top_logprobs, is_kept)]

@@ -1,4 +1,4 @@
-"""Validation of appended input: columns of Python values, dicts, caller-specified ids."""
+"""Validation of data that callers append: columns of Python values, dicts, caller-specified ids."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def row_from_columns(
     ranks: Iterable[int | None],
     decoded_tokens: Iterable[str | None],
 ) -> RowLists:
-    """Build one position from columns; `token_ids` sets the length, extra values of the others are not read.
+    """Build one position from columns; `token_ids` sets the length, further values are not read.
 
     Raises:
         ParameterError: a column yields too few values.
@@ -60,7 +60,8 @@ def row_entries(row: RowLists) -> Entries:
     """Convert a row to entries.
 
     Raises:
-        ParameterError: values of the wrong type or out of range, negative ids or ranks, +inf.
+        ParameterError: a value has the wrong type or is out of range, an id or rank is negative, or a
+            log-probability is +inf.
     """
     ids = _typed("token_ids", "q", row.token_ids)
     check_not_negative(
@@ -76,7 +77,7 @@ def row_entries(row: RowLists) -> Entries:
 
 
 def _typed(name: str, typecode: str, values: list[Any]) -> Array:
-    """Convert to int64 or float64; `array.array`, unlike NumPy, rejects 1.5 as an integer."""
+    """Convert to int64 or float64 by way of `array.array`, which, unlike NumPy, rejects 1.5 as an integer."""
     try:
         return np.array(array(typecode, values))
     except (TypeError, OverflowError) as error:
@@ -84,10 +85,10 @@ def _typed(name: str, typecode: str, values: list[Any]) -> Array:
 
 
 def spans_of(entries: Entries, starts: npt.ArrayLike, ends: npt.ArrayLike) -> Entries:
-    """Build positions that hold the entries [starts[i], ends[i]) of one long row.
+    """Build positions from one long row: position i gets its entries [starts[i], ends[i]).
 
     Raises:
-        ParameterError: `starts` and `ends` of different lengths, or a span outside the row.
+        ParameterError: `starts` and `ends` have different lengths, or a position lies outside the row.
     """
     first, last = np.asarray(starts, np.int64), np.asarray(ends, np.int64)
     total = len(entries.token_ids)
@@ -107,9 +108,10 @@ def spans_of(entries: Entries, starts: npt.ArrayLike, ends: npt.ArrayLike) -> En
 
 
 def as_step_rows(row: RowLists, entries: Entries, k: int | None) -> Steps | None:
-    """Convert a position of distinct tokens to a step row (chosen + k best); None if its ranks do not fit.
+    """Convert a position with distinct tokens to a `Steps` row; return None if its ranks do not allow that.
 
-    Ranks alone do not tell whether the chosen token is the k-th best or the next one; `k` then decides.
+    A `Steps` row holds the chosen token and the k most likely tokens. If the ranks do not tell whether the
+    chosen token is the last of the k or comes after them, `k` decides.
     """
     ids, logprobs, ranks = entries.token_ids, entries.logprobs, list(row.ranks)
     if not ranks or ranks[0] is None:
@@ -126,7 +128,7 @@ def as_step_rows(row: RowLists, entries: Entries, k: int | None) -> Steps | None
 
 
 def as_given_steps(entries: Entries) -> Steps | None:
-    """Convert positions to step rows if all have one width and the ranks [r, 1, 2, ...]; else return None."""
+    """Convert positions to `Steps` if all have the same width and ranks [r, 1, 2, ...]; else return None."""
     widths = np.diff(entries.offsets)
     width = int(widths[0]) if len(widths) else 0
     if not width or (widths != width).any():
@@ -139,10 +141,10 @@ def as_given_steps(entries: Entries) -> Steps | None:
 
 
 def given_columns(given: Sequence[npt.ArrayLike]) -> Entries:
-    """Convert caller-specified ids to entries: offsets (n + 1,), ids, logprobs and ranks (N,).
+    """Convert caller-specified ids, given as offsets (n + 1,), ids, logprobs and ranks (N,).
 
     Raises:
-        ParameterError: shapes that do not match, negative ids or ranks, +inf.
+        ParameterError: the shapes do not match, an id or rank is negative, or a log-probability is +inf.
     """
     offsets, ids, logprobs, ranks = (np.asarray(column) for column in given)
     if not ids.shape == logprobs.shape == ranks.shape == (int(offsets[-1] - offsets[0]),):

@@ -1,6 +1,6 @@
-"""Rows of one record: fixed-width blocks, ragged blocks with offsets, and a buffer of the last rows.
+"""Rows of one record: fixed-width blocks, ragged blocks with offsets, and a write buffer for the last rows.
 
-A block never changes; a small one is joined with the next one of its kind.
+A block never changes. A small block is merged with the next block if both are of the same kind.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 Block: TypeAlias = Steps | Entries
 Held: TypeAlias = "tuple[tuple[Block, ...], tuple[int, ...], Waiting | None]"
-"""Blocks; the first row of each block and of the buffer; the buffer of waiting rows."""
+"""The blocks, the index of the first row in each block and in the write buffer, and the write buffer."""
 
-MAX_WAITING: Final = 4096  # entries that wait
-MAX_WAITING_WIDTH: Final = 65  # of a row; wider ones are quicker as arrays
-MIN_ROWS: Final = 16  # a block of fewer is joined with any next one of its kind
-MAX_BLOCKS: Final = 64  # of any kind; beyond them, small blocks of different kinds are joined as entries
-MAX_BLOCK_BYTES: Final = 1 << 16  # a larger block is not joined any more
+MAX_WAITING: Final = 4096  # entries in the write buffer
+MAX_WAITING_WIDTH: Final = 65  # entries per row in the write buffer; wider rows are faster as arrays
+MIN_ROWS: Final = 16  # a block with at most this many rows is merged with any next block of its kind
+MAX_BLOCKS: Final = 64  # above this, small blocks of different kinds are merged too, as `Entries`
+MAX_BLOCK_BYTES: Final = 1 << 16  # a larger block is not merged any more
 FLOAT32: Final = np.dtype(np.float32)
 INTEGERS: Final = {np.dtype(np.int32), np.dtype(np.int64)}
 _ndarray, _ONE = np.ndarray, (1,)  # bound once: `append_one` runs for every token
@@ -43,8 +43,8 @@ _ndarray, _ONE = np.ndarray, (1,)  # bound once: `append_one` runs for every tok
 class Rows:
     """Rows of one record and the texts given with them.
 
-    Single rows are buffered in `array.array`s: NumPy takes as long for one row as for a hundred. One thread
-    may append while others read: a reader loads `_held` once, and a writer sets `num_rows` last.
+    Single rows are buffered in `array.array`s, because NumPy takes as long for one row as for a hundred.
+    One thread may append while others read: a reader loads `_held` once, and a writer sets `num_rows` last.
     """
 
     __slots__ = ("_held", "_waiting", "num_rows", "texts")
@@ -53,18 +53,18 @@ class Rows:
         starts = (0, *accumulate(block.num_rows for block in blocks))
         self._held: Held = tuple(blocks), starts, None
         self._waiting: Waiting | None = None  # used by the writer only
-        self.texts = texts  # None: no text given so far
+        self.texts = texts  # None if no text was appended so far
         self.num_rows = starts[-1]
 
     # -- growing -----------------------------------------------------------------------------------------
 
     def append_none(self, count: int = 1) -> None:
-        """Add None positions."""
+        """Add `count` positions without a prediction."""
         if count:
             self._add(Entries.none(count))
 
     def append_one(self, token_ids: Any, logprobs: Any, ranks: Any) -> bool:
-        """Fast path for one row of the previous row's shape and types; False: use `append_step` instead."""
+        """Add one row if it has the shape and types of the previous row; else return False."""
         waiting = self._waiting
         if not (
             waiting is not None
@@ -85,7 +85,7 @@ class Rows:
         return True
 
     def append_step(self, steps: Steps, *, texts: list[str | None] | None = None) -> None:
-        """Add rows validated by `Steps.of`; `texts` are those of the entries that readers see."""
+        """Add rows validated by `Steps.of`; `texts` has one text for each entry in `steps.entries()`."""
         if steps.logprobs.dtype != np.float32:
             self.append_entries(replace(steps.entries(), texts=texts))
             return
@@ -106,7 +106,7 @@ class Rows:
         return is_added
 
     def append_position(self, row: RowLists, entries: Entries) -> None:
-        """Add one row of distinct tokens; `entries` is its `row_entries`."""
+        """Add one row of distinct tokens; `entries` must be `row_entries(row)`."""
         blocks, _, waiting = self._held
         last = waiting if waiting is not None and waiting.num_rows else blocks[-1] if blocks else None
         k = None if last is None or last.kind is None else last.width - 1
@@ -123,7 +123,7 @@ class Rows:
         self._add(entries.packed())
 
     def append_given(self, entries: Entries) -> None:
-        """Add positions, stored without offsets if they have the form of step rows."""
+        """Add positions; if they have the form of `Steps`, they are stored as such, without offsets."""
         steps = as_given_steps(entries)
         if steps is None:
             self.append_entries(entries)
@@ -137,7 +137,7 @@ class Rows:
         ranks: Iterable[int | None],
         decoded_tokens: Iterable[str | None],
     ) -> RowLists | None:
-        """Buffer one row exactly as given; an unusual row is returned for `append_entries` instead.
+        """Buffer one row exactly as given, or return the row for `append_entries` if it does not fit.
 
         Raises:
             ParameterError: a column yields too few values.
@@ -206,7 +206,7 @@ class Rows:
     # -- reading -----------------------------------------------------------------------------------------
 
     def _parts(self, start: int, stop: int) -> list[Block]:
-        """Return rows [start, stop) as stored: views of blocks, a copy of buffered rows."""
+        """Return rows [start, stop) as stored: as views of blocks and a copy of buffered rows."""
         blocks, starts, waiting = self._held
         number, found = bisect_right(starts, start) - 1, list[Block]()
         while start < stop:
@@ -222,12 +222,12 @@ class Rows:
         return found
 
     def _runs(self, start: int, stop: int) -> list[Block]:
-        """Return rows [start, stop) with adjacent blocks of one kind merged."""
+        """Return rows [start, stop) as blocks, with adjacent blocks of the same kind merged."""
         groups = groupby(self._parts(start, stop), key=lambda block: block.kind)
         return [_joined([*group]) for _, group in groups]
 
     def row(self, row: int) -> RowLists | None:
-        """Return one row as Python values; None for a None row."""
+        """Return one row as Python values; None if the position has no prediction."""
         blocks, starts, waiting = self._held
         number = bisect_right(starts, row) - 1
         part = blocks[number] if number < len(blocks) else waiting
@@ -238,7 +238,7 @@ class Rows:
         return lists._replace(texts=texts.read(row, lists.token_ids))
 
     def top_lists(self, row: int) -> TopLists | None:
-        """Return the chosen token and the k best of one row; None if it has no entries."""
+        """Return the chosen token and the k most likely tokens of one row; None if the row has no entries."""
         blocks, starts, waiting = self._held
         number = bisect_right(starts, row) - 1
         part = blocks[number] if number < len(blocks) else waiting
@@ -253,22 +253,28 @@ class Rows:
         return replace(entries, texts=self.texts.read_rows(start, entries.offsets, entries.token_ids))
 
     def chosen_entries(self, start: int, stop: int) -> Entries:
-        """Return the chosen token of each row of [start, stop) that has entries."""
+        """Return the chosen token of each row in [start, stop) that has entries."""
         return self._entries(start, stop, lambda block: block.chosen_entries())
 
     def top_entries(self, start: int, stop: int) -> Entries:
-        """Return the k best of each row of [start, stop), by rank."""
+        """Return the k most likely tokens of each row in [start, stop), by rank."""
         return self._entries(start, stop, lambda block: block.top_entries())
 
     def _entries(self, start: int, stop: int, read: Callable[[Block], Entries]) -> Entries:
         return Entries.joined([read(block) for block in self._runs(start, stop)])
 
     def other_logprobs(self, start: int, stop: int) -> Array:
-        """Return the log of the mass outside each row's entries, (n,) float32, nats; NaN for a None row."""
+        """Return the log of the probability outside each row's entries, (n,) float32 in nats.
+
+        NaN for rows without a prediction.
+        """
         return self._numbers(start, stop, lambda block: block.other_logprobs())
 
     def outside_top_logprobs(self, start: int, stop: int) -> Array:
-        """Return the log of the mass outside each row's k best, (n,) float32, nats; NaN for a None row."""
+        """Return the log of the probability outside each row's k most likely tokens, (n,) float32 in nats.
+
+        NaN for rows without a prediction.
+        """
         return self._numbers(start, stop, lambda block: block.outside_top_logprobs())
 
     def _numbers(self, start: int, stop: int, read: Callable[[Block], Array]) -> Array:
@@ -276,18 +282,18 @@ class Rows:
 
     @property
     def num_entries(self) -> int:
-        """Number of entries of all rows."""
+        """Total number of entries in all rows."""
         return sum(block.num_entries for block in self._parts(0, self.num_rows))
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of the values, without texts."""
+        """Size of the values in bytes, without texts."""
         return sum(block.nbytes for block in self._parts(0, self.num_rows))
 
     # -- slicing and serialising -------------------------------------------------------------------------
 
     def cut(self, places: range) -> Rows:
-        """Select rows; no copy if they are consecutive."""
+        """Select rows; consecutive rows are not copied."""
         if places.step == 1 or not places:
             start, stop = places.start, places.start + len(places)
             return Rows(self._parts(start, stop), self.texts and self.texts.view(start, stop))
@@ -306,9 +312,10 @@ class Rows:
         return part
 
     def layout(self, max_none: int | None = None) -> tuple[int, Steps, Entries | None]:
-        """Split the rows into leading None positions (count), then step rows of one kind, then all others.
+        """Split the rows into leading rows without a prediction, `Steps` of one kind, and all others.
 
-        If there are more than `max_none` leading None positions, they are returned among the others.
+        Return the number of the first, and the other two. If there are more than `max_none` leading rows
+        without a prediction, the number is 0 and they are among the other rows.
         """
         runs, num_none = self._runs(0, self.num_rows), 0
         if runs and isinstance(runs[0], Entries):
@@ -326,7 +333,7 @@ class Rows:
         return num_none, steps, Entries.joined([run.entries() for run in runs]) if runs else None
 
     def state(self, max_none: int) -> tuple[dict[str, Any], dict[str, Array]]:
-        """Return the scalars and columns of `layout`, from which `from_state` restores the rows."""
+        """Return the result of `layout` as scalars and columns, from which `from_state` restores the rows."""
         num_none, steps, entries = self.layout(max_none)
         columns = {"token_ids": steps.token_ids, "logprobs": steps.logprobs, "ranks": steps.ranks}
         scalars: dict[str, Any] = {
@@ -351,7 +358,7 @@ class Rows:
 
     @classmethod
     def from_state(cls, scalars: dict[str, Any], columns: dict[str, Array]) -> Rows:
-        """Restore rows from the result of `state`, without a copy."""
+        """Restore rows from the result of `state`, without copying large arrays."""
         steps = Steps(columns["token_ids"], columns["logprobs"], columns["ranks"], scalars["repeats_chosen"])
         blocks: list[Block] = [Entries.none(scalars["num_none"]), steps]
         if "ends" in columns:
@@ -369,7 +376,7 @@ class Rows:
 
 
 def _joined(blocks: list[Block]) -> Block:
-    """Join blocks: steps of one kind into steps, others into entries. A single block is not copied."""
+    """Merge blocks: `Steps` of one kind into `Steps`, others into `Entries`. A single block is not copied."""
     if len(blocks) == 1:
         return blocks[0]
     steps = [block for block in blocks if isinstance(block, Steps)]
@@ -379,7 +386,7 @@ def _joined(blocks: list[Block]) -> Block:
 
 
 class Waiting:
-    """Write buffer of rows of one width with ranks [r, 1, 2, ...]; `array.array` appends lists fast."""
+    """Write buffer for rows of one width with ranks [r, 1, 2, ...]; `array.array` appends lists fast."""
 
     __slots__ = (
         "_add_ids",
@@ -398,12 +405,16 @@ class Waiting:
     )
 
     def __init__(self, width: int, stop: int, *types: np.dtype[Any]) -> None:
-        """Create a buffer; `types` are a step's id and rank dtypes, absent for rows from `append_fast`."""
+        """Create a buffer that is full at row `stop` of the record.
+
+        `types` are the id and rank dtypes of an engine step's arrays; leave them out for rows from
+        `append_fast`.
+        """
         self.width = width
         self.stop = stop  # row number at which the buffer is full
         self.order, self.no_texts = [*range(1, width)], [None] * width
         self.shape = (1, width) if types else None
-        self.id_type: np.dtype[Any] | None = None  # None: `append_one` does not apply
+        self.id_type: np.dtype[Any] | None = None  # if None, `append_one` never applies
         self.rank_type: np.dtype[Any] | None = None
         if types and INTEGERS.issuperset(types):
             self.id_type, self.rank_type = types
@@ -414,7 +425,7 @@ class Waiting:
 
     @property
     def kind(self) -> tuple[int, bool]:
-        """Kind of the block that the rows become."""
+        """The `kind` of the block that the buffered rows will become."""
         return self.width, self.shape is None
 
     @property
@@ -423,7 +434,7 @@ class Waiting:
         return len(self._ranks)
 
     def add(self, ids: list[int], logprobs: list[float], rank: Any) -> bool:
-        """Add one row; return False if it is not all unsigned 32-bit integers and numbers."""
+        """Add one row; return False for ids or ranks beyond uint32 and for values of a wrong type."""
         try:
             self._add_ids(ids)
             self._add_logprobs(logprobs)
@@ -445,7 +456,7 @@ class Waiting:
         return row_lists(*self._lists(row), self._ranks[row], repeats_chosen=self.shape is None)
 
     def top_lists(self, row: int) -> TopLists:
-        """Return the chosen token and the k best of one row as Python values."""
+        """Return the chosen token and the k most likely tokens of one row as Python values."""
         return top_lists(*self._lists(row))
 
     def _lists(self, row: int) -> tuple[list[int], list[float]]:

@@ -1,4 +1,4 @@
-"""Optional data per position of a record: extra columns, caller-specified ids, kept ids."""
+"""Optional data per position of a record: extra columns, caller-specified ids, ids kept by truncation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class IdRuns:
-    """Ascending token ids per position, packed as one array of ids and the end offset of each run."""
+    """A list of ascending token ids per position, stored as one column of ids and one of offsets."""
 
     __slots__ = ("_offsets", "_token_ids", "length")
 
@@ -34,10 +34,10 @@ class IdRuns:
             self.append(offsets, token_ids)
 
     def append(self, offsets: npt.ArrayLike, token_ids: npt.ArrayLike) -> None:
-        """Add n positions: offsets (n + 1,), and the ids between them.
+        """Add n positions; position i gets token_ids[offsets[i] - offsets[0] : offsets[i + 1] - offsets[0]].
 
         Raises:
-            ParameterError: the offsets' span differs from the number of ids.
+            ParameterError: the difference of the last and first offset is not the number of ids.
         """
         bounds, ids = _checked_runs(offsets, token_ids)
         self._token_ids.append(ids)
@@ -56,7 +56,7 @@ class IdRuns:
         return self._token_ids.read(self._end(place), self._end(place + 1))
 
     def arrays(self, num_positions: int | None = None) -> tuple[Array, Array]:
-        """Return offsets (T + 1,) int64 and ids, of all positions or of the first `num_positions`."""
+        """Return the offsets (T + 1,) int64 and the ids of the first `num_positions` positions, or of all."""
         length = self.length if num_positions is None else num_positions
         offsets = self._offsets.read(0, length + 1)
         return offsets, self._token_ids.read(0, int(offsets[-1]))
@@ -68,7 +68,7 @@ class IdRuns:
 
 
 def _checked_runs(offsets: npt.ArrayLike, token_ids: npt.ArrayLike) -> tuple[Array, Array]:
-    """Return copies as arrays; raise `ParameterError` if the offsets' span differs from the number of ids."""
+    """Return both as copied arrays; raise `ParameterError` if the offsets do not fit the number of ids."""
     bounds, ids = np.array(offsets, np.int64), np.array(token_ids)
     if bounds.ndim != 1 or ids.shape != (int(bounds[-1] - bounds[0]),):
         raise ParameterError("kept", f"offsets end at {bounds[-1:]}, but there are {ids.shape} ids")
@@ -76,17 +76,17 @@ def _checked_runs(offsets: npt.ArrayLike, token_ids: npt.ArrayLike) -> tuple[Arr
 
 
 class Parts(NamedTuple):
-    """Data of a record that is serialised: everything but its token table."""
+    """Data of a record for serialization: everything except its token table."""
 
     rows: Rows
-    extras: dict[str, Array]  # of `EXTRAS`, (T,) each
+    extras: dict[str, Array]  # columns named in `EXTRAS`, (T,) each
     given: Rows | None
-    kept: tuple[Array, Array] | None  # offsets (T + 1,) and ids
+    kept: tuple[Array, Array] | None  # offsets (T + 1,), and the ids that masks and truncation kept
     info: LogprobsInfo | None
 
 
 class Side:
-    """Optional data of one record, with as many positions as its rows."""
+    """Optional data that accompanies the rows of one record, with one entry per row."""
 
     __slots__ = ("_extras", "given", "is_empty", "kept")
 
@@ -97,18 +97,18 @@ class Side:
         kept: IdRuns | None = None,
     ) -> None:
         self._extras = {name: Column(values) for name, values in (extras or {}).items()}
-        self.given = given  # caller-specified ids per position; None: none so far
-        self.kept = kept  # ids that truncation and masks kept; None: none so far
+        self.given = given  # caller-specified ids per position; None if there were none so far
+        self.kept = kept  # ids that truncation and masks kept; None if there were none so far
         self.is_empty = not self._extras and given is None and kept is None
 
     def column(self, name: str, length: int) -> Array | None:
-        """Return a column of `EXTRAS` for the first `length` positions; None if it was never given."""
+        """Return the extra column `name` for the first `length` positions; None if it has no values."""
         column = self._extras.get(name)
         return None if column is None else column.read(0, length)
 
     def extras(self, length: int) -> dict[str, Array]:
-        """Return the columns of `EXTRAS` that were given, for the first `length` positions."""
-        present = self._extras.copy()  # a concurrent writer may add one
+        """Return the extra columns that have values, for the first `length` positions."""
+        present = self._extras.copy()  # a concurrent writer may add a column
         return {name: present[name].read(0, length) for name in EXTRAS if name in present}
 
     def columns(self, length: int) -> tuple[dict[str, Array], Rows | None, tuple[Array, Array] | None]:
@@ -117,7 +117,7 @@ class Side:
         return self.extras(length), given, None if self.kept is None else self.kept.arrays(length)
 
     def nbytes(self, length: int) -> int:
-        """Return the number of bytes of the values."""
+        """Return the size of the values of the first `length` positions, in bytes."""
         extras, given, kept = self.columns(length)
         own = sum(int(array.nbytes) for array in [*extras.values(), *(kept or ())])
         return own if given is None else own + given.nbytes
@@ -130,10 +130,10 @@ class Side:
         given: Entries | None = None,
         kept: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
     ) -> None:
-        """Add the data of `num_new` positions starting at `at`; None: not given for them.
+        """Add the data of `num_new` positions starting at `at`; None means that they have no such data.
 
         Raises:
-            ParameterError: unknown column, or a number of values other than `num_new`. Nothing is added then.
+            ParameterError: a column is unknown or does not have `num_new` values. Nothing is added then.
         """
         for name in extras.keys() - EXTRAS.keys():
             raise ParameterError(name, f"unknown column; known: {', '.join(EXTRAS)}")
@@ -174,7 +174,7 @@ class Side:
             self._extras[name] = column
 
     def cut(self, places: range, length: int) -> Side:
-        """Select positions out of the first `length`."""
+        """Return the data of the selected positions, which must be below `length`."""
         picked = np.array(places, np.intp)
         return Side(
             {name: values[picked] for name, values in self.extras(length).items()},

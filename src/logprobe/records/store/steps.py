@@ -1,4 +1,4 @@
-"""Rows of one width as produced by an engine step: chosen token, k best, and the chosen token's rank."""
+"""Rows of one width, as an engine step produces them: chosen token, its rank, and k most likely."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ if TYPE_CHECKING:
 
 
 class Steps(NamedTuple):
-    """Fixed-width rows: k + 1 entries and one rank each.
+    """Fixed-width rows with k + 1 entries and the chosen token's rank.
 
-    A chosen token that is among the k best is stored twice. Readers see it once, unless `repeats_chosen` says
-    that the caller's own columns contained it twice.
+    A chosen token that is also among the k most likely is stored twice. Readers see it once, unless
+    `repeats_chosen` is set, which means that the caller's columns contained the token twice.
     """
 
     token_ids: Array  # (n, k + 1) integers >= 0, column 0 the chosen token
-    logprobs: Array  # (n, k + 1) float32, nats; float64 only before the rows are added
+    logprobs: Array  # (n, k + 1) float32, nats; float64 only before the rows are added to a record
     ranks: Array  # (n,) integers >= 0, of the chosen token
     repeats_chosen: bool = False
 
     @classmethod
     def of(cls, token_ids: npt.ArrayLike, logprobs: npt.ArrayLike, ranks: npt.ArrayLike) -> Steps:
-        """Validate a step's arrays; logprobs become float32 if that is exact.
+        """Validate the arrays of an engine step; logprobs become float32 if that is exact.
 
         Raises:
-            ParameterError: shapes that do not match, ids or ranks that are not integers or negative, +inf.
+            ParameterError: the shapes do not match, ids or ranks are negative or not integers, or a
+                log-probability is +inf.
         """
         rows = cls(np.asarray(token_ids), np.asarray(logprobs), np.asarray(ranks))
         shape = rows.token_ids.shape
@@ -53,7 +54,7 @@ class Steps(NamedTuple):
 
     @classmethod
     def joined(cls, runs: Sequence[Steps]) -> Steps:
-        """Concatenate runs of one `kind`."""
+        """Concatenate `Steps` of the same `kind`."""
         return cls(
             np.concatenate([run.token_ids for run in runs]),
             np.concatenate([run.logprobs for run in runs]),
@@ -63,12 +64,12 @@ class Steps(NamedTuple):
 
     @property
     def kind(self) -> tuple[int, bool]:
-        """Key for merging: adjacent blocks of equal kind can be merged."""
+        """Key for merging: adjacent blocks with equal keys can be merged."""
         return self.width, self.repeats_chosen
 
     @property
     def width(self) -> int:
-        """Stored entries per row: k + 1."""
+        """Number of stored entries per row, k + 1."""
         return int(self.token_ids.shape[1])
 
     @property
@@ -83,27 +84,27 @@ class Steps(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
+        """Size of the arrays in bytes."""
         return int(self.token_ids.nbytes + self.logprobs.nbytes + self.ranks.nbytes)
 
     def packed(self) -> Steps:
-        """Copy to the narrowest types that hold the numbers; -0.0 becomes 0.0."""
+        """Return a copy whose arrays have the narrowest types that hold their values; -0.0 becomes 0.0."""
         logprobs = np.ascontiguousarray(self.logprobs + np.float32(0))
         return self._replace(
             token_ids=narrow_copy(self.token_ids), logprobs=logprobs, ranks=narrow_copy(self.ranks)
         )
 
     def cut(self, rows: slice | Array) -> Steps:
-        """Select rows; a slice shares memory."""
+        """Select rows; the result of a slice shares memory."""
         return Steps(self.token_ids[rows], self.logprobs[rows], self.ranks[rows], self.repeats_chosen)
 
     def repeats(self) -> Array:
-        """Return where the k best contain the chosen token, (n, k) bool."""
+        """Return an (n, k) bool array that is True where one of the top k tokens is the chosen token."""
         is_repeat: Array = self.token_ids[:, 1:] == self.token_ids[:, :1]
         return is_repeat
 
     def widths(self) -> Array:
-        """Return the number of entries of each row that readers see, (n,) int64."""
+        """Return how many entries of each row readers see, (n,) int64."""
         widths = np.full(self.num_rows, self.width)
         return widths if self.repeats_chosen else widths - np.count_nonzero(self.repeats(), axis=1)
 
@@ -113,7 +114,7 @@ class Steps(NamedTuple):
         return row_lists(*lists, int(self.ranks[row]), repeats_chosen=self.repeats_chosen)
 
     def top_lists(self, row: int) -> TopLists:
-        """Return the chosen token and the k best of one row as Python values."""
+        """Return the chosen token and the k most likely tokens of one row as Python values."""
         return top_lists(self.token_ids[row].tolist(), self.logprobs[row].tolist())
 
     def entries(self) -> Entries:
@@ -143,7 +144,7 @@ class Steps(NamedTuple):
         )
 
     def top_entries(self) -> Entries:
-        """Return the k best of each row, by rank."""
+        """Return the k most likely tokens of each row, by rank."""
         k = self.width - 1
         return Entries(
             offsets=np.arange(self.num_rows + 1) * k,
@@ -153,16 +154,16 @@ class Steps(NamedTuple):
         )
 
     def other_logprobs(self) -> Array:
-        """Return the log of the mass outside each row's entries, (n,) float32, nats."""
+        """Return the log of the probability outside each row's entries, (n,) float32 in nats."""
         return logs_of_rest(np.column_stack([self.logprobs[:, 1:], self._alone()]))
 
     def outside_top_logprobs(self) -> Array:
-        """Return the log of the mass outside each row's k best, (n,) float32, nats."""
-        # If rounding gives the k best all of the mass, the mass of a chosen token outside them still remains.
+        """Return the log of the probability outside each row's k most likely tokens, (n,) float32 in nats."""
+        # If rounding gives the k tokens all of the probability, that of a chosen token outside them remains.
         return np.maximum(logs_of_rest(self.logprobs[:, 1:]), self._alone())
 
     def _alone(self) -> Array:
-        """Return each chosen token's logprob if it is not among the k best, else -inf; (n,) float32, nats."""
+        """Return each chosen token's logprob, or -inf if it is among the k; (n,) float32 in nats."""
         alone: Array = np.where(self.repeats().any(axis=1), np.float32(-np.inf), self.logprobs[:, 0])
         return alone
 
@@ -179,5 +180,5 @@ def row_lists(ids: list[int], logprobs: list[float], rank: int, *, repeats_chose
 
 
 def top_lists(ids: list[int], logprobs: list[float]) -> TopLists:
-    """Return the chosen token and the k best of one step row."""
+    """Return the chosen token and the k most likely tokens of one step row."""
     return TopLists(ids[0], logprobs[0], ids[1:], logprobs[1:])

@@ -1,6 +1,6 @@
-"""Texts given with entries, stored once per token id, with exceptions stored per entry.
+"""Texts appended with entries, stored once per token id; entries whose text differs are stored separately.
 
-A token's text rarely changes within a record: memory grows with distinct ids, not with entries.
+A token's text rarely changes within a record, so memory grows with distinct ids, not with entries.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ if TYPE_CHECKING:
 
 
 class Texts:
-    """Text of each entry of a record, or None."""
+    """The text of each entry in a record; None for entries that were appended without one."""
 
     __slots__ = ("_apart_places", "_apart_rows", "_apart_texts", "_base", "_since", "_text_of")
 
     def __init__(self, base: int = 0) -> None:
-        self._base = base  # row number of the first row, in a slice of a record; row numbers below include it
+        # in a slice of a record, the number of its first row; the row numbers below include it
+        self._base = base
         self._text_of: dict[int, str] = {}  # token id → the first text given for it
         self._since: dict[int, int] = {}  # token id → row in which that text was first given
-        self._apart_rows = array("q")  # rows of entries whose text is not that of `_text_of`, ascending
-        self._apart_places = array("q")  # and their indices in the row
+        self._apart_rows = array("q")  # rows of entries whose text differs from `_text_of`, ascending
+        self._apart_places = array("q")  # indices of these entries in their rows
         self._apart_texts: list[str | None] = []
 
     def write(self, row: int, token_ids: list[int], texts: Sequence[str | None] | None) -> None:
-        """Store the texts of a row's entries; None: they have none."""
+        """Store the texts of a row's entries; None if no entry has a text."""
         given = [None] * len(token_ids) if texts is None else list(texts)
         if list(map(self._text_of.get, token_ids)) == given:
             return
@@ -40,7 +41,8 @@ class Texts:
         for place, (token_id, text) in enumerate(zip(token_ids, given, strict=True)):
             known = self._text_of.get(token_id)
             if known is None and text is not None and token_id not in token_ids[:place]:
-                # Row before text, so that a concurrent reader that finds the text also finds its row.
+                # Set the row before the text, so that a concurrent reader that finds the text also finds
+                # its row.
                 self._since[token_id] = row
                 self._text_of[token_id] = text
             elif known != text:
@@ -78,7 +80,7 @@ class Texts:
         return part
 
     def state(self) -> tuple[list[str | None], dict[str, Array]]:
-        """Return the texts (per id, then exceptions) and the columns that assign them to entries."""
+        """Return the texts (one per id, then the exceptions) and the columns that assign them."""
         return [*self._text_of.values(), *self._apart_texts], {
             "text_ids": np.array(list(self._text_of), np.int64),
             "text_since": np.array(list(self._since.values()), np.int64) - self._base,
@@ -89,7 +91,7 @@ class Texts:
 
     @classmethod
     def from_state(cls, texts: Sequence[str | None], columns: dict[str, Array]) -> Texts:
-        """Restore the result of `state`."""
+        """Restore an instance from the result of `state`."""
         part, ids = cls(), columns["text_ids"].tolist()
         part._text_of = {
             token_id: text for token_id, text in zip(ids, texts, strict=False) if text is not None

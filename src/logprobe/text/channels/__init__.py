@@ -1,7 +1,7 @@
 """Split a chat model's output into content, reasoning and tool calls, token by token.
 
-A response template (`forms`) describes the markers that a model writes; `split` follows them through the
-tokens of a completion, and `grammar` turns a model's call syntax into a grammar for constrained decoding.
+A response template (`forms`) describes the markers that a model writes. `split` looks for these markers in
+the tokens of a completion. `grammar` turns a model's call syntax into a grammar for constrained decoding.
 """
 
 from logprobe.text.channels.calls import ToolCall

@@ -23,14 +23,14 @@ _read: Final = json.JSONDecoder().raw_decode
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call."""
+    """A call of a tool by the model."""
 
     name: str
     arguments: str  # JSON text of an object
 
 
 class FoundCall(NamedTuple):
-    """A call and its bytes [start, stop) in the text."""
+    """A call, and the range of bytes [start, stop) that it occupies in the text."""
 
     call: ToolCall
     start: int
@@ -40,9 +40,11 @@ class FoundCall(NamedTuple):
 def read_calls(
     field: Any, data: bytes, captures: Mapping[str, str], typed: Callable[[Any], Any]
 ) -> list[FoundCall]:
-    """Return the calls in a region of a response template's field; empty if any of them is invalid.
+    """Return the calls in `data`, the text between call markers; an empty list if a call is invalid.
 
-    `typed` converts values written as strings to the types of the tools' schemas.
+    `field` is the response template's definition of the calls, and `captures` has the named groups of the
+    opening marker's pattern. `typed` converts arguments written as strings to the types in the tools'
+    schemas.
     """
     try:
         return _read_calls(field, data.decode(), captures, typed)
@@ -70,7 +72,7 @@ def _read_calls(
 
 
 def _spans(body: str, value: Any, *, is_json: bool) -> list[tuple[int, int]]:
-    """Return the span of each call; if they cannot be separated, the first gets the whole text."""
+    """Return the character span of each call; if spans cannot be told apart, the first is the whole text."""
     start = _after_space(body, 0)
     stop = max(start, len(body.rstrip()))
     if not isinstance(value, list):
@@ -83,8 +85,8 @@ def _call(value: Any, source: str) -> ToolCall:
     """Build a call from the parsed value of a template's field.
 
     Raises:
-        ValueError: the value is not a call.
-        KeyError: the value is not a call.
+        ValueError: the value has no function name, or its arguments are not a JSON object.
+        KeyError: the value has no name.
     """
     function = value
     while isinstance(function, Mapping) and "function" in function:
@@ -107,9 +109,9 @@ def _call(value: Any, source: str) -> ToolCall:
 
 
 def _own_text(source: str, arguments: Any) -> str | None:
-    """Return a call's arguments as the model wrote them; None if that text is not the JSON of `arguments`.
+    """Return the JSON text of a call's arguments as the model wrote it; None if `source` does not contain it.
 
-    The text is parsed once; nested values are then located by a table of end positions.
+    `source` is parsed once; nested values are then located with a table of end positions.
     """
     try:
         value, stop = _read(source)
@@ -130,10 +132,10 @@ def _own_text(source: str, arguments: Any) -> str | None:
 
 
 def check_depth(value: Any) -> None:
-    """Check iteratively that a value is not nested deeper than `MAX_DEPTH`.
+    """Check, without recursion, that a JSON value is not nested deeper than `MAX_DEPTH`.
 
     Raises:
-        ValueError: it is nested deeper.
+        ValueError: the value is nested deeper.
     """
     level = [value]
     for _ in range(MAX_DEPTH + 1):
@@ -154,7 +156,7 @@ def _dumped(arguments: Any) -> str:
 
 
 def _stops(source: str) -> dict[int, int]:
-    """Return the end of each string, object and array of a JSON document, by its start."""
+    """Return a map from the start to the end index of each string, object and array in a JSON document."""
     stops: dict[int, int] = {}
     opened: list[int] = []
     for match in _TOKEN.finditer(source):
@@ -167,7 +169,7 @@ def _stops(source: str) -> dict[int, int]:
 
 
 def _members(source: str, at: int, stops: Mapping[int, int]) -> Iterator[tuple[str, int, int]]:
-    """Yield (key, start, stop) of each value of the JSON object that starts at `at`."""
+    """Yield (key, start, stop) for each value in the JSON object that starts at `at`."""
     at = _after_space(source, at + 1)
     while source[at] != "}":
         key, at = _read(source, at)
@@ -178,7 +180,7 @@ def _members(source: str, at: int, stops: Mapping[int, int]) -> Iterator[tuple[s
 
 
 def _items(source: str, at: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of each item of the JSON array that starts at `at`."""
+    """Yield (start, stop) for each item in the JSON array that starts at `at`."""
     at = _after_space(source, at + 1)
     while source[at] != "]":
         _, stop = _read(source, at)

@@ -1,7 +1,8 @@
 """Determine a model's reasoning and tool-call markers from its chat template.
 
-Forms are transformers `response_template`s, assembled from two tables: reasoning markers and call markers. A
-row applies if its markers appear in the chat template; the model's name is not used.
+The result contains a `response_template` as defined by transformers. It is assembled from two tables, one of
+reasoning markers and one of call syntaxes. A table row applies if the chat template contains its markers;
+the model's name is not used.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ MAX_FORMS: Final = 16  # cached per tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallMarks:
-    """Call syntax of a reply, as needed for a grammar; `{name}` stands for the function name."""
+    """Texts around the calls in a reply, as needed for a grammar; `{name}` stands for the function name."""
 
     first: str = ""  # before all calls
     open: str = ""  # before each call's JSON
     close: str = ""  # after each call's JSON
-    between: str | None = None  # between two calls; None: at most one call per reply
+    between: str | None = None  # between two calls; None if a reply has at most one call
     last: str = ""  # after all calls
-    arguments: str | None = "arguments"  # key of the arguments in the JSON; None: the JSON is the arguments
+    # key of the arguments in a call's JSON; None if the JSON is the arguments
+    arguments: str | None = "arguments"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,24 +48,26 @@ class ResponseForm:
     name: str
     spec: Fields  # transformers' `response_template`
     has_reasoning: bool
-    # What describes the tools to the model: the chat template, or a generated system text if the template
-    # does not support tools. None: the template supports them, but its call syntax is unknown.
+    # Where the model reads about the tools: in the chat template's output or, if the template does not
+    # support tools, in a generated system message. None if tools are supported but the call syntax is
+    # unknown.
     tools: Literal["template", "text"] | None
-    calls: CallMarks | None = None  # None: no grammar for this call syntax
+    calls: CallMarks | None = None  # None if there is no grammar for this call syntax
     thought_end: str | None = None  # marker that ends reasoning
-    special: Mapping[str, int] = field(default_factory=dict)  # special tokens in these markers -> ids
+    special: Mapping[str, int] = field(default_factory=dict)  # special tokens in the two fields above -> ids
     template: Any = field(default=None, repr=False, compare=False)  # `spec` as loaded by transformers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Calls:
-    """A row of the call table."""
+    """A call syntax: a row of `CALL_ROWS`."""
 
     name: str
     marks: tuple[str, ...]  # all of them must appear in the chat template
     fields: Fields
     calls: CallMarks | None
-    others: tuple[str, ...] = ()  # none of these may: they indicate another syntax with the same markers
+    # none of these may appear: they indicate another syntax with the same markers
+    others: tuple[str, ...] = ()
 
 
 def _called(name: str, arguments: str) -> dict[str, Any]:
@@ -106,10 +110,10 @@ def _mistral(first: str) -> _Calls:
     )
 
 
-# Names and white space in the patterns are bounded: a partial match is held back and searched again with each
-# token.
+# Names and white space in the patterns have a maximum length, because a partial match is held back and
+# searched again with each token.
 def _deepseek(name: str, before: str, after: str, *, between: str, marks: tuple[str, ...] = ()) -> _Calls:
-    """Build a row; `before` and `after` surround a call's arguments, inside its two markers."""
+    """Build a row for a DeepSeek syntax whose calls read <call begin>`before` arguments `after`<call end>."""
     first, call, end = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
     last = "<｜tool▁calls▁end｜>"
     opened = re.escape(call + before).replace(r"\{name\}", r"(?P<name>[^\n<]{1,128})")
@@ -247,7 +251,7 @@ CALL_ROWS: Final = (
         marks=("<|start_header_id|>", '{"name": function name, "parameters": '),
         fields={
             CALLS: {
-                # Calls of this form have no marker of their own: a message that starts like one is a call.
+                # These calls have no marker: a message that starts with such a JSON object is a call.
                 "open_pattern": r"(?:<\|python_tag\|>|\A)\s{0,4}"
                 r'(?=\{\s{0,8}"(?:name|type|function)"\s{0,4}:)',
                 "close": ["<|eot_id|>", "<|eom_id|>"],
@@ -278,17 +282,17 @@ _ANCHORS: Final = (
     "<|start|>assistant",
     "<|assistant|>",
 )
-"""Text directly before a reply in known chat formats."""
-# In other formats a reply starts at the end of the prompt, or at a reasoning marker that ends the prompt.
+"""Texts that directly precede a reply in known chat formats."""
+# In other formats a reply starts at the end of the prompt, or before a reasoning marker at its end.
 _NO_ANCHOR: Final = r"\A.*?(?=(?:(?:<think>|\[THINK\])\s*)?\Z)"
 
 
 def template_of(text: TextEdge, override: Fields | None = None) -> ResponseForm | None:
-    """Return the syntax of the model's replies; None if it is unknown, so that all text is content.
+    """Return the syntax of the model's replies; None if it is unknown, in which case all text is content.
 
-    `override` (a `response_template`) takes precedence over the tokenizer's own `response_template`, which
-    takes precedence over the tables. If the chat template does not support tools, calls have Hermes syntax,
-    which `lay_out` asks the model for.
+    `override` (a `response_template`) takes precedence over the tokenizer's `response_template`, which takes
+    precedence over the tables in this module. If the chat template does not support tools, calls have Hermes
+    syntax, because `lay_out` then adds a system message that asks for this syntax.
 
     Raises:
         ParameterError: `override` is not a response template.
@@ -347,7 +351,7 @@ def _form_of(
 
 
 def _row_of(chat_template: str) -> _Calls | None:
-    """Return the first row whose markers are all in the chat template, and none of whose `others` are."""
+    """Return the first row with all of its `marks` and none of its `others` in the chat template."""
     for row in CALL_ROWS:
         is_other = any(mark in chat_template for mark in row.others)
         if all(mark in chat_template for mark in row.marks) and not is_other:
@@ -356,7 +360,7 @@ def _row_of(chat_template: str) -> _Calls | None:
 
 
 def _spec_of(chat_template: str, row: _Calls | None) -> dict[str, Any] | None:
-    """Build a response template from the markers in a chat template; None if it has none."""
+    """Build a response template from the markers in a chat template; None if there are no known markers."""
     fields: dict[str, Any] = {}
     for mark, reasoning in _REASONING_ROWS:
         if mark in chat_template:
@@ -370,7 +374,7 @@ def _spec_of(chat_template: str, row: _Calls | None) -> dict[str, Any] | None:
 
 
 def _completed(given: Fields, row: _Calls | None) -> dict[str, Any]:
-    """Add the calls that `lay_out` asks for to a given response template that has none."""
+    """Validate a response template; if it defines no calls, add the call syntax in `row`, if any."""
     _loaded(given)
     fields = given["fields"]
     if row is not None and CALLS not in fields:
@@ -389,14 +393,14 @@ def _loaded(spec: Fields) -> Any:
 
 
 def _thought_end(fields: Fields) -> str | None:
-    """Return the text that ends reasoning, the first if there are several; None if there is none."""
+    """Return the marker that ends reasoning, the first one if there are several; None if there is none."""
     closes = [fields[name].get("close") for name in REASONING if name in fields]
     first = closes[0] if closes else None
     return first[0] if isinstance(first, list) else first
 
 
 def _special_tokens(text: TextEdge, calls: CallMarks, thought_end: str) -> dict[str, int]:
-    """Return the special tokens that appear in a grammar's markers, with their ids."""
+    """Return a map from text to id of the special tokens in the markers of calls and reasoning."""
     marks = "\n".join((calls.first, calls.open, calls.close, calls.between or "", calls.last, thought_end))
     tokens = {
         text.vocabulary.token_bytes(token_id).decode("utf-8", "replace"): token_id

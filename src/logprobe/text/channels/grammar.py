@@ -1,6 +1,6 @@
 """Build a Lark grammar (llguidance's dialect) for replies that call tools.
 
-Each call has the model's markers around it, and arguments that match the tool's JSON schema.
+The grammar puts the model's markers around each call and makes the arguments match the tool's JSON schema.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ def call_format(
     Args:
         form: the syntax of the model's replies.
         tools: tools in OpenAI's format.
-        choice: `required` for any tool, or the name of one, which is called exactly once.
+        choice: `required` to call any tool, or the name of a tool, which is then called exactly once.
         parallel: True to allow several calls.
-        prefix: the rendered conversation. If it opens reasoning, the reply finishes the reasoning first.
+        prefix: the rendered conversation. If it ends within reasoning, the reply must first finish the
+            reasoning.
 
     Raises:
-        ParameterError: a malformed tool, an unknown name, or a call syntax that has no grammar.
+        ParameterError: a tool is malformed, `choice` is not a known name, or the call syntax has no grammar.
     """
     known = read_tools(tools)
     called = [number for number, tool in enumerate(known) if choice in (ANY_TOOL, tool.name)]
@@ -69,7 +70,7 @@ def _calls(form: ResponseForm, marks: CallMarks, called: Sequence[int], *, is_on
 
 
 def _call(form: ResponseForm, marks: CallMarks, tool: Tool, number: int) -> list[str]:
-    """Return the grammar rules of a tool's call."""
+    """Return the grammar rules for a call of one tool."""
     is_plain = "{name}" not in marks.open or PLAIN_NAME.fullmatch(tool.name)
     problem = f"is not allowed in the call syntax {form.name!r}; use letters, digits, _, - and ."
     require(is_plain, f"tools[{number}].function.name", problem, got=tool.name)
@@ -95,19 +96,19 @@ def _schema_text(tool: Tool, number: int) -> str:
 
 
 def _thought(form: ResponseForm) -> list[str]:
-    """Return the rules for the rest of the reasoning, up to its end marker."""
+    """Return the grammar rules for the rest of the reasoning, up to and including its end marker."""
     end = form.thought_end
     if end is None:
         raise ParameterError(
             "tool_choice", "the end of the model's reasoning cannot be expressed as a grammar; use auto"
         )
-    if end in form.special:  # ordinary text cannot contain it
+    if end in form.special:  # a special token cannot occur in ordinary text
         return [f"thought: THOUGHT {_terminals(form, end)}", r"THOUGHT: /(.|\n)*/"]
     return [f"thought[suffix={json.dumps(end, ensure_ascii=False)}]: /(.|\\n)*/"]
 
 
 def _terminals(form: ResponseForm, text: str) -> str:
-    """Return a text as a sequence of terminals, with special tokens by id."""
+    """Return a text as a sequence of grammar terminals, in which special tokens are written as ids."""
     contents = sorted(form.special, key=len, reverse=True)
     pieces = re.split(f"({'|'.join(map(re.escape, contents))})", text) if contents else [text]
     return " ".join(_terminal(form, piece) for piece in pieces if piece)

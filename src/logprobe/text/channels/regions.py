@@ -1,7 +1,8 @@
-"""transformers' response parser, extended to report where regions and their markers are in the text.
+"""transformers' response parser, extended to report where the fields of a reply and their markers are.
 
-It emits steps that cover the text without gaps, as far as parsing is decided. It does not build a message:
-the caller parses the contents of the regions.
+The text of a field, between its markers, is called a region. The parser emits steps that cover the text
+without gaps, up to the point where the parse is certain. It does not build a message: the caller parses the
+contents of the regions.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from transformers.utils.chat_parsing import ResponseParser
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-BLOCK_CHARS: Final = 256  # fed at a time: each pattern searches from a marker to the end of the buffer
-KEPT_CHARS: Final = 256  # kept before the current position for lookbehind
+BLOCK_CHARS: Final = 256  # fed at a time, since each pattern searches from a marker to the end of the buffer
+KEPT_CHARS: Final = 256  # kept before the current position for lookbehind assertions in patterns
 MAX_PASSED_CHARS: Final = 2048
 
 
 class Text(NamedTuple):
-    """Text up to `stop` in the region of a field; None: text that the template discards."""
+    """Text up to `stop` in the region of `field`, or, if it is None, text that the template discards."""
 
     field: str | None
     stop: int
 
 
 class Open(NamedTuple):
-    """A marker up to `stop` that opens the region of a field, with the groups that its pattern captured."""
+    """A marker up to `stop` that opens the region of `field`, with the groups that its pattern captured."""
 
     field: str
     stop: int
@@ -34,7 +35,7 @@ class Open(NamedTuple):
 
 
 class Close(NamedTuple):
-    """A marker up to `stop` that closes the region of a field; None: it closes no explicit region."""
+    """A marker up to `stop` that closes the region of `field`, or, if None, closes no explicit region."""
 
     field: str | None
     stop: int
@@ -53,11 +54,11 @@ class Regions(ResponseParser):
 
     @property
     def field(self) -> str | None:
-        """The field whose region is open."""
+        """Name of the field whose region is open at the end of the text so far."""
         return self._current
 
     def advance(self, text: str, *, final: bool = False) -> list[Step]:
-        """Add text; return the steps that are now decided."""
+        """Add text and return the steps that are now certain; with `final`, all remaining steps."""
         for start in range(0, len(text), BLOCK_CHARS):
             self._buffer += text[start : start + BLOCK_CHARS]
             self._process([], eos=False)
@@ -68,7 +69,7 @@ class Regions(ResponseParser):
         return steps
 
     def typed(self, value: Any) -> Any:
-        """Return a call with its string arguments converted to the types of the tool's schema."""
+        """Return a parsed call with string arguments converted to the types in the tool's schema."""
         return self._coerce_tool_calls(value)
 
     def _let_go(self) -> None:
@@ -80,7 +81,7 @@ class Regions(ResponseParser):
 
     def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
         del events
-        if text:  # it starts at `_pos`
+        if text:  # the text starts at `_pos`
             self._opened = self._current is not None
             self._steps.append(Text(self._current, self._num_passed + self._pos + len(text)))
 

@@ -1,7 +1,7 @@
 """Convert a completion's tokens to the text that the marker parser reads, and map that text back to bytes.
 
-The text contains special tokens as written, since markers are often special tokens. Bytes of ordinary tokens
-are decoded as one stream, as in the completion's own text, even if special tokens come between them.
+The text includes special tokens, since markers often are special tokens. The bytes of ordinary tokens are
+decoded as one stream, as in the completion's text, even if special tokens come between them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Decoder: Final = codecs.getincrementaldecoder("utf-8")
 
 
 class Bit(NamedTuple):
-    """Bytes contributed by one token."""
+    """Bytes that one token contributes, with the token's position in the completion."""
 
     position: int
     data: bytes
@@ -29,12 +29,13 @@ class Bit(NamedTuple):
 
 
 class TokenText:
-    """Append tokens and return their text; decided text is then cut off as bits of the tokens."""
+    """Buffer between tokens and the marker parser: add tokens to get text, cut parsed text to get bytes."""
 
     def __init__(self, text: TextEdge) -> None:
         self._text = text
         self._decoder = _Decoder("surrogateescape")  # keeps the bytes of invalid UTF-8
-        # Not cut off yet: texts, with the position of a special token or None, and bits of ordinary tokens.
+        # What is not cut off yet: texts, each with the position of its special token or None for ordinary
+        # text, and the bytes of ordinary tokens.
         self._chunks: deque[tuple[str, int | None]] = deque()
         self._ordinary: deque[Bit] = deque()
         self.num_chars = 0  # characters added
@@ -43,7 +44,7 @@ class TokenText:
 
     @property
     def first_position(self) -> int | None:
-        """Position of the first ordinary token that is not completely cut off."""
+        """Position of the first ordinary token with bytes that are not cut off yet; None if there is none."""
         return first_position(self._ordinary)
 
     @property
@@ -52,14 +53,14 @@ class TokenText:
         return self.num_chars - self._num_cut
 
     def add_prompt(self, text: str) -> str:
-        """Add reply text that the prompt already contains."""
+        """Add reply text that the prompt already contains, and return it as valid UTF-8."""
         data = text.encode("utf-8", "replace")
         if data:
             self._ordinary.append(Bit(PROMPT, data))
         return self._shown(data.decode())
 
     def add(self, piece: Piece[Any]) -> str:
-        """Add the tokens of the completion's next piece; return their text."""
+        """Add the tokens in the completion's next piece and return their text."""
         ids, is_last = piece.completion.token_ids, piece.finish_reason is not None
         end = piece.completion.num_text_bytes if is_last else None
         texts = [self._add(position, int(ids[position]), end) for position in range(piece.start, piece.stop)]
@@ -86,7 +87,7 @@ class TokenText:
         return text
 
     def cut(self, stop: int) -> list[Bit]:
-        """Cut off the text up to character `stop`, counted from the start; return it as bits."""
+        """Remove the text before character `stop`, counted from the start; return its bytes per token."""
         bits: list[Bit] = []
         while self._num_cut < stop:
             text, special = self._chunks.popleft()
@@ -102,7 +103,7 @@ class TokenText:
         return bits
 
     def _draw(self, num_bytes: int) -> Iterator[Bit]:
-        """Consume the next `num_bytes` bytes of ordinary tokens."""
+        """Remove and yield the next `num_bytes` bytes of ordinary tokens."""
         while num_bytes:
             bit = self._ordinary.popleft()
             if len(bit.data) > num_bytes:
@@ -113,7 +114,7 @@ class TokenText:
 
 
 def first_position(bits: Iterable[Bit]) -> int | None:
-    """Return the position of the first bit that does not come from the prompt."""
+    """Return the position of the first bit that does not come from the prompt; None if there is none."""
     return next((bit.position for bit in bits if bit.position != PROMPT), None)
 
 
@@ -128,7 +129,7 @@ def slices(bits: list[Bit], spans: Iterable[tuple[int, int]]) -> Iterator[list[B
             if first < last:
                 found.append(Bit(position, data[first:last], is_special))
             if at + len(data) > stop:
-                break  # it also has bytes after the span
+                break  # this bit also has bytes after the span
             at += len(data)
             index += 1
         yield found

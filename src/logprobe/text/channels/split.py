@@ -1,9 +1,9 @@
 """Split one completion into channels, with the bytes that each token contributes to each channel.
 
-Special tokens have no bytes in a channel, except within a tool call, which is reported as it was written.
-White space next to a marker, on both sides, belongs to the marker; a reply without markers keeps all of it. A
-tool call must have a name, and arguments that are a JSON object. Anything else between call markers is
-content, including the markers.
+Special tokens contribute no bytes to a channel, except within a tool call, whose text is reported as written.
+White space before and after a marker is dropped with the marker; a reply without markers keeps all of its
+white space. A tool call must have a name, and arguments that are a JSON object. Any other text between call
+markers becomes content, together with the markers.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ Channel = Literal["content", "reasoning", "tool_call"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Text and token bytes that one piece adds to a channel.
+    """The text that one piece of a completion adds to a channel, with the bytes of each token in it.
 
-    `rows` are pairs (position in the completion, bytes of the token in this text), in order. Streamed or not,
-    a token is in at most one part per channel, with all of its bytes in that channel.
+    `rows` has an ordered pair (position in the completion, bytes of the token in this text) per token. In
+    each channel, all bytes of a token are in the same part, in streams as well.
     """
 
     channel: Channel
     index: int  # index of the tool call; 0 for other channels
     text: str
     rows: list[tuple[int, bytes]]
-    call: ToolCall | None = None  # tool calls only; a call is never split into several parts
+    call: ToolCall | None = None  # set for tool calls only; a call is always one part
 
 
 @dataclass(slots=True)
 class _Region:
-    """An open region of tool calls."""
+    """A region of tool calls whose closing marker has not been read yet."""
 
     captures: dict[str, str]
     opening: list[Bit]
@@ -52,13 +52,13 @@ class _Region:
 
 
 class Channels:
-    """Route one completion's pieces, in order, to channels.
+    """Split the pieces of one completion, taken in order, into channels.
 
     Args:
         form: the syntax of the model's replies.
         prefix: the rendered conversation, which may contain the start of the reply.
         text: the model's tokenizer.
-        tools: the tools that may be called; without them calls are not parsed and stay content.
+        tools: the tools that may be called; without tools, calls are not parsed and become content.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class Channels:
         self._regions = Regions(form.template, tools or ())
         self._speech = _Speech()
         self._region: _Region | None = None  # open region of calls
-        self._calls: list[Part] = []  # not yet returned
+        self._calls: list[Part] = []  # complete, not yet returned
         self._num_calls = 0
         self._follow(self._regions.advance(self._source.add_prompt(begun_reply(form, prefix))))
 
     def take(self, piece: Piece[Any]) -> list[Part]:
-        """Return the parts decided after this piece: at most one of content and one of reasoning, and calls.
+        """Return the parts that are certain after this piece: at most one of content and one of reasoning.
 
-        After the piece with a finish reason everything has been returned.
+        Each complete tool call is a further part. The piece with a finish reason returns all that is left.
         """
         is_last = piece.finish_reason is not None
         self._follow(self._regions.advance(self._source.add(piece), final=is_last))
@@ -97,11 +97,11 @@ class Channels:
 
     @property
     def num_held_chars(self) -> int:
-        """Number of characters not yet returned, which the next piece may cause to be parsed again."""
+        """Number of characters not yet returned; the next piece may cause them to be parsed again."""
         return self._source.num_held_chars + (0 if self._region is None else self._region.num_bytes)
 
     def _first_undecided(self) -> int | None:
-        """Return the first token with bytes that are not assigned to a channel yet."""
+        """Return the position of the first token with bytes that have no channel yet; None if none."""
         first = [self._source.first_position, first_position(self._speech.space)]
         if self._region is not None:
             first += [first_position(self._region.opening), first_position(self._region.body)]
@@ -135,7 +135,7 @@ class Channels:
                 self._region.num_bytes += sum(len(bit.data) for bit in bits)
 
     def _end_calls(self, region: _Region, closing: list[Bit]) -> None:
-        """Emit the calls of a region, or treat the region as content if a call is invalid."""
+        """Add the calls in a region to the result, or treat the region as content if a call is invalid."""
         self._region = None
         stop = len(region.body)
         while stop and not closing and _is_empty(region.body[stop - 1]):  # the text ended inside the call
@@ -153,13 +153,13 @@ class Channels:
 
 
 def begun_reply(form: ResponseForm, prefix: str) -> str:
-    """Return the part of the reply that the prompt already contains; empty if its start cannot be found."""
+    """Return the beginning of the reply that the prompt contains; empty if the reply's start is not found."""
     ends = [match.end() for match in form.template.start_anchor_re.finditer(prefix)]
     return prefix[ends[-1] :] if ends else ""
 
 
 def opens_reasoning(form: ResponseForm, prefix: str) -> bool:
-    """Return True if a prompt ends within reasoning."""
+    """Return True if the rendered conversation `prefix` ends within reasoning."""
     from logprobe.text.channels.regions import Regions
 
     regions = Regions(form.template)
@@ -185,10 +185,10 @@ def _part(channel: Channel, bits: Iterable[Bit], index: int = 0, call: ToolCall 
 
 
 class _Speech:
-    """Text of content and reasoning; white space is held until it is known whether a marker follows."""
+    """Buffer for content and reasoning that holds white space until it is known if a marker follows."""
 
     def __init__(self) -> None:
-        self.space: list[Bit] = []  # trailing white space
+        self.space: list[Bit] = []  # held trailing white space
         self._bits: dict[Channel, list[Bit]] = {}  # not yet returned
         self._channel: Channel = "content"  # channel of the latest text
         self._is_after_mark = False
@@ -209,7 +209,7 @@ class _Speech:
                 self.space.append(Bit(position, text[len(words) :]))
 
     def mark(self, bits: list[Bit]) -> None:
-        """Add a marker, which absorbs white space around it; the end of text has no bits."""
+        """Add a marker, which drops the white space around it; the end of the text has no bits."""
         if bits:
             self.space = []
             self._is_after_mark = True
@@ -223,7 +223,7 @@ class _Speech:
         self._bits.setdefault(self._channel, []).extend(bits)
 
     def release(self, limit: int | None) -> list[Part]:
-        """Return one part per channel with the text of tokens before position `limit`; None: all text."""
+        """Return one part per channel with the text of tokens before position `limit`, or all if None."""
         parts = []
         for channel, bits in self._bits.items():
             count = sum(limit is None or bit.position < limit for bit in bits)
