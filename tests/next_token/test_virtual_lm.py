@@ -221,7 +221,7 @@ def test_lora_weights_go_by_genlm_backends_names(
         assert float((tuned - plain).abs().max()) > 0.01
         lm.clear_lora()
         assert torch.equal(lm.next_token_logprobs_sync(ids), plain)
-        with pytest.raises(ValueError, match=r"known: .*virtual"):
+        with pytest.raises(ValueError, match=r"loaded: .*virtual"):
             lm.set_lora(folder, "other")
         lm.remove_lora("virtual")
 

@@ -172,5 +172,5 @@ def test_fields_and_what_stands_between_them_make_up_the_reply(real_llm: LLM) ->
         inside = {place for name in value for place in fields[f"/{name}"].tokens}
         between = math.fsum(logprob for place, logprob in enumerate(logprobs) if place not in inside)
         assert fields[""].logprob + between == pytest.approx(math.fsum(logprobs), abs=1e-4)
-    with pytest.raises(ParameterError, match="not asked"):
+    with pytest.raises(ParameterError, match="not requested"):
         real_llm.generate(asked, SamplingParams(max_tokens=2))[0].outputs[0].fields()

@@ -31,11 +31,12 @@ time.time_ns = lambda: int(1e9 * time.time())
 from logprobe.cli import command
 command()
 """
-# Uses of the wall clock: dates of replies and reports, and comparisons with file times.
+# Uses of the wall clock: dates of replies, reports and chat templates, and comparisons with file times.
 WALL_CLOCK = {
     "models/cache.py": 1,
     "analysis/auditing/run.py": 1,
     "server/service.py": 2,
+    "text/templates.py": 1,
 }
 
 
