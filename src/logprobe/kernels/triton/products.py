@@ -6,9 +6,9 @@ split in registers, into two and three pieces. Tensor cores round their float32 
 sum the products of BLOCK_INPUTS inputs; ordinary float32 additions add these partial sums.
 
 A matrix with few outputs is also split along its inputs (split-K), so that all multiprocessors have work.
-With few rows, each split runs as a separate program, and `_sum_kernel` adds the results; with many rows, one
-program computes all splits. The number of splits depends only on the shape of the matrix. So the order of all
-sums, and hence the bits of a row, is the same in any batch.
+With few rows, each split runs as a separate program, and the kernel that uses the product adds the results
+(`sum_parts`); with many rows, one program computes all splits. The number of splits depends only on the shape
+of the matrix. So the order of all sums, and hence the bits of a row, is the same in any batch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
+from logprobe.kernels.triton import launch
+from logprobe.kernels.triton.launch import LINE_BYTES, prefetch, wait_for_inputs
 from logprobe.kernels.triton.pieces import multiply
 
 if TYPE_CHECKING:
@@ -30,81 +32,76 @@ WEIGHT_PIECES: Final = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 ENOUGH_TILES: Final = 128  # about one per multiprocessor of an H100
 MAX_SPLITS: Final = 8
 MIN_SPLIT_STEPS: Final = 4  # minimum length of a split, in steps of BLOCK_INPUTS inputs
+PREFETCHED_LINES: Final = 4  # cache lines of each output's weights
 SUM_BLOCK: Final = 1024
 
 
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out: Tensor | None = None,
-    residual: Tensor | None = None,
-    factor: float = 1.0,
-) -> Tensor:
-    """Return `(x @ weight.T + bias) * factor + residual`, (rows, outputs) float32.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `x @ weight.T + bias`, (rows, outputs) float32.
 
     Args:
         x: (num_pieces, rows, inputs) bfloat16, contiguous: the pieces of float32 activations.
         weight: (outputs, inputs) bfloat16, float16 or float32, contiguous.
         bias: (outputs,) float32.
-        out: (rows, outputs) float32, each row contiguous, to write the result to; may be `residual`. None:
-            allocate it.
-        residual: (rows, outputs) float32, each row contiguous; None: add nothing.
-        factor: multiplies the sum of product and bias.
+    """
+    parts = linear_parts(x, weight)
+    if len(parts) == 1 and bias is None:
+        return parts[0]
+    _, num_rows, num_outputs = parts.shape
+    out = parts.new_empty(num_rows, num_outputs)
+    if num_rows:
+        _sum_kernel[(num_rows, triton.cdiv(num_outputs, SUM_BLOCK))](
+            parts,
+            out if bias is None else bias,
+            out,
+            num_outputs,
+            num_rows * num_outputs,
+            has_bias=bias is not None,
+            num_parts=len(parts),
+            block=SUM_BLOCK,
+            **launch.options(x.device),
+        )
+    return out
+
+
+def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the parts of `x @ weight.T`, (parts, rows, outputs) float32, whose sum in order is the product.
+
+    Args:
+        x: (num_pieces, rows, inputs) bfloat16, contiguous: the pieces of float32 activations.
+        weight: (outputs, inputs) bfloat16, float16 or float32, contiguous.
     """
     num_pieces, num_rows, num_inputs = x.shape
     num_outputs = len(weight)
-    if out is None:
-        out = torch.empty(num_rows, num_outputs, dtype=torch.float32, device=x.device)
-    if num_rows == 0:
-        return out
     splits = num_splits(num_outputs, num_inputs)
     tile = _tile(num_rows, num_outputs)
     if x.is_cuda:
         tile["num_stages"] = _num_stages(tile, weight.element_size(), num_pieces, x.device)
     grid = (triton.cdiv(num_rows, tile["block_rows"]), triton.cdiv(num_outputs, tile["block_outputs"]))
     is_split = splits > 1 and grid[0] * grid[1] < 2 * ENOUGH_TILES
-    sums = (
-        torch.empty(splits, num_rows, num_outputs, dtype=torch.float32, device=x.device) if is_split else out
-    )
-    finish = {
-        "has_bias": bias is not None,
-        "has_residual": residual is not None,
-        "enable_fp_fusion": False,  # the same rounding in both kernels
-    }
-    ends = (
-        out if bias is None else bias,
-        out if residual is None else residual,
-        out,
-        num_rows,
-        num_outputs,
-        out.stride(0),
-        out.stride(0) if residual is None else residual.stride(0),
-        factor,
-    )
-    _linear_kernel[(*grid, splits if is_split else 1)](
-        x,
-        weight,
-        sums,
-        *ends,
-        num_inputs,
-        num_rows * num_inputs,
-        triton.cdiv(triton.cdiv(num_inputs, BLOCK_INPUTS), splits),
-        num_pieces=num_pieces,
-        weight_pieces=WEIGHT_PIECES[weight.dtype],
-        is_whole=num_inputs % BLOCK_INPUTS == 0 and num_outputs % tile["block_outputs"] == 0,
-        is_split=is_split,
-        has_splits=splits > 1,
-        block_inputs=BLOCK_INPUTS,
-        **finish,
-        **tile,
-    )
-    if is_split:
-        _sum_kernel[(num_rows, triton.cdiv(num_outputs, SUM_BLOCK))](
-            sums, *ends, num_rows * num_outputs, splits=splits, block=SUM_BLOCK, **finish
+    num_parts = splits if is_split else 1
+    parts = torch.empty(num_parts, num_rows, num_outputs, dtype=torch.float32, device=x.device)
+    if num_rows:
+        _linear_kernel[(*grid, num_parts)](
+            x,
+            weight,
+            parts,
+            num_rows,
+            num_outputs,
+            num_inputs,
+            num_rows * num_inputs,
+            triton.cdiv(triton.cdiv(num_inputs, BLOCK_INPUTS), splits),
+            num_pieces=num_pieces,
+            weight_pieces=WEIGHT_PIECES[weight.dtype],
+            is_whole=num_inputs % BLOCK_INPUTS == 0 and num_outputs % tile["block_outputs"] == 0,
+            is_split=is_split,
+            has_splits=splits > 1,
+            block_inputs=BLOCK_INPUTS,
+            prefetched_lines=PREFETCHED_LINES,
+            **tile,
+            **launch.options(x.device),
         )
-    return out
+    return parts
 
 
 def num_splits(num_outputs: int, num_inputs: int) -> int:
@@ -144,78 +141,58 @@ def _shared_bytes(device: torch.device) -> int:
 
 
 @triton.jit
-def _finish(
-    total: tl.tensor, bias: tl.tensor, residual: tl.tensor, outputs: tl.tensor, is_output: tl.tensor,
-    places: tl.tensor, mask: tl.tensor, factor: tl.tensor, has_bias: tl.constexpr, has_residual: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Return `(total + bias) * factor + residual` for a tile of sums, (rows, outputs)."""
-    if has_bias:
-        total += tl.load(bias + outputs, mask=is_output, other=0.0)[None, :]
-    total *= factor
-    if has_residual:
-        total += tl.load(residual + places, mask=mask, other=0.0)
+def sum_parts(
+    parts: tl.tensor, part_stride: tl.tensor, offsets: tl.tensor, mask: tl.tensor, num_parts: tl.constexpr
+) -> tl.tensor:
+    """Return the sums of the parts of a product (`linear_parts`) at `offsets`, in order."""
+    total = tl.load(parts + offsets, mask=mask, other=0.0)
+    for number in tl.static_range(1, num_parts):
+        total += tl.load(parts + number * tl.cast(part_stride, tl.int64) + offsets, mask=mask, other=0.0)
     return total
 
 
 @triton.jit
 def _sum_kernel(
-    sums: tl.tensor,
+    parts: tl.tensor,
     bias: tl.tensor,
-    residual: tl.tensor,
     out: tl.tensor,
-    num_rows: tl.tensor,  # noqa: ARG001 - as in `_linear_kernel`
     num_outputs: tl.tensor,
-    out_stride: tl.tensor,
-    residual_stride: tl.tensor,
-    factor: tl.tensor,
-    split_stride: tl.tensor,
+    part_stride: tl.tensor,
     has_bias: tl.constexpr,
-    has_residual: tl.constexpr,
-    splits: tl.constexpr,
+    num_parts: tl.constexpr,
     block: tl.constexpr,
+    is_early: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
+    wait_for_inputs(is_early)
     outputs = tl.program_id(1) * block + tl.arange(0, block)
-    is_output = outputs < num_outputs
-    total = tl.zeros([block], tl.float32)
-    for number in tl.static_range(splits):
-        total += tl.load(
-            sums + number * split_stride + row * num_outputs + outputs, mask=is_output, other=0.0
-        )
-    mask = is_output[None, :]
-    places = row * residual_stride + outputs[None, :]
-    total = _finish(
-        total[None, :], bias, residual, outputs, is_output, places, mask, factor, has_bias, has_residual
-    )
-    tl.store(out + row * out_stride + outputs[None, :], total, mask=mask)
+    mask = outputs < num_outputs
+    offsets = tl.program_id(0).to(tl.int64) * num_outputs + outputs
+    total = sum_parts(parts, part_stride, offsets, mask, num_parts)
+    if has_bias:
+        total += tl.load(bias + outputs, mask=mask, other=0.0)
+    tl.store(out + offsets, total, mask=mask)
 
 
 @triton.jit
 def _linear_kernel(
     x: tl.tensor,
     weight: tl.tensor,
-    sums: tl.tensor,
-    bias: tl.tensor,
-    residual: tl.tensor,
-    out: tl.tensor,
+    parts: tl.tensor,
     num_rows: tl.tensor,
     num_outputs: tl.tensor,
-    out_stride: tl.tensor,
-    residual_stride: tl.tensor,
-    factor: tl.tensor,
     num_inputs: tl.tensor,
     piece_stride: tl.tensor,
     split_steps: tl.tensor,
     num_pieces: tl.constexpr,
     weight_pieces: tl.constexpr,
-    has_bias: tl.constexpr,
-    has_residual: tl.constexpr,
     is_whole: tl.constexpr,
     is_split: tl.constexpr,
     has_splits: tl.constexpr,
     block_inputs: tl.constexpr,
     block_rows: tl.constexpr,
     block_outputs: tl.constexpr,
+    prefetched_lines: tl.constexpr,
+    is_early: tl.constexpr,
 ) -> None:
     # The tile is (outputs, rows): tensor cores take 64 outputs at a time, and rows from 8 up.
     rows = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
@@ -223,17 +200,23 @@ def _linear_kernel(
     inputs = tl.arange(0, block_inputs)
     is_row = rows < num_rows
     is_output = outputs < num_outputs
-    x_places = x + rows[None, :].to(tl.int64) * num_inputs + inputs[:, None]
-    weight_places = weight + outputs[:, None].to(tl.int64) * num_inputs + inputs[None, :]
-    second_piece = x_places + tl.cast(piece_stride, tl.int64)
-    third_piece = second_piece + tl.cast(piece_stride, tl.int64)
-    total = tl.zeros([block_outputs, block_rows], tl.float32)
-    split = tl.zeros([block_outputs, block_rows], tl.float32)
     first_input = 0
     end = num_inputs
     if is_split:
         first_input = tl.program_id(2) * split_steps * block_inputs
         end = tl.minimum(first_input + split_steps * block_inputs, num_inputs)
+    weight_rows = weight + outputs[:, None].to(tl.int64) * num_inputs
+    if is_whole:  # no kernel writes weights
+        line: tl.constexpr = LINE_BYTES // (weight.dtype.element_ty.primitive_bitwidth // 8)
+        lines = tl.minimum(first_input + tl.arange(0, prefetched_lines) * line, num_inputs - 1)
+        prefetch(weight_rows + lines[None, :], is_early)
+    wait_for_inputs(is_early)
+    x_places = x + rows[None, :].to(tl.int64) * num_inputs + inputs[:, None]
+    weight_places = weight_rows + inputs[None, :]
+    second_piece = x_places + tl.cast(piece_stride, tl.int64)
+    third_piece = second_piece + tl.cast(piece_stride, tl.int64)
+    total = tl.zeros([block_outputs, block_rows], tl.float32)
+    split = tl.zeros([block_outputs, block_rows], tl.float32)
     for start in range(first_input, end, block_inputs):
         if is_whole:
             weights = tl.load(weight_places + start)
@@ -269,14 +252,7 @@ def _linear_kernel(
                 total += split
                 split = tl.zeros([block_outputs, block_rows], tl.float32)
     places = rows[:, None].to(tl.int64) * num_outputs + outputs[None, :]
-    mask = is_row[:, None] & is_output[None, :]
+    target = parts
     if is_split:
-        target = sums + tl.program_id(2).to(tl.int64) * num_rows * num_outputs
-        tl.store(target + places, tl.trans(split), mask=mask)
-    else:
-        places = rows[:, None].to(tl.int64) * residual_stride + outputs[None, :]
-        total = tl.trans(total + split)
-        total = _finish(
-            total, bias, residual, outputs, is_output, places, mask, factor, has_bias, has_residual
-        )
-        tl.store(out + rows[:, None].to(tl.int64) * out_stride + outputs[None, :], total, mask=mask)
+        target += tl.program_id(2).to(tl.int64) * num_rows * num_outputs
+    tl.store(target + places, tl.trans(total + split), mask=is_row[:, None] & is_output[None, :])
