@@ -57,7 +57,7 @@ def same_alone(logits, k, given_ids):
         assert torch.equal(alone.given.ranks, together.given.ranks[entries])
 
 # The interpreter's time goes with the splits and the sorted pairs; a row passes through the same ones here.
-cuda.SPLIT, cuda.PART, cuda.LEVELS, cuda.TOPS = 32, 4, (4, 2), (4, 16)
+cuda.SPLIT, cuda.PART, cuda.LEVELS, cuda.TOPS = 32, 4, (4, 2), {4: 4, 16: 4}
 cuda.MAX_TORCH_TOPK, cuda.PAIRS_BYTES = 40, 4000
 generator = torch.Generator().manual_seed(0)
 compared = {}

@@ -183,17 +183,17 @@ def test_attention_over_pages(
     query = random(4, heads, dim, seed=3)
     rows = [(token, 1, begin, length) for token, begin, length in zip(range(4), begins, lengths, strict=True)]
     made = {}
-    # A program for each block; for each segment (the last of them idle); for everything.
-    for max_keys, most in ((700, 64), (1030, 1), (0, 1)):
-        monkeypatch.setattr(attention, "MAX_BLOCKS", most)
+    # A program for each block; for two; for each segment (the last of them idle); for everything.
+    for max_keys, most in ((700, 64), (701, 10), (1030, 1), (0, 1)):
+        monkeypatch.setattr(attention, "MAX_PARTS", most)
         out = torch.full((3, 4, heads * dim), torch.nan, dtype=torch.bfloat16, device=DEVICE)
         decode = tiles(rows, slots, 1, max_keys)
         attention.attend(query, pool, decode, rule, out)
         close(join(out), reference.attend(query, pool, decode, rule), 2e-6)
         made[max_keys] = out
     assert attention._split(tiles(rows, slots, 1, 1030), kv_heads, 64) == (5, 4)
-    same(join(made[700]), join(made[0]))
-    same(join(made[1030]), join(made[0]))
+    for max_keys in (700, 701, 1030):
+        same(join(made[max_keys]), join(made[0]))
 
 
 def test_a_token_has_the_same_bits_in_a_chunk_and_alone() -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SPLIT = 2048
 PART = 16
 LEVELS = (32, 4)  # parts in a range, and in a smaller one within it
-TOPS = (32, 128)  # variants of `_top_kernel`, by the largest k
+TOPS = {32: 4, 128: 8}  # variants of `_top_kernel`: largest k -> warps of a program
 MAX_RANGES = 2**14  # as many as `_top_kernel` can sort in registers
 MAX_TORCH_TOPK = 4096  # for a larger k, torch.topk is slower than torch.sort of the whole row
 PAIRS_BYTES = 128 * 2**20  # maximum size of the pairs that torch sorts at once
@@ -109,7 +109,7 @@ def aligned(logits: Tensor) -> Tensor:
 
 def _fill_top(logits: Tensor, num_top: int, maxima: Tensor, lses: Tensor, output: DeviceRows) -> None:
     vocab_size = logits.shape[1]
-    for top in TOPS:
+    for top, num_warps in TOPS.items():
         num_ranges = max(triton.next_power_of_2(triton.cdiv(vocab_size, PART * LEVELS[0])), top)
         if num_top <= top and num_ranges <= MAX_RANGES:
             _top_kernel[(len(logits),)](
@@ -128,7 +128,7 @@ def _fill_top(logits: Tensor, num_top: int, maxima: Tensor, lses: Tensor, output
                 large=LEVELS[0],
                 small=LEVELS[1],
                 num_ranges=num_ranges,
-                num_warps=4 if top == TOPS[0] else 8,
+                num_warps=num_warps,
             )
             return
     step = max(1, PAIRS_BYTES // (8 * vocab_size))

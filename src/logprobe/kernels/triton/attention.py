@@ -29,18 +29,17 @@ if TYPE_CHECKING:
     from logprobe.kernels.attention.api import ScoreRule
 
 SEGMENT_BLOCKS: Final = 16  # blocks in a segment
-MAX_BLOCKS: Final = 64  # up to this many blocks of a context, each may be a program of its own
-ENOUGH_PROGRAMS: Final = 512  # a few per multiprocessor
+ENOUGH_PROGRAMS: Final = 256  # about two per multiprocessor, as many as run at a time
+MAX_PARTS: Final = 64  # of a tile, unless a part is a segment
 NO_WINDOW: Final = 1 << 30
 DECODE_ROWS: Final = 16  # rows of a tile: tokens times query heads per key/value head
 CHUNK_ROWS: Final = 32
 MAX_PARTIAL_BYTES: Final = 1 << 30  # maximum size of the partial results of segments
 NUM_WARPS: Final = 4
-WIDE_CHUNK_WARPS: Final = 8  # of a program for a prompt chunk if heads have 128 dimensions or more
 DECODE_STAGES: Final = 3  # keys and values of the next blocks are read ahead
 CHUNK_STAGES: Final = 1
 SUMS: Final = tl.constexpr(16)  # minimum number of columns in a `tl.dot`
-UNROLLED: Final = tl.constexpr(8)  # partial results that are read at once
+MERGE_STAGES: Final = tl.constexpr(4)  # partial results are read ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ def attend(query: Tensor, pool: tuple[Tensor, Tensor], tiles: Tiles, rule: Score
         "block_dim": block_dim,
         "block_keys": block_keys(block_dim),
         "segment_blocks": SEGMENT_BLOCKS,
-        "num_warps": NUM_WARPS if tiles.max_keys or block_dim < 128 else WIDE_CHUNK_WARPS,
+        "num_warps": NUM_WARPS,
         "enable_fp_fusion": False,
         **launch.options(query.device),
     }
@@ -147,12 +146,15 @@ def attend(query: Tensor, pool: tuple[Tensor, Tensor], tiles: Tiles, rule: Score
 
 def _split(tiles: Tiles, kv_heads: int, keys: int) -> tuple[int, int]:
     """Return how many programs compute a tile, and how many blocks of `keys` keys each of them computes."""
-    num_blocks = triton.cdiv(tiles.max_keys, keys)
-    num_segments = max(1, triton.cdiv(num_blocks, SEGMENT_BLOCKS))
-    num_programs = len(tiles.tokens) * kv_heads * num_segments
-    if 1 < num_blocks <= MAX_BLOCKS and num_programs < ENOUGH_PROGRAMS:
-        return num_blocks, 1
-    return num_segments, SEGMENT_BLOCKS
+    num_blocks = max(1, triton.cdiv(tiles.max_keys, keys))
+    part_blocks = SEGMENT_BLOCKS
+    while part_blocks > 1:
+        num_parts = triton.cdiv(num_blocks, part_blocks // 2)
+        is_enough = len(tiles.tokens) * kv_heads * triton.cdiv(num_blocks, part_blocks) >= ENOUGH_PROGRAMS
+        if is_enough or num_parts > MAX_PARTS:
+            break
+        part_blocks //= 2
+    return triton.cdiv(num_blocks, part_blocks), part_blocks
 
 
 @triton.jit
@@ -346,7 +348,7 @@ def _merge_kernel(
         own_rows = tl.zeros([block_rows, block_dim], tl.float32)
         first_part = tl.maximum(first, segment * segment_parts)
         for part in tl.range(
-            first_part, tl.minimum(last, (segment + 1) * segment_parts), loop_unroll_factor=UNROLLED
+            first_part, tl.minimum(last, (segment + 1) * segment_parts), num_stages=MERGE_STAGES
         ):
             place = _part_places(tile, kv_head, part, kv_heads, num_parts, places, block_rows)
             part_greatest = tl.load(sums + place, mask=is_row, other=0.0)

@@ -18,7 +18,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 FIRST_CAPABILITY = 9  # Hopper
-LINE_BYTES = tl.constexpr(128)  # of the L2 cache
 
 
 @functools.cache
@@ -32,19 +31,5 @@ def options(device: torch.device) -> dict[str, Any]:
 def wait_for_inputs(is_early: tl.constexpr) -> None:
     """Let the next kernel start, and wait until the kernels before this one have ended."""
     if is_early:
-        gdc_launch_dependents()
         gdc_wait()
-
-
-@triton.jit
-def prefetch(places: tl.tensor, is_early: tl.constexpr) -> None:
-    """Read the cache lines at `places`, pointers, into the L2 cache."""
-    if is_early:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [places],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        gdc_launch_dependents()

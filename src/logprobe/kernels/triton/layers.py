@@ -99,7 +99,7 @@ def add(
             num_parts=num_parts,
             num_pieces=0 if out is None else len(out),
             block=triton.next_power_of_2(width),
-            num_warps=4 if width <= 2048 else 8,
+            num_warps=8 if width <= 2048 else 16,
             enable_fp_fusion=False,  # as separate kernels would round
             **_kind("after", after),
             **_kind("following", following),

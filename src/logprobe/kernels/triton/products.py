@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from logprobe.kernels.triton import launch
-from logprobe.kernels.triton.launch import LINE_BYTES, prefetch, wait_for_inputs
+from logprobe.kernels.triton.launch import wait_for_inputs
 from logprobe.kernels.triton.pieces import multiply
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ WEIGHT_PIECES: Final = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 ENOUGH_TILES: Final = 128  # about one per multiprocessor of an H100
 MAX_SPLITS: Final = 8
 MIN_SPLIT_STEPS: Final = 4  # minimum length of a split, in steps of BLOCK_INPUTS inputs
-PREFETCHED_LINES: Final = 4  # cache lines of each output's weights
 SUM_BLOCK: Final = 1024
 
 
@@ -97,7 +96,6 @@ def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
             is_split=is_split,
             has_splits=splits > 1,
             block_inputs=BLOCK_INPUTS,
-            prefetched_lines=PREFETCHED_LINES,
             **tile,
             **launch.options(x.device),
         )
@@ -114,17 +112,26 @@ def num_splits(num_outputs: int, num_inputs: int) -> int:
 
 def _tile(num_rows: int, num_outputs: int) -> dict[str, int]:
     """Return the launch parameters of a tile by name; none of them affects the order of sums."""
-    block_rows = min(64, max(16, triton.next_power_of_2(num_rows)))
-    row_tiles = triton.cdiv(num_rows, block_rows)
-    if block_rows == 64 and row_tiles * triton.cdiv(num_outputs, 256) >= ENOUGH_TILES // 2:
+    block_rows = max(16, triton.next_power_of_2(num_rows))
+    if block_rows <= 32:
+        return {
+            "block_rows": block_rows,
+            "block_outputs": 64,
+            "num_warps": 4,
+            "num_stages": 6 if block_rows == 16 else 4,
+        }
+    row_tiles = triton.cdiv(num_rows, 64)
+    if row_tiles * triton.cdiv(num_outputs, 256) >= ENOUGH_TILES // 2:
         return {"block_rows": 64, "block_outputs": 256, "num_warps": 8, "num_stages": 3}
-    is_wide = row_tiles * triton.cdiv(num_outputs, 128) >= ENOUGH_TILES
-    return {
-        "block_rows": block_rows,
-        "block_outputs": 128 if is_wide else 64,
-        "num_warps": 4,
-        "num_stages": 4,
-    }
+    if block_rows == 64:
+        is_wide = triton.cdiv(num_outputs, 128) >= ENOUGH_TILES
+        return {
+            "block_rows": 64,
+            "block_outputs": 128 if is_wide else 64,
+            "num_warps": 4,
+            "num_stages": 4,
+        }
+    return {"block_rows": 128, "block_outputs": 128, "num_warps": 8, "num_stages": 3}
 
 
 def _num_stages(tile: dict[str, int], item_bytes: int, num_pieces: int, device: torch.device) -> int:
@@ -191,9 +198,9 @@ def _linear_kernel(
     block_inputs: tl.constexpr,
     block_rows: tl.constexpr,
     block_outputs: tl.constexpr,
-    prefetched_lines: tl.constexpr,
     is_early: tl.constexpr,
 ) -> None:
+    wait_for_inputs(is_early)
     # The tile is (outputs, rows): tensor cores take 64 outputs at a time, and rows from 8 up.
     rows = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
     outputs = tl.program_id(1) * block_outputs + tl.arange(0, block_outputs)
@@ -205,14 +212,8 @@ def _linear_kernel(
     if is_split:
         first_input = tl.program_id(2) * split_steps * block_inputs
         end = tl.minimum(first_input + split_steps * block_inputs, num_inputs)
-    weight_rows = weight + outputs[:, None].to(tl.int64) * num_inputs
-    if is_whole:  # no kernel writes weights
-        line: tl.constexpr = LINE_BYTES // (weight.dtype.element_ty.primitive_bitwidth // 8)
-        lines = tl.minimum(first_input + tl.arange(0, prefetched_lines) * line, num_inputs - 1)
-        prefetch(weight_rows + lines[None, :], is_early)
-    wait_for_inputs(is_early)
     x_places = x + rows[None, :].to(tl.int64) * num_inputs + inputs[:, None]
-    weight_places = weight_rows + inputs[None, :]
+    weight_places = weight + outputs[:, None].to(tl.int64) * num_inputs + inputs[None, :]
     second_piece = x_places + tl.cast(piece_stride, tl.int64)
     third_piece = second_piece + tl.cast(piece_stride, tl.int64)
     total = tl.zeros([block_outputs, block_rows], tl.float32)
