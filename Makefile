@@ -72,12 +72,15 @@ test-sanitize: $(VENV)/.test  ## the kernels' tests on native libraries built wi
 GPU_PYTHON ?= python3
 GPU_RESULTS := benchmarks/results/gpu.json
 GPU_TESTS := tests/gpu tests/kernels tests/transport/test_copy.py
+GPU_KERNEL_TESTS := tests/kernels/triton tests/engine/forward/cuda
 .PHONY: gpu
 gpu: export PYTHONPATH := src:$(PYTHONPATH)
 gpu:  ## on an NVIDIA GPU: its tests, then benchmarks/bench_gpu.py, in six minutes; GPU_PYTHON=python3, no installation
 	$(GPU_PYTHON) -c "import torch; assert torch.cuda.is_available(), 'there is no NVIDIA GPU here'"
-	@failed=; timeout --signal INT --kill-after 10 120 \
-	$(GPU_PYTHON) -m pytest -q -m gpu -n 4 --dist loadgroup -p no:cacheprovider -o filterwarnings=default $(GPU_TESTS) || failed=" tests"; \
+	@failed=; timeout --signal INT --kill-after 10 100 \
+	$(GPU_PYTHON) -m pytest -q -m gpu -n 8 --dist loadgroup -p no:cacheprovider -o filterwarnings=default $(GPU_TESTS) || failed=" tests"; \
+	timeout --signal INT --kill-after 10 50 \
+	$(GPU_PYTHON) -m pytest -q -n 8 -p no:cacheprovider -o filterwarnings=default $(GPU_KERNEL_TESTS) || failed="$$failed kernels"; \
 	$(GPU_PYTHON) benchmarks/bench_gpu.py --out $(GPU_RESULTS) $(OPTIONS) || failed="$$failed benchmarks"; \
 	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 

@@ -183,17 +183,27 @@ def test_attention_over_pages(
     query = random(4, heads, dim, seed=3)
     rows = [(token, 1, begin, length) for token, begin, length in zip(range(4), begins, lengths, strict=True)]
     made = {}
-    # A program for each block; for two; for each segment (the last of them idle); for everything.
-    for max_keys, most in ((700, 64), (701, 10), (1030, 1), (0, 1)):
-        monkeypatch.setattr(attention, "MAX_PARTS", most)
+    # A program for each block; for each segment (the last of them idle); for everything.
+    for max_keys, most in ((700, 64), (1030, 1), (0, 64)):
+        monkeypatch.setattr(attention, "MAX_BLOCKS", most)
         out = torch.full((3, 4, heads * dim), torch.nan, dtype=torch.bfloat16, device=DEVICE)
         decode = tiles(rows, slots, 1, max_keys)
         attention.attend(query, pool, decode, rule, out)
         close(join(out), reference.attend(query, pool, decode, rule), 2e-6)
         made[max_keys] = out
+    monkeypatch.setattr(attention, "MAX_BLOCKS", 1)
     assert attention._split(tiles(rows, slots, 1, 1030), kv_heads, 64) == (5, 4)
-    for max_keys in (700, 701, 1030):
-        same(join(made[max_keys]), join(made[0]))
+    same(join(made[700]), join(made[0]))
+    same(join(made[1030]), join(made[0]))
+
+
+@pytest.mark.parametrize("num_tiles", [1, 3, 8, 31, 32, 128])
+@pytest.mark.parametrize("max_keys", [0, 1, 64, 65, 500, 4096, 4097, 100_000])
+def test_a_program_computes_one_block_or_one_segment(num_tiles: int, max_keys: int) -> None:
+    slots = torch.zeros(1, dtype=torch.int32)
+    found = attention._split(tiles([(0, 1, 0, 1)] * num_tiles, slots, 1, max_keys), 8, 64)
+    num_blocks = max(1, -(-max_keys // 64))
+    assert found in {(num_blocks, 1), (-(-num_blocks // attention.SEGMENT_BLOCKS), attention.SEGMENT_BLOCKS)}
 
 
 def test_a_token_has_the_same_bits_in_a_chunk_and_alone() -> None:

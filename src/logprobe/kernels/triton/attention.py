@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 SEGMENT_BLOCKS: Final = 16  # blocks in a segment
 ENOUGH_PROGRAMS: Final = 256  # about two per multiprocessor, as many as run at a time
-MAX_PARTS: Final = 64  # of a tile, unless a part is a segment
+MAX_BLOCKS: Final = 64  # up to this many blocks of a context, each may be a program of its own
 NO_WINDOW: Final = 1 << 30
 DECODE_ROWS: Final = 16  # rows of a tile: tokens times query heads per key/value head
 CHUNK_ROWS: Final = 32
@@ -145,16 +145,16 @@ def attend(query: Tensor, pool: tuple[Tensor, Tensor], tiles: Tiles, rule: Score
 
 
 def _split(tiles: Tiles, kv_heads: int, keys: int) -> tuple[int, int]:
-    """Return how many programs compute a tile, and how many blocks of `keys` keys each of them computes."""
+    """Return how many programs compute a tile, and how many blocks of `keys` keys each of them computes.
+
+    A program computes one block or one segment: other numbers of blocks would be merged in another order.
+    """
     num_blocks = max(1, triton.cdiv(tiles.max_keys, keys))
-    part_blocks = SEGMENT_BLOCKS
-    while part_blocks > 1:
-        num_parts = triton.cdiv(num_blocks, part_blocks // 2)
-        is_enough = len(tiles.tokens) * kv_heads * triton.cdiv(num_blocks, part_blocks) >= ENOUGH_PROGRAMS
-        if is_enough or num_parts > MAX_PARTS:
-            break
-        part_blocks //= 2
-    return triton.cdiv(num_blocks, part_blocks), part_blocks
+    num_segments = triton.cdiv(num_blocks, SEGMENT_BLOCKS)
+    is_enough = len(tiles.tokens) * kv_heads * num_segments >= ENOUGH_PROGRAMS
+    if is_enough or num_blocks > MAX_BLOCKS:
+        return num_segments, SEGMENT_BLOCKS
+    return num_blocks, 1
 
 
 @triton.jit
