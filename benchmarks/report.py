@@ -1,4 +1,4 @@
-"""Write docs/performance.md and its picture from the newest result of each benchmark in results/.
+"""Write docs/performance.md, its picture and a table of README.md from the newest results in results/.
 
 `--all` prints every recorded figure with its targets, and the reason for each missed target, instead.
 """
@@ -15,6 +15,7 @@ from headlines import Row, rows
 from misses import REASONS
 
 PAGE = ROOT / "docs" / "performance.md"
+README = ROOT / "README.md"
 PICTURE = ROOT / "docs" / "pictures" / "performance.svg"
 
 OPENING = f"""# Performance
@@ -45,6 +46,24 @@ target is missed, the reason.
 - Rates and seconds depend on the machine; compare the ratios.
 
 """
+
+BEGIN, END = "<!-- begin: benchmarks/report.py -->\n", "<!-- end: benchmarks/report.py -->"
+
+README_OPENING = """
+Median rates on two CPU cores, with the model of the examples or one of 1.2 billion random weights ("1.2B").
+Above 1 x, logprobe is faster. [Performance](docs/performance.md) has all tasks and explains the measurements.
+
+"""
+
+README_TASKS = (
+    "generate, one prompt, 20 alternatives a token",
+    "generate, 32 prompts at once, 20 alternatives",
+    "score texts of 512 tokens, 20 alternatives",
+    "score 4 answers to a context of 256 tokens",
+    "whole next-token distributions of 64 prefixes",
+    "1.2B in bfloat16: generate, 32 prompts at once",
+    "1.2B in Q4_K_M: generate, one prompt",
+)
 
 HEADLINE_HEADINGS = ("task", "logprobe", "best other library", "ratio", "measured")
 
@@ -162,6 +181,18 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     return "".join([OPENING, _text(first_table(headlines)), HOW, _text(machines(measured))])
 
 
+def readme(text: str, results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the text of README.md with the current table."""
+    head, begin, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    lines = ["| task | logprobe | best other library | ratio |", "|---|---|---|---|"]
+    for row in rows(results):
+        if row.task in README_TASKS:
+            ours, theirs = f"{number(row.ours)} {row.unit}", f"{row.rival}: {number(row.theirs)}"
+            lines.append(f"| {row.task} | {ours} | {theirs} | {row.ratio['median']:.2f} x |")
+    return "".join([head, begin, README_OPENING, _text([*lines, ""]), end, tail])
+
+
 def machines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Yield the machines and versions of the benchmarks on the page, one per line."""
     benches: dict[str, list[str]] = {}
@@ -191,14 +222,19 @@ def picture(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Write the page and its picture."""
+    """Write the page, its picture and the table of the README."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--all", action="store_true", help="print every recorded figure; write nothing")
     results = without_gone(newest_results())
     if parser.parse_args().all:
         print(everything(results), end="")
         return
-    for path, content in ((PAGE, page(results)), (PICTURE, picture(results))):
+    texts = {
+        PAGE: page(results),
+        PICTURE: picture(results),
+        README: readme(README.read_text(encoding="utf-8"), results),
+    }
+    for path, content in texts.items():
         path.write_text(content, encoding="utf-8")
         print(f"wrote {path.relative_to(ROOT)}")
 

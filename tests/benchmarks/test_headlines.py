@@ -11,7 +11,18 @@ from chart import chart
 from harness import OURS, RESULTS, Figure, as_json
 from headlines import HEADLINES, Row, rows, title
 from process import RIVALS
-from report import PAGE, PICTURE, newest_results, page, picture, places, without_gone
+from report import (
+    PAGE,
+    PICTURE,
+    README,
+    README_TASKS,
+    newest_results,
+    page,
+    picture,
+    places,
+    readme,
+    without_gone,
+)
 
 TASK = next(iter(HEADLINES))
 BENCH, FIGURE = HEADLINES[TASK]
@@ -33,10 +44,13 @@ def row(**samples: list[float]) -> list[Row]:
     return rows({BENCH: {"day": "2026-01-02", "machine": machine, "figures": [as_json(measured)]}})
 
 
-def test_the_page_and_its_picture_are_those_of_the_recorded_figures() -> None:
+def test_the_page_its_picture_and_the_readme_hold_the_recorded_figures() -> None:
     results = without_gone(newest_results())
     assert PAGE.read_text(encoding="utf-8") == page(results), "run `python benchmarks/report.py`"
     assert PICTURE.read_text(encoding="utf-8") == picture(results), "run `python benchmarks/report.py`"
+    text = README.read_text(encoding="utf-8")
+    assert text == readme(text, results), "run `python benchmarks/report.py`"
+    assert set(README_TASKS) <= set(HEADLINES)
 
 
 @pytest.mark.parametrize("task", HEADLINES)

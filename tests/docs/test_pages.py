@@ -15,7 +15,16 @@ from logprobe.cli.app import run
 TESTS = Path(__file__).parents[1]
 COMMAND = re.compile(r"(?:^|[|;&] *)logprobe ((?:[a-z]+ ?){1,2})(.*)", re.MULTILINE)
 # The examples of these pages run here, each page in its own folder; other pages have their own tests.
-HERE = ["compare.md", "concepts.md", "constrain.md", "distil.md", "errors.md", "rl.md", "scoring.md", "speculate.md"]
+HERE = [
+    "compare.md",
+    "concepts.md",
+    "constrain.md",
+    "distil.md",
+    "errors.md",
+    "rl.md",
+    "scoring.md",
+    "speculate.md",
+]
 
 
 @pytest.mark.parametrize("page", HERE)
