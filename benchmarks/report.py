@@ -58,7 +58,6 @@ Above 1 x, logprobe is faster. [Performance](docs/performance.md) has all tasks 
 README_TASKS = (
     "generate, one prompt, 20 alternatives a token",
     "generate, 32 prompts at once, 20 alternatives",
-    "score texts of 512 tokens, 20 alternatives",
     "score 4 answers to a context of 256 tokens",
     "whole next-token distributions of 64 prefixes",
     "1.2B in bfloat16: generate, 32 prompts at once",
