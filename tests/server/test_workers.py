@@ -8,7 +8,6 @@ import threading
 from collections import defaultdict
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -34,7 +33,6 @@ from server_process import PATIENCE_S
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SECURITY = Path(__file__).parents[2] / "SECURITY.md"
 READER, WRITER = "logprobe-http-read", "logprobe-http-write"
 MOST = 32  # maximum of entries written at once; the tiny model's context is 128 tokens
 
@@ -137,17 +135,6 @@ def test_what_is_stored_is_read_in_a_worker_however_small_the_body(
     body = SMALL["/v1/responses"] | {"previous_response_id": first}
     assert server.post("/v1/responses", **body).status_code == 200
     assert threads["encode"] == {READER}
-
-
-def test_the_page_of_limits_says_what_runs_on_the_event_loop() -> None:
-    page = SECURITY.read_text(encoding="utf-8")
-    bounds = (
-        f"{QUICK_BYTES:,} bytes",
-        f"{QUICK_PROMPTS} prompts",
-        f"{QUICK_ENTRIES:,} tokens",
-        f"{MAX_JOBS} jobs",
-    )
-    assert [bound for bound in bounds if bound not in page] == []
 
 
 def test_reading_is_refused_where_too_many_wait_and_writing_waits_for_none_of_them() -> None:
