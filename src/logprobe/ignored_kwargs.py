@@ -118,6 +118,7 @@ FIELDS_WITHOUT_EFFECT: Final[dict[str, Keyword]] = {
     "reasoning.generate_summary": ignored(NO_SUMMARY),
     "include.reasoning.encrypted_content": ignored("reasoning is returned and accepted as plain text"),
     # Other servers.
+    "priority": ignored("requests are scheduled fairly among clients"),
     "cache_prompt": ignored(KEPT_PREFIXES),
     "guided_decoding_backend": ignored("all grammars use the same compiler"),
     "spaces_between_special_tokens": ignored("texts have no special tokens"),
@@ -158,7 +159,6 @@ NEUTRAL_FIELDS: Final[dict[str, Keyword]] = {
     "conversation": Keyword(),
     "response_format": Keyword(accepted=({"type": "text"},)),
     "service_tier": Keyword(accepted=("auto", "default")),
-    "skip_special_tokens": Keyword(accepted=(True,)),
 }
 """Fields of request bodies for unsupported features, with the values that do not use the feature."""
 
@@ -171,6 +171,7 @@ THINKING: Final = ("enable_thinking", "reasoning_effort", "reasoning")
 PROCESSORS: Final = ("logits_processors_args",)
 TRUNCATION: Final = "shorten the text (POST /tokenize counts its tokens)"
 TOP_LEVEL: Final = "send its members as fields of the body"
+PAIRS: Final = "use POST /v1/rerank to score documents against a query"
 CONTEXT: Final = "the server's option --max-model-len sets the context length"
 
 FOREIGN_FIELDS: Final[dict[str, Keyword]] = {
@@ -278,6 +279,8 @@ FOREIGN_FIELDS: Final[dict[str, Keyword]] = {
     ),
     "documents": Keyword(("chat_template_kwargs",), OFF),
     "images": Keyword(accepted=OFF),
+    "request_id": Keyword(accepted=None),
+    "truncation_side": Keyword(accepted=("left",), reason=TRUNCATION),
     "input_ids": Keyword(PROMPT),
     "inputs": Keyword(PROMPT),
     "max_chunks_per_doc": Keyword(reason=TRUNCATION),
@@ -294,6 +297,11 @@ FOREIGN_FIELDS: Final[dict[str, Keyword]] = {
     "transforms": Keyword(accepted=OFF, reason=TRUNCATION),
     "truncate": Keyword(accepted=OFF, reason=TRUNCATION),
     "truncate_prompt_tokens": Keyword(reason=TRUNCATION),
+    "data_1": Keyword(reason=PAIRS),
+    "data_2": Keyword(reason=PAIRS),
+    "queries": Keyword(reason=PAIRS),
+    "text_1": Keyword(reason=PAIRS),
+    "text_2": Keyword(reason=PAIRS),
     # Reasoning.
     "include_reasoning": Keyword(accepted=(True,)),
     "max_thinking_tokens": Keyword(PROCESSORS),

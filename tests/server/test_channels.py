@@ -121,7 +121,11 @@ def folded(chunks: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
         for name, value in choice.items():
             if name in {"token_ids", "explain"}:
                 found[name] = [*found.get(name, []), *value]
-            elif name in {"fields", "tool_call_fields"} or (name == "finish_reason" and value):
+            elif (
+                name in {"fields", "tool_call_fields"}
+                or (name == "finish_reason" and value)
+                or name == "stop_reason"
+            ):
                 found[name] = value
     if "tool_calls" in message:
         message["content"] = message["content"] or None

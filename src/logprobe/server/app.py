@@ -33,6 +33,8 @@ from logprobe.server.openai.openapi import document
 from logprobe.server.routes import facts, labels, operator
 from logprobe.server.routes.chat import chat_completions
 from logprobe.server.routes.completions import completions
+from logprobe.server.routes.generative_scoring import generative_scoring, score
+from logprobe.server.routes.loglikelihood import loglikelihood
 from logprobe.server.routes.next_token import next_token_logprobs
 from logprobe.server.routes.responses import (
     create_response,
@@ -40,7 +42,6 @@ from logprobe.server.routes.responses import (
     get_response,
     list_input_items,
 )
-from logprobe.server.routes.score import score
 from logprobe.server.routes.uncertainty import uncertainty
 from logprobe.server.settings import read_response_template
 
@@ -88,8 +89,10 @@ ROUTES: Final[tuple[tuple[str, str, Handler], ...]] = (
     ("GET", "/v1/responses/{response_id}", get_response),
     ("DELETE", "/v1/responses/{response_id}", delete_response),
     ("GET", "/v1/responses/{response_id}/input_items", list_input_items),
+    ("POST", "/v1/loglikelihood", loglikelihood),
+    ("POST", "/v1/label", labels.label),
+    ("POST", "/generative_scoring", generative_scoring),
     ("POST", "/v1/score", score),
-    ("POST", "/v1/classify", labels.classify),
     ("POST", "/v1/judge", labels.judge),
     ("POST", "/v1/uncertainty", uncertainty),
     ("POST", "/v1/rerank", labels.rerank),
