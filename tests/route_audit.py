@@ -151,7 +151,7 @@ AUDIT = (
         ),
     ),
     Audited(
-        ("GET /",),
+        ("GET /", "GET /docs"),
         "the page's bytes, put together for the first who asks, on the event loop, and kept",
         "made once, of the server's own files; all replies share the bytes",
         ("test_page.py::test_the_page_needs_no_key_and_tells_browsers_what_it_may_do",),

@@ -236,6 +236,20 @@ def test_own_ids_at_each_position_come_as_offline(server: Any, temperature: floa
     assert LogprobsInfo.from_json(table.schema.metadata[b"logprobe.info"]).temperature == temperature
 
 
+def test_replies_count_as_logprob_bytes_in_json_and_arrow(server: Any) -> None:
+    for accept in ("application/json", "application/vnd.apache.arrow.stream"):
+        before = server.service.metrics.registry.get_sample_value("logprobe_logprob_bytes_total")
+        reply = httpx.post(
+            f"{server.url}/v1/loglikelihood",
+            json={"context": "a", "continuations": ["b"]},
+            headers={"accept": accept},
+            timeout=PATIENCE_S,
+        )
+        after = server.service.metrics.registry.get_sample_value("logprobe_logprob_bytes_total")
+        assert reply.headers["content-type"] == accept
+        assert after - before == len(reply.content)
+
+
 def test_arrow_has_named_ids_also_where_the_first_continuation_names_none(server: Any) -> None:
     import pyarrow as pa
 

@@ -69,7 +69,7 @@ def _operation(method: str, path: str, summary: str) -> dict[str, Any]:
 
 def _contents(method: str, path: str) -> dict[str, Any]:
     """Return the schema of a route's successful reply, by media type."""
-    if path == "/":
+    if path in {"/", "/docs"}:
         return {"text/html": _TEXT}
     if path == "/metrics":
         return {"text/plain": _TEXT}

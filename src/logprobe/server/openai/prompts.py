@@ -171,12 +171,12 @@ def render_messages(
     `reasoning_field`. With `is_whole=False`, the text may be longer than the model's context.
     """
     check_fields(messages)
-    text, is_whole = (
+    text, has_reasoning = (
         lay_out_reasoning(messages, service.text, layout)
         if any(field in message for message in messages for field in FIELDS)
         else (lay_out(messages, service.text, layout), True)
     )
-    if not is_whole:
+    if not has_reasoning:
         service.call.without_effect.append(reasoning_field)
     check_texts([text], "messages", service, is_whole=is_whole)
     return text
