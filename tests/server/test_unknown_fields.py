@@ -102,7 +102,7 @@ def test_a_misspelt_field_is_refused_with_the_right_name(
     [
         (CHAT, {"repeat_penalty": 1.1}, "repetition_penalty"),
         (RESPONSES, {"truncate_prompt_tokens": 10}, "/tokenize"),
-        (CHAT, {"documents": [{"text": "a"}]}, "chat_template_kwargs"),
+        (CHAT, {"documents": [{"text": "a"}]}, "message"),
         (CHAT, {"think": False}, "enable_thinking"),
         (RESPONSES, {"max_tokens": 5}, "max_output_tokens"),
         (RESPONSES, {"reasoning": {"max_tokens": 5}}, "effort"),
