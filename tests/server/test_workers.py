@@ -27,7 +27,7 @@ from logprobe.server.http.workers import (
     Workers,
 )
 from logprobe.server.openai.bodies import BODIES
-from logprobe.server.routes import completions, labels, score
+from logprobe.server.routes import completions, labels, loglikelihood
 from logprobe.text.edge import TextEdge
 from server_process import PATIENCE_S
 
@@ -113,7 +113,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
     monkeypatch.setattr(decode, "decode_body", watched("decode", decode.decode_body))
     monkeypatch.setattr(TextEdge, "encode", watched("encode", TextEdge.encode))
     monkeypatch.setattr(reply, "encode", watched("write", reply.encode))
-    monkeypatch.setattr(score, "fields_of", watched("write", score.fields_of))
+    monkeypatch.setattr(loglikelihood, "fields_of", watched("write", loglikelihood.fields_of))
     return names
 
 
@@ -314,8 +314,8 @@ def test_answers_of_many_documents_are_written_in_a_worker(
 def test_a_score_as_arrow_is_written_in_a_worker_however_small(
     server: Any, threads: dict[str, set[str]]
 ) -> None:
-    headers = {"accept": score.ARROW_TYPE}
+    headers = {"accept": loglikelihood.ARROW_TYPE}
     asked = SMALL["/v1/loglikelihood"]
     reply = httpx.post(f"{server.url}/v1/loglikelihood", json=asked, headers=headers, timeout=PATIENCE_S)
-    assert reply.headers["content-type"] == score.ARROW_TYPE
+    assert reply.headers["content-type"] == loglikelihood.ARROW_TYPE
     assert threads["write"] == {WRITER}
