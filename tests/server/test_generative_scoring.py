@@ -91,6 +91,7 @@ def test_sglang_takes_one_text_and_ids_and_normalizes_on_request(server: Any) ->
     [
         ({"label_token_ids": []}, "label_token_ids"),
         ({"label_token_ids": [99_999]}, "label_token_ids"),
+        ({"label_token_ids": [9_999_999_999, 9_999_999_998]}, "label_token_ids"),
         ({"label_token_ids": [-1]}, "label_token_ids"),
         ({"label_token_ids": [5, 5]}, "label_token_ids"),
         ({"label_token_ids": [*range(257)]}, "label_token_ids"),
@@ -139,3 +140,21 @@ def test_a_body_of_another_score_route_names_the_route_to_use(
 def test_a_query_that_is_too_long_is_refused_before_it_is_copied(server: Any) -> None:
     reply = server.post(VLLM, query="the " * 300, items=["a"], label_token_ids=LABELS)
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_requests_of_vllms_own_tests_get_the_reply_that_these_expect(server: Any) -> None:
+    cities = ["Paris", "London", "Berlin", "New York", "Tokyo"]
+    asked = {"query": "Is this city a capital? ", "items": cities, "label_token_ids": [100, 200]}
+    first, again = (server.post(VLLM, model=server.service.model_name, **asked).json() for _ in range(2))
+    assert first["id"].startswith("generative-scoring-")
+    assert first["object"] == "list"
+    assert [one["index"] for one in first["data"]] == [*range(5)]
+    assert all(one["object"] == "score" and 0 <= one["score"] <= 1 for one in first["data"])
+    usage = first["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["completion_tokens"] > 0
+    scores = [[one["score"] for one in reply["data"]] for reply in (first, again)]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-6)
+    del asked["label_token_ids"]
+    refused = server.post(VLLM, **asked)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "label_token_ids")
