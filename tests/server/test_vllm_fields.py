@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from logprobe.server import service as service_module
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -136,6 +138,16 @@ def test_a_template_of_the_request_needs_the_operators_consent(server: Any) -> N
         assert "--trust-request-chat-template" in refused.json()["error"]["message"]
 
 
+def test_a_template_that_is_not_allowed_is_not_parsed(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[str] = []
+    monkeypatch.setattr(
+        service_module, "variables_of", lambda template: parsed.append(template) or frozenset()
+    )
+    refused = server.post(CHAT, messages=MESSAGES, chat_template=SHOUT, enable_thinking=True)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "chat_template")
+    assert SHOUT not in parsed
+
+
 def test_a_template_of_the_request_replaces_the_models(trusting: Any) -> None:
     asked = {"messages": MESSAGES, "chat_template": SHOUT, "chat_template_kwargs": {"mood": "glad"}}
     reply = ok(trusting.post(CHAT, **asked, max_tokens=1, return_token_ids=True))
@@ -149,9 +161,11 @@ def test_a_template_of_the_request_replaces_the_models(trusting: Any) -> None:
     "template", ["{% for %}", "{{ raise_exception('no') }}", "{{ messages.__class__.__mro__ }}", "nothing"]
 )
 def test_a_template_that_fails_or_drops_the_messages_is_a_400(trusting: Any, template: str) -> None:
-    refused = trusting.post(CHAT, messages=MESSAGES, chat_template=template, max_tokens=1)
-    assert refused.status_code == 400, refused.text
-    assert refused.json()["error"]["param"].startswith("messages")
+    for kwargs in ({}, {"mood": "glad"}):
+        asked = {"messages": MESSAGES, "chat_template": template, "chat_template_kwargs": kwargs}
+        refused = trusting.post(CHAT, **asked, max_tokens=1)
+        assert refused.status_code == 400, refused.text
+        assert refused.json()["error"]["param"].startswith(("messages", "chat_template_kwargs.mood"))
 
 
 # -- skip_special_tokens -------------------------------------------------------------------------------------

@@ -318,9 +318,14 @@ class Service:
             raise bad_request("request_id", "must be 1 to 128 printable ASCII characters without spaces")
         return f"{prefix}-{request_id}"
 
-    def template_variables(self, template: str | None = None) -> frozenset[str]:
-        """Return the variables in a chat template, by default the model's; empty without a valid template."""
-        template = template or chat_template_of(self.text.template_source)
+    def request_template(self, body: msgspec.Struct) -> str | None:
+        """Return the chat template of a body; None if it has none, or the server does not allow it."""
+        template: str | None = getattr(body, "chat_template", None)
+        return template if self.settings.trust_request_chat_template else None
+
+    def template_variables(self, body: msgspec.Struct) -> frozenset[str]:
+        """Return the variables in the chat template for a body; empty without a valid template."""
+        template = self.request_template(body) or chat_template_of(self.text.template_source)
         if template is None:
             return frozenset()
         from jinja2 import TemplateSyntaxError

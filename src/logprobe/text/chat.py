@@ -302,9 +302,14 @@ def _says_tools(source: Any, tools: Sequence[Mapping[str, Any]] | None) -> bool:
 
 def _check_variables(variables: Mapping[str, Any], template: str) -> None:
     """Raise `ParameterError` for variables that are reserved or that the template does not read."""
+    from jinja2 import TemplateSyntaxError
+
     for name in variables:
         require(name not in OWN_VARIABLES, f"chat_template_kwargs.{name}", "is reserved; leave it out")
-        known = sorted(variables_of(template) - OWN_VARIABLES)
+        try:
+            known = sorted(variables_of(template) - OWN_VARIABLES)
+        except TemplateSyntaxError:
+            return  # the syntax error is reported when the template is rendered
         message = f"is not read by the model's chat template; it reads {', '.join(known) or 'none'}"
         require(name in known, f"chat_template_kwargs.{name}", message)
 

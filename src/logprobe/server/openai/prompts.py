@@ -207,8 +207,8 @@ def layout_of(
     functions: Sequence[Mapping[str, Any]] | None,
 ) -> Layout:
     """Return how to lay out a body's conversation: tools, template variables, and generation prompt."""
-    template = getattr(body, "chat_template", None)
-    if template is not None and not service.settings.trust_request_chat_template:
+    template = service.request_template(body)
+    if template is None and getattr(body, "chat_template", None) is not None:
         remedy = "leave it out, or start the server with --trust-request-chat-template"
         raise bad_request("chat_template", f"is not allowed by this server; {remedy}")
     return Layout(
@@ -216,7 +216,7 @@ def layout_of(
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
         chat_template=template,
-        chat_template_kwargs=template_variables(body, service.template_variables(template)),
+        chat_template_kwargs=template_variables(body, service.template_variables(body)),
     )
 
 

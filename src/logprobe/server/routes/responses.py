@@ -73,7 +73,7 @@ def read_conversation(
     system: Messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
     items = InputItems(body.input)
     messages = before + items.messages
-    variables = template_variables(body, service.template_variables())
+    variables = template_variables(body, service.template_variables(body))
     layout = Layout(tools=tools.functions, chat_template_kwargs=variables)
     try:
         text = render_messages(system + messages, service, layout, reasoning_field="input.reasoning")
