@@ -1,4 +1,4 @@
-"""`LLM.score` returns all that `/v1/score` returns."""
+"""`LLM.score` returns all that `/v1/loglikelihood` returns."""
 
 from __future__ import annotations
 

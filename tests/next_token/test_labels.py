@@ -94,7 +94,7 @@ def test_labels_are_measured_by_bytes_bit_by_bit(llm: LLM, lora: str | None) -> 
 
 
 def test_a_servers_labels_have_routes(far: RemoteLM) -> None:
-    with raises(ParameterError, parameter="url", match="/v1/classify"):
+    with raises(ParameterError, parameter="url", match="/v1/label"):
         asyncio.run(far.classify("a", LABELS))
     with raises(ParameterError, parameter="url", match="field_logprobs"):
         asyncio.run(far.fields(RequestOutput(request_id="a")))

@@ -122,7 +122,7 @@ class Answers(BaseLM):
 
     async def _summed_up(self, lay_out: Callable[[TextEdge], Plan[T]], lora: str | None) -> T:
         self._check_open()
-        loaded = self._here("call its POST /v1/classify, /v1/rerank and /v1/judge")
+        loaded = self._here("call its POST /v1/label, /v1/rerank and /v1/judge")
         chosen = self._chosen_lora(lora)
         plan = await asyncio.to_thread(lay_out, loaded.text)  # tokenizing many texts is slow
         scores = await ScoringClient(loaded.engine, loaded.text, lora=chosen).score(plan.pairs, SCORED)
