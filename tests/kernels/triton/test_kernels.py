@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 
 from logprobe.kernels.attention.api import ScoreRule
+from logprobe.kernels.layers.forms import PanelWeights, empty_panels, fill_blocks
+from logprobe.kernels.layers.layout import FLOAT32, INT4, INT4_WIDE, INT8, INT8_WIDE, Form
 from logprobe.kernels.triton import attention, layers, products, reference
 from logprobe.kernels.triton.attention import Tiles
+from logprobe.kernels.triton.blocks import from_panels, joined
 from logprobe.kernels.triton.pieces import join, split
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,6 +56,51 @@ def test_products_are_accurate_to_float32(
     one_piece = products.linear(split(x, 1), weight)
     close(one_piece, reference.linear(x, weight), 2e-2)
     assert not torch.equal(one_piece, products.linear(split(x, 3), weight))
+
+
+def quantised(form: Form, num_outputs: int, num_inputs: int) -> PanelWeights:
+    rng = np.random.default_rng(0)
+    num_blocks = num_inputs // form.inputs
+    is_int4, is_wide = form in {INT4, INT4_WIDE}, form in {INT4_WIDE, INT8_WIDE}
+    header = rng.normal(size=(num_outputs, num_blocks, 2 if is_int4 else 1))
+    if is_int4:
+        numbers = rng.integers(0, 1 << 32, (num_outputs, num_blocks, 4), dtype=np.uint32)
+    else:
+        numbers = rng.integers(-128, 128, (num_outputs, num_blocks, form.inputs), dtype=np.int8)
+    panels = empty_panels(form, num_outputs, num_inputs)
+    fill_blocks(panels, 0, header.astype(np.float32 if is_wide else np.float16), numbers)
+    return panels
+
+
+@pytest.mark.parametrize("form", [INT4, INT4_WIDE, INT8, INT8_WIDE], ids=lambda form: form.name)
+@pytest.mark.parametrize(("num_rows", "num_outputs", "num_inputs"), [(1, 70, 96), (20, 64, 576)])
+def test_products_of_quantised_weights_are_those_of_the_same_floats(
+    form: Form, num_rows: int, num_outputs: int, num_inputs: int
+) -> None:
+    panels = quantised(form, num_outputs, num_inputs)
+    weight = from_panels(panels, DEVICE)
+    assert weight is not None
+    assert weight.shape == (num_outputs, num_inputs)
+    floats = torch.from_numpy(panels.rows(np.arange(num_outputs))).to(DEVICE)
+    assert torch.equal(weight.float(), floats)
+    assert torch.equal(weight[3:9].float(), floats[3:9])
+    x = random(num_rows, num_inputs)
+    got = products.linear(split(x, 3), weight)
+    assert torch.equal(got, products.linear(split(x, 3), floats))
+    close(got, reference.linear(x, floats), 1e-6)
+
+
+def test_quantised_matrices_of_one_format_are_joined() -> None:
+    first, second, other = (from_panels(quantised(form, 48, 64), DEVICE) for form in (INT4, INT4, INT8))
+    assert first is not None
+    assert second is not None
+    assert other is not None
+    whole = joined([first, second])
+    assert whole is not None
+    assert torch.equal(whole.float(), torch.cat([first.float(), second.float()]))
+    assert joined([first, other]) is None
+    floats = empty_panels(FLOAT32, 48, 64)
+    assert from_panels(floats, DEVICE) is None
 
 
 def test_a_row_has_the_same_bits_in_any_batch() -> None:

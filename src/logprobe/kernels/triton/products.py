@@ -1,9 +1,10 @@
 """Products of activations with weights on tensor cores, accurate to float32.
 
-Activations are passed as bfloat16 pieces (`pieces`). Weights keep the dtype of the checkpoint, so a step
-reads no more bytes than the checkpoint has. A bfloat16 weight is one piece; float16 and float32 weights are
-split in registers, into two and three pieces. Tensor cores round their float32 sums toward zero, so they only
-sum the products of BLOCK_INPUTS inputs; ordinary float32 additions add these partial sums.
+Activations are passed as bfloat16 pieces (`pieces`). Weights keep the format of the checkpoint, so a step
+reads no more bytes than the checkpoint has. A bfloat16 weight is one piece; float16, float32 and quantised
+weights (`blocks`) are split in registers, into two pieces or three. Tensor cores round their float32 sums
+toward zero, so they only sum the products of BLOCK_INPUTS inputs; ordinary float32 additions add these
+partial sums.
 
 A matrix with few outputs is also split along its inputs (split-K), so that all multiprocessors have work.
 With few rows, each split runs as a separate program, and the kernel that uses the product adds the results
@@ -21,6 +22,7 @@ import triton
 import triton.language as tl
 
 from logprobe.kernels.triton import launch
+from logprobe.kernels.triton.blocks import BlockWeight
 from logprobe.kernels.triton.launch import wait_for_inputs
 from logprobe.kernels.triton.pieces import multiply
 
@@ -35,12 +37,12 @@ MIN_SPLIT_STEPS: Final = 4  # minimum length of a split, in steps of BLOCK_INPUT
 SUM_BLOCK: Final = 1024
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | BlockWeight, bias: Tensor | None = None) -> Tensor:
     """Return `x @ weight.T + bias`, (rows, outputs) float32.
 
     Args:
         x: (num_pieces, rows, inputs) bfloat16, contiguous: the pieces of float32 activations.
-        weight: (outputs, inputs) bfloat16, float16 or float32, contiguous.
+        weight: (outputs, inputs) bfloat16, float16 or float32, contiguous; or quantised.
         bias: (outputs,) float32.
     """
     parts = linear_parts(x, weight)
@@ -63,19 +65,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
-def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
+def linear_parts(x: Tensor, weight: Tensor | BlockWeight) -> Tensor:
     """Return the parts of `x @ weight.T`, (parts, rows, outputs) float32, whose sum in order is the product.
 
     Args:
         x: (num_pieces, rows, inputs) bfloat16, contiguous: the pieces of float32 activations.
-        weight: (outputs, inputs) bfloat16, float16 or float32, contiguous.
+        weight: (outputs, inputs) bfloat16, float16 or float32, contiguous; or quantised.
     """
     num_pieces, num_rows, num_inputs = x.shape
     num_outputs = len(weight)
     splits = num_splits(num_outputs, num_inputs)
     tile = _tile(num_rows, num_outputs)
+    blocks = weight if isinstance(weight, BlockWeight) else None
+    numbers = weight if isinstance(weight, torch.Tensor) else weight.values
     if x.is_cuda:
-        tile["num_stages"] = _num_stages(tile, weight.element_size(), num_pieces, x.device)
+        tile["num_stages"] = _num_stages(tile, numbers.element_size(), num_pieces, x.device)
     grid = (triton.cdiv(num_rows, tile["block_rows"]), triton.cdiv(num_outputs, tile["block_outputs"]))
     is_split = splits > 1 and grid[0] * grid[1] < 2 * ENOUGH_TILES
     num_parts = splits if is_split else 1
@@ -83,7 +87,8 @@ def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
     if num_rows:
         _linear_kernel[(*grid, num_parts)](
             x,
-            weight,
+            numbers,
+            numbers if blocks is None else blocks.header,
             parts,
             num_rows,
             num_outputs,
@@ -91,15 +96,26 @@ def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
             num_rows * num_inputs,
             triton.cdiv(triton.cdiv(num_inputs, BLOCK_INPUTS), splits),
             num_pieces=num_pieces,
-            weight_pieces=WEIGHT_PIECES[weight.dtype],
+            weight_pieces=3 if blocks is not None else WEIGHT_PIECES[numbers.dtype],
+            block=0 if blocks is None else blocks.block,
+            is_int4=blocks is not None and blocks.is_int4,
+            has_summands=blocks is not None and blocks.header.shape[2] == 2,
             is_whole=num_inputs % BLOCK_INPUTS == 0 and num_outputs % tile["block_outputs"] == 0,
             is_split=is_split,
             has_splits=splits > 1,
             block_inputs=BLOCK_INPUTS,
+            enable_fp_fusion=False,  # a quantised weight is rounded as in a float32 matrix
             **tile,
             **launch.options(x.device),
         )
     return parts
+
+
+def narrowed(weight: Tensor) -> Tensor:
+    """Return a matrix in the first dtype of WEIGHT_PIECES that represents all its numbers exactly."""
+    wide = weight.float()
+    narrow = (weight.to(dtype) for dtype in WEIGHT_PIECES)
+    return next((part for part in narrow if torch.equal(part.float(), wide)), weight)
 
 
 def num_splits(num_outputs: int, num_inputs: int) -> int:
@@ -181,9 +197,36 @@ def _sum_kernel(
 
 
 @triton.jit
+def _dequantised(
+    values: tl.tensor, header: tl.tensor, outputs: tl.tensor, start: tl.tensor, is_output: tl.tensor,
+    num_inputs: tl.tensor, block: tl.constexpr, is_int4: tl.constexpr, has_summands: tl.constexpr,
+    block_inputs: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Return quantised weights (`blocks.BlockWeight`) as float32, (outputs, inputs)."""
+    rows = outputs[:, None].to(tl.int64)
+    inputs = start + tl.arange(0, block_inputs)
+    mask = is_output[:, None] & (inputs < num_inputs)[None, :]
+    if is_int4:
+        half: tl.constexpr = block_inputs // 2
+        twos = start // 2 + tl.arange(0, half)
+        byte_mask = is_output[:, None] & (2 * twos < num_inputs)[None, :]
+        packed = tl.load(values + rows * (num_inputs // 2) + twos[None, :], mask=byte_mask, other=0)
+        numbers = tl.interleave(packed & 15, packed >> 4)
+    else:
+        numbers = tl.load(values + rows * num_inputs + inputs[None, :], mask=mask, other=0)
+    num_parts: tl.constexpr = 2 if has_summands else 1
+    places = header + (rows * (num_inputs // block) + (inputs // block)[None, :]) * num_parts
+    weights = numbers.to(tl.float32) * tl.load(places, mask=mask, other=0.0).to(tl.float32)
+    if has_summands:
+        weights += tl.load(places + 1, mask=mask, other=0.0).to(tl.float32)
+    return weights
+
+
+@triton.jit
 def _linear_kernel(
     x: tl.tensor,
     weight: tl.tensor,
+    header: tl.tensor,
     parts: tl.tensor,
     num_rows: tl.tensor,
     num_outputs: tl.tensor,
@@ -192,6 +235,9 @@ def _linear_kernel(
     split_steps: tl.tensor,
     num_pieces: tl.constexpr,
     weight_pieces: tl.constexpr,
+    block: tl.constexpr,
+    is_int4: tl.constexpr,
+    has_summands: tl.constexpr,
     is_whole: tl.constexpr,
     is_split: tl.constexpr,
     has_splits: tl.constexpr,
@@ -219,7 +265,21 @@ def _linear_kernel(
     total = tl.zeros([block_outputs, block_rows], tl.float32)
     split = tl.zeros([block_outputs, block_rows], tl.float32)
     for start in range(first_input, end, block_inputs):
-        if is_whole:
+        if block > 0:
+            weights = _dequantised(
+                weight,
+                header,
+                outputs,
+                start,
+                is_output,
+                num_inputs,
+                block,
+                is_int4,
+                has_summands,
+                block_inputs,
+            )
+            x_mask = is_row[None, :] & (start + inputs < num_inputs)[:, None]
+        elif is_whole:
             weights = tl.load(weight_places + start)
             x_mask = is_row[None, :]
         else:

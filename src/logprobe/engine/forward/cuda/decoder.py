@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -21,9 +21,10 @@ from logprobe.engine.forward.lora import LoraRows
 from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.attention.api import ScoreRule
 from logprobe.kernels.triton.attention import attend
+from logprobe.kernels.triton.blocks import BlockWeight, joined
 from logprobe.kernels.triton.layers import Norm, add, gate, norm, rotate_and_store
 from logprobe.kernels.triton.pieces import NUM_PIECES, join
-from logprobe.kernels.triton.products import linear, linear_parts
+from logprobe.kernels.triton.products import linear, linear_parts, narrowed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, MutableMapping, Sequence
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from logprobe.models.lora import Dense, LoraWeights, LowRank
 
 EXACT: Final = "bf16x3"
+Weight: TypeAlias = "Tensor | BlockWeight"
+"""A matrix in float32, float16 or bfloat16, or quantised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ class Linear:
     """A linear layer, or several layers with the same input whose outputs are concatenated."""
 
     names: dict[str, int]  # module name of each layer → number of outputs
-    weight: Tensor  # (outputs, inputs), float32, float16 or bfloat16
+    weight: Weight  # (outputs, inputs)
     bias: Tensor | None  # (outputs,) float32
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -118,7 +121,7 @@ class CudaDecoder:
     def __init__(
         self,
         spec: DecoderSpec,
-        tensors: MutableMapping[str, Tensor],
+        tensors: MutableMapping[str, Weight],
         *,
         device: torch.device | str = "cuda",
         arithmetic: str = EXACT,
@@ -144,10 +147,10 @@ class CudaDecoder:
         self.loras = LoraRows(by_pieces)
         self._tensors = tensors
         self._parts: dict[str, tuple[Linear, int]] = {}  # by module name: layer and first output
-        self._own: dict[str, Tensor] = {}  # by parameter name: the tensors in use, or views of them
+        self._own: dict[str, Weight] = {}  # by parameter name: the tensors in use, or views of them
         self.embedding_name = f"{spec.path}.{self.family.embedding}"
         embedding = self._linear([self.embedding_name])
-        self.embedding = embedding.weight
+        self.embedding = _as_tensor(embedding.weight)
         is_tied = f"{spec.head}.weight" not in tensors
         self.lm_head = embedding if is_tied else self._linear([spec.head])
         if is_tied:
@@ -156,7 +159,9 @@ class CudaDecoder:
         self.positions = None if positions is None else self._take(f"{spec.path}.{positions}.weight")
         self.layers = [self._layer(index) for index in range(len(spec.rules))]
         self.last_norm = self._norm(f"{spec.path}.{self.family.last_norm}")
-        self.frequencies = {name: tensors.pop(name) for name in list(tensors) if "inv_freq." in name}
+        self.frequencies = {
+            name: _as_tensor(tensors.pop(name)) for name in list(tensors) if "inv_freq." in name
+        }
         self.unplaced = sorted(tensors)
         self.vocab_size, self.hidden_size = self.lm_head.weight.shape
         first = self.layers[0]
@@ -287,7 +292,7 @@ class CudaDecoder:
 
     def state(self) -> dict[str, Tensor]:
         """Return float32 copies of the model's weights on the host, by name in transformers' module."""
-        return {name: tensor.to("cpu", torch.float32, copy=True) for name, tensor in self._own.items()}
+        return {name: _as_tensor(one).to("cpu", torch.float32, copy=True) for name, one in self._own.items()}
 
     def _embedded(self, ids: Tensor, places: Tensor) -> Tensor:
         rows = self.embedding.index_select(0, ids).float()
@@ -463,16 +468,16 @@ class CudaDecoder:
 
     def _linear(self, names: Sequence[str], *, takes_lora: bool = True) -> Linear:
         """Join the linear layers with these module names, and remove their parameters from `tensors`."""
-        weights, biases = [], []
+        weights: list[Weight] = []
+        biases = []
         is_transposed = self.family.is_transposed and names[0].startswith(
             f"{self.spec.path}.{self.family.layers}."
         )
         for name in names:
             weight = self._tensors.pop(f"{name}.weight")
-            weights.append(weight.T if is_transposed else weight)
+            weights.append(_as_tensor(weight).T if is_transposed else weight)
             biases.append(self._vector(f"{name}.bias"))
-        dtype = max((weight.dtype for weight in weights), key=_digits)
-        weight = torch.cat([part.to(dtype) for part in weights]) if len(weights) > 1 else weights[0]
+        whole = _joined(weights)
         sizes = [len(part) for part in weights]
         bias = None
         if any(part is not None for part in biases):
@@ -482,18 +487,18 @@ class CudaDecoder:
                     for part, size in zip(biases, sizes, strict=True)
                 ]
             )
-        made = Linear(dict(zip(names, sizes, strict=True)), weight.contiguous(), bias)
+        made = Linear(dict(zip(names, sizes, strict=True)), whole, bias)
         start = 0
         for name, size in made.names.items():
             if takes_lora:
                 self._parts[name] = made, start
             own = made.weight[start : start + size]
-            self._own[f"{name}.weight"] = own.T if is_transposed else own
+            self._own[f"{name}.weight"] = own.T if is_transposed and isinstance(own, torch.Tensor) else own
             start += size
         return made
 
     def _take(self, name: str) -> Tensor:
-        self._own[name] = tensor = self._tensors.pop(name)
+        self._own[name] = tensor = _as_tensor(self._tensors.pop(name))
         return tensor
 
     def _vector(self, name: str) -> Tensor | None:
@@ -516,6 +521,21 @@ class CudaDecoder:
             None if made.bias is None else made.bias[start : start + made.names.get(name, len(made.weight))]
         )
         return OwnLayer(made, start, bias)
+
+
+def _as_tensor(weight: Weight) -> Tensor:
+    """Return quantised weights as float32, and others as they are."""
+    return weight if isinstance(weight, torch.Tensor) else weight.float()
+
+
+def _joined(parts: Sequence[Weight]) -> Weight:
+    """Return one contiguous matrix with the outputs of all parts, in the smallest format that is exact."""
+    blocks = [part for part in parts if isinstance(part, BlockWeight)]
+    if len(blocks) == len(parts) and (whole := joined(blocks)) is not None:
+        return whole
+    floats = [part if isinstance(part, torch.Tensor) else narrowed(part.float()) for part in parts]
+    dtype = max((part.dtype for part in floats), key=_digits)
+    return torch.cat([part.to(dtype) for part in floats]).contiguous()
 
 
 def _digits(dtype: torch.dtype) -> int:
