@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from logprobe import LLM, AsyncLM, EngineConfig, SamplingParams
+from logprobe import LLM, EngineConfig, SamplingParams
 from logprobe.errors import ParameterError
+from logprobe.next_token import AsyncLM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from logprobe import LLM, AsyncLM, SamplingParams
+from logprobe import LLM, SamplingParams
 from logprobe.analysis import DataSettings, perplexity, score_dataset, surprisal
 from logprobe.errors import EngineClosedError, InputError, ParameterError
+from logprobe.next_token import AsyncLM
 from refusals import raises
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from doc_pages import examples_of, run_examples
-from logprobe import AsyncLM, SamplingParams
+from logprobe import SamplingParams
 from logprobe.engine.client import Client
 from logprobe.errors import EngineClosedError, ForwardError, ParameterError
+from logprobe.next_token import AsyncLM
 from logprobe.testing import (
     FakeForward,
     check_integrity,

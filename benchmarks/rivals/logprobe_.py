@@ -10,8 +10,9 @@ from typing import Any
 
 from protocol import Read, TokenIds, ask_rounds, extend_all, serve
 
-from logprobe import LLM, AsyncLM, AsyncVirtualLM, SamplingParams
+from logprobe import LLM, SamplingParams
 from logprobe.analysis import surprisal
+from logprobe.next_token import AsyncLM, AsyncVirtualLM
 
 TICK_S = 0.001
 

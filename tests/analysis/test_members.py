@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from logprobe import LLM, AsyncLM, SamplingParams
+from logprobe import LLM, SamplingParams
 from logprobe.config import EngineConfig
 from logprobe.engine.client import Client
 from logprobe.errors import ParameterError, WeightsReplacedError
+from logprobe.next_token import AsyncLM
 from logprobe.next_token.fields import FieldSums, SpellingTools
 from logprobe.processors import BatchRow, BatchState, GrammarLogitsProcessor, LogitsProcessor, ModelFacts
 from logprobe.processors.arguments import GrammarArgs, NoArgs

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from logprobe import LLM, AsyncLM, SamplingParams
+from logprobe import LLM, SamplingParams
 from logprobe.analysis import LowConfidence, SampledAnswer, measures
 from logprobe.analysis.client import ScoringClient
 from logprobe.analysis.uncertainty import Growing, draw_plan
 from logprobe.errors import EngineClosedError, ParameterError, WeightsReplacedError
+from logprobe.next_token import AsyncLM
 from logprobe.testing import check_integrity, open_requests, watching_steps
 from refusals import raises
 

@@ -15,7 +15,7 @@ from logprobe.next_token.batcher import LoopBatches
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from logprobe import AsyncLM
+    from logprobe.next_token import AsyncLM
 
 LIMIT_S = 120.0  # generous, also for a busy machine
 

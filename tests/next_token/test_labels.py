@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from logprobe import LLM, AsyncLM, RequestOutput
+from logprobe import LLM, RequestOutput
 from logprobe.errors import EngineClosedError, ParameterError
+from logprobe.next_token import AsyncLM
 from refusals import raises
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from logprobe import RemoteLM
+    from logprobe import RemoteLLM
 
 TALK = [{"role": "user", "content": "the cat"}]
 LABELS = [" the dog", " of the", " a"]
@@ -93,7 +94,7 @@ def test_labels_are_measured_by_bytes_bit_by_bit(llm: LLM, lora: str | None) -> 
     assert found.logprobs.tolist() == want.logprobs.tolist()
 
 
-def test_a_servers_labels_have_routes(far: RemoteLM) -> None:
+def test_a_servers_labels_have_routes(far: RemoteLLM) -> None:
     with raises(ParameterError, parameter="url", match="/v1/classify"):
         asyncio.run(far.classify("a", LABELS))
     with raises(ParameterError, parameter="url", match="field_logprobs"):

@@ -21,7 +21,7 @@ from refusals import raises
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from logprobe import AsyncLM
+    from logprobe.next_token import AsyncLM
 
 TOLERANCE = 5e-5
 
@@ -301,7 +301,7 @@ def test_the_engines_thread_has_ended_before_the_interpreter_takes_itself_apart(
     program = f"""
 import atexit, threading
 atexit.register(lambda: print(sorted(t.name for t in threading.enumerate() if t.name == "logprobe-engine")))
-from logprobe import AsyncLM
+from logprobe.next_token import AsyncLM
 lm = AsyncLM.from_name({str(tiny_model_folder)!r}, kv_bytes=1 << 20)
 lm.add_new_lora({str(next(iter(adapter_folders.values())))!r}, "legal")
 lm.next_token_logprobs_sync([5, 6], lora="legal")

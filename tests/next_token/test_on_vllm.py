@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from logprobe import AsyncVirtualLM
 from logprobe.errors import ModelError, ParameterError
+from logprobe.next_token import AsyncVirtualLM
 from logprobe.processors import GlobalLogprobsCapture
 from refusals import raises
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import logprobe.integrations.vllm.virtual_lm
-from logprobe import AsyncLM, AsyncVirtualLM
 from logprobe.errors import EngineClosedError, ParameterError
+from logprobe.next_token import AsyncLM, AsyncVirtualLM
 from logprobe.processors import GlobalLogprobsCapture
 from refusals import raises
 

@@ -4,28 +4,16 @@ from typing import assert_type
 
 from logprobe import (
     LLM,
-    AsyncLM,
     CompletionOutput,
     EngineConfig,
     FlatLogprobs,
     Logprob,
     LogprobeError,
-    LogprobsLists,
-    LogprobsOnePosition,
-    LogprobsTensors,
-    ModelRunnerOutput,
-    PromptLogprobs,
-    RemoteLM,
+    RemoteLLM,
     RequestOutput,
-    SamplerOutput,
     SamplingParams,
     Score,
-    TokenLogprob,
-    TopLogprobs,
     __version__,
-    append_logprobs_for_next_position,
-    create_prompt_logprobs,
-    create_sample_logprobs,
 )
 from logprobe.analysis import (
     Classification,
@@ -44,7 +32,23 @@ from logprobe.analysis import (
     surprisal,
     write_rollouts,
 )
+from logprobe.compat.logprobs_processor import (
+    LogprobsLists,
+    LogprobsTensors,
+    ModelRunnerOutput,
+    SamplerOutput,
+    TokenLogprob,
+    TopLogprobs,
+)
+from logprobe.compat.vllm_logprobs import (
+    LogprobsOnePosition,
+    PromptLogprobs,
+    append_logprobs_for_next_position,
+    create_prompt_logprobs,
+    create_sample_logprobs,
+)
 from logprobe.errors import BatchError, ParameterError
+from logprobe.next_token import AsyncLM
 
 assert_type(__version__, str)
 
@@ -76,8 +80,8 @@ def read_logprobs(llm: LLM) -> float:
 
 
 async def ask_rows(near: AsyncLM, url: str) -> float:
-    async with RemoteLM(url, "key", timeout=0.01, request_timeout=30.0) as far:
-        lm: AsyncLM | RemoteLM
+    async with RemoteLLM(url, "key", timeout=0.01, request_timeout=30.0) as far:
+        lm: AsyncLM | RemoteLLM
         for lm in (near, far):
             rows = await lm.batch_next_token_logprobs([[1, 2], [1, 3]], lora="legal")
             known = await lm.extend(await lm.start([1, 2]), 3)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from logprobe._lazy import lazy_names
-from logprobe.async_lm import AsyncLM
+from logprobe.next_token.async_lm import AsyncLM
 from logprobe.next_token.rows import Token
 from logprobe.processors import GlobalLogprobsCapture
 

@@ -16,9 +16,9 @@ import torch
 from genlm.backend.llm.base import AsyncLM as GenlmAsyncLM
 from genlm.backend.tokenization import Token as GenlmToken
 
-from logprobe.async_lm import AsyncLM
 from logprobe.errors import UnknownParameterError, require
 from logprobe.integrations.vllm.virtual_lm import AsyncVirtualLM
+from logprobe.next_token.async_lm import AsyncLM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -1,6 +1,6 @@
 """`NextTokenLM`: base class for models that return next-token distributions.
 
-Its subclasses `AsyncLM`, `AsyncVirtualLM` and `RemoteLM` choose where rows are computed and what type of
+Its subclasses `AsyncLM`, `AsyncVirtualLM` and `RemoteLLM` choose where rows are computed and what type of
 array callers get. The methods are defined in its base classes, grouped by topic.
 """
 

@@ -15,11 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from decoders import EXPERTS, NATIVE, TRANSFORMERS
 from families.rows import MINISTRAL3, longrope
-from logprobe import LLM, AsyncLM, SamplingParams
+from logprobe import LLM, SamplingParams
 from logprobe.engine.forward import system_limits
 from logprobe.errors import EngineClosedError, ModelError
 from logprobe.models.stored.panels import INDEX, PANELS
 from logprobe.models.stored.record import FILE
+from logprobe.next_token import AsyncLM
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,8 +17,8 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 import numpy as np
 import torch
 
-from logprobe import AsyncVirtualLM
 from logprobe.errors import EngineClosedError
+from logprobe.next_token import AsyncVirtualLM
 from logprobe.processors import GlobalLogprobsCapture
 
 TOLERANCE = 2e-4  # nats

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from logprobe.analysis.client import ScoringClient
-from logprobe.async_lm import AsyncLM
+from logprobe.next_token.async_lm import AsyncLM
 from logprobe.sampling import SamplingParams
 from logprobe.server import ServerSettings
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, final
 import numpy as np
 import torch
 
-from logprobe.async_lm import AsyncLM
 from logprobe.config import EngineConfig
 from logprobe.errors import MissingPackageError, UnknownParameterError, require
 from logprobe.models.lora import stable_id
+from logprobe.next_token.async_lm import AsyncLM
 from logprobe.next_token.batcher import check_batching
 from logprobe.next_token.lm import NextTokenLM
 from logprobe.next_token.rows import Prefix, RowCache

@@ -1,4 +1,4 @@
-"""`RemoteLM`: next-token distributions from a server, with the interface of `AsyncLM`.
+"""`RemoteLLM`: next-token distributions from a server, with the interface of `AsyncLM`.
 
 `NextTokenLM` batches requests and caches rows; a server started by `logprobe serve` computes them.
 """
@@ -16,7 +16,7 @@ from logprobe.next_token.rows import Row, RowCache
 
 
 @final
-class RemoteLM(NextTokenLM[Row]):
+class RemoteLLM(NextTokenLM[Row]):
     """A model on a server that returns next-token distributions; see `NextTokenLM` for its methods.
 
     Rows have exactly the server's float32 values. Concurrent requests share an HTTP request, equal ones are
