@@ -32,7 +32,7 @@ except BatchError as error:  # some failed: the others are whole
     print(error.errors)  # index → error
 
 for output in llm.generate(["the cat", []], on_error="return"):
-    print(output.error or output.outputs.text)  # nothing is raised: each failure is its output's own
+    print(output.error or output.outputs[0].text)  # nothing is raised: each failure is its output's own
 ```
 
 """

@@ -133,7 +133,7 @@ def test_no_call_asks_for_more_alternatives_than_the_cap(
         name, folder = next(iter(adapter_folders.items()))
         llm.add_lora(name, folder)
         for one in (llm, llm.with_lora(name)):
-            assert one.generate("the cat", few)[0].outputs.logprobs is not None
+            assert one.generate("the cat", few)[0].outputs[0].logprobs is not None
             for asked in (many, [many], SamplingParams(prompt_logprobs=2), SamplingParams(logprobs=-1)):
                 with pytest.raises(ParameterError, match=r"must be between 0 and 1 \(max_logprobs\)"):
                     one.generate(["the cat"], asked)

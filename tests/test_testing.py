@@ -75,7 +75,7 @@ def test_an_async_model_asks_it_for_rows(model: LoadedModel, forward: FakeForwar
     lm = AsyncLM(model)
     row = lm.next_token_logprobs_sync([5, 6, 7])
     np.testing.assert_allclose(row, log_softmax(forward.logits_after([5, 6, 7])), atol=1e-5)
-    lm.cleanup()
+    lm.close()
 
 
 def test_it_takes_no_lora_weights(model: LoadedModel) -> None:

@@ -103,7 +103,7 @@ class NextToken:
 
     def close(self) -> None:
         """Free the engine."""
-        self._lm.cleanup()
+        self._lm.close()
 
     def next_token(self, prefixes: list[TokenIds], rounds: list[list[int]]) -> Read:
         """All prefixes of a round in one call, round after round."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from logprobe.engine.front import OnRunning
     from logprobe.engine.request import RequestOutput
     from logprobe.engine.truncation import Truncation
-    from logprobe.next_token.lm import NextTokenLM
+    from logprobe.next_token.engine_lm import EngineLM
     from logprobe.next_token.rows import Row
     from logprobe.text.boundary import BoundaryRule, Split
     from logprobe.text.chat import Conversation, Conversations
@@ -548,22 +548,20 @@ class LLM:
         return self._bridge.run(self._rows.fields(output, schema, index=index, max_rows=max_rows))
 
     @cached_property
-    def _rows(self) -> NextTokenLM[Row]:
+    def _rows(self) -> EngineLM[Row]:
         """Computes next-token rows on the same engine; created on first use."""
-        from logprobe.next_token.lm import NextTokenLM
+        from logprobe.next_token.engine_lm import EngineLM
         from logprobe.next_token.rows import RowCache
-        from logprobe.next_token.source import EngineRows
 
-        rows: NextTokenLM[Row] = NextTokenLM(
-            EngineRows(self.loaded),
-            self.text,
+        rows: EngineLM[Row] = EngineLM(
+            self.loaded,
             as_caller=lambda rows: rows,
             cache=RowCache(ROW_CACHE_BYTES),
             batch_size=1,
             timeout=0,
-            owns_source=False,
+            owns_engine=False,
         )
-        self._owned.callback(rows.cleanup)  # runs before the engine is closed
+        self._owned.callback(rows.close)  # runs before the engine is closed
         return rows
 
     def uncertainty(

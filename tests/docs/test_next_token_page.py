@@ -51,7 +51,7 @@ def test_the_examples_on_vllm_run_one_after_the_other(wide_heads: tuple[Path, di
 def test_every_method_and_error_that_the_page_names_is_there() -> None:
     for method in re.findall(r"\blm\.(\w+)\(", PAGE):
         assert callable(getattr(AsyncLM, method)), method
-        assert hasattr(RemoteLLM, method) or method in {"add_new_lora", "clear_kv_cache"}, method
+        assert hasattr(RemoteLLM, method) or method in {"add_lora", "clear_kv_cache"}, method
     for error in re.findall(r"`(\w+Error)`", PAGE):
         assert hasattr(errors, error) or error in {"ValueError", "RuntimeError"}, error
 

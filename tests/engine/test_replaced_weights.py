@@ -21,6 +21,7 @@ from logprobe.analysis import DataSettings, score_dataset
 from logprobe.analysis.datasets.run import DatasetRun, OneModel
 from logprobe.analysis.io.sources import find_sources
 from logprobe.analysis.windows import WindowSettings, score_windows
+from logprobe.compat import genlm
 from logprobe.engine.forward import process_memory
 from logprobe.errors import (
     BatchError,
@@ -180,7 +181,7 @@ def test_lora_weights_are_kept_as_they_were_read(
     if is_there:
         shutil.copytree(adapter_folders["narrow"], folder)
     llm.load_weights(state)
-    with _new_llm(new_folder) as fresh, AsyncLM(llm) as lm:
+    with _new_llm(new_folder) as fresh, genlm.AsyncLM(llm) as lm:
         fresh.add_lora("a", adapter_folders["wide"])
         assert llm.with_lora("a").score(PAIRS) == fresh.with_lora("a").score(PAIRS)
         lm.set_lora(folder, "a")

@@ -125,7 +125,7 @@ def lm(request: pytest.FixtureRequest) -> AsyncLM | RemoteLLM | AsyncVirtualLM:
 def served(shared_lm: AsyncLM, adapter_folders: dict[str, Path], new_serving: Any) -> Iterator[Any]:
     """Serve the engine of `shared_lm` with two adapters over HTTP: (address, service)."""
     for name, folder in adapter_folders.items():
-        shared_lm.add_new_lora(folder, name)
+        shared_lm.add_lora(name, folder)
     with new_serving(shared_lm._loaded, ServerSettings(model_name="tiny")) as (url, app):
         yield url, app.state.service
 

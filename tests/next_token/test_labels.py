@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from logprobe import LLM, RequestOutput
+from logprobe import LLM
 from logprobe.errors import EngineClosedError, ParameterError
 from logprobe.next_token import AsyncLM
 from refusals import raises
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from logprobe import RemoteLLM
 
 TALK = [{"role": "user", "content": "the cat"}]
 LABELS = [" the dog", " of the", " a"]
@@ -60,7 +59,7 @@ def test_all_answers_are_those_of_the_blocking_calls_bit_by_bit(llm: LLM, lora: 
 def test_lora_weights_that_are_set_answer_where_none_are_named(llm: LLM) -> None:
     async def ask(lm: AsyncLM) -> list[Any]:
         base = await lm.classify("the cat", LABELS)
-        lm.set_lora(name="wide")
+        lm.set_lora("wide")
         return [base, await lm.classify("the cat", LABELS)]
 
     with AsyncLM(llm) as lm:
@@ -92,12 +91,3 @@ def test_labels_are_measured_by_bytes_bit_by_bit(llm: LLM, lora: str | None) -> 
         found: Any = asyncio.run(lm.classify("the ca", ["t and", "r"], lora=lora))
     assert found.boundary == want.boundary == "bytes"
     assert found.logprobs.tolist() == want.logprobs.tolist()
-
-
-def test_a_servers_labels_have_routes(far: RemoteLLM) -> None:
-    with raises(ParameterError, parameter="url", match="/v1/classify"):
-        asyncio.run(far.classify("a", LABELS))
-    with raises(ParameterError, parameter="url", match="field_logprobs"):
-        asyncio.run(far.fields(RequestOutput(request_id="a")))
-    with raises(ParameterError, parameter="url"):
-        asyncio.run(far.uncertainty("a"))

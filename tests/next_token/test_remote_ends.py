@@ -169,7 +169,7 @@ def test_many_clients_that_ask_and_leave_at_a_small_server_each_end_once(
             thread.join(2 * LIMIT_S)
         assert all(not client._source._samples for client in clients)  # type: ignore[attr-defined]
         for client in clients:
-            client.cleanup()
+            client.close()
         wait_until(lambda: set(app.state.service.limits.in_use().values()) == {0})
     assert len(ends) == 6 * 16
     for ids, end in ends:
@@ -188,12 +188,12 @@ def test_asking_after_cleanup_is_a_runtime_error_and_cleanup_ends_every_ask(
         tasks = [asyncio.create_task(far.next_token_logprobs(random_ids(120 + i, 5))) for i in range(80)]
         tasks.append(asyncio.create_task(far.sample([5], 20, [])))
         await asyncio.sleep(0.2)
-        await asyncio.to_thread(far.cleanup)
+        await asyncio.to_thread(far.close)
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), LIMIT_S)
 
     assert {type(end) for end in asyncio.run(ask())} == {EngineClosedError}
     held.release()
-    far.cleanup()
+    far.close()
     for again in (lambda: far.next_token_logprobs_sync([5]), lambda: asyncio.run(far.sample([5], 2, []))):
         with pytest.raises(RuntimeError):
             again()

@@ -156,7 +156,7 @@ def ask(url: str, timeout_s: float = 20) -> None:
     try:
         lm.next_token_logprobs_sync([1, 2])
     finally:
-        lm.cleanup()
+        lm.close()
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -178,7 +178,7 @@ def test_a_good_reply_passes() -> None:
     with server_with({"/v1/next_token_logprobs": rows_of(table)}) as url:
         lm = RemoteLLM(url)
         assert np.array_equal(lm.next_token_logprobs_sync([1, 2]), table[0])
-        lm.cleanup()
+        lm.close()
 
 
 SAMPLE: Callable[..., dict[str, Any]] = lambda ids: {  # noqa: E731 - one line of JSON
@@ -197,7 +197,7 @@ def test_a_sample_of_other_tokens_is_an_error(reply: Any) -> None:
         lm = RemoteLLM(url, request_timeout=2 * LIMIT_S)
         with pytest.raises(ServerError):
             asyncio.run(lm.sample([1], 4, []))
-        lm.cleanup()
+        lm.close()
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"\xff\xfe", b'{"version":"1.0"}'])
@@ -206,7 +206,7 @@ def test_what_is_no_tokenizer_is_an_error(data: bytes) -> None:
         lm = RemoteLLM(url, request_timeout=2 * LIMIT_S)
         with pytest.raises(LogprobeError):
             _ = lm.tokenizer
-        lm.cleanup()
+        lm.close()
 
 
 ANSWER = st.one_of(

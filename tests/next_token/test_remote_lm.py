@@ -147,11 +147,11 @@ def test_adapters_are_chosen_by_call_and_by_default(
     async def ask() -> Any:
         asks = []
         for name in (None, "wide", "narrow", None):
-            far.clear_lora() if name is None else far.set_lora(name=name)
+            far.clear_lora() if name is None else far.set_lora(name)
             asks.append(asyncio.create_task(far.next_token_logprobs(ids)))
             asks.append(asyncio.create_task(far.next_token_logprobs(ids, lora=name)))
             await asyncio.sleep(0)
-        far.set_lora(adapter_folders["wide"], "wide")
+        far.set_lora("wide")
         known = await far.start(ids)
         far.clear_lora()
         return await asyncio.gather(*asks), await far.extend(known, 7)
@@ -179,29 +179,17 @@ def test_what_cannot_be_served_is_refused_by_name_before_anything_is_sent(
     with pytest.raises(ParameterError, match=r"nobody.*wide, narrow"):
         far.next_token_logprobs_sync([5], lora="nobody")
     with pytest.raises(ParameterError, match=r"nobody.*wide, narrow"):
-        far.set_lora(name="nobody")
-    with raises(ParameterError, parameter="path"):
-        far.set_lora("elsewhere", name="wide")
+        far.set_lora("nobody")
     assert posts == []
     with raises(ParameterError, parameter="temperature"):
         asyncio.run(far.sample([5], 4, [], temperature=3.0))  # above the server's maximum
     assert not far._source._samples  # type: ignore[attr-defined]
 
 
-def test_what_is_the_servers_alone_is_refused_by_name(
-    far: RemoteLLM, adapter_folders: dict[str, Path]
-) -> None:
-    for change in (
-        lambda: far.add_lora("own", adapter_folders["wide"]),
-        lambda: far.add_new_lora(adapter_folders["wide"]),
-        lambda: far.remove_lora("wide"),
-        far.clear_kv_cache,
-    ):
-        with pytest.raises(ParameterError) as raised:
-            change()
-        assert raised.value.parameter == "url"
-    assert far.underlying_model is None
-    assert set(far.list_loras()) == set(adapter_folders)
+def test_what_a_server_cannot_do_is_absent() -> None:
+    for name in ("add_lora", "remove_lora", "load_weights", "clear_kv_cache", "underlying_model", "classify"):
+        assert hasattr(AsyncLM, name) or name == "classify"
+        assert not hasattr(RemoteLLM, name)
 
 
 def test_more_than_the_server_lets_through_goes_in_portions(

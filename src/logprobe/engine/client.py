@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from logprobe.engine.request import CompletionOutput, Completions, RequestOutput, Requests
+from logprobe.engine.request import CompletionOutput, RequestOutput, Requests
 from logprobe.engine.truncation import check_truncation, cut_prompt, joined_output
 from logprobe.errors import BatchError, LogprobeError, ParameterError, require
 from logprobe.sampling import SamplingParams
@@ -287,7 +287,7 @@ def admit_each(admit: Callable[[int], T], count: int, on_error: OnError) -> list
 def _refused(error: LogprobeError) -> RequestOutput:
     """Return a failed output for a request that was rejected before it started."""
     failed = CompletionOutput(index=0, finish_reason="error", error=error)
-    return RequestOutput(request_id="", outputs=Completions([failed]))
+    return RequestOutput(request_id="", outputs=[failed])
 
 
 def checked(outputs: list[Result], on_error: OnError) -> list[Result]:

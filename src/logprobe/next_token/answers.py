@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from logprobe.analysis.labels import Asked, Classification, Correction, Judgement, Labels, Plan
     from logprobe.analysis.members import FieldDistribution
     from logprobe.analysis.uncertainty import LowConfidence, Same, Uncertainty
+    from logprobe.engine.backends.start import LoadedModel
     from logprobe.engine.client import Prompt
     from logprobe.engine.request import RequestOutput
     from logprobe.text.chat import Conversation
@@ -31,6 +32,8 @@ SCORED: Final = SamplingParams(max_tokens=0, prompt_logprobs=0)
 
 class Answers(BaseLM):
     """Classification, reranking, judging, JSON field probabilities, and uncertainty of sampled answers."""
+
+    _loaded: LoadedModel
 
     async def classify(
         self,
@@ -44,7 +47,7 @@ class Answers(BaseLM):
         """Async version of `LLM.classify`.
 
         Raises:
-            ParameterError: an argument is invalid, the LoRA name is unknown, or the model runs on a server.
+            ParameterError: an argument is invalid, or the LoRA name is unknown.
             BatchError: some requests failed.
         """
 
@@ -80,12 +83,12 @@ class Answers(BaseLM):
         """Async version of `LLM.fields`.
 
         Raises:
-            ParameterError: an argument is invalid, or the model runs on a server.
+            ParameterError: an argument is invalid.
             EngineError: the engine failed, was closed or aborted a request, or its weights were replaced
                 meanwhile.
         """
         self._check_open()
-        loaded = self._here("request field_logprobs from it")
+        loaded = self._loaded
         sums = await asyncio.to_thread(
             lambda: FieldSums(loaded, self._spelling_tools, output, schema, index, max_rows)
         )
@@ -110,19 +113,19 @@ class Answers(BaseLM):
         """Async version of `LLM.uncertainty`; `same` is called on a worker thread.
 
         Raises:
-            ParameterError: an argument is invalid, the LoRA name is unknown, or the model runs on a server.
+            ParameterError: an argument is invalid, or the LoRA name is unknown.
             BatchError: some answers failed.
             WeightsReplacedError: the weights were replaced while the answers were generated.
         """
         self._check_open()
-        loaded, chosen = self._here("call uncertainty where the model is loaded"), self._chosen_lora(lora)
+        loaded, chosen = self._loaded, self._chosen_lora(lora)
         plan = draw_plan(n, params, stop_when=stop_when, window=window, k=k, self_certainty=self_certainty)
         answers = await ScoringClient(loaded.engine, loaded.text, lora=chosen).draw(prompt, plan)
         return await asyncio.to_thread(plan.sum_up, answers, same)
 
     async def _summed_up(self, lay_out: Callable[[TextEdge], Plan[T]], lora: str | None) -> T:
         self._check_open()
-        loaded = self._here("call its POST /v1/classify, /v1/rerank and /v1/judge")
+        loaded = self._loaded
         chosen = self._chosen_lora(lora)
         plan = await asyncio.to_thread(lay_out, loaded.text)  # tokenizing many texts is slow
         scores = await ScoringClient(loaded.engine, loaded.text, lora=chosen).score(plan.pairs, SCORED)

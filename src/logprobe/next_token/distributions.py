@@ -64,10 +64,6 @@ class Distributions(BaseLM, Generic[ArrayT]):
         asked = self._rows([token_ids], self._chosen_lora(lora), use_cache=use_cache, is_urgent=True)
         return self._as_caller(self._bridge.run(asked)[0])
 
-    def next_token_logprobs_uncached(self, token_ids: TokenIds, *, lora: str | None = None) -> ArrayT:
-        """Call `next_token_logprobs_sync` with `use_cache=False`; genlm-backend uses this name."""
-        return self.next_token_logprobs_sync(token_ids, lora=lora, use_cache=False)
-
     def batch_next_token_logprobs_sync(
         self, token_ids_list: Sequence[TokenIds], *, lora: str | None = None, use_cache: bool = True
     ) -> ArrayT:

@@ -51,7 +51,7 @@ def test_next_token_rows_come_through_the_same_interface(on_vllm: LoadedModel, n
         try:
             return np.stack(await lm.batch_next_token_logprobs(prefixes))
         finally:
-            lm.cleanup()
+            lm.close()
 
     got, want = (asyncio.run(rows(one)) for one in (on_vllm, native))
     np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=0)
