@@ -120,7 +120,7 @@ def test_a_dtype_goes_by_torchs_own_names(given: Any, dtype: str) -> None:
 def test_a_model_by_name_may_name_its_own_tokenizer(tiny_model_folder: Path, tiny_llm: LLM) -> None:
     folder = str(tiny_model_folder)
     with LLM(tiny_model_folder, tokenizer=folder, kv_bytes=1 << 20, tensor_parallel_size=1) as llm:
-        assert llm.get_tokenizer().encode("the cat") == tiny_llm.get_tokenizer().encode("the cat")
+        assert llm.tokenizer.encode("the cat") == tiny_llm.tokenizer.encode("the cat")
     with pytest.raises(ParameterError, match="must be None unless"):
         LLM(folder, tokenizer="another")
 

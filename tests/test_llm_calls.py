@@ -17,17 +17,8 @@ from logprobe.next_token import AsyncLM
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from logprobe import RequestOutput
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, logprobs=0, ignore_eos=True)
-
-
-def test_sampling_params_is_another_name_for_params(tiny_llm: LLM) -> None:
-    [named] = tiny_llm.generate("the cat", sampling_params=GREEDY)
-    [placed] = tiny_llm.generate("the cat", GREEDY)
-    assert named.outputs[0].token_ids == placed.outputs[0].token_ids
-    with pytest.raises(ParameterError, match="give only one of them"):
-        tiny_llm.generate("the cat", GREEDY, sampling_params=GREEDY)
 
 
 class Unprintable(list[Any]):
@@ -139,8 +130,8 @@ def test_the_module_of_a_loaded_model_has_its_weights(tiny_model_folder: Path) -
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_folder)
     with LLM(model=model, tokenizer=tokenizer, kv_bytes=1 << 20) as llm:
-        assert llm.loaded.load_module is not None
-        state = llm.loaded.load_module().state_dict()
+        assert llm._loaded.load_module is not None
+        state = llm._loaded.load_module().state_dict()
     assert state.keys() == model.state_dict().keys()
     assert all(torch.equal(state[name], weight) for name, weight in model.state_dict().items())
 
@@ -172,16 +163,6 @@ def test_a_stream_grows_to_what_generate_gives(tiny_llm: LLM) -> None:
     assert output.outputs[0].text == want.outputs[0].text
     assert counts == sorted(counts)
     assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
-
-
-def test_a_stream_in_an_event_loop_gives_the_same(tiny_llm: LLM) -> None:
-    async def last() -> RequestOutput:
-        async for output in tiny_llm.stream_async([5, 6, 7], GREEDY):
-            latest = output
-        return latest
-
-    [want] = tiny_llm.generate([5, 6, 7], GREEDY)
-    assert asyncio.run(last()).outputs[0].token_ids == want.outputs[0].token_ids
 
 
 def test_leaving_a_stream_gives_its_request_up(tiny_llm: LLM) -> None:
@@ -245,13 +226,6 @@ def test_a_text_with_its_special_tokens_gets_no_more_where_the_call_says_so(tiny
     *_, streamed = tiny_llm.stream(prompt, params, add_special_tokens=False)
     assert streamed.prompt_token_ids == ids
     assert streamed.outputs[0].token_ids == once.outputs[0].token_ids
-
-    async def last() -> Any:
-        return [output async for output in tiny_llm.stream_async(prompt, params, add_special_tokens=False)][
-            -1
-        ]
-
-    assert asyncio.run(last()).prompt_token_ids == ids
 
 
 def test_a_second_bos_is_told_once(tiny_model_folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ import logprobe
 PUBLIC = {
     "__version__",
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "EngineConfig",
     "FlatLogprobs",

@@ -11,7 +11,6 @@ from typing import Any
 from protocol import Read, TokenIds, ask_rounds, extend_all, serve
 
 from logprobe import LLM, SamplingParams
-from logprobe.analysis import surprisal
 from logprobe.next_token import AsyncLM, AsyncVirtualLM
 
 TICK_S = 0.001
@@ -87,7 +86,7 @@ class Offline:
 
     def surprisals(self, texts: list[str]) -> Read:
         """Nats a token, of all tokens but the first, summed a sentence."""
-        scored = surprisal(self._llm, texts, bos=False)
+        scored = self._llm.surprisal(texts, bos=False)
         return lambda: [-text.logprob for text in scored]
 
 

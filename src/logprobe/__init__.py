@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from logprobe.errors import LogprobeError as LogprobeError
     from logprobe.integrations.remote.llm import RemoteLLM as RemoteLLM
     from logprobe.llm import LLM as LLM
+    from logprobe.llm import AsyncLLM as AsyncLLM
     from logprobe.records import FlatLogprobs as FlatLogprobs
     from logprobe.records import Logprob as Logprob
     from logprobe.sampling import SamplingParams as SamplingParams
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 # Public name -> module that defines it.
 _HOMES = {
     "LLM": "logprobe.llm",
+    "AsyncLLM": "logprobe.llm",
     "RemoteLLM": "logprobe.integrations.remote.llm",
     "SamplingParams": "logprobe.sampling",
     "EngineConfig": "logprobe.config",

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
+from async_twin import async_twin
 from logprobe import LLM, SamplingParams
 from logprobe.config import EngineConfig
 from logprobe.engine.client import Client
 from logprobe.errors import ParameterError, WeightsReplacedError
 from logprobe.next_token import AsyncLM
-from logprobe.next_token.fields import FieldSums, SpellingTools
+from logprobe.next_token.fields import FieldSums, SpellingTools, field_distributions
 from logprobe.processors import BatchRow, BatchState, GrammarLogitsProcessor, LogitsProcessor, ModelFacts
 from logprobe.processors.arguments import GrammarArgs, NoArgs
 from logprobe.testing import FakeForward, fake_model
@@ -70,8 +72,15 @@ class Fake:
         return asyncio.run(self.client.generate([prompt], params))[0]
 
     def fields(self, output: RequestOutput, **more: Any) -> dict[str, FieldDistribution]:
-        settings = {"max_rows": MANY} | more
-        return {field.pointer: field for field in asyncio.run(self.lm.fields(output, **settings))}
+        return {field.pointer: field for field in asyncio.run(self.distributions(output, **more))}
+
+    async def distributions(self, output: Any, **more: Any) -> list[FieldDistribution]:
+        settings: dict[str, Any] = {"schema": None, "index": 0, "max_rows": MANY} | more
+        return await field_distributions(self.lm, lambda: self.tools, output, **settings)
+
+    @cached_property
+    def tools(self) -> SpellingTools:
+        return SpellingTools(self.model)
 
     def row(self, token_ids: list[int]) -> Any:
         logits = self.forward.logits_after(token_ids).astype(np.float64)
@@ -366,7 +375,7 @@ def test_a_processor_of_all_requests_leaves_processed_bounds(tiny_model_folder: 
 def test_other_weights_give_no_part_of_an_answer(tiny_model_folder: Path) -> None:
     with LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm:
         output = llm.generate("the cat", asking(object_of(v={"enum": ["cat", "the"]})))[0]
-        sums = FieldSums(llm.loaded, SpellingTools(llm.loaded), output, None, index=0, max_rows=9)
+        sums = FieldSums(llm._loaded, SpellingTools(llm._loaded), output, None, index=0, max_rows=9)
         asks = sums.next_asks()
         llm.load_weights(tiny_model_folder, version="second")
         with pytest.raises(WeightsReplacedError):
@@ -379,7 +388,7 @@ def test_cold_and_cached_alone_and_beside_others(fake: Fake) -> None:
     outputs = [fake.reply(asking(object_of(v=CASES[case][0]))) for case in CASES]
 
     async def together() -> list[list[FieldDistribution]]:
-        return await asyncio.gather(*(fake.lm.fields(output, max_rows=MANY) for output in outputs))
+        return await asyncio.gather(*(fake.distributions(output) for output in outputs))
 
     def numbers(fields: list[FieldDistribution]) -> list[Any]:
         members = [one for field in fields for one in (field.members, field.grammar_members) if one]
@@ -388,7 +397,7 @@ def test_cold_and_cached_alone_and_beside_others(fake: Fake) -> None:
     fake.lm.clear_cache()
     fake.lm.clear_kv_cache()
     cold = list(map(numbers, asyncio.run(together())))
-    cached = [numbers(asyncio.run(fake.lm.fields(output, max_rows=MANY))) for output in outputs]
+    cached = [numbers(asyncio.run(fake.distributions(output))) for output in outputs]
     assert cached == cold  # rows of the fake engine do not depend on the batch
 
 
@@ -444,8 +453,7 @@ def test_a_front_door_in_an_event_loop_has_the_same_numbers(tiny_llm: LLM) -> No
     params = asking(object_of(v={"enum": ["cat", "the", "and"]}, n={"enum": [1, 12]}))
     output = tiny_llm.generate("the cat", params)[0]
     blocking = tiny_llm.fields(output)
-    with AsyncLM(tiny_llm) as lm:
-        awaited = asyncio.run(lm.fields(output))
+    awaited = asyncio.run(async_twin(tiny_llm).fields(output))
     for one, other in zip(blocking, awaited, strict=True):
         assert (one.pointer, one.value) == (other.pointer, other.value)
         assert one.raw.logprob == pytest.approx(other.raw.logprob, abs=1e-5)
@@ -556,7 +564,7 @@ def test_what_cannot_be_asked_names_the_parameter_and_a_remedy(fake: Fake) -> No
     with raises(ParameterError, parameter="output", match="replaced"):
         fake.fields(replace(good, weights_number=7))
     with raises(ParameterError, parameter="output", match="RequestOutput"):
-        asyncio.run(fake.lm.fields(good.outputs[0]))  # type: ignore[arg-type]
+        asyncio.run(fake.distributions(good.outputs[0]))
     members = fake.fields(good)["/v"].members
     assert members is not None
     with raises(ParameterError, parameter="value", match="not a member"):

@@ -210,7 +210,7 @@ def test_own_ids_at_each_position_come_as_offline(server: Any, temperature: floa
     asked = NAMED if temperature is None else NAMED | {"temperature": temperature}
     reply = server.post("/v1/score", **asked).json()
     pairs = [(NAMED["context"], continuation) for continuation in NAMED["continuations"]]
-    expected = server.llm.score(pairs, token_ids=NAMED["token_ids"], temperature=temperature)
+    expected = server.llm.score(pairs, logprob_token_ids=NAMED["token_ids"], temperature=temperature)
     headers = {"accept": "application/vnd.apache.arrow.stream"}
     arrow = httpx.post(f"{server.url}/v1/score", json=asked, headers=headers, timeout=PATIENCE_S)
     table = pa.ipc.open_stream(arrow.content).read_all()
@@ -256,7 +256,7 @@ def test_own_ids_at_each_position_of_prompts_and_completions(server: Any) -> Non
     ids = [5, 60, 70]
     body = {"prompt": ids, "max_tokens": 0, "prompt_logprobs": 0, "logprob_token_ids": [[], [3, 200], []]}
     [choice] = server.post("/v1/completions", **body).json()["choices"]
-    (score,) = server.llm.score([(ids[:1], ids[1:])], token_ids=[[[3, 200], []]])
+    (score,) = server.llm.score([(ids[:1], ids[1:])], logprob_token_ids=[[[3, 200], []]])
     first, second, third = choice["prompt_given"]
     assert (first, third) == (None, [])
     assert {one["token_id"]: one["rank"] for one in second} == {

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import numpy as np
 import regex
@@ -79,7 +79,7 @@ class Unit:
 
     @property
     def surprisal(self) -> float | None:
-        """Negative log-probability, in `unit`."""
+        """Score every token of one or more texts, with ranks and entropies; see `LLM.surprisal`."""
         return None if self.logprob is None else -self.logprob / NATS[self.unit]
 
     @property
@@ -301,28 +301,6 @@ def _as_slice(which: slice | int) -> slice:
     return slice(which, which + 1 if which != -1 else None)
 
 
-@overload
-def surprisal(  # type: ignore[overload-overlap]  # `str` is first because it is also a sequence of `str`
-    llm: Scorer,
-    texts: str,
-    *,
-    boundary: Boundary | None = ...,
-    unit: NatsOrBits = ...,
-    bos: bool | None = ...,
-    window: int | None = ...,
-    stride: int | None = ...,
-) -> ScoredText: ...
-@overload
-def surprisal(
-    llm: Scorer,
-    texts: Sequence[str],
-    *,
-    boundary: Boundary | None = ...,
-    unit: NatsOrBits = ...,
-    bos: bool | None = ...,
-    window: int | None = ...,
-    stride: int | None = ...,
-) -> list[ScoredText]: ...
 def surprisal(
     llm: Scorer,
     texts: str | Sequence[str],
@@ -332,7 +310,7 @@ def surprisal(
     bos: bool | None = None,
     window: int | None = None,
     stride: int | None = None,
-) -> ScoredText | list[ScoredText]:
+) -> list[ScoredText]:
     """Score every token of one or more texts, with ranks and entropies.
 
     With `boundary="end"`, the probability of a word or sentence includes the end of the last word, given that
@@ -368,11 +346,10 @@ def surprisal(
     encoded = [_encoded(llm.text, text, number) for number, text in enumerate(many)]
     ids = [np.concatenate([prefix, own]) for own, _ in encoded]
     read = _read_tokens if boundary is None else _read_tokens_and_masses
-    scored = [
+    return [
         _scored(text, own, spans, prefix, columns, unit)
         for text, (own, spans), columns in zip(many, encoded, read(llm, ids, settings), strict=True)
     ]
-    return scored[0] if isinstance(texts, str) else scored
 
 
 def _encoded(edge: TextEdge, text: str, number: int) -> tuple[IntArray, Spans]:

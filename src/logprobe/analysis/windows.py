@@ -137,7 +137,10 @@ class Perplexity:
 
     @property
     def perplexity(self) -> float | None:
-        """Perplexity per token; None if no token is scored."""
+        """Compute the perplexity of a text of any length, each token scored once; see `LLM.perplexity`.
+
+        `advance` is called after each window with the numbers of bytes and tokens that it scored.
+        """
         return measures.perplexity(self.logprob, self.num_scored)
 
     @property

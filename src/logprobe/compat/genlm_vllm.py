@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from logprobe.compat.genlm import AsyncLM, GenlmNames
+from logprobe.compat.genlm_names import AsyncLM, GenlmNames
 from logprobe.integrations.vllm import virtual_lm
 
 

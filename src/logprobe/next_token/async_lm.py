@@ -27,7 +27,7 @@ class OpenModel(Protocol):
     """An object with a loaded model, such as `LLM`."""
 
     @property
-    def loaded(self) -> LoadedModel:
+    def _loaded(self) -> LoadedModel:
         """The engine and the tokenizer."""
 
 
@@ -104,7 +104,7 @@ def _loaded(model: str | Path | LoadedModel | OpenModel, settings: dict[str, Any
         from logprobe.engine.backends.start import start_engine
 
         return start_engine(EngineConfig(model=os.fspath(model), **settings))
-    loaded: Any = getattr(model, "loaded", model)
+    loaded: Any = getattr(model, "_loaded", model)
     is_open = hasattr(loaded, "engine") and hasattr(loaded, "text")
     require(is_open, "model", "must be a name, a path or an open LLM", got=model)
     for name in settings:

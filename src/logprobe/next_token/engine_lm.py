@@ -6,7 +6,6 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Generic
 
 from logprobe.engine.front import check_on_running
-from logprobe.next_token.answers import Answers
 from logprobe.next_token.lm import NextTokenLM
 from logprobe.next_token.rows import ArrayT
 from logprobe.next_token.source import EngineRows
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from logprobe.next_token.rows import Row, RowCache
 
 
-class EngineLM(NextTokenLM[ArrayT], Answers, Generic[ArrayT]):
+class EngineLM(NextTokenLM[ArrayT], Generic[ArrayT]):
     """A model in an engine of this program; see `NextTokenLM` for the other arguments.
 
     Args:

@@ -19,7 +19,7 @@ with LLM(sys.argv[1], weights="published", kv_bytes=1 << 21) as llm:
     messages = [{"role": "user", "content": "hi"}]
     reply = llm.chat(messages, params)[0].outputs[0].text
     print(f"{text!r} {reply!r} {score.logprob:.3f} {'transformers' in sys.modules}")
-    tokenizer = llm.get_tokenizer()
+    tokenizer = llm.tokenizer
     print(type(tokenizer).__name__, repr(tokenizer.apply_chat_template(messages, tokenize=False)))
 """
 

@@ -278,7 +278,7 @@ def _config(model_name: str | Path, engine_opts: Mapping[str, Any] | None) -> En
 
 def _loaded(llm_engine: Any, *, is_owned: bool) -> tuple[LoadedModel, bool]:
     """Return an engine as a `LoadedModel`, and True if this call wrapped it."""
-    loaded: Any = getattr(llm_engine, "loaded", llm_engine)
+    loaded: Any = getattr(llm_engine, "_loaded", llm_engine)
     if hasattr(loaded, "engine") and hasattr(loaded, "text"):
         return loaded, False
     _need_vllm()

@@ -140,7 +140,7 @@ def _with_named_ids(
         message = f"must have one list per continuation, got {len(body.token_ids)} for {len(pairs)}"
         raise bad_request("token_ids", message)
     return [
-        service.client.with_named_ids(params, ids, pair)
+        service.client.with_named_ids(params, ids, pair, name="token_ids")
         for ids, pair in zip(body.token_ids, pairs, strict=True)
     ]
 
