@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from dataclasses import dataclass
-from functools import cached_property, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
