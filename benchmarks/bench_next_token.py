@@ -41,7 +41,7 @@ TARGETS = [
     Target(against="vllm best", at_least=4.0),
     Target(against="vllm default", at_least=20.0),
 ]
-WEIGHTS = "published"  # the same in process and served
+WEIGHTS = "checkpoint"  # the same in process and served
 
 
 def num_prefixes(arena: Arena) -> int:

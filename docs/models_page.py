@@ -32,7 +32,7 @@ them. A model that the engine cannot run is rejected with `UnsupportedModelError
 
 ## Decoders
 
-The column `layers` of the tables below names the decoder that runs a model with `weights="published"`. This
+The column `layers` of the tables below names the decoder that runs a model with `weights="checkpoint"`. This
 setting keeps the weights in memory in the precision of the model's file. It is the default for float32 on a
 CPU, if there are native kernels for that CPU.
 
@@ -80,7 +80,7 @@ Three commands manage these files:
 ## Tested variants
 
 `tests/families/` compares each variant below with transformers, on tiny random models. With
-`weights="published"`, log-probabilities agree with those of transformers in float32 to within 2e-4 nats. The
+`weights="checkpoint"`, log-probabilities agree with those of transformers in float32 to within 2e-4 nats. The
 tests score each text alone, in a batch, in chunks and with a cached prefix, and generate text. Some texts are
 shorter than the attention window and than the length at which the rotary frequencies change, and some are
 longer. With `weights="plain"`, the tests score texts in chunks and generate on a cached prefix.
@@ -104,7 +104,7 @@ def page() -> str:
             "| --- | --- | --- |",
             *rows,
             "\n## Other families, tested in their default variant\n",
-            'The tests score texts in chunks and generate on a cached prefix, with `weights="published"`.\n',
+            'The tests score texts in chunks and generate on a cached prefix, with `weights="checkpoint"`.\n',
             "| `model_type` | layers |",
             "| --- | --- |",
             *others,

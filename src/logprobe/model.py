@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from logprobe.text.edge import TextEdge
     from logprobe.text.prompts import Prompt
 
-ROW_CACHE_BYTES: Final = 1 << 26  # cache of next-token rows for `LLM.fields`
+ROW_CACHE_BYTES: Final = 1 << 26  # cache of next-token rows for `LLM.field_distributions`
 T = TypeVar("T")
 AskedParams: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"
 
@@ -480,7 +480,7 @@ class Model:
         return plan.sum_up(scores)
 
     @call
-    async def fields(
+    async def field_distributions(
         self,
         output: RequestOutput,
         schema: dict[str, Any] | None = None,

@@ -369,7 +369,7 @@ def test_a_processor_of_all_requests_leaves_processed_bounds(tiny_model_folder: 
     with LLM(str(tiny_model_folder), kv_bytes=1 << 21, logits_processors=[Flatter]) as llm:
         output = llm.generate("the cat", asking(object_of(v={"enum": ["cat", "the"]})))[0]
         processed = output.outputs[0].fields(processed=True)
-        assert [field.processed for field in llm.fields(output)] == processed
+        assert [field.processed for field in llm.field_distributions(output)] == processed
 
 
 def test_other_weights_give_no_part_of_an_answer(tiny_model_folder: Path) -> None:
@@ -381,7 +381,7 @@ def test_other_weights_give_no_part_of_an_answer(tiny_model_folder: Path) -> Non
         with pytest.raises(WeightsReplacedError):
             sums.take(asks, [np.zeros(1, np.float32)] * len(asks))
         with raises(ParameterError, parameter="output"):
-            llm.fields(output)
+            llm.field_distributions(output)
 
 
 def test_cold_and_cached_alone_and_beside_others(fake: Fake) -> None:
@@ -414,7 +414,7 @@ def test_a_grammar_gives_all_to_the_members(real_llm: LLM) -> None:
     )
     schema = object_of(sentiment=moods, stars=stars, sure={"type": "boolean"})
     output = real_llm.generate(REVIEW, asking(schema))[0]
-    fields = {field.pointer: field for field in real_llm.fields(output)}
+    fields = {field.pointer: field for field in real_llm.field_distributions(output)}
     said = json.loads(output.outputs[0].text)
     assert {name: fields[f"/{name}"].value for name in names} == said
     for name in names:
@@ -434,7 +434,7 @@ def test_all_spellings_are_more_than_the_one_that_was_written(real_llm: LLM) -> 
     values = ["positive", "negative", "neutral"]
     params = asking(object_of(sentiment={"enum": values}))
     output = real_llm.chat("Is the weather nice? Say how it feels.", params)[0]
-    field = {field.pointer: field for field in real_llm.fields(output)}["/sentiment"]
+    field = {field.pointer: field for field in real_llm.field_distributions(output)}["/sentiment"]
     members, token_ids = field.members, output.outputs[0].token_ids
     assert members is not None
     assert members.logprob_of(field.value) > field.raw.logprob + 1
@@ -452,8 +452,8 @@ def test_all_spellings_are_more_than_the_one_that_was_written(real_llm: LLM) -> 
 def test_a_front_door_in_an_event_loop_has_the_same_numbers(tiny_llm: LLM) -> None:
     params = asking(object_of(v={"enum": ["cat", "the", "and"]}, n={"enum": [1, 12]}))
     output = tiny_llm.generate("the cat", params)[0]
-    blocking = tiny_llm.fields(output)
-    awaited = asyncio.run(async_twin(tiny_llm).fields(output))
+    blocking = tiny_llm.field_distributions(output)
+    awaited = asyncio.run(async_twin(tiny_llm).field_distributions(output))
     for one, other in zip(blocking, awaited, strict=True):
         assert (one.pointer, one.value) == (other.pointer, other.value)
         assert one.raw.logprob == pytest.approx(other.raw.logprob, abs=1e-5)
@@ -466,7 +466,7 @@ def test_a_front_door_in_an_event_loop_has_the_same_numbers(tiny_llm: LLM) -> No
 
 def test_the_weights_that_wrote_a_reply_answer(tiny_llm: LLM, adapter_folders: dict[str, Path]) -> None:
     def members(llm: LLM, output: RequestOutput) -> Any:
-        [found] = [field.members for field in llm.fields(output) if field.members is not None]
+        [found] = [field.members for field in llm.field_distributions(output) if field.members is not None]
         return found.logprobs
 
     tiny_llm.add_lora("wide", adapter_folders["wide"])
@@ -480,7 +480,7 @@ def test_the_weights_that_wrote_a_reply_answer(tiny_llm: LLM, adapter_folders: d
         base = members(tiny_llm, replace(output, params=replace(output.params, lora=None)))
         assert np.abs(base - own).max() > 1e-2
         view.close()
-        assert len(tiny_llm.fields(output)) == 2
+        assert len(tiny_llm.field_distributions(output)) == 2
     finally:
         tiny_llm.remove_lora("wide")
 

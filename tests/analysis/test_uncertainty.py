@@ -85,7 +85,7 @@ def test_every_figure_of_an_answer_is_that_of_whole_rows(tiny_llm: LLM, rows: An
         np.testing.assert_allclose(answer.group_confidence, groups, **CLOSE)
         assert answer.logprob == pytest.approx(logprobs.sum(), abs=1e-3)
         assert answer.perplexity == pytest.approx(np.exp(-logprobs.mean()), rel=1e-3)
-        assert answer.logprob_per_token == pytest.approx(logprobs.mean(), abs=1e-4)
+        assert answer.mean_logprob == pytest.approx(logprobs.mean(), abs=1e-4)
         assert answer.mean_token_entropy == pytest.approx(entropy.mean(), abs=1e-4)
         assert answer.max_token_entropy == pytest.approx(entropy.max(), abs=1e-4)
         assert answer.lowest_group_confidence == pytest.approx(min(groups), abs=1e-4)

@@ -112,7 +112,7 @@ def found(outputs: list[Any]) -> list[np.ndarray[Any, Any]]:
     return [output.prompt_logprobs[1:].chosen_entries().logprobs for output in outputs]
 
 
-@pytest.mark.parametrize("weights", ["published", "plain"])
+@pytest.mark.parametrize("weights", ["checkpoint", "plain"])
 @pytest.mark.filterwarnings("ignore")  # peft warns that it saves embeddings, and that they are tied
 def test_the_numbers_are_pefts_alone_batched_and_on_cached_prefixes(
     case: tuple[Path, Path, Any, Any], weights: Any

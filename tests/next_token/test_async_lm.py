@@ -144,7 +144,7 @@ def test_topk_and_given_ids_are_parts_of_the_row(lm: AsyncLM, random_ids: Any) -
     np.testing.assert_array_equal(top.logprobs, row[order])
     given = asyncio.run(lm.next_token_logprobs_for(ids, [3, 200, 3]))
     np.testing.assert_array_equal(given, row[[3, 200, 3]])
-    with raises(ParameterError, parameter="given_token_ids"):
+    with raises(ParameterError, parameter="logprob_token_ids"):
         asyncio.run(lm.next_token_logprobs_for(ids, [lm.vocab_size]))
     for k in (0, lm.vocab_size + 1):
         with raises(ParameterError, parameter="k"):

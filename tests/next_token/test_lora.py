@@ -41,7 +41,7 @@ def lora_rows(
     return ways
 
 
-@pytest.fixture(scope="module", params=["plain", "published"])
+@pytest.fixture(scope="module", params=["plain", "checkpoint"])
 def adapted(request: Any, new_lm: Any, adapter_folders: dict[str, Path]) -> Any:
     with new_lm(weights=request.param) as lm:
         for name, folder in adapter_folders.items():

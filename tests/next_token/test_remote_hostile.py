@@ -33,7 +33,7 @@ FACTS = {
     "model": "m",
     "device": "cpu",
     "dtype": "float32",
-    "weights": "published",
+    "weights": "checkpoint",
     "vocab_size": VOCAB_SIZE,
     "max_model_len": 64,
     "num_slots": 64,

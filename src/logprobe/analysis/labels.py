@@ -231,7 +231,7 @@ def _sums(scores: Sequence[Score], named: Mapping[str, list[str]], *, per_token:
 
     With `per_token`, the mean per token takes the place of each text's log-probability.
     """
-    numbers = iter([score.logprob_per_token if per_token else score.logprob for score in scores])
+    numbers = iter([score.mean_logprob if per_token else score.logprob for score in scores])
     return np.array([np.logaddexp.reduce([next(numbers) for _ in texts]) for texts in named.values()])
 
 

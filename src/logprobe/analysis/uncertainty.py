@@ -138,7 +138,7 @@ class SampledAnswer:
         return measures.total(self.drawn_token_logprobs)
 
     @property
-    def logprob_per_token(self) -> float:
+    def mean_logprob(self) -> float:
         """Mean of the tokens' logprobs, in nats.
 
         The exponential is uqlm's `normalized_probability` (Malinin & Gales).
@@ -186,7 +186,7 @@ class SampledAnswer:
         -inf becomes -9999, inf becomes 9999, and NaN becomes null.
         """
         names = (
-            *("text", "token_ids", "num_tokens", "logprob", "drawn_logprob", "logprob_per_token"),
+            *("text", "token_ids", "num_tokens", "logprob", "drawn_logprob", "mean_logprob"),
             *("perplexity", "mean_token_entropy", "max_token_entropy", "lowest_group_confidence"),
             *("tail_confidence", "self_certainty", "finish_reason", "stopped_early"),
         )

@@ -55,7 +55,7 @@ _SCORE: Final[dict[str, pa.DataType]] = {
     "num_tokens": _NUMBER,
     "num_bytes": _NUMBER,
     "num_chars": _NUMBER,
-    "logprob_per_token": _REAL,
+    "mean_logprob": _REAL,
     "logprob_per_byte": _REAL,
     "logprob_per_char": _REAL,
     "perplexity": _REAL,
