@@ -126,7 +126,7 @@ def test_positions_that_begin_behind_paddings_hold_fewer_tokens(folder: Path, tm
     for name in ("tokenizer.json", "tokenizer_config.json"):
         copy(folder / name, tmp_path)
     roberta = MaskedLM(str(tmp_path))
-    assert len(roberta.score("the " * 17).logprobs) == 17  # 19 with CLS and SEP
+    assert len(roberta.score("the " * 17)[0].logprobs) == 17  # 19 with CLS and SEP
     with pytest.raises(ParameterError) as error:
         roberta.score("the " * 18)
     assert error.value.parameter == "texts"

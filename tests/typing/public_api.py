@@ -153,9 +153,8 @@ def with_errors() -> str:
 
 async def ask_for_fields(llm: LLM, lm: AsyncLLM) -> list[float]:
     (output,) = llm.generate("a text", SamplingParams(logprobs=0))
-    fields = llm.field_distributions(output, {"enum": ["a", "b"]}) + await lm.field_distributions(
-        output, max_rows=9
-    )
+    fields = llm.field_distributions(output, {"enum": ["a", "b"]})
+    fields += await lm.field_distributions(output, max_rows=9)
     assert_type(fields, list[FieldDistribution])
     assert_type(fields[0].members, Members | None)
     return [field.members.rest for field in fields if field.members is not None]
