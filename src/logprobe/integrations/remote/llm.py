@@ -22,8 +22,9 @@ class RemoteLLM(NextTokenLM[Row]):
     Rows have exactly the server's float32 values. Concurrent requests share an HTTP request, equal ones are
     computed once, and rows are cached locally; the server caches prefixes. While the server is full, requests
     wait. `tokenizer`, `byte_vocab` and `str_vocab` are fetched from the server on first use. `list_loras`
-    returns the LoRA adapters that the server had when this object was created. Loading weights, clearing the
-    prefix cache, and methods such as `classify` are not supported; use the server's routes instead.
+    returns the LoRA adapters that the server had when this object was created. Methods
+    that change the server's weights or caches are absent. For completions, scores and labels use the server's
+    routes, for example with OpenAI's client.
 
     Args:
         url: the server's address, with or without `/v1`.
