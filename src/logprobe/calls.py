@@ -9,6 +9,7 @@ definition.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from functools import wraps
 from types import MethodType
@@ -67,6 +68,9 @@ class stream(Generic[P, T]):  # noqa: N801 - a decorator
             items: Generator[T] = model._bridge.iterate(function(model, *args, **options))  # noqa: SLF001 - `Blocking`
             return items
 
+        signature = inspect.signature(function)
+        returns = str(signature.return_annotation).replace("AsyncGenerator", "Generator")
+        blocking.__signature__ = signature.replace(return_annotation=returns)  # type: ignore[attr-defined]
         self._blocking, self._generator = blocking, function
 
     @overload

@@ -13,7 +13,7 @@ import pytest
 from logprobe import FlatLogprobs
 from logprobe.analysis import ScoredText
 from logprobe.analysis.score import Score
-from logprobe.analysis.texts import NOT_SCORED, ROW_COLUMNS, begins_word
+from logprobe.analysis.texts import NOT_SCORED, ROW_COLUMNS, begins_word, surprisal
 from logprobe.errors import ParameterError
 from logprobe.text.spans import byte_spans
 
@@ -95,10 +95,10 @@ def test_the_probabilities_of_all_words_and_their_ends_sum_to_one() -> None:
     for length in range(1, 5):
         for letters in itertools.product("ab", repeat=length):
             word = " " + "".join(letters)
-            unit = tiny.surprisal(start + word, boundary="end", bos=True)[0].words[-1]
+            unit = surprisal(tiny, start + word, boundary="end", bos=True)[0].words[-1]
             assert (unit.text, unit.num_scored) == (word, length)
             total += math.exp(unit.logprob or 0.0)
-            plain = tiny.surprisal(start + word, bos=True)[0]
+            plain = surprisal(tiny, start + word, bos=True)[0]
             naive += math.exp(plain.words[-1].logprob or 0.0)
             if length == 4:  # longer words: continuations within a word
                 ids = (*context, *tiny.text.encode(word).tolist())

@@ -94,7 +94,9 @@ def test_named_ids_of_a_continuation_are_transformers_rows(
 def test_ids_for_all_positions_are_the_same_list_at_each(tiny_llm: LLM) -> None:
     for temperature in (None, 1.5):
         flat, ragged = tiny_llm.score(
-            [PAIR, PAIR], token_ids=[[7, 200], [[7, 200]] * len(CONTINUATION)], temperature=temperature
+            [PAIR, PAIR],
+            logprob_token_ids=[[7, 200], [[7, 200]] * len(CONTINUATION)],
+            temperature=temperature,
         )
         assert lists_of(flat.record) == lists_of(ragged.record)
 
@@ -260,12 +262,12 @@ def test_lists_that_cannot_be_are_refused_by_name(tiny_llm: LLM, params: dict[st
 @pytest.mark.parametrize(
     ("asked", "parameter", "said"),
     [
-        ({"token_ids": [NAMED[:-1]]}, "token_ids", "5 lists for the 6 tokens"),
-        ({"token_ids": [NAMED, NAMED]}, "token_ids", "one entry per pair, got 2 for 1"),
-        ({"token_ids": [[[10**6]] * 6]}, "token_ids", "lies outside"),
-        ({"token_ids": [[10**6]]}, "token_ids", "lies outside"),
-        ({"token_ids": [5]}, "token_ids", "must be a list"),
-        ({"token_ids": [NAMED], "truncation": "window"}, "token_ids", "truncation='window'"),
+        ({"logprob_token_ids": [NAMED[:-1]]}, "logprob_token_ids", "5 lists for the 6 tokens"),
+        ({"logprob_token_ids": [NAMED, NAMED]}, "logprob_token_ids", "one entry per pair, got 2 for 1"),
+        ({"logprob_token_ids": [[[10**6]] * 6]}, "logprob_token_ids", "lies outside"),
+        ({"logprob_token_ids": [[10**6]]}, "logprob_token_ids", "lies outside"),
+        ({"logprob_token_ids": [5]}, "logprob_token_ids", "must be a list"),
+        ({"logprob_token_ids": [NAMED], "truncation": "window"}, "logprob_token_ids", "truncation='window'"),
         ({"temperature": 0.0}, "temperature", "must be positive"),
         ({"temperature": float("nan")}, "temperature", "finite"),
         ({"temperature": 1.0, "sampling": SamplingParams()}, "temperature", "sampling"),

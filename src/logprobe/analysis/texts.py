@@ -79,7 +79,7 @@ class Unit:
 
     @property
     def surprisal(self) -> float | None:
-        """Score every token of one or more texts, with ranks and entropies; see `LLM.surprisal`."""
+        """Negative log-probability, in `unit`."""
         return None if self.logprob is None else -self.logprob / NATS[self.unit]
 
     @property
@@ -311,31 +311,7 @@ def surprisal(
     window: int | None = None,
     stride: int | None = None,
 ) -> list[ScoredText]:
-    """Score every token of one or more texts, with ranks and entropies.
-
-    With `boundary="end"`, the probability of a word or sentence includes the end of the last word, given that
-    a word begins: P(tokens) · P(the next token begins a word, or ends the text) / P(the first token begins a
-    word). The probabilities of all words then sum to 1 (Pimentel & Meister 2024,
-    https://arxiv.org/abs/2406.14561; Oh & Schuler 2024, https://arxiv.org/abs/2406.10851). A token begins a
-    word if its text begins with white space or if it is EOS. If the first token does not begin a word in this
-    sense (mostly at the beginning of a text), there is no division, as in minicons' `bow_correction`. The
-    logprobs of tokens and spans do not change.
-
-    Args:
-        llm: the model, for example an `LLM` or `llm.with_lora(name)`.
-        texts: one or more texts of any length; a text longer than the context is scored in sliding windows.
-        boundary: "end" includes the end of a word in its probability; None includes only the word's tokens.
-        unit: unit of surprisals and tables, "nats" or "bits"; logprobs are always in nats.
-        bos: True puts BOS (EOS if the model has no BOS) before each text, so that the text's first token is
-            scored too; False does not, and None does what the tokenizer does.
-        window: tokens per window; the default is the model's context.
-        stride: tokens from one window's start to the next one's; the default is half a window. If the stride
-            equals the window, the windows are disjoint, and the first token of each window is not scored.
-
-    Raises:
-        ParameterError: a text cannot be encoded, or the window, stride, boundary or unit is invalid.
-        BatchError: some texts failed.
-    """
+    """Score every token of one or more texts, with ranks and entropies; see `LLM.surprisal`."""
     require(boundary in {None, "end"}, "boundary", f"must be 'end' or None, got {boundary!r}")
     require(unit in NATS, "unit", f"must be one of {', '.join(NATS)}, got {unit!r}")
     settings = WindowSettings.of(llm, window=window, stride=stride, bos=bos)
