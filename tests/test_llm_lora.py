@@ -74,7 +74,7 @@ def test_scores_of_every_kind_are_of_the_view(llm: LLM) -> None:
     assert found == pytest.approx([want] * 4, abs=1e-3)
     assert base.perplexity(TEXT).logprob != pytest.approx(want, abs=1e-3)
     with raises(ParameterError, parameter="lora"):
-        tuned.score([("a", "b")], sampling=SamplingParams(lora="narrow"))
+        tuned.score([("a", "b")], sampling_params=SamplingParams(lora="narrow"))
 
 
 def test_a_view_names_its_weights_and_gives_another(llm: LLM) -> None:

@@ -302,7 +302,7 @@ class Model:
         logprobs: int = 0,
         logprob_token_ids: Sequence[Any] | None = None,
         temperature: float | None = None,
-        sampling: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         on_error: OnError = "raise",
         truncation: Truncation = "error",
         boundary: BoundaryRule = "auto",
@@ -327,9 +327,9 @@ class Model:
                 `record.given`: one list of ids for all tokens in the continuation, or a list of ids per
                 token.
             temperature: score under the model's distribution at this temperature, which `record.info` states.
-            sampling: score under the distribution that these parameters would sample from (temperature,
-                truncation, processors). A token that cannot be sampled has a logprob of -inf, and the record
-                has `log_kept_mass`. None scores under the model's own distribution.
+            sampling_params: score under the distribution that these parameters would sample from
+                (temperature, truncation, processors). A token that cannot be sampled has a logprob of -inf,
+                and the record has `log_kept_mass`. None scores under the model's own distribution.
             on_error: "raise" raises a `BatchError` if any pair failed, after all requests have ended.
                 "return" instead sets `.error` on the score of each failed or invalid pair.
             truncation: what to do with a pair that is too long: "error" raises an error, "left" drops tokens
@@ -349,15 +349,14 @@ class Model:
         if temperature is not None:
             from logprobe.analysis.score_requests import at_temperature
 
-            require(
-                sampling is None, "temperature", "cannot be combined with sampling; set sampling.temperature"
-            )
-            sampling = at_temperature(temperature)
+            remedy = "cannot be combined with sampling_params; set the temperature there"
+            require(sampling_params is None, "temperature", remedy)
+            sampling_params = at_temperature(temperature)
         return await self._client.score(
             pairs,
             params,
             watch=partial(progress_bar, shown=progress),
-            sampling=sampling,
+            sampling=sampling_params,
             unconditional=unconditional,
             on_error=on_error,
             truncation=truncation,

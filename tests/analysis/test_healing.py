@@ -149,14 +149,14 @@ def test_a_context_that_leaves_nothing_before_the_spanning_token_is_refused(
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.5), SamplingParams(top_k=220)])
 def test_the_distribution_that_is_drawn_from_is_summed(tiny_llm: LLM, sampling: SamplingParams) -> None:
-    rows = rows_of(tiny_llm, sampling=sampling)
-    (score,) = tiny_llm.score([("the ca", "t of")], sampling=sampling)
+    rows = rows_of(tiny_llm, sampling_params=sampling)
+    (score,) = tiny_llm.score([("the ca", "t of")], sampling_params=sampling)
     assert score.boundary == "bytes"
     assert score.logprob == pytest.approx(conditional(tiny_llm, rows, "the ca", "t of", "the"), abs=1e-6)
 
 
 def test_bytes_that_cannot_be_drawn_are_impossible(tiny_llm: LLM) -> None:
-    (score,) = tiny_llm.score([("the ca", "t")], sampling=SamplingParams(top_k=1))
+    (score,) = tiny_llm.score([("the ca", "t")], sampling_params=SamplingParams(top_k=1))
     assert (score.boundary, score.logprob) == ("bytes", -math.inf)
 
 

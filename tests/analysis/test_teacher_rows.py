@@ -105,7 +105,7 @@ def test_one_after_another_is_all_at_once(tiny_llm: LLM) -> None:
     """An all-zero bias is a processor, which forces one position per step (the slow twin)."""
     (fast,) = tiny_llm.score([PAIR], logprob_token_ids=[NAMED], temperature=0.7)
     slow_way = SamplingParams(temperature=0.7, logit_bias={3: 0.0})
-    (slow,) = tiny_llm.score([PAIR], logprob_token_ids=[NAMED], sampling=slow_way)
+    (slow,) = tiny_llm.score([PAIR], logprob_token_ids=[NAMED], sampling_params=slow_way)
     assert_alike(fast.record, slow.record)
 
 
@@ -270,7 +270,7 @@ def test_lists_that_cannot_be_are_refused_by_name(tiny_llm: LLM, params: dict[st
         ({"logprob_token_ids": [NAMED], "truncation": "window"}, "logprob_token_ids", "truncation='window'"),
         ({"temperature": 0.0}, "temperature", "must be positive"),
         ({"temperature": float("nan")}, "temperature", "finite"),
-        ({"temperature": 1.0, "sampling": SamplingParams()}, "temperature", "sampling"),
+        ({"temperature": 1.0, "sampling_params": SamplingParams()}, "temperature", "sampling_params"),
     ],
 )
 def test_scores_that_cannot_be_are_refused_by_name(

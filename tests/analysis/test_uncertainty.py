@@ -115,7 +115,7 @@ def test_the_distribution_that_was_drawn_from_is_another(tiny_llm: LLM, shape: d
     found, before = tiny_llm.uncertainty(PROMPT, 3, params), ids_of(tiny_llm)
     pairs = [(before, answer.token_ids) for answer in found.answers]
     raw = tiny_llm.score(pairs)
-    drawn = tiny_llm.score(pairs, sampling=SamplingParams(**shape))
+    drawn = tiny_llm.score(pairs, sampling_params=SamplingParams(**shape))
     for answer, one, other in zip(found.answers, raw, drawn, strict=True):
         # Scored in one batch and sampled token by token: the last bits of float32 sums differ.
         np.testing.assert_allclose(answer.token_logprobs, one.token_logprobs, rtol=0, atol=5e-6)
