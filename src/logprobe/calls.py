@@ -1,9 +1,9 @@
 """Methods that `LLM` and `AsyncLLM` share: written once as coroutines, blocking in `LLM`.
 
-`call` and `stream` are descriptors. On a subclass of `Blocking`, a method runs on the model's event loop
-thread and returns its result; on any other class it is the coroutine function (or async generator) as
-written. In both, type checkers, `help` and `inspect.signature` see the signature and docstring of the one
-definition.
+`coroutine_method` and `generator_method` are descriptors. On a subclass of `Blocking`, a method runs on the
+model's event loop thread and returns its result; on any other class it is the coroutine function (or async
+generator) as written. In both, type checkers, `help` and `inspect.signature` see the signature and
+docstring of the one definition.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ T = TypeVar("T")
 
 
 class Blocking:
-    """A class whose `call` and `stream` methods block until there is a result."""
+    """A class whose methods block until there is a result."""
 
     _bridge: LoopThread  # runs the coroutines
 
 
 class Async:
-    """A class whose `call` methods are coroutines, and whose `stream` methods are async generators."""
+    """A class whose methods are coroutines and async generators."""
 
 
-class call(Generic[P, T]):  # noqa: N801 - a decorator
+class coroutine_method(Generic[P, T]):  # noqa: N801 - a decorator
     """Make a coroutine function a method that blocks in subclasses of `Blocking`."""
 
     def __init__(self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> None:
@@ -59,7 +59,7 @@ class call(Generic[P, T]):  # noqa: N801 - a decorator
         return function if model is None else MethodType(function, model)
 
 
-class stream(Generic[P, T]):  # noqa: N801 - a decorator
+class generator_method(Generic[P, T]):  # noqa: N801 - a decorator
     """Make an async generator function a method that is a plain generator in subclasses of `Blocking`."""
 
     def __init__(self, function: Callable[Concatenate[Any, P], AsyncGenerator[T]]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, TypeVar
 from logprobe.analysis.labels import RERANK_TASK, RERANK_TEMPLATE, YES_NO
 from logprobe.analysis.progress import byte_bar, progress_bar
 from logprobe.analysis.spellings import MAX_ROWS
-from logprobe.calls import Waiter, call, stream
+from logprobe.calls import Waiter, coroutine_method, generator_method
 from logprobe.config import EngineConfig
 from logprobe.errors import require
 from logprobe.sampling import SamplingParams
@@ -51,7 +51,10 @@ AskedParams: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"
 
 
 class Model:
-    """A model that generates and scores; the base class of `LLM` and `AsyncLLM`."""
+    """A model that generates and scores; the base class of `LLM` and `AsyncLLM`.
+
+    A method calls another one as `Model.score(self, ...)`, which is the coroutine in either class.
+    """
 
     def __init__(
         self,
@@ -86,7 +89,7 @@ class Model:
     def _open(self) -> None:
         """Create what a subclass needs; `_owned` closes it."""
 
-    @call
+    @coroutine_method
     async def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -127,7 +130,7 @@ class Model:
             add_special_tokens=add_special_tokens,
         )
 
-    @call
+    @coroutine_method
     async def chat(
         self,
         messages: Conversations,
@@ -178,7 +181,7 @@ class Model:
             on_error=on_error,
         )
 
-    @stream
+    @generator_method
     async def stream(
         self,
         prompt: Prompt,
@@ -200,7 +203,7 @@ class Model:
             async for output in outputs:
                 yield output
 
-    @call
+    @coroutine_method
     async def load_weights(
         self,
         weights: str | Path | Mapping[str, torch.Tensor],
@@ -234,7 +237,7 @@ class Model:
         finishes = check_on_running(on_running)
         return await asyncio.to_thread(self.engine.load_weights, weights, version=version, finishes=finishes)
 
-    @call
+    @coroutine_method
     async def add_lora(self, name: str, path: str | Path) -> None:
         """Load a LoRA adapter from a folder, for `with_lora(name)` and `SamplingParams(lora=name)`.
 
@@ -245,7 +248,7 @@ class Model:
         """
         await asyncio.to_thread(self.engine.add_lora, name, path)
 
-    @call
+    @coroutine_method
     async def remove_lora(self, name: str) -> None:
         """Unregister a LoRA adapter: new requests for it are rejected, and running requests finish.
 
@@ -289,7 +292,7 @@ class Model:
         """Name of the LoRA adapter of a `with_lora` view; None if each call's parameters decide."""
         return self._client.lora
 
-    @call
+    @coroutine_method
     async def score(
         self,
         pairs: Sequence[tuple[Prompt, Prompt] | Split],
@@ -364,7 +367,7 @@ class Model:
             boundary=boundary,
         )
 
-    @call
+    @coroutine_method
     async def classify(
         self,
         prompts: Asked | Sequence[Asked],
@@ -410,7 +413,7 @@ class Model:
             progress=progress,
         )
 
-    @call
+    @coroutine_method
     async def rerank(
         self,
         query: str,
@@ -445,7 +448,7 @@ class Model:
         plan = partial(rerank_plan, self.text, query, documents, task=task, template=template, labels=labels)
         return await self._run_plan(plan, progress=progress)
 
-    @call
+    @coroutine_method
     async def judge(
         self,
         prompts: Asked | Sequence[Asked],
@@ -475,10 +478,10 @@ class Model:
     async def _run_plan(self, lay_out: Callable[[], Plan[T]], *, progress: bool) -> T:
         """Lay out prompts on a worker thread, because tokenizing many texts is slow, and score them."""
         plan = await asyncio.to_thread(lay_out)
-        scores = await Model.score(self, plan.pairs, progress=progress)  # as written: a coroutine
+        scores = await Model.score(self, plan.pairs, progress=progress)
         return plan.sum_up(scores)
 
-    @call
+    @coroutine_method
     async def field_distributions(
         self,
         output: RequestOutput,
@@ -535,7 +538,7 @@ class Model:
         self._owned.callback(rows.close)  # runs before the engine is closed
         return rows
 
-    @call
+    @coroutine_method
     async def uncertainty(
         self,
         prompt: Prompt | Conversation,
@@ -583,7 +586,7 @@ class Model:
         answers = await self._client.draw(prompt, plan, watch=partial(progress_bar, shown=progress))
         return await asyncio.to_thread(plan.sum_up, answers, same)
 
-    @call
+    @coroutine_method
     async def perplexity(
         self,
         text: str | Iterable[str],
@@ -617,7 +620,7 @@ class Model:
                 partial(perplexity, text=text, stride=stride, window=window, bos=bos, advance=advance)
             )
 
-    @call
+    @coroutine_method
     async def surprisal(
         self,
         texts: str | Sequence[str],
@@ -663,7 +666,7 @@ class Model:
             )
         )
 
-    @call
+    @coroutine_method
     async def minimal_pairs(
         self,
         pairs: Sequence[tuple[str, str]],
