@@ -350,8 +350,10 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_go_on(
 def test_a_closed_engine_takes_no_weights(tiny_model_folder: Path, state: dict[str, torch.Tensor]) -> None:
     llm = _new_llm(tiny_model_folder)
     llm.close()
-    with pytest.raises(EngineClosedError, match="before the new weights"):
+    with pytest.raises(EngineClosedError):
         llm.load_weights(state)
+    with pytest.raises(EngineClosedError, match="before the new weights"):
+        llm.engine.load_weights(state, finishes=True)
 
 
 def test_a_request_given_up_while_it_waits_never_runs(llm: LLM, state: dict[str, torch.Tensor]) -> None:
