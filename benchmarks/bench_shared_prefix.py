@@ -1,6 +1,6 @@
 """This measures scoring four continuations to one 256-token context, as a multiple-choice question does.
 
-Ours in process (`LLM.score`) and over HTTP (`POST /v1/loglikelihood`), beside the harness's `hf` model in process.
+Ours in process (`LLM.score`) and over HTTP (`POST /v1/loglikelihood`), beside the harness's `hf` model.
 """
 
 import time

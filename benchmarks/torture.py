@@ -489,7 +489,7 @@ def draw(llm: LLM, batch: int, num_tokens: int) -> Drawn:
             for _ in prompts
         ]
         for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
-            completion = output.outputs
+            [completion] = output.outputs
             drawn.append((prompt, list(completion.token_ids), numbers_in(completion.logprobs)))
     return drawn
 

@@ -30,7 +30,7 @@ def text() -> str:
             "| --- | --- | --- |",
             *rows,
             "\n## Other families, tested in their default variant\n",
-            'The tests score texts in chunks and generate on a cached prefix, with `weights="published"`.\n',
+            'The tests score texts in chunks and generate on a cached prefix, with `weights="checkpoint"`.\n',
             "| `model_type` | layers |",
             "| --- | --- |",
             *others,

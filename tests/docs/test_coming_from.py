@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from logprobe import LLM, AsyncLM, SamplingParams
+from logprobe import LLM, SamplingParams
+from logprobe.next_token import AsyncLM
 from logprobe.processors.foreign import adapt_transformers
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from doc_pages import PAGES, examples_of, run_examples
-from logprobe import AsyncLM, RemoteLM, errors
+from logprobe import RemoteLLM, errors
+from logprobe.next_token import AsyncLM
 from logprobe.server import ServerSettings
 
 if TYPE_CHECKING:
@@ -50,6 +51,6 @@ def test_the_examples_on_vllm_run_one_after_the_other(wide_heads: tuple[Path, di
 def test_every_method_and_error_that_the_page_names_is_there() -> None:
     for method in re.findall(r"\blm\.(\w+)\(", PAGE):
         assert callable(getattr(AsyncLM, method)), method
-        assert hasattr(RemoteLM, method) or method in {"add_new_lora", "clear_kv_cache"}, method
+        assert hasattr(RemoteLLM, method) or method in {"add_lora", "clear_kv_cache"}, method
     for error in re.findall(r"`(\w+Error)`", PAGE):
         assert hasattr(errors, error) or error in {"ValueError", "RuntimeError"}, error

@@ -63,7 +63,7 @@ def test_labels_have_the_bits_of_the_library(exact: Any, how: dict[str, Any]) ->
 def test_labels_that_no_token_begins_with_are_measured_by_bytes(exact: Any) -> None:
     asked: dict[str, Any] = {"input": "the ca", "labels": ["t and", "n of", "r"]}
     (found,) = reply_to(exact, "/v1/label", **asked)["data"]
-    want: Any = exact.llm.classify("the ca", asked["labels"])
+    [want] = exact.llm.classify("the ca", asked["labels"])
     assert found["boundary"] == want.boundary == "bytes"
     assert found["logprobs"] == want.logprobs.tolist()
     assert found["mass"] == want.mass < 1
@@ -71,14 +71,14 @@ def test_labels_that_no_token_begins_with_are_measured_by_bytes(exact: Any) -> N
 
 def test_one_text_is_a_list_of_one_and_one_label_has_no_margin(exact: Any) -> None:
     (found,) = reply_to(exact, "/v1/label", input=PROMPTS[0], labels=[" of"])["data"]
-    assert found["logprobs"] == exact.llm.classify(PROMPTS[0], [" of"]).logprobs.tolist()
+    assert found["logprobs"] == exact.llm.classify(PROMPTS[0], [" of"])[0].logprobs.tolist()
     assert (found["probs"], found["margin"]) == ([1.0], None)
 
 
 def test_a_conversation_is_answered_as_by_the_library(exact: Any) -> None:
     how: dict[str, Any] = {"correction": "calibrated", "content_free": EMPTY}
     (found,) = reply_to(exact, "/v1/label", messages=TALK, labels=["the dog", "of"], **how)["data"]
-    want = exact.llm.classify(TALK, ["the dog", "of"], **how)
+    [want] = exact.llm.classify(TALK, ["the dog", "of"], **how)
     assert (found["logprobs"], found["corrected"]) == (want.logprobs.tolist(), want.corrected.tolist())
 
 
@@ -86,7 +86,7 @@ def test_a_conversation_is_answered_as_by_the_library(exact: Any) -> None:
 def test_grades_have_the_bits_of_the_library(exact: Any, scale: list[float] | None) -> None:
     options = {} if scale is None else {"scale": scale}
     (found,) = reply_to(exact, "/v1/judge", messages=TALK, **options)["data"]
-    want = exact.llm.judge(TALK, **options)
+    [want] = exact.llm.judge(TALK, **options)
     assert found == {
         "index": 0,
         "expectation": want.expectation,

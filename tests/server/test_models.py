@@ -82,7 +82,7 @@ def numbers(reply: httpx.Response) -> list[float]:
 def numbers_of(llm: LLM) -> list[float]:
     params = SamplingParams(max_tokens=4, logprobs=2, temperature=0, ignore_eos=True)
     [output] = llm.generate([ASK["prompt"]], params)
-    return [float(value) for value in output.outputs.logprobs.chosen_entries().logprobs]
+    return [float(value) for value in output.outputs[0].logprobs.chosen_entries().logprobs]
 
 
 def test_each_name_is_answered_by_its_own_model(

@@ -142,7 +142,7 @@ def _with_named_ids(
         message = f"must have one list per continuation, got {len(body.logprob_token_ids)} for {len(pairs)}"
         raise bad_request("logprob_token_ids", message)
     return [
-        service.client.with_named_ids(params, ids, pair)
+        service.client.with_named_ids(params, ids, pair, name="logprob_token_ids")
         for ids, pair in zip(body.logprob_token_ids, pairs, strict=True)
     ]
 
@@ -195,7 +195,7 @@ def fields_of(score: Score, table: TokenTable) -> dict[str, Any]:
     """Return a continuation's fields in the reply; an impossible token has -inf, which is -9999 in JSON."""
     fields: dict[str, Any] = {
         "logprob": score.logprob,
-        "logprob_per_token": score.logprob_per_token,
+        "logprob_per_token": score.mean_logprob,
         "logprob_per_byte": score.logprob_per_byte,
         "logprob_per_char": score.logprob_per_char,
         "boundary": score.boundary,
