@@ -63,7 +63,7 @@ class PlainModel:
         spec = describe(config, names)
         if isinstance(spec, str):
             return spec
-        if "text_config" in config.content or path not in {"", "model", DECODERS.get(config.model_type)}:
+        if path not in {"", DECODERS.get(config.model_type, "model")}:  # part of a multimodal model
             parts = (f"{spec.path}.", f"{spec.head}.")  # the other tensors belong to encoders
             names = {name: own for name, own in names.items() if name.startswith(parts)}
         head, embedding = f"{spec.head}.weight", f"{spec.path}.{family.embedding}.weight"
