@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-4  # relative to the largest logit, as at the first load
 NUM_READS = 3  # a first load reads all weights so many times: twice to verify, once to pack
-NEEDS_TRANSFORMERS = "transformers can run it: pip install transformers"
+NEEDS_TRANSFORMERS = "transformers may be able to run it: pip install transformers"
 KEPT_LOGITS = 2  # logits are stored for the last tokens of each reference, which attend to all others
 
 logger = logging.getLogger("logprobe")
@@ -258,7 +258,10 @@ def _proven_by_reference(
     from logprobe.engine.forward.native_decoder import native_decoder
     from logprobe.engine.forward.reference_proof import PlainModel, ReferenceProof
 
-    config = read_config(files.folder)
+    try:
+        config = read_config(files.folder)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{error}; {NEEDS_TRANSFORMERS}") from error
     source = source_of(files) if state is None else StateSource(state)
     if source is None:
         raise ModelNotFoundError(f"{files.folder}: has no weights (*.safetensors); fetch the whole model")

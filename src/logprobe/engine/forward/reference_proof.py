@@ -25,6 +25,8 @@ from logprobe.engine.forward.reference.settings import settings_of
 from logprobe.models.sources import EVERY, RenamedSource
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from numpy.typing import NDArray
 
     from logprobe.engine.forward.config import DecoderSpec
@@ -35,6 +37,14 @@ if TYPE_CHECKING:
 # transformers' module name of the decoder, for files whose names leave it out.
 DECODERS: Final = {"gpt2": "transformer", "gpt_neox": "gpt_neox"}
 # Buffers in older files, which the decoder computes itself.
+# Families whose modules of a kind have biases, whatever the configuration says.
+PROJECTION_BIASES: Final = {"gpt2", "phi", "qwen2"}
+OUTPUT_BIASES: Final = {"gpt2", "phi"}
+MLP_BIASES: Final = {"gpt2", "gpt_neox", "phi"}
+NORM_BIASES: Final = {"gpt2", "gpt_neox", "jais2", "phi", "stablelm", "starcoder2"}
+HEAD_BIASES: Final = {"phi"}
+# Families in which `attention_bias` is not for the output projection.
+NO_OUTPUT_BIAS: Final = {"glm", "helium", "seed_oss"}
 UNUSED: Final = re.compile(r"(rotary_emb\.inv_freq|\.(attn|attention)\.(masked_)?bias)$")
 
 
@@ -63,9 +73,14 @@ class PlainModel:
         spec = describe(config, names)
         if isinstance(spec, str):
             return spec
-        if path not in {"", DECODERS.get(config.model_type, "model")}:  # part of a multimodal model
-            parts = (f"{spec.path}.", f"{spec.head}.")  # the other tensors belong to encoders
-            names = {name: own for name, own in names.items() if name.startswith(parts)}
+        parts = (f"{spec.path}.", f"{spec.head}.")
+        others = [name for name in names if not name.startswith(parts)]
+        if others and path in {"", DECODERS.get(config.model_type, "model")}:
+            return f"its tensor {others[0]} is not supported"
+        for name in others:  # in a multimodal model, these belong to encoders
+            del names[name]
+        if wrong := _wrong_biases(config, spec, names):
+            return f"its biases do not match its configuration, such as {wrong[0]}"
         head, embedding = f"{spec.head}.weight", f"{spec.path}.{family.embedding}.weight"
         if not config.tie_word_embeddings and head not in names:
             return f"its weights lack {head}"
@@ -92,6 +107,32 @@ class PlainModel:
         layers = f"{self.spec.path}.{family.layers}."
         transposed = {name for name in shapes if family.is_transposed and name.startswith(layers)}
         return matrices_of_parameters(shapes, tied, transposed)
+
+
+def _wrong_biases(config: ModelConfig, spec: DecoderSpec, names: Collection[str]) -> list[str]:
+    """Return the biases that are missing in `names`, and those that the configuration does not have."""
+    kind, family, flags = config.model_type, FAMILIES[config.model_type], config.content
+    norms = [family.before_attention, family.after_attention, family.before_mlp, family.after_mlp]
+    has = {
+        family.projections: kind in PROJECTION_BIASES
+        or any(flags.get(key) for key in ("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias")),
+        (family.output,): kind in OUTPUT_BIASES
+        or bool(flags.get("attention_bias") and kind not in NO_OUTPUT_BIAS)
+        or any(flags.get(key) for key in ("use_bias", "attention_out_bias")),
+        (*family.gates, family.down): kind in MLP_BIASES
+        or any(flags.get(key) for key in ("mlp_bias", "use_bias")),
+        tuple(name for name in norms if name is not None): kind in NORM_BIASES,
+    }
+    modules = [name for group, has_biases in has.items() if has_biases for name in group]
+    layers = [f"{spec.path}.{family.layers}.{number}" for number in range(len(spec.rules))]
+    wanted = {f"{layer}.{module}" for layer in layers for module in modules}
+    if kind in NORM_BIASES:
+        wanted.add(f"{spec.path}.{family.last_norm}")
+    if kind in HEAD_BIASES:
+        wanted.add(spec.head)
+    has_weight = {name for name in wanted if f"{name}.weight" in names}  # not with experts or shared norms
+    found = {name.removesuffix(".bias") for name in names if name.endswith(".bias")}
+    return sorted(has_weight ^ found)
 
 
 class ReferenceProof(Proof):
