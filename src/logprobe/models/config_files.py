@@ -150,8 +150,6 @@ def parse_config(content: Mapping[str, Any]) -> ModelConfig:
     filled["rope_parameters"] = _rope_parameters(filled)
     if kind in _NO_WINDOW and not filled.get("use_sliding_window"):
         filled["sliding_window"] = _NO_WINDOW[kind]
-    if kind == "cohere2":
-        filled["head_dim"] = filled["hidden_size"] // filled["num_attention_heads"]
     if kind == "gemma" and filled.get("hidden_act") == "gelu":  # a mistake in the first published files
         filled["hidden_act"] = "gelu_pytorch_tanh"
     if kind == "smollm3" and filled.get("no_rope_layers") is None:
@@ -240,7 +238,7 @@ def _rope_parameters(filled: Mapping[str, Any]) -> dict[str, Any] | None:
     nested = [key for key in given if key in {_FULL, _SLIDING, *(filled.get("layer_types") or ())}]
     if nested:
         return {
-            key: {"rope_type": "default", **beside, **value}
+            key: {"rope_type": value.get("type", "default"), **beside, **value}
             if key in nested and isinstance(value, dict)
             else value
             for key, value in given.items()
@@ -260,17 +258,14 @@ def _rope_parameters(filled: Mapping[str, Any]) -> dict[str, Any] | None:
 def _by_layer_type(filled: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary parameters of layers with full attention and with a sliding window."""
     given = filled.get("rope_parameters") or {}
-    far, near = (
-        {"rope_type": "default", **(given.get(name) or {}), **more}
-        for name, more in ((_FULL, filled.get("rope_scaling") or {}), (_SLIDING, {}))
-    )
+    far, near = (dict(given.get(name) or {"rope_type": "default"}) for name in (_FULL, _SLIDING))
+    far.update(filled.get("rope_scaling") or {})
     far.setdefault("rope_theta", filled["rope_theta"])
     # transformers ignores `rope_theta` of an olmo3 file for these layers.
     default = _defaults(filled["model_type"])["rope_theta"]
     near.setdefault("rope_theta", filled.get("rope_local_base_freq", default))
     for parameters in (far, near):
-        if "type" in parameters and parameters["rope_type"] == "default":
-            parameters["rope_type"] = parameters["type"]
+        parameters.setdefault("rope_type", parameters.get("type", "default"))
     return {**given, _FULL: far, _SLIDING: near}
 
 

@@ -26,6 +26,8 @@ WINDOW_BY_TYPE: Final = {
 }
 # Families that rotate only a part of each head; the others do not read the key.
 ROTATES_PART: Final = {"glm", "gpt_neox", "phi", "phi3", "stablelm"}
+# Families whose projections ignore `head_dim`.
+FIXED_HEAD_DIM: Final = {"gpt2", "gpt_neox"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +67,10 @@ def settings_of(config: ModelConfig, rotary_dtype: type[np.floating[Any]] = np.f
     family = FAMILIES[kind]
     if (activation := ACTIVATIONS.get(getattr(values, family.activation))) is None:
         raise UnsupportedModelError(f"{family.activation} of its configuration is not supported")
-    head_dim = values.head_dim or values.hidden_size // values.num_attention_heads
+    head_dim = values.hidden_size // values.num_attention_heads
+    rotary_head_dim = values.head_dim or head_dim
+    if kind not in FIXED_HEAD_DIM:
+        head_dim = rotary_head_dim
     layers = range(values.num_hidden_layers)
     return Settings(
         family=family,
@@ -78,7 +83,7 @@ def settings_of(config: ModelConfig, rotary_dtype: type[np.floating[Any]] = np.f
         factors=family.factors(values),
         rules=[_rule(values, head_dim, layer) for layer in layers],
         rotary=[
-            _rotary(values, head_dim, layer, rotary_dtype) if family.rotates(values, layer) else None
+            _rotary(values, rotary_head_dim, layer, rotary_dtype) if family.rotates(values, layer) else None
             for layer in layers
         ],
         experts_per_token=0 if family.experts is None else values.num_experts_per_tok,
