@@ -11,6 +11,7 @@ import torch
 from gguf.quants import dequantize
 from transformers import AutoModelForCausalLM
 
+from logprobe.models.config_files import parse_config
 from logprobe.models.gguf.config import build_config
 from logprobe.models.gguf.file import GgufFile
 from logprobe.models.gguf.weights import GgufSource
@@ -67,7 +68,7 @@ def test_a_gguf_file_holds_the_folders_weights(
     make_model.write_gguf(tmp_path / "m", tmp_path / "m.gguf", mix)
     wanted = {name: make_model.as_float32(bits) for name, bits in make_model.stored_bits(tmp_path / "m")}
     file = GgufFile(tmp_path / "m.gguf")
-    config = build_config(file)
+    config = parse_config(build_config(file))
     assert config.tie_word_embeddings == is_tied
     assert config.vocab_size == VOCABULARY_LEN
     source = GgufSource(tmp_path / "m.gguf", config)

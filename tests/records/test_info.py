@@ -15,6 +15,7 @@ def test_an_info_survives_json_and_equals_by_value() -> None:
         num_logprobs=49_152,
         temperature=0.7,
         model="smollm2",
+        verified_against="reference",
     )
     assert LogprobsInfo.from_json(info.to_json()) == info
     assert info != LogprobsInfo()

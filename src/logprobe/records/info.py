@@ -37,7 +37,10 @@ class LogprobsInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     lora: str | None = None  # name of the LoRA adapter applied
     lora_version: str | None = None  # digest of the adapter's files
     layers: str | None = None  # decoder that ran the layers, such as "30 by the native decoder"
-    probe_difference: float | None = None  # largest difference from transformers in the check at load
+    probe_difference: float | None = None  # nats; largest difference in the verification at load
+    # What the weights were verified against when they were loaded: "transformers 5.23.0", or "reference", the
+    # decoder in NumPy float64 (`engine.forward.reference`). None: another engine.
+    verified_against: str | None = None
     floor: float | None = None  # number written for -inf in JSON; None in the binary form, which keeps -inf
     unit: Literal["nats"] = "nats"
 

@@ -19,8 +19,8 @@ from logprobe.engine.forward.cuda.decoder import CudaDecoder, by_pieces
 from logprobe.engine.forward.cuda.plan import SpanPlan
 from logprobe.engine.forward.families import FAMILIES
 from logprobe.engine.forward.native import NativeForward
-from logprobe.engine.forward.native_decoder import describe, frequencies
-from logprobe.engine.forward.proof import Proof
+from logprobe.engine.forward.native_decoder import module_frequencies
+from logprobe.engine.forward.transformers_proof import TransformersProof, described
 from logprobe.errors import ParameterError, UnsupportedModelError
 from logprobe.kernels.layers.forms import PanelWeights, empty_panels, fill_blocks
 from logprobe.kernels.layers.layout import INT4, INT8
@@ -39,13 +39,12 @@ TOLERANCE = 2e-5  # nats
 
 def decoder_for(model: Any, **options: Any) -> CudaDecoder:
     """Make the decoder of a module on the CPU, without the verification that a load makes."""
-    proof = Proof(LazyModel.of(model), context_len=model.config.max_position_embeddings)
-    spec = describe(model, proof)
+    spec = described(model, TransformersProof(LazyModel.of(model)))
     assert not isinstance(spec, str), spec
     model.set_attn_implementation("eager")  # instead of the verification's
     state = {name: one.detach() for name, one in model.named_parameters()}
     tensors = parameters(StateSource(state), model, DEVICE)
-    tensors |= {name: one.to(DEVICE) for name, one in frequencies(model, spec).items()}
+    tensors |= {name: one.to(DEVICE) for name, one in module_frequencies(model, spec).items()}
     return CudaDecoder(spec, tensors, device=DEVICE, **options)
 
 
@@ -156,7 +155,7 @@ def test_quantised_layers_have_the_rows_of_the_same_floats(texts: list[Any]) -> 
     floats = decoder_for(model)
     spec = floats.spec
     tensors = parameters(source, model, DEVICE, quantised="model.layers.")
-    tensors |= {name: one.to(DEVICE) for name, one in frequencies(model, spec).items()}
+    tensors |= {name: one.to(DEVICE) for name, one in module_frequencies(model, spec).items()}
     decoder = CudaDecoder(spec, tensors, device=DEVICE)
     first = decoder.layers[0]
     assert isinstance(first.output.weight, BlockWeight)

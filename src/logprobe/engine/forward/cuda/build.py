@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from logprobe.engine.forward.families import FAMILIES
-from logprobe.engine.forward.native_decoder import describe, frequencies
-from logprobe.engine.forward.proof import Proof
+from logprobe.engine.forward.native_decoder import module_frequencies
+from logprobe.engine.forward.transformers_proof import TransformersProof, described
 from logprobe.errors import UnsupportedModelError
 from logprobe.models.lazy import LazyModel
 from logprobe.models.sources import made_ahead
@@ -24,7 +24,7 @@ BF16_TOLERANCE = 8e-2  # relative to the largest logit
 
 def cuda_decoder(
     model: LazyModel,
-    proof: Proof,
+    proof: TransformersProof,
     *,
     device: str,
     arithmetic: str,
@@ -45,12 +45,12 @@ def cuda_decoder(
         return "the GPU decoder needs Triton; install logprobe[cuda]"
     from logprobe.engine.forward.cuda.decoder import CudaDecoder
 
-    spec = describe(model.module, proof)
+    spec = described(model.module, proof)
     if isinstance(spec, str):
         return spec
     layers = f"{spec.path}.{FAMILIES[spec.family].layers}."
     tensors = parameters(model.source, model.module, device, quantised=layers)
-    tensors |= {name: tensor.to(device) for name, tensor in frequencies(model.module, spec).items()}
+    tensors |= {name: tensor.to(device) for name, tensor in module_frequencies(model.module, spec).items()}
     try:
         decoder = CudaDecoder(spec, tensors, device=device, arithmetic=arithmetic, kv_dtype=kv_dtype)
     except torch.OutOfMemoryError:
@@ -95,7 +95,7 @@ def decoder_of(
         model = LazyModel.of(module)
         decoder = cuda_decoder(
             model,
-            Proof(model, context_len=module.config.max_position_embeddings),
+            TransformersProof(model),
             device=str(module.device),
             arithmetic=arithmetic,
             kv_dtype=kv_dtype,
