@@ -51,8 +51,8 @@ change, the engine recomputes it from the start.
 
 `engine/forward/reference/` is a second implementation of the native families, in float64 NumPy, written to be
 easy to read. Its entry point is `logits(config, weights, token_ids)`. The tests compare it with transformers
-in float64, to within 1e-10 of the largest logit, and compare the native decoder with it. The engine does not
-use it when it loads a model.
+in float64, to within 1e-10 of the largest logit, and compare the native decoder with it. At load, it is
+used to verify a model where transformers is not installed; only the native decoder can then run it.
 
 ## What lies on the disk
 
