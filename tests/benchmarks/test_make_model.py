@@ -25,7 +25,7 @@ TOKENS = {"Ġ": 0, "a": 1, "b": 2, "ab": 3}
 @pytest.fixture
 def shape(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> make_model.Shape:
     """A Llama of 8 layers whose rows hold a block of 256 weights, written in two shards."""
-    published = tmp_path / "published"
+    published = tmp_path / "checkpoint"
     published.mkdir()
     added = [{"id": 4, "content": "<|end|>", "special": True}]
     tokenizer = {"model": {"vocab": TOKENS, "merges": [["a", "b"]]}, "added_tokens": added}

@@ -84,7 +84,7 @@ def test_totals_are_the_sums_of_the_rows(cli: Callable[..., Any], model: str) ->
     logprobs = [row["logprob"] for row in found["tokens"][1:]]
     sums = found["totals"]
     assert sums["num_tokens"] == len(logprobs) + 1
-    assert sums["sum_logprob"] == pytest.approx(sum(logprobs))
+    assert sums["logprob"] == pytest.approx(sum(logprobs))
     assert sums["mean_logprob"] == pytest.approx(sum(logprobs) / len(logprobs))
     assert sums["perplexity"] == pytest.approx(math.exp(-sum(logprobs) / len(logprobs)))
     assert sums["bits_per_byte"] == pytest.approx(-sum(logprobs) / math.log(2) / len(TEXT.encode()))
@@ -138,7 +138,7 @@ def test_the_whole_vocabulary_sums_to_one(cli: Callable[..., Any], model: str) -
 def test_one_token_alone_has_no_mean(cli: Callable[..., Any], tiny_window_folder: Path) -> None:
     arguments = ("score", "--text", "x", "--model", str(tiny_window_folder))
     sums = json.loads(cli(*arguments, "--json").out)["totals"]
-    assert (sums["num_tokens"], sums["num_scored"], sums["sum_logprob"]) == (1, 0, 0)
+    assert (sums["num_tokens"], sums["num_scored"], sums["logprob"]) == (1, 0, 0)
     assert (sums["mean_logprob"], sums["perplexity"], sums["bits_per_byte"]) == (None, None, None)
     assert "perplexity     -\n" in cli(*arguments).out
 

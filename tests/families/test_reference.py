@@ -85,7 +85,7 @@ def test_the_reference_gives_the_logits_of_transformers_in_float64(row: Row) -> 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_the_native_decoder_gives_the_numbers_of_the_reference(row: Row, text: TextEdge) -> None:
     model = model_of(row.kind, **row.special)
-    forward = load(model, "published")
+    forward = load(model, "checkpoint")
     reference = Reference(model, arrays_of(forward.decoder.state()))
     for way, difference in quick_differences(reference, forward, text):
         assert difference <= TOLERANCE, f"{way}: {difference:.1e} nats"

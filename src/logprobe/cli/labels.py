@@ -54,7 +54,7 @@ def classify(*, text: _Text = None, **flags: Any) -> None:
         data.run(settings, **loading)
         return
     with open_llm(data.model, **loading) as llm, flags_for(prompt="--text", prompts="--text"):
-        found: Any = llm.classify(
+        [found] = llm.classify(
             settings.asked(text), settings.labels, correction=settings.correction, content_free=settings.empty
         )
     _print_labels(found, as_json=data.as_json)
@@ -116,7 +116,7 @@ def judge(*, text: _Text = None, scale: _Scale = "1-5", **flags: Any) -> None:
         data.run(settings, **loading)
         return
     with open_llm(data.model, **loading) as llm, flags_for(prompt="--text", prompts="--text"):
-        found: Any = llm.judge(settings.asked(text), settings.scale)
+        [found] = llm.judge(settings.asked(text), settings.scale)
     _print_grade(found, as_json=data.as_json)
 
 

@@ -107,13 +107,11 @@ def _print_batch(
     write: Callable[..., None],
 ) -> int:
     """Print the rows for a batch of texts, and return the number of bad texts."""
-    from logprobe.analysis.texts import surprisal
-
     good = [row for row in batch if not isinstance(row, BadRow)]
     by = asked["by"]
     ways = {name: getattr(settings, name) for name in ("bos", "window", "stride")}
     ways |= {name: asked[name] for name in ("boundary", "unit")}
-    for question, scored in zip(good, surprisal(llm, [row.texts[0] for row in good], **ways), strict=True):
+    for question, scored in zip(good, llm.surprisal([row.texts[0] for row in good], **ways), strict=True):
         write([{"row": question.index, **question.kept, **row} for row in scored.rows(by)])
     for bad in batch:
         if isinstance(bad, BadRow):
@@ -204,10 +202,7 @@ def pairs(
             num_bad += 1
             typer.echo(wrong, err=True)
     with open_llm(model, **loading) as llm, flags_for(pairs="FILE"):
-        from logprobe.analysis.pairs import minimal_pairs
-
-        found = minimal_pairs(
-            llm,
+        found = llm.minimal_pairs(
             [(row.values[good_column], row.values[bad_column]) for row in good],
             [str(row.values[category_column]) for row in good] if category_column else None,
             bos=bos,

@@ -28,7 +28,7 @@ class LogprobsInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     engine: str | None = None
     model: str | None = None
     logprobe_version: str | None = None  # versions of the package and of its native library
-    weights: str | None = None  # weight layout, such as "published"
+    weights: str | None = None  # weight layout, such as "checkpoint"
     # How matrix products are computed. "fma": float32 fused multiply-adds in the native library, with
     # bit-identical results in all of its variants. "torch": torch's matmul. None: another engine.
     arithmetic: str | None = None

@@ -48,6 +48,8 @@ class ServerSettings:
             model is loaded.
         response_template: JSON file, in the format of transformers' `response_template`, with the markers
             that delimit reasoning and tool calls; None: derived from the chat template.
+        trust_request_chat_template: render the `chat_template` of a request; the template is a program that
+            runs in a sandbox. By default, a request with a template gets 400.
         logprobs_mode: distribution of log-probabilities in replies if the request selects none:
             raw_logprobs (the model's), processed_logprobs (the one that tokens are sampled from), or both.
         max_logprobs: maximum alternatives per token that a request may ask for; -1: no limit.
@@ -108,6 +110,7 @@ class ServerSettings:
     preload: tuple[str, ...] = ()
     max_models_bytes: int | None = None
     response_template: str | None = None
+    trust_request_chat_template: bool = False
     logprobs_mode: str = "raw_logprobs"
     max_logprobs: int = 20
     max_body_bytes: int = 8 << 20

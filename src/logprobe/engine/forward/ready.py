@@ -88,7 +88,7 @@ def make_ready(
         dtype: dtype of hidden states and logits; None: float32, or bfloat16 for the transformers decoder on a
             GPU.
         device: `cpu` or `cuda`.
-        weights: `auto`, `published` or `plain`.
+        weights: `auto`, `checkpoint` or `plain`.
         state: weights to use instead of those in `files`, by parameter name; nothing is stored for later
             loads.
         arithmetic: arithmetic of matrix products; see `EngineConfig`.
@@ -110,9 +110,9 @@ def make_ready(
         dtype = dtype or torch.bfloat16
         logger.warning("%s: using the transformers decoder in %s: %s", files.name, dtype, made)
     dtype = dtype or torch.float32
-    if weights == "published" and why_plain is not None:
+    if weights == "checkpoint" and why_plain is not None:
         remedy = "use auto or plain" + (f", or {REMEDY}" if native_library() is None else "")
-        raise ParameterError("weights", f"published is not available: {why_plain}; {remedy}")
+        raise ParameterError("weights", f"checkpoint is not available: {why_plain}; {remedy}")
     if weights == "plain":
         why_plain = "plain weights were requested"
     store = LoadStore.of(files) if why_plain is None and state is None else None
@@ -348,7 +348,7 @@ def _ready(
         decoder=decoder,
         kv_shapes=kv_shapes,
         layout=Layout(
-            weights="published" if has_panels else "plain",
+            weights="checkpoint" if has_panels else "plain",
             arithmetic=arithmetic,
             num_layers=len(kv_shapes),
             why_transformers=why_transformers,
@@ -410,7 +410,7 @@ def _recalled(files: ModelFiles, store: LoadStore) -> ReadyModel | None:
         decoder=decoder,
         kv_shapes=decoder.kv_shapes,
         layout=Layout(
-            weights="published",
+            weights="checkpoint",
             arithmetic="fma",
             num_layers=len(decoder.layers),
             why_transformers=None,

@@ -34,7 +34,7 @@ def text() -> TextEdge:
 
 def test_results_name_a_cache_that_is_not_float32() -> None:
     layout = Layout(
-        weights="published",
+        weights="checkpoint",
         num_layers=2,
         why_transformers=None,
         rope_boundary=None,
