@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import typer
 
 import logprobe
 from logprobe.cli.app import app, main
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 FLAGS = [
     # arguments, text that the error line must contain
     (["score", "--text", "hi", "--top", "-2"], "--top: must be None, -1 (whole vocabulary), 0 or positive"),
@@ -105,6 +108,28 @@ def test_a_bug_is_not_hidden_behind_one_line(
 def test_the_version_goes_to_standard_output(cli: Callable[..., Any]) -> None:
     done = cli("--version")
     assert (done.code, done.out, done.err) == (0, f"logprobe {logprobe.__version__}\n", "")
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"serve", "models", "processors"}))
+def test_only_serve_reads_its_flags_from_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = COMMANDS[name]
+    for param in command.params:
+        monkeypatch.setenv(f"LOGPROBE_{param.name.upper()}", "invalid")
+    context = command.make_context(name, [], resilient_parsing=True)
+    sources = {context.get_parameter_source(param.name) for param in command.params}
+    assert {source.name for source in sources} == {"DEFAULT"}
+
+
+def test_the_log_level_is_read_from_the_environment_by_every_command(
+    cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = logging.getLogger("logprobe")
+    monkeypatch.setattr(logger, "level", logger.level)
+    monkeypatch.setenv("LOGPROBE_LOG_LEVEL", "error")
+    assert cli("models", "list", "--json").code == 0
+    assert logger.level == logging.ERROR
+    assert cli("--log-level", "debug", "models", "list", "--json").code == 0
+    assert logger.level == logging.DEBUG
 
 
 def test_no_command_shows_the_help_as_wrong_use(cli: Callable[..., Any]) -> None:

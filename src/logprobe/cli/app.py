@@ -8,9 +8,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
+import logging
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -65,13 +66,21 @@ def _print_version(is_asked: bool) -> None:
 
 @app.callback()
 def root(
+    context: typer.Context,
     *,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        typer.Option(help="Minimum level of messages on standard error.", envvar="LOGPROBE_LOG_LEVEL"),
+    ] = "warning",
     version: Annotated[
         bool,
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
     """Exact token log-probabilities from open-weights language models."""
+    if context.invoked_subcommand != "serve":  # which has its own format, and the same variable
+        logging.basicConfig(format="%(levelname)s: %(message)s")
+        logging.getLogger("logprobe").setLevel(log_level.upper())
 
 
 def command() -> NoReturn:

@@ -20,12 +20,7 @@ if TYPE_CHECKING:
 _Text = Annotated[str | None, typer.Option("--text", help="Text to use instead of files.")]
 _Top = Annotated[int | None, typer.Option("--top", min=1, help="Print only this many best documents.")]
 _Scale = Annotated[
-    str,
-    typer.Option(
-        "--scale",
-        help="Grades: a range such as 1-5, or numbers such as 0,0.5,1.",
-        envvar="LOGPROBE_SCALE",
-    ),
+    str, typer.Option("--scale", help="Grades: a range such as 1-5, or numbers such as 0,0.5,1.")
 ]
 _RANGE: Final = re.compile(r"\s*(-?\d+)\s*-\s*(-?\d+)\s*")
 _LARGEST_RANGE: Final = 1000

@@ -1,4 +1,4 @@
-"""Create flags from settings classes; flag, field and environment variable have the same name and help."""
+"""Create flags from settings classes; flag and field have the same name and help."""
 
 from __future__ import annotations
 
@@ -93,16 +93,21 @@ _ENTRY = re.compile(r"^    (\w+): (.*(?:\n     +.*)*)", re.MULTILINE)
 
 
 def takes_settings(
-    *classes: type, without: frozenset[str] = frozenset(), only: frozenset[str] | None = None
+    *classes: type,
+    without: frozenset[str] = frozenset(),
+    only: frozenset[str] | None = None,
+    from_environment: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add a flag for each field of the classes to a command, as keyword arguments.
 
-    Each flag can also be set with the environment variable `LOGPROBE_<FIELD>`. The command keeps its own
-    parameters. The fields in `only` become flags or, if it is None, all fields except the ones in `without`.
+    The command keeps its own parameters. The fields in `only` become flags or, if it is None, all fields except
+    the ones in `without`. With `from_environment`, the variable `LOGPROBE_<FLAG>` sets a flag's default.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        flags = [flag for cls in classes for flag in _flags_of(cls) if flag.name not in without]
+        flags = [
+            flag for cls in classes for flag in _flags_of(cls, from_environment) if flag.name not in without
+        ]
         return with_flags(command, [flag for flag in flags if only is None or flag.name in only])
 
     return decorate
@@ -163,7 +168,7 @@ def _own_parameters(command: Callable[..., None]) -> Iterator[tuple[inspect.Para
         yield parameter, hints[name]
 
 
-def _flags_of(cls: type) -> Iterator[inspect.Parameter]:
+def _flags_of(cls: type, from_environment: bool) -> Iterator[inspect.Parameter]:
     helps = {name: " ".join(text.split()) for name, text in _ENTRY.findall(inspect.getdoc(cls) or "")}
     hints = get_type_hints(cls)
     for field in fields(cls):
@@ -171,7 +176,8 @@ def _flags_of(cls: type) -> Iterator[inspect.Parameter]:
         kind = list[str] if isinstance(field.default, tuple) else own
         default = list(field.default) if isinstance(field.default, tuple) else field.default
         flag = field.metadata.get("flag")
-        variable = f"LOGPROBE_{(flag or field.name).strip('-').replace('-', '_').upper()}"
+        name = (flag or field.name).strip("-").replace("-", "_")
+        variable = f"LOGPROBE_{name.upper()}" if from_environment else None
         option = typer.Option(*([flag] if flag else []), help=_sentence(helps[field.name]), envvar=variable)
         yield _flag(field.name, kind, default, option)
 

@@ -97,7 +97,7 @@ _Config = Annotated[
 
 
 @takes_ignored
-@takes_settings(ServerSettings, EngineConfig, without=frozenset({"model"}))
+@takes_settings(ServerSettings, EngineConfig, without=frozenset({"model"}), from_environment=True)
 def serve(
     context: typer.Context,
     model: _Model = None,
