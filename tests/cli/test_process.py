@@ -19,7 +19,7 @@ def logprobe(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess
 
 def test_the_result_is_alone_on_standard_output(tiny_model_folder: Path) -> None:
     model = str(tiny_model_folder)
-    done = logprobe("score", "-", "--top", "2", "--json", "--model", model, stdin="the é 🌊".encode())
+    done = logprobe("score", "-", "--logprobs", "2", "--json", "--model", model, stdin="the é 🌊".encode())
     assert done.returncode == 0
     assert json.loads(done.stdout)["totals"]["num_bytes"] == len("the é 🌊".encode())
     assert done.stderr.decode() == f"loading {model} …\n"

@@ -317,7 +317,14 @@ def test_a_process_serves_what_flags_and_a_file_name(
         'max_requests = 3\nserved-model-name = ["also"]\n',
         encoding="utf-8",
     )
-    flags = ("--config", str(config), "--also-model", f"flagged={tiny_window_folder}", "--model-name", "base")
+    flags = (
+        "--config",
+        str(config),
+        "--also-model",
+        f"flagged={tiny_window_folder}",
+        "--served-model-name",
+        "base",
+    )
     with serving_process(tiny_model_folder, *flags) as server:
         entries = json_of(server.get("/v1/models"))["data"]
         states = {one["id"]: one["status"]["value"] for one in entries}

@@ -5,26 +5,19 @@ from __future__ import annotations
 import json
 import os
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from logprobe.cli.data import ColumnOption, FormatOption, LimitOption, LinesOption, read_texts
-from logprobe.cli.options import (
-    ENGINE_FLAGS,
-    MODEL_HELP,
-    JsonOption,
-    complete_model,
-    flags_for,
-    open_llm,
-    takes_settings,
-)
+from logprobe.cli.command import naming
+from logprobe.cli.data import FormatOption, LimitOption, LinesOption, TextColumnOption, read_texts
+from logprobe.cli.options import MODEL_HELP, JsonOption, LoadFlags, complete_model, open_llm
 from logprobe.cli.tables import console
 from logprobe.cli.verdicts import print_report, print_rollouts
-from logprobe.config import EngineConfig
 from logprobe.errors import InputError, OutputError
 
 if TYPE_CHECKING:
@@ -47,7 +40,23 @@ ENDPOINT_HELP: Final = (
 )
 
 
-@takes_settings(EngineConfig, only=ENGINE_FLAGS | {"engine", "engine_options"})
+_prompts = partial(typer.Option, rich_help_panel="Input")
+_rollouts = partial(typer.Option, rich_help_panel="Rollouts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditModelFlags(LoadFlags):
+    """Options of the model that computes the exact log-probabilities."""
+
+    engine: Annotated[str, typer.Option(help="native, or vllm (extra vllm).", rich_help_panel="Model")] = (
+        "native"
+    )
+    engine_options: Annotated[
+        str | None,
+        typer.Option(help="vLLM's engine options as JSON.", rich_help_panel="Model"),
+    ] = None
+
+
 def audit(
     context: typer.Context,
     endpoint: Annotated[str, typer.Argument(metavar="URL|ROLLOUTS.parquet", help=ENDPOINT_HELP)],
@@ -76,11 +85,11 @@ def audit(
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(
+        _prompts(
             help="Prompts: txt, jsonl, csv, Parquet, folders, glob patterns; default: built-in prompts."
         ),
     ] = None,
-    text_column: ColumnOption = "text",
+    text_column: TextColumnOption = "text",
     lines: LinesOption = False,
     format: FormatOption = None,  # noqa: A002 - the flag's name
     limit: LimitOption = None,
@@ -101,17 +110,17 @@ def audit(
     ] = False,
     temperature: Annotated[
         float | None,
-        typer.Option(help="Temperature of the rollouts; by default, as stored in the file, else 1."),
+        _rollouts(help="Temperature of the rollouts; by default, as stored in the file, else 1."),
     ] = None,
     top_k: Annotated[
         int | None,
-        typer.Option(help="top_k of the rollouts; by default, as stored in the file, else 0 (all)."),
+        _rollouts(help="top_k of the rollouts; by default, as stored in the file, else 0 (all)."),
     ] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="top_p of the rollouts; by default, as stored in the file, else 1.")
+        float | None, _rollouts(help="top_p of the rollouts; by default, as stored in the file, else 1.")
     ] = None,
     min_p: Annotated[
-        float | None, typer.Option(help="min_p of the rollouts; by default, as stored in the file, else 0.")
+        float | None, _rollouts(help="min_p of the rollouts; by default, as stored in the file, else 0.")
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Plot the log-probabilities to a PNG file (extra plot).")
@@ -121,7 +130,7 @@ def audit(
         typer.Option("--output", "-o", help="Write the report as JSON, e.g. for a later --before."),
     ] = None,
     as_json: JsonOption = False,
-    **engine: Any,
+    loading: AuditModelFlags,
 ) -> None:
     """Check the log-probabilities of a server or of rollouts.
 
@@ -134,7 +143,13 @@ def audit(
     tokens, and says which correction to apply.
 
     Exit code 1 if the numbers fail: they have a fault, or an error larger than --max-nats.
+
+    Examples:
+        logprobe audit http://127.0.0.1:8000 --model smollm2 -o report.json
+        logprobe audit rollouts.parquet --model ./step-100 --temperature 0.8 --top-p 0.95
+        logprobe audit rollouts.parquet trainer.parquet
     """
+    engine = vars(loading)
     for path in (output, plot):
         if path is not None and not path.absolute().parent.is_dir():  # check before minutes of requests
             raise OutputError(f"{path}: the folder does not exist; create it first")
@@ -155,7 +170,7 @@ def audit(
         from logprobe.analysis.rollouts import compare_rollouts
 
         drawn: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        with flags_for(rollouts="ROLLOUTS.parquet", other="--model"), _opened(model, named, engine) as llm:
+        with naming(rollouts="ROLLOUTS.parquet", other="--model"), _opened(model, named, engine) as llm:
             report = compare_rollouts(endpoint, trainer or llm, **drawn)
         is_right, show = report.is_right(max_nats), partial(print_rollouts, report, max_nats)
     else:
@@ -169,7 +184,7 @@ def audit(
             "max_nats": max_nats,
             "quick": quick,
         }
-        with flags_for(**FLAGS):
+        with naming(**FLAGS):
             server = Endpoint(endpoint, api_key=_key(api_key_env), timeout_s=timeout_s)
             with _opened(model, named, engine) as llm, _bar() as progress:
                 report = run(server, llm, lora=named[0], progress=progress, **asked)
