@@ -63,6 +63,7 @@ def test_two_models_are_wrong_use(cli: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment"),
     [
+        (["--logits-processors", FIRST, SECOND], {}),
         (["--logits-processors", f"{FIRST},{SECOND}"], {}),
         (["--logits-processors", FIRST, "--logits-processors", SECOND], {}),
         ([], {"LOGITS_PROCESSORS": f"{FIRST} {SECOND}"}),
@@ -75,6 +76,12 @@ def test_processors_are_named_in_every_usual_way(
 ) -> None:
     config, _ = asked("smollm2", *arguments, **environment)
     assert config.logits_processors == (FIRST, SECOND)
+
+
+def test_a_model_may_follow_processors(asked: Any) -> None:
+    flags = ("--logits-processors", "a:B", "c:D", "gemma3-270m", "--port", "1")
+    config, settings = asked(*flags)
+    assert (config.model, config.logits_processors, settings.port) == ("gemma3-270m", ("a:B", "c:D"), 1)
 
 
 def test_older_names_of_flags_are_aliases(asked: Any) -> None:

@@ -44,6 +44,27 @@ class ServeCommand(Command):
                 option.show_envvar = False
                 option.envvar = f"LOGPROBE_{flag.removeprefix('--').replace('-', '_').upper()}"
 
+    def make_parser(self, ctx: Any) -> Any:
+        """Create the parser, in which several processors may follow one flag, as in FastDeploy and vLLM."""
+        parser = super().make_parser(ctx)
+        option = parser._long_opt["--logits-processors"]  # noqa: SLF001 - click has no public way
+        take_one = option.process
+
+        def take_all(value: str, state: Any) -> None:
+            take_one(value, state)
+            while state.rargs and _is_processor(state.rargs[0]):
+                take_one(state.rargs.pop(0), state)
+
+        option.process = take_all
+        return parser
+
+
+def _is_processor(word: str) -> bool:
+    """Return True if a word after a processor is another one, not a flag or the model."""
+    from logprobe.processors.registry import available_processors
+
+    return word[:1] != "-" and (":" in word or "," in word or word in available_processors())
+
 
 def _ignored(keyword: Keyword) -> Any:
     values = keyword.accepted or ()
