@@ -52,8 +52,7 @@ class AuditModelFlags(LoadFlags):
         "native"
     )
     engine_options: Annotated[
-        str | None,
-        typer.Option(help="vLLM's engine options as JSON.", rich_help_panel="Model"),
+        str | None, typer.Option(help="vLLM's engine options as JSON.", rich_help_panel="Model")
     ] = None
 
 
@@ -113,8 +112,7 @@ def audit(
         _rollouts(help="Temperature of the rollouts; by default, as stored in the file, else 1."),
     ] = None,
     top_k: Annotated[
-        int | None,
-        _rollouts(help="top_k of the rollouts; by default, as stored in the file, else 0 (all)."),
+        int | None, _rollouts(help="top_k of the rollouts; by default, as stored in the file, else 0 (all).")
     ] = None,
     top_p: Annotated[
         float | None, _rollouts(help="top_p of the rollouts; by default, as stored in the file, else 1.")

@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from logprobe.cli.data import (
-    FILES_HELP,
-    FormatOption,
-    LimitOption,
-    LinesOption,
-    TextColumnOption,
-    read_texts,
-)
+from logprobe.cli.data import FILES_HELP, FormatOption, LimitOption, LinesOption, TextColumnOption, read_texts
 from logprobe.cli.options import BosOption, EngineFlags, JsonOption, LoadFlags, field_names, open_llm
 from logprobe.cli.tables import print_figures
 from logprobe.errors import nearest_name
@@ -52,8 +45,7 @@ def compare(
     limit: LimitOption = None,
     bos: BosOption = None,
     save: Annotated[
-        str | None,
-        _output(help="Save A's full rows as a baseline (.lpkl), instead of comparing."),
+        str | None, _output(help="Save A's full rows as a baseline (.lpkl), instead of comparing.")
     ] = None,
     output: Annotated[
         str | None, _output("--output", "-o", help="Write one row per position to a Parquet file.")

@@ -44,8 +44,7 @@ class ScoreFlags:
         bool, _scores("--tokens", help="Output each token's id, logprob, rank and entropy.")
     ] = False
     unconditional: Annotated[
-        bool,
-        _scores("--unconditional", help="Also score each continuation without its context, for PMI."),
+        bool, _scores("--unconditional", help="Also score each continuation without its context, for PMI.")
     ] = False
     detect: Annotated[
         bool,

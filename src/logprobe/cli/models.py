@@ -29,8 +29,7 @@ _Here = Annotated[
     typer.Argument(help="A name from `logprobe models list`, or a folder.", autocompletion=complete_model),
 ]
 _Prepare = Annotated[
-    bool,
-    typer.Option("--prepare", help="Also pack and verify the model now, instead of at its first use."),
+    bool, typer.Option("--prepare", help="Also pack and verify the model now, instead of at its first use.")
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 # Keys of a model's config.json, as most families name them, and their titles.

@@ -6,7 +6,7 @@ import functools
 import inspect
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from logprobe.llm import LLM
-
-S = TypeVar("S")
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -32,7 +30,6 @@ __all__ = [
     "field_names",
     "open_llm",
     "say_loading",
-    "take",
     "with_groups",
 ]
 
@@ -47,8 +44,7 @@ _speed = functools.partial(typer.Option, rich_help_panel="Memory and speed")
 
 MODEL_HELP = "Name of a known model, local folder, .gguf file, or Hugging Face repository id."
 JsonOption = Annotated[
-    bool,
-    typer.Option("--json", help="Print one JSON object instead of tables.", rich_help_panel="Output"),
+    bool, typer.Option("--json", help="Print one JSON object instead of tables.", rich_help_panel="Output")
 ]
 BosOption = Annotated[
     bool | None,
@@ -169,8 +165,7 @@ class EngineFlags(LoadFlags):
         ),
     ] = False
     process: Annotated[
-        bool,
-        _speed("--engine-process/--no-engine-process", help="Run the engine in a process of its own."),
+        bool, _speed("--engine-process/--no-engine-process", help="Run the engine in a process of its own.")
     ] = False
     data_parallel: Annotated[
         int,
@@ -220,18 +215,15 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def called(**values: Any) -> None:
-        made = {name: take(group, values) for name, group in groups.items()}
-        command(**values, **made)
+        for name, group in groups.items():
+            own = {option.name: values.pop(option.name) for option in _options_of(group)}
+            lists = {name: tuple(value) for name, value in own.items() if isinstance(value, list)}
+            values[name] = group(**own | lists)
+        command(**values)
 
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by typer
     called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return called
-
-
-def take(group: type[S], values: dict[str, Any]) -> S:
-    """Remove the values of a group's options from `values`, and return the group."""
-    own = {parameter.name: values.pop(parameter.name) for parameter in _options_of(group)}
-    return group(**{name: tuple(value) if isinstance(value, list) else value for name, value in own.items()})
 
 
 def field_names(group: type) -> dict[str, str]:

@@ -50,8 +50,7 @@ def score(
         ),
     ] = None,
     logprobs: Annotated[
-        int,
-        _output("--logprobs", "--top", help="Alternatives to print per token; -1: the whole vocabulary."),
+        int, _output("--logprobs", "--top", help="Alternatives to print per token; -1: the whole vocabulary.")
     ] = 0,
     tokens: Annotated[
         bool, _output("--tokens", help="Print a table of the tokens instead of the shaded text.")
@@ -179,10 +178,7 @@ class Continuation:
         self.before: dict[str, Any] = {"context": context, "boundary": score.boundary}
         self._rows = token_rows(score.token_ids, score.record, llm.text.vocabulary)
         counts = (score.num_tokens, score.num_tokens, score.num_bytes, score.num_bytes)
-        self._after = {
-            "totals": totals_of(score.logprob, *counts),
-            "info": info_dict(llm, score.record.info),
-        }
+        self._after = {"totals": totals_of(score.logprob, *counts), "info": info_dict(llm, score.record.info)}
 
     def rows(self) -> Iterator[list[TokenRow]]:
         """Yield all rows at once."""

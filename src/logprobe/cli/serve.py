@@ -47,7 +47,7 @@ class ServeCommand(Command):
     def make_parser(self, ctx: Any) -> Any:
         """Create the parser, in which several processors may follow one flag, as in FastDeploy and vLLM."""
         parser = super().make_parser(ctx)
-        option = parser._long_opt["--logits-processors"]  # noqa: SLF001 - click has no public way
+        option = parser._long_opt["--logits-processors"]  # noqa: SLF001 - see internals.py
         take_one = option.process
 
         def take_all(value: str, state: Any) -> None:
@@ -131,13 +131,11 @@ def _flags_in(entries: Mapping[str, Any], where: str, context: typer.Context) ->
 def serve(
     context: typer.Context,
     model: Annotated[
-        str | None,
-        typer.Argument(help=MODEL_HELP, show_default=DEFAULT_MODEL, autocompletion=complete_model),
+        str | None, typer.Argument(help=MODEL_HELP, show_default=DEFAULT_MODEL, autocompletion=complete_model)
     ] = None,
     *,
     model_option: Annotated[
-        str | None,
-        typer.Option("--model", help="Same as the argument MODEL.", autocompletion=complete_model),
+        str | None, typer.Option("--model", help="Same as the argument MODEL.", autocompletion=complete_model)
     ] = None,
     config: Annotated[  # noqa: ARG001 - its callback has read it
         Path | None,

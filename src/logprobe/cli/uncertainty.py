@@ -32,8 +32,7 @@ def uncertainty(
         int | None, _measure("--k", help="Most likely tokens per token confidence; by default 20.")
     ] = None,
     stop_below: Annotated[
-        float | None,
-        _measure(help="Stop an answer once its group confidence falls below this, in nats."),
+        float | None, _measure(help="Stop an answer once its group confidence falls below this, in nats.")
     ] = None,
     self_certainty: Annotated[
         bool,

@@ -68,8 +68,7 @@ class ServerSettings:
         str | None, _address(help="TLS certificate (PEM, with its chain), to serve HTTPS.")
     ] = None
     ssl_keyfile: Annotated[
-        str | None,
-        _address(help="Private key of the certificate; by default in the same file."),
+        str | None, _address(help="Private key of the certificate; by default in the same file.")
     ] = None
     allowed_host: Annotated[
         tuple[str, ...],
@@ -143,14 +142,12 @@ class ServerSettings:
     ] = 20
     max_body_bytes: Annotated[int, _limit(help="Maximum size of a request body.")] = 8 << 20
     max_body_values: Annotated[
-        int,
-        _limit(help="Maximum JSON values in a body; an object, a list and a key count as eight each."),
+        int, _limit(help="Maximum JSON values in a body; an object, a list and a key count as eight each.")
     ] = 1 << 19
     max_text_bytes: Annotated[int, _limit(help="Maximum text to tokenize per request.")] = 1 << 20
     max_messages: Annotated[int, _limit(help="Maximum messages of a conversation.")] = 2048
     max_token_ids: Annotated[
-        int,
-        _limit(help="Maximum ids in a list of token ids other than a prompt, and entries of logit_bias."),
+        int, _limit(help="Maximum ids in a list of token ids other than a prompt, and entries of logit_bias.")
     ] = 1 << 16
     max_logprob_token_ids: Annotated[
         int, _limit(help="Maximum ids per position in logprob_token_ids; -1: no limit.")
@@ -197,8 +194,7 @@ class ServerSettings:
         ),
     ] = 1024
     buffer_rows: Annotated[
-        int,
-        _limit(help="Token rows that a stream may be ahead of its client before the request is paused."),
+        int, _limit(help="Token rows that a stream may be ahead of its client before the request is paused.")
     ] = 100
     max_stored: Annotated[
         int,
@@ -208,8 +204,7 @@ class ServerSettings:
         ),
     ] = 256
     max_stored_bytes: Annotated[
-        int,
-        _limit(help="Maximum total size of stored responses and their conversations, in bytes of JSON."),
+        int, _limit(help="Maximum total size of stored responses and their conversations, in bytes of JSON.")
     ] = 64 << 20
     header_timeout_s: Annotated[
         float,
