@@ -56,7 +56,7 @@ def test_a_long_text_is_scored_in_windows(score: Any, tiny_llm: LLM, tmp_path: P
     found = json.loads(score(str(tmp_path / "long.txt"), *flags, "--logprobs", "2", "--json").out)
     assert (found["window"], found["stride"]) == (100, 40)
     assert found["totals"]["num_scored"] == want.num_scored
-    assert found["totals"]["sum_logprob"] == pytest.approx(want.logprob, abs=1e-3)
+    assert found["totals"]["logprob"] == pytest.approx(want.logprob, abs=1e-3)
     assert bytes(byte for row in found["tokens"][1:] for byte in row["bytes"]) == LONG.encode()
     assert [row["logprob"] is None for row in found["tokens"]] == [True] + [False] * want.num_scored
     assert all(len(row["top_logprobs"]) == 2 for row in found["tokens"][1:])
@@ -87,7 +87,7 @@ def test_disjoint_windows_show_every_token_and_the_first_of_each_without_a_numbe
     assert bytes(byte for row in rows[1:] for byte in row["bytes"]) == LONG.encode()
     assert [place for place, row in enumerate(rows) if row["logprob"] is None] == [*range(0, len(rows), 100)]
     assert found["totals"]["num_scored"] == want.num_scored == len(rows) - -(-len(rows) // 100)
-    assert found["totals"]["sum_logprob"] == pytest.approx(want.logprob, abs=1e-3)
+    assert found["totals"]["logprob"] == pytest.approx(want.logprob, abs=1e-3)
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])

@@ -59,5 +59,5 @@ def test_minus_infinity_becomes_the_floor_that_info_names() -> None:
     (row,) = token_rows([0], flat, VOCABULARY)
     assert row["logprob"] == IMPOSSIBLE
     sums = totals([row, *token_rows([1], FlatLogprobs([{1: Logprob(-1.0, 1)}]), VOCABULARY)], 2, 2)
-    assert (sums["sum_logprob"], sums["mean_logprob"]) == (IMPOSSIBLE, IMPOSSIBLE)
+    assert (sums["logprob"], sums["mean_logprob"]) == (IMPOSSIBLE, IMPOSSIBLE)
     assert (sums["perplexity"], sums["bits_per_byte"]) == (None, None)

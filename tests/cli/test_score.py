@@ -81,7 +81,7 @@ def test_a_continuation_is_scored_after_its_context(
         assert [row["logprob"] for row in found["tokens"]] == pytest.approx(want.token_logprobs, abs=1e-5)
         assert all(len(row["top_logprobs"]) == 2 for row in found["tokens"])
         assert (found["context"], found["boundary"]) == (context, want.boundary)
-        assert found["totals"]["sum_logprob"] == pytest.approx(want.logprob, abs=1e-5)
+        assert found["totals"]["logprob"] == pytest.approx(want.logprob, abs=1e-5)
         assert found["totals"]["num_bytes"] == found["totals"]["num_scored_bytes"] == len(text)
         assert f"after the context; boundary: {want.boundary}" in cli("score", *flags).out
         assert json.loads(cli("score", *flags, "--summary", "--json").out)["tokens"] == []
@@ -123,7 +123,7 @@ def test_totals_are_the_sums_of_the_rows(cli: Callable[..., Any], model: str) ->
     logprobs = [row["logprob"] for row in found["tokens"][1:]]
     sums = found["totals"]
     assert sums["num_tokens"] == len(logprobs) + 1
-    assert sums["sum_logprob"] == pytest.approx(sum(logprobs))
+    assert sums["logprob"] == pytest.approx(sum(logprobs))
     assert sums["mean_logprob"] == pytest.approx(sum(logprobs) / len(logprobs))
     assert sums["perplexity"] == pytest.approx(math.exp(-sum(logprobs) / len(logprobs)))
     assert sums["bits_per_byte"] == pytest.approx(-sum(logprobs) / math.log(2) / len(TEXT.encode()))
@@ -177,7 +177,7 @@ def test_the_whole_vocabulary_sums_to_one(cli: Callable[..., Any], model: str) -
 def test_one_token_alone_has_no_mean(cli: Callable[..., Any], tiny_window_folder: Path) -> None:
     arguments = ("score", "--text", "x", "--model", str(tiny_window_folder))
     sums = json.loads(cli(*arguments, "--json").out)["totals"]
-    assert (sums["num_tokens"], sums["num_scored"], sums["sum_logprob"]) == (1, 0, 0)
+    assert (sums["num_tokens"], sums["num_scored"], sums["logprob"]) == (1, 0, 0)
     assert (sums["mean_logprob"], sums["perplexity"], sums["bits_per_byte"]) == (None, None, None)
     assert "perplexity     -\n" in cli(*arguments).out
 

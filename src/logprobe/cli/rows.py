@@ -46,7 +46,7 @@ class Totals(TypedDict):
     num_scored: int
     num_bytes: int
     num_scored_bytes: int
-    sum_logprob: float  # nats
+    logprob: float  # nats, the sum
     mean_logprob: float | None  # nats per token
     perplexity: float | None
     bits_per_byte: float | None
@@ -81,7 +81,7 @@ def totals_of(
         num_scored=num_scored,
         num_bytes=num_bytes,
         num_scored_bytes=num_scored_bytes,
-        sum_logprob=IMPOSSIBLE if logprob == -math.inf else logprob,
+        logprob=IMPOSSIBLE if logprob == -math.inf else logprob,
         mean_logprob=finite_value(measures.per_unit(logprob, num_scored)),
         perplexity=None if perplexity == math.inf else perplexity,
         bits_per_byte=None if bits == math.inf else bits,

@@ -181,7 +181,7 @@ def totals_lines(totals: Totals, note: str) -> list[list[str]]:
     return [
         ["tokens", f"{totals['num_tokens']} ({totals['num_scored']} scored; {note})"],
         ["bytes", f"{totals['num_bytes']} ({totals['num_scored_bytes']} scored)"],
-        ["sum", f"{totals['sum_logprob']:.4f} nats"],
+        ["sum", f"{totals['logprob']:.4f} nats"],
         ["mean", _number(totals["mean_logprob"]) + " nats per token"],
         ["perplexity", _number(totals["perplexity"])],
         ["bits per byte", _number(totals["bits_per_byte"])],
