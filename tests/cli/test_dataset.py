@@ -154,6 +154,7 @@ def test_questions_are_summed_up(dataset: Any, tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (("x.jsonl", "--answer-column", "a"), "--answer-column: requires --choices-column"),
+        (("x.jsonl", "--label-column", "a"), "--label-column: requires --detect"),
         (("x.jsonl", "--truncation", "right"), "--truncation"),
         (("x.jsonl", "--keep-columns", "logprob"), "'logprob' is an output column"),
         (("--lines",), "FILE: missing; give files with rows"),

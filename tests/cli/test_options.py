@@ -89,6 +89,13 @@ def test_a_plain_word_is_no_parameter() -> None:
     flags = {"device": "--device", "kv_bytes": "--kv-cache-memory-bytes"}
     message = "the device has no room; set kv_bytes or device='cpu'"
     assert in_flags(message, flags) == ("the device has no room; set --kv-cache-memory-bytes or --device cpu")
+    options = {"engine_options": "--engine-options", "detect": "--detect", "lora_ids": "--lora-ids"}
+    assert in_flags("set engine_options={'lora_ids': N}", options) == (
+        """set --engine-options '{"lora_ids": N}'"""
+    )
+    assert (
+        in_flags("set detect=True, as in {'lora_ids': 1}", options) == "set --detect, as in {'lora_ids': 1}"
+    )
 
 
 def test_a_parameter_can_be_named_by_another_flag() -> None:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 EXAMPLES: Final = "Examples:\n"
 # A parameter in a message, with its value if it has one: max_model_len, device='cpu', options={'a': 1}.
-_PARAMETER: Final = re.compile(r"\b([a-z]\w*)(?:=('[^']*'|\{[^}]*\}|\w+))?")
+# The keys of a dict in a message, as in {'a': 1}, are no parameters.
+_PARAMETER: Final = re.compile(r"\b([a-z]\w*)\b(?:=('[^']*'|\{[^}]*\}|\w+))?(?!':)")
 
 
 class Command(TyperCommand):
@@ -102,7 +103,7 @@ def in_flags(message: str, flags: Mapping[str, str]) -> str:
         # A word without underscores is a parameter only with a value: "device" is also plain English.
         if name not in flags or (value is None and "_" not in name):
             return match[0]
-        if value is None:
+        if value in {None, "True"}:
             return flags[name]
         json = "'" + value.replace("'", '"') + "'"
         return f"{flags[name]} {json if value[0] == '{' else value.strip(chr(39))}"

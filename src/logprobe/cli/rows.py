@@ -46,7 +46,7 @@ class Totals(TypedDict):
     num_scored: int
     num_bytes: int
     num_scored_bytes: int
-    logprob: float  # nats, the sum
+    logprob: float  # nats
     mean_logprob: float | None  # nats per token
     perplexity: float | None
     bits_per_byte: float | None
