@@ -203,6 +203,13 @@ def test_a_file_says_what_neither_flags_nor_the_environment_say(asked: Any, tmp_
     assert asked("--config", str(path), MODEL="smollm2")[0].model == "smollm2"
 
 
+def test_a_file_may_have_underscores_and_older_names(asked: Any, tmp_path: Path) -> None:
+    path = tmp_path / "server.toml"
+    path.write_text("kv_bytes = 7\nmax_num_seqs = 3\nlora = ['a=b']\n")
+    config, settings = asked("--config", str(path))
+    assert (config.kv_bytes, config.max_batch_rows, settings.lora) == (7, 3, ("a=b",))
+
+
 def test_a_files_tables_are_further_models(cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told: list[dict[str, Any]] = []
     monkeypatch.setattr("logprobe.server.app.serve", lambda *_, **further: told.append(further["further"]))

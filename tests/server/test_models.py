@@ -313,7 +313,8 @@ def test_a_process_serves_what_flags_and_a_file_name(
 ) -> None:
     config = tmp_path / "server.toml"
     config.write_text(
-        f'preload = ["filed"]\n[models.filed]\nmodel = "{tiny_window_folder}"\nkv-bytes = {POOL}\n'
+        f'preload = ["filed"]\n[models.filed]\n'
+        f'model = "{tiny_window_folder}"\nkv-cache-memory-bytes = {POOL}\n'
         'max_requests = 3\nserved-model-name = ["also"]\n',
         encoding="utf-8",
     )

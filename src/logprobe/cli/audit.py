@@ -41,19 +41,18 @@ ENDPOINT_HELP: Final = (
 
 
 _prompts = partial(typer.Option, rich_help_panel="Input")
+_endpoint = partial(typer.Option, rich_help_panel="Endpoint")
 _rollouts = partial(typer.Option, rich_help_panel="Rollouts")
+_model = partial(typer.Option, rich_help_panel="Model")
+_output = partial(typer.Option, rich_help_panel="Output")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditModelFlags(LoadFlags):
     """Options of the model that computes the exact log-probabilities."""
 
-    engine: Annotated[str, typer.Option(help="native, or vllm (extra vllm).", rich_help_panel="Model")] = (
-        "native"
-    )
-    engine_options: Annotated[
-        str | None, typer.Option(help="vLLM's engine options as JSON.", rich_help_panel="Model")
-    ] = None
+    engine: Annotated[str, _model(help="native, or vllm (extra vllm).")] = "native"
+    engine_options: Annotated[str | None, _model(help="vLLM's engine options as JSON.")] = None
 
 
 def audit(
@@ -69,18 +68,14 @@ def audit(
     *,
     model: Annotated[
         str | None,
-        typer.Option(
-            help=f"Model for the exact log-probabilities. {MODEL_HELP}", autocompletion=complete_model
-        ),
+        _model(help=f"Model for the exact log-probabilities. {MODEL_HELP}", autocompletion=complete_model),
     ] = None,
     endpoint_model: Annotated[
-        str | None, typer.Option(help="Name of the model at the endpoint; by default, the one that it lists.")
+        str | None, _endpoint(help="Name of the model at the endpoint; by default, the one that it lists.")
     ] = None,
     lora: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME=FOLDER", help="Audit LoRA weights: their name at the endpoint, their folder."
-        ),
+        _model(metavar="NAME=FOLDER", help="Audit LoRA weights: their name at the endpoint, their folder."),
     ] = None,
     data: Annotated[
         list[str] | None,
@@ -93,19 +88,19 @@ def audit(
     format: FormatOption = None,  # noqa: A002 - the flag's name
     limit: LimitOption = None,
     api_key_env: Annotated[
-        str | None, typer.Option(help=f"Environment variable with the API key; by default {KEY_VARIABLE}.")
+        str | None, _endpoint(help=f"Environment variable with the API key; by default {KEY_VARIABLE}.")
     ] = None,
     timeout_s: Annotated[
-        float, typer.Option(help="Timeout of a request in seconds, including waits for a full server.")
+        float, _endpoint(help="Timeout of a request in seconds, including waits for a full server.")
     ] = 60.0,
     before: Annotated[
         Path | None,
-        typer.Option(help="Earlier report of the same endpoint (see --output), to find what changed."),
+        _endpoint(help="Earlier report of the same endpoint (see --output), to find what changed."),
     ] = None,
-    max_nats: Annotated[float, typer.Option(help="Maximum error of a log-probability, in nats.")] = 1e-3,
-    quick: Annotated[bool, typer.Option("--quick", help="Test fewer prompts and conditions.")] = False,
+    max_nats: Annotated[float, _output(help="Maximum error of a log-probability, in nats.")] = 1e-3,
+    quick: Annotated[bool, _endpoint("--quick", help="Test fewer prompts and conditions.")] = False,
     conformance: Annotated[
-        bool, typer.Option("--conformance", help="Also exit with 1 for faults in API conformance.")
+        bool, _endpoint("--conformance", help="Also exit with 1 for faults in API conformance.")
     ] = False,
     temperature: Annotated[
         float | None,
@@ -121,11 +116,10 @@ def audit(
         float | None, _rollouts(help="min_p of the rollouts; by default, as stored in the file, else 0.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Plot the log-probabilities to a PNG file (extra plot).")
+        Path | None, _output(help="Plot the log-probabilities to a PNG file (extra plot).")
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Write the report as JSON, e.g. for a later --before."),
+        Path | None, _output("--output", "-o", help="Write the report as JSON, e.g. for a later --before.")
     ] = None,
     as_json: JsonOption = False,
     loading: AuditModelFlags,

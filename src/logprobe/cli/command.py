@@ -32,7 +32,7 @@ class Command(TyperCommand):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._aliases: list[Any] = []
+        self.aliases: list[Any] = []
         for option in self.params:
             names = [name for name in option.opts if name.startswith("--")]
             if names[1:]:
@@ -40,12 +40,12 @@ class Command(TyperCommand):
                 alias.opts, alias.secondary_opts = names[1:], option.secondary_opts[1:]
                 option.opts = [name for name in option.opts if name not in alias.opts]
                 option.secondary_opts = option.secondary_opts[:1]
-                self._aliases.append(alias)
+                self.aliases.append(alias)
 
     def make_parser(self, ctx: Any) -> Any:
         """Create the parser, which accepts aliases as well."""
         parser = super().make_parser(ctx)
-        for alias in self._aliases:
+        for alias in self.aliases:
             alias.add_to_parser(parser, ctx)
         return parser
 

@@ -105,7 +105,7 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
         chosen = list(_flags_in(table, where, context))
         for flag, _ in chosen:
             if flag.name not in own:
-                what = f"{where}: {flag.name} applies to the whole server; set it at the top level"
+                what = f"{where}: {flag.opts[0].removeprefix('--')} applies to the whole server; set it at the top level"
                 raise typer.BadParameter(what, param_hint="--config")
         context.obj[name] = {flag.name: flag.process_value(context, value) for flag, value in chosen}
     return path
@@ -113,16 +113,18 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
 
 def _flags_in(entries: Mapping[str, Any], where: str, context: typer.Context) -> Iterator[tuple[Any, Any]]:
     """Yield the flag for each entry in a table of the configuration file, with the entry's value."""
+    command: Any = context.command
+    params = {param.name: param for param in command.params if param.name != "config"}
     flags = {
-        flag.removeprefix("--").replace("-", "_"): parameter
-        for parameter in context.command.params
-        for flag in parameter.opts
-        if flag.startswith("--") and parameter.name != "config"
+        flag.removeprefix("--"): params[param.name]
+        for param in (*params.values(), *command.aliases)
+        for flag in param.opts
+        if flag.startswith("--")
     }
     for entry, value in entries.items():
-        name = entry.replace("-", "_")
+        name = entry.replace("_", "-")
         if name not in flags:
-            near = nearest_name(name, flags, 0.6)
+            near = nearest_name(name, [flag for flag, param in flags.items() if not param.hidden], 0.6)
             hint = f"; did you mean {near}?" if near else "; entries are named as the flags"
             raise typer.BadParameter(f"{where}: unknown entry {entry!r:.60}{hint}", param_hint="--config")
         yield flags[name], value
