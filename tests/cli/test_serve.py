@@ -149,6 +149,7 @@ def test_flags_of_other_programs_that_change_nothing_are_taken(
         "cache_queue_port",
     }
     flags = ("--enforce-eager", "smollm2", "--gpu-memory-utilization", "0.9", "--tensor-parallel-size", "1")
+    flags += ("--kv-cache-dtype", "auto")
     assert asked(*flags, "--no-enable-prefix-caching", "--load-format", "auto")[0] == EngineConfig()
 
 

@@ -118,11 +118,13 @@ class EngineFlags(LoadFlags):
         ),
     ] = "auto"
     kv_dtype: Annotated[
-        Literal["float32", "bfloat16"],
+        Literal["auto", "float32", "bfloat16"],
         _model(
             "--kv-cache-dtype",
             "--kv-dtype",
-            help="Cached keys and values; bfloat16 (on a GPU) takes half the memory and is less accurate.",
+            callback=lambda dtype: "float32" if dtype == "auto" else dtype,  # vLLM's default
+            help="Cached keys and values; bfloat16 (on a GPU) takes half the memory and is less accurate. "
+            "auto: float32.",
         ),
     ] = "float32"
     seed: Annotated[int, _model(help="Base seed for requests without a seed.")] = 0

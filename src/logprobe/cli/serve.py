@@ -105,8 +105,10 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
         chosen = list(_flags_in(table, where, context))
         for flag, _ in chosen:
             if flag.name not in own:
-                what = f"{where}: {flag.opts[0].removeprefix('--')} applies to the whole server; set it at the top level"
-                raise typer.BadParameter(what, param_hint="--config")
+                what = (
+                    f"{flag.opts[0].removeprefix('--')} applies to the whole server; set it at the top level"
+                )
+                raise typer.BadParameter(f"{where}: {what}", param_hint="--config")
         context.obj[name] = {flag.name: flag.process_value(context, value) for flag, value in chosen}
     return path
 
