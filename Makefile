@@ -20,7 +20,7 @@ $(VENV)/.check: $(VENV)/.base
 
 demo: $(VENV)/.base  ## score the first lines of a text and generate from a prompt, on real weights
 	$(BIN)/logprobe models pull smollm2
-	sed -n 3p examples/lighthouse.txt | $(BIN)/logprobe score - --top 3
+	sed -n 3p examples/lighthouse.txt | $(BIN)/logprobe score - --logprobs 3
 	$(BIN)/logprobe generate "The capital of France is" --max-tokens 12 --temperature 0 --logprobs 5
 
 # Three processes, each with whole files (some 12 GB in all): a test's Python has one core, and waits for its child

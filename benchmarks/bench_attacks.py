@@ -40,7 +40,11 @@ NESTED_LOOPS = "{% for a in range(99999) %}" * 3 + "a" + "{% endfor %}" * 3
 REFUSED_S = 1.0  # within which a hostile folder is refused
 AUDIT_TIMEOUT_S = 10.0
 MESSAGES = [{"role": "user", "content": "the cat"}]
-LAYOUTS = {OURS: (), "an engine process": ("--engine-process",), "two replicas": ("--data-parallel", "2")}
+LAYOUTS = {
+    OURS: (),
+    "an engine process": ("--engine-process",),
+    "two replicas": ("--data-parallel-size", "2"),
+}
 CONTROL = "20 completions at once"
 KV_BYTES = str(1 << 28)  # of which everything is in use before the memory is noted: it fills, whoever asks
 # Asks a port for the health and, from another address, for completions; prints a line once it has begun. When
@@ -366,7 +370,7 @@ def measure(arena: Arena, flags: tuple[str, ...], names: list[str]) -> Layout:
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(looping_folder(arena.model_folder))
         also = ("--also-model", f"unused={arena.model_folder}", "--also-model", f"{LOOPS}={folder}")
-        served_with = ("--max-logprobs", "20", "--kv-bytes", KV_BYTES, *also, *flags)
+        served_with = ("--max-logprobs", "20", "--kv-cache-memory-bytes", KV_BYTES, *also, *flags)
         served = stack.enter_context(serving(our_program(arena.model_folder, *served_with)))
         for name in names:  # a first time, so that what is kept is there
             attack(served, name, Felt())

@@ -105,7 +105,15 @@ def run(
         SystemExit: it failed.
     """
     command = [sys.executable, "-m", "logprobe", "distil", str(text), "--lines", "-o", str(out)]
-    command += ["--model", str(model), "--top", str(TOP), "--kv-bytes", str(KV_BYTES), *flags]
+    command += [
+        "--model",
+        str(model),
+        "--logprobs",
+        str(TOP),
+        "--kv-cache-memory-bytes",
+        str(KV_BYTES),
+        *flags,
+    ]
     seen = []
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         for sample in samples(process, text):

@@ -65,7 +65,7 @@ def our_program(folder: Path, *options: str) -> Program:
     """`logprobe serve`."""
     entry = str(Path(sys.executable).with_name("logprobe"))
     return Program(
-        words=(entry, "serve", str(folder), "--port", "{port}", "--model-name", MODEL_NAME, *options)
+        words=(entry, "serve", str(folder), "--port", "{port}", "--served-model-name", MODEL_NAME, *options)
     )
 
 

@@ -70,7 +70,7 @@ VLLM_PYTHON: Final = RIVALS["virtual_lm"].python
 LAYOUTS: Final = (
     Layout("one process", (INVARIANT,)),
     Layout("engine process", (INVARIANT, "--engine-process"), is_harmed=True),
-    Layout("two replicas", (INVARIANT, "--data-parallel", "2"), is_harmed=True),
+    Layout("two replicas", (INVARIANT, "--data-parallel-size", "2"), is_harmed=True),
     Layout("vLLM", ON_VLLM, is_exact=False, replaces=False, has_lora=False, python=VLLM_PYTHON),
 )
 NUM_CLIENTS = 12
@@ -355,11 +355,11 @@ def tortured(
     """One layout: the requests, the faults, the replay, and what is left."""
     tally = Tally(layout.name, layout.is_exact, minutes)
     folders = {"wide": adapters["wide"]} if layout.has_lora else {}
-    flags = ("--lora", f"wide={adapters['wide']}") if layout.has_lora else ()
+    flags = ("--lora-modules", f"wide={adapters['wide']}") if layout.has_lora else ()
     files = Files.of(folder, parent)
     if layout.replaces:  # from a copy, as other files lie in the model's own place at times
         folders["model"] = Path(shutil.copytree(folder, parent / "model"))
-    flags += ("--max-batch-rows", "16", "--max-batch-tokens", "64")
+    flags += ("--max-num-seqs", "16", "--max-num-batched-tokens", "64")
     flags += ("--operator-key", OPERATOR_KEY, "--no-access-log", *layout.flags)
     environment = {"TMPDIR": str(files.temporary)}
     with serving_process(folder, *flags, python=layout.python, environment=environment) as server:

@@ -56,7 +56,7 @@ def _run(
     import resource
 
     from logprobe.analysis.io import journal, sources
-    from logprobe.cli import main
+    from logprobe.cli.app import run
 
     os.environ.update(environment)
     streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)]
@@ -78,6 +78,6 @@ def _run(
 
     journal.pq.write_table = write_table
     try:
-        main(words)
+        sys.exit(run(words))
     finally:
         sent.send([stream.buffer.getvalue().decode() for stream in streams])  # type: ignore[attr-defined]

@@ -158,7 +158,7 @@ def serving_process(
     source = str(Path(__file__).parents[1] / "src")
     path = {} if python == Path(sys.executable) else {"PYTHONPATH": source}
     process = subprocess.Popen(
-        [*command, "--port", "0", "--kv-bytes", "2000000", *flags],
+        [*command, "--port", "0", "--kv-cache-memory-bytes", "2000000", *flags],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, **path, **(environment or {})},

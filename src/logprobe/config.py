@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
 
 from logprobe.errors import ParameterError, UnknownParameterError, require
@@ -140,10 +140,10 @@ class EngineConfig:
     speculate: bool = False
     batch_invariant: bool = False
     logits_processors: tuple[str | type, ...] | list[str | type] = ()
-    process: bool = field(default=False, metadata={"flag": "--engine-process"})
+    process: bool = False
     data_parallel: int = 1
     engine: str = "native"
-    engine_options: Mapping[str, Any] | str | None = field(default=None, metadata={"type": str | None})
+    engine_options: Mapping[str, Any] | str | None = None
 
     def __post_init__(self) -> None:
         is_list = isinstance(self.logits_processors, tuple | list)

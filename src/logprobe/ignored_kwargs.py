@@ -1,6 +1,6 @@
 """Keywords from other programs: keywords that are accepted without effect, and our names for the others.
 
-One table for Python (`config.strict_keywords`), the command line (`cli.options`) and HTTP request bodies
+One table for Python (`config.strict_keywords`), the command line (`cli.serve`) and HTTP request bodies
 (`server.openai.ignored_fields`).
 """
 

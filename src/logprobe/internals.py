@@ -28,11 +28,11 @@ VLLM_PROCESSORS = ("model_runner", "input_batch", "logitsprocs")
 
 INTERNALS = (
     Internals(
-        owner="atexit",
-        names=("_run_exitfuncs",),
-        used_in=("cli/app.py",),
-        purpose="runs exit handlers before the command ends the process immediately",
-        without="the command ends with an AttributeError",
+        owner="typer._click.parser:_OptionParser",
+        names=("_long_opt",),
+        used_in=("cli/serve.py",),
+        purpose="several names may follow --logits-processors, as in FastDeploy's command line",
+        without="`logprobe serve` ends with an AttributeError",
     ),
     Internals(
         owner="torch.nn:Module",

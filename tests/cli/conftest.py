@@ -54,8 +54,7 @@ def on_real_llm(real_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the commands use the session's loaded real model."""
 
     @contextmanager
-    def loaded(_: str, **__: object) -> Iterator[LLM]:
+    def loaded(**_: object) -> Iterator[LLM]:
         yield real_llm
 
-    monkeypatch.setattr("logprobe.cli.score.open_llm", loaded)
-    monkeypatch.setattr("logprobe.cli.generate.open_llm", loaded)
+    monkeypatch.setattr("logprobe.cli.options.open_llm", loaded)

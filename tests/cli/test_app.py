@@ -1,24 +1,31 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import shlex
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import typer
 
 import logprobe
-from logprobe.cli.app import app, main
+from logprobe.cli.app import app
 from server_process import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 FLAGS = [
     # arguments, text that the error line must contain
-    (["score", "--text", "hi", "--top", "-2"], "--top: must be None, -1 (whole vocabulary), 0 or positive"),
+    (
+        ["score", "--text", "hi", "--logprobs", "-2"],
+        "--logprobs: must be None, -1 (whole vocabulary), 0 or positive",
+    ),
     (["generate", "hi", "--logprobs", "-2"], "--logprobs: must be"),
     (["generate", "hi", "--temperature", "-1"], "--temperature: must be 0 or more, got -1"),
     (["generate", "hi", "--temperature", "nan"], "--temperature: must be a finite number"),
@@ -74,19 +81,19 @@ def test_a_batch_of_one_that_failed_shows_its_own_error(
 ) -> None:
     from logprobe.errors import BatchError, ForwardError
 
-    def fail(_: str, **__: object) -> None:
+    def fail(**_: object) -> None:
         raise BatchError([object()], {0: ForwardError("the step failed:\nout of memory")})
 
-    monkeypatch.setattr("logprobe.cli.score.open_llm", fail)
+    monkeypatch.setattr("logprobe.cli.options.open_llm", fail)
     done = cli("score", "--text", "hi")
     assert (done.code, done.error_line) == (1, "the step failed: out of memory")
 
 
 def test_an_interrupt_is_quiet_and_130(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(_: str, **__: object) -> None:
+    def interrupt(**_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("logprobe.cli.score.open_llm", interrupt)
+    monkeypatch.setattr("logprobe.cli.options.open_llm", interrupt)
     done = cli("score", "--text", "hi")
     assert (done.code, done.out, done.err) == (130, "", "")
 
@@ -94,10 +101,10 @@ def test_an_interrupt_is_quiet_and_130(cli: Callable[..., Any], monkeypatch: pyt
 def test_a_bug_is_not_hidden_behind_one_line(
     cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def break_(_: str, **__: object) -> None:
+    def break_(**_: object) -> None:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr("logprobe.cli.score.open_llm", break_)
+    monkeypatch.setattr("logprobe.cli.options.open_llm", break_)
     with pytest.raises(ZeroDivisionError, match="ours"):
         cli("score", "--text", "hi")
 
@@ -107,26 +114,58 @@ def test_the_version_goes_to_standard_output(cli: Callable[..., Any]) -> None:
     assert (done.code, done.out, done.err) == (0, f"logprobe {logprobe.__version__}\n", "")
 
 
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"serve", "models", "processors"}))
+def test_only_serve_reads_its_flags_from_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = COMMANDS[name]
+    for param in command.params:
+        monkeypatch.setenv(f"LOGPROBE_{param.name.upper()}", "invalid")
+    context = command.make_context(name, [], resilient_parsing=True)
+    sources = {context.get_parameter_source(param.name) for param in command.params}
+    assert {source.name for source in sources} == {"DEFAULT"}
+
+
+def test_the_log_level_is_read_from_the_environment_by_every_command(
+    cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = logging.getLogger("logprobe")
+    monkeypatch.setattr(logger, "level", logger.level)
+    monkeypatch.setenv("LOGPROBE_LOG_LEVEL", "error")
+    assert cli("models", "list", "--json").code == 0
+    assert logger.level == logging.ERROR
+    assert cli("--log-level", "debug", "models", "list", "--json").code == 0
+    assert logger.level == logging.DEBUG
+
+
 def test_no_command_shows_the_help_as_wrong_use(cli: Callable[..., Any]) -> None:
     done = cli()
     assert (done.code, done.out) == (2, "")
     assert "Usage: logprobe" in done.err
 
 
-def test_main_exits_with_the_code(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["models", "path", "no-such-model"])
-    assert ended.value.code == 1
-    assert capsys.readouterr().err.startswith("error: no model 'no-such-model'")
+def all_commands() -> dict[str, Any]:
+    """Return every command by its words."""
+    nested = {
+        f"{name} {inner}": command
+        for name, group in COMMANDS.items()
+        for inner, command in getattr(group, "commands", {}).items()
+    }
+    return {name: command for name, command in COMMANDS.items() if not hasattr(command, "commands")} | nested
 
 
-def test_every_command_explains_itself() -> None:
-    from typer.testing import CliRunner
+@pytest.mark.parametrize("name", all_commands())
+def test_every_command_has_an_example_with_its_own_flags(cli: Callable[..., Any], name: str) -> None:
+    done = cli(*name.split(), "--help")
+    assert done.code == 0
+    examples = done.out.partition("Examples:\n")[2].partition("\n\n")[0]
+    assert f"logprobe {name}" in examples
+    known = {flag for param in all_commands()[name].params for flag in (*param.opts, *param.secondary_opts)}
+    assert {word for word in shlex.split(examples) if word.startswith("--")} <= known
 
-    for command in ("score", "generate", "info", "models"):
-        done = CliRunner().invoke(app, [command, "--help"])
-        assert done.exit_code == 0
-        assert done.stdout.startswith(f"Usage: root {command}") or "Usage:" in done.stdout
+
+@pytest.mark.parametrize("name", all_commands())
+def test_every_flag_has_a_help_text(name: str) -> None:
+    shown = [param for param in all_commands()[name].params if not getattr(param, "hidden", False)]
+    assert [param.name for param in shown if not param.help] == []
 
 
 @pytest.mark.parametrize(
@@ -134,7 +173,7 @@ def test_every_command_explains_itself() -> None:
     [
         ("--device", "tpu", "--device: must be auto, cpu or cuda, got 'tpu'"),
         ("--dtype", "int4", "--dtype: must be one of auto, float32"),
-        ("--kv-bytes", "0", "--kv-bytes: must be a positive integer"),
+        ("--kv-cache-memory-bytes", "0", "--kv-cache-memory-bytes: must be a positive integer"),
         ("--weights", "int3", "--weights"),
     ],
 )

@@ -35,7 +35,7 @@ def test_the_command_prints_a_table_or_json(
     assert cli("compare", model, model).code == 2
     assert "no such file" in cli("compare", model, model, "--data", "none.txt").error_line
     assert "--limit" in cli("compare", model, model, *flags, "--limit", "-1").error_line
-    assert "max_batch_rows" in cli("compare", model, f"{model},max_batch_row=1", *flags).err
+    assert "did you mean max-num-seqs?" in cli("compare", model, f"{model},max-num-seq=1", *flags).err
 
 
 def test_a_baseline_is_saved_and_stands_for_the_model(

@@ -1,4 +1,4 @@
-"""`logprobe score` on long texts and on datasets."""
+"""`logprobe dataset`, and `logprobe score` on long texts."""
 
 from __future__ import annotations
 
@@ -33,6 +33,16 @@ def score(cli: Callable[..., Any], tiny_model_folder: Path) -> Callable[..., Any
 
 
 @pytest.fixture
+def dataset(cli: Callable[..., Any], tiny_model_folder: Path) -> Callable[..., Any]:
+    """Run `logprobe dataset` on the tiny model."""
+
+    def run(*arguments: str, stdin: bytes = b"") -> Any:
+        return cli("dataset", *arguments, "--model", str(tiny_model_folder), stdin=stdin)
+
+    return run
+
+
+@pytest.fixture
 def data(tmp_path: Path) -> Path:
     path = tmp_path / "in.jsonl"
     path.write_text('{"text": "the cat"}\n{"text": ""}\n{"text": "a dog"}\n')
@@ -43,7 +53,7 @@ def test_a_long_text_is_scored_in_windows(score: Any, tiny_llm: LLM, tmp_path: P
     (tmp_path / "long.txt").write_text(LONG)
     want = tiny_llm.perplexity(LONG, window=100, stride=40)
     flags = ("--window", "100", "--stride", "40")
-    found = json.loads(score(str(tmp_path / "long.txt"), *flags, "--top", "2", "--json").out)
+    found = json.loads(score(str(tmp_path / "long.txt"), *flags, "--logprobs", "2", "--json").out)
     assert (found["window"], found["stride"]) == (100, 40)
     assert found["totals"]["num_scored"] == want.num_scored
     assert found["totals"]["logprob"] == pytest.approx(want.logprob, abs=1e-3)
@@ -57,14 +67,14 @@ def test_a_long_text_is_scored_in_windows(score: Any, tiny_llm: LLM, tmp_path: P
     assert float(lines[-2].split()[-1]) == pytest.approx(want.perplexity, rel=1e-4)
 
 
-def test_rows_say_how_they_were_measured(score: Any, tmp_path: Path) -> None:
+def test_rows_say_how_they_were_measured(dataset: Any, tmp_path: Path) -> None:
     rows = [{"c": "the ca", "text": "t and"}, {"c": "the cat", "text": " and"}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = (str(tmp_path / "in.jsonl"), "--context-column", "c", "--json")
     for more, boundaries in (((), ["bytes", "token"]), (("--boundary", "token"), ["token", "token"])):
-        found = [json.loads(line) for line in score(*flags, *more).out.splitlines()]
+        found = [json.loads(line) for line in dataset(*flags, *more).out.splitlines()]
         assert [row["boundary"] for row in found if "row" in row] == boundaries
-    assert score(*flags, "--boundary", "end").code == 2
+    assert dataset(*flags, "--boundary", "end").code == 2
 
 
 def test_disjoint_windows_show_every_token_and_the_first_of_each_without_a_number(
@@ -81,11 +91,11 @@ def test_disjoint_windows_show_every_token_and_the_first_of_each_without_a_numbe
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
-def test_a_finished_run_that_is_resumed_says_so(score: Any, tmp_path: Path, suffix: str) -> None:
+def test_a_finished_run_that_is_resumed_says_so(dataset: Any, tmp_path: Path, suffix: str) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "the cat"}\n{"text": "a dog"}\n')
     flags = (str(tmp_path / "in.jsonl"), "-o", str(tmp_path / f"o.{suffix}"), "--json")
-    first = score(*flags)
-    again = score(*flags, "--resume")
+    first = dataset(*flags)
+    again = dataset(*flags, "--resume")
     assert (again.code, json.loads(again.out)) == (0, json.loads(first.out))
     assert again.err.splitlines()[-1].endswith("the run has already finished; nothing to do")
     assert "already finished" not in first.err
@@ -106,33 +116,35 @@ def test_a_text_may_be_scored_with_or_without_bos(score: Any) -> None:
     with_bos = json.loads(score("--text", "the cat", "--bos", "--json").out)
     without = json.loads(score("--text", "the cat", "--no-bos", "--json").out)
     assert with_bos["totals"]["num_scored"] == without["totals"]["num_scored"] + 1
-    assert without["first_token"] == "not scored"  # noqa: S105 - no password
+    assert without["bos_token"] is None
 
 
-def test_rows_are_printed_as_json_lines_and_bad_ones_told(score: Any, data: Path) -> None:
-    done = score(str(data))
+def test_rows_are_printed_as_json_lines_and_bad_ones_told(dataset: Any, data: Path) -> None:
+    done = dataset(str(data))
     assert done.code == 1
     assert [json.loads(line)["row"] for line in done.out.splitlines()] == [0, 2]
     assert f"bad row: {data}, line 2: text: is empty" in done.err
     assert done.err.splitlines()[-1] == "error: 1 bad rows; see standard error"
 
 
-def test_rows_go_to_a_file_and_the_summary_is_printed(score: Any, data: Path, tmp_path: Path) -> None:
+def test_rows_go_to_a_file_and_the_summary_is_printed(dataset: Any, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.parquet"
-    done = score(str(data), "-o", str(out), "--tokens")
+    done = dataset(str(data), "-o", str(out), "--tokens")
     assert done.code == 1
     assert pq.read_table(out).column("row").to_pylist() == [0, 2]
     assert done.out.startswith("rows           2 scored, 1 bad\n")
-    assert score(str(data), "-o", str(out)).error_line.endswith("(--force) to overwrite it, or another name")
-    assert json.loads(score(str(data), "-o", str(out), "--force", "--json").out)["num_rows"] == 2
+    assert dataset(str(data), "-o", str(out)).error_line.endswith(
+        "(--force) to overwrite it, or another name"
+    )
+    assert json.loads(dataset(str(data), "-o", str(out), "--force", "--json").out)["num_rows"] == 2
 
 
-def test_questions_are_summed_up(score: Any, tmp_path: Path) -> None:
+def test_questions_are_summed_up(dataset: Any, tmp_path: Path) -> None:
     rows = [{"q": "the cat", "options": ["and", "x"], "gold": 0}] * 4
     source = tmp_path / "q.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     columns = ("--context-column", "q", "--choices-column", "options", "--answer-column", "gold")
-    done = score(str(source), *columns, "--summary")
+    done = dataset(str(source), *columns, "--summary")
     assert done.code == 0
     assert done.out.splitlines()[1].split()[0] == "acc"
     assert "± 0.0000" in done.out
@@ -141,24 +153,27 @@ def test_questions_are_summed_up(score: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("x.jsonl", "--answer-column", "a"), "requires choices_column"),
-        (("x.jsonl", "--truncation", "right"), "right"),
+        (("x.jsonl", "--answer-column", "a"), "--answer-column: requires --choices-column"),
+        (("x.jsonl", "--label-column", "a"), "--label-column: requires --detect"),
+        (("x.jsonl", "--truncation", "right"), "--truncation"),
         (("x.jsonl", "--keep-columns", "logprob"), "'logprob' is an output column"),
-        (("--lines",), "a data set must be in files"),
-        (("--text", "x", "--stride", "0"), "stride"),
-        (("--text", "x", "--window", "999"), "window"),
+        (("--lines",), "FILE: missing; give files with rows"),
+        (("IN", "--window", "999"), "--window: must be in [2, 129]"),
+        (("x.jsonl", "--window", "9", "--truncation", "left"), "--window: requires --truncation window"),
     ],
 )
-def test_wrong_use_is_told_with_the_flag(score: Any, arguments: tuple[str, ...], says: str) -> None:
-    done = score(*arguments)
+def test_wrong_use_is_told_with_the_flag(
+    dataset: Any, data: Path, arguments: tuple[str, ...], says: str
+) -> None:
+    done = dataset(*(str(data) if argument == "IN" else argument for argument in arguments))
     assert done.code == 2
     assert says in done.err.splitlines()[-1]
 
 
-def test_a_text_file_has_one_column_and_says_so(score: Any, tmp_path: Path) -> None:
+def test_a_text_file_has_one_column_and_says_so(dataset: Any, tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("the cat")
     for flag in ("--context-column", "--keep-columns"):
-        done = score(str(tmp_path / "in.txt"), flag, "q")
+        done = dataset(str(tmp_path / "in.txt"), flag, "q")
         assert done.code == 1
         assert done.error_line.endswith("has no column 'q'; it has 'text'")
 
@@ -175,12 +190,12 @@ def test_a_text_file_has_one_column_and_says_so(score: Any, tmp_path: Path) -> N
     ],
 )
 def test_a_file_that_cannot_be_used_is_one_line(
-    score: Any, tmp_path: Path, name: str, content: bytes | None, says: str
+    score: Any, dataset: Any, tmp_path: Path, name: str, content: bytes | None, says: str
 ) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    flags = ("--summary",) if name.endswith("txt") else ("--summary", "--tokens")
-    done = score(str(tmp_path / name), *flags)
+    run = score if name.endswith("txt") else dataset
+    done = run(str(tmp_path / name), "--summary")
     assert done.code == 1
     assert says in done.error_line
 
@@ -215,17 +230,16 @@ def test_a_full_disk_is_one_line(tiny_model_folder: Path) -> None:
     ("arguments", "says"),
     [
         (("x.jsonl", "--ray-actors", "2"), "requires --engine ray"),
-        (("--text", "x", "--engine", "ray"), "'ray' scores only data sets"),
         (("IN", "--engine", "ray"), "requires Ray; pip install 'logprobe[ray]'"),
         (("x.jsonl", "--engine", "ray", "--ray-address", "ray://h:1"), "(Ray Client) are not supported"),
         (("x.jsonl", "--engine", "ray", "--ray-gpus", "-1"), "must be a number of at least 0"),
     ],
 )
 def test_ray_is_refused_where_it_cannot_be(
-    score: Any, data: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], says: str
+    dataset: Any, data: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], says: str
 ) -> None:
     monkeypatch.setattr("logprobe.cli.data.find_spec", lambda _: None)
-    done = score(*(str(data) if argument == "IN" else argument for argument in arguments))
+    done = dataset(*(str(data) if argument == "IN" else argument for argument in arguments))
     assert done.code == 2
     assert says in done.err.splitlines()[-1]
 
@@ -242,14 +256,14 @@ def test_a_column_that_is_not_there_is_told_before_the_model_is_loaded(
     cli: Callable[..., Any], tmp_path: Path, name: str, data: str, flags: tuple[str, ...]
 ) -> None:
     (tmp_path / name).write_text(data)
-    done = cli("score", str(tmp_path / name), *flags, "--model", "no/such-model-anywhere")
+    done = cli("dataset", str(tmp_path / name), *flags, "--model", "no/such-model-anywhere")
     assert done.code == 1
     assert "has no column 'text'; it has 'sentence', 'id'" in done.err
     assert "loading" not in done.err
 
 
-def test_a_first_row_of_jsonl_may_lack_what_others_have(score: Any, tmp_path: Path) -> None:
+def test_a_first_row_of_jsonl_may_lack_what_others_have(dataset: Any, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"id": 1}\n{"text": "the cat"}\n')
-    done = score(str(tmp_path / "in.jsonl"))
+    done = dataset(str(tmp_path / "in.jsonl"))
     assert [json.loads(line)["row"] for line in done.out.splitlines()] == [1]
     assert "line 1: has no 'text'; it has 'id'" in done.err

@@ -40,7 +40,7 @@ def test_a_text_a_file_and_rows_have_the_same_numbers(
         assert found == pytest.approx(want, abs=1e-5)
     lines = cli("score", "--text", TEXTS[0], "--detect", *model).out.splitlines()
     assert [line.split()[0] for line in lines[-4:]] == list(measures.DETECTIONS)
-    done = cli("score", str(labelled), "--detect", "--label-column", "seen", *model)
+    done = cli("dataset", str(labelled), "--detect", "--label-column", "seen", *model)
     first = json.loads(done.out.splitlines()[0])
     assert {name: first[name] for name in want} == pytest.approx(want, abs=1e-5)
     assert first["label"] is True

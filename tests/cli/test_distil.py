@@ -16,7 +16,7 @@ def test_the_command_writes_a_folder_and_tells_what_was_lost(
     cli: Callable[..., Any], tiny_model_folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "the cat"}\n{"text": "the dog"}\n')
-    flags = (str(tmp_path / "in.jsonl"), "--model", str(tiny_model_folder), "--top", "8")
+    flags = (str(tmp_path / "in.jsonl"), "--model", str(tiny_model_folder), "--logprobs", "8")
     out = ("--format", "axolotl", "-o", str(tmp_path / "out"))
     found = json.loads(cli("distil", *flags, *out, "--json").out)
     assert (found["num_rows"], found["num_bad"]) == (2, 0)
@@ -28,7 +28,7 @@ def test_the_command_writes_a_folder_and_tells_what_was_lost(
     assert again.out.splitlines()[0].split() == ["num_rows", "2"]
     assert "exists" in cli("distil", *flags, *out).error_line
     assert cli("distil", *flags, "-o", str(tmp_path / "b"), "--format", "trl").code == 2
-    assert "--top" in cli("distil", *flags, "-o", str(tmp_path / "b"), "--top", "0").error_line
+    assert "--logprobs" in cli("distil", *flags, "-o", str(tmp_path / "b"), "--logprobs", "0").error_line
     (tmp_path / "in.jsonl").write_text('{"text": 1}\n{"text": "the dog"}\n{"other": "x"}\n')
     bad = cli("distil", *flags, "-o", str(tmp_path / "b"))
     assert bad.code == 1

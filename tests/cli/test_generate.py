@@ -102,8 +102,8 @@ def test_an_empty_prompt_is_refused_where_the_model_has_no_bos(
     cli: Callable[..., Any], tiny_window_folder: Path
 ) -> None:
     done = cli("generate", "", "--model", str(tiny_window_folder))
-    assert done.code == 1
-    assert done.error_line.startswith("prompt: is empty; give at least one token")
+    assert done.code == 2
+    assert "PROMPT: is empty; give at least one token" in done.error_line
 
 
 def test_an_interrupt_keeps_what_came(

@@ -35,7 +35,6 @@ def test_each_unreadable_file_is_named_with_a_remedy(cli: Callable[..., Any], tm
     wrong = {
         str(latin): "is not UTF-8 text (byte 0xe9 at byte 3); convert it first",
         str(empty): "is empty; at least one character is required",
-        str(tmp_path / "folder"): "the folder has no .txt",
         str(tmp_path / "none.txt"): "no such file; use a text file, or - for standard input",
         str(latin / "below"): "cannot be read (Not a directory); use another file",
     }

@@ -248,7 +248,7 @@ def test_documents_of_one_query_come_best_first(run: Any, documents: Path, tiny_
     np.testing.assert_allclose(
         [row["relevance_score"] for row in rows], [want[place] for place in order], atol=5e-5
     )
-    best = lines_of(run("rerank", str(documents), "--lines", *QUERY, "--top", "2"))
+    best = lines_of(run("rerank", str(documents), "--lines", *QUERY, "--top-n", "2"))
     assert [row["row"] for row in best] == order[:2]
     from_stdin = run("rerank", "-", "--lines", *QUERY, stdin=documents.read_bytes())
     assert [row["row"] for row in lines_of(from_stdin)] == order
@@ -306,8 +306,8 @@ def test_documents_with_queries_of_their_own_come_in_their_order(
         (("rerank", "--query", "a"), "FILE"),
         (("rerank", "IN", "--query", "a", "--labels", "yes"), "--labels"),
         (("rerank", "IN", "--query", "a", "--template", "a"), "--template"),
-        (("rerank", "IN", "--query-column", "text", "--top", "1"), "--top"),
-        (("rerank", "IN", "--query", "a", "--top", "0"), "--top"),
+        (("rerank", "IN", "--query-column", "text", "--top-n", "1"), "--top-n"),
+        (("rerank", "IN", "--query", "a", "--top-n", "0"), "--top-n"),
     ],
 )
 def test_wrong_use_is_told_with_the_flag(

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from server_process import PATIENCE_S
 
 
@@ -19,7 +21,7 @@ def logprobe(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess
 
 def test_the_result_is_alone_on_standard_output(tiny_model_folder: Path) -> None:
     model = str(tiny_model_folder)
-    done = logprobe("score", "-", "--top", "2", "--json", "--model", model, stdin="the é 🌊".encode())
+    done = logprobe("score", "-", "--logprobs", "2", "--json", "--model", model, stdin="the é 🌊".encode())
     assert done.returncode == 0
     assert json.loads(done.stdout)["totals"]["num_bytes"] == len("the é 🌊".encode())
     assert done.stderr.decode() == f"loading {model} …\n"
@@ -30,3 +32,27 @@ def test_an_error_is_one_line_without_a_traceback() -> None:
     assert (done.returncode, done.stdout) == (2, b"")
     assert done.stderr.startswith(b"error: ")
     assert done.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "err"),
+    [("return 3", 3, ""), ("raise ZeroDivisionError('ours')", 1, "ZeroDivisionError: ours")],
+)
+def test_the_process_ends_with_the_code_after_exit_functions(ending: str, code: int, err: str) -> None:
+    source = f"""
+import atexit
+from logprobe.cli import app
+
+def run():
+    atexit.register(print, "closed")
+    print("a result", end=" ")
+    {ending}
+
+app.run = run
+app.command()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=PATIENCE_S
+    )
+    assert (done.returncode, done.stdout) == (code, "a result closed\n")
+    assert err in done.stderr

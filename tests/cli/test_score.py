@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from logprobe import LLM
+
 TEXT = "the cat and the dog, 12 é 🌊\n"
 
 
@@ -34,7 +36,7 @@ def slow_logprobs(folder: str, text: str) -> tuple[list[int], Any]:
 
 
 def test_json_holds_the_models_own_numbers_for_every_token(cli: Callable[..., Any], model: str) -> None:
-    done = cli("score", "--text", TEXT, "--top", "3", "--json", "--model", model)
+    done = cli("score", "--text", TEXT, "--logprobs", "3", "--json", "--model", model)
     found = json.loads(done.out)
     ids, expected = slow_logprobs(model, TEXT)
     assert done.code == 0
@@ -56,7 +58,7 @@ def test_json_holds_the_models_own_numbers_for_every_token(cli: Callable[..., An
 def test_a_tokenizers_bos_lets_every_token_of_the_text_be_scored(cli: Callable[..., Any], model: str) -> None:
     found = json.loads(cli("score", "--text", TEXT, "--json", "--model", model).out)
     first, *rows = found["tokens"]
-    assert found["first_token"] == "<|bos|>, put first by the tokenizer"  # noqa: S105 - no password
+    assert found["bos_token"] == "<|bos|>"  # noqa: S105 - no password
     assert (first["logprob"], first["rank"], first["entropy"], first["top_logprobs"]) == (
         None,
         None,
@@ -68,12 +70,49 @@ def test_a_tokenizers_bos_lets_every_token_of_the_text_be_scored(cli: Callable[.
     assert found["totals"]["num_scored_bytes"] == found["totals"]["num_bytes"] == len(TEXT.encode())
 
 
+def test_a_continuation_is_scored_after_its_context(
+    cli: Callable[..., Any], model: str, tiny_llm: LLM
+) -> None:
+    for context, text in (("the cat", " and the dog"), ("the ca", "t and")):  # the second splits a token
+        flags = ("--context", context, "--text", text, "--model", model)
+        found = json.loads(cli("score", *flags, "--logprobs", "2", "--json").out)
+        (want,) = tiny_llm.score([(context, text)], entropy=True)
+        assert [row["token_id"] for row in found["tokens"]] == want.token_ids
+        assert [row["logprob"] for row in found["tokens"]] == pytest.approx(want.token_logprobs, abs=1e-5)
+        assert all(len(row["top_logprobs"]) == 2 for row in found["tokens"])
+        assert (found["context"], found["boundary"]) == (context, want.boundary)
+        assert found["totals"]["logprob"] == pytest.approx(want.logprob, abs=1e-5)
+        assert found["totals"]["num_bytes"] == found["totals"]["num_scored_bytes"] == len(text)
+        assert f"after the context; boundary: {want.boundary}" in cli("score", *flags).out
+        assert json.loads(cli("score", *flags, "--summary", "--json").out)["tokens"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--text", "x", "--context", "a", "--detect"), "--context: cannot be combined with --detect"),
+        (("--text", "x", "--context", "a", "--no-bos"), "--context: cannot be combined with"),
+        (("in.jsonl",), "in.jsonl holds rows; use `logprobe dataset`"),
+        (("*.txt",), "use `logprobe dataset`"),
+        (("a.txt", "b.txt"), "unexpected extra argument(s) (b.txt)"),
+        (("--text", "x", "--stride", "0"), "--stride"),
+        (("--text", "x", "--window", "999"), "--window"),
+    ],
+)
+def test_wrong_use_names_the_flag(
+    cli: Callable[..., Any], model: str, arguments: tuple[str, ...], says: str
+) -> None:
+    done = cli("score", *arguments, "--model", model)
+    assert done.code == 2
+    assert says in done.error_line
+
+
 def test_without_a_bos_the_first_token_is_not_scored(
     cli: Callable[..., Any], tiny_window_folder: Path
 ) -> None:
     found = json.loads(cli("score", "--text", TEXT, "--json", "--model", str(tiny_window_folder)).out)
     first, *rows = found["tokens"]
-    assert found["first_token"] == "not scored"  # noqa: S105 - no password
+    assert found["bos_token"] is None
     assert first["logprob"] is None
     assert found["totals"]["num_scored"] == len(rows)
     assert found["totals"]["num_scored_bytes"] == len(TEXT.encode()) - len(first["bytes"])
@@ -91,13 +130,13 @@ def test_totals_are_the_sums_of_the_rows(cli: Callable[..., Any], model: str) ->
 
 
 def test_info_says_which_model_and_which_stage(cli: Callable[..., Any], model: str) -> None:
-    info = json.loads(cli("score", "--text", TEXT, "--top", "2", "--json", "--model", model).out)["info"]
+    info = json.loads(cli("score", "--text", TEXT, "--logprobs", "2", "--json", "--model", model).out)["info"]
     assert (info["model"], info["stages"], info["unit"], info["num_logprobs"]) == (model, ["raw"], "nats", 2)
 
 
 def test_the_tables_say_the_same_as_the_json(cli: Callable[..., Any], model: str) -> None:
-    found = json.loads(cli("score", "--text", TEXT, "--top", "2", "--json", "--model", model).out)
-    done = cli("score", "--text", TEXT, "--top", "2", "--model", model)
+    found = json.loads(cli("score", "--text", TEXT, "--logprobs", "2", "--json", "--model", model).out)
+    done = cli("score", "--text", TEXT, "--logprobs", "2", "--model", model)
     rows, sums = done.out.rstrip("\n").split("\n\n")
     header, *lines = rows.splitlines()
     assert header.split() == ["#", "token", "logprob", "rank", "entropy", "2", "most", "likely"]
@@ -105,7 +144,7 @@ def test_the_tables_say_the_same_as_the_json(cli: Callable[..., Any], model: str
     for line, row in zip(lines[1:], found["tokens"][1:], strict=True):
         assert f" {row['logprob']:.4f} " in line
         assert line.count('"') >= 6
-    assert "first token: <|bos|>, put first by the tokenizer" in sums
+    assert "first token: <|bos|>" in sums
     assert f"{found['totals']['perplexity']:.4f}" in sums
     assert done.err == f"loading {model} …\n"
 
@@ -128,7 +167,7 @@ def test_windows_line_ends_are_scored_as_they_stand(cli: Callable[..., Any], mod
 
 
 def test_the_whole_vocabulary_sums_to_one(cli: Callable[..., Any], model: str) -> None:
-    found = json.loads(cli("score", "--text", "the cat", "--top", "-1", "--json", "--model", model).out)
+    found = json.loads(cli("score", "--text", "the cat", "--logprobs", "-1", "--json", "--model", model).out)
     for row in found["tokens"][1:]:
         assert math.fsum(math.exp(one["logprob"]) for one in row["top_logprobs"]) == pytest.approx(
             1, abs=1e-5
@@ -201,7 +240,7 @@ def test_a_terminal_shows_the_text_in_its_shades(screen: Callable[..., str]) -> 
     assert "entropy" not in plain
 
 
-@pytest.mark.parametrize("flags", [("--tokens",), ("--top", "2")])
+@pytest.mark.parametrize("flags", [("--tokens",), ("--logprobs", "2")])
 def test_a_terminal_shows_the_table_where_it_is_asked_for(
     screen: Callable[..., str], flags: tuple[str, ...]
 ) -> None:
@@ -230,7 +269,7 @@ def test_the_whole_vocabulary_is_not_for_a_terminal(
     cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    for arguments in (("score", "--text", "x", "--top", "-1"), ("generate", "x", "--logprobs", "-1")):
+    for arguments in (("score", "--text", "x", "--logprobs", "-1"), ("generate", "x", "--logprobs", "-1")):
         done = cli(*arguments)
         assert done.code == 2
         assert "write it to a file" in done.error_line
@@ -239,7 +278,7 @@ def test_the_whole_vocabulary_is_not_for_a_terminal(
 @pytest.mark.real_model
 @pytest.mark.usefixtures("on_real_llm")
 def test_the_text_of_the_demo_is_scored_to_its_last_byte(cli: Callable[..., Any]) -> None:
-    done = cli("score", "examples/lighthouse.txt", "--top", "3", "--json")
+    done = cli("score", "examples/lighthouse.txt", "--logprobs", "3", "--json")
     found = json.loads(done.out)
     data = bytes(byte for row in found["tokens"] for byte in row["bytes"])
     assert data.decode().endswith("🌊\n")

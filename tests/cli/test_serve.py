@@ -78,6 +78,26 @@ def test_processors_are_named_in_every_usual_way(
     assert config.logits_processors == (FIRST, SECOND)
 
 
+def test_a_model_may_follow_processors(asked: Any) -> None:
+    flags = ("--logits-processors", "a:B", "c:D", "gemma3-270m", "--port", "1")
+    config, settings = asked(*flags)
+    assert (config.model, config.logits_processors, settings.port) == ("gemma3-270m", ("a:B", "c:D"), 1)
+
+
+def test_older_names_of_flags_are_aliases(asked: Any) -> None:
+    flags = ("--max-batch-rows", "8", "--kv-bytes", "9", "--overlap", "--data-parallel", "2")
+    config, settings = asked("smollm2", *flags, "--lora", "a=b", "--log-requests", "--model-name", "own")
+    assert config == EngineConfig(max_batch_rows=8, kv_bytes=9, overlap=True, data_parallel=2)
+    assert (settings.lora, settings.log_requests, settings.served_model_name) == (("a=b",), True, ("own",))
+
+
+@pytest.mark.parametrize("origin", ['["*"]', "example.com", ""])
+def test_what_is_no_origin_is_refused(cli: Any, origin: str) -> None:
+    done = cli("serve", "--allowed-origins", origin)
+    assert done.code == 2
+    assert "--allowed-origins: must be an origin such as https://example.com" in done.error_line
+
+
 def test_a_model_may_have_several_names(asked: Any) -> None:
     _, settings = asked("smollm2", "--served-model-name", "gpt-4o", "--served-model-name", "local")
     assert settings.served_model_name == ("gpt-4o", "local")
@@ -102,17 +122,17 @@ def test_a_port_that_is_taken_is_one_line(cli: Any, tiny_model_folder: Path) -> 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = cli("serve", str(tiny_model_folder), "--port", str(port))
-    assert done.code == 1
+    assert done.code == 2
     reason = f"cannot listen on 127.0.0.1:{port} (Address already in use)"
-    assert done.error_line == f"port: {reason}; choose another port, or 0 for a free one"
+    assert f"--port: {reason}; choose another port, or 0 for a free one" in done.error_line
 
 
 def test_a_port_of_the_figures_that_is_taken_is_one_line(cli: Any, tiny_model_folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = cli("serve", str(tiny_model_folder), "--port", "0", "--metrics-port", str(port))
-    assert done.code == 1
-    assert done.error_line.startswith(f"metrics_port: cannot listen on 127.0.0.1:{port} (")
+    assert done.code == 2
+    assert f"--metrics-port: cannot listen on 127.0.0.1:{port} (" in done.error_line
 
 
 def test_flags_of_other_programs_that_change_nothing_are_taken(
@@ -129,16 +149,16 @@ def test_flags_of_other_programs_that_change_nothing_are_taken(
         "cache_queue_port",
     }
     flags = ("--enforce-eager", "smollm2", "--gpu-memory-utilization", "0.9", "--tensor-parallel-size", "1")
+    flags += ("--kv-cache-dtype", "auto")
     assert asked(*flags, "--no-enable-prefix-caching", "--load-format", "auto")[0] == EngineConfig()
 
 
 @pytest.mark.parametrize(
     ("flag", "value", "says"),
     [
-        ("--tensor-parallel-size", "2", "engine='vllm'"),
+        ("--tensor-parallel-size", "2", "--engine vllm to distribute it"),
         ("--load-format", "dummy", "must be 'auto' or 'safetensors', got 'dummy'"),
-        ("--max-num-seqs", "8", "did you mean 'max_batch_rows'?"),
-        ("--kv-cache-memory-bytes", "8", "did you mean 'kv_bytes'?"),
+        ("--num-gpu-blocks-override", "8", "did you mean '--kv-cache-memory-bytes'?"),
     ],
 )
 def test_those_that_would_change_something_are_wrong_use(cli: Any, flag: str, value: str, says: str) -> None:
@@ -149,16 +169,16 @@ def test_those_that_would_change_something_are_wrong_use(cli: Any, flag: str, va
 
 
 def test_a_misspelt_flag_is_answered_with_those_that_there_are(cli: Any) -> None:
-    done = cli("serve", "--max-batch-row", "3")
+    done = cli("serve", "--max-num-seq", "3")
     assert done.code == 2
-    assert "(Possible options: --max-batch-rows, --max-batch-tokens)" in done.error_line
+    assert "(Possible options: --max-num-seqs" in done.error_line
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
 def test_a_host_that_is_not_ours_is_one_line(cli: Any, tiny_model_folder: Path, host: str) -> None:
     done = cli("serve", str(tiny_model_folder), "--host", host, "--port", "0")
-    assert done.code == 1
-    assert done.error_line.startswith(f"host: cannot listen on {host}:0 (")
+    assert done.code == 2
+    assert f"--host: cannot listen on {host}:0 (" in done.error_line
 
 
 CONFIG = """
@@ -167,8 +187,8 @@ port = 8123
 drain-s = 2.5
 allowed_host = ["a.example", "b.example"]
 logits-processors = ["LogitBiasLogitsProcessor"]
-log-requests = true
-kv-bytes = 1000000
+enable-log-requests = true
+kv-cache-memory-bytes = 1000000
 """
 
 
@@ -184,14 +204,22 @@ def test_a_file_says_what_neither_flags_nor_the_environment_say(asked: Any, tmp_
     assert asked("--config", str(path), MODEL="smollm2")[0].model == "smollm2"
 
 
+def test_a_file_may_have_underscores_and_older_names(asked: Any, tmp_path: Path) -> None:
+    path = tmp_path / "server.toml"
+    path.write_text("kv_bytes = 7\nmax_num_seqs = 3\nlora = ['a=b']\n")
+    config, settings = asked("--config", str(path))
+    assert (config.kv_bytes, config.max_batch_rows, settings.lora) == (7, 3, ("a=b",))
+
+
 def test_a_files_tables_are_further_models(cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told: list[dict[str, Any]] = []
     monkeypatch.setattr("logprobe.server.app.serve", lambda *_, **further: told.append(further["further"]))
     monkeypatch.setattr("logprobe.cli.serve.resolve", lambda name: name)
     path = tmp_path / "server.toml"
     path.write_text(
-        "max-logprobs = 7\nmax-requests = 9\nlora = ['own=x']\n[models.judge]\nmodel = 'gemma3-270m'\n"
-        "kv-bytes = 12\nlogprobs-mode = 'both'\nmax-requests = 3\n"
+        "max-logprobs = 7\nmax-requests = 9\nlora-modules = ['own=x']\n"
+        "[models.judge]\nmodel = 'gemma3-270m'\n"
+        "kv-cache-memory-bytes = 12\nlogprobs-mode = 'both'\nmax-requests = 3\n"
         "served-model-name = ['j']\nlogits-processors = ['a:B']\n"
     )
     done = cli("serve", "smollm2", "--config", str(path), "--also-model", "plain=smollm2")
@@ -218,10 +246,13 @@ def test_a_files_tables_are_further_models(cli: Any, monkeypatch: pytest.MonkeyP
         ("whatever-else = 1", "unknown entry 'whatever-else'; entries are named as the flags"),
         ("port = 'x'", "port"),
         ("models = 3", "models must be tables [models.NAME]"),
-        ("[models.a]\nkv-bytes = 9", "the table [models.a] has no model"),
+        ("[models.a]\nkv-cache-memory-bytes = 9", "the table [models.a] has no model"),
         ("[models.a]\nmodel = 'smollm2'\nport = 1", "[models.a]: port applies to the whole server"),
-        ("[models.a]\nmodel = 'smollm2'\nkv-bites = 1", "[models.a]: unknown entry 'kv-bites'; did you mean"),
-        ("[models.a]\nmodel = 'smollm2'\nkv-bytes = 'x'", "'--kv-bytes'"),
+        (
+            "[models.a]\nmodel = 'smollm2'\nkv-cache-memory-byte = 1",
+            "[models.a]: unknown entry 'kv-cache-memory-byte'; did",
+        ),
+        ("[models.a]\nmodel = 'smollm2'\nkv-cache-memory-bytes = 'x'", "'--kv-cache-memory-bytes'"),
         (
             "also-model = ['a=smollm2']\n[models.a]\nmodel = 'smollm2'",
             "a name is also a table of the --config file",

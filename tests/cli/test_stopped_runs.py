@@ -1,4 +1,4 @@
-"""`logprobe score` and `distil` with `--resume`, after a full disk or Ctrl-C."""
+"""`logprobe dataset` and `distil` with `--resume`, after a full disk or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 pytest.importorskip("resource", reason="Windows limits no file sizes")
 
 RUNS: dict[str, tuple[str, ...]] = {
-    "o.parquet": ("score", "--tokens"),
-    "o.jsonl": ("score", "--tokens"),
-    "o": ("distil", "--top", "16"),
+    "o.parquet": ("dataset", "--tokens"),
+    "o.jsonl": ("dataset", "--tokens"),
+    "o": ("distil", "--logprobs", "16"),
 }
 
 

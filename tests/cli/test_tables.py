@@ -110,8 +110,8 @@ def test_facts_fit_the_width_and_lose_nothing(screen: Callable, width: int) -> N
 
 def test_the_whole_vocabulary_is_for_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout", io.StringIO())
-    refuse_vocabulary(-1, "--top")
+    refuse_vocabulary(-1, "--logprobs")
     monkeypatch.setenv("FORCE_COLOR", "1")
-    refuse_vocabulary(20, "--top")
+    refuse_vocabulary(20, "--logprobs")
     with pytest.raises(typer.BadParameter, match="write it to a file"):
-        refuse_vocabulary(-1, "--top")
+        refuse_vocabulary(-1, "--logprobs")

@@ -86,7 +86,7 @@ def await_rest(child: Any) -> None:
     eventually(lambda: process.status() == psutil.STATUS_SLEEPING, "it never rests")
 
 
-ANSWER = ("--temperature", "0", "--max-tokens", "100000", "--kv-bytes", "100000000")
+ANSWER = ("--temperature", "0", "--max-tokens", "100000", "--kv-cache-memory-bytes", "100000000")
 
 
 def test_an_interrupt_ends_a_completion_and_keeps_what_came(terminal: Any, endless_model: str) -> None:

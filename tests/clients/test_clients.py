@@ -101,7 +101,7 @@ def between(url: str) -> Iterator[Between]:
 @pytest.fixture(scope="module")
 def url(smollm2_folder: Path) -> Iterator[str]:
     # Default settings, except for the name and a larger KV cache.
-    flags = ("--served-model-name", "smollm2", "--kv-bytes", "200000000")
+    flags = ("--served-model-name", "smollm2", "--kv-cache-memory-bytes", "200000000")
     with serving_process(smollm2_folder, *flags) as server:
         yield f"http://127.0.0.1:{server.port}"
 

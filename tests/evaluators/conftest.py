@@ -98,6 +98,6 @@ def versions(run: Callable[..., str]) -> str:
 @pytest.fixture(scope="session")
 def served(smollm2_folder: Path) -> Iterator[str]:
     """Serve SmolLM2 and yield the address."""
-    flags = ("--served-model-name", "smollm2", "--kv-bytes", "200000000")
+    flags = ("--served-model-name", "smollm2", "--kv-cache-memory-bytes", "200000000")
     with serving_process(smollm2_folder, *flags) as server:
         yield f"http://127.0.0.1:{server.port}"

@@ -233,7 +233,7 @@ def test_the_command_starts_a_ray_of_its_own_and_says_nothing_else(
     """Relative names refer to the working directory; bad rows are reported as without Ray."""
     (tmp_path / "model").symlink_to(tiny_model_folder)
     (tmp_path / "in.jsonl").write_text('{"text": "the cat"}\n{"text": ""}\n{"text": "a dog"}\n')
-    command = [str(Path(sys.executable).with_name("logprobe")), "score", "in.jsonl", "--engine", "ray"]
+    command = [str(Path(sys.executable).with_name("logprobe")), "dataset", "in.jsonl", "--engine", "ray"]
     flags = ["--ray-address", "local", "--ray-actors", "1", "--ray-cpus", "1", "--model", "model"]
     done = subprocess.run(
         [*command, *flags], capture_output=True, text=True, check=False, timeout=PATIENCE_S, cwd=tmp_path

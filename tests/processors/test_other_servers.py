@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from logprobe import LLM, EngineConfig, SamplingParams
-from logprobe.cli.options import spread_names
 from logprobe.errors import BatchError, ParameterError
 from logprobe.processors import LogitsProcessor
 from logprobe.processors.registry import load_processor
@@ -99,20 +98,6 @@ def ask(llm: LLM) -> Callable[..., Any]:
         return {name: one.seen for name, one in llm.processors.registered.items()}  # type: ignore[attr-defined]
 
     return generate
-
-
-@pytest.mark.parametrize(
-    ("given", "spread"),
-    [
-        (["serve", "--logits-processors", "a:A", "b:B", "--port", "1"],
-         ["serve", "--logits-processors", "a:A", "--logits-processors", "b:B", "--port", "1"]),
-        (["--logits-processors", "a:A", "smollm2"], ["--logits-processors", "a:A", "smollm2"]),
-        (["--logits-processors", "a:A,b:B"], ["--logits-processors", "a:A,b:B"]),
-        (["score", "a:b", "c:d"], ["score", "a:b", "c:d"]),
-    ],
-)  # fmt: skip
-def test_several_names_may_follow_one_flag(given: list[str], spread: list[str]) -> None:
-    assert spread_names(given) == spread
 
 
 def test_one_text_may_hold_several_names() -> None:

@@ -369,7 +369,9 @@ def test_a_signal_lets_running_requests_end_and_then_the_server(tiny_model_folde
     program = Path(sys.executable).with_name("logprobe")
     command = [program, "serve", str(tiny_model_folder), "--port", "0"]
     with subprocess.Popen(
-        [*command, "--model-name", "tiny", "--kv-bytes", "2000000"], stderr=subprocess.PIPE, text=True
+        [*command, "--served-model-name", "tiny", "--kv-cache-memory-bytes", "2000000"],
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stderr is not None
         url = next(line for line in process.stderr if "listening" in line).split()[-1]

@@ -54,7 +54,16 @@ def test_nothing_else_reads_the_wall_clock() -> None:
 
 @contextmanager
 def serving(model: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    words = ["serve", str(model), "--port", "0", "--kv-bytes", "8388608", "--stall-s", str(PATIENCE_S)]
+    words = [
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        "--kv-cache-memory-bytes",
+        "8388608",
+        "--stall-s",
+        str(PATIENCE_S),
+    ]
     process = subprocess.Popen(
         [sys.executable, "-c", SERVER, *words, "--drain-s", str(PATIENCE_S)],
         stderr=subprocess.PIPE,

@@ -42,7 +42,7 @@ def test_python_http_and_the_command_line_give_the_same_score(
     rows, scored = tmp_path / "rows.jsonl", tmp_path / "scored.jsonl"
     rows.write_text("".join(json.dumps({"context": CONTEXT, "text": answer}) + "\n" for answer in ANSWERS))
     flags = ("--context-column", "context", "--unconditional", "--tokens", "-o", str(scored))
-    assert run(("score", str(rows), *flags, "--model", str(tiny_model_folder))) == 0
+    assert run(("dataset", str(rows), *flags, "--model", str(tiny_model_folder))) == 0
     by_command = [json.loads(line) for line in scored.read_text().splitlines()]
     body = {"context": CONTEXT, "continuations": ANSWERS, "unconditional": True}
     by_http = server.post("/v1/loglikelihood", **body).json()["data"]

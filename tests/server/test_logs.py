@@ -37,7 +37,7 @@ def lines_of(server: Attacked, num: int, of: str) -> list[str]:
 
 
 def test_a_line_of_json_tells_what_each_request_came_to(tiny_model_folder: Path) -> None:
-    with serving_process(tiny_model_folder, "--log-format", "json", "--model-name", "tiny") as server:
+    with serving_process(tiny_model_folder, "--log-format", "json", "--served-model-name", "tiny") as server:
         asked(server)
         found = [*map(json.loads, lines_of(server, 4, '"logprobe.access"'))]
     # A line is written when its request has ended, which is after the client has the whole reply.
@@ -80,7 +80,7 @@ def test_lines_of_text_say_the_same_and_can_be_turned_off(tiny_model_folder: Pat
 
 
 def test_bodies_are_logged_where_the_operator_asks_for_them(tiny_model_folder: Path) -> None:
-    with serving_process(tiny_model_folder, "--log-requests") as server:
+    with serving_process(tiny_model_folder, "--enable-log-requests") as server:
         asked(server)
         [line, *_] = lines_of(server, 1, WORDS)
     assert "[mine-1]" in line

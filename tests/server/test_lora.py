@@ -186,15 +186,21 @@ def test_the_command_loads_adapters_before_it_listens_and_stops_at_a_bad_one(
     tiny_model_folder: Path, adapter_folders: dict[str, Path]
 ) -> None:
     program = Path(sys.executable).with_name("logprobe")
-    command = [program, "serve", str(tiny_model_folder), "--port", "0", "--kv-bytes", "2000000"]
+    command = [program, "serve", str(tiny_model_folder), "--port", "0", "--kv-cache-memory-bytes", "2000000"]
     bad = subprocess.run(
-        [*command, "--lora", "bad=/nowhere"], capture_output=True, text=True, check=False, timeout=PATIENCE_S
+        [*command, "--lora-modules", "bad=/nowhere"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
     )
     assert bad.returncode == 1
     assert bad.stderr.splitlines()[-1].startswith("error: ")
     assert "/nowhere" in bad.stderr
     assert "listening" not in bad.stderr
-    given = [word for name, folder in adapter_folders.items() for word in ("--lora", f"{name}={folder}")]
+    given = [
+        word for name, folder in adapter_folders.items() for word in ("--lora-modules", f"{name}={folder}")
+    ]
     with subprocess.Popen([*command, *given], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         url = next(line for line in process.stderr if "listening" in line).split()[-1]

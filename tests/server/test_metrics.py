@@ -19,7 +19,7 @@ ASK = {"prompt": "the cat sat on the mat", "max_tokens": 3, "ignore_eos": True}
 
 @pytest.fixture(scope="module", params=[(), ("--engine-process",)], ids=["thread", "process"])
 def served(request: pytest.FixtureRequest, tiny_model_folder: Path) -> Iterator[Attacked]:
-    with serving_process(tiny_model_folder, "--model-name", "base", *request.param) as server:
+    with serving_process(tiny_model_folder, "--served-model-name", "base", *request.param) as server:
         yield server
 
 

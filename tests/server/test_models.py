@@ -320,11 +320,19 @@ def test_a_process_serves_what_flags_and_a_file_name(
 ) -> None:
     config = tmp_path / "server.toml"
     config.write_text(
-        f'preload = ["filed"]\n[models.filed]\nmodel = "{tiny_window_folder}"\nkv-bytes = {POOL}\n'
+        f'preload = ["filed"]\n[models.filed]\n'
+        f'model = "{tiny_window_folder}"\nkv-cache-memory-bytes = {POOL}\n'
         'max_requests = 3\nserved-model-name = ["also"]\n',
         encoding="utf-8",
     )
-    flags = ("--config", str(config), "--also-model", f"flagged={tiny_window_folder}", "--model-name", "base")
+    flags = (
+        "--config",
+        str(config),
+        "--also-model",
+        f"flagged={tiny_window_folder}",
+        "--served-model-name",
+        "base",
+    )
     with serving_process(tiny_model_folder, *flags) as server:
         entries = json_of(server.get("/v1/models"))["data"]
         states = {one["id"]: one["status"]["value"] for one in entries}

@@ -99,11 +99,11 @@ def stormy(
 ) -> Iterator[Attacked]:
     """The tiny Llama with LoRA weights, in a process with few batch rows and slots."""
     flags = (
-        "--lora",
+        "--lora-modules",
         f"wide={adapter_folders['wide']}",
-        "--max-batch-rows",
+        "--max-num-seqs",
         "16",
-        "--max-batch-tokens",
+        "--max-num-batched-tokens",
         "64",
         *request.param,
     )

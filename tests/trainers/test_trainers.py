@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def url(tiny_model_folder: Path) -> Iterator[str]:
     """A separate server, as its weights change."""
-    with serving_process(tiny_model_folder, "--kv-bytes", "4000000", *FLAGS) as server:
+    with serving_process(tiny_model_folder, "--kv-cache-memory-bytes", "4000000", *FLAGS) as server:
         yield f"http://127.0.0.1:{server.port}"
 
 

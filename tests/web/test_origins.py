@@ -76,7 +76,7 @@ def origins() -> Iterator[tuple[str, str]]:
 @pytest.fixture(scope="module")
 def guarded(tiny_model_folder: Path, origins: tuple[str, str]) -> Iterator[Attacked]:
     """A server that allows the second origin."""
-    with serving_process(tiny_model_folder, "--cors-origin", origins[1]) as server:
+    with serving_process(tiny_model_folder, "--allowed-origins", origins[1]) as server:
         yield server
 
 

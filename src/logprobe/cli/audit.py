@@ -5,26 +5,19 @@ from __future__ import annotations
 import json
 import os
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from logprobe.cli.data import ColumnOption, FormatOption, LimitOption, LinesOption, read_texts
-from logprobe.cli.options import (
-    ENGINE_FLAGS,
-    MODEL_HELP,
-    JsonOption,
-    complete_model,
-    flags_for,
-    open_llm,
-    takes_settings,
-)
+from logprobe.cli.command import naming
+from logprobe.cli.data import FormatOption, LimitOption, LinesOption, TextColumnOption, read_texts
+from logprobe.cli.options import MODEL_HELP, JsonOption, LoadFlags, complete_model, open_llm
 from logprobe.cli.tables import console
 from logprobe.cli.verdicts import print_report, print_rollouts
-from logprobe.config import EngineConfig
 from logprobe.errors import InputError, OutputError
 
 if TYPE_CHECKING:
@@ -47,7 +40,21 @@ ENDPOINT_HELP: Final = (
 )
 
 
-@takes_settings(EngineConfig, only=ENGINE_FLAGS | {"engine", "engine_options"})
+_prompts = partial(typer.Option, rich_help_panel="Input")
+_endpoint = partial(typer.Option, rich_help_panel="Endpoint")
+_rollouts = partial(typer.Option, rich_help_panel="Rollouts")
+_model = partial(typer.Option, rich_help_panel="Model")
+_output = partial(typer.Option, rich_help_panel="Output")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditModelFlags(LoadFlags):
+    """Options of the model that computes the exact log-probabilities."""
+
+    engine: Annotated[str, _model(help="native, or vllm (extra vllm).")] = "native"
+    engine_options: Annotated[str | None, _model(help="vLLM's engine options as JSON.")] = None
+
+
 def audit(
     context: typer.Context,
     endpoint: Annotated[str, typer.Argument(metavar="URL|ROLLOUTS.parquet", help=ENDPOINT_HELP)],
@@ -61,67 +68,61 @@ def audit(
     *,
     model: Annotated[
         str | None,
-        typer.Option(
-            help=f"Model for the exact log-probabilities. {MODEL_HELP}", autocompletion=complete_model
-        ),
+        _model(help=f"Model for the exact log-probabilities. {MODEL_HELP}", autocompletion=complete_model),
     ] = None,
     endpoint_model: Annotated[
-        str | None, typer.Option(help="Name of the model at the endpoint; by default, the one that it lists.")
+        str | None, _endpoint(help="Name of the model at the endpoint; by default, the one that it lists.")
     ] = None,
     lora: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME=FOLDER", help="Audit LoRA weights: their name at the endpoint, their folder."
-        ),
+        _model(metavar="NAME=FOLDER", help="Audit LoRA weights: their name at the endpoint, their folder."),
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(
+        _prompts(
             help="Prompts: txt, jsonl, csv, Parquet, folders, glob patterns; default: built-in prompts."
         ),
     ] = None,
-    text_column: ColumnOption = "text",
+    text_column: TextColumnOption = "text",
     lines: LinesOption = False,
     format: FormatOption = None,  # noqa: A002 - the flag's name
     limit: LimitOption = None,
     api_key_env: Annotated[
-        str | None, typer.Option(help=f"Environment variable with the API key; by default {KEY_VARIABLE}.")
+        str | None, _endpoint(help=f"Environment variable with the API key; by default {KEY_VARIABLE}.")
     ] = None,
     timeout_s: Annotated[
-        float, typer.Option(help="Timeout of a request in seconds, including waits for a full server.")
+        float, _endpoint(help="Timeout of a request in seconds, including waits for a full server.")
     ] = 60.0,
     before: Annotated[
         Path | None,
-        typer.Option(help="Earlier report of the same endpoint (see --output), to find what changed."),
+        _endpoint(help="Earlier report of the same endpoint (see --output), to find what changed."),
     ] = None,
-    max_nats: Annotated[float, typer.Option(help="Maximum error of a log-probability, in nats.")] = 1e-3,
-    quick: Annotated[bool, typer.Option("--quick", help="Test fewer prompts and conditions.")] = False,
+    max_nats: Annotated[float, _output(help="Maximum error of a log-probability, in nats.")] = 1e-3,
+    quick: Annotated[bool, _endpoint("--quick", help="Test fewer prompts and conditions.")] = False,
     conformance: Annotated[
-        bool, typer.Option("--conformance", help="Also exit with 1 for faults in API conformance.")
+        bool, _endpoint("--conformance", help="Also exit with 1 for faults in API conformance.")
     ] = False,
     temperature: Annotated[
         float | None,
-        typer.Option(help="Temperature of the rollouts; by default, as stored in the file, else 1."),
+        _rollouts(help="Temperature of the rollouts; by default, as stored in the file, else 1."),
     ] = None,
     top_k: Annotated[
-        int | None,
-        typer.Option(help="top_k of the rollouts; by default, as stored in the file, else 0 (all)."),
+        int | None, _rollouts(help="top_k of the rollouts; by default, as stored in the file, else 0 (all).")
     ] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="top_p of the rollouts; by default, as stored in the file, else 1.")
+        float | None, _rollouts(help="top_p of the rollouts; by default, as stored in the file, else 1.")
     ] = None,
     min_p: Annotated[
-        float | None, typer.Option(help="min_p of the rollouts; by default, as stored in the file, else 0.")
+        float | None, _rollouts(help="min_p of the rollouts; by default, as stored in the file, else 0.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Plot the log-probabilities to a PNG file (extra plot).")
+        Path | None, _output(help="Plot the log-probabilities to a PNG file (extra plot).")
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Write the report as JSON, e.g. for a later --before."),
+        Path | None, _output("--output", "-o", help="Write the report as JSON, e.g. for a later --before.")
     ] = None,
     as_json: JsonOption = False,
-    **engine: Any,
+    loading: AuditModelFlags,
 ) -> None:
     """Check the log-probabilities of a server or of rollouts.
 
@@ -134,7 +135,13 @@ def audit(
     tokens, and says which correction to apply.
 
     Exit code 1 if the numbers fail: they have a fault, or an error larger than --max-nats.
+
+    Examples:
+        logprobe audit http://127.0.0.1:8000 --model smollm2 -o report.json
+        logprobe audit rollouts.parquet --model ./step-100 --temperature 0.8 --top-p 0.95
+        logprobe audit rollouts.parquet trainer.parquet
     """
+    engine = vars(loading)
     for path in (output, plot):
         if path is not None and not path.absolute().parent.is_dir():  # check before minutes of requests
             raise OutputError(f"{path}: the folder does not exist; create it first")
@@ -155,7 +162,7 @@ def audit(
         from logprobe.analysis.rollouts import compare_rollouts
 
         drawn: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        with flags_for(rollouts="ROLLOUTS.parquet", other="--model"), _opened(model, named, engine) as llm:
+        with naming(rollouts="ROLLOUTS.parquet", other="--model"), _opened(model, named, engine) as llm:
             report = compare_rollouts(endpoint, trainer or llm, **drawn)
         is_right, show = report.is_right(max_nats), partial(print_rollouts, report, max_nats)
     else:
@@ -169,7 +176,7 @@ def audit(
             "max_nats": max_nats,
             "quick": quick,
         }
-        with flags_for(**FLAGS):
+        with naming(**FLAGS):
             server = Endpoint(endpoint, api_key=_key(api_key_env), timeout_s=timeout_s)
             with _opened(model, named, engine) as llm, _bar() as progress:
                 report = run(server, llm, lora=named[0], progress=progress, **asked)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from logprobe.cli.options import DEFAULT_MODEL, ModelOption, flags_for, open_llm, takes_engine
+from logprobe.cli.generate import SeedOption, TemperatureOption
+from logprobe.cli.options import ModelFlags
 from logprobe.cli.rows import token_rows
 from logprobe.cli.shade import CompletionPrinter, can_shade, legend
 from logprobe.cli.tables import console
@@ -24,14 +25,6 @@ if TYPE_CHECKING:
 
     from logprobe.llm import LLM
 
-_System = Annotated[str | None, typer.Option(help="System message.")]
-_MaxTokens = Annotated[int, typer.Option(help="Maximum tokens per answer.")]
-_Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0: greedy decoding.")]
-_Seed = Annotated[int | None, typer.Option(help="Seed for sampling, for reproducible answers.")]
-_Shade = Annotated[
-    bool | None,
-    typer.Option("--shade/--plain", help="Shade each token by its surprisal; default: on terminals only."),
-]
 HELP = """\
 /help         show this list
 /system TEXT  set the system message; without a text, remove it
@@ -42,16 +35,21 @@ Ctrl-C interrupts an answer and keeps its text so far."""
 PROMPT = "you> "
 
 
-@takes_engine
 def chat(
     *,
-    model: ModelOption = DEFAULT_MODEL,
-    system: _System = None,
-    max_tokens: _MaxTokens = 256,
-    temperature: _Temperature = 0.7,
-    seed: _Seed = None,
-    shade: _Shade = None,
-    **engine: Any,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    shade: Annotated[
+        bool | None,
+        typer.Option(
+            "--shade/--plain", help="Shade each token by its surprisal; default: on terminals only."
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(help="Maximum tokens per answer.", rich_help_panel="Sampling")
+    ] = 256,
+    temperature: TemperatureOption = 0.7,
+    seed: SeedOption = None,
+    model: ModelFlags,
 ) -> None:
     """Chat with a model; each token is shaded by its surprisal.
 
@@ -59,12 +57,15 @@ def chat(
     all commands. Ctrl-C interrupts an answer, but does not end the chat. After each answer, its mean
     surprisal in nats and its perplexity under the model's raw distribution are printed. When the
     conversation no longer fits into the context, its oldest messages are dropped, with a note.
+
+    Examples:
+        logprobe chat --system "Answer in one sentence."
+        echo "What is the capital of France?" | logprobe chat --temperature 0
     """
-    with flags_for():
-        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, logprobs=0)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, logprobs=0)
     screen = console(is_forced=bool(shade))
     is_shaded = can_shade(screen) and shade is not False
-    with open_llm(model, **engine) as llm:
+    with model.open() as llm:
         _check_template(llm)
         conversation = Conversation(llm, params, screen, is_shaded=is_shaded)
         conversation.set_system(system or "")

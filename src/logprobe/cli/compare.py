@@ -4,77 +4,74 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from logprobe.cli.data import ColumnOption, FormatOption, LimitOption, LinesOption, read_texts
-from logprobe.cli.options import JsonOption, flags_for, open_llm, takes_engine
+from logprobe.cli.data import FILES_HELP, FormatOption, LimitOption, LinesOption, TextColumnOption, read_texts
+from logprobe.cli.options import BosOption, EngineFlags, JsonOption, LoadFlags, field_names, open_llm
 from logprobe.cli.tables import print_figures
+from logprobe.errors import nearest_name
 
 if TYPE_CHECKING:
     from logprobe.analysis.comparison import Comparison
     from logprobe.llm import LLM
 
-_Model = Annotated[
-    str,
-    typer.Argument(
-        help="Model, with settings after commas (smollm2,dtype=float16), baseline .lpkl, or scored .parquet."
-    ),
-]
-_Other = Annotated[
-    str | None, typer.Argument(help="Model; or a scored .parquet, if A is a scored .parquet as well.")
-]
-_Save = Annotated[
-    str | None, typer.Option("--save", help="Save A's full rows as a baseline (.lpkl), instead of comparing.")
-]
-_Data = Annotated[
-    list[str] | None, typer.Option("--data", help="Texts: txt, jsonl, csv, Parquet, folders, glob patterns.")
-]
-_Output = Annotated[
-    str | None, typer.Option("--output", "-o", help="Write one row per position to a Parquet file.")
-]
-_Plot = Annotated[
-    str | None, typer.Option("--plot", help="Plot the log-probabilities to a PNG file (extra plot).")
-]
-_Bos = Annotated[
-    bool | None,
-    typer.Option("--bos/--no-bos", help="Start each text with BOS, or not; default: as the tokenizer does."),
-]
+_input = partial(typer.Option, rich_help_panel="Input")
+_output = partial(typer.Option, rich_help_panel="Output")
 LORA = "lora"
 STORED = ".parquet"
 BASELINE = ".lpkl"
 
 
-@takes_engine
 def compare(
-    a: _Model,
-    b: _Other = None,
+    a: Annotated[
+        str,
+        typer.Argument(
+            help="Model, with settings after commas (smollm2,dtype=float16), baseline .lpkl, or scored "
+            ".parquet."
+        ),
+    ],
+    b: Annotated[
+        str | None, typer.Argument(help="Model; or a scored .parquet, if A is a scored .parquet as well.")
+    ] = None,
     *,
-    save: _Save = None,
-    data: _Data = None,
-    text_column: ColumnOption = "text",
+    data: Annotated[list[str] | None, _input(help=f"Texts. {FILES_HELP}")] = None,
+    text_column: TextColumnOption = "text",
     lines: LinesOption = False,
     format: FormatOption = None,  # noqa: A002 - the flag's name
     limit: LimitOption = None,
-    bos: _Bos = None,
-    output: _Output = None,
-    plot: _Plot = None,
+    bos: BosOption = None,
+    save: Annotated[
+        str | None, _output(help="Save A's full rows as a baseline (.lpkl), instead of comparing.")
+    ] = None,
+    output: Annotated[
+        str | None, _output("--output", "-o", help="Write one row per position to a Parquet file.")
+    ] = None,
+    plot: Annotated[
+        str | None, _output(help="Plot the log-probabilities to a PNG file (extra plot).")
+    ] = None,
     as_json: JsonOption = False,
-    **engine: Any,
+    loading: LoadFlags,
 ) -> None:
     """Compare two models on the same tokens.
 
     Prints KL divergence, agreement, differences of logprobs, and importance ratios. A is the reference (e.g.
     the trainer), B the model that is used instead (e.g. in float16, or the sampler). Models with the same
-    tokenizer are compared per token, others per word. Settings after a model's name are those of `logprobe
-    serve`, and lora=FOLDER; flags such as --device apply to models without that setting.
+    tokenizer are compared per token, others per word. Settings after a model's name are named as the model's
+    flags of `logprobe serve`, and lora=FOLDER; flags such as --device apply to models without that setting.
 
-    A .parquet file written by `logprobe score --tokens` as A is compared with model B on the same data.
+    A .parquet file written by `logprobe dataset --tokens` as A is compared with model B on the same data.
+    --save stores A's full rows, to be compared with any model later.
 
-    --save stores A's full rows, to be compared with any model later: `compare base.lpkl B`.
+    Examples:
+        logprobe compare smollm2 smollm2,dtype=bfloat16 --data texts.txt --lines
+        logprobe compare smollm2 --save base.lpkl --data texts.txt --lines
+        logprobe compare base.lpkl ./student
     """
+    engine = vars(loading)
     texts = None
     if data:
         texts = read_texts(data, text_column, kind=format, by_line=lines, limit=limit)
@@ -101,7 +98,7 @@ def _compared(
         return compare_stored(a, b)
     if texts is None and not a.endswith(BASELINE):
         raise typer.BadParameter("missing; name the texts to compare on", param_hint="--data")
-    with ExitStack() as stack, flags_for():
+    with ExitStack() as stack:
         if a.endswith(BASELINE):
             from logprobe.analysis.baseline.models import compare_with_baseline
 
@@ -117,7 +114,7 @@ def _save(
 ) -> None:
     from logprobe.analysis.baseline.models import save_baseline
 
-    with ExitStack() as stack, flags_for():
+    with ExitStack() as stack:
         baseline = save_baseline(_open(model, stack, engine), texts, path, bos=bos)
     print_figures(asdict(baseline) | {"share_of_llama_cpp": baseline.share}, as_json=as_json)
 
@@ -125,11 +122,16 @@ def _save(
 def _open(named: str, stack: ExitStack, engine: dict[str, Any]) -> LLM:
     model, *pairs = named.split(",")
     settings = dict(engine)
+    known = field_names(EngineFlags) | {LORA: LORA}
     for pair in pairs:
         name, separator, value = pair.partition("=")
         if not separator:
             raise typer.BadParameter(f"{pair!r} must be NAME=VALUE", param_hint=named)
-        settings[name] = int(value) if value.isdecimal() else value
+        if name.replace("_", "-") not in known:
+            near = nearest_name(name.replace("_", "-"), known, 0.6)
+            hint = f"did you mean {near}?" if near else f"known: {', '.join(known)}"
+            raise typer.BadParameter(f"unknown setting {name!r}; {hint}", param_hint=named)
+        settings[known[name.replace("_", "-")]] = int(value) if value.isdecimal() else value
     lora = settings.pop(LORA, None)
     llm = stack.enter_context(open_llm(model, **settings))
     if lora is None:

@@ -1,30 +1,21 @@
-"""Code shared by commands on data sets: flags, workers that score rows, and output of rows."""
+"""Options and output of the commands that score the rows of a data set."""
 
 from __future__ import annotations
 
-import inspect
 import json
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import typer
 
 from logprobe.analysis.io.sources import Format, check_columns, find_sources, read_rows, total_bytes
-from logprobe.cli.options import (
-    DEFAULT_MODEL,
-    ENGINE_FLAGS,
-    JsonOption,
-    ModelOption,
-    flags_for,
-    open_llm,
-    with_flags,
-)
+from logprobe.cli.options import JsonOption, ModelFlags
 from logprobe.cli.tables import print_facts, summary_lines
 from logprobe.errors import InputError, require
 
@@ -42,27 +33,25 @@ MAX_BAD_ROWS = 20  # maximum number of bad rows named on standard error; the sid
 RAY_POOL: Final = "logprobe.integrations.ray:RayPool"
 """Class that is imported only for `--engine ray`."""
 
-_Files = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="FILE",
-        help="Text file, or data: txt, jsonl, csv, Parquet, folders, glob patterns; -: standard input.",
+_input = partial(typer.Option, rich_help_panel="Input")
+_output = partial(typer.Option, rich_help_panel="Output")
+
+FILES_HELP: Final = "Data: txt, jsonl, csv, Parquet, folders, glob patterns; -: standard input."
+FilesArgument = Annotated[list[str] | None, typer.Argument(metavar="FILE", help=FILES_HELP)]
+LinesOption = Annotated[bool, _input("--lines", help="Treat each line of a text file as a row.")]
+FormatOption = Annotated[
+    Format | None, _input("--format", help="Format of the files; by default, from their names.")
+]
+TextColumnOption = Annotated[str, _input("--text-column", help="Column with the texts.")]
+KeepColumnsOption = Annotated[
+    tuple[str, ...],
+    _output(
+        "--keep-columns", help="Column to copy to the output, values other than text as JSON; repeatable."
     ),
 ]
-_Output = Annotated[
-    str | None, typer.Option("--output", "-o", help="Write the results to a .parquet or .jsonl file.")
-]
-_Summary = Annotated[bool, typer.Option("--summary", help="Print only the totals.")]
-LinesOption = Annotated[bool, typer.Option("--lines", help="Treat each line of a text file as a row.")]
-FormatOption = Annotated[
-    Format | None, typer.Option("--format", help="Format of the files; by default, from their names.")
-]
-ColumnOption = Annotated[str, typer.Option("--text-column", help="Column with the texts.")]
-LimitOption = Annotated[int | None, typer.Option("--limit", min=1, help="Use only this many texts.")]
-ResumeOption = Annotated[
-    bool, typer.Option("--resume", help="Continue a run that was interrupted or killed.")
-]
-ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite the output if it exists.")]
+LimitOption = Annotated[int | None, _input("--limit", min=1, help="Use only this many texts.")]
+ResumeOption = Annotated[bool, _output("--resume", help="Continue a run that was interrupted or killed.")]
+ForceOption = Annotated[bool, _output("--force", help="Overwrite the output if it exists.")]
 
 
 def read_texts(
@@ -83,32 +72,50 @@ def read_texts(
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataFlags:
-    """Flags that all commands on data sets have."""
+class InputFlags:
+    """Files with rows, and the columns of every task."""
 
-    files: _Files = None
-    output: _Output = None
-    summary: _Summary = False
-    lines: LinesOption = False
+    files: FilesArgument = None
     format: FormatOption = None
+    lines: LinesOption = False
+    text_column: TextColumnOption = "text"
+    keep_columns: KeepColumnsOption = ()
+
+    def sources(self, columns: Sequence[str]) -> list[Source]:
+        """Find the input files, and check that each file has the columns.
+
+        Raises:
+            InputError: a file cannot be read, or lacks a column.
+        """
+        sources = find_sources(self.files or [], kind=self.format, by_line=self.lines)
+        check_columns(sources, columns)
+        return sources
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The columns, as fields of a task's settings."""
+        return {"text_column": self.text_column, "keep_columns": self.keep_columns}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFlags(InputFlags):
+    """Files with rows, and the output of a run over them."""
+
+    output: Annotated[
+        str | None, _output("--output", "-o", help="Write the results to a .parquet or .jsonl file.")
+    ] = None
     resume: ResumeOption = False
     force: ForceOption = False
-    model: ModelOption = DEFAULT_MODEL
+    summary: Annotated[bool, _output("--summary", help="Print only the summary.")] = False
     as_json: JsonOption = False
-
-    @classmethod
-    def taken(cls, flags: dict[str, Any]) -> tuple[DataFlags, dict[str, Any]]:
-        """Remove the flags of this class and of `EngineConfig` from a command's flags, and return the two."""
-        own = cls(**{field.name: flags.pop(field.name) for field in fields(cls)})
-        return own, {name: flags.pop(name) for name in ENGINE_FLAGS}
 
     def run(
         self,
         settings: RowSettings,
+        model: ModelFlags,
         cluster: RaySettings | None = None,
         *,
         arrange: Arrange | None = None,
-        **loading: Any,
     ) -> None:
         """Write the rows to a file or print them as JSON lines, then print the summary.
 
@@ -120,21 +127,10 @@ class DataFlags:
         """
         from logprobe.analysis.datasets.tasks import schema_of
 
-        with flags_for():
-            schema_of(settings)  # validate before loading a model
+        schema_of(settings)  # validate before loading a model
         sources = self.sources(settings.rows.columns)
-        with _open_workers(self.model, sources, settings, cluster, **loading) as workers:
+        with _open_workers(model, sources, settings, cluster) as workers:
             self._print(workers, arrange)
-
-    def sources(self, columns: Sequence[str]) -> list[Source]:
-        """Find the input files, and check that each file has the columns.
-
-        Raises:
-            InputError: a file cannot be read, or lacks a column.
-        """
-        sources = find_sources(self.files or [], kind=self.format, by_line=self.lines)
-        check_columns(sources, columns)
-        return sources
 
     def _print(self, workers: Workers, arrange: Arrange | None) -> None:
         from logprobe.analysis.datasets.run import DatasetRun
@@ -185,7 +181,7 @@ def shown_run(
     from logprobe.analysis.progress import byte_bar
 
     try:
-        with byte_bar(total_bytes(sources), shown=True, unit="rows") as advance, flags_for():
+        with byte_bar(total_bytes(sources), shown=True, unit="rows") as advance:
             yield advance
     except KeyboardInterrupt:
         if output:
@@ -207,28 +203,11 @@ def fail_for_bad_rows(num_bad: int, where: str) -> None:
         raise typer.Exit(1)
 
 
-def takes_data(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the flags of `DataFlags` to a command, as keyword arguments."""
-    hints = get_type_hints(DataFlags, include_extras=True)
-    made = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields(DataFlags)
-    ]
-    return with_flags(command, made)
-
-
 @contextmanager
 def _open_workers(
-    model: str, sources: Sequence[Source], settings: RowSettings, cluster: RaySettings | None, **loading: Any
+    model: ModelFlags, sources: Sequence[Source], settings: RowSettings, cluster: RaySettings | None
 ) -> Iterator[Workers]:
     """Yield the workers that score rows: a model in this process, or Ray actors that load it themselves.
-
-    `loading` are fields of `EngineConfig`.
 
     Raises:
         ModelError: the model cannot be loaded.
@@ -237,15 +216,11 @@ def _open_workers(
     if cluster is None:
         from logprobe.analysis.datasets.run import OneModel
 
-        with open_llm(model, **loading) as llm:
-            with flags_for():
-                workers = OneModel(llm, sources, settings)
-            yield workers
+        with model.open() as llm:
+            yield OneModel(llm, sources, settings)
         return
-    with flags_for():
-        is_there = find_spec("ray") is not None
-        require(is_there, "engine", "'ray' requires Ray; pip install 'logprobe[ray]'")
+    require(find_spec("ray") is not None, "engine", "'ray' requires Ray; pip install 'logprobe[ray]'")
     from logprobe.llm import LLM
 
     new_pool = resolve_name(RAY_POOL)
-    yield new_pool(partial(LLM, model, **loading), **asdict(cluster)).workers(sources, settings)
+    yield new_pool(partial(LLM, **vars(model)), **asdict(cluster)).workers(sources, settings)

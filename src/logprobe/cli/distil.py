@@ -3,75 +3,82 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated
 
 import typer
 
 from logprobe.analysis.distillation.settings import DistilSettings, TrainingFormat
 from logprobe.analysis.io.sources import Format, check_columns, find_sources
+from logprobe.cli.command import naming
 from logprobe.cli.data import (
+    FILES_HELP,
     ForceOption,
     LinesOption,
     ResumeOption,
+    TextColumnOption,
     fail_for_bad_rows,
     say_finished,
     shown_run,
 )
-from logprobe.cli.options import (
-    DEFAULT_MODEL,
-    ENGINE_FLAGS,
-    JsonOption,
-    ModelOption,
-    flags_for,
-    open_llm,
-    settings_from,
-    takes_engine,
-    takes_settings,
-)
+from logprobe.cli.options import BosOption, JsonOption, ModelFlags
 from logprobe.cli.tables import print_figures
 
-_Files = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="FILE",
-        help="Data: txt, jsonl, csv, Parquet, folders, glob patterns; -: standard input.",
-    ),
-]
-_Output = Annotated[str, typer.Option("--output", "-o", help="Output folder.")]
-_Format = Annotated[TrainingFormat, typer.Option("--format", help="Format of the output files.")]
-_Input = Annotated[
-    Format | None,
-    typer.Option("--input-format", help="Format of the input files; by default, from their names."),
-]
+_input = partial(typer.Option, rich_help_panel="Input")
+_output = partial(typer.Option, rich_help_panel="Output")
 
 
-@takes_engine
-@takes_settings(DistilSettings)
 def distil(
-    files: _Files,
+    files: Annotated[list[str], typer.Argument(metavar="FILE", help=FILES_HELP)],
     *,
-    output: _Output,
-    format: _Format = "parquet",  # noqa: A002 - the flag's name
-    input_format: _Input = None,
+    input_format: Annotated[
+        Format | None, _input(help="Format of the input files; by default, from their names.")
+    ] = None,
     lines: LinesOption = False,
+    text_column: TextColumnOption = "text",
+    messages_column: Annotated[
+        str | None,
+        _input(help="Column with a conversation, instead of a text; each assistant message becomes a row."),
+    ] = None,
+    output: Annotated[str, _output("--output", "-o", help="Output folder.")],
+    format: Annotated[TrainingFormat, _output(help="Format of the output files.")] = "parquet",  # noqa: A002 - the flag's name
     resume: ResumeOption = False,
     force: ForceOption = False,
-    model: ModelOption = DEFAULT_MODEL,
+    logprobs: Annotated[
+        int, typer.Option("--logprobs", "--top", help="Number of most likely tokens kept at each position.")
+    ] = 64,
+    bos: BosOption = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Truncate texts to this many tokens; by default, a text longer than the context is a bad "
+            "row."
+        ),
+    ] = None,
     as_json: JsonOption = False,
-    **flags: Any,
+    model: ModelFlags,
 ) -> None:
     """Write a teacher's most likely tokens on a data set.
 
     The files are training data for a student, in the formats of several trainers. The output folder contains
     Parquet files, which `datasets.load_dataset` opens, and run.json. The probability mass of the tokens that
     are not kept is reported for each row and for the whole data set. Exit code 1 if a row was bad.
+
+    Examples:
+        logprobe distil texts.jsonl --logprobs 64 -o teacher
+        logprobe distil chats.jsonl --messages-column messages --format axolotl -o teacher-axolotl
     """
-    engine = {name: flags.pop(name) for name in ENGINE_FLAGS}
-    with flags_for():
-        settings = settings_from(DistilSettings, flags)
+    with naming(top="--logprobs"):
+        settings = DistilSettings(
+            top=logprobs,
+            text_column=text_column,
+            messages_column=messages_column,
+            bos=bos,
+            max_tokens=max_tokens,
+        )
     sources = find_sources(files, kind=input_format, by_line=lines)
     check_columns(sources, [settings.column])
-    with open_llm(model, **engine) as llm:
+    with model.open() as llm:
         from logprobe.analysis.distillation.run import JOURNAL, DistilRun
 
         with shown_run(sources, output, f"{output}/{JOURNAL}") as advance:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from logprobe.cli.inputs import STDIN, read_text
-from logprobe.cli.options import DEFAULT_MODEL, JsonOption, ModelOption, flags_for, open_llm, takes_engine
+from logprobe.cli.options import JsonOption, ModelFlags
 from logprobe.cli.rows import info_dict, token_rows, totals
 from logprobe.cli.shade import CompletionPrinter, can_shade, legend
 from logprobe.cli.tables import console, print_tokens, refuse_vocabulary
@@ -19,59 +21,57 @@ if TYPE_CHECKING:
     from logprobe.llm import LLM
 
 DEFAULTS = SamplingParams()
-
+_sampling = partial(typer.Option, rich_help_panel="Sampling")
 
 PromptArgument = Annotated[str, typer.Argument(help="Text to continue; -: standard input.")]
-_Logprobs = Annotated[
-    int | None,
-    typer.Option(help="Alternatives to print per token; 0: the token only, -1: the whole vocabulary."),
-]
-MaxTokensOption = Annotated[int, typer.Option(help="Maximum number of tokens to generate.")]
-TemperatureOption = Annotated[float, typer.Option(help="Sampling temperature; 0: greedy decoding.")]
-SeedOption = Annotated[int | None, typer.Option(help="Seed for sampling, for reproducible results.")]
-TopPOption = Annotated[
-    float, typer.Option(help="Sample from the smallest set of tokens with this probability mass.")
-]
-TopKOption = Annotated[int, typer.Option(help="Sample from this many most likely tokens; 0: all.")]
-StopOption = Annotated[list[str] | None, typer.Option(help="Stop before this text; repeatable.")]
+TemperatureOption = Annotated[float, _sampling(help="Sampling temperature; 0: greedy decoding.")]
+SeedOption = Annotated[int | None, _sampling(help="Seed for sampling, for reproducible results.")]
 
 
-@takes_engine
+@dataclass(frozen=True, kw_only=True)
+class SamplingFlags:
+    """Sampling parameters, as in `SamplingParams`."""
+
+    max_tokens: Annotated[int | None, _sampling(help="Maximum number of tokens to generate.")] = (
+        DEFAULTS.max_tokens
+    )
+    temperature: TemperatureOption = DEFAULTS.temperature
+    seed: SeedOption = None
+    top_p: Annotated[
+        float, _sampling(help="Sample from the smallest set of tokens with this probability mass.")
+    ] = DEFAULTS.top_p
+    top_k: Annotated[int, _sampling(help="Sample from this many most likely tokens; 0: all.")] = (
+        DEFAULTS.top_k
+    )
+    stop: Annotated[tuple[str, ...], _sampling(help="Stop before this text; repeatable.")] = ()
+
+
 def generate(
     prompt: PromptArgument,
     *,
-    logprobs: _Logprobs = None,
-    max_tokens: MaxTokensOption = DEFAULTS.max_tokens,
-    temperature: TemperatureOption = DEFAULTS.temperature,
-    seed: SeedOption = None,
-    top_p: TopPOption = DEFAULTS.top_p,
-    top_k: TopKOption = DEFAULTS.top_k,
-    stop: StopOption = None,
-    model: ModelOption = DEFAULT_MODEL,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(help="Alternatives to print per token; 0: the token only, -1: the whole vocabulary."),
+    ] = None,
     as_json: JsonOption = False,
-    **engine: Any,
+    sampling: SamplingFlags,
+    model: ModelFlags,
 ) -> None:
     """Generate a completion of a prompt.
 
     --logprobs also prints the logprob and the alternatives of each token. The text is printed as it is
     generated; Ctrl-C stops the generation and keeps the text so far (exit code 130). Logprobs and entropies
     are in nats, from the model's raw distribution, before temperature and truncation.
+
+    Examples:
+        logprobe generate "The capital of France is" --max-tokens 12 --temperature 0 --logprobs 5
+        logprobe generate - --seed 1 --json < prompt.txt
     """
-    with flags_for():
-        params = SamplingParams(
-            logprobs=logprobs,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
-            top_p=top_p,
-            top_k=top_k,
-            stop=tuple(stop or ()),
-            entropy=logprobs is not None,
-        )
+    params = SamplingParams(logprobs=logprobs, entropy=logprobs is not None, **vars(sampling))
     refuse_vocabulary(logprobs, "--logprobs")
     text = read_text(prompt) if prompt == STDIN else prompt
     screen = console()
-    with open_llm(model, **engine) as llm:
+    with model.open() as llm:
         is_shaded = logprobs is not None and can_shade(screen)
         printer = CompletionPrinter(llm, params, None if as_json else screen, is_shaded=is_shaded)
         printer.run(text)

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from logprobe import __version__
-from logprobe.cli.options import JsonOption, complete_model, open_llm, takes_engine
+from logprobe.cli.command import Command
+from logprobe.cli.options import JsonOption, LoadFlags, complete_model, open_llm
 from logprobe.cli.tables import print_facts
 from logprobe.models import KNOWN_MODELS
 from logprobe.models.cache import home
@@ -20,7 +21,6 @@ from logprobe.processors.registry import available_processors, describe_processo
 LIBRARIES = ("torch", "transformers", "tokenizers", "numpy")
 
 
-@takes_engine
 def info(
     model: Annotated[
         str | None,
@@ -30,13 +30,17 @@ def info(
     ] = None,
     *,
     as_json: JsonOption = False,
-    **engine: Any,
+    loading: LoadFlags,
 ) -> None:
     """Describe the installation, or how a model runs on it.
 
     Prints versions, devices, kernels, threads and the cache folder; for a model, also how its layers run.
+
+    Examples:
+        logprobe info
+        logprobe info smollm2 --json
     """
-    values = facts() if model is None else facts() | model_facts(model, **engine)
+    values = facts() if model is None else facts() | model_facts(model, **vars(loading))
     if as_json:
         typer.echo(json.dumps(values))
         return
@@ -100,7 +104,7 @@ def _line(value: Any) -> str:
 app = typer.Typer(name="processors", help="List logits processors.", no_args_is_help=True)
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 def list_(
     names: Annotated[
         list[str] | None,
@@ -111,7 +115,12 @@ def list_(
     *,
     as_json: JsonOption = False,
 ) -> None:
-    """List logits processors with their arguments; with --json, as JSON Schema."""
+    """List logits processors with their arguments; with --json, as JSON Schema.
+
+    Examples:
+        logprobe processors list
+        logprobe processors list my_module:MyProcessor --json
+    """
     processors = [describe_processor(name) for name in names or available_processors()]
     if as_json:
         typer.echo(json.dumps(processors, indent=2))

@@ -9,15 +9,21 @@ import codecs
 import sys
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from logprobe.analysis.io.sources import STDIN
+import typer
+
+from logprobe.analysis.io.sources import STDIN, SUFFIXES
 from logprobe.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["STDIN", "TextSource", "read_text", "text_parts"]
+__all__ = ["STDIN", "TextOption", "TextSource", "holds_rows", "read_text", "source_of", "text_parts"]
+
+TextOption = Annotated[
+    str | None, typer.Option("--text", help="Text to use instead of a file.", rich_help_panel="Input")
+]
 
 PART_BYTES = 1 << 18
 HEAD_CHARS = 1 << 20  # longer texts are never in memory as a whole
@@ -89,6 +95,25 @@ class TextSource:
         yield self.head
         self.head = ""
         yield from self._rest
+
+
+def source_of(file: str | None, text: str | None) -> TextSource:
+    """Return the text in a file or the value of `--text`.
+
+    Raises:
+        BadParameter: both are given, or neither.
+        InputError: the text is empty or cannot be read.
+    """
+    if (file is None) == (text is None):
+        raise typer.BadParameter("give either a file (-: standard input) or --text", param_hint="FILE")
+    return TextSource.of_text("--text", text or "") if file is None else TextSource.of_file(file)
+
+
+def holds_rows(name: str) -> bool:
+    """Return True if a name stands for rows rather than a text: a .jsonl file, a folder or a glob pattern."""
+    path = Path(name)
+    is_of_rows = SUFFIXES.get(path.suffix.lower(), "txt") != "txt"
+    return is_of_rows or path.is_dir() or (name != STDIN and not path.exists() and "*" in name)
 
 
 def _empty(title: str) -> InputError:

@@ -4,37 +4,59 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from logprobe.analysis.datasets.settings import JudgeSettings, LabelSettings, RerankSettings
-from logprobe.cli.data import DataFlags, takes_data
-from logprobe.cli.options import flags_for, open_llm, settings_from, takes_engine, takes_settings
+from logprobe.analysis.labels import RERANK_TASK, YES_NO
+from logprobe.cli.command import naming
+from logprobe.cli.data import DataFlags
+from logprobe.cli.inputs import TextOption
+from logprobe.cli.options import ModelFlags
 from logprobe.cli.tables import print_facts, table
 from logprobe.errors import require
 
 if TYPE_CHECKING:
     from logprobe.analysis.labels import Classification, Judgement
 
-_Text = Annotated[str | None, typer.Option("--text", help="Text to use instead of files.")]
-_Top = Annotated[int | None, typer.Option("--top", min=1, help="Print only this many best documents.")]
-_Scale = Annotated[
-    str,
-    typer.Option(
-        "--scale",
-        help="Grades: a range such as 1-5, or numbers such as 0,0.5,1.",
-        envvar="LOGPROBE_SCALE",
-    ),
+_prompt = partial(typer.Option, rich_help_panel="Prompt")
+
+PromptOption = Annotated[str, _prompt("--prompt", help="Prompt for each text, which replaces {text}.")]
+ChatOption = Annotated[
+    bool, _prompt("--chat", help="Send the prompt as a user message, through the model's chat template.")
 ]
 _RANGE: Final = re.compile(r"\s*(-?\d+)\s*-\s*(-?\d+)\s*")
 _LARGEST_RANGE: Final = 1000
 
 
-@takes_engine
-@takes_settings(LabelSettings)
-@takes_data
-def classify(*, text: _Text = None, **flags: Any) -> None:
+def classify(
+    *,
+    data: DataFlags,
+    text: TextOption = None,
+    labels: Annotated[
+        list[str] | None,
+        _prompt(
+            "--labels",
+            help="Label as the model writes it (with a leading space where it continues a text); repeatable.",
+        ),
+    ] = None,
+    prompt: PromptOption = "{text}",
+    chat: ChatOption = False,
+    correction: Annotated[
+        str,
+        _prompt(
+            help="What the probabilities of labels are computed from: none (the probabilities as they "
+            "are), length (their geometric mean per token) or calibrated (their ratio to the "
+            "probabilities for a content-free text)."
+        ),
+    ] = "none",
+    content_free: Annotated[
+        str | None, _prompt(help="Content-free text for --correction calibrated; by default N/A.")
+    ] = None,
+    model: ModelFlags,
+) -> None:
     """Classify texts by the probability of each label.
 
     Each label is scored as a whole text after the prompt, over all of its tokens. `logprobs` are the
@@ -42,18 +64,27 @@ def classify(*, text: _Text = None, **flags: Any) -> None:
     them, and `probs` are their shares of it. A mass close to 0 means that the model would have answered
     something else.
 
-    A text given with --text is printed as a table. Files are read as data sets, as by `logprobe score`: one
+    A text given with --text is printed as a table. Files are read as data sets, as by `logprobe dataset`: one
     row of results per input row, as JSON lines or with -o in a file, lists in the order of the labels, bad
     rows in a side file. Exit code 1 if a row was bad.
+
+    Examples:
+        logprobe classify --text "I loved it." --prompt "{text} It was" --labels " good" --labels " bad"
+        logprobe classify reviews.jsonl --labels " good" --labels " bad" -o labels.parquet
     """
-    data, loading = DataFlags.taken(flags)
-    with flags_for():
-        settings = settings_from(LabelSettings, flags)
+    settings = LabelSettings(
+        **data.columns,
+        labels=tuple(labels or ()),
+        prompt=prompt,
+        chat=chat,
+        correction=correction,  # type: ignore[arg-type]  # validated there
+        content_free=content_free,
+    )
     _check_source(data, text)
     if text is None:
-        data.run(settings, **loading)
+        data.run(settings, model)
         return
-    with open_llm(data.model, **loading) as llm, flags_for(prompt="--text", prompts="--text"):
+    with model.open() as llm, naming(prompt="--text", prompts="--text"):
         [found] = llm.classify(
             settings.asked(text), settings.labels, correction=settings.correction, content_free=settings.empty
         )
@@ -93,10 +124,15 @@ def _print_shares(title: str, found: Classification) -> None:
     typer.echo()
 
 
-@takes_engine
-@takes_settings(JudgeSettings, without=frozenset({"scale"}))
-@takes_data
-def judge(*, text: _Text = None, scale: _Scale = "1-5", **flags: Any) -> None:
+def judge(
+    *,
+    data: DataFlags,
+    text: TextOption = None,
+    scale: Annotated[str, _prompt(help="Grades: a range such as 1-5, or numbers such as 0,0.5,1.")] = "1-5",
+    prompt: PromptOption = "{text}",
+    chat: ChatOption = False,
+    model: ModelFlags,
+) -> None:
     """Grade texts on a scale, by the probability of each grade.
 
     `expectation` and `spread` are the mean and the standard deviation of the grade, `probs` the share of
@@ -104,18 +140,20 @@ def judge(*, text: _Text = None, scale: _Scale = "1-5", **flags: Any) -> None:
     probability of any other answer. --prompt is the question about a text, including the scale; --chat asks
     it as a user message.
 
-    A text given with --text is printed as a table. Files are read as data sets, as by `logprobe score`: one
+    A text given with --text is printed as a table. Files are read as data sets, as by `logprobe dataset`: one
     row of results per input row, as JSON lines or with -o in a file, bad rows in a side file. Exit code 1 if
     a row was bad.
+
+    Examples:
+        logprobe judge --chat --text "2 + 2 = 4" --prompt "Is this right, from 1 (no) to 5 (yes)? {text}"
+        logprobe judge answers.txt --lines --scale 1-10 -o grades.jsonl
     """
-    data, loading = DataFlags.taken(flags)
-    with flags_for():
-        settings = settings_from(JudgeSettings, flags | {"scale": _scale(scale)})
+    settings = JudgeSettings(**data.columns, scale=tuple(_scale(scale)), prompt=prompt, chat=chat)
     _check_source(data, text)
     if text is None:
-        data.run(settings, **loading)
+        data.run(settings, model)
         return
-    with open_llm(data.model, **loading) as llm, flags_for(prompt="--text", prompts="--text"):
+    with model.open() as llm, naming(prompt="--text", prompts="--text"):
         [found] = llm.judge(settings.asked(text), settings.scale)
     _print_grade(found, as_json=data.as_json)
 
@@ -156,29 +194,59 @@ def _print_grade(found: Judgement, *, as_json: bool) -> None:
     )
 
 
-@takes_engine
-@takes_settings(RerankSettings)
-@takes_data
-def rerank(*, top: _Top = None, **flags: Any) -> None:
+def rerank(
+    *,
+    data: DataFlags,
+    query: Annotated[str | None, _prompt(help="Query for all documents.")] = None,
+    query_column: Annotated[
+        str | None, _prompt(help="Column with each document's own query, instead of --query.")
+    ] = None,
+    task: Annotated[str, _prompt(help="Instruction that says what makes a document relevant.")] = RERANK_TASK,
+    template: Annotated[
+        list[str] | None,
+        _prompt(
+            help="Three texts (repeat the flag): prefix, pair and suffix. The pair contains {query} and "
+            "{document}, and optionally {task}. By default Qwen3-Reranker's template."
+        ),
+    ] = None,
+    labels: Annotated[
+        list[str],
+        _prompt(help="The model's answers (repeat the flag) for a relevant document and for another one."),
+    ] = [*YES_NO],  # noqa: B006 - not modified
+    top_n: Annotated[
+        int | None, typer.Option("--top-n", "--top", min=1, help="Print only this many best documents.")
+    ] = None,
+    model: ModelFlags,
+) -> None:
     """Rank documents by their relevance to a query.
 
     The relevance is P(yes) / (P(yes) + P(no)) of the model's answer, in [0, 1]. Documents are rows of files,
-    which are read as data sets, as by `logprobe score`. With a single query, rows are printed as JSON lines,
-    most relevant first; with a query per row, or with -o to a file, in their input order. Bad rows are
+    which are read as data sets, as by `logprobe dataset`. With a single query, rows are printed as JSON
+    lines, most relevant first; with a query per row, or with -o to a file, in their input order. Bad rows are
     printed on standard error, or written to a side file. Exit code 1 if a row was bad.
+
+    Examples:
+        logprobe rerank passages.txt --lines --query "What is the capital of China?" --top-n 3
     """
-    data, loading = DataFlags.taken(flags)
-    with flags_for():
-        settings = settings_from(RerankSettings, flags)
+    settings = RerankSettings(
+        **data.columns,
+        query=query,
+        query_column=query_column,
+        task=task,
+        template=tuple(template or ()),
+        labels=tuple(labels),
+    )
     if not data.files:
         raise typer.BadParameter("missing; give files with documents (-: standard input)", param_hint="FILE")
-    if top is not None and (data.output is not None or settings.query is None):
-        raise typer.BadParameter("requires --query, and cannot be combined with --output", param_hint="--top")
+    if top_n is not None and (data.output is not None or query is None):
+        raise typer.BadParameter(
+            "requires --query, and cannot be combined with --output", param_hint="--top-n"
+        )
 
     def best_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return sorted(rows, key=_place)[:top]
+        return sorted(rows, key=_place)[:top_n]
 
-    data.run(settings, arrange=None if settings.query is None else best_first, **loading)
+    data.run(settings, model, arrange=None if query is None else best_first)
 
 
 def _place(row: dict[str, Any]) -> tuple[bool, float]:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from logprobe.cli.command import Command
 from logprobe.cli.options import MODEL_HELP, complete_model
 from logprobe.cli.tables import console, print_facts
-from logprobe.errors import LogprobeError, ModelNotFoundError
+from logprobe.errors import ModelNotFoundError
 from logprobe.models import DEFAULT_MODEL, KNOWN_MODELS, resolve
 from logprobe.models.cache import MANIFEST, entries, entry_size_bytes, in_words, remove_entry
 from logprobe.models.resolution import known_folder
 from logprobe.models.stored.disk import left_by_others, of_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from logprobe.models.stored.disk import OnDisk
 
 app = typer.Typer(name="models", help="Fetch, list, show, export and remove models.", no_args_is_help=True)
@@ -31,8 +29,7 @@ _Here = Annotated[
     typer.Argument(help="A name from `logprobe models list`, or a folder.", autocompletion=complete_model),
 ]
 _Prepare = Annotated[
-    bool,
-    typer.Option("--prepare", help="Also pack and verify the model now, instead of at its first use."),
+    bool, typer.Option("--prepare", help="Also pack and verify the model now, instead of at its first use.")
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 # Keys of a model's config.json, as most families name them, and their titles.
@@ -47,33 +44,42 @@ _SHAPE = {
 }
 
 
-@app.command()
+@app.command(cls=Command)
 def pull(name: _Name = DEFAULT_MODEL, *, prepare: _Prepare = False) -> None:
-    """Fetch a model unless it is already on this machine, and print its folder."""
-    with _one_line_errors():
-        files = resolve(name)
-        if prepare:
-            from logprobe import LLM  # with all of torch
+    """Fetch a model unless it is already on this machine, and print its folder.
 
-            LLM(files.name).close()
-        typer.echo(files.folder)
+    Examples:
+        logprobe models pull smollm2
+        logprobe models pull HuggingFaceTB/SmolLM2-135M-Instruct --prepare
+    """
+    files = resolve(name)
+    if prepare:
+        from logprobe import LLM  # with all of torch
+
+        LLM(files.name).close()
+    typer.echo(files.folder)
 
 
-@app.command()
+@app.command(cls=Command)
 def path(name: _Name = DEFAULT_MODEL) -> None:
-    """Print the folder of a model on this machine, without fetching anything."""
-    with _one_line_errors():
-        typer.echo(resolve(name, download=False).folder)
+    """Print the folder of a model on this machine, without fetching anything.
+
+    Examples:
+        logprobe models path smollm2
+    """
+    typer.echo(resolve(name, download=False).folder)
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 def list_(*, as_json: _Json = False) -> None:
     """List known models, converted .gguf files, and cached data of other models.
 
     Sizes on disk are listed separately for model files, packed weights (panels) and records.
+
+    Examples:
+        logprobe models list --json
     """
-    with _one_line_errors():
-        models = _models()
+    models = _models()
     if as_json:
         typer.echo(json.dumps([model.row() for model in models], indent=2))
         return
@@ -82,18 +88,21 @@ def list_(*, as_json: _Json = False) -> None:
     print_facts([[model.name, model.title, *model.state()][:num_columns] for model in models])
 
 
-@app.command()
+@app.command(cls=Command)
 def show(name: _Name = DEFAULT_MODEL, *, as_json: _Json = False) -> None:
-    """Print the shape, license, source, sizes and folder of a model on this machine, without loading it."""
-    with _one_line_errors():
-        facts = _facts(name)
+    """Print the shape, license, source, sizes and folder of a model on this machine, without loading it.
+
+    Examples:
+        logprobe models show smollm2
+    """
+    facts = _facts(name)
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
     else:
         print_facts([[fact, str(value)] for fact, value in facts.items()])
 
 
-@app.command()
+@app.command(cls=Command)
 def rm(
     name: _Here,
     *,
@@ -104,18 +113,19 @@ def rm(
 
     Everything that is removed can be fetched or created again. Files outside the cache, such as your own
     folders or the Hugging Face cache, are never removed.
+
+    Examples:
+        logprobe models rm smollm2 --yes
     """
-    with _one_line_errors():
-        removable = _removable(name)
+    removable = _removable(name)
     size_bytes = sum(map(entry_size_bytes, removable))
     more = f" and {len(removable) - 1} more" if len(removable) > 1 else ""
     if not (yes or typer.confirm(f"remove {removable[0]}{more} ({in_words(size_bytes)})?", err=True)):
         raise typer.Exit(1)
-    with _one_line_errors():
-        for entry in removable:
-            remove_entry(entry)
-            if not as_json:
-                typer.echo(entry)
+    for entry in removable:
+        remove_entry(entry)
+        if not as_json:
+            typer.echo(entry)
     if as_json:
         typer.echo(json.dumps({"removed": [*map(str, removable)], "size_bytes": size_bytes}, indent=2))
 
@@ -194,7 +204,7 @@ def _sizes(disk: OnDisk) -> dict[str, str]:
     return {what: in_words(size) for what, size in sizes.items() if size}
 
 
-@app.command()
+@app.command(cls=Command)
 def export(
     name: _Name,
     folder: Annotated[Path, typer.Argument(help="Output folder; must not exist.")],
@@ -203,14 +213,17 @@ def export(
         Literal["float32", "bfloat16"], typer.Option(help="Data type of the written weights.")
     ] = "float32",
 ) -> None:
-    """Convert a GGUF model to safetensors, for other programs, and print the folder."""
-    with _one_line_errors():
-        files = resolve(name)
-        import torch
+    """Convert a GGUF model to safetensors, for other programs, and print the folder.
 
-        from logprobe.models.export import export_model
+    Examples:
+        logprobe models export model.gguf ./model --dtype bfloat16
+    """
+    files = resolve(name)
+    import torch
 
-        export_model(files, folder, dtype=getattr(torch, dtype))
+    from logprobe.models.export import export_model
+
+    export_model(files, folder, dtype=getattr(torch, dtype))
     typer.echo(folder)
 
 
@@ -252,12 +265,3 @@ def _removable(name: str) -> tuple[Path, ...]:
     raise ModelNotFoundError(
         f"{name!r} is not in the cache, which has {names}; files outside the cache are never removed"
     )
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    try:
-        yield
-    except LogprobeError as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(1) from error

@@ -1,28 +1,37 @@
-"""Create flags from settings classes; flag, field and environment variable have the same name and help."""
+"""Options that several commands have, and the decorator for groups of options."""
 
 from __future__ import annotations
 
+import functools
 import inspect
-import json
-import re
 from contextlib import contextmanager
-from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
 from logprobe.config import EngineConfig
-from logprobe.errors import ParameterError
-from logprobe.ignored_kwargs import ENGINE
 from logprobe.models import DEFAULT_MODEL, KNOWN_MODELS, resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator
 
-    from logprobe.ignored_kwargs import Keyword
     from logprobe.llm import LLM
 
-S = TypeVar("S")
+__all__ = [
+    "DEFAULT_MODEL",
+    "MODEL_HELP",
+    "BosOption",
+    "EngineFlags",
+    "JsonOption",
+    "LoadFlags",
+    "ModelFlags",
+    "complete_model",
+    "field_names",
+    "open_llm",
+    "say_loading",
+    "with_groups",
+]
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -30,27 +39,145 @@ def complete_model(incomplete: str) -> list[str]:
     return [name for name in KNOWN_MODELS if name.startswith(incomplete)]
 
 
-MODEL_HELP = "Name of a known model, local folder, .gguf file, or Hugging Face repository id."
-ModelOption = Annotated[str, typer.Option("--model", help=MODEL_HELP, autocompletion=complete_model)]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+_model = functools.partial(typer.Option, rich_help_panel="Model")
+_speed = functools.partial(typer.Option, rich_help_panel="Memory and speed")
 
-__all__ = [
-    "DEFAULT_MODEL",
-    "ENGINE_FLAGS",
-    "MODEL_HELP",
-    "JsonOption",
-    "ModelOption",
-    "complete_model",
-    "flags_for",
-    "open_llm",
-    "settings_from",
-    "spread_names",
-    "takes_engine",
-    "takes_ignored",
-    "takes_settings",
-    "value_in",
-    "with_flags",
+MODEL_HELP = "Name of a known model, local folder, .gguf file, or Hugging Face repository id."
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object instead of tables.", rich_help_panel="Output")
 ]
+BosOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--bos/--no-bos",
+        help="Start each text with BOS, or not; default: as the tokenizer does.",
+        rich_help_panel="Input",
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NamedModel:
+    model: Annotated[str, _model(help=MODEL_HELP, autocompletion=complete_model)] = DEFAULT_MODEL
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadFlags:
+    """Options of every command that loads a model; each is a field of `EngineConfig`."""
+
+    device: Annotated[str, _model(help="auto (a GPU if there is one), cpu or cuda.")] = "auto"
+    dtype: Annotated[
+        str,
+        _model(
+            help="auto (float32; bfloat16 if transformers' modules run the model on a GPU), float32, "
+            "bfloat16 or float16."
+        ),
+    ] = "auto"
+    kv_bytes: Annotated[
+        int | None,
+        _model(
+            "--kv-cache-memory-bytes",
+            "--kv-bytes",
+            help="Size of the KV cache in bytes; by default a quarter of the memory that the weights leave "
+            "free, at most 1 GiB; on a GPU 70 % of it.",
+        ),
+    ] = None
+    weights: Annotated[
+        str,
+        _model(
+            help="published (keep the precision of the model's file), plain (transformers' own modules), "
+            "or auto (published in float32 on a CPU with native kernels, else plain)."
+        ),
+    ] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags(LoadFlags, _NamedModel):
+    """Options of commands that load one model, which has a default."""
+
+    @contextmanager
+    def open(self) -> Iterator[LLM]:
+        """Load the model, and close it afterwards; raises the errors of `open_llm`."""
+        with open_llm(**vars(self)) as llm:
+            yield llm
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFlags(LoadFlags):
+    """All fields of `EngineConfig` but `model`."""
+
+    max_model_len: Annotated[
+        int | None, _model(help="Maximum sequence length in tokens; by default the model's context.")
+    ] = None
+    arithmetic: Annotated[
+        Literal["auto", "fma", "bf16x3", "bf16"],
+        _model(
+            help="Products with weights. fma: float32 fused multiply-adds (on a CPU). bf16x3: each float32 "
+            "activation as three bfloat16 numbers on tensor cores, accurate to float32. bf16: activations "
+            "rounded to bfloat16, faster for long prompts. auto: fma on a CPU, bf16x3 on a GPU."
+        ),
+    ] = "auto"
+    kv_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        _model(
+            "--kv-cache-dtype",
+            "--kv-dtype",
+            callback=lambda dtype: "float32" if dtype == "auto" else dtype,  # vLLM's default
+            help="Cached keys and values; bfloat16 (on a GPU) takes half the memory and is less accurate. "
+            "auto: float32.",
+        ),
+    ] = "float32"
+    seed: Annotated[int, _model(help="Base seed for requests without a seed.")] = 0
+    logits_processors: Annotated[
+        tuple[str, ...],
+        _model(
+            help="Processor that requests may use: a built-in, an entry point, or module.path:ClassName "
+            "(also searched in the current folder). Repeat the flag, or separate names by commas; "
+            "they run in this order."
+        ),
+    ] = ()
+    batch_invariant: Annotated[
+        bool, _model(help="Reject a model whose results depend on the other requests in a batch.")
+    ] = False
+    engine: Annotated[str, _model(help="native, or vllm (extra vllm).")] = "native"
+    engine_options: Annotated[
+        str | None, _model(help="vLLM's engine options as JSON, such as '{\"tensor_parallel_size\": 2}'.")
+    ] = None
+    max_batch_tokens: Annotated[
+        int,
+        _speed("--max-num-batched-tokens", "--max-batch-tokens", help="Maximum number of tokens per step."),
+    ] = 512
+    max_batch_rows: Annotated[
+        int, _speed("--max-num-seqs", "--max-batch-rows", help="Maximum number of requests that run at once.")
+    ] = 64
+    overlap: Annotated[
+        bool,
+        _speed(
+            "--async-scheduling/--no-async-scheduling",
+            "--overlap/--no-overlap",
+            help="Run the next step while the results of the last one are copied and delivered; results "
+            "are the same.",
+        ),
+    ] = False
+    speculate: Annotated[
+        bool,
+        _speed(
+            help="Guess the next tokens of a text that repeats itself or its prompt, and verify several in "
+            "one step; results are the same."
+        ),
+    ] = False
+    process: Annotated[
+        bool, _speed("--engine-process/--no-engine-process", help="Run the engine in a process of its own.")
+    ] = False
+    data_parallel: Annotated[
+        int,
+        _speed(
+            "--data-parallel-size",
+            "--data-parallel",
+            help="Number of engine processes, each with its share of the threads and its own KV cache; "
+            "each request runs on one of them.",
+        ),
+    ] = 1
 
 
 def say_loading(model: str) -> None:
@@ -66,10 +193,9 @@ def open_llm(model: str, **settings: Any) -> Iterator[LLM]:
 
     Raises:
         ModelError: the model cannot be loaded.
-        BadParameter: a setting is invalid.
+        ParameterError: a setting is invalid.
     """
-    with flags_for():
-        EngineConfig(model=model, **settings)
+    EngineConfig(model=model, **settings)
     resolve(model)  # reject an unknown name before slow imports
     say_loading(model)
     from logprobe.llm import LLM
@@ -78,130 +204,51 @@ def open_llm(model: str, **settings: Any) -> Iterator[LLM]:
         yield llm
 
 
-@contextmanager
-def flags_for(**flags: str) -> Iterator[None]:
-    """Convert a `ParameterError` to a usage error about a flag; `flags` maps parameter names to flags."""
-    try:
-        yield
-    except ParameterError as error:
-        flag = flags.get(error.parameter, f"--{error.parameter.replace('_', '-')}")
-        message = str(error).removeprefix(f"{error.parameter}: ")
-        raise typer.BadParameter(message, param_hint=flag) from error
+def with_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take groups of options: parameters whose type is a dataclass.
 
-
-_ENTRY = re.compile(r"^    (\w+): (.*(?:\n     +.*)*)", re.MULTILINE)
-
-
-def takes_settings(
-    *classes: type, without: frozenset[str] = frozenset(), only: frozenset[str] | None = None
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add a flag for each field of the classes to a command, as keyword arguments.
-
-    Each flag can also be set with the environment variable `LOGPROBE_<FIELD>`. The command keeps its own
-    parameters. The fields in `only` become flags or, if it is None, all fields except the ones in `without`.
+    Each field that is annotated with a `typer.Option` or `typer.Argument` is an option of the command.
     """
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        flags = [flag for cls in classes for flag in _flags_of(cls) if flag.name not in without]
-        return with_flags(command, [flag for flag in flags if only is None or flag.name in only])
-
-    return decorate
-
-
-def takes_ignored(command: Callable[..., None]) -> Callable[..., None]:
-    """Add a hidden flag to a command for each keyword from another program for which it has no flag.
-
-    `value_in` parses the value, and `EngineConfig` ignores or rejects it.
-    """
-    known = inspect.signature(command).parameters
-    flags = [_ignored_flag(name, keyword) for name, keyword in ENGINE.items() if name not in known]
-    return with_flags(command, flags)
-
-
-def _ignored_flag(name: str, keyword: Keyword) -> inspect.Parameter:
-    values = keyword.accepted or ()
-    is_switch = bool(values) and all(isinstance(value, bool) for value in values)
-    return _flag(name, bool | None if is_switch else str | None, None, typer.Option(hidden=True))
-
-
-def value_in(value: str | bool) -> Any:
-    """Parse the value of an untyped flag: as JSON if it is valid JSON, otherwise as text."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
-def with_flags(command: Callable[..., None], made: list[inspect.Parameter]) -> Callable[..., None]:
-    """Replace the `**kwargs` in a command's signature by the parameters `made`, after its own parameters."""
-    own = [
-        parameter.replace(annotation=annotation)
-        for parameter, annotation in _own_parameters(command)
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
-    ]
-    signature = inspect.Signature([*own, *made])
-    command.__signature__ = signature  # type: ignore[attr-defined]  # read by typer
-    command.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
-    return command
-
-
-ENGINE_FLAGS = frozenset({"device", "dtype", "kv_bytes", "weights"})
-"""Fields of `EngineConfig` that are flags of every command that loads a model."""
-
-takes_engine = takes_settings(EngineConfig, only=ENGINE_FLAGS)
-
-
-def settings_from(cls: type[S], flags: Mapping[str, Any]) -> S:
-    """Create settings from the flags that are fields of the class."""
-    own = {field.name: flags[field.name] for field in fields(cls) if field.name in flags}  # type: ignore[arg-type]
-    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in own.items()})
-
-
-def _own_parameters(command: Callable[..., None]) -> Iterator[tuple[inspect.Parameter, Any]]:
     hints = get_type_hints(command, include_extras=True)
-    for name, parameter in inspect.signature(command).parameters.items():
-        yield parameter, hints[name]
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for name, own in inspect.signature(command).parameters.items():
+        parameters += _options_of(groups[name]) if name in groups else [own.replace(annotation=hints[name])]
+
+    @functools.wraps(command)
+    def called(**values: Any) -> None:
+        for name, group in groups.items():
+            own = {option.name: values.pop(option.name) for option in _options_of(group)}
+            lists = {name: tuple(value) for name, value in own.items() if isinstance(value, list)}
+            values[name] = group(**own | lists)
+        command(**values)
+
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by typer
+    called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return called
 
 
-def _flags_of(cls: type) -> Iterator[inspect.Parameter]:
-    helps = {name: " ".join(text.split()) for name, text in _ENTRY.findall(inspect.getdoc(cls) or "")}
-    hints = get_type_hints(cls)
-    for field in fields(cls):
-        own = field.metadata.get("type", hints[field.name])
-        kind = list[str] if isinstance(field.default, tuple) else own
-        default = list(field.default) if isinstance(field.default, tuple) else field.default
-        flag = field.metadata.get("flag")
-        variable = f"LOGPROBE_{(flag or field.name).strip('-').replace('-', '_').upper()}"
-        option = typer.Option(*([flag] if flag else []), help=_sentence(helps[field.name]), envvar=variable)
-        yield _flag(field.name, kind, default, option)
+def field_names(group: type) -> dict[str, str]:
+    """Return the field for each name of a group's flags, without the dashes in front."""
+    names = {}
+    for parameter in _options_of(group):
+        option = parameter.annotation.__metadata__[0]
+        flags = [option.default, *(option.param_decls or ())]  # in Annotated, the first name is the "default"
+        for flag in flags if isinstance(option.default, str) else [parameter.name.replace("_", "-")]:
+            names[flag.partition("/")[0].removeprefix("--")] = parameter.name
+    return names
 
 
-def _flag(name: str, kind: Any, default: Any, option: Any) -> inspect.Parameter:
-    annotation = Annotated[kind, option]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-PROCESSORS_FLAG = "--logits-processors"
-
-
-def spread_names(arguments: Sequence[str]) -> list[str]:
-    """Repeat `--logits-processors` before each name that follows it, as the parser requires."""
-    spread: list[str] = []
-    num_named = -1  # number of names since the flag; -1 outside its list
-    for word in arguments:
-        is_next = num_named > 0 and _is_processor(word)
-        spread += [PROCESSORS_FLAG, word] if is_next else [word]
-        goes_on = num_named == 0 or is_next
-        num_named = 0 if word == PROCESSORS_FLAG else num_named + 1 if goes_on else -1
-    return spread
-
-
-def _is_processor(word: str) -> bool:
-    from logprobe.processors.registry import available_processors
-
-    is_flag = word.startswith("-")
-    return not is_flag and (":" in word or "," in word or word in available_processors())
+def _options_of(group: type) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    made = []
+    for field in fields(group):
+        hint, default = hints[field.name], field.default
+        if not hasattr(hint, "__metadata__"):
+            continue
+        if isinstance(default, tuple):  # typer has lists only
+            hint, default = Annotated[list[str], *hint.__metadata__], list(default)
+        made.append(
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+        )
+    return made

@@ -1,18 +1,16 @@
-"""`logprobe score`: score the tokens of a text, or the rows of a data set."""
+"""`logprobe score`: score the tokens of a text."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from logprobe.analysis.datasets.settings import DataSettings, RaySettings
-from logprobe.analysis.io.sources import SUFFIXES
-from logprobe.cli.data import DataFlags, takes_data
-from logprobe.cli.inputs import STDIN, TextSource
-from logprobe.cli.options import flags_for, open_llm, settings_from, takes_engine, takes_settings
+from logprobe.cli.command import naming
+from logprobe.cli.inputs import TextOption, holds_rows, source_of
+from logprobe.cli.options import BosOption, JsonOption, ModelFlags
 from logprobe.cli.rows import info_dict, token_rows, totals, totals_of
 from logprobe.cli.shade import Shader, can_shade, legend
 from logprobe.cli.tables import (
@@ -23,8 +21,7 @@ from logprobe.cli.tables import (
     refuse_vocabulary,
     totals_lines,
 )
-from logprobe.cli.words import BoundaryOption, ByOption, CsvOption, UnitOption, print_units
-from logprobe.errors import PromptTooLongError, require
+from logprobe.errors import PromptTooLongError
 from logprobe.records.forms.finite import finite_value
 from logprobe.sampling import SamplingParams
 
@@ -32,125 +29,105 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from logprobe.analysis.detection import Detector
+    from logprobe.cli.inputs import TextSource
     from logprobe.cli.rows import TokenRow
     from logprobe.llm import LLM
     from logprobe.records import FlatLogprobs, LogprobsInfo
 
-_Text = Annotated[str | None, typer.Option("--text", help="Text to score, instead of a file.")]
-_Top = Annotated[
-    int, typer.Option("--top", help="Alternatives to print per token; -1: the whole vocabulary.")
-]
-_Engine = Annotated[
-    Literal["native", "ray"],
-    typer.Option(
-        "--engine",
-        help="Score a data set in this process, or on a Ray cluster with a model on each actor.",
-    ),
-]
-NOT_SCORED = "not scored"
+_output = partial(typer.Option, rich_help_panel="Output")
+_windows = partial(typer.Option, rich_help_panel="Long texts")
 
 
-@takes_engine
-@takes_settings(DataSettings, RaySettings, without=frozenset({"boundary"}))
-@takes_data
 def score(
+    file: Annotated[str | None, typer.Argument(help="Text file; -: standard input.")] = None,
     *,
-    text: _Text = None,
-    top: _Top = 0,
-    by: ByOption = None,
-    as_csv: CsvOption = False,
-    boundary: BoundaryOption = None,
-    unit: UnitOption = "nats",
-    engine: _Engine = "native",
-    **flags: Any,
+    text: TextOption = None,
+    context: Annotated[
+        str | None,
+        typer.Option(
+            help="Text before the scored text: score only the continuation, given the context.",
+            rich_help_panel="Input",
+        ),
+    ] = None,
+    logprobs: Annotated[
+        int, _output("--logprobs", "--top", help="Alternatives to print per token; -1: the whole vocabulary.")
+    ] = 0,
+    tokens: Annotated[
+        bool, _output("--tokens", help="Print a table of the tokens instead of the shaded text.")
+    ] = False,
+    summary: Annotated[bool, _output("--summary", help="Print only the totals.")] = False,
+    detect: Annotated[
+        bool,
+        _output(
+            "--detect",
+            help="Print measures of whether the text was in the training data or written by a machine.",
+        ),
+    ] = False,
+    as_json: JsonOption = False,
+    bos: BosOption = None,
+    window: Annotated[int | None, _windows(help="Tokens per window; by default the model's context.")] = None,
+    stride: Annotated[
+        int | None,
+        _windows(
+            help="Tokens from one window's start to the next; by default half a window. A full window "
+            "makes them disjoint, and the first token of each has no logprob."
+        ),
+    ] = None,
+    model: ModelFlags,
 ) -> None:
-    """Score the tokens of a text, or the rows of a data set.
+    """Score the tokens of a text.
 
     Prints logprob, rank and entropy of every token, and the totals. On a terminal, the text is printed with
-    each token shaded by its surprisal; --tokens or --top print a table instead. Files and pipes always get
-    the table.
+    each token shaded by its surprisal; --tokens or --logprobs print a table instead. Files and pipes always
+    get the table.
 
     Logprobs and entropies are in nats. The first token is not scored, unless the model's tokenizer or --bos
-    puts a BOS token before it. A text longer than the context is scored in overlapping windows; --stride
-    sets their distance, and --summary prints only the totals.
+    puts a BOS token before it. With --context, only the tokens after the context are scored. A text longer
+    than the model's context is scored in overlapping windows.
 
-    Several files, files with rows (such as .jsonl), or -o select data set mode: one row of results per input
-    row, bad rows in a side file, and a summary. Exit code 1 if a row was bad.
+    `logprobe words` prints the surprisal of words, and `logprobe dataset` scores the rows of files.
 
-    --by word prints surprisal, entropy and tokens of each word of a text or of each row; --csv prints them
-    as CSV.
+    Examples:
+        echo "The cat sat on the mat." | logprobe score - --logprobs 3
+        logprobe score --context "The capital of France is" --text " Paris"
+        logprobe score book.txt --stride 1024 --summary
     """
-    data, loading = DataFlags.taken(flags)
-    names = data.files or []
-    if flags["truncation"] == "error" and (flags["window"] or flags["stride"]):
-        flags["truncation"] = "window"
-    flags["boundary"] = "token" if boundary == "token" else "auto"
-    with flags_for(prompt_logprobs="--top"):
-        settings, cluster = settings_from(DataSettings, flags), settings_from(RaySettings, flags)
-        for name in cluster.given if engine != "ray" else ():
-            require(False, name, "requires --engine ray")
-        detects = settings.detect
-        params = SamplingParams(max_tokens=0, prompt_logprobs=top, entropy=True, varentropy=detects)
-    if by is not None:
-        _check_one_source(text, names)
-        if top or engine == "ray":
-            raise typer.BadParameter("cannot be combined with --top or --engine ray", param_hint="--by")
-        is_data = data.lines or data.format is not None or _is_data(names, settings)
-        if is_data and text is not None:
-            raise typer.BadParameter("a data set must be in files", param_hint="FILE")
-        source = None if is_data else _source_of(text, names)
-        asked = {"by": by, "boundary": boundary, "unit": unit}
-        print_units(data, settings, source, as_csv=as_csv, loading=loading, **asked)
-        return
-    if as_csv or boundary == "end" or unit != "nats":
-        raise typer.BadParameter("requires --by", param_hint="--csv, --boundary or --unit")
-    asks_for_rows = data.output is not None or data.lines or data.format is not None
-    if asks_for_rows or _is_data(names, settings):
-        if text is not None or not names:
-            raise typer.BadParameter("a data set must be in files", param_hint="FILE")
-        data.run(settings, cluster if engine == "ray" else None, **loading)
-        return
-    if engine == "ray":
-        raise typer.BadParameter(
-            "'ray' scores only data sets; use -o, --lines, or files with rows", param_hint="--engine"
-        )
-    _check_one_source(text, names)
-    source = _source_of(text, names)
-    asks_windows = data.summary or settings.window or settings.stride or settings.bos is not None
-    refuse_vocabulary(top, "--top")
-    with open_llm(data.model, **loading) as llm:
-        whole = None if asks_windows or source.is_long else _fitting(llm, source.head, params)
-        has_rows, has_bar = not data.summary, data.summary or data.as_json
-        scored = whole or TextInWindows(llm, source, settings, top, has_rows=has_rows, has_bar=has_bar)
-        if data.as_json:
-            _print_json(scored)
+    if file is not None and holds_rows(file):
+        raise typer.BadParameter(f"{file} holds rows; use `logprobe dataset`", param_hint="FILE")
+    has_windows = any(option is not None for option in (window, stride, bos))
+    if context is not None and (detect or has_windows):
+        what = "cannot be combined with --detect, --window, --stride or --bos"
+        raise typer.BadParameter(what, param_hint="--context")
+    with naming(prompt_logprobs="--logprobs"):
+        params = SamplingParams(max_tokens=0, prompt_logprobs=logprobs, entropy=True, varentropy=detect)
+    source = source_of(file, text)
+    refuse_vocabulary(logprobs, "--logprobs")
+    with model.open() as llm:
+        scored: ScoredText | None
+        if context is not None:
+            continuation = "".join(source.parts())
+            with naming(pairs="--context"):
+                scored = Continuation(llm, context, continuation, logprobs)
+        elif summary or has_windows or source.is_long:
+            scored = None
         else:
-            _print_text(scored, top, is_table=settings.tokens or top != 0)
-
-
-def _check_one_source(text: str | None, names: list[str]) -> None:
-    if (not names) == (text is None):
-        raise typer.BadParameter("give either a file (-: standard input) or --text", param_hint="FILE")
-
-
-def _source_of(text: str | None, names: list[str]) -> TextSource:
-    return TextSource.of_file(names[0]) if names else TextSource.of_text("--text", text or "")
-
-
-def _is_data(names: list[str], settings: DataSettings) -> bool:
-    """Return True if the files are a data set, judging by their number and names and by the settings."""
-    columns = (settings.context_column, settings.choices_column, settings.keep_columns, settings.label_column)
-    asks_for_rows = any(columns) or settings.unconditional
-    return len(names) > 1 or asks_for_rows or any(map(_holds_rows, names))
-
-
-def _holds_rows(name: str) -> bool:
-    path = Path(name)
-    is_of_rows = SUFFIXES.get(path.suffix.lower(), "txt") != "txt"
-    return is_of_rows or path.is_dir() or (name != STDIN and not path.exists() and "*" in name)
-
-
-# -- a text --------------------------------------------------------------------------------------------------
+            scored = _fitting(llm, source.head, params)
+        if scored is None:
+            scored = TextInWindows(
+                llm,
+                source,
+                params,
+                window=window,
+                stride=stride,
+                bos=bos,
+                has_rows=not summary,
+                has_bar=summary or as_json,
+            )
+        rows = iter(()) if summary and context is not None else scored.rows()
+        if as_json:
+            _print_json(scored, rows)
+        else:
+            _print_text(scored, rows, logprobs, is_table=tokens or logprobs != 0)
 
 
 def _fitting(llm: LLM, text: str, params: SamplingParams) -> WholeText | None:
@@ -172,8 +149,7 @@ class WholeText:
         ids = output.prompt_token_ids
         has_bos = len(ids) > len(bare) and ids[:1] != bare[:1].tolist()
         self.num_added = int(has_bos)  # number of rows that are not part of the text: 1 if there is a BOS
-        first = f"{rows[0]['token']}, put first by the tokenizer" if has_bos else NOT_SCORED
-        self.before: dict[str, Any] = {"first_token": first}  # JSON fields before the tokens
+        self.before: dict[str, Any] = {"bos_token": rows[0]["token"] if has_bos else None}
         num_bytes = len(text.encode())
         num_unscored = 0 if has_bos else int(spans[0, 1])
         self._after = {
@@ -181,6 +157,28 @@ class WholeText:
             **({"detect": _detected(text, output.prompt_logprobs)} if params.varentropy else {}),
             "info": info_dict(llm, output.info),
         }
+
+    def rows(self) -> Iterator[list[TokenRow]]:
+        """Yield all rows at once."""
+        yield self._rows
+
+    def after(self) -> dict[str, Any]:
+        """Return the JSON fields after the tokens: totals and information on the numbers."""
+        return self._after
+
+
+class Continuation:
+    """A text scored after a context."""
+
+    num_added = 0
+
+    def __init__(self, llm: LLM, context: str, text: str, num_logprobs: int) -> None:
+        (score,) = llm.score([(context, text)], entropy=True, logprobs=num_logprobs)
+        assert score.record is not None
+        self.before: dict[str, Any] = {"context": context, "boundary": score.boundary}
+        self._rows = token_rows(score.token_ids, score.record, llm.text.vocabulary)
+        counts = (score.num_tokens, score.num_tokens, score.num_bytes, score.num_bytes)
+        self._after = {"totals": totals_of(score.logprob, *counts), "info": info_dict(llm, score.record.info)}
 
     def rows(self) -> Iterator[list[TokenRow]]:
         """Yield all rows at once."""
@@ -211,35 +209,42 @@ def _finite(detector: Detector) -> dict[str, float | None]:
 
 
 class TextInWindows:
-    """A text of any length, which is scored window by window while its rows are read; no rows are kept."""
+    """A text of any length, which is scored window by window while its rows are read; no rows are kept.
+
+    `has_rows` is False if `rows` yields nothing; `has_bar` shows a progress bar.
+    """
 
     def __init__(
         self,
         llm: LLM,
         source: TextSource,
-        settings: DataSettings,
-        num_top: int,
+        params: SamplingParams,
         *,
+        window: int | None,
+        stride: int | None,
+        bos: bool | None,
         has_rows: bool,
         has_bar: bool,
     ) -> None:
         from logprobe.analysis.windows import TextTally, WindowSettings
 
-        self._llm, self._source = llm, source
-        self._num_top, self._has_rows, self._has_bar = num_top, has_rows, has_bar
-        with flags_for():
-            self._settings = WindowSettings.of(
-                llm, window=settings.window, stride=settings.stride, bos=settings.bos
-            )
+        self._llm, self._source, self._params = llm, source, params
+        self._has_rows, self._has_bar = has_rows, has_bar
+        self._settings = WindowSettings.of(llm, window=window, stride=stride, bos=bos)
         self._tally = TextTally(llm, self._settings)
         self._info: LogprobsInfo | None = None
         self._detector: Detector | None = None
-        if settings.detect:
+        if params.varentropy:
             from logprobe.analysis.detection import Detector
 
             self._detector = Detector()
-        self.num_added = int(self._tally.result().bos_token_id is not None)
-        self.before: dict[str, Any] = {}
+        bos_id = self._tally.result().bos_token_id
+        self.num_added = int(bos_id is not None)
+        self.before: dict[str, Any] = {
+            "bos_token": None if bos_id is None else llm.text.vocabulary.token_text(bos_id),
+            "window": self._settings.window,
+            "stride": self._settings.stride,
+        }
 
     def rows(self) -> Iterator[list[TokenRow]]:
         """Score the text window by window, and yield the rows of each window if `has_rows` is set."""
@@ -249,14 +254,13 @@ class TextInWindows:
 
         vocabulary = self._llm.text.vocabulary
         detector = self._detector
-        pieces = self._tally.pieces(self._parts())
         scored = score_windows(
             self._llm,
-            pieces,
+            self._tally.pieces(self._parts()),
             self._settings,
             entropy=True,
             varentropy=detector is not None,
-            logprobs=self._num_top,
+            logprobs=self._params.prompt_logprobs or 0,
         )
         with byte_bar(self._source.num_bytes, shown=self._has_bar) as advance:
             for window, score in scored:
@@ -280,57 +284,61 @@ class TextInWindows:
             yield part
 
     def after(self) -> dict[str, Any]:
-        """Return the JSON fields after the tokens: windows, totals and information on the numbers."""
+        """Return the JSON fields after the tokens: totals and information on the numbers."""
         result = self._tally.result()
-        bos = result.bos_token_id
-        num_tokens = result.num_tokens + (bos is not None)
+        num_tokens = result.num_tokens + self.num_added
         counts = (num_tokens, result.num_scored, result.num_bytes, result.num_scored_bytes)
         words = {"num_words": result.num_words, "word_perplexity": result.word_perplexity}
-        vocabulary = self._llm.text.vocabulary
         return {
-            "first_token": NOT_SCORED if bos is None else f"{vocabulary.token_text(bos)}, put first",
-            "window": result.window,
-            "stride": result.stride,
             "totals": totals_of(result.logprob, *counts) | words,
             **({} if self._detector is None else {"detect": _finite(self._detector)}),
             "info": info_dict(self._llm, self._info),
         }
 
 
-ScoredText: TypeAlias = WholeText | TextInWindows
+ScoredText: TypeAlias = WholeText | Continuation | TextInWindows
 
 
-def _print_json(text: ScoredText) -> None:
+def _print_json(text: ScoredText, rows: Iterator[list[TokenRow]]) -> None:
     """Print one JSON object; tokens are written as soon as they are scored."""
     typer.echo(json.dumps(text.before | {"tokens": []})[:-2], nl=False)
     separator = ""
-    for rows in text.rows():
-        typer.echo(separator + ", ".join(map(json.dumps, rows)), nl=False)
+    for some in rows:
+        typer.echo(separator + ", ".join(map(json.dumps, some)), nl=False)
         separator = ", "
     typer.echo(f"], {json.dumps(text.after())[1:]}")
 
 
-def _print_text(text: ScoredText, num_top: int, *, is_table: bool) -> None:
+def _print_text(
+    text: ScoredText, rows: Iterator[list[TokenRow]], num_logprobs: int, *, is_table: bool
+) -> None:
     """Print tokens as soon as they are scored, shaded or as a table, and then the totals."""
     screen = console()
     shader = Shader(marks_line_ends=True) if can_shade(screen) and not is_table else None
     num_tokens = 0
-    for rows in text.rows():
+    for some in rows:
         if shader is None:
-            print_tokens(rows, num_top, first=num_tokens)
+            print_tokens(some, num_logprobs, first=num_tokens)
         else:
-            own = rows if num_tokens else rows[text.num_added :]
+            own = some if num_tokens else some[text.num_added :]
             tokens = [(bytes(row["bytes"]), row["logprob"]) for row in own]
             screen.print(shader.feed(tokens), end="", soft_wrap=True)
-        num_tokens += len(rows)
+        num_tokens += len(some)
     if num_tokens and shader is not None:
         screen.print(shader.feed([], final=True), end="", soft_wrap=True)
         typer.echo("\n")
         screen.print(legend())
     elif num_tokens:
         typer.echo()
-    facts = text.before | text.after()
-    note = f"first token: {facts['first_token']}"
-    if "window" in facts:
-        note += f"; windows of {facts['window']}, stride {facts['stride']}"
-    print_facts([*totals_lines(facts["totals"], note), *number_lines(facts.get("detect", {}))])
+    after = text.after()
+    print_facts([*totals_lines(after["totals"], _note(text.before)), *number_lines(after.get("detect", {}))])
+
+
+def _note(facts: dict[str, Any]) -> str:
+    """Describe which tokens are scored, and how."""
+    if "boundary" in facts:
+        return f"after the context; boundary: {facts['boundary']}"
+    note = f"first token: {facts['bos_token'] or 'not scored'}"
+    return (
+        note if "window" not in facts else f"{note}; windows of {facts['window']}, stride {facts['stride']}"
+    )

@@ -2,42 +2,87 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
-from dataclasses import fields
+from dataclasses import fields, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from logprobe.cli.command import Command
 from logprobe.cli.options import (
     DEFAULT_MODEL,
     MODEL_HELP,
+    EngineFlags,
     complete_model,
-    flags_for,
+    field_names,
     say_loading,
-    takes_ignored,
-    takes_settings,
-    value_in,
 )
 from logprobe.config import EngineConfig
 from logprobe.errors import nearest_name, require
+from logprobe.ignored_kwargs import ENGINE
 from logprobe.models import resolve
 from logprobe.server import ServerSettings
 from logprobe.server.settings import OWN_SETTINGS, FurtherModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-_Model = Annotated[
-    str | None,
-    typer.Argument(help=MODEL_HELP, show_default=DEFAULT_MODEL, autocompletion=complete_model),
-]
 
-_ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--model", help="Same as the argument MODEL.", envvar="LOGPROBE_MODEL", autocompletion=complete_model
-    ),
-]
+    from logprobe.ignored_kwargs import Keyword
+
+
+class ServeCommand(Command):
+    """A command whose flags can also be set by environment variables: `--drain-s` by `LOGPROBE_DRAIN_S`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        option: Any
+        for option in self.params:
+            flag = option.opts[0]
+            if flag.startswith("--") and not getattr(option, "hidden", False):
+                option.show_envvar = False
+                option.envvar = f"LOGPROBE_{flag.removeprefix('--').replace('-', '_').upper()}"
+
+    def make_parser(self, ctx: Any) -> Any:
+        """Create the parser, in which several processors may follow one flag, as in FastDeploy and vLLM."""
+        parser = super().make_parser(ctx)
+        option = parser._long_opt["--logits-processors"]  # noqa: SLF001 - see internals.py
+        take_one = option.process
+
+        def take_all(value: str, state: Any) -> None:
+            take_one(value, state)
+            while state.rargs and _is_processor(state.rargs[0]):
+                take_one(state.rargs.pop(0), state)
+
+        option.process = take_all
+        return parser
+
+
+def _is_processor(word: str) -> bool:
+    """Return True if a word after a processor is another one, not a flag or the model."""
+    from logprobe.processors.registry import available_processors
+
+    return word[:1] != "-" and (":" in word or "," in word or word in available_processors())
+
+
+def _ignored(keyword: Keyword) -> Any:
+    values = keyword.accepted or ()
+    is_switch = bool(values) and all(isinstance(value, bool) for value in values)
+    return Annotated[bool | None if is_switch else str | None, typer.Option(hidden=True)]
+
+
+_OWN = {*field_names(EngineFlags), *field_names(ServerSettings)}
+IgnoredFlags = make_dataclass(
+    "IgnoredFlags",
+    [
+        (name, _ignored(keyword), None)
+        for name, keyword in ENGINE.items()
+        if name.replace("_", "-") not in _OWN
+    ],
+    kw_only=True,
+)
+"""Hidden flags of other servers, which `EngineConfig` ignores or rejects."""
 
 
 def _read_config(context: typer.Context, path: Path | None) -> Path | None:
@@ -60,69 +105,73 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
         chosen = list(_flags_in(table, where, context))
         for flag, _ in chosen:
             if flag.name not in own:
-                what = f"{where}: {flag.name} applies to the whole server; set it at the top level"
-                raise typer.BadParameter(what, param_hint="--config")
+                what = (
+                    f"{flag.opts[0].removeprefix('--')} applies to the whole server; set it at the top level"
+                )
+                raise typer.BadParameter(f"{where}: {what}", param_hint="--config")
         context.obj[name] = {flag.name: flag.process_value(context, value) for flag, value in chosen}
     return path
 
 
 def _flags_in(entries: Mapping[str, Any], where: str, context: typer.Context) -> Iterator[tuple[Any, Any]]:
     """Yield the flag for each entry in a table of the configuration file, with the entry's value."""
+    command: Any = context.command
+    params = {param.name: param for param in command.params if param.name != "config"}
     flags = {
-        flag.removeprefix("--").replace("-", "_"): parameter
-        for parameter in context.command.params
-        for flag in parameter.opts
-        if flag.startswith("--") and parameter.name != "config"
+        flag.removeprefix("--"): params[param.name]
+        for param in (*params.values(), *command.aliases)
+        for flag in param.opts
+        if flag.startswith("--")
     }
     for entry, value in entries.items():
-        name = entry.replace("-", "_")
+        name = entry.replace("_", "-")
         if name not in flags:
-            near = nearest_name(name, flags, 0.6)
+            near = nearest_name(name, [flag for flag, param in flags.items() if not param.hidden], 0.6)
             hint = f"; did you mean {near}?" if near else "; entries are named as the flags"
             raise typer.BadParameter(f"{where}: unknown entry {entry!r:.60}{hint}", param_hint="--config")
         yield flags[name], value
 
 
-_Config = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        help="TOML file with values of flags, and a table [models.NAME] for each further model. Flags on the "
-        "command line and environment variables take precedence.",
-        envvar="LOGPROBE_CONFIG",
-        is_eager=True,
-        callback=_read_config,
-    ),
-]
-
-
-@takes_ignored
-@takes_settings(ServerSettings, EngineConfig, without=frozenset({"model"}))
 def serve(
     context: typer.Context,
-    model: _Model = None,
-    model_option: _ModelOption = None,
-    config: _Config = None,  # noqa: ARG001 - its callback has read it
-    **flags: Any,
+    model: Annotated[
+        str | None, typer.Argument(help=MODEL_HELP, show_default=DEFAULT_MODEL, autocompletion=complete_model)
+    ] = None,
+    *,
+    model_option: Annotated[
+        str | None, typer.Option("--model", help="Same as the argument MODEL.", autocompletion=complete_model)
+    ] = None,
+    config: Annotated[  # noqa: ARG001 - its callback has read it
+        Path | None,
+        typer.Option(
+            help="TOML file with values of flags, and a table [models.NAME] for each further model. Flags "
+            "on the command line and environment variables take precedence.",
+            is_eager=True,
+            callback=_read_config,
+        ),
+    ] = None,
+    settings: ServerSettings,
+    engine: EngineFlags,
+    ignored: IgnoredFlags,  # type: ignore[valid-type]  # a dataclass that is made from a table
 ) -> None:
     """Serve models with an OpenAI-compatible HTTP API.
 
-    Every flag can also be set by an environment variable. On SIGTERM or Ctrl-C, the server finishes requests
-    in progress before it exits (see --drain-s).
+    Every flag can also be set by an environment variable: --drain-s by LOGPROBE_DRAIN_S. There, spaces
+    separate the values of a repeated flag. On SIGTERM or Ctrl-C, the server finishes requests in progress
+    before it exits.
+
+    Examples:
+        logprobe serve smollm2 --port 8000
+        logprobe serve --config server.toml
+        LOGPROBE_API_KEY=... logprobe serve ./model --host 0.0.0.0 --max-num-seqs 32
     """
-    own, engine = (
-        {field.name: _frozen(flags[field.name]) for field in fields(kind) if field.name in flags}
-        for kind in (ServerSettings, EngineConfig)
-    )
-    others = {name: flags[name] for name in flags.keys() - own.keys() - engine.keys()}
-    words = {name: value_in(value) for name, value in others.items() if value is not None}
-    with flags_for():
-        source = context.get_parameter_source("model_option")
-        model = _model_of(model, model_option, is_typed=source is not None and source.name == "COMMANDLINE")
-        default_name = {} if own.get("served_model_name") else {"model_name": model}
-        settings = ServerSettings(**default_name | _chosen(own))
-        engine_config = EngineConfig(model=model, **engine | words)
-        further = _further(settings, context.obj or {})
+    source = context.get_parameter_source("model_option")
+    model = _model_of(model, model_option, is_typed=source is not None and source.name == "COMMANDLINE")
+    if not settings.served_model_name:
+        settings = replace(settings, model_name=model)
+    given = {name: value_in(value) for name, value in vars(ignored).items() if value is not None}
+    engine_config = EngineConfig(model=model, **vars(engine), **given)
+    further = _further(settings, context.obj or {})
     for name in (model, *(one.config.model for one in further.values())):
         resolve(name)  # reject an unknown name before slow imports
     say_loading(model)
@@ -157,7 +206,7 @@ def _model_of(argument: str | None, option: str | None, *, is_typed: bool) -> st
         ParameterError: argument and option name different models.
     """
     is_one = argument is None or not is_typed or argument == option
-    require(is_one, "model", f"is {option!r}, but the argument is {argument!r}; set only one of them")
+    require(is_one, "model_option", f"is {option!r}, but the argument is {argument!r}; set only one of them")
     return argument or option or DEFAULT_MODEL
 
 
@@ -169,5 +218,9 @@ def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _chosen(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+def value_in(value: str | bool) -> Any:
+    """Parse the value of an untyped flag: as JSON if it is valid JSON, otherwise as text."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value

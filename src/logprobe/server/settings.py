@@ -1,13 +1,15 @@
-"""Frozen server settings; each is a flag of `logprobe serve` and an environment variable `LOGPROBE_*`."""
+"""Frozen server settings, which are also the options of `logprobe serve`."""
 
 from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
+import typer
 
 from logprobe.config import strict_keywords
 from logprobe.errors import ParameterError, require
@@ -18,131 +20,230 @@ if TYPE_CHECKING:
     from logprobe.config import EngineConfig
 
 
+_address = partial(typer.Option, rich_help_panel="Address and keys")
+_models = partial(typer.Option, rich_help_panel="Models")
+_limit = partial(typer.Option, rich_help_panel="Limits")
+_time = partial(typer.Option, rich_help_panel="Timeouts (seconds)")
+_log = partial(typer.Option, rich_help_panel="Logging")
+
+
 @strict_keywords
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerSettings:
     """Addresses, keys, models, limits, timeouts and logging of the server.
 
-    Args:
-        host: address to listen on; by default, only this machine can connect.
-        port: port to listen on; 0 selects a free one.
-        metrics_port: additional port on 127.0.0.1 that serves `/metrics` without a key; 0 selects a free one.
-        api_key: API key that requests must send as `Authorization: Bearer KEY`. Any of several keys is
-            accepted; without keys, no key is required. If other machines can reach the server, a key must
-            have at least 16 characters.
-        api_key_file: file with further API keys, one per line; reloaded on SIGHUP.
-        operator_key: key of operators, who may load LoRA weights and replace the model's weights over HTTP.
-            Any of several keys is accepted; without keys, these routes are disabled. At least 16 characters.
-        ssl_certfile: TLS certificate (PEM, with its chain), to serve HTTPS.
-        ssl_keyfile: private key of the certificate; None: in the same file.
-        model_name: name of the model in requests and replies; None: the name or path that it is loaded by.
-        served_model_name: further names of the model; without model_name, replies use the first of them.
-        lora: LoRA weights to load at startup, as NAME=PATH of a local folder; requests select them with
-            `lora` or `model`.
-        also_model: further models, as NAME=MODEL, where MODEL is a name or path like that of the first
-            model. A further model is loaded on the first request that names it as `model`. Tables
-            [models.NAME] of a configuration file override its settings.
-        preload: names of further models to load at startup.
-        max_models_bytes: memory for further models, in bytes of their weight files and KV caches; the least
-            recently used model is unloaded to make room. None: the memory that is free after the first
-            model is loaded.
-        response_template: JSON file, in the format of transformers' `response_template`, with the markers
-            that delimit reasoning and tool calls; None: derived from the chat template.
-        trust_request_chat_template: render the `chat_template` of a request; the template is a program that
-            runs in a sandbox. By default, a request with a template gets 400.
-        logprobs_mode: distribution of log-probabilities in replies if the request selects none:
-            raw_logprobs (the model's), processed_logprobs (the one that tokens are sampled from), or both.
-        max_logprobs: maximum alternatives per token that a request may ask for; -1: no limit.
-        max_body_bytes: maximum size of a request body.
-        max_body_values: maximum JSON values in a body; an object, a list and a key count as eight each.
-        max_text_bytes: maximum text to tokenize per request.
-        max_messages: maximum messages of a conversation.
-        max_token_ids: maximum ids in a list of token ids other than a prompt, and entries of logit_bias.
-        max_logprob_token_ids: maximum ids per position in logprob_token_ids; -1: no limit.
-        max_bad_words: maximum texts in bad_words.
-        max_stop: maximum stop strings.
-        max_stop_bytes: maximum total size of the stop strings.
-        strict_fields: reject every unknown field of a body with 400; by default, unknown fields that cannot
-            change the reply are ignored and named in the `Warning` header.
-        max_requests: maximum completions in progress or waiting, of all requests together; also the maximum
-            prompts, continuations, documents, or prompts times labels of one request, and with max_waiting
-            the maximum concurrent HTTP requests of a route. A client (identified by key, or else address)
-            with few requests in progress may exceed this and the next two limits by an eighth, so that one
-            client cannot block all others.
-        max_tokens_in_flight: maximum prompt tokens plus tokens to generate of these completions.
-        max_logprob_bytes: maximum memory for the log-probabilities of these completions, in records and
-            replies.
-        max_waiting: maximum requests of one client that wait for capacity; further ones get 429 at once.
-            0: no request waits.
-        max_field_rows: maximum next-token rows for `field_logprobs: "members"` in one reply, for all choices
-            and values together; values that are not scored then are reported as `unresolved`.
-        buffer_rows: token rows that a stream may be ahead of its client before the request is paused.
-        max_stored: maximum stored responses of `/v1/responses`; when full, the oldest response of the key
-            that stores most is deleted.
-        max_stored_bytes: maximum total size of stored responses and their conversations, in bytes of JSON.
-        header_timeout_s: maximum time to wait for a request on an open connection, and for its header to
-            arrive.
-        body_timeout_s: maximum time for the body of a request to arrive.
-        wait_timeout_s: maximum time that a request waits for capacity before it gets 429.
-        write_timeout_s: maximum time that a client may leave sent data unread; then the connection is closed.
-        stall_s: time in one step after which the engine counts as stuck.
-        drain_s: time for requests in progress to finish after SIGTERM or Ctrl-C; a second signal aborts them.
-        allowed_host: further host names that requests may use for this server; * allows all.
-        cors_origin: web origins that may call the server; none by default.
-        log_level: minimum log level: debug, info, warning or error.
-        log_format: text, or json for one JSON object per line.
-        access_log: log a line for each finished request.
-        log_requests: log the bodies of requests.
+    An annotated field is an option of `logprobe serve`, which reads the help and the names of its flag here.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    metrics_port: int | None = None
-    api_key: tuple[str, ...] = ()
-    api_key_file: str | None = None
-    operator_key: tuple[str, ...] = ()
-    ssl_certfile: str | None = None
-    ssl_keyfile: str | None = None
-    model_name: str | None = None
-    served_model_name: tuple[str, ...] = ()
-    lora: tuple[str, ...] = ()
-    also_model: tuple[str, ...] = ()
-    preload: tuple[str, ...] = ()
-    max_models_bytes: int | None = None
-    response_template: str | None = None
-    trust_request_chat_template: bool = False
-    logprobs_mode: str = "raw_logprobs"
-    max_logprobs: int = 20
-    max_body_bytes: int = 8 << 20
-    max_body_values: int = 1 << 19
-    max_text_bytes: int = 1 << 20
-    max_messages: int = 2048
-    max_token_ids: int = 1 << 16
-    max_logprob_token_ids: int = 256
-    max_bad_words: int = 1024
-    max_stop: int = 64
-    max_stop_bytes: int = 4096
-    strict_fields: bool = False
-    max_requests: int = 512
-    max_tokens_in_flight: int = 4 << 20
-    max_logprob_bytes: int = 2 << 30
-    max_waiting: int = 64
-    max_field_rows: int = 1024
-    buffer_rows: int = 100
-    max_stored: int = 256
-    max_stored_bytes: int = 64 << 20
-    header_timeout_s: float = 10.0
-    body_timeout_s: float = 30.0
-    wait_timeout_s: float = 30.0
-    write_timeout_s: float = 30.0
-    stall_s: float = 60.0
-    drain_s: float = 30.0
-    allowed_host: tuple[str, ...] = ()
-    cors_origin: tuple[str, ...] = ()
-    log_level: str = "info"
-    log_format: str = "text"
-    access_log: bool = True
-    log_requests: bool = False
+    host: Annotated[
+        str, _address(help="Address to listen on; by default, only this machine can connect.")
+    ] = "127.0.0.1"
+    port: Annotated[int, _address(help="Port to listen on; 0 selects a free one.")] = 8000
+    metrics_port: Annotated[
+        int | None,
+        _address(
+            help="Additional port on 127.0.0.1 that serves /metrics without a key; 0 selects a free one."
+        ),
+    ] = None
+    api_key: Annotated[
+        tuple[str, ...],
+        _address(
+            help="API key that requests must send as `Authorization: Bearer KEY`. Any of several keys is "
+            "accepted; without keys, no key is required. If other machines can reach the server, a "
+            "key must have at least 16 characters."
+        ),
+    ] = ()
+    api_key_file: Annotated[
+        str | None, _address(help="File with further API keys, one per line; reloaded on SIGHUP.")
+    ] = None
+    operator_key: Annotated[
+        tuple[str, ...],
+        _address(
+            help="Key of operators, who may load LoRA weights and replace the model's weights over HTTP. "
+            "Any of several keys is accepted; without keys, these routes are disabled. At least 16 "
+            "characters."
+        ),
+    ] = ()
+    ssl_certfile: Annotated[
+        str | None, _address(help="TLS certificate (PEM, with its chain), to serve HTTPS.")
+    ] = None
+    ssl_keyfile: Annotated[
+        str | None, _address(help="Private key of the certificate; by default in the same file.")
+    ] = None
+    allowed_host: Annotated[
+        tuple[str, ...],
+        _address(help="Further host name that requests may use for this server; * allows all."),
+    ] = ()
+    cors_origin: Annotated[
+        tuple[str, ...],
+        _address(
+            "--allowed-origins",
+            "--cors-origin",
+            help="Web origin that may call the server, such as https://example.com; * allows all. None by "
+            "default.",
+        ),
+    ] = ()
+    model_name: str | None = None  # name of the model in replies; None: the first of served_model_name
+    served_model_name: Annotated[
+        tuple[str, ...],
+        _models(
+            "--served-model-name",
+            "--model-name",
+            help="Name of the model in requests; the first one is also its name in replies. By default the "
+            "name or path that the model is loaded by.",
+        ),
+    ] = ()
+    lora: Annotated[
+        tuple[str, ...],
+        _models(
+            "--lora-modules",
+            "--lora",
+            metavar="NAME=PATH",
+            help="LoRA weights to load at startup, from a local folder; requests select them with `lora` "
+            "or `model`.",
+        ),
+    ] = ()
+    also_model: Annotated[
+        tuple[str, ...],
+        _models(
+            metavar="NAME=MODEL",
+            help="Further model, which is loaded on the first request that names it as `model`. MODEL is a "
+            "name or path like that of the first model. Tables [models.NAME] of a configuration file "
+            "override its settings.",
+        ),
+    ] = ()
+    preload: Annotated[
+        tuple[str, ...], _models(metavar="NAME", help="Further model to load at startup.")
+    ] = ()
+    max_models_bytes: Annotated[
+        int | None,
+        _models(
+            help="Memory for further models: their weight files and KV caches. The least recently used "
+            "model is unloaded to make room. By default the memory that is free after the first model "
+            "is loaded."
+        ),
+    ] = None
+    response_template: Annotated[
+        str | None,
+        _models(
+            help="JSON file, in the format of transformers' `response_template`, with the markers that "
+            "delimit reasoning and tool calls; by default derived from the chat template."
+        ),
+    ] = None
+    trust_request_chat_template: Annotated[
+        bool,
+        _models(
+            help="Render the `chat_template` of a request; the template is a program that runs in a sandbox. "
+            "By default, a request with a template gets 400."
+        ),
+    ] = False
+    logprobs_mode: Annotated[
+        str,
+        _models(
+            help="Distribution of log-probabilities in replies if the request selects none: raw_logprobs "
+            "(the model's), processed_logprobs (the one that tokens are sampled from), or both."
+        ),
+    ] = "raw_logprobs"
+    max_logprobs: Annotated[
+        int, _limit(help="Maximum alternatives per token that a request may ask for; -1: no limit.")
+    ] = 20
+    max_body_bytes: Annotated[int, _limit(help="Maximum size of a request body.")] = 8 << 20
+    max_body_values: Annotated[
+        int, _limit(help="Maximum JSON values in a body; an object, a list and a key count as eight each.")
+    ] = 1 << 19
+    max_text_bytes: Annotated[int, _limit(help="Maximum text to tokenize per request.")] = 1 << 20
+    max_messages: Annotated[int, _limit(help="Maximum messages of a conversation.")] = 2048
+    max_token_ids: Annotated[
+        int, _limit(help="Maximum ids in a list of token ids other than a prompt, and entries of logit_bias.")
+    ] = 1 << 16
+    max_logprob_token_ids: Annotated[
+        int, _limit(help="Maximum ids per position in logprob_token_ids; -1: no limit.")
+    ] = 256
+    max_bad_words: Annotated[int, _limit(help="Maximum texts in bad_words.")] = 1024
+    max_stop: Annotated[int, _limit(help="Maximum stop strings.")] = 64
+    max_stop_bytes: Annotated[int, _limit(help="Maximum total size of the stop strings.")] = 4096
+    strict_fields: Annotated[
+        bool,
+        _limit(
+            help="Reject every unknown field of a body with 400; by default, unknown fields that cannot "
+            "change the reply are ignored and named in the `Warning` header."
+        ),
+    ] = False
+    max_requests: Annotated[
+        int,
+        _limit(
+            help="Maximum completions in progress or waiting, of all requests together; also the maximum "
+            "prompts, continuations, documents, or prompts times labels of one request, and with "
+            "--max-waiting the maximum concurrent HTTP requests of a route. A client (identified by "
+            "key, or else address) with few requests in progress may exceed this and the next two "
+            "limits by an eighth, so that one client cannot block all others."
+        ),
+    ] = 512
+    max_tokens_in_flight: Annotated[
+        int, _limit(help="Maximum prompt tokens plus tokens to generate of these completions.")
+    ] = 4 << 20
+    max_logprob_bytes: Annotated[
+        int,
+        _limit(help="Maximum memory for the log-probabilities of these completions, in records and replies."),
+    ] = 2 << 30
+    max_waiting: Annotated[
+        int,
+        _limit(
+            help="Maximum requests of one client that wait for capacity; further ones get 429 at once. 0: "
+            "no request waits."
+        ),
+    ] = 64
+    max_field_rows: Annotated[
+        int,
+        _limit(
+            help='Maximum next-token rows for `field_logprobs: "members"` in one reply, for all choices and '
+            "values together; values that are not scored then are reported as `unresolved`."
+        ),
+    ] = 1024
+    buffer_rows: Annotated[
+        int, _limit(help="Token rows that a stream may be ahead of its client before the request is paused.")
+    ] = 100
+    max_stored: Annotated[
+        int,
+        _limit(
+            help="Maximum stored responses of /v1/responses; when full, the oldest response of the key "
+            "that stores most is deleted."
+        ),
+    ] = 256
+    max_stored_bytes: Annotated[
+        int, _limit(help="Maximum total size of stored responses and their conversations, in bytes of JSON.")
+    ] = 64 << 20
+    header_timeout_s: Annotated[
+        float,
+        _time(help="Maximum time to wait for a request on an open connection, and for its header to arrive."),
+    ] = 10.0
+    body_timeout_s: Annotated[float, _time(help="Maximum time for the body of a request to arrive.")] = 30.0
+    wait_timeout_s: Annotated[
+        float, _time(help="Maximum time that a request waits for capacity before it gets 429.")
+    ] = 30.0
+    write_timeout_s: Annotated[
+        float,
+        _time(help="Maximum time that a client may leave sent data unread; then the connection is closed."),
+    ] = 30.0
+    stall_s: Annotated[float, _time(help="Time in one step after which the engine counts as stuck.")] = 60.0
+    drain_s: Annotated[
+        float,
+        _time(
+            help="Time for requests in progress to finish after SIGTERM or Ctrl-C; a second signal aborts "
+            "them."
+        ),
+    ] = 30.0
+    log_level: Annotated[str, _log(help="Minimum level of messages: debug, info, warning or error.")] = "info"
+    log_format: Annotated[str, _log(help="text, or json for one JSON object per line.")] = "text"
+    access_log: Annotated[bool, _log(help="Log a line for each finished request.")] = True
+    log_requests: Annotated[
+        bool,
+        _log(
+            "--enable-log-requests/--no-enable-log-requests",
+            "--log-requests/--no-log-requests",
+            help="Log the bodies of requests.",
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         for name, port in {"port": self.port, "metrics_port": self.metrics_port or 0}.items():
@@ -160,6 +261,10 @@ class ServerSettings:
         for setting in self.also_model:
             name, _, model = setting.partition("=")
             require(name and model, "also_model", f"must be NAME=MODEL, got {setting!r}")
+        for origin in self.cors_origin:
+            is_origin = origin in {"*", "null"} or ("://" in origin and origin[0] != "[")
+            remedy = "must be an origin such as https://example.com, or *; repeat the flag for several"
+            require(is_origin, "cors_origin", remedy, got=origin)
         room = self.max_models_bytes
         require(room is None or room > 0, "max_models_bytes", f"must be positive, got {room}")
         require(self.max_stored >= 0, "max_stored", f"must be 0 or more, got {self.max_stored}")

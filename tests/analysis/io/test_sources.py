@@ -88,3 +88,16 @@ def test_a_small_file_of_large_texts_is_read_in_bounded_memory(tmp_path: Path) -
     assert path.stat().st_size < 1000
     done = subprocess.run([sys.executable, "-c", READ, str(path)], check=True, capture_output=True, text=True)
     assert int(done.stdout) < 500 << 10  # KiB; all texts are 4 GiB
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_the_rows_of_a_csv_file_take_its_bytes(tmp_path: Path, newline: str) -> None:
+    path = tmp_path / "in.csv"
+    rows = ['text,"n,ame"', '"é 🌊, é",1', f'"two{newline}lines ""é""",2', "日本,3", ""]
+    path.write_bytes(newline.join(rows).encode())
+    [source] = find_sources([str(path)])
+    read = list(read_rows([source], ["text"]))
+    assert [row.values["text"] for row in read] == ["é 🌊, é", f'two{newline}lines "é"', "日本"]
+    header, *sizes = (len(f"{row}{newline}".encode()) for row in rows[:-1])
+    assert [row.num_bytes for row in read] == [header + sizes[0], *sizes[1:]]
+    assert sum(row.num_bytes for row in read) == source.num_bytes

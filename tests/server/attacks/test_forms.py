@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "thread": (),
     "process": ("--engine-process",),
-    "replicas": ("--data-parallel", "2"),
+    "replicas": ("--data-parallel-size", "2"),
 }
 BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "/v1/completions": (CompletionBody, {"prompt": "the cat", "max_tokens": 4, "logprobs": 1}),

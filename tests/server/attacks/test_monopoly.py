@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from server_process import Attacked
 
 KEYS = ("--api-key", "hog", "--api-key", "other")
-LAYOUTS = {"thread": (), "process": ("--engine-process",), "two replicas": ("--data-parallel", "2")}
+LAYOUTS = {"thread": (), "process": ("--engine-process",), "two replicas": ("--data-parallel-size", "2")}
 LONG = {"max_tokens": 700, "ignore_eos": True, "temperature": 1}
 # Fills `max_requests` (512) for as long as the model's context allows, in so many calls.
 HOGS: dict[str, tuple[int, dict[str, Any]]] = {

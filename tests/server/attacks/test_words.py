@@ -226,7 +226,7 @@ def test_connections_that_send_rubbish_are_counted_and_logged_now_and_then(
 
 
 def test_what_the_operator_asked_for_is_logged_with_the_time(serve_process: Any) -> None:
-    with serve_process("--log-requests") as server:
+    with serve_process("--enable-log-requests") as server:
         server.check_alive()
         eventually(lambda: bool(server.log), "nothing is logged")
     assert TIMED.match(server.log[0])

@@ -295,11 +295,19 @@ def _json_values(line: bytes, columns: Sequence[str]) -> dict[str, Any] | str:
 
 def _read_csv(source: Source, columns: Sequence[str]) -> Iterator[Raw]:
     csv.field_size_limit(sys.maxsize)
+    num_read = 0  # bytes of the lines since the last row
+
+    def counted(lines: Iterable[str]) -> Iterator[str]:
+        nonlocal num_read
+        for line in lines:
+            num_read += len(line.encode())
+            yield line
+
     with _binary(source) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as stream:
-        reader = csv.DictReader(stream, strict=True)
+        reader = csv.DictReader(counted(stream), strict=True)
         _check_columns(source.name, columns, reader.fieldnames or [])
         for values in reader:
-            num_bytes = sum(len(str(value)) + 1 for value in values.values())
+            num_bytes, num_read = num_read, 0
             missing = [name for name in columns if values.get(name) is None]
             problem = f"is too short: has no {', '.join(map(repr, missing))}" if missing else None
             yield reader.line_num, num_bytes, problem or {name: values[name] for name in columns}

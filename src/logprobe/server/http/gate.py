@@ -222,7 +222,7 @@ def check_caller(headers: Headers, scheme: str, settings: ServerSettings) -> Non
         pages = f"pages of {shortened(origin)!r}"
         raise ApiError(
             403,
-            f"{pages} may not call this server; start it with --cors-origin to allow them",
+            f"{pages} may not call this server; start it with --allowed-origins to allow them",
             code="origin_not_allowed",
         )
 

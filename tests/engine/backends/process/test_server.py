@@ -33,7 +33,15 @@ def serving(
     settings: dict[str, Any], *flags: str, **environment: str
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Run `logprobe serve --engine-process` and yield the process and its address."""
-    words = ["--engine-process", "--port", "0", "--kv-bytes", "8388608", "--model-name", "tiny"]
+    words = [
+        "--engine-process",
+        "--port",
+        "0",
+        "--kv-cache-memory-bytes",
+        "8388608",
+        "--served-model-name",
+        "tiny",
+    ]
     words += ["--drain-s", str(LIMIT_S), *flags]
     path = os.pathsep.join(filter(None, sys.path))
     process = subprocess.Popen(
@@ -148,7 +156,7 @@ def test_a_replica_that_is_stopped_leaves_the_server_well_and_goes_with_it(
     settings: dict[str, Any], until: Callable[[Callable[[], bool]], None]
 ) -> None:
     with (
-        serving(settings, "--stall-s", "3", "--data-parallel", "2") as (process, url),
+        serving(settings, "--stall-s", "3", "--data-parallel-size", "2") as (process, url),
         httpx.Client(base_url=url, timeout=LIMIT_S) as client,
     ):
         engines = engines_of(process)
