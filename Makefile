@@ -72,12 +72,15 @@ test-sanitize: $(VENV)/.test  ## the kernels' tests on native libraries built wi
 GPU_PYTHON ?= python3
 GPU_RESULTS := benchmarks/results/gpu.json
 GPU_TESTS := tests/gpu tests/kernels tests/transport/test_copy.py
+GPU_KERNEL_TESTS := tests/kernels/triton tests/engine/forward/cuda
 .PHONY: gpu
 gpu: export PYTHONPATH := src:$(PYTHONPATH)
 gpu:  ## on an NVIDIA GPU: its tests, then benchmarks/bench_gpu.py, in six minutes; GPU_PYTHON=python3, no installation
 	$(GPU_PYTHON) -c "import torch; assert torch.cuda.is_available(), 'there is no NVIDIA GPU here'"
-	@failed=; timeout --signal INT --kill-after 10 120 \
-	$(GPU_PYTHON) -m pytest -q -m gpu -n 4 --dist loadgroup -p no:cacheprovider -o filterwarnings=default $(GPU_TESTS) || failed=" tests"; \
+	@failed=; timeout --signal INT --kill-after 10 100 \
+	$(GPU_PYTHON) -m pytest -q -m gpu -n 8 --dist loadgroup -p no:cacheprovider -o filterwarnings=default $(GPU_TESTS) || failed=" tests"; \
+	timeout --signal INT --kill-after 10 50 \
+	$(GPU_PYTHON) -m pytest -q -n 8 -p no:cacheprovider -o filterwarnings=default $(GPU_KERNEL_TESTS) || failed="$$failed kernels"; \
 	$(GPU_PYTHON) benchmarks/bench_gpu.py --out $(GPU_RESULTS) $(OPTIONS) || failed="$$failed benchmarks"; \
 	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
@@ -153,7 +156,6 @@ test-uncertainty: $(VENV)/.test  ## figures of answers against the code of lm-po
 MINUTES ?= 15
 torture: $(VENV)/.test  ## mixed requests for MINUTES=15 in every layout, with faults, and drawn numbers against scored ones
 	PYTHONPATH=tests:tests/torture:benchmarks:benchmarks/rivals $(BIN)/python benchmarks/torture.py --minutes $(MINUTES)
-	$(BIN)/python docs/reliability_page.py > docs/reliability.md
 
 .PHONY: test-ray
 test-ray: $(VENV)/.test  ## data sets on a real local Ray, an actor killed half way; installs the extra `ray`
@@ -165,21 +167,17 @@ notebook: $(VENV)/.base  ## run examples/surprisal.ipynb anew and keep what it s
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[notebook,frames,plot]'
 	$(BIN)/python docs/run_notebook.py
 
-bench: $(VENV)/.base  ## every benchmark but bench-real and gpu beside the rivals that are there, then the pages of their figures; OPTIONS="--rounds 3" for fewer
+bench: $(VENV)/.base  ## every benchmark but bench-real and gpu beside the rivals that are there, then the page of their figures; OPTIONS="--rounds 3" for fewer
 	@failed=; for script in $(filter-out benchmarks/bench_real.py benchmarks/bench_gpu.py,$(wildcard benchmarks/bench_*.py)); do $(BIN)/python $$script $(OPTIONS) || failed="$$failed $$script"; done; \
-	$(BIN)/python benchmarks/report.py; $(BIN)/python docs/reliability_page.py > docs/reliability.md; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+	$(BIN)/python benchmarks/report.py; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 bench-real: $(VENV)/.test  ## a model of 1.2 billion random weights beside the rivals that are there; OPTIONS="--model FOLDER" for another
 	$(BIN)/python benchmarks/bench_real.py $(OPTIONS) && $(BIN)/python benchmarks/report.py
 
-docs: $(VENV)/.base  ## the pages that are made (from help, tables, limits, errors), then all of them as a site in site/
-	$(BIN)/python docs/cli_help.py > docs/cli.md
-	$(BIN)/python docs/models_page.py > docs/models.md
-	$(BIN)/python docs/reliability_page.py > docs/reliability.md
-	$(BIN)/python docs/errors_page.py > docs/errors.md
-	$(BIN)/python docs/dependencies.py > docs/dependencies.md
+# Not with --quiet: MkDocs would not count the warnings that --strict turns into errors.
+docs: $(VENV)/.base  ## the site, in site/; the hook docs/site_hook.py fills in the generated parts of its pages
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # The wheel from the source archive, both as published, in an environment of their own with what they declare.
 .PHONY: test-wheel

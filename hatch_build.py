@@ -1,4 +1,4 @@
-"""Compiles the native kernels (docs/dev/kernels.md) during a build: one library for each kind of processor.
+"""Build hooks: compile the native kernels (docs/dev/kernels.md), and adapt README.md for package indexes.
 
 The machine's C++ compiler (or the one in `CXX`) is used, or zig's from PyPI where there is none.
 `LOGPROBE_TARGET` is the platform tag of a wheel to compile for by zig: one of TARGETS.
@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -21,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
+README = Path(__file__).parent / "README.md"
 NATIVE = Path(__file__).parent / "native"
 FOLDER = Path(__file__).parent / "src" / "logprobe" / "kernels" / "_native"
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-pthread", "-DNDEBUG"]
@@ -35,6 +38,15 @@ TARGETS = {
     "macosx_11_0_arm64": "aarch64-macos.11.0",
     "win_amd64": "x86_64-windows-gnu",
 }
+
+
+class PackageReadme(MetadataHookInterface):
+    """Sets README.md as the description of the package."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Replace relative links, which an index cannot follow, by the paths of the files."""
+        text = re.sub(r"\[([^\]]+)\]\((?![a-z]+:|#)([^)#]+)[^)]*\)", r"\1 (`\2`)", README.read_text("utf-8"))
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}
 
 
 class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]

@@ -79,7 +79,7 @@ print(health.result(), others.result())
 """
 
 Body = dict[str, Any]
-CHAT, COMPLETIONS, SCORE = "/v1/chat/completions", "/v1/completions", "/v1/score"
+CHAT, COMPLETIONS, SCORE = "/v1/chat/completions", "/v1/completions", "/v1/loglikelihood"
 
 
 def ref_chain(length: int) -> Body:

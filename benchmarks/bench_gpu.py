@@ -50,7 +50,7 @@ from gpu_models import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-SECONDS = 270.0
+SECONDS = 205.0
 GRACE_S = 20.0  # a section that outlasts its budget by more is killed
 START_S = 60.0  # for the process that measures to start
 TOP = 20

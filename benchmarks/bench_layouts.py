@@ -34,7 +34,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "`logprobs=-1`, the whole vocabulary": {"logprobs": -1},
 }
 BATCH, PROMPT_LEN, NEW_TOKENS = 32, 32, 24
-WEIGHTS = ("published", "plain")
+WEIGHTS = ("checkpoint", "plain")
 
 
 def rate(

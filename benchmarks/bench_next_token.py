@@ -28,7 +28,7 @@ from prompts import prompts
 from protocol import ask_rounds
 from servers import our_program, serving
 
-from logprobe import RemoteLM
+from logprobe import RemoteLLM
 
 NUM_PREFIXES, PREFIX_LEN, SHARED_LEN, NUM_ROUNDS = 64, 32, 24, 16
 FEWER_ROUNDS = {"genlm default": 4, "vllm default": 1}
@@ -41,7 +41,7 @@ TARGETS = [
     Target(against="vllm best", at_least=4.0),
     Target(against="vllm default", at_least=20.0),
 ]
-WEIGHTS = "published"  # the same in process and served
+WEIGHTS = "checkpoint"  # the same in process and served
 
 
 def num_prefixes(arena: Arena) -> int:
@@ -86,9 +86,9 @@ class InProcess:
 
 
 class OverHttp:
-    """Our server, asked by `RemoteLM`; it has one thread of this process beside the server's two."""
+    """Our server, asked by `RemoteLLM`; it has one thread of this process beside the server's two."""
 
-    def __init__(self, arena: Arena, lm: RemoteLM, num_rounds: int) -> None:
+    def __init__(self, arena: Arena, lm: RemoteLLM, num_rounds: int) -> None:
         self._arena, self._lm, self._num_rounds = arena, lm, num_rounds
         asyncio.run(ask_rounds(self._lm, **asked(arena, min(2, num_rounds), WARM_UP_SEED)))
 
@@ -100,7 +100,7 @@ class OverHttp:
         return self._num_rounds * len(inputs["prefixes"]) / (time.perf_counter() - started)
 
 
-def rate_figures(arena: Arena, remote: RemoteLM, num_rounds: int) -> list[Figure]:
+def rate_figures(arena: Arena, remote: RemoteLLM, num_rounds: int) -> list[Figure]:
     """Rows a second of all, and of those that run in vLLM, from one race."""
     fewer = {label: min(count, num_rounds) for label, count in FEWER_ROUNDS.items()}
     contestants: dict[str, Measure] = {FLOOR: arena.floor(num_prefixes(arena))}
@@ -158,7 +158,7 @@ def main() -> None:
     with Arena(options) as arena, contextlib.ExitStack() as stack:
         stall = stall_figure(arena, num_rounds)
         served = stack.enter_context(serving(our_program(arena.model_folder, "--weights", WEIGHTS)))
-        remote = stack.enter_context(RemoteLM(served.url))
+        remote = stack.enter_context(RemoteLLM(served.url))
         rates = rate_figures(arena, remote, num_rounds)
     publish(Path(__file__).stem, [*rates, stall], options)
 

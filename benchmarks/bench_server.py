@@ -26,7 +26,7 @@ NUM_TOKENS = 48
 IN_PROCESS = "in process"
 VLLM_SERVER = "vllm server"
 REST_S = 4.0  # vLLM's worker spins on a core for three seconds after its last request
-WEIGHTS = "published"  # the same in both
+WEIGHTS = "checkpoint"  # the same in both
 TOPICS = ("lighthouses", "rivers", "bread", "clocks", "bees", "maps", "bridges", "snow")
 
 

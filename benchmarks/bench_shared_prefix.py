@@ -1,6 +1,6 @@
 """This measures scoring four continuations to one 256-token context, as a multiple-choice question does.
 
-Ours in process (`LLM.score`) and over HTTP (`POST /v1/score`), beside the harness's `hf` model in process.
+Ours in process (`LLM.score`) and over HTTP (`POST /v1/loglikelihood`), beside the harness's `hf` model.
 """
 
 import time
@@ -43,7 +43,7 @@ def figure(arena: Arena, server: Served | None = None) -> Figure:
         for seed in (WARM_UP_SEED + number, number):
             [body] = inputs(seed)
             began = time.perf_counter()
-            reply = url.post("/v1/score", body)
+            reply = url.post("/v1/loglikelihood", body)
             seconds = time.perf_counter() - began
         sums[OURS] = [float(one["logprob"]) for one in reply["data"]]
         return seconds

@@ -1,6 +1,6 @@
-"""The eight figures that a user decides by, each beside the best of the other libraries measured at it.
+"""Figures of docs/performance.md: the main tasks, each compared with the best other library.
 
-Which library that is, the figures say: nobody chooses the one that a row looks good beside.
+The recorded figures decide which library that is.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any, Self
 from harness import OURS
 from process import RIVALS
 
-# Task, in a user's words -> the benchmark and the figure that measures it.
+# Task -> the benchmark and the figure that measures it.
 HEADLINES = {
     "generate, one prompt, 20 alternatives a token": ("bench_decode", "decode, batch 1, logprobs 20"),
     "generate, 32 prompts at once, 20 alternatives": ("bench_decode", "decode, batch 32, logprobs 20"),
@@ -29,6 +29,22 @@ HEADLINES = {
     ),
     "start a process, until its first token": ("bench_start", "process start to first token"),
     "memory in use at the first token": ("bench_start", "resident memory at the first token"),
+    "1.2B in bfloat16: generate, one prompt": (
+        "bench_real --model llama-1b",
+        "bfloat16, 2,472 MB: decode, batch 1, logprobs 20",
+    ),
+    "1.2B in bfloat16: generate, 32 prompts at once": (
+        "bench_real --model llama-1b",
+        "bfloat16, 2,472 MB: decode, batch 32, logprobs 20",
+    ),
+    "1.2B in bfloat16: score texts of 512 tokens": (
+        "bench_real --model llama-1b",
+        "bfloat16, 2,472 MB: prompts of 512 tokens, top 20",
+    ),
+    "1.2B in Q4_K_M: generate, one prompt": (
+        "bench_real --model llama-1b --rivals llama_cpp",
+        "q4_k_m, 803 MB: decode, batch 1, logprobs 20",
+    ),
 }
 TITLES = {
     "genlm": "genlm-backend",
@@ -40,7 +56,7 @@ TITLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One task: ours, the best other library's, and how many times as good ours is."""
+    """One task: the figures of logprobe and of the best other library, and their ratio."""
 
     task: str
     bench: str
@@ -54,7 +70,7 @@ class Row:
 
     @classmethod
     def of(cls, task: str, bench: str, figure: Mapping[str, Any], content: Mapping[str, Any]) -> Self:
-        """The row of a figure that a benchmark recorded."""
+        """Return the row of a recorded figure."""
         rival = rivals(figure)[0]
         return cls(
             task=task,
@@ -74,19 +90,19 @@ def _library(contestant: str) -> str:
 
 
 def title(contestant: str) -> str:
-    """A contestant under the name that its library goes by."""
+    """Return the name of a contestant for readers."""
     library = _library(contestant)
     return TITLES.get(library, library) + contestant.removeprefix(library)
 
 
 def rivals(figure: Mapping[str, Any]) -> list[str]:
-    """The contestants that are other libraries, the one that ours is the least ahead of first."""
+    """Return the contestants that are other libraries, the best one first."""
     others = [name for name in figure["ratios"] if _library(name) in RIVALS.keys() - {OURS}]
     return sorted(others, key=lambda name: figure["ratios"][name]["median"])
 
 
 def rows(results: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    """The tasks, in their order, of which the results hold a figure beside another library's."""
+    """Return the tasks for which the results compare logprobe with another library, in order."""
     return [
         Row.of(task, bench, figure, results[bench])
         for task, (bench, name) in HEADLINES.items()

@@ -1,4 +1,4 @@
-"""Why a benchmark misses a target: which bytes or instructions are left. docs/performance.md shows it."""
+"""Reasons for missed targets, which `python benchmarks/report.py --all` prints."""
 
 REASONS = {
     "bench_decode": (

@@ -5,7 +5,7 @@ clients leave, read slowly, or send what is no body. An operator has the model's
 replaced by the same ones all the while, and another program puts other files in the place of the weights and
 back. Where the engine is a process of its own it is killed, stopped and starved every few seconds, and killed
 while its files are others or `TMPDIR` is gone. At the end a sample of the replies is asked for again, alone,
-and every number compared, bit for bit. docs/reliability.md shows the table.
+and every number compared, bit for bit.
 
 Drawn against scored: the numbers of generated tokens and those of the same tokens scored afterwards, from
 kept prefixes, cold, and in chunks, alone and among others.
@@ -489,7 +489,7 @@ def draw(llm: LLM, batch: int, num_tokens: int) -> Drawn:
             for _ in prompts
         ]
         for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
-            completion = output.outputs
+            [completion] = output.outputs
             drawn.append((prompt, list(completion.token_ids), numbers_in(completion.logprobs)))
     return drawn
 

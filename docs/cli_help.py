@@ -1,4 +1,4 @@
-"""Print docs/cli.md: the help of every command, as the command line itself gives it."""
+"""Print the help of every command as Markdown, for docs/cli.md."""
 
 from __future__ import annotations
 
@@ -14,22 +14,15 @@ from logprobe.cli.app import app, run
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-HEADER = """# Command line
 
-Made by `make docs` from the commands' own help. Results go to standard output, talk and progress bars to
-standard error; `-` is standard input. Exit codes: 0 all is well, 1 the work failed, 2 wrong use, 130
-interrupted. An error is one line, `error: ...`. Flags have no abbreviations.
-"""
-
-
-def page() -> str:
-    """The whole page."""
+def text() -> str:
+    """Return a section with the help of each command."""
     sections = [f"## logprobe{name}\n\n```text\n{help_of(path)}\n```\n" for name, path in commands()]
-    return "\n".join([HEADER, *sections])
+    return "\n".join(sections)
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
-    """Every command's name as a heading ends, and its words."""
+    """Yield the end of each command's heading, and its words."""
     pending: list[tuple[list[str], Any]] = [([], typer.main.get_command(app))]
     while pending:
         path, command = pending.pop(0)
@@ -39,7 +32,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 
 
 def help_of(path: list[str]) -> str:
-    """What `logprobe ... --help` prints, 80 columns wide."""
+    """Return the output of `logprobe ... --help` in a terminal of 80 columns."""
     width = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "80"
     try:
@@ -54,4 +47,4 @@ def help_of(path: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(text(), end="")

@@ -1,7 +1,7 @@
-"""What MkDocs needs beyond mkdocs.yml: the pages that stand beside docs/, and links that lead out of it.
+"""MkDocs hooks: add the pages outside docs/, fill in the generated parts, and rewrite links.
 
-README, SECURITY, CONTRIBUTING and CHANGELOG stay where a repository has them; programs of examples/ become
-pages. Links between all of these are written for the repository, and are led to the site's pages here.
+README, SECURITY, CONTRIBUTING, CHANGELOG, LICENSE and the programs in examples/ become pages of the site.
+Links in all pages are written for the repository; the hook rewrites them to pages of the site.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from generated import fill
 from mkdocs.structure.files import File
 
 if TYPE_CHECKING:
@@ -31,26 +32,26 @@ LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that stand beside docs/."""
+    """Add the pages and files outside docs/."""
     for name, page in BESIDE.items():
         files.append(File.generated(config, page, content=_content(name)))
-    as_they_are = [*(ROOT / "deploy").iterdir(), *(ROOT / "examples").glob("*.ipynb")]
-    for path in sorted(as_they_are):
+    unchanged = [*(ROOT / "deploy").iterdir(), *(ROOT / "examples").glob("*.ipynb")]
+    for path in sorted(unchanged):
         name = path.relative_to(ROOT).as_posix()
         files.append(File.generated(config, name, content=path.read_text(encoding="utf-8")))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001 - MkDocs' names
-    """Lead links that are right in the repository to pages of the site."""
+    """Fill in the generated parts, and rewrite links of the repository to pages of the site."""
     here = page.file.src_uri
     beside = {site: name for name, site in BESIDE.items()}
     folder = posixpath.dirname(beside.get(here, f"docs/{here}"))
-    return LINK.sub(lambda link: site_link(link[1], folder, posixpath.dirname(here)), markdown)
+    return LINK.sub(lambda link: site_link(link[1], folder, posixpath.dirname(here)), fill(markdown))
 
 
 def site_link(target: str, folder: str, site_folder: str) -> str:
-    """A link of a file in `folder` of the repository, as the site's page in `site_folder` has it."""
+    """Rewrite a link of a file in `folder` of the repository for its page in `site_folder` of the site."""
     name, hash_, anchor = target.partition("#")
     path = posixpath.normpath(posixpath.join(folder, name))
     page = BESIDE.get(path) or path.removeprefix("docs/")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from logprobe import AsyncLM
+from logprobe.next_token import AsyncLM
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

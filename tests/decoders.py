@@ -75,7 +75,7 @@ def spread_out(model: Any) -> None:
         torch.nn.init.normal_(weight, mean=float("norm" in name and "bias" not in name), std=0.2)
 
 
-def loaded(folder: Path, weights: Any = "published") -> NativeForward:
+def loaded(folder: Path, weights: Any = "checkpoint") -> NativeForward:
     """Load the forward pass of a folder's model."""
     name = str(folder)
     return NativeForward(EngineConfig(model=name, weights=weights, kv_bytes=1 << 22), resolve(name))

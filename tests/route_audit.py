@@ -18,7 +18,7 @@ from logprobe.server.http.protocol import LOG_EVERY_S, MAX_HEADER_BYTES, MAX_PIP
 from logprobe.server.http.workers import QUICK_BYTES, QUICK_ENTRIES, QUICK_PROMPTS
 from logprobe.server.members import ROWS_AT_ONCE
 from logprobe.server.openai.bodies import MAX_LISTED
-from logprobe.server.routes.score import SCORE_ENTRIES
+from logprobe.server.routes.loglikelihood import SCORE_ENTRIES
 from logprobe.text.channels.calls import MAX_DEPTH as MAX_CALL_DEPTH
 
 
@@ -37,8 +37,10 @@ READ = (
     "POST /v1/chat/completions",
     "POST /v1/completions",
     "POST /v1/responses",
+    "POST /v1/loglikelihood",
+    "POST /v1/label",
+    "POST /generative_scoring",
     "POST /v1/score",
-    "POST /v1/classify",
     "POST /v1/judge",
     "POST /v1/uncertainty",
     "POST /v1/rerank",
@@ -149,7 +151,7 @@ AUDIT = (
         ),
     ),
     Audited(
-        ("GET /",),
+        ("GET /", "GET /docs"),
         "the page's bytes, put together for the first who asks, on the event loop, and kept",
         "made once, of the server's own files; all replies share the bytes",
         ("test_page.py::test_the_page_needs_no_key_and_tells_browsers_what_it_may_do",),
@@ -357,7 +359,7 @@ AUDIT = (
         ),
     ),
     Audited(
-        ("POST /v1/score",),
+        ("POST /v1/loglikelihood",),
         "the context tokenised with each continuation; the engine's steps, and where a token spans the "
         f"boundary up to {MAX_STEPS:,} next-token rows for continuations after the same tokens, or "
         f"{MIN_STEPS} for each, admitted {HEALING_ROWS} at a time; the reply, in a worker as Arrow "
@@ -374,7 +376,7 @@ AUDIT = (
         ),
     ),
     Audited(
-        ("POST /v1/classify", "POST /v1/judge"),
+        ("POST /v1/label", "POST /v1/judge"),
         "each text tokenised with each answer, a conversation laid out once; the engine's steps, and where a "
         f"token spans the boundary up to {MAX_STEPS:,} next-token rows a prompt, or {MIN_STEPS} an answer, "
         f"admitted {HEALING_ROWS} at a time; the reply, "
@@ -385,6 +387,19 @@ AUDIT = (
         (
             "attacks/test_sizes.py::test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up",
             "attacks/test_words.py::test_a_refusal_repeats_no_more_than_a_name_of_what_was_sent",
+            "test_workers.py::test_a_small_body_whose_bytes_do_not_bound_its_time_is_understood_in_a_worker",
+            "attacks/test_fuzz.py::test_every_body_is_answered",
+        ),
+    ),
+    Audited(
+        ("POST /generative_scoring", "POST /v1/score"),
+        "the query tokenised once, or with each item (`/v1/score`); one request an item; the engine's steps; "
+        f"the reply, in a worker beyond {QUICK_ENTRIES:,} items times labels",
+        "`max_requests` items, `max_logprob_token_ids` labels, `max_text_bytes`, for SGLang's route the "
+        "query times the items; the model's context for the query; `max_requests`, `max_tokens_in_flight`, "
+        "`max_logprob_bytes`",
+        (
+            "test_generative_scoring.py::test_what_cannot_be_scored_is_a_400_that_names_the_field",
             "test_workers.py::test_a_small_body_whose_bytes_do_not_bound_its_time_is_understood_in_a_worker",
             "attacks/test_fuzz.py::test_every_body_is_answered",
         ),

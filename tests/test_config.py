@@ -14,7 +14,7 @@ from logprobe.errors import ParameterError, UnknownParameterError, require
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("device", "gpu"), ("device", None),
+        ("device", "gpu"), ("device", None), ("device", "mps"), ("device", "cuda:1"), ("device", "cuda:x"),
         ("dtype", "float64"), ("dtype", "fp16"),
         ("weights", "int8"),
         ("max_model_len", 0), ("max_model_len", -1), ("max_model_len", "long"), ("max_model_len", 1.5),
@@ -38,6 +38,14 @@ def test_a_wrong_setting_is_refused_by_its_name(name: str, value: Any) -> None:
 def test_a_misspelt_setting_is_answered_with_the_nearest(name: str, nearest: str) -> None:
     with pytest.raises(UnknownParameterError, match=f"did you mean '{nearest}'"):
         EngineConfig(**{name: 1})
+
+
+def test_a_device_that_is_not_supported_is_answered_with_what_to_do() -> None:
+    assert EngineConfig(device="cuda:0").device == "cuda"
+    with pytest.raises(ParameterError, match="CUDA_VISIBLE_DEVICES=3"):
+        EngineConfig(device="cuda:3")
+    with pytest.raises(ParameterError, match=r"mps.*use cpu"):
+        EngineConfig(device="mps")
 
 
 def test_settings_are_frozen_and_keyword_only() -> None:

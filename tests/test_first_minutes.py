@@ -38,7 +38,7 @@ def test_escapes_do_not_make_the_line_longer() -> None:
 def test_records_of_a_step_and_scores_show_as_one_short_line(tiny_llm: LLM) -> None:
     import torch
 
-    from logprobe import LogprobsLists, LogprobsTensors, ModelRunnerOutput
+    from logprobe.compat.logprobs_processor import LogprobsLists, LogprobsTensors, ModelRunnerOutput
 
     [score] = tiny_llm.score([("the cat", " and the dog" * 8)], logprobs=-1, entropy=True)
     columns = [np.zeros((64, 2000), np.int32), np.zeros((64, 2000), np.float32)]

@@ -120,7 +120,7 @@ def test_a_dtype_goes_by_torchs_own_names(given: Any, dtype: str) -> None:
 def test_a_model_by_name_may_name_its_own_tokenizer(tiny_model_folder: Path, tiny_llm: LLM) -> None:
     folder = str(tiny_model_folder)
     with LLM(tiny_model_folder, tokenizer=folder, kv_bytes=1 << 20, tensor_parallel_size=1) as llm:
-        assert llm.get_tokenizer().encode("the cat") == tiny_llm.get_tokenizer().encode("the cat")
+        assert llm.tokenizer.encode("the cat") == tiny_llm.tokenizer.encode("the cat")
     with pytest.raises(ParameterError, match="must be None unless"):
         LLM(folder, tokenizer="another")
 
@@ -133,7 +133,7 @@ def test_no_call_asks_for_more_alternatives_than_the_cap(
         name, folder = next(iter(adapter_folders.items()))
         llm.add_lora(name, folder)
         for one in (llm, llm.with_lora(name)):
-            assert one.generate("the cat", few)[0].outputs.logprobs is not None
+            assert one.generate("the cat", few)[0].outputs[0].logprobs is not None
             for asked in (many, [many], SamplingParams(prompt_logprobs=2), SamplingParams(logprobs=-1)):
                 with pytest.raises(ParameterError, match=r"must be between 0 and 1 \(max_logprobs\)"):
                     one.generate(["the cat"], asked)

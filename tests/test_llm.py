@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -350,6 +351,7 @@ def test_containers_say_what_they_hold(tiny_llm: LLM, tiny_model_folder: Path) -
     source = {"engine": "native", "model": str(tiny_model_folder), "logits_dtype": "float32", "unit": "nats"}
     source |= {"weights": able.weights, "layers": "2 by the native decoder"}
     source |= {"arithmetic": "fma", "logprobe_version": __version__}
+    source |= {"verified_against": f"transformers {version('transformers')}"}
     source |= {"probe_difference": able.layout.probe_difference, "weight_version": able.weight_version}
     vocab_size = able.vocab_size
     settings = {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.01}

@@ -10,23 +10,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from logprobe import LLM, AsyncLM, EngineConfig, SamplingParams
+from logprobe import LLM, EngineConfig, SamplingParams
 from logprobe.errors import ParameterError
+from logprobe.next_token import AsyncLM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from logprobe import RequestOutput
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, logprobs=0, ignore_eos=True)
-
-
-def test_sampling_params_is_another_name_for_params(tiny_llm: LLM) -> None:
-    [named] = tiny_llm.generate("the cat", sampling_params=GREEDY)
-    [placed] = tiny_llm.generate("the cat", GREEDY)
-    assert named.outputs[0].token_ids == placed.outputs[0].token_ids
-    with pytest.raises(ParameterError, match="give only one of them"):
-        tiny_llm.generate("the cat", GREEDY, sampling_params=GREEDY)
 
 
 class Unprintable(list[Any]):
@@ -44,18 +36,6 @@ def test_a_call_that_is_served_prints_nothing_of_what_it_was_given(tiny_llm: LLM
     assert len(tiny_llm.chat(messages, GREEDY)) == 1
 
 
-def test_the_only_completion_is_read_through_the_list(tiny_llm: LLM) -> None:
-    [one] = tiny_llm.generate("the cat", GREEDY)
-    assert one.outputs.text == one.outputs[0].text
-    assert one.outputs.token_ids is one.outputs[0].token_ids
-    assert one.outputs.logprobs is one.outputs[0].logprobs
-    [two] = tiny_llm.generate("the cat", SamplingParams(n=2, max_tokens=1))
-    with pytest.raises(AttributeError, match=r"2 completions.*outputs\[0\]\.text"):
-        _ = two.outputs.text
-    with pytest.raises(AttributeError, match="no attribute 'texts'"):
-        _ = one.outputs.texts
-
-
 def test_chat_takes_a_text_content_parts_and_many_conversations(tiny_llm: LLM) -> None:
     asked = SamplingParams(max_tokens=2, temperature=0)
     parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]
@@ -65,7 +45,7 @@ def test_chat_takes_a_text_content_parts_and_many_conversations(tiny_llm: LLM) -
         assert output.prompt == "user: the cat\nassistant:"
     outputs = tiny_llm.chat([whole, [{"role": "user", "content": "a dog"}]], [asked, GREEDY])
     assert [output.prompt for output in outputs] == ["user: the cat\nassistant:", "user: a dog\nassistant:"]
-    assert [len(output.outputs.token_ids) for output in outputs][1] == 6
+    assert [len(output.outputs[0].token_ids) for output in outputs][1] == 6
 
 
 @pytest.mark.parametrize(
@@ -104,8 +84,8 @@ def test_a_loaded_model_with_its_tokenizer_is_a_model(tiny_model_folder: Path, t
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_folder)
     with LLM(model=model, tokenizer=tokenizer, kv_bytes=1 << 20) as llm:
         [mine], [want] = llm.generate("the cat", GREEDY), tiny_llm.generate("the cat", GREEDY)
-    assert mine.outputs.token_ids == want.outputs.token_ids
-    assert mine.outputs.cumulative_logprob == pytest.approx(want.outputs.cumulative_logprob, abs=1e-4)
+    assert mine.outputs[0].token_ids == want.outputs[0].token_ids
+    assert mine.outputs[0].cumulative_logprob == pytest.approx(want.outputs[0].cumulative_logprob, abs=1e-4)
     assert model.config._attn_implementation != "logprobe", "the caller's own model was changed"
 
 
@@ -150,8 +130,8 @@ def test_the_module_of_a_loaded_model_has_its_weights(tiny_model_folder: Path) -
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_folder)
     with LLM(model=model, tokenizer=tokenizer, kv_bytes=1 << 20) as llm:
-        assert llm.loaded.load_module is not None
-        state = llm.loaded.load_module().state_dict()
+        assert llm._loaded.load_module is not None
+        state = llm._loaded.load_module().state_dict()
     assert state.keys() == model.state_dict().keys()
     assert all(torch.equal(state[name], weight) for name, weight in model.state_dict().items())
 
@@ -175,24 +155,14 @@ def test_a_stream_grows_to_what_generate_gives(tiny_llm: LLM) -> None:
     [want] = tiny_llm.generate("the cat", GREEDY)
     texts, counts, output = [], [], None
     for output in tiny_llm.stream("the cat", GREEDY):
-        texts.append(output.outputs.text)
-        counts.append(len(output.outputs.token_ids))
+        texts.append(output.outputs[0].text)
+        counts.append(len(output.outputs[0].token_ids))
     assert output is not None
     assert output.prompt == "the cat"
-    assert output.outputs.token_ids == want.outputs.token_ids
-    assert output.outputs.text == want.outputs.text
+    assert output.outputs[0].token_ids == want.outputs[0].token_ids
+    assert output.outputs[0].text == want.outputs[0].text
     assert counts == sorted(counts)
     assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
-
-
-def test_a_stream_in_an_event_loop_gives_the_same(tiny_llm: LLM) -> None:
-    async def last() -> RequestOutput:
-        async for output in tiny_llm.stream_async([5, 6, 7], GREEDY):
-            latest = output
-        return latest
-
-    [want] = tiny_llm.generate([5, 6, 7], GREEDY)
-    assert asyncio.run(last()).outputs.token_ids == want.outputs.token_ids
 
 
 def test_leaving_a_stream_gives_its_request_up(tiny_llm: LLM) -> None:
@@ -256,13 +226,6 @@ def test_a_text_with_its_special_tokens_gets_no_more_where_the_call_says_so(tiny
     *_, streamed = tiny_llm.stream(prompt, params, add_special_tokens=False)
     assert streamed.prompt_token_ids == ids
     assert streamed.outputs[0].token_ids == once.outputs[0].token_ids
-
-    async def last() -> Any:
-        return [output async for output in tiny_llm.stream_async(prompt, params, add_special_tokens=False)][
-            -1
-        ]
-
-    assert asyncio.run(last()).prompt_token_ids == ids
 
 
 def test_a_second_bos_is_told_once(tiny_model_folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from logprobe import LLM, AsyncLM, SamplingParams
-from logprobe.analysis import DataSettings, perplexity, score_dataset, surprisal
+from async_twin import async_twin
+from logprobe import LLM, SamplingParams
+from logprobe.analysis import DataSettings, score_dataset
 from logprobe.errors import EngineClosedError, InputError, ParameterError
+from logprobe.next_token import AsyncLM
 from refusals import raises
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ def asked(lora: str | None) -> SamplingParams:
 
 
 async def last(llm: LLM, params: SamplingParams) -> Any:
-    return [output async for output in llm.stream_async(TEXT, params)][-1]
+    return [output async for output in async_twin(llm).stream(TEXT, params)][-1]
 
 
 def numbers(outputs: list[Any]) -> list[float]:
@@ -65,14 +67,14 @@ def test_scores_of_every_kind_are_of_the_view(llm: LLM) -> None:
     want = float(output.prompt_logprobs[1:].chosen_entries().logprobs.sum())
     found = [
         tuned.perplexity(TEXT).logprob,
-        perplexity(tuned, TEXT).logprob,
-        surprisal(tuned, TEXT).logprob,
+        tuned.perplexity(TEXT).logprob,
+        tuned.surprisal(TEXT)[0].logprob,
         tuned.score([(output.prompt_token_ids[:1], output.prompt_token_ids[1:])])[0].logprob,
     ]
     assert found == pytest.approx([want] * 4, abs=1e-3)
     assert base.perplexity(TEXT).logprob != pytest.approx(want, abs=1e-3)
     with raises(ParameterError, parameter="lora"):
-        tuned.score([("a", "b")], sampling=SamplingParams(lora="narrow"))
+        tuned.score([("a", "b")], sampling_params=SamplingParams(lora="narrow"))
 
 
 def test_a_view_names_its_weights_and_gives_another(llm: LLM) -> None:

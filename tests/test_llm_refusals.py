@@ -57,12 +57,12 @@ def test_a_bad_prompt_is_refused_by_name(tiny_llm: LLM, prompts: Any, parameter:
 @pytest.mark.parametrize(
     ("options", "parameter"),
     [
-        ({"params": {"max_tokens": 3}}, "params"),
-        ({"params": [SamplingParams()] * 2}, "params"),
-        ({"params": "greedy"}, "params"),
+        ({"sampling_params": {"max_tokens": 3}}, "sampling_params"),
+        ({"sampling_params": [SamplingParams()] * 2}, "sampling_params"),
+        ({"sampling_params": "greedy"}, "sampling_params"),
         ({"on_error": "ignore"}, "on_error"),
-        ({"params": SamplingParams(logprobs=0, logprob_token_ids=[5, 286000])}, "logprob_token_ids"),
-        ({"params": SamplingParams(stop_token_ids=[-1])}, "stop_token_ids"),
+        ({"sampling_params": SamplingParams(logprobs=0, logprob_token_ids=[5, 286000])}, "logprob_token_ids"),
+        ({"sampling_params": SamplingParams(stop_token_ids=[-1])}, "stop_token_ids"),
     ],
 )
 def test_a_bad_option_is_refused_by_name(tiny_llm: LLM, options: dict[str, Any], parameter: str) -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from logprobe import SamplingParams
+from logprobe.analysis.progress import Tally, progress_bar
 from logprobe.engine.request import RequestOutput
-from logprobe.llm import Tally, progress_bar
 from logprobe.records import FlatLogprobs
 from logprobe.testing import watching_steps
 from logprobe.transport.messages import Request
@@ -64,7 +64,7 @@ def test_one_long_text_moves_the_bar_while_it_is_scored(tiny_llm: LLM, monkeypat
         # Steps faster than the reader are reported together.
         assert next(num_steps) == 0 or was_seen.wait(120)
 
-    monkeypatch.setattr("logprobe.llm.Tally", Watched)
+    monkeypatch.setattr("logprobe.analysis.progress.Tally", Watched)
     monkeypatch.setenv("FORCE_COLOR", "1")
     num_tokens = 3 * tiny_llm.config.max_batch_tokens // 2
     asked = SamplingParams(max_tokens=0, prompt_logprobs=0)

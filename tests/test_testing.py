@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from doc_pages import examples_of, run_examples
-from logprobe import AsyncLM, SamplingParams
+from logprobe import SamplingParams
 from logprobe.engine.client import Client
 from logprobe.errors import EngineClosedError, ForwardError, ParameterError
+from logprobe.next_token import AsyncLM
 from logprobe.testing import (
     FakeForward,
     check_integrity,
@@ -74,7 +75,7 @@ def test_an_async_model_asks_it_for_rows(model: LoadedModel, forward: FakeForwar
     lm = AsyncLM(model)
     row = lm.next_token_logprobs_sync([5, 6, 7])
     np.testing.assert_allclose(row, log_softmax(forward.logits_after([5, 6, 7])), atol=1e-5)
-    lm.cleanup()
+    lm.close()
 
 
 def test_it_takes_no_lora_weights(model: LoadedModel) -> None:

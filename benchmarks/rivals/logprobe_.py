@@ -10,8 +10,8 @@ from typing import Any
 
 from protocol import Read, TokenIds, ask_rounds, extend_all, serve
 
-from logprobe import LLM, AsyncLM, AsyncVirtualLM, SamplingParams
-from logprobe.analysis import surprisal
+from logprobe import LLM, SamplingParams
+from logprobe.next_token import AsyncLM, AsyncVirtualLM
 
 TICK_S = 0.001
 
@@ -86,7 +86,7 @@ class Offline:
 
     def surprisals(self, texts: list[str]) -> Read:
         """Nats a token, of all tokens but the first, summed a sentence."""
-        scored = surprisal(self._llm, texts, bos=False)
+        scored = self._llm.surprisal(texts, bos=False)
         return lambda: [-text.logprob for text in scored]
 
 
@@ -102,7 +102,7 @@ class NextToken:
 
     def close(self) -> None:
         """Free the engine."""
-        self._lm.cleanup()
+        self._lm.close()
 
     def next_token(self, prefixes: list[TokenIds], rounds: list[list[int]]) -> Read:
         """All prefixes of a round in one call, round after round."""

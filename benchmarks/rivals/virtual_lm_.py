@@ -4,7 +4,7 @@ from logprobe_ import NextToken
 from protocol import serve
 from vllm_ import ENGINE
 
-from logprobe import AsyncVirtualLM
+from logprobe.next_token import AsyncVirtualLM
 
 if __name__ == "__main__":
     serve(

@@ -72,7 +72,7 @@ def _warn_ignored(name: str, reason: str) -> None:
 
 ENGINES: Final = {"vllm": "logprobe.integrations.vllm.start:start_vllm_engine"}
 """Additional engines by name, each with the `module:function` that starts it, which is imported when used."""
-Weights = Literal["auto", "plain", "published"]
+Weights = Literal["auto", "plain", "checkpoint"]
 Arithmetic = Literal["auto", "fma", "bf16x3", "bf16"]
 KVDtype = Literal["float32", "bfloat16"]
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
@@ -86,7 +86,8 @@ class EngineConfig:
 
     Args:
         model: a known name (`smollm2`), a Hugging Face id, a local folder, or a `.gguf` file.
-        device: `auto` (a GPU if there is one), `cpu`, or `cuda`.
+        device: `auto` (a GPU if there is one), `cpu`, or `cuda` (the first visible GPU; the environment
+            variable `CUDA_VISIBLE_DEVICES` chooses another one).
         dtype: `auto` (float32; bfloat16 if transformers' modules run the model on a GPU), `float32`,
             `bfloat16`, or `float16`; torch dtypes and their names are accepted as well.
         max_model_len: maximum sequence length in tokens; `None`: the model's context.
@@ -94,8 +95,8 @@ class EngineConfig:
         max_batch_rows: maximum number of requests that run at once.
         kv_bytes: size of the KV cache, including its hidden states, in bytes; `None`: a quarter of the memory
             that the weights leave free, at most 1 GiB; on a GPU 70 % of it.
-        weights: `auto` (`published` in float32 on a CPU where the native kernels run, else `plain`),
-            `published` (weights stay in memory as in the model's file, or in the narrowest float type that
+        weights: `auto` (`checkpoint` in float32 on a CPU where the native kernels run, else `plain`),
+            `checkpoint` (weights stay in memory as in the model's file, or in the narrowest float type that
             represents them exactly, and are converted to float32 as they are used), or `plain` (transformers'
             own modules).
         arithmetic: how products with weights are computed. On a CPU `fma` (float32 fused multiply-adds); on a
@@ -153,15 +154,12 @@ class EngineConfig:
         object.__setattr__(self, "logits_processors", processors)
         if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
-        require(
-            self.device in {"auto", "cpu", "cuda"},
-            "device",
-            f"must be auto, cpu or cuda, got {self.device!r}",
-        )
+        _check_device(str(self.device))
+        object.__setattr__(self, "device", str(self.device).removesuffix(":0"))
         dtype = str(self.dtype).removeprefix("torch.")
         object.__setattr__(self, "dtype", OTHER_DTYPES.get(dtype, dtype))
         require(self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        weights = ("auto", "plain", "published")
+        weights = ("auto", "plain", "checkpoint")
         require(
             self.weights in weights, "weights", f"must be one of {', '.join(weights)}, got {self.weights!r}"
         )
@@ -187,6 +185,18 @@ class EngineConfig:
         require(_is_int(self.seed), "seed", f"must be an integer, got {self.seed!r}")
         is_name = isinstance(self.model, str) and self.model
         require(is_name, "model", "must be a name or a path", got=self.model)
+
+
+def _check_device(device: str) -> None:
+    name, _, index = device.partition(":")
+    if name == "mps":
+        remedy = "the kernels run on CPUs and NVIDIA GPUs; use cpu"
+        raise ParameterError("device", f"mps is not supported: {remedy}")
+    if name == "cuda" and index not in {"", "0"} and index.isdecimal():
+        remedy = f"set CUDA_VISIBLE_DEVICES={index} and use device='cuda'"
+        raise ParameterError("device", f"{device} is not supported: the first visible GPU is used; {remedy}")
+    is_known = device in {"auto", "cpu", "cuda", "cuda:0"}
+    require(is_known, "device", f"must be auto, cpu, cuda or cuda:0, got {device!r}")
 
 
 def _options(given: Mapping[str, Any] | str | None) -> dict[str, Any] | None:

@@ -118,9 +118,10 @@ FIELDS_WITHOUT_EFFECT: Final[dict[str, Keyword]] = {
     "reasoning.generate_summary": ignored(NO_SUMMARY),
     "include.reasoning.encrypted_content": ignored("reasoning is returned and accepted as plain text"),
     # Other servers.
+    "priority": ignored("requests are scheduled fairly among clients"),
     "cache_prompt": ignored(KEPT_PREFIXES),
     "guided_decoding_backend": ignored("all grammars use the same compiler"),
-    "spaces_between_special_tokens": ignored("texts have no special tokens"),
+    "spaces_between_special_tokens": ignored("no spaces are added between special tokens"),
     # Fields without effect for some models.
     "reasoning_effort": ignored(NOT_READ),
     "reasoning.effort": ignored(NOT_READ),
@@ -158,7 +159,6 @@ NEUTRAL_FIELDS: Final[dict[str, Keyword]] = {
     "conversation": Keyword(),
     "response_format": Keyword(accepted=({"type": "text"},)),
     "service_tier": Keyword(accepted=("auto", "default")),
-    "skip_special_tokens": Keyword(accepted=(True,)),
 }
 """Fields of request bodies for unsupported features, with the values that do not use the feature."""
 
@@ -171,6 +171,7 @@ THINKING: Final = ("enable_thinking", "reasoning_effort", "reasoning")
 PROCESSORS: Final = ("logits_processors_args",)
 TRUNCATION: Final = "shorten the text (POST /tokenize counts its tokens)"
 TOP_LEVEL: Final = "send its members as fields of the body"
+PAIRS: Final = "use POST /v1/rerank to score documents against a query"
 CONTEXT: Final = "the server's option --max-model-len sets the context length"
 
 FOREIGN_FIELDS: Final[dict[str, Keyword]] = {
@@ -237,7 +238,9 @@ FOREIGN_FIELDS: Final[dict[str, Keyword]] = {
     "typical": Keyword(accepted=(1,)),
     "typical_p": Keyword(accepted=(1,)),
     "use_beam_search": Keyword(accepted=OFF),
+    "repetition_detection": Keyword(accepted=OFF),
     "watermark": Keyword(accepted=OFF),
+    "watermarking": Keyword(accepted=OFF),
     "xtc_probability": Keyword(accepted=OFF),
     # Log-probabilities.
     "decoder_input_details": Keyword(("prompt_logprobs",), OFF),
@@ -276,8 +279,10 @@ FOREIGN_FIELDS: Final[dict[str, Keyword]] = {
     "chat_template": Keyword(
         accepted=OFF, reason="apply it yourself and send the text to POST /v1/completions"
     ),
-    "documents": Keyword(("chat_template_kwargs",), OFF),
+    "documents": Keyword(accepted=OFF, reason="put the documents into a message"),
     "images": Keyword(accepted=OFF),
+    "request_id": Keyword(accepted=None),
+    "truncation_side": Keyword(accepted=("left",), reason="prompts are cut at their beginning; leave it out"),
     "input_ids": Keyword(PROMPT),
     "inputs": Keyword(PROMPT),
     "max_chunks_per_doc": Keyword(reason=TRUNCATION),
@@ -285,15 +290,23 @@ FOREIGN_FIELDS: Final[dict[str, Keyword]] = {
     "max_tokens_per_doc": Keyword(reason=TRUNCATION),
     "num_ctx": Keyword(reason=CONTEXT),
     "plugins": Keyword(accepted=OFF),
+    "ec_transfer_params": Keyword(accepted=OFF),
+    "kv_transfer_params": Keyword(accepted=OFF),
     "prompt_embeds": Keyword(PROMPT, OFF),
     "prompt_token_ids": Keyword(PROMPT),
     "return_full_text": Keyword(("echo",), OFF),
+    "return_prompt_text": Keyword(accepted=OFF, reason="POST /tokenize returns the tokens of a conversation"),
     "safe_prompt": Keyword(("messages",), OFF),
     "system": Keyword(("instructions", "messages", "prompt"), OFF),
     "system_prompt": Keyword(("instructions", "messages", "prompt"), OFF),
     "transforms": Keyword(accepted=OFF, reason=TRUNCATION),
     "truncate": Keyword(accepted=OFF, reason=TRUNCATION),
     "truncate_prompt_tokens": Keyword(reason=TRUNCATION),
+    "data_1": Keyword(reason=PAIRS),
+    "data_2": Keyword(reason=PAIRS),
+    "queries": Keyword(reason=PAIRS),
+    "text_1": Keyword(reason=PAIRS),
+    "text_2": Keyword(reason=PAIRS),
     # Reasoning.
     "include_reasoning": Keyword(accepted=(True,)),
     "max_thinking_tokens": Keyword(PROCESSORS),

@@ -1,123 +1,20 @@
-"""`LLM`: offline generation and scoring of many prompts with blocking calls.
-
-Wraps the async client for callers without an event loop, and adds a progress bar.
-"""
+"""`LLM` and `AsyncLLM`: the blocking and the asynchronous Python API; `model.Model` defines their methods."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
-from copy import copy
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
+import asyncio
+from typing import TYPE_CHECKING, Self
 
-from logprobe.analysis.progress import byte_bar, can_draw
-from logprobe.analysis.spellings import MAX_ROWS
-from logprobe.analysis.windows import perplexity
-from logprobe.config import EngineConfig
-from logprobe.errors import require
-from logprobe.sampling import SamplingParams
-from logprobe.text.chat import Layout
+from logprobe.calls import Async, Blocking
+from logprobe.engine.backends.bridge import LoopThread
+from logprobe.model import Model
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
     from types import TracebackType
 
-    import torch
-    from transformers import PreTrainedModel
 
-    from logprobe.analysis.labels import Asked, Classification, Correction, Judgement, Labels
-    from logprobe.analysis.members import FieldDistribution
-    from logprobe.analysis.score import Score
-    from logprobe.analysis.uncertainty import LowConfidence, Same, Uncertainty
-    from logprobe.analysis.windows import Perplexity
-    from logprobe.engine.client import OnError, Prompt
-    from logprobe.engine.front import OnRunning
-    from logprobe.engine.request import RequestOutput
-    from logprobe.engine.truncation import Truncation
-    from logprobe.next_token.lm import NextTokenLM
-    from logprobe.next_token.rows import Row
-    from logprobe.text.boundary import BoundaryRule, Split
-    from logprobe.text.chat import Conversation, Conversations
-    from logprobe.transport.messages import Request
-
-ROW_CACHE_BYTES: Final = 1 << 26  # cache of next-token rows for `LLM.fields`
-AskedParams: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"
-
-
-@contextmanager
-def progress_bar(
-    requests: Sequence[Request], *, shown: bool
-) -> Iterator[Callable[[RequestOutput], None] | None]:
-    """Show a progress bar over the tokens of all requests.
-
-    Yields a function to call with each updated output, or None if no bar can be seen.
-    """
-    if not shown:
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if not can_draw(console):
-        yield None
-        return
-    tally = Tally(requests)
-    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(f"0/{tally.total:,} tokens", total=tally.total)
-
-        def advance(output: RequestOutput) -> None:
-            tally.add(output)
-            rate = tally.done / (bar.tasks[task].elapsed or 1e-9)
-            progress = f"{tally.done:,}/{tally.total:,} tokens, {rate:,.0f} a second"
-            if len(requests) > 1:
-                progress += f", {tally.num_ended}/{len(requests)} requests"
-            bar.update(task, total=tally.total, completed=tally.done, description=progress)
-
-        yield advance
-
-
-class Tally:
-    """Counts the prompt and completion tokens that were processed, over all requests."""
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self._most = {
-            request.request_id: len(request.prompt_token_ids)
-            + request.params.num_samples * request.params.max_tokens
-            for request in requests
-        }
-        self._done = dict.fromkeys(self._most, 0)
-        self.total = sum(self._most.values())  # decreases when a request ends before its limit
-        self.done = 0
-        self.num_ended = 0
-
-    def add(self, output: RequestOutput) -> None:
-        """Update the progress of one request."""
-        name, done = output.request_id, _num_done(output)
-        self.done += done - self._done[name]
-        self._done[name] = done
-        if output.is_finished:
-            self.total -= self._most[name] - done
-            self.num_ended += 1
-
-
-def _num_done(output: RequestOutput) -> int:
-    num_generated = sum(len(completion.token_ids) for completion in output.outputs)
-    if num_generated or output.is_finished:
-        return len(output.prompt_token_ids) + num_generated
-    return 0 if output.prompt_logprobs is None else len(output.prompt_logprobs)
-
-
-def _one_of(params: AskedParams, sampling_params: AskedParams) -> AskedParams:
-    is_one = params is None or sampling_params is None
-    require(is_one, "sampling_params", "is an alias of params; give only one of them")
-    return sampling_params if params is None else params
-
-
-class LLM:
-    """A model that generates and scores, with blocking calls.
+class LLM(Model, Blocking):
+    """A model that generates and scores, with blocking calls; the model is loaded when the object is created.
 
     Args:
         model: a name or path as in `EngineConfig.model`, or a loaded transformers causal LM, which is copied
@@ -126,536 +23,25 @@ class LLM:
         max_logprobs: maximum number of alternatives per token that a call may request; -1 means no limit.
         settings: the other fields of `EngineConfig`.
 
+    Attributes:
+        config: the `EngineConfig` that the model was loaded with.
+        engine: the engine; `engine.capabilities()` describes the loaded model, its limits and its device.
+        text: converts text to token ids and bytes as the engine does.
+        processors: the logits processors, with `registered` (by name) and `counters` (their cost); None if
+            the model runs in another process.
+
     Raises:
         ModelError: the model cannot be loaded.
         UnknownParameterError: a setting does not exist.
     """
 
-    def __init__(
-        self,
-        model: str | Path | PreTrainedModel = "smollm2",
-        *,
-        tokenizer: Any = None,
-        max_logprobs: int = -1,
-        **settings: Any,
-    ) -> None:
-        from logprobe.analysis.client import ScoringClient
-        from logprobe.engine.backends.bridge import LoopThread
-        from logprobe.engine.backends.start import start_engine
-        from logprobe.models.given import as_name, drop_copied_weights
-
-        is_cap = isinstance(max_logprobs, int) and max_logprobs >= -1
-        require(is_cap, "max_logprobs", "must be >= -1 (-1: no limit)", got=max_logprobs)
-        with ExitStack() as copied:
-            name = copied.enter_context(as_name(model, tokenizer))
-            self.config = EngineConfig(model=name, **settings)
-            loaded = start_engine(self.config)
-            # Engine processes read the copy again if they are restarted.
-            if loaded.engine.capabilities().num_processes == 0:
-                drop_copied_weights(name)
-            self._owned = copied.pop_all()
-        self.loaded = loaded
-        self.engine = loaded.engine
-        self.text = loaded.text
-        # Logits processors by name, with their cost, if they run in this process.
-        self.processors = loaded.processors
-        self.client = ScoringClient(loaded.engine, loaded.text, max_logprobs=max_logprobs)
+    def _open(self) -> None:
         self._bridge = LoopThread()
         self._owned.callback(self._bridge.close)
-        self._owned.callback(self.engine.close)  # closed first
-
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: AskedParams = None,
-        *,
-        sampling_params: AskedParams = None,
-        progress: bool = False,
-        on_error: OnError = "raise",
-        truncation: Truncation = "error",
-        add_special_tokens: bool = True,
-    ) -> list[RequestOutput]:
-        """Generate completions for one or more prompts; outputs are in the order of the prompts.
-
-        Args:
-            prompts: a text or a list of token ids, or a list of several.
-            params: sampling parameters for all prompts, or a list with one per prompt; the default is
-                `SamplingParams()`.
-            sampling_params: alias of `params`; give only one of the two.
-            progress: show a progress bar on stderr.
-            on_error: "raise" raises a `BatchError` if any request failed, after all requests have ended.
-                "return" instead sets `.error` on the output of each failed request or invalid prompt.
-            truncation: what to do with a prompt that is too long: "error" raises an error, "left" drops
-                tokens from the beginning, and "window" processes the prompt in sliding windows, with logprobs
-                for all prompt tokens and a completion that continues the end of the prompt.
-            add_special_tokens: whether the tokenizer adds its special tokens (BOS) to texts; use False for
-                texts that already contain special tokens, such as rendered chat templates.
-
-        Raises:
-            ParameterError: a prompt or parameter is invalid; the error names its index, and no request was
-                started.
-            BatchError: some requests failed; the error holds all outputs.
-        """
-        watch = partial(progress_bar, shown=progress)
-        asked = _one_of(params, sampling_params)
-        work = self.client.generate(
-            prompts,
-            asked,
-            watch=watch,
-            on_error=on_error,
-            truncation=truncation,
-            add_special_tokens=add_special_tokens,
-        )
-        return self._bridge.run(work)
-
-    def chat(
-        self,
-        messages: Conversations,
-        params: AskedParams = None,
-        *,
-        sampling_params: AskedParams = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        progress: bool = False,
-        on_error: OnError = "raise",
-    ) -> list[RequestOutput]:
-        """Generate the next message of each conversation, using the model's chat template.
-
-        Each output's `prompt` is the rendered template.
-
-        Args:
-            messages: a conversation (a list of messages with role and content), a list of conversations, or
-                the content of a single user message (a text or a list of content parts).
-            params: sampling parameters for all conversations, or a list with one per conversation; the
-                default is `SamplingParams()`.
-            sampling_params: alias of `params`; give only one of the two.
-            tools: functions that the model may call, in OpenAI's format. If the template does not support
-                tools, they are described in text (docs/channels.md). The output's text contains the calls as
-                the model wrote them.
-            add_generation_prompt: append the start of the assistant's turn; the default is True unless
-                `continue_final_message` is set.
-            continue_final_message: continue the last message, whose text is not repeated in the output.
-            chat_template_kwargs: variables for the chat template, such as `enable_thinking`.
-            progress: show a progress bar on stderr.
-            on_error: see `generate`.
-
-        Raises:
-            ParameterError: messages are invalid (see `text.chat.lay_out`), or one of the reasons in
-                `generate`.
-            BatchError: some requests failed; the error holds all outputs.
-        """
-        watch, asked = partial(progress_bar, shown=progress), _one_of(params, sampling_params)
-        layout = Layout(
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template_kwargs=chat_template_kwargs,
-        )
-        work = self.client.chat(messages, asked, layout=layout, watch=watch, on_error=on_error)
-        return self._bridge.run(work)
-
-    def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, add_special_tokens: bool = True
-    ) -> Generator[RequestOutput]:
-        """Generate from one prompt, and yield the output so far each time it has grown.
-
-        The output's text has only whole characters, and no characters that may still become a stop string.
-        Leaving the loop early aborts the request. For `add_special_tokens` see `generate`.
-
-        Raises:
-            ParameterError: the prompt or a parameter is invalid.
-            EngineError: the request failed.
-        """
-        return self._bridge.iterate(self.client.stream(prompt, params, add_special_tokens=add_special_tokens))
-
-    def stream_async(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, add_special_tokens: bool = True
-    ) -> AsyncGenerator[RequestOutput]:
-        """Async version of `stream`: `async for output in llm.stream_async(prompt)`."""
-        return self.client.stream(prompt, params, add_special_tokens=add_special_tokens)
-
-    def load_weights(
-        self,
-        weights: str | Path | Mapping[str, torch.Tensor],
-        *,
-        version: str | None = None,
-        on_running: OnRunning = "finish",
-    ) -> str:
-        """Replace the model's weights, for example after a training step, and return their version.
-
-        The call returns once the new weights are in use; records computed with them have the version as
-        `info.weight_version`. All caches are dropped, and LoRA adapters are kept. No request mixes old and
-        new weights. Both are in memory until the old weights are freed. Concurrent loads run one after
-        another.
-
-        Args:
-            weights: a `state_dict()` of tensors or NumPy arrays, which is copied, or a folder of safetensors
-                files. Name prefixes of DDP, FSDP, torch.compile and merged PEFT models are removed.
-            version: name of the new weights in records, such as `step-1200`. None uses a digest of the
-                weights (`models.loading.digest_of`), for which every byte is read once more.
-            on_running: with "finish", running requests finish on the old weights while new requests wait;
-                with "end", they end with `WeightsReplacedError`. In both cases, a stream whose reader lags
-                behind ends with that error.
-
-        Raises:
-            ModelError: the weights cannot be read or do not fit the model; the old weights stay in use.
-            ParameterError: the engine is not the native one, the version is invalid, the weights have another
-                type, or a loaded LoRA adapter applies to weights that change.
-        """
-        from logprobe.engine.front import check_on_running
-
-        return self.engine.load_weights(weights, version=version, finishes=check_on_running(on_running))
-
-    def add_lora(self, name: str, path: str | Path) -> None:
-        """Load a LoRA adapter from a folder, for `with_lora(name)` and `SamplingParams(lora=name)`.
-
-        Loading a name again replaces the adapter for new requests; earlier requests keep the old adapter.
-
-        Raises:
-            ModelError: the adapter cannot be read or does not fit the model.
-        """
-        self.engine.add_lora(name, path)
-
-    def add_new_lora(self, path: str | Path, name: str = "lora_1") -> None:
-        """Alias of `add_lora` with the order of arguments in genlm-backend."""
-        self.add_lora(name, path)
-
-    def remove_lora(self, name: str) -> None:
-        """Unregister a LoRA adapter: new requests for it are rejected, and running requests finish.
-
-        Raises:
-            ParameterError: no adapter has this name.
-        """
-        self.engine.remove_lora(name)
-
-    def list_loras(self) -> dict[str, str]:
-        """Return the path of each loaded LoRA adapter, by name."""
-        return self.engine.list_loras()
-
-    def with_lora(self, name: str | None) -> Self:
-        """Return a view of the model on which every call uses this LoRA adapter.
-
-        The view shares the engine: closing the view does nothing, and the view is unusable once the original
-        model is closed. If the adapter is loaded again under the same name, later calls use the new adapter.
-
-        Args:
-            name: name of a loaded adapter. The parameters of a call need not name the adapter, and must not
-                name another one. With None, each call uses the adapter that its parameters name, if any.
-
-        Raises:
-            ParameterError: no adapter has this name.
-        """
-        from logprobe.analysis.client import ScoringClient
-
-        is_name = name is None or isinstance(name, str)
-        require(is_name, "lora", f"must be the name of a LoRA adapter or None, got {name!r}")
-        if name is not None:
-            self.engine.lora_number(name)
-        view = copy(self)
-        view.client = ScoringClient(self.engine, self.text, lora=name, max_logprobs=self.client.max_logprobs)
-        view._owned = ExitStack()  # noqa: SLF001 - same class
-        return view
-
-    @property
-    def lora(self) -> str | None:
-        """Name of the LoRA adapter of a `with_lora` view; None if each call's parameters decide."""
-        return self.client.lora
-
-    def score(
-        self,
-        pairs: Sequence[tuple[Prompt, Prompt] | Split],
-        *,
-        progress: bool = False,
-        entropy: bool = False,
-        varentropy: bool = False,
-        margin: bool = False,
-        unconditional: bool = False,
-        logprobs: int = 0,
-        token_ids: Sequence[Any] | None = None,
-        temperature: float | None = None,
-        sampling: SamplingParams | None = None,
-        on_error: OnError = "raise",
-        truncation: Truncation = "error",
-        boundary: BoundaryRule = "auto",
-    ) -> list[Score]:
-        """Score continuations given their contexts; a context shared by several pairs is computed once.
-
-        For texts, the joined text is tokenized. White space at the end of the context is scored with the
-        continuation, and an empty context is replaced by BOS (or EOS). If a token spans the end of the
-        context, the probability of the continuation's bytes is summed over all their tokenizations
-        (docs/scoring.md), and the score's `boundary` is "bytes" instead of "token".
-
-        Args:
-            pairs: (context, continuation) pairs, both texts or both lists of token ids.
-            progress: show a progress bar on stderr.
-            entropy: also report the entropy at each token, in nats.
-            varentropy: also report the variance of the surprisal at each token, in nats squared.
-            margin: also report the difference between the two highest logprobs at each token, in nats.
-            unconditional: also score each continuation without its context (after BOS or EOS), for `pmi`.
-            logprobs: number of alternatives per token in the score's `record`; -1 means the whole vocabulary.
-            token_ids: for each pair, further ids whose logprobs and exact ranks to report in `record.given`:
-                one list of ids for all tokens in the continuation, or a list of ids per token.
-            temperature: score under the model's distribution at this temperature, which `record.info` states.
-            sampling: score under the distribution that these parameters would sample from (temperature,
-                truncation, processors). A token that cannot be sampled has a logprob of -inf, and the record
-                has `log_kept_mass`. None scores under the model's own distribution.
-            on_error: "raise" raises a `BatchError` if any pair failed, after all requests have ended.
-                "return" instead sets `.error` on the score of each failed or invalid pair.
-            truncation: what to do with a pair that is too long: "error" raises an error, "left" drops tokens
-                from the beginning of the context, and "window" scores the pair in sliding windows, without a
-                `record`.
-            boundary: "auto" as described above, or "token" to split as lm-evaluation-harness does: if the
-                context alone has n tokens, the continuation is everything after the first n tokens of the
-                joined text.
-
-        Raises:
-            ParameterError: a continuation is empty, a context's first token spans the context's end, or a
-                pair is too long; the error names the index, and no request was started.
-            BatchError: some pairs failed; the error holds all scores.
-        """
-        columns: dict[str, Any] = {"entropy": entropy, "varentropy": varentropy, "margin": margin}
-        params = SamplingParams(max_tokens=0, prompt_logprobs=logprobs, **columns)
-        if temperature is not None:
-            from logprobe.analysis.score_requests import at_temperature
-
-            require(
-                sampling is None, "temperature", "cannot be combined with sampling; set sampling.temperature"
-            )
-            sampling = at_temperature(temperature)
-        watch = partial(progress_bar, shown=progress)
-        work = self.client.score(
-            pairs,
-            params,
-            watch=watch,
-            sampling=sampling,
-            unconditional=unconditional,
-            on_error=on_error,
-            truncation=truncation,
-            token_ids=token_ids,
-            boundary=boundary,
-        )
-        return self._bridge.run(work)
-
-    def classify(
-        self,
-        prompts: Asked | Sequence[Asked],
-        labels: Labels,
-        *,
-        correction: Correction = "none",
-        content_free: Asked | None = None,
-        progress: bool = False,
-    ) -> Classification | list[Classification]:
-        """Return the probability of each label as the complete answer, with one classification per prompt.
-
-        A prompt is computed once for all of its labels. Results have the labels' probabilities (`logprobs`,
-        `mass`) and the probabilities normalized to sum to one (`probabilities`).
-
-        Args:
-            prompts: a text that the label continues (the label includes the space), a conversation that the
-                label answers using the model's chat template, or a list of several.
-            labels: texts, or a mapping from a name to a text or to several texts with the same meaning, whose
-                probabilities are summed. Texts may have any number of tokens; each text is scored in its
-                usual tokenization.
-            correction: what to normalize: "none" takes the probabilities as they are, "length" their
-                geometric mean per token (Brown et al. 2020), and "calibrated" their ratio to the
-                probabilities after a content-free prompt (Zhao et al. 2021).
-            content_free: the content-free prompt, in the same format as the prompts; the default is `N/A`.
-            progress: show a progress bar on stderr.
-
-        Raises:
-            ParameterError: a label is empty, equal to another, or a prefix of one; a prompt is too long; or
-                `content_free` is given without `correction="calibrated"`.
-            BatchError: some requests failed.
-        """
-        from logprobe.analysis.labels import classify
-
-        return classify(
-            self, prompts, labels, correction=correction, content_free=content_free, progress=progress
-        )
-
-    def rerank(
-        self, query: str, documents: Sequence[str], *, progress: bool = False, **layout: Any
-    ) -> list[float]:
-        """Return the relevance of each document to a query, in [0, 1], from a model that answers yes or no.
-
-        The relevance is P(yes) / (P(yes) + P(no)) with the prompt format of Qwen3-Reranker. For other models
-        pass `task`, `template` or `labels`; see `analysis.labels.rerank`.
-
-        Raises:
-            ParameterError: `documents` is not a list of texts, `task`, `template` or `labels` is invalid, or
-                a document is too long, in which case the error names its index.
-            BatchError: some requests failed.
-        """
-        from logprobe.analysis.labels import rerank
-
-        return rerank(self, query, documents, progress=progress, **layout)
-
-    def judge(
-        self,
-        prompts: Asked | Sequence[Asked],
-        scale: Sequence[float] = range(1, 6),
-        *,
-        progress: bool = False,
-    ) -> Judgement | list[Judgement]:
-        """Return the probability of each grade as the answer to a prompt or conversation.
-
-        An answer counts as the longest grade that it starts with: with grades 1 to 10, "10" counts as 10 and
-        not as 1, whether the tokenizer has a token for 10 or splits it into 1 and 0.
-
-        Args:
-            prompts: see `classify`.
-            scale: two or more numbers, scored in their usual spelling (7, 2.5).
-            progress: show a progress bar on stderr.
-
-        Raises:
-            ParameterError: the scale has fewer than two grades, equal grades, or a grade that is not a number
-                of up to six digits.
-            BatchError: some requests failed.
-        """
-        from logprobe.analysis.labels import judge
-
-        return judge(self, prompts, scale, progress=progress)
-
-    def fields(
-        self,
-        output: RequestOutput,
-        schema: dict[str, Any] | None = None,
-        *,
-        index: int = 0,
-        max_rows: int = MAX_ROWS,
-    ) -> list[FieldDistribution]:
-        """Return the log-probability of each value in a JSON reply, and of the alternatives in its schema.
-
-        If the schema lists the values allowed at a position (enum, const, boolean, integers between two
-        bounds, or a union of these), `members` has the log-probability of each value, summed over all
-        tokenizations, and `grammar_members` the one under the request's grammar. This runs additional forward
-        passes, most of one token each.
-
-        Args:
-            output: an output from a call that requested `logprobs`.
-            schema: the JSON schema of the reply; None uses the schema in the request's `response_format`.
-            index: index of the completion in the output.
-            max_rows: maximum number of next-token distributions to compute for the members of one value; if
-                it is too small, `unresolved` is the probability that was not followed.
-
-        Raises:
-            ParameterError: the output has no logprobs under the model's own distribution or is not valid
-                JSON, the schema is missing, invalid or lists no values, or the weights were replaced.
-            EngineError: the engine failed or was closed, or the weights were replaced during the call.
-        """
-        return self._bridge.run(self._rows.fields(output, schema, index=index, max_rows=max_rows))
-
-    @cached_property
-    def _rows(self) -> NextTokenLM[Row]:
-        """Computes next-token rows on the same engine; created on first use."""
-        from logprobe.next_token.lm import NextTokenLM
-        from logprobe.next_token.rows import RowCache
-        from logprobe.next_token.source import EngineRows
-
-        rows: NextTokenLM[Row] = NextTokenLM(
-            EngineRows(self.loaded),
-            self.text,
-            as_caller=lambda rows: rows,
-            cache=RowCache(ROW_CACHE_BYTES),
-            batch_size=1,
-            timeout=0,
-            owns_source=False,
-        )
-        self._owned.callback(rows.cleanup)  # runs before the engine is closed
-        return rows
-
-    def uncertainty(
-        self,
-        prompt: Prompt | Conversation,
-        n: int = 10,
-        params: SamplingParams | None = None,
-        *,
-        same: Same | None = None,
-        stop_when: LowConfidence | None = None,
-        window: int | None = None,
-        k: int | None = None,
-        self_certainty: bool = False,
-        progress: bool = False,
-    ) -> Uncertainty:
-        """Sample answers and compute the model's uncertainty from their exact probabilities.
-
-        Args:
-            prompt: a text or token ids that the answers continue, or a conversation that they answer using
-                the model's chat template.
-            n: number of answers; the prompt is computed once.
-            params: sampling parameters; the default is `SamplingParams()`. With a `seed` the answers are
-                reproducible, and the first answer equals the one from `generate`. Parameters that select
-                logprobs must be left at their defaults.
-            same: function that returns True if two texts mean the same; by default, texts mean the same if
-                they are equal without surrounding white space.
-            stop_when: stops an answer when its confidence is low; stopped answers do not count in metrics.
-            window: number of tokens in a group for the group confidence; the default is the window of
-                `stop_when`, or 2,048.
-            k: number of likeliest tokens that define a token's confidence; the default is the `k` of
-                `stop_when`, or 20.
-            self_certainty: also report the self-certainty of each answer, for which each answer is scored
-                again with whole-vocabulary rows.
-            progress: show a progress bar on stderr.
-
-        Raises:
-            ParameterError: `n` is below 1, several answers are requested at temperature 0, or the prompt, a
-                parameter or `same` is invalid.
-            BatchError: some answers failed.
-            WeightsReplacedError: the weights were replaced between answers.
-        """
-        from logprobe.analysis.uncertainty import draw_plan
-
-        plan = draw_plan(n, params, stop_when=stop_when, window=window, k=k, self_certainty=self_certainty)
-        work = self.client.draw(prompt, plan, watch=partial(progress_bar, shown=progress))
-        return plan.sum_up(self._bridge.run(work), same)
-
-    def perplexity(
-        self,
-        text: str | Iterable[str],
-        *,
-        stride: int | None = None,
-        window: int | None = None,
-        bos: bool | None = None,
-        progress: bool = False,
-    ) -> Perplexity:
-        """Compute the perplexity of a text of any length, each token scored once; see `analysis.perplexity`.
-
-        Args:
-            text: a text, or an iterable of its parts (such as an open file), which is streamed.
-            stride: tokens from one window's start to the next one's; the default is half a window. If the
-                stride equals the window, the windows are disjoint, and the first token of each is not scored.
-            window: tokens per window; the default is the model's context.
-            bos: True puts BOS (EOS if the model has no BOS) before the text, False does not, and None does
-                what the tokenizer does.
-            progress: show a progress bar on stderr.
-
-        Raises:
-            ParameterError: the window or stride is invalid, or the text cannot be encoded.
-            BatchError: a window failed.
-            WeightsReplacedError: the weights were replaced between two windows.
-        """
-        num_bytes = len(text.encode("utf-8", "surrogatepass")) if isinstance(text, str) else None
-        with byte_bar(num_bytes, shown=progress) as advance:
-            return perplexity(self, text, stride=stride, window=window, bos=bos, advance=advance)
-
-    def get_tokenizer(self) -> Any:
-        """Return the model's transformers tokenizer, which is loaded on first use."""
-        return self.text.tokenizer
 
     def close(self) -> None:
         """Release the model; a second call, or a call on a `with_lora` view, does nothing."""
         self._owned.close()
-
-    def cleanup(self) -> None:
-        """Alias of `close`, as in `AsyncLM`."""
-        self.close()
-
-    def __repr__(self) -> str:
-        facts = self.engine.capabilities()
-        lora = "" if self.lora is None else f", lora={self.lora!r}"
-        return f"LLM({self.config.model!r}, {facts.engine}, {facts.device}, {facts.dtype}{lora})"
 
     def __enter__(self) -> Self:
         return self
@@ -667,3 +53,37 @@ class LLM:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class AsyncLLM(Model, Async):
+    """A model that generates and scores, with the methods of `LLM` as coroutines.
+
+    Methods may be called from any event loop; requests of concurrent calls share engine steps, and
+    cancelling a call aborts its requests. `stream` is an async generator. The arguments and attributes are
+    those of `LLM`; loading the model blocks.
+
+    Example:
+        ```python
+        async with AsyncLLM("smollm2") as llm:
+            scores, outputs = await asyncio.gather(llm.score([("a", " b")]), llm.generate("a"))
+        ```
+
+    Raises:
+        ModelError: the model cannot be loaded.
+        UnknownParameterError: a setting does not exist.
+    """
+
+    async def close(self) -> None:
+        """Release the model; a second call, or a call on a `with_lora` view, does nothing."""
+        await asyncio.to_thread(self._owned.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()

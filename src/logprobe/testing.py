@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from logprobe.engine.protocol import ForwardBackend, Layout, StepBatch
-    from logprobe.llm import LLM
+    from logprobe.model import Model
     from logprobe.models.loading import State
     from logprobe.models.lora import LoraWeights
     from logprobe.next_token.lm import NextTokenLM
     from logprobe.records.values import IntArray
 
-    AnyModel = LLM | NextTokenLM[Any] | LoadedModel | Front
+    AnyModel = Model | NextTokenLM[Any] | LoadedModel | Front
 
 __all__ = [
     "FakeForward",
@@ -272,7 +272,7 @@ def open_requests(model: AnyModel) -> list[str]:
     """Return the ids of accepted requests whose output was not read to its end.
 
     Raises:
-        ParameterError: `model` is not an `LLM`, an `AsyncLM`, a loaded model or its engine.
+        ParameterError: `model` is not an `LLM`, `AsyncLLM` or `AsyncLM`, a loaded model or its engine.
     """
     front = _front_of(model)
     return sorted({*front._builders, *front._streams._inboxes})
@@ -310,7 +310,7 @@ def _front_of(model: AnyModel) -> Front:
     loaded: Any = getattr(model, "_loaded", model)
     front = getattr(loaded, "engine", loaded)
     is_front = isinstance(front, Front)
-    require(is_front, "model", "must be an LLM, an AsyncLM, a loaded model or its engine", got=model)
+    require(is_front, "model", "must be an LLM, AsyncLLM or AsyncLM, a loaded model or its engine", got=model)
     return front  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""Words and their ends: `surprisal(..., boundary="end")`, units, tables of words."""
+"""Words and their ends: `LLM.surprisal(..., boundary="end")`, units, tables of words."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from logprobe import FlatLogprobs
-from logprobe.analysis import ScoredText, surprisal
+from logprobe.analysis import ScoredText
 from logprobe.analysis.score import Score
-from logprobe.analysis.texts import NOT_SCORED, ROW_COLUMNS, begins_word
+from logprobe.analysis.texts import NOT_SCORED, ROW_COLUMNS, begins_word, surprisal
 from logprobe.errors import ParameterError
 from logprobe.text.spans import byte_spans
 
@@ -95,10 +95,10 @@ def test_the_probabilities_of_all_words_and_their_ends_sum_to_one() -> None:
     for length in range(1, 5):
         for letters in itertools.product("ab", repeat=length):
             word = " " + "".join(letters)
-            unit = surprisal(tiny, start + word, boundary="end", bos=True).words[-1]
+            unit = surprisal(tiny, start + word, boundary="end", bos=True)[0].words[-1]
             assert (unit.text, unit.num_scored) == (word, length)
             total += math.exp(unit.logprob or 0.0)
-            plain = surprisal(tiny, start + word, bos=True)
+            plain = surprisal(tiny, start + word, bos=True)[0]
             naive += math.exp(plain.words[-1].logprob or 0.0)
             if length == 4:  # longer words: continuations within a word
                 ids = (*context, *tiny.text.encode(word).tolist())
@@ -128,7 +128,7 @@ def test_words_have_the_numbers_of_minicons_formula(tiny_llm: LLM, tiny_model_fo
     for token in range(len(ids)):
         corrected[token] += mass[token + 1] if is_begin[token + 1] else 0.0
         corrected[token] -= mass[token] if token > 0 and is_begin[token] else 0.0
-    scored, plain = surprisal(tiny_llm, TEXT, boundary="end"), surprisal(tiny_llm, TEXT)
+    scored, plain = tiny_llm.surprisal(TEXT, boundary="end")[0], tiny_llm.surprisal(TEXT)[0]
     assert [word.text for word in scored.words] == [word.text for word in plain.words]
     for word, other in zip(scored.words, plain.words, strict=True):
         assert word.logprob == pytest.approx(corrected[word.first_token : word.end_token].sum(), abs=1e-4)
@@ -140,8 +140,8 @@ def test_words_have_the_numbers_of_minicons_formula(tiny_llm: LLM, tiny_model_fo
 
 
 def test_the_mass_is_exact_whatever_the_windows_and_the_texts_beside(tiny_llm: LLM) -> None:
-    alone = surprisal(tiny_llm, TEXT, boundary="end")
-    beside, empty, long = surprisal(tiny_llm, [TEXT, "", TEXT * 9], boundary="end", window=120, stride=60)
+    alone = tiny_llm.surprisal(TEXT, boundary="end")[0]
+    beside, empty, long = tiny_llm.surprisal([TEXT, "", TEXT * 9], boundary="end", window=120, stride=60)
     assert alone.log_begin_mass is not None
     assert beside.log_begin_mass is not None
     assert len(alone.log_begin_mass) == len(alone.token_ids) + 1
@@ -154,18 +154,18 @@ def test_the_mass_is_exact_whatever_the_windows_and_the_texts_beside(tiny_llm: L
 
 def test_a_first_word_without_a_number_says_so_and_is_no_zero(tiny_llm: LLM) -> None:
     for boundary in (None, "end"):
-        scored: Any = surprisal(tiny_llm, "the cat sat", bos=False, boundary=boundary)
+        scored: Any = tiny_llm.surprisal("the cat sat", bos=False, boundary=boundary)[0]
         first, *others = scored.rows()
         assert (first["word"], first["surprisal"], first["note"]) == ("the", None, NOT_SCORED)
         assert all(row["surprisal"] > 0 and row["note"] == "" for row in others)
         frame = scored.to_pandas()
         assert frame["surprisal"].isna().tolist() == [True] + [False] * len(others)
     # Only one of its two tokens is scored, so the word is not.
-    assert surprisal(tiny_llm, "xat", bos=False).rows()[0]["surprisal"] is None
+    assert tiny_llm.surprisal("xat", bos=False)[0].rows()[0]["surprisal"] is None
 
 
 def test_bits_are_nats_by_another_name_and_are_kept_with_the_data(tiny_llm: LLM) -> None:
-    nats, bits = (surprisal(tiny_llm, TEXT, unit=unit) for unit in ("nats", "bits"))
+    nats, bits = (tiny_llm.surprisal(TEXT, unit=unit)[0] for unit in ("nats", "bits"))
     assert nats.words[2].logprob == bits.words[2].logprob
     assert bits.words[2].surprisal == pytest.approx((nats.words[2].surprisal or 0) / math.log(2))
     ours, theirs = nats.to_pandas(), bits.to_pandas()
@@ -189,7 +189,7 @@ def test_bits_are_nats_by_another_name_and_are_kept_with_the_data(tiny_llm: LLM)
 )
 def test_other_words_are_refused_by_name(tiny_llm: LLM, asked: Any, parameter: str) -> None:
     with pytest.raises(ParameterError) as error:
-        surprisal(tiny_llm, "the cat", **asked)
+        tiny_llm.surprisal("the cat", **asked)
     assert error.value.parameter == parameter
 
 

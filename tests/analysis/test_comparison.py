@@ -24,7 +24,6 @@ from logprobe.analysis import (
 from logprobe.analysis.comparison import Comparison, common_units
 from logprobe.analysis.detection import binoculars
 from logprobe.analysis.score import whole_rows
-from logprobe.analysis.texts import surprisal
 from logprobe.errors import InputError, ParameterError
 from refusals import raises
 
@@ -141,7 +140,7 @@ def test_models_of_different_tokenizers_are_compared_by_word(
     with LLM(str(tiny_window_folder), kv_bytes=1 << 21) as other:
         monkeypatch.setattr("logprobe.analysis.comparison.same_vocabulary", lambda *_: False)
         found = compare(tiny_llm, other, TEXTS, bos=False)
-        a, b = surprisal(tiny_llm, TEXTS[0], bos=False), surprisal(other, TEXTS[0], bos=False)
+        a, b = tiny_llm.surprisal(TEXTS[0], bos=False)[0], other.surprisal(TEXTS[0], bos=False)[0]
     assert found.unit == "word"
     assert (found.kl, found.agreement, found.ratios, found.effective_sample_share) == (None,) * 4
     units = list(common_units(a, b))

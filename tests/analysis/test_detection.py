@@ -93,7 +93,7 @@ def test_a_data_set_has_the_papers_numbers_and_their_auc(
         assert {name: row[name] for name in want} == pytest.approx(want, abs=TOLERANCE)
     assert [row["label"] for row in table] == [True, False, True, False]
     assert summary.auc is not None
-    assert set(summary.auc) == {"logprob_per_token", *measures.DETECTIONS}
+    assert set(summary.auc) == {"mean_logprob", *measures.DETECTIONS}
     for name, auc in summary.auc.items():
         seen, others = ([row[name] for row in table if row["label"] is label] for label in (True, False))
         pairs = [(a > b) + (a == b) / 2 for a in seen for b in others]
@@ -105,8 +105,8 @@ def test_a_text_in_windows_has_them_too(tiny_llm: LLM, tmp_path: Path) -> None:
     settings = DataSettings(detect=True, truncation="window", window=100, stride=40)
     score_dataset(tiny_llm, tmp_path / "in.txt", tmp_path / "out.jsonl", settings=settings)
     row = json.loads((tmp_path / "out.jsonl").read_text())
-    assert -60 < row["min_k"] < row["logprob_per_token"] < 0
-    assert row["zlib_ratio"] == pytest.approx(row["logprob_per_token"] / len(zlib.compress(LONG.encode())))
+    assert -60 < row["min_k"] < row["mean_logprob"] < 0
+    assert row["zlib_ratio"] == pytest.approx(row["mean_logprob"] / len(zlib.compress(LONG.encode())))
 
 
 @pytest.mark.parametrize(

@@ -149,14 +149,14 @@ def test_a_context_that_leaves_nothing_before_the_spanning_token_is_refused(
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.5), SamplingParams(top_k=220)])
 def test_the_distribution_that_is_drawn_from_is_summed(tiny_llm: LLM, sampling: SamplingParams) -> None:
-    rows = rows_of(tiny_llm, sampling=sampling)
-    (score,) = tiny_llm.score([("the ca", "t of")], sampling=sampling)
+    rows = rows_of(tiny_llm, sampling_params=sampling)
+    (score,) = tiny_llm.score([("the ca", "t of")], sampling_params=sampling)
     assert score.boundary == "bytes"
     assert score.logprob == pytest.approx(conditional(tiny_llm, rows, "the ca", "t of", "the"), abs=1e-6)
 
 
 def test_bytes_that_cannot_be_drawn_are_impossible(tiny_llm: LLM) -> None:
-    (score,) = tiny_llm.score([("the ca", "t")], sampling=SamplingParams(top_k=1))
+    (score,) = tiny_llm.score([("the ca", "t")], sampling_params=SamplingParams(top_k=1))
     assert (score.boundary, score.logprob) == ("bytes", -math.inf)
 
 
@@ -209,13 +209,13 @@ def test_rows_are_asked_in_batches_and_give_the_same_sums(
 ) -> None:
     whole = tiny_llm.score([("the ca", "t and"), ("the ca", "r")])
     sizes: list[int] = []
-    run = tiny_llm.client.run
+    run = tiny_llm._client.run
 
     async def counted(admitted: Any, *more: Any) -> Any:
         sizes.append(len(admitted))
         return await run(admitted, *more)
 
-    monkeypatch.setattr(tiny_llm.client, "run", counted)
+    monkeypatch.setattr(tiny_llm._client, "run", counted)
     monkeypatch.setattr(healing, "ROWS_AT_ONCE", 2)
     assert tiny_llm.score([("the ca", "t and"), ("the ca", "r")]) == whole
     assert max(sizes) == 2
@@ -223,7 +223,7 @@ def test_rows_are_asked_in_batches_and_give_the_same_sums(
 
 
 def test_sums_of_other_weights_than_the_tokens_are_an_error(tiny_llm: LLM) -> None:
-    client = tiny_llm.client
+    client = tiny_llm._client
     splits = [client.split(("the ca", "t and"))]
     before: Any = [SimpleNamespace(weights_number=-1)]
     [error] = asyncio.run(client.heal(splits, before, None, client.requests.of_one_call()))
@@ -265,7 +265,7 @@ def test_pairs_of_one_context_share_what_they_read(tiny_llm: LLM) -> None:
 
 def test_an_aligned_pair_costs_what_its_ids_cost(tiny_llm: LLM) -> None:
     """One request only: a byte sum would need more rows."""
-    front = tiny_llm.client.engine
+    front = tiny_llm._client.engine
     submitted: list[int] = []
     plain = front.submit
 

@@ -18,7 +18,7 @@ from logprobe.analysis.labels import (
     RERANK_PAIR,
     RERANK_TASK,
     Classification,
-    judge,
+    judge_plan,
     texts_of,
 )
 from logprobe.errors import ParameterError
@@ -60,7 +60,7 @@ def truth(tiny_llm: LLM, rows: Any, prompt: str, label: str) -> tuple[float, int
 
 
 def test_a_label_has_the_probability_of_all_its_tokens(tiny_llm: LLM, rows: Any) -> None:
-    found: Any = tiny_llm.classify(PROMPT, LABELS)
+    [found] = tiny_llm.classify(PROMPT, LABELS)
     want = np.array([truth(tiny_llm, rows, PROMPT, label)[0] for label in LABELS])
     np.testing.assert_allclose(found.logprobs, want, atol=1e-4)
     np.testing.assert_allclose(found.mass, np.exp(want).sum(), rtol=1e-4)
@@ -75,30 +75,30 @@ def test_many_prompts_give_what_each_gives_alone(tiny_llm: LLM) -> None:
     prompts = [PROMPT, "a dog", "the"]
     found: Any = tiny_llm.classify(prompts, LABELS)
     for prompt, one in zip(prompts, found, strict=True):
-        alone: Any = tiny_llm.classify(prompt, LABELS)
+        [alone] = tiny_llm.classify(prompt, LABELS)
         np.testing.assert_allclose(one.logprobs, alone.logprobs, atol=5e-5)
 
 
 def test_texts_that_mean_one_label_are_added_up(tiny_llm: LLM) -> None:
-    named: Any = tiny_llm.classify(PROMPT, {"animal": [" the dog", " a cat"], "other": " of"})
-    alone: Any = tiny_llm.classify(PROMPT, [" the dog", " a cat", " of"])
+    [named] = tiny_llm.classify(PROMPT, {"animal": [" the dog", " a cat"], "other": " of"})
+    [alone] = tiny_llm.classify(PROMPT, [" the dog", " a cat", " of"])
     np.testing.assert_allclose(named.logprobs[0], np.logaddexp(*alone.logprobs[:2]), atol=1e-5)
     assert named.labels == ("animal", "other")
 
 
 def test_corrections_are_what_their_papers_say(tiny_llm: LLM, rows: Any) -> None:
     want = [truth(tiny_llm, rows, PROMPT, label) for label in LABELS]
-    by_length: Any = tiny_llm.classify(PROMPT, LABELS, correction="length")
+    [by_length] = tiny_llm.classify(PROMPT, LABELS, correction="length")
     np.testing.assert_allclose(by_length.corrected, [total / count for total, count in want], atol=1e-4)
     empty = [truth(tiny_llm, rows, "th", label)[0] for label in LABELS]
-    calibrated: Any = tiny_llm.classify(PROMPT, LABELS, correction="calibrated", content_free="th")
+    [calibrated] = tiny_llm.classify(PROMPT, LABELS, correction="calibrated", content_free="th")
     shares = np.exp([total - other for (total, _), other in zip(want, empty, strict=True)])
     np.testing.assert_allclose(list(calibrated.probabilities.values()), shares / shares.sum(), atol=1e-4)
     np.testing.assert_allclose(calibrated.logprobs, [total for total, _ in want], atol=1e-4)
 
 
 def test_a_conversation_is_answered_after_its_layout(tiny_llm: LLM, rows: Any) -> None:
-    found: Any = tiny_llm.classify(TALK, ["the dog", "of"])
+    [found] = tiny_llm.classify(TALK, ["the dog", "of"])
     text: Any = tiny_llm.text
     laid_out = text.encode("user: the cat\nassistant:", add_special_tokens=False).tolist()
     want = [
@@ -133,7 +133,7 @@ def test_the_layout_by_default_is_the_published_one() -> None:
 
 
 def test_a_grade_is_a_distribution(tiny_llm: LLM) -> None:
-    judged: Any = tiny_llm.judge(TALK)
+    [judged] = tiny_llm.judge(TALK)
     shares = np.array(list(judged.grades.probabilities.values()))
     mean = float(shares @ np.arange(1, 6))
     assert judged.expectation == pytest.approx(mean)
@@ -262,7 +262,7 @@ def read_out(llm: LLM, rows: Any, before: list[int], texts: list[str]) -> dict[s
 def test_a_grade_that_begins_another_is_what_goes_on_otherwise(
     grader: LLM, rows: Any, scale: Sequence[float]
 ) -> None:
-    judged: Any = grader.judge(TALK, scale=scale)
+    [judged] = grader.judge(TALK, scale=scale)
     before = grader.text.encode("user: the cat\nassistant:", add_special_tokens=False).tolist()
     want = read_out(grader, rows, before, list(judged.grades.labels))
     assert judged.grades.labels[0] == f"{scale[0]:g}"
@@ -274,7 +274,7 @@ def test_a_grade_that_begins_another_is_what_goes_on_otherwise(
 
 
 def test_a_text_is_graded_as_a_conversation_is(grader: LLM, rows: Any) -> None:
-    judged: Any = grader.judge("the cat and", scale=range(1, 11))
+    [judged] = grader.judge("the cat and", scale=range(1, 11))
     before = grader.text.encode("the cat and").tolist()
     want = read_out(grader, rows, before, list(judged.grades.labels))
     np.testing.assert_allclose(np.exp(judged.grades.logprobs), list(want.values()), rtol=2e-4)
@@ -300,35 +300,35 @@ def plain_pieces(llm: LLM) -> list[bytes]:
 
 def test_labels_are_measured_by_bytes_where_a_token_spans_the_prompts_end(tiny_llm: LLM, rows: Any) -> None:
     labels = ["t and", "n of", "r", "t o"]
-    found: Any = tiny_llm.classify("the ca", labels)
+    [found] = tiny_llm.classify("the ca", labels)
     pieces, given = plain_pieces(tiny_llm), tiny_llm.text.encode("the").tolist()
     tail = covered(rows, pieces, given, b" ca")
     want = [covered(rows, pieces, given, f" ca{label}".encode()) - tail for label in labels]
     assert found.boundary == "bytes"
     np.testing.assert_allclose(found.logprobs, want, rtol=1e-6)
     assert found.mass == pytest.approx(np.exp(want).sum(), abs=1e-6)
-    plain: Any = tiny_llm.classify("the ca", ["s", "r"])
+    [plain] = tiny_llm.classify("the ca", ["s", "r"])
     assert plain.boundary == "token"
 
 
 def test_labels_that_cover_all_bytes_have_the_mass_of_one(tiny_llm: LLM) -> None:
     """After "the ca" follows one byte or the end, so all bytes together have nearly all the mass."""
     labels = [chr(code) for code in range(0x20, 0x7F)]
-    found: Any = tiny_llm.classify("the ca", labels)
+    [found] = tiny_llm.classify("the ca", labels)
     assert (found.boundary, found.mass < 1) == ("bytes", True)
-    more: Any = tiny_llm.classify("the ca", [*labels, *(chr(code) for code in range(1, 0x20) if code != 10)])
+    [more] = tiny_llm.classify("the ca", [*labels, *(chr(code) for code in range(1, 0x20) if code != 10)])
     assert found.mass < more.mass < 1
 
 
 @pytest.mark.real_model
 def test_a_spanning_token_does_not_hide_the_likeliest_label(real_llm: LLM) -> None:
-    found: Any = real_llm.classify("The capital of Ir", ["an is", "aq is", "eland is"])
+    [found] = real_llm.classify("The capital of Ir", ["an is", "aq is", "eland is"])
     assert (found.label, found.boundary, found.mass < 1) == ("eland is", "bytes", True)
 
 
 def test_content_free_prompts_are_measured_as_they_are_cut(tiny_llm: LLM) -> None:
-    found: Any = tiny_llm.classify("the ca", ["t", "r"], correction="calibrated", content_free="a")
-    base: Any = tiny_llm.classify("a", ["t", "r"])
+    [found] = tiny_llm.classify("the ca", ["t", "r"], correction="calibrated", content_free="a")
+    [base] = tiny_llm.classify("a", ["t", "r"])
     np.testing.assert_allclose(found.corrected, found.logprobs - base.logprobs, atol=1e-5)
 
 
@@ -337,7 +337,7 @@ def test_a_grade_may_go_on_from_the_last_token_of_a_prompt(
     grader: LLM, rows: Any, scale: Sequence[float]
 ) -> None:
     """With "10" as a token, the grade 0 after "the 1" is the rest of that token."""
-    judged: Any = grader.judge("the cat 1", scale=scale)
+    [judged] = grader.judge("the cat 1", scale=scale)
     is_spanned = len(grader.text.encode("10", add_special_tokens=False)) == 1
     assert judged.grades.boundary == ("bytes" if is_spanned else "token")
     pieces = plain_pieces(grader)
@@ -372,7 +372,8 @@ class Told:
 def test_a_grade_that_always_goes_on_has_no_probability(tiny_llm: LLM, over: float) -> None:
     """A continuation probability above one (by rounding) must not give a negative probability."""
     model: Any = Told(tiny_llm, {"1": [-0.5], "2": [-2.0], "10": [-0.5, over]})
-    judged: Any = judge(model, TALK, scale=[1, 2, 10])
+    plan = judge_plan(model.text, TALK, scale=[1, 2, 10])
+    [judged] = plan.sum_up(model.score(plan.pairs))
     assert judged.grades.logprobs.tolist() == [-np.inf, -2.0, -0.5 + over]
     assert judged.grades.probabilities["1"] == 0
 

@@ -76,21 +76,21 @@ def test_scores_are_those_of_a_loop_whatever_the_batch(
         want = loop(folder, text, within_word=metric == "within_word_l2r")
         np.testing.assert_allclose(score.logprobs, want, atol=1e-5)
         assert score.logprob == pytest.approx(sum(want), abs=1e-4)
-        assert bert.score(text, metric=metric).logprobs == pytest.approx(score.logprobs, abs=1e-5)
+        assert bert.score(text, metric=metric)[0].logprobs == pytest.approx(score.logprobs, abs=1e-5)
 
 
 def test_few_rows_run_at_once_where_they_are_wide(bert: MaskedLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = bert.score(TEXTS[0])
+    whole = bert.score(TEXTS[0])[0]
     sizes = []
     run = MaskedLM._run
     monkeypatch.setattr(masked, "LOGITS_A_BATCH", 400)
     monkeypatch.setattr(MaskedLM, "_run", lambda self, rows: sizes.append(len(rows)) or run(self, rows))
-    np.testing.assert_allclose(bert.score(TEXTS[0]).logprobs, whole.logprobs, atol=1e-5)
+    np.testing.assert_allclose(bert.score(TEXTS[0])[0].logprobs, whole.logprobs, atol=1e-5)
     assert max(sizes) * 10 * 17 <= 400 or max(sizes) == 1
 
 
 def test_words_hold_their_tokens_and_their_place_in_the_text(bert: MaskedLM) -> None:
-    score = bert.score(TEXTS[0])
+    score = bert.score(TEXTS[0])[0]
     assert [word.text for word in score.words] == ["The", "matrons", "sat", "on", "a", "mat", "."]
     assert [TEXTS[0][word.start : word.end] for word in score.words] == [word.text for word in score.words]
     assert sum(word.logprob for word in score.words) == pytest.approx(score.logprob)
@@ -98,7 +98,7 @@ def test_words_hold_their_tokens_and_their_place_in_the_text(bert: MaskedLM) -> 
 
 
 def test_the_rest_of_a_word_does_not_give_its_beginning_away(bert: MaskedLM) -> None:
-    ours, original = (bert.score(TEXTS[0], metric=metric) for metric in masked.METRICS)
+    ours, original = (bert.score(TEXTS[0], metric=metric)[0] for metric in masked.METRICS)
     alone = [0, 3, 4, 5, 6, 7, 8]  # the only token of a word, or its last one
     np.testing.assert_allclose(ours.logprobs[alone], original.logprobs[alone], atol=1e-5)
     assert not np.allclose(ours.logprobs[1:3], original.logprobs[1:3], atol=1e-3)
@@ -126,7 +126,7 @@ def test_positions_that_begin_behind_paddings_hold_fewer_tokens(folder: Path, tm
     for name in ("tokenizer.json", "tokenizer_config.json"):
         copy(folder / name, tmp_path)
     roberta = MaskedLM(str(tmp_path))
-    assert len(roberta.score("the " * 17).logprobs) == 17  # 19 with CLS and SEP
+    assert len(roberta.score("the " * 17)[0].logprobs) == 17  # 19 with CLS and SEP
     with pytest.raises(ParameterError) as error:
         roberta.score("the " * 18)
     assert error.value.parameter == "texts"

@@ -6,17 +6,20 @@ import asyncio
 import json
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
-from logprobe import LLM, AsyncLM, SamplingParams
+from async_twin import async_twin
+from logprobe import LLM, SamplingParams
 from logprobe.config import EngineConfig
 from logprobe.engine.client import Client
 from logprobe.errors import ParameterError, WeightsReplacedError
-from logprobe.next_token.fields import FieldSums, SpellingTools
+from logprobe.next_token import AsyncLM
+from logprobe.next_token.fields import FieldSums, SpellingTools, field_distributions
 from logprobe.processors import BatchRow, BatchState, GrammarLogitsProcessor, LogitsProcessor, ModelFacts
 from logprobe.processors.arguments import GrammarArgs, NoArgs
 from logprobe.testing import FakeForward, fake_model
@@ -69,8 +72,15 @@ class Fake:
         return asyncio.run(self.client.generate([prompt], params))[0]
 
     def fields(self, output: RequestOutput, **more: Any) -> dict[str, FieldDistribution]:
-        settings = {"max_rows": MANY} | more
-        return {field.pointer: field for field in asyncio.run(self.lm.fields(output, **settings))}
+        return {field.pointer: field for field in asyncio.run(self.distributions(output, **more))}
+
+    async def distributions(self, output: Any, **more: Any) -> list[FieldDistribution]:
+        settings: dict[str, Any] = {"schema": None, "index": 0, "max_rows": MANY} | more
+        return await field_distributions(self.lm, lambda: self.tools, output, **settings)
+
+    @cached_property
+    def tools(self) -> SpellingTools:
+        return SpellingTools(self.model)
 
     def row(self, token_ids: list[int]) -> Any:
         logits = self.forward.logits_after(token_ids).astype(np.float64)
@@ -359,26 +369,26 @@ def test_a_processor_of_all_requests_leaves_processed_bounds(tiny_model_folder: 
     with LLM(str(tiny_model_folder), kv_bytes=1 << 21, logits_processors=[Flatter]) as llm:
         output = llm.generate("the cat", asking(object_of(v={"enum": ["cat", "the"]})))[0]
         processed = output.outputs[0].fields(processed=True)
-        assert [field.processed for field in llm.fields(output)] == processed
+        assert [field.processed for field in llm.field_distributions(output)] == processed
 
 
 def test_other_weights_give_no_part_of_an_answer(tiny_model_folder: Path) -> None:
     with LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm:
         output = llm.generate("the cat", asking(object_of(v={"enum": ["cat", "the"]})))[0]
-        sums = FieldSums(llm.loaded, SpellingTools(llm.loaded), output, None, index=0, max_rows=9)
+        sums = FieldSums(llm._loaded, SpellingTools(llm._loaded), output, None, index=0, max_rows=9)
         asks = sums.next_asks()
         llm.load_weights(tiny_model_folder, version="second")
         with pytest.raises(WeightsReplacedError):
             sums.take(asks, [np.zeros(1, np.float32)] * len(asks))
         with raises(ParameterError, parameter="output"):
-            llm.fields(output)
+            llm.field_distributions(output)
 
 
 def test_cold_and_cached_alone_and_beside_others(fake: Fake) -> None:
     outputs = [fake.reply(asking(object_of(v=CASES[case][0]))) for case in CASES]
 
     async def together() -> list[list[FieldDistribution]]:
-        return await asyncio.gather(*(fake.lm.fields(output, max_rows=MANY) for output in outputs))
+        return await asyncio.gather(*(fake.distributions(output) for output in outputs))
 
     def numbers(fields: list[FieldDistribution]) -> list[Any]:
         members = [one for field in fields for one in (field.members, field.grammar_members) if one]
@@ -387,7 +397,7 @@ def test_cold_and_cached_alone_and_beside_others(fake: Fake) -> None:
     fake.lm.clear_cache()
     fake.lm.clear_kv_cache()
     cold = list(map(numbers, asyncio.run(together())))
-    cached = [numbers(asyncio.run(fake.lm.fields(output, max_rows=MANY))) for output in outputs]
+    cached = [numbers(asyncio.run(fake.distributions(output))) for output in outputs]
     assert cached == cold  # rows of the fake engine do not depend on the batch
 
 
@@ -404,7 +414,7 @@ def test_a_grammar_gives_all_to_the_members(real_llm: LLM) -> None:
     )
     schema = object_of(sentiment=moods, stars=stars, sure={"type": "boolean"})
     output = real_llm.generate(REVIEW, asking(schema))[0]
-    fields = {field.pointer: field for field in real_llm.fields(output)}
+    fields = {field.pointer: field for field in real_llm.field_distributions(output)}
     said = json.loads(output.outputs[0].text)
     assert {name: fields[f"/{name}"].value for name in names} == said
     for name in names:
@@ -424,7 +434,7 @@ def test_all_spellings_are_more_than_the_one_that_was_written(real_llm: LLM) -> 
     values = ["positive", "negative", "neutral"]
     params = asking(object_of(sentiment={"enum": values}))
     output = real_llm.chat("Is the weather nice? Say how it feels.", params)[0]
-    field = {field.pointer: field for field in real_llm.fields(output)}["/sentiment"]
+    field = {field.pointer: field for field in real_llm.field_distributions(output)}["/sentiment"]
     members, token_ids = field.members, output.outputs[0].token_ids
     assert members is not None
     assert members.logprob_of(field.value) > field.raw.logprob + 1
@@ -442,9 +452,8 @@ def test_all_spellings_are_more_than_the_one_that_was_written(real_llm: LLM) -> 
 def test_a_front_door_in_an_event_loop_has_the_same_numbers(tiny_llm: LLM) -> None:
     params = asking(object_of(v={"enum": ["cat", "the", "and"]}, n={"enum": [1, 12]}))
     output = tiny_llm.generate("the cat", params)[0]
-    blocking = tiny_llm.fields(output)
-    with AsyncLM(tiny_llm) as lm:
-        awaited = asyncio.run(lm.fields(output))
+    blocking = tiny_llm.field_distributions(output)
+    awaited = asyncio.run(async_twin(tiny_llm).field_distributions(output))
     for one, other in zip(blocking, awaited, strict=True):
         assert (one.pointer, one.value) == (other.pointer, other.value)
         assert one.raw.logprob == pytest.approx(other.raw.logprob, abs=1e-5)
@@ -457,7 +466,7 @@ def test_a_front_door_in_an_event_loop_has_the_same_numbers(tiny_llm: LLM) -> No
 
 def test_the_weights_that_wrote_a_reply_answer(tiny_llm: LLM, adapter_folders: dict[str, Path]) -> None:
     def members(llm: LLM, output: RequestOutput) -> Any:
-        [found] = [field.members for field in llm.fields(output) if field.members is not None]
+        [found] = [field.members for field in llm.field_distributions(output) if field.members is not None]
         return found.logprobs
 
     tiny_llm.add_lora("wide", adapter_folders["wide"])
@@ -471,7 +480,7 @@ def test_the_weights_that_wrote_a_reply_answer(tiny_llm: LLM, adapter_folders: d
         base = members(tiny_llm, replace(output, params=replace(output.params, lora=None)))
         assert np.abs(base - own).max() > 1e-2
         view.close()
-        assert len(tiny_llm.fields(output)) == 2
+        assert len(tiny_llm.field_distributions(output)) == 2
     finally:
         tiny_llm.remove_lora("wide")
 
@@ -555,7 +564,7 @@ def test_what_cannot_be_asked_names_the_parameter_and_a_remedy(fake: Fake) -> No
     with raises(ParameterError, parameter="output", match="replaced"):
         fake.fields(replace(good, weights_number=7))
     with raises(ParameterError, parameter="output", match="RequestOutput"):
-        asyncio.run(fake.lm.fields(good.outputs[0]))  # type: ignore[arg-type]
+        asyncio.run(fake.distributions(good.outputs[0]))
     members = fake.fields(good)["/v"].members
     assert members is not None
     with raises(ParameterError, parameter="value", match="not a member"):

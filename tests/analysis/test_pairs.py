@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from logprobe.analysis import measures, minimal_pairs, surprisal
+from logprobe.analysis import measures
+from logprobe.analysis.texts import surprisal
 from logprobe.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ KINDS = ["order", "order", "little", "order", "little"]
 
 
 def test_a_pair_is_right_where_its_good_text_is_likelier(tiny_llm: LLM) -> None:
-    found = minimal_pairs(tiny_llm, PAIRS, KINDS)
-    good, bad = ([surprisal(tiny_llm, pair[side], bos=True).logprob for pair in PAIRS] for side in (0, 1))
+    found = tiny_llm.minimal_pairs(PAIRS, KINDS)
+    good, bad = ([tiny_llm.surprisal(pair[side], bos=True)[0].logprob for pair in PAIRS] for side in (0, 1))
     np.testing.assert_allclose(found.good_logprobs, good, atol=1e-5)
     np.testing.assert_allclose(found.bad_logprobs, bad, atol=1e-5)
     right = [a > b for a, b in zip(good, bad, strict=True)]
@@ -42,7 +43,7 @@ def test_a_pair_is_right_where_its_good_text_is_likelier(tiny_llm: LLM) -> None:
 
 
 def test_pairs_are_scored_some_at_a_time(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = minimal_pairs(tiny_llm, PAIRS, KINDS)
+    whole = tiny_llm.minimal_pairs(PAIRS, KINDS)
     calls = []
 
     def counted(llm: Any, texts: list[str], **asked: Any) -> Any:
@@ -51,20 +52,20 @@ def test_pairs_are_scored_some_at_a_time(tiny_llm: LLM, monkeypatch: pytest.Monk
 
     monkeypatch.setattr("logprobe.analysis.pairs.PAIRS_A_CALL", 2)
     monkeypatch.setattr("logprobe.analysis.pairs.surprisal", counted)
-    parts = minimal_pairs(tiny_llm, PAIRS, KINDS)
+    parts = tiny_llm.minimal_pairs(PAIRS, KINDS)
     assert calls == [4, 4, 2]
     np.testing.assert_allclose(parts.good_logprobs, whole.good_logprobs, atol=1e-5)
     np.testing.assert_allclose(parts.bad_logprobs, whole.bad_logprobs, atol=1e-5)
     with pytest.raises(ParameterError, match="pair 4 has a text") as error:
-        minimal_pairs(tiny_llm, [*PAIRS[:4], ("x", "")])
+        tiny_llm.minimal_pairs([*PAIRS[:4], ("x", "")])
     assert error.value.parameter == "pairs"
     with pytest.raises(ParameterError, match="from pair 2 on, text 1") as error:
-        minimal_pairs(tiny_llm, [*PAIRS[:2], ("x", "\ud800")])
+        tiny_llm.minimal_pairs([*PAIRS[:2], ("x", "\ud800")])
     assert error.value.parameter == "pairs"
 
 
 def test_a_pair_of_equal_texts_is_wrong_and_one_pair_has_no_error(tiny_llm: LLM) -> None:
-    found = minimal_pairs(tiny_llm, [("the cat", "the cat")])
+    found = tiny_llm.minimal_pairs([("the cat", "the cat")])
     assert (found.accuracy.mean, found.accuracy.error, found.by_category) == (0.0, None, {})
 
 
@@ -79,5 +80,5 @@ def test_a_pair_of_equal_texts_is_wrong_and_one_pair_has_no_error(tiny_llm: LLM)
 )
 def test_what_cannot_be_compared_is_refused(tiny_llm: LLM, pairs: Any, asked: Any, parameter: str) -> None:
     with pytest.raises(ParameterError) as error:
-        minimal_pairs(tiny_llm, pairs, **asked)
+        tiny_llm.minimal_pairs(pairs, **asked)
     assert error.value.parameter == parameter

@@ -38,7 +38,7 @@ def test_the_tokens_that_were_drawn_have_the_numbers_of_the_draw(
     (output,) = tiny_llm.generate([CONTEXT], drawing)
     completion = output.outputs[0]
     assert completion.logprobs is not None
-    (score,) = tiny_llm.score([(CONTEXT, completion.token_ids)], sampling=sampling, logprobs=2)
+    (score,) = tiny_llm.score([(CONTEXT, completion.token_ids)], sampling_params=sampling, logprobs=2)
     assert score.record is not None
     assert score.token_ids == completion.token_ids
     np.testing.assert_allclose(
@@ -57,9 +57,9 @@ def test_all_positions_at_once_are_those_of_one_after_another(tiny_llm: LLM) -> 
     pairs = [(CONTEXT, [70, 71, 5, 60]), (CONTEXT, [9]), ("the cat", " and the dog")]
     shape: dict[str, Any] = {"temperature": 0.7, "top_k": 60, "top_p": 0.95, "kept_ids": True,
                              "logprobs": 0, "logprobs_mode": "processed_logprobs"}  # fmt: skip
-    fast = tiny_llm.score(pairs, sampling=SamplingParams(**shape), logprobs=3, entropy=True)
+    fast = tiny_llm.score(pairs, sampling_params=SamplingParams(**shape), logprobs=3, entropy=True)
     slow = tiny_llm.score(
-        pairs, sampling=SamplingParams(logit_bias={3: 0.0}, **shape), logprobs=3, entropy=True
+        pairs, sampling_params=SamplingParams(logit_bias={3: 0.0}, **shape), logprobs=3, entropy=True
     )
     for one, other in zip(fast, slow, strict=True):
         assert one.record is not None
@@ -83,8 +83,8 @@ def test_raw_numbers_at_the_temperature_follow_from_the_kept_mass(tiny_llm: LLM)
     """A trainer's full softmax at the sampler's temperature, from the numbers of a truncated sampler."""
     given = [70, 71, 5, 60]
     cut = SamplingParams(temperature=0.7, top_k=100)
-    (processed,) = tiny_llm.score([(CONTEXT, given)], sampling=cut)
-    (whole,) = tiny_llm.score([(CONTEXT, given)], sampling=SamplingParams(temperature=0.7))
+    (processed,) = tiny_llm.score([(CONTEXT, given)], sampling_params=cut)
+    (whole,) = tiny_llm.score([(CONTEXT, given)], sampling_params=SamplingParams(temperature=0.7))
     assert processed.record is not None
     is_kept = np.isfinite(processed.token_logprobs)
     assert is_kept.sum() > 0
@@ -95,7 +95,7 @@ def test_raw_numbers_at_the_temperature_follow_from_the_kept_mass(tiny_llm: LLM)
 def test_a_token_that_could_not_be_drawn_is_minus_infinity(tiny_llm: LLM) -> None:
     greedy = tiny_llm.generate([CONTEXT], SamplingParams(max_tokens=1, temperature=0))[0].outputs[0]
     other = 7 if greedy.token_ids != [7] else 8
-    (score,) = tiny_llm.score([(CONTEXT, [other, 5])], sampling=SamplingParams(top_k=1))
+    (score,) = tiny_llm.score([(CONTEXT, [other, 5])], sampling_params=SamplingParams(top_k=1))
     assert score.token_logprobs[0] == -np.inf
     assert score.logprob == -np.inf
     assert not score.is_greedy
@@ -105,20 +105,22 @@ def test_many_pairs_and_long_ones_and_what_a_text_is(tiny_llm: LLM) -> None:
     plain = SamplingParams()
     long = [5 + place % 200 for place in range(200)]
     pairs: list[Any] = [("the cat", " and the dog"), (long[:120], long[120:]), (long[:100], long[100:])]
-    scores = tiny_llm.score(pairs, sampling=plain, truncation="window", unconditional=True, entropy=True)
+    scores = tiny_llm.score(
+        pairs, sampling_params=plain, truncation="window", unconditional=True, entropy=True
+    )
     raw = tiny_llm.score(pairs, truncation="window", unconditional=True, entropy=True)
     for one, other in zip(scores, raw, strict=True):
         np.testing.assert_allclose(one.token_logprobs, other.token_logprobs, rtol=0, atol=2e-5)
         np.testing.assert_allclose(one.entropy or [], other.entropy or [], rtol=0, atol=2e-5)
         assert one.pmi == pytest.approx(other.pmi, abs=2e-4)
     with pytest.raises(PromptTooLongError, match="number 1 of 3 and continuation have 200 tokens"):
-        tiny_llm.score(pairs, sampling=plain)
+        tiny_llm.score(pairs, sampling_params=plain)
 
 
 @pytest.mark.parametrize("name", KERNEL_EXTRAS)
 def test_further_columns_are_those_of_the_call_not_of_what_is_drawn_from(tiny_llm: LLM, name: str) -> None:
     asking = SamplingParams(logprobs=0, **{name: True})
-    (score,) = tiny_llm.score([(CONTEXT, [70, 71])], sampling=asking)
+    (score,) = tiny_llm.score([(CONTEXT, [70, 71])], sampling_params=asking)
     assert score.record is not None
     assert name not in score.record.extras
 
@@ -128,7 +130,7 @@ def test_given_tokens_run_on_their_lora(tiny_llm: LLM, adapter_folders: dict[str
     try:
         pair = (CONTEXT, [70, 71])
         tuned = tiny_llm.with_lora("forced")
-        (score,) = tuned.score([pair], sampling=SamplingParams())
+        (score,) = tuned.score([pair], sampling_params=SamplingParams())
         (raw,) = tuned.score([pair])
         (base,) = tiny_llm.score([pair])
     finally:

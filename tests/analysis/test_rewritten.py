@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from logprobe import LLM
-from logprobe.analysis import DataSettings, compare, score_dataset, surprisal
+from logprobe.analysis import DataSettings, compare, score_dataset
 from rewriting import save_rewriting_llama, save_sentencepiece_llama
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def rewriter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def test_units_are_of_the_text_that_was_given(rewriter: Any) -> None:
     llm, text = rewriter
-    found = surprisal(llm, text)
+    found = llm.surprisal(text)[0]
     assert found.text == text
     assert "".join(word.text for word in found.words) == text
     for unit in (*found.words, *found.tokens):
@@ -72,7 +72,7 @@ def test_a_score_counts_the_text_that_was_given(rewriter: Any) -> None:
 
 def test_perplexity_and_data_sets_agree_on_the_bytes(rewriter: Any, tmp_path: Path) -> None:
     llm, text = rewriter
-    found = surprisal(llm, text, bos=False)
+    found = llm.surprisal(text, bos=False)[0]
     first = len(text[: found.tokens[0].end].encode()) if found.byte_spans[0, 1] else 0
     total = llm.perplexity(text, bos=False)
     assert total.num_bytes == len(text.encode())

@@ -1,4 +1,4 @@
-"""`LLM.score` returns all that `/v1/score` returns."""
+"""`LLM.score` returns all that `/v1/loglikelihood` returns."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def test_the_normalised_forms_are_the_sum_by_each_unit(tiny_llm: LLM) -> None:
     assert score.num_bytes == len(PAIR[1].encode())
     assert score.num_chars == len(PAIR[1])
     assert score.logprob == pytest.approx(math.fsum(score.token_logprobs))
-    assert score.logprob_per_token * score.num_tokens == pytest.approx(score.logprob)
+    assert score.mean_logprob * score.num_tokens == pytest.approx(score.logprob)
     assert score.logprob_per_byte * score.num_bytes == pytest.approx(score.logprob)
     assert score.logprob_per_char * score.num_chars == pytest.approx(score.logprob)
-    assert score.perplexity == pytest.approx(math.exp(-score.logprob_per_token))
+    assert score.perplexity == pytest.approx(math.exp(-score.mean_logprob))
     assert score.bits_per_byte == pytest.approx(-score.logprob_per_byte / math.log(2))
 
 

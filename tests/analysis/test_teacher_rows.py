@@ -79,7 +79,7 @@ def assert_alike(one: FlatLogprobs | None, other: FlatLogprobs | None, atol: flo
 def test_named_ids_of_a_continuation_are_transformers_rows(
     tiny_llm: LLM, whole_rows: Any, temperature: float | None
 ) -> None:
-    (score,) = tiny_llm.score([PAIR], token_ids=[NAMED], temperature=temperature, logprobs=2)
+    (score,) = tiny_llm.score([PAIR], logprob_token_ids=[NAMED], temperature=temperature, logprobs=2)
     table = whole_rows(CONTEXT + CONTINUATION, temperature or 1.0)[len(CONTEXT) - 1 :]
     atol = ATOL / min(temperature or 1.0, 1.0)  # logit differences, divided by the temperature
     assert_rows(score.record, NAMED, table, atol)
@@ -94,25 +94,27 @@ def test_named_ids_of_a_continuation_are_transformers_rows(
 def test_ids_for_all_positions_are_the_same_list_at_each(tiny_llm: LLM) -> None:
     for temperature in (None, 1.5):
         flat, ragged = tiny_llm.score(
-            [PAIR, PAIR], token_ids=[[7, 200], [[7, 200]] * len(CONTINUATION)], temperature=temperature
+            [PAIR, PAIR],
+            logprob_token_ids=[[7, 200], [[7, 200]] * len(CONTINUATION)],
+            temperature=temperature,
         )
         assert lists_of(flat.record) == lists_of(ragged.record)
 
 
 def test_one_after_another_is_all_at_once(tiny_llm: LLM) -> None:
     """An all-zero bias is a processor, which forces one position per step (the slow twin)."""
-    (fast,) = tiny_llm.score([PAIR], token_ids=[NAMED], temperature=0.7)
+    (fast,) = tiny_llm.score([PAIR], logprob_token_ids=[NAMED], temperature=0.7)
     slow_way = SamplingParams(temperature=0.7, logit_bias={3: 0.0})
-    (slow,) = tiny_llm.score([PAIR], token_ids=[NAMED], sampling=slow_way)
+    (slow,) = tiny_llm.score([PAIR], logprob_token_ids=[NAMED], sampling_params=slow_way)
     assert_alike(fast.record, slow.record)
 
 
 def test_a_pair_beside_others_is_that_pair_alone(tiny_llm: LLM) -> None:
     pairs: list[Any] = [PAIR, (LONG[:50], LONG[50:]), ("the cat", " and"), ([], [7, 8])]
     named: list[Any] = [NAMED, [[place % 250] for place in range(60)], [5, 6], None]
-    together = tiny_llm.score(pairs, token_ids=named, unconditional=True)
+    together = tiny_llm.score(pairs, logprob_token_ids=named, unconditional=True)
     for pair, ids, score in zip(pairs, named, together, strict=True):
-        (alone,) = tiny_llm.score([pair], token_ids=[ids], unconditional=True)
+        (alone,) = tiny_llm.score([pair], logprob_token_ids=[ids], unconditional=True)
         assert score.pmi == pytest.approx(alone.pmi, abs=1e-4)
         if ids is None:
             assert score.record is not None
@@ -123,12 +125,12 @@ def test_a_pair_beside_others_is_that_pair_alone(tiny_llm: LLM) -> None:
 
 def test_cached_rows_are_those_of_a_cold_engine(tiny_llm: LLM) -> None:
     tiny_llm.engine.forget_prefixes()
-    (cold,) = tiny_llm.score([PAIR], token_ids=[NAMED])
+    (cold,) = tiny_llm.score([PAIR], logprob_token_ids=[NAMED])
     (bare,) = tiny_llm.score([PAIR])  # caches rows without named ids
-    (cached,) = tiny_llm.score([PAIR], token_ids=[NAMED])
+    (cached,) = tiny_llm.score([PAIR], logprob_token_ids=[NAMED])
     assert_alike(cached.record, cold.record)
     other = [[*ids[::-1], 11] for ids in NAMED]
-    (asked_anew,) = tiny_llm.score([PAIR], token_ids=[other])
+    (asked_anew,) = tiny_llm.score([PAIR], logprob_token_ids=[other])
     assert [[*(row or {})] for row in lists_of(asked_anew.record)] == [[*dict.fromkeys(ids)] for ids in other]
     assert bare.token_logprobs == pytest.approx(cached.token_logprobs, abs=2e-6)
 
@@ -203,14 +205,14 @@ def test_arrays_and_tensors_name_ids_as_lists_do(tiny_llm: LLM) -> None:
     import torch
 
     table = np.array([[3, 4]] * len(CONTINUATION), np.uint16)
-    (want,) = tiny_llm.score([PAIR], token_ids=[table.tolist()])
+    (want,) = tiny_llm.score([PAIR], logprob_token_ids=[table.tolist()])
     for odd in (table, torch.tensor(table.astype(np.int64)), [*table], IdLists.of([*table.astype(np.int64)])):
-        (got,) = tiny_llm.score([PAIR], token_ids=[odd])
+        (got,) = tiny_llm.score([PAIR], logprob_token_ids=[odd])
         assert_alike(got.record, want.record)
 
 
 def test_named_ids_come_back_from_parquet(tiny_llm: LLM, tmp_path: Path) -> None:
-    (score,) = tiny_llm.score([PAIR], token_ids=[NAMED], temperature=2.0)
+    (score,) = tiny_llm.score([PAIR], logprob_token_ids=[NAMED], temperature=2.0)
     assert score.record is not None
     write_parquet(tmp_path / "rows.parquet", {"a": score.record})
     back = read_parquet(tmp_path / "rows.parquet")["a"]
@@ -222,7 +224,7 @@ def test_named_ids_come_back_from_parquet(tiny_llm: LLM, tmp_path: Path) -> None
 
 def test_a_pair_whose_left_end_is_cut_keeps_its_lists(tiny_llm: LLM, whole_rows: Any) -> None:
     context = [5 + place % 200 for place in range(180)]
-    (score,) = tiny_llm.score([(context, CONTINUATION)], token_ids=[NAMED], truncation="left")
+    (score,) = tiny_llm.score([(context, CONTINUATION)], logprob_token_ids=[NAMED], truncation="left")
     kept = (context + CONTINUATION)[-129:]
     assert_rows(score.record, NAMED, whole_rows(kept)[-len(CONTINUATION) :], LONG_ATOL)
 
@@ -260,15 +262,15 @@ def test_lists_that_cannot_be_are_refused_by_name(tiny_llm: LLM, params: dict[st
 @pytest.mark.parametrize(
     ("asked", "parameter", "said"),
     [
-        ({"token_ids": [NAMED[:-1]]}, "token_ids", "5 lists for the 6 tokens"),
-        ({"token_ids": [NAMED, NAMED]}, "token_ids", "one entry per pair, got 2 for 1"),
-        ({"token_ids": [[[10**6]] * 6]}, "token_ids", "lies outside"),
-        ({"token_ids": [[10**6]]}, "token_ids", "lies outside"),
-        ({"token_ids": [5]}, "token_ids", "must be a list"),
-        ({"token_ids": [NAMED], "truncation": "window"}, "token_ids", "truncation='window'"),
+        ({"logprob_token_ids": [NAMED[:-1]]}, "logprob_token_ids", "5 lists for the 6 tokens"),
+        ({"logprob_token_ids": [NAMED, NAMED]}, "logprob_token_ids", "one entry per pair, got 2 for 1"),
+        ({"logprob_token_ids": [[[10**6]] * 6]}, "logprob_token_ids", "lies outside"),
+        ({"logprob_token_ids": [[10**6]]}, "logprob_token_ids", "lies outside"),
+        ({"logprob_token_ids": [5]}, "logprob_token_ids", "must be a list"),
+        ({"logprob_token_ids": [NAMED], "truncation": "window"}, "logprob_token_ids", "truncation='window'"),
         ({"temperature": 0.0}, "temperature", "must be positive"),
         ({"temperature": float("nan")}, "temperature", "finite"),
-        ({"temperature": 1.0, "sampling": SamplingParams()}, "temperature", "sampling"),
+        ({"temperature": 1.0, "sampling_params": SamplingParams()}, "temperature", "sampling_params"),
     ],
 )
 def test_scores_that_cannot_be_are_refused_by_name(

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logprobe.analysis import ScoredText, surprisal
+from logprobe.analysis import ScoredText
 from logprobe.errors import ParameterError
 from logprobe.text.spans import byte_spans
 
@@ -124,7 +124,7 @@ def test_units_tile_the_tokens_and_keep_the_sum(words: list[str], data: Any) -> 
 
 def test_numbers_are_those_of_the_score(tiny_llm: LLM) -> None:
     texts = ["the cat and the dog, é 🌊", "the end of the cat"]
-    found = surprisal(tiny_llm, texts)
+    found = tiny_llm.surprisal(texts)
     scores = tiny_llm.score([("", text) for text in texts], entropy=True)
     for text, one, score in zip(texts, found, scores, strict=True):
         assert (one.text, one.bos_token_id) == (text, 0)
@@ -135,7 +135,7 @@ def test_numbers_are_those_of_the_score(tiny_llm: LLM) -> None:
 
 
 def test_without_bos_the_first_token_has_no_number(tiny_llm: LLM) -> None:
-    found = surprisal(tiny_llm, "the cat", bos=False)
+    found = tiny_llm.surprisal("the cat", bos=False)[0]
     assert math.isnan(found.logprobs[0])
     assert found.tokens[0].logprob is None
     assert found.words[0].num_scored < found.words[0].end_token
@@ -144,11 +144,11 @@ def test_without_bos_the_first_token_has_no_number(tiny_llm: LLM) -> None:
 
 def test_a_text_past_the_context_is_scored_in_windows(tiny_llm: LLM) -> None:
     text = "the cat and the dog, 12 é 🌊\n" * 20
-    found = surprisal(tiny_llm, text, window=100, stride=50)
+    found = tiny_llm.surprisal(text, window=100, stride=50)[0]
     assert found.logprob == pytest.approx(tiny_llm.perplexity(text, window=100, stride=50).logprob, abs=1e-3)
     assert len(found.words) == len(text.split())
 
 
 def test_the_text_at_fault_is_named(tiny_llm: LLM) -> None:
     with pytest.raises(ParameterError, match="texts: text 1 is not valid Unicode"):
-        surprisal(tiny_llm, ["the", "a\ud800"])
+        tiny_llm.surprisal(["the", "a\ud800"])

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from logprobe import LLM, AsyncLM, SamplingParams
+from async_twin import async_twin
+from logprobe import LLM, SamplingParams
 from logprobe.analysis import LowConfidence, SampledAnswer, measures
 from logprobe.analysis.client import ScoringClient
 from logprobe.analysis.uncertainty import Growing, draw_plan
-from logprobe.errors import EngineClosedError, ParameterError, WeightsReplacedError
+from logprobe.errors import ParameterError, WeightsReplacedError
 from logprobe.testing import check_integrity, open_requests, watching_steps
 from refusals import raises
 
@@ -84,7 +85,7 @@ def test_every_figure_of_an_answer_is_that_of_whole_rows(tiny_llm: LLM, rows: An
         np.testing.assert_allclose(answer.group_confidence, groups, **CLOSE)
         assert answer.logprob == pytest.approx(logprobs.sum(), abs=1e-3)
         assert answer.perplexity == pytest.approx(np.exp(-logprobs.mean()), rel=1e-3)
-        assert answer.logprob_per_token == pytest.approx(logprobs.mean(), abs=1e-4)
+        assert answer.mean_logprob == pytest.approx(logprobs.mean(), abs=1e-4)
         assert answer.mean_token_entropy == pytest.approx(entropy.mean(), abs=1e-4)
         assert answer.max_token_entropy == pytest.approx(entropy.max(), abs=1e-4)
         assert answer.lowest_group_confidence == pytest.approx(min(groups), abs=1e-4)
@@ -114,7 +115,7 @@ def test_the_distribution_that_was_drawn_from_is_another(tiny_llm: LLM, shape: d
     found, before = tiny_llm.uncertainty(PROMPT, 3, params), ids_of(tiny_llm)
     pairs = [(before, answer.token_ids) for answer in found.answers]
     raw = tiny_llm.score(pairs)
-    drawn = tiny_llm.score(pairs, sampling=SamplingParams(**shape))
+    drawn = tiny_llm.score(pairs, sampling_params=SamplingParams(**shape))
     for answer, one, other in zip(found.answers, raw, drawn, strict=True):
         # Scored in one batch and sampled token by token: the last bits of float32 sums differ.
         np.testing.assert_allclose(answer.token_logprobs, one.token_logprobs, rtol=0, atol=5e-6)
@@ -198,20 +199,17 @@ def test_one_greedy_answer_may_be_asked_for(llm: LLM) -> None:
 def test_an_event_loop_gets_the_same_bits(llm: LLM, lora: str | None) -> None:
     near: Any = llm.with_lora(lora)
 
-    async def ask(lm: AsyncLM) -> list[Any]:
+    lm = async_twin(near)
+
+    async def ask() -> list[Any]:
         return await asyncio.gather(
-            lm.uncertainty(PROMPT, 3, LONG, lora=lora),
-            lm.uncertainty(TALK, n=2, params=LONG, lora=lora, self_certainty=True, k=5, window=3),
+            lm.uncertainty(PROMPT, 3, LONG),
+            lm.uncertainty(TALK, n=2, sampling_params=LONG, self_certainty=True, k=5, window=3),
         )
 
-    with AsyncLM(llm) as lm:
-        one, other = asyncio.run(ask(lm))
-        assert one == near.uncertainty(PROMPT, 3, LONG)
-        assert other == near.uncertainty(TALK, 2, LONG, self_certainty=True, k=5, window=3)
-        with raises(ParameterError, parameter="lora"):
-            asyncio.run(lm.uncertainty(PROMPT, lora="none"))
-    with pytest.raises(EngineClosedError):
-        asyncio.run(lm.uncertainty(PROMPT))
+    one, other = asyncio.run(ask())
+    assert one == near.uncertainty(PROMPT, 3, LONG)
+    assert other == near.uncertainty(TALK, 2, LONG, self_certainty=True, k=5, window=3)
 
 
 def test_lora_weights_of_the_parameters_are_those_of_a_view(llm: LLM) -> None:
@@ -350,8 +348,7 @@ def test_what_says_whether_texts_mean_the_same_may_ask_the_model(llm: LLM) -> No
 
     assert llm.uncertainty(PROMPT, 3, LONG, same=same).num_semantic_sets == 1
     assert len(asked) == 2
-    with AsyncLM(llm) as lm:
-        found = asyncio.run(asyncio.wait_for(lm.uncertainty(PROMPT, 3, LONG, same=same), LIMIT_S))
+    found = asyncio.run(asyncio.wait_for(async_twin(llm).uncertainty(PROMPT, 3, LONG, same=same), LIMIT_S))
     assert found.num_semantic_sets == 1
 
 
@@ -405,8 +402,7 @@ def test_a_threshold_below_all_groups_ends_nothing(llm: LLM) -> None:
 
 def test_an_event_loop_ends_the_same_answers(llm: LLM) -> None:
     rule = LowConfidence(threshold=100.0, window=3, k=5)
-    with AsyncLM(llm) as lm:
-        found = asyncio.run(lm.uncertainty(PROMPT, 3, LONG, stop_when=rule))
+    found = asyncio.run(async_twin(llm).uncertainty(PROMPT, 3, LONG, stop_when=rule))
     assert [one.num_tokens for one in found.answers] == [3, 3, 3]
     assert all(one.stopped_early for one in found.answers)
     assert found == llm.uncertainty(PROMPT, 3, LONG, stop_when=rule)
@@ -471,20 +467,20 @@ RULE = LowConfidence(threshold=1.0, window=4, k=5)
     ("parameter", "asked"),
     [
         *(("n", {"n": n}) for n in (0, -1, True, 2.0, "3")),
-        ("n", {"params": SamplingParams(n=2)}),
-        ("best_of", {"params": SamplingParams(best_of=3)}),
-        ("logprobs", {"params": SamplingParams(logprobs=3)}),
-        ("prompt_logprobs", {"params": SamplingParams(prompt_logprobs=0)}),
-        ("params", {"params": {"max_tokens": 3}}),
-        ("max_tokens", {"params": SamplingParams(max_tokens=0)}),
-        ("temperature", {"params": SamplingParams(temperature=0)}),
+        ("n", {"sampling_params": SamplingParams(n=2)}),
+        ("best_of", {"sampling_params": SamplingParams(best_of=3)}),
+        ("logprobs", {"sampling_params": SamplingParams(logprobs=3)}),
+        ("prompt_logprobs", {"sampling_params": SamplingParams(prompt_logprobs=0)}),
+        ("sampling_params", {"sampling_params": {"max_tokens": 3}}),
+        ("max_tokens", {"sampling_params": SamplingParams(max_tokens=0)}),
+        ("temperature", {"sampling_params": SamplingParams(temperature=0)}),
         ("window", {"window": 0}),
         ("k", {"k": 0}),
         ("k", {"k": 1.5}),
         ("stop_when", {"stop_when": 1.0}),
         ("window", {"stop_when": RULE, "window": 5}),
         ("k", {"stop_when": RULE, "k": 6}),
-        ("window", {"stop_when": RULE, "params": SamplingParams(max_tokens=4)}),
+        ("window", {"stop_when": RULE, "sampling_params": SamplingParams(max_tokens=4)}),
         ("prompt", {"prompt": []}),
         ("prompt", {"prompt": ["the cat", "a dog"]}),
         ("prompt", {"prompt": 5}),
@@ -533,20 +529,20 @@ def test_a_bar_sees_answers_that_are_ended_end(llm: LLM) -> None:
         assert {request.request_id for request in requests} == {*last}
 
     plan = draw_plan(3, LONG, stop_when=LowConfidence(threshold=100.0, window=3, k=5))
-    answers = asyncio.run(llm.client.draw(PROMPT, plan, watch=watch))
+    answers = asyncio.run(llm._client.draw(PROMPT, plan, watch=watch))
     assert [one.num_tokens for one in answers] == [3, 3, 3]
     assert all(output.is_finished for output in last.values())
     assert len(last) == 3
 
 
 def test_answers_of_other_weights_are_not_summed_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = llm.client.run
+    run = llm._client.run
 
     async def replaced(*args: Any) -> list[RequestOutput]:
         outputs = await run(*args)
         outputs[-1].weights_number += 1
         return outputs
 
-    monkeypatch.setattr(llm.client, "run", replaced)
+    monkeypatch.setattr(llm._client, "run", replaced)
     with pytest.raises(WeightsReplacedError):
         llm.uncertainty(PROMPT, 3, SamplingParams(max_tokens=2))

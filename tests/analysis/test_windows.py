@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from logprobe.analysis import perplexity, surprisal
-from logprobe.analysis.windows import WindowSettings, score_windows
+from logprobe.analysis.windows import WindowSettings, perplexity, score_windows
 from logprobe.errors import ParameterError
 from logprobe.text.windows import windows
 
@@ -119,7 +118,7 @@ def test_the_first_token_of_a_disjoint_window_and_its_bytes_are_not_scored(
     assert found.num_scored == len(ids) - len(firsts)
     assert found.num_tokens == len(ids)
     assert found.num_scored_bytes == len(text.encode()) - len(tiny_llm.text.bytes_of(ids[firsts]))
-    scored = surprisal(tiny_llm, text, window=20, stride=20, bos=bos)
+    scored = tiny_llm.surprisal(text, window=20, stride=20, bos=bos)[0]
     assert np.flatnonzero(np.isnan(scored.logprobs)).tolist() == firsts
     assert scored.logprob == pytest.approx(found.logprob, abs=1e-3)
 
@@ -152,7 +151,7 @@ def test_nothing_to_score_has_no_perplexity(tiny_llm: LLM, text: str) -> None:
 )
 def test_a_bad_option_is_refused_by_name(tiny_llm: LLM, options: Any, parameter: str) -> None:
     with pytest.raises(ParameterError) as caught:
-        perplexity(tiny_llm, "the cat", **options)
+        tiny_llm.perplexity("the cat", **options)
     assert caught.value.parameter == parameter
 
 

@@ -11,6 +11,7 @@ import torch
 from gguf.quants import dequantize
 from transformers import AutoModelForCausalLM
 
+from logprobe.models.config_files import parse_config
 from logprobe.models.gguf.config import build_config
 from logprobe.models.gguf.file import GgufFile
 from logprobe.models.gguf.weights import GgufSource
@@ -24,7 +25,7 @@ TOKENS = {"Ġ": 0, "a": 1, "b": 2, "ab": 3}
 @pytest.fixture
 def shape(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> make_model.Shape:
     """A Llama of 8 layers whose rows hold a block of 256 weights, written in two shards."""
-    published = tmp_path / "published"
+    published = tmp_path / "checkpoint"
     published.mkdir()
     added = [{"id": 4, "content": "<|end|>", "special": True}]
     tokenizer = {"model": {"vocab": TOKENS, "merges": [["a", "b"]]}, "added_tokens": added}
@@ -67,7 +68,7 @@ def test_a_gguf_file_holds_the_folders_weights(
     make_model.write_gguf(tmp_path / "m", tmp_path / "m.gguf", mix)
     wanted = {name: make_model.as_float32(bits) for name, bits in make_model.stored_bits(tmp_path / "m")}
     file = GgufFile(tmp_path / "m.gguf")
-    config = build_config(file)
+    config = parse_config(build_config(file))
     assert config.tie_word_embeddings == is_tied
     assert config.vocab_size == VOCABULARY_LEN
     source = GgufSource(tmp_path / "m.gguf", config)

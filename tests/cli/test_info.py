@@ -40,7 +40,7 @@ def test_the_table_has_one_line_a_fact(cli: Callable[..., Any]) -> None:
 
 def test_info_of_a_model_tells_how_its_layers_run(cli: Callable[..., Any], tiny_model_folder: Path) -> None:
     found = json.loads(cli("info", str(tiny_model_folder), "--json").out)
-    assert found["weights"] == "published"
+    assert found["weights"] == "checkpoint"
     assert found["num_layers"] == 2
     assert "why_transformers" not in found
     assert 0 < found["probe_difference"] < 1e-4

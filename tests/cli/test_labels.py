@@ -60,7 +60,7 @@ def lines_of(done: Any) -> list[dict[str, Any]]:
 
 
 def test_a_text_is_labelled_in_a_table_and_as_json(run: Any, tiny_llm: LLM) -> None:
-    want: Any = tiny_llm.classify("the cat and", LABELS)
+    [want] = tiny_llm.classify("the cat and", LABELS)
     table = run("classify", "--text", "the cat and", *FLAGS)
     assert (table.code, table.out.split()[:3]) == (0, ["label", "share", "logprob"])
     best = table.out.splitlines()[1]
@@ -99,13 +99,13 @@ def test_a_prompt_and_a_correction_are_those_of_the_library(run: Any, tmp_path: 
     by_length = json.loads(
         run("classify", "--text", "the cat and", *FLAGS, "--correction", "length", "--json").out
     )
-    want = tiny_llm.classify("the cat and", LABELS, correction="length")
-    np.testing.assert_allclose(by_length["corrected"], want.corrected, atol=5e-5)
+    [shorter] = tiny_llm.classify("the cat and", LABELS, correction="length")
+    np.testing.assert_allclose(by_length["corrected"], shorter.corrected, atol=5e-5)
 
 
 def test_a_text_may_be_what_a_user_says(run: Any, tiny_llm: LLM) -> None:
     found = json.loads(run("classify", "--text", "the cat", "--chat", *FLAGS, "--json").out)
-    want: Any = tiny_llm.classify([{"role": "user", "content": "the cat"}], LABELS)
+    [want] = tiny_llm.classify([{"role": "user", "content": "the cat"}], LABELS)
     np.testing.assert_allclose(found["logprobs"], want.logprobs, atol=5e-5)
 
 
@@ -166,7 +166,7 @@ GRADED = ("--prompt", "the {text} and", "--scale", "1-10")
 
 
 def test_a_text_is_graded_in_a_table_and_as_json(run: Any, tiny_llm: LLM) -> None:
-    want: Any = tiny_llm.judge("the cat and", range(1, 11))
+    [want] = tiny_llm.judge("the cat and", range(1, 11))
     table = run("judge", "--text", "cat", *GRADED)
     assert (table.code, table.out.split()[:3]) == (0, ["grade", "share", "logprob"])
     figures = dict(line.rsplit(maxsplit=1) for line in table.out.splitlines()[-3:])
@@ -185,7 +185,7 @@ def test_a_text_is_graded_in_a_table_and_as_json(run: Any, tiny_llm: LLM) -> Non
 def test_a_scale_is_a_range_or_numbers(run: Any, tiny_llm: LLM, flag: str | None, scale: Any) -> None:
     flags = () if flag is None else ("--scale", flag)
     found = json.loads(run("judge", "--text", "the cat", "--chat", *flags, "--json").out)
-    want: Any = tiny_llm.judge([{"role": "user", "content": "the cat"}], scale)
+    [want] = tiny_llm.judge([{"role": "user", "content": "the cat"}], scale)
     assert found["scale"] == list(want.scale)
     np.testing.assert_allclose(found["logprobs"], want.grades.logprobs, atol=5e-5)
 

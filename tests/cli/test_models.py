@@ -253,8 +253,8 @@ def test_a_folder_that_was_loaded_is_shown_with_what_that_left_and_keeps_its_fil
 ) -> None:
     name = str(tiny_model_folder)
     files = {file: file.read_bytes() for file in tiny_model_folder.iterdir()}
-    with LLM(name, weights="published", kv_bytes=1 << 20) as llm:
-        assert llm.engine.capabilities().weights == "published"
+    with LLM(name, weights="checkpoint", kv_bytes=1 << 20) as llm:
+        assert llm.engine.capabilities().weights == "checkpoint"
     left = [folder for kind in ("panels", "loads") for folder in sorted((home / kind).glob("[!.]*"))]
     assert len(left) == 2
     shown = json.loads(models(["show", name, "--json"]).stdout)

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from logprobe.analysis import minimal_pairs
-
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -36,7 +34,7 @@ def lines_of(rows: list[dict[str, Any]]) -> str:
 def test_accuracies_are_those_of_the_library(run: Any, tiny_llm: LLM, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text(lines_of(ROWS))
     texts = [(row["sentence_good"], row["sentence_bad"]) for row in ROWS]
-    want = minimal_pairs(tiny_llm, texts, [row["UID"] for row in ROWS])
+    want = tiny_llm.minimal_pairs(texts, [row["UID"] for row in ROWS])
     done = run(str(tmp_path / "in.jsonl"), "--category-column", "UID")
     assert (done.code, done.out) == (0, f"{want}\n")
     flags = ("--format", "jsonl", "--category-column", "UID", "--json")

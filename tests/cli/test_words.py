@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from logprobe.analysis import surprisal
 from logprobe.analysis.texts import NOT_SCORED
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def test_words_come_as_csv(words: Any, tiny_llm: LLM, tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text(TEXT)
     flags = ("--csv", "--boundary", "end", "--unit", "bits")
     rows = read(words(str(tmp_path / "in.txt"), *flags).out)
-    want = surprisal(tiny_llm, TEXT, boundary="end", unit="bits").rows()
+    want = tiny_llm.surprisal(TEXT, boundary="end", unit="bits")[0].rows()
     assert [row["word"] for row in rows] == [row["word"] for row in want]
     for name in ("surprisal", "entropy"):
         np.testing.assert_allclose([float(row[name]) for row in rows], [row[name] for row in want], atol=1e-4)

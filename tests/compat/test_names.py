@@ -1,4 +1,4 @@
-"""All names of the source designs, also under the older paths of some of them."""
+"""All names of the source designs."""
 
 from __future__ import annotations
 
@@ -38,16 +38,6 @@ NAMES = {
     },
     "genlm": {"AsyncLM", "AsyncVirtualLM", "GlobalLogprobsCapture", "Token"},
 }
-OLDER_PLACES = [
-    ("logprobe", "vllm_logprobs", VLLM),
-    ("logprobe", "logprobs_processor", CONTAINERS),
-    ("logprobe", "fastdeploy", {"LLM", "SamplingParams"}),
-    ("logprobe", "genlm", {"AsyncLM", "AsyncVirtualLM"}),
-    ("logprobe.records", "vllm_logprobs", VLLM),
-    ("logprobe.records", "logprobs_processor", CONTAINERS),
-    ("logprobe.kernels", "logprobs_processor", KERNELS),
-    ("logprobe.transport", "logprobs_processor", TRANSPORT),
-]
 
 
 @pytest.mark.parametrize("module", NAMES)
@@ -56,10 +46,3 @@ def test_a_module_has_every_name_of_its_source(module: str) -> None:
     assert set(found.__all__) == NAMES[module]
     for name in NAMES[module]:
         assert getattr(found, name) is not None
-
-
-@pytest.mark.parametrize(("place", "module", "names"), OLDER_PLACES)
-def test_names_are_the_same_in_their_older_places(place: str, module: str, names: set[str]) -> None:
-    older, found = importlib.import_module(place), importlib.import_module(f"logprobe.compat.{module}")
-    for name in names:
-        assert getattr(older, name) is getattr(found, name)

@@ -12,11 +12,13 @@ import httpx
 import openai
 import pytest
 
+from conftest import save_tiny_llama
 from logprobe.ignored_kwargs import FIELDS_WITHOUT_EFFECT, NEUTRAL_FIELDS
 from logprobe.server import ServerSettings
 from logprobe.server.app import ROUTES
 from logprobe.server.openai.fields import SAMPLING_FIELDS
 from server_process import PATIENCE_S
+from vllm_fields import FIELDS, request_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     from logprobe import LLM
 
 PAGE = (Path(__file__).parents[2] / "docs/api.md").read_text()
-SHELL = [code for code in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) if code.startswith("curl")]
+SHELL = [code for code in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) if "curl" in code]
+OPERATOR_KEY = "operator-key-0123456789"
 PYTHON = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
@@ -35,13 +38,80 @@ def url(long_llm: LLM, new_serving: Any) -> Iterator[str]:
         yield address
 
 
-@pytest.mark.parametrize("code", SHELL, ids=lambda code: code.split()[2].removeprefix("$URL"))
-def test_a_curl_example_is_answered(url: str, code: str, tmp_path: Path) -> None:
-    script = f"URL={url}\n" + code.replace("curl -s", "curl -sS --fail-with-body")
-    done = subprocess.run(
-        ["sh", "-e"], input=script, capture_output=True, text=True, check=False, cwd=tmp_path
+@pytest.fixture(scope="module")
+def operated(
+    tmp_path_factory: pytest.TempPathFactory, new_serving: Any, adapter_folders: dict[str, Path]
+) -> Iterator[tuple[str, dict[str, Path]]]:
+    """A server for operators, and the folders that the page names."""
+    from logprobe import LLM
+
+    folder = save_tiny_llama(tmp_path_factory.mktemp("operated"))
+    folders = {"/models/legal": adapter_folders["wide"], "/models/step-1200": folder}
+    with (
+        LLM(str(folder), kv_bytes=1 << 21) as llm,
+        new_serving(llm, ServerSettings(operator_key=(OPERATOR_KEY,))) as (address, _),
+    ):
+        yield address, folders
+
+
+def run_shell(url: str, code: str, folder: Path) -> None:
+    script = f"URL={url}\nOPERATOR_KEY={OPERATOR_KEY}\n" + code.replace(
+        "curl -s", "curl -sS --fail-with-body"
     )
+    done = subprocess.run(["sh", "-e"], input=script, capture_output=True, text=True, check=False, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("code", [code for code in SHELL if "OPERATOR_KEY" not in code])
+def test_a_curl_example_is_answered(url: str, code: str, tmp_path: Path) -> None:
+    run_shell(url, code, tmp_path)
+
+
+@pytest.mark.parametrize("code", [code for code in SHELL if "OPERATOR_KEY" in code])
+def test_an_operators_curl_example_is_answered(
+    operated: tuple[str, dict[str, Path]], code: str, tmp_path: Path
+) -> None:
+    address, folders = operated
+    for name, folder in folders.items():
+        code = code.replace(name, str(folder))
+    run_shell(address, code, tmp_path)
+
+
+def test_the_table_of_routes_has_each_route_once_and_each_has_a_curl_line() -> None:
+    table = PAGE.partition("## Routes\n")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")]
+    listed = [[re.findall(r"`(\w+ [^`]+)`", cell) for cell in row] for row in rows]
+    found = [route for row in listed for cell in row for route in cell]
+    assert sorted(found) == sorted(f"{method} {path.replace(':path', '')}" for method, path, _ in ROUTES)
+    lines = [line for code in SHELL for line in code.splitlines() if "$URL" in line]
+    for (route,), _ in listed:
+        method, path = route.split()
+        pattern = r"\$URL" + re.sub(r"\\{\w+\\}", r"[^/ ]+", re.escape(path)) + r"(?=[ )]|$)"
+        sent = [line for line in lines if re.search(pattern, line)]
+        kinds = {
+            "DELETE" if "DELETE" in line else "POST" if re.search("-X POST|Content-Type", line) else "GET"
+            for line in sent
+        }
+        assert method in kinds, route
+
+
+def test_the_table_of_vllms_fields_says_what_the_server_does(url: str) -> None:
+    table = PAGE.partition("### vLLM's fields\n")[2].partition("\n### ")[0]
+    rows = {row[0]: row[1:] for row in re.findall(r"^\| `(\w+)` \| (\S+) \| (\S+) \|", table, re.MULTILINE)}
+    assert rows.keys() == {name for fields in FIELDS.values() for name in fields}
+    for name, told in rows.items():
+        for path, status in zip(FIELDS, told, strict=True):
+            if name not in FIELDS[path]:
+                assert status == "-", (name, path)
+                continue
+            reply = httpx.post(url + path, json=request_of(path, name), timeout=PATIENCE_S)
+            is_read = name not in reply.headers.get("warning", "") or name in {
+                "reasoning_effort",
+                "chat_template_kwargs",
+            }
+            found = "refused" if reply.status_code == 400 else "accepted" if is_read else "ignored"
+            assert reply.status_code in {200, 400}, reply.text
+            assert found == status, (name, path, reply.text[:500])
 
 
 @pytest.mark.parametrize("code", PYTHON)
@@ -56,10 +126,7 @@ def test_a_python_example_runs(
     assert capsys.readouterr().out
 
 
-def test_the_page_names_every_route_and_field() -> None:
-    for _, path, _ in ROUTES:
-        plain = re.sub(r"/?{.*", "", path).removeprefix("/v1")
-        assert plain in PAGE, path
+def test_the_page_names_every_field() -> None:
     for name in (*FIELDS_WITHOUT_EFFECT, *NEUTRAL_FIELDS):
         assert f"`{name}`" in PAGE or name == "response_format", name
     openai_own = {"n", "best_of", "temperature", "top_p", "seed", "stop", "logit_bias", "response_format"}

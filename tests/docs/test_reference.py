@@ -16,7 +16,7 @@ TEXT = "\n".join(page.read_text(encoding="utf-8") for page in sorted((DOCS / "re
 NAMED = set(re.findall(r"^::: (logprobe\.[\w.]+)$", TEXT, re.MULTILINE))
 # Documented on the index page and on the page of errors.
 ELSEWHERE = {"logprobe.__version__", "logprobe.LogprobeError"}
-MODULES = ["kernels", "processors", "records", "sampling", "analysis", "testing", "transport"]
+MODULES = ["kernels", "processors", "records", "sampling", "analysis", "testing", "transport", "next_token"]
 
 
 def public(module: str) -> dict[str, Any]:

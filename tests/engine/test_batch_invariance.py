@@ -71,10 +71,10 @@ def test_drawn_tokens_have_the_bits_that_scoring_gives_them(
     params = SamplingParams(max_tokens=18, logprobs=5, ignore_eos=True, seed=3, lora=lora)
     drawn = llm.generate(prompts, params)
     llm.engine.forget_prefixes()
-    whole = [[*prompt, *one.outputs.token_ids] for prompt, one in zip(prompts, drawn, strict=True)]
+    whole = [[*prompt, *one.outputs[0].token_ids] for prompt, one in zip(prompts, drawn, strict=True)]
     scored = llm.generate(whole, SamplingParams(max_tokens=0, prompt_logprobs=5, lora=lora))
     for prompt, one, again in zip(prompts, drawn, scored, strict=True):
-        assert bits(one.outputs.logprobs) == bits(again.prompt_logprobs[len(prompt) :])  # type: ignore[index]
+        assert bits(one.outputs[0].logprobs) == bits(again.prompt_logprobs[len(prompt) :])  # type: ignore[index]
 
 
 def test_rows_under_lora_weights_have_the_same_bits_beside_rows_without_any(
@@ -89,8 +89,8 @@ def test_rows_under_lora_weights_have_the_same_bits_beside_rows_without_any(
     llm.engine.forget_prefixes()
     alone = [llm.generate([prompt], params)[0] for prompt, params in zip(prompts, asked, strict=True)]
     for one, other in zip(mixed, alone, strict=True):
-        assert one.outputs.token_ids == other.outputs.token_ids
-        assert bits(one.outputs.logprobs) == bits(other.outputs.logprobs)
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert bits(one.outputs[0].logprobs) == bits(other.outputs[0].logprobs)
 
 
 def test_a_model_whose_bits_depend_on_the_batch_is_refused(tiny_model_folder: Path) -> None:
@@ -110,7 +110,7 @@ def test_real_weights_give_a_text_the_same_bits_drawn_alone_together_and_kept(re
     scoring = SamplingParams(max_tokens=0, prompt_logprobs=5)
     real_llm.engine.forget_prefixes()
     drawn = real_llm.generate(prompts, drawing)
-    texts = [[*prompt, *one.outputs.token_ids] for prompt, one in zip(prompts, drawn, strict=True)]
+    texts = [[*prompt, *one.outputs[0].token_ids] for prompt, one in zip(prompts, drawn, strict=True)]
     kept = [bits(one.prompt_logprobs[1:]) for one in real_llm.generate(texts, scoring)]  # type: ignore[index]
     real_llm.engine.forget_prefixes()
     together = [bits(one.prompt_logprobs[1:]) for one in real_llm.generate(texts, scoring)]  # type: ignore[index]
@@ -119,4 +119,4 @@ def test_real_weights_give_a_text_the_same_bits_drawn_alone_together_and_kept(re
         [alone] = real_llm.generate([text], scoring)
         assert alone.prompt_logprobs is not None
         assert others == [bits(alone.prompt_logprobs[1:])] * 2
-        assert bits(one.outputs.logprobs) == bits(alone.prompt_logprobs[len(prompt) :])
+        assert bits(one.outputs[0].logprobs) == bits(alone.prompt_logprobs[len(prompt) :])

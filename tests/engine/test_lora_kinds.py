@@ -112,7 +112,7 @@ def found(outputs: list[Any]) -> list[np.ndarray[Any, Any]]:
     return [output.prompt_logprobs[1:].chosen_entries().logprobs for output in outputs]
 
 
-@pytest.mark.parametrize("weights", ["published", "plain"])
+@pytest.mark.parametrize("weights", ["checkpoint", "plain"])
 @pytest.mark.filterwarnings("ignore")  # peft warns that it saves embeddings, and that they are tied
 def test_the_numbers_are_pefts_alone_batched_and_on_cached_prefixes(
     case: tuple[Path, Path, Any, Any], weights: Any
@@ -141,7 +141,7 @@ def test_the_numbers_are_pefts_alone_batched_and_on_cached_prefixes(
         np.testing.assert_allclose(alone, expected(tuned, prompts[1]), atol=TOLERANCE, rtol=0)
         assert np.abs(alone - expected(base, prompts[1])).max() > 1e-3
         processed = SamplingParams(temperature=1.0)
-        [score] = llm.with_lora("x").score([(prompts[1][:20], prompts[1][20:])], sampling=processed)
+        [score] = llm.with_lora("x").score([(prompts[1][:20], prompts[1][20:])], sampling_params=processed)
         assert score.token_logprobs == pytest.approx(expected(tuned, prompts[1])[19:], abs=TOLERANCE)
         [after] = found(llm.generate([prompts[0]], params[1]))
         np.testing.assert_allclose(after, before, atol=1e-6, rtol=0)

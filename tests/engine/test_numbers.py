@@ -121,14 +121,14 @@ def _two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=["auto", "published"])
+@pytest.fixture(scope="module", params=["auto", "checkpoint"])
 def tiny(request: pytest.FixtureRequest, tiny_model_folder: Path) -> Iterator[LLM]:
     settings: dict[str, Any] = {"kv_bytes": 1 << 21, "max_batch_tokens": 64, "max_batch_rows": 8}
     with LLM(str(tiny_model_folder), weights=request.param, **settings) as llm:
         yield llm
 
 
-@pytest.fixture(scope="module", params=["auto", "published"])
+@pytest.fixture(scope="module", params=["auto", "checkpoint"])
 def real(request: pytest.FixtureRequest, real_llm: LLM) -> Iterator[LLM]:
     """The default model, whose file has 4-bit and 8-bit blocks."""
     if request.param == "auto":

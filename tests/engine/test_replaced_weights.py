@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from logprobe import LLM, AsyncLM, RemoteLM, SamplingParams
+from logprobe import LLM, RemoteLLM, SamplingParams
 from logprobe.analysis import DataSettings, score_dataset
 from logprobe.analysis.datasets.run import DatasetRun, OneModel
 from logprobe.analysis.io.sources import find_sources
 from logprobe.analysis.windows import WindowSettings, score_windows
+from logprobe.compat import genlm
 from logprobe.engine.forward import process_memory
 from logprobe.errors import (
     BatchError,
@@ -32,6 +33,7 @@ from logprobe.errors import (
     WeightsReplacedError,
 )
 from logprobe.models.loading import digest_of, read_state, save_state
+from logprobe.next_token import AsyncLM
 from logprobe.records import FlatLogprobs
 from logprobe.server import ServerSettings
 from logprobe.testing import check_integrity, holding_steps
@@ -179,7 +181,7 @@ def test_lora_weights_are_kept_as_they_were_read(
     if is_there:
         shutil.copytree(adapter_folders["narrow"], folder)
     llm.load_weights(state)
-    with _new_llm(new_folder) as fresh, AsyncLM(llm) as lm:
+    with _new_llm(new_folder) as fresh, genlm.AsyncLM(llm) as lm:
         fresh.add_lora("a", adapter_folders["wide"])
         assert llm.with_lora("a").score(PAIRS) == fresh.with_lora("a").score(PAIRS)
         lm.set_lora(folder, "a")
@@ -348,8 +350,10 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_go_on(
 def test_a_closed_engine_takes_no_weights(tiny_model_folder: Path, state: dict[str, torch.Tensor]) -> None:
     llm = _new_llm(tiny_model_folder)
     llm.close()
-    with pytest.raises(EngineClosedError, match="before the new weights"):
+    with pytest.raises(EngineClosedError):
         llm.load_weights(state)
+    with pytest.raises(EngineClosedError, match="before the new weights"):
+        llm.engine.load_weights(state, finishes=True)
 
 
 def test_a_request_given_up_while_it_waits_never_runs(llm: LLM, state: dict[str, torch.Tensor]) -> None:
@@ -737,7 +741,7 @@ def test_a_server_tells_the_weights_that_answer(
             *[line for line in figures if line.startswith("logprobe_weights")],
         ]
 
-    with new_serving(llm, ServerSettings()) as (url, _), RemoteLM(url) as far:
+    with new_serving(llm, ServerSettings()) as (url, _), RemoteLLM(url) as far:
         old = far.next_token_logprobs_sync([5, 60])
         assert told(url) == [own] * 4 + [f'logprobe_weights{{version="{own}"}} 1.0']
         llm.load_weights(state, version="step 2")
@@ -752,7 +756,7 @@ def test_a_server_tells_the_weights_that_answer(
 def test_a_client_that_learns_of_new_weights_gives_no_kept_row_beside_theirs(
     llm: LLM, state: dict[str, torch.Tensor], new_serving: Any
 ) -> None:
-    with new_serving(llm, ServerSettings()) as (url, _), RemoteLM(url) as far:
+    with new_serving(llm, ServerSettings()) as (url, _), RemoteLLM(url) as far:
         old = far.next_token_logprobs_sync([5, 60])
         llm.load_weights(state)
         kept, new = far.batch_next_token_logprobs_sync([[5, 60], [7]])
@@ -770,7 +774,7 @@ def test_rows_of_a_server_that_is_started_again_at_its_address_are_its_own(
     folder = tmp_path / "model"
     shutil.copytree(tiny_model_folder, folder)
     with _new_llm(folder) as first, new_serving(first, ServerSettings()) as (url, _):
-        far = RemoteLM(url)
+        far = RemoteLLM(url)
         old = far.next_token_logprobs_sync([5, 60])
     shutil.copy(new_folder / "model.safetensors", folder)
     again = new_serving(second := _new_llm(folder), ServerSettings(), port=int(url.rpartition(":")[2]))
@@ -785,7 +789,7 @@ def test_rows_of_lora_weights_that_a_server_replaced_are_theirs(
     llm: LLM, adapter_folders: dict[str, Path], new_serving: Any
 ) -> None:
     llm.add_lora("a", adapter_folders["wide"])
-    with new_serving(llm, ServerSettings()) as (url, _), RemoteLM(url) as far, AsyncLM(llm) as near:
+    with new_serving(llm, ServerSettings()) as (url, _), RemoteLLM(url) as far, AsyncLM(llm) as near:
         base = far.next_token_logprobs_sync([5, 60])
         old = far.next_token_logprobs_sync([5, 60], lora="a")
         llm.add_lora("a", adapter_folders["narrow"])

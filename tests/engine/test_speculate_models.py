@@ -69,7 +69,7 @@ def test_a_preempted_request_drafts_on_with_the_same_tokens(
 
 @pytest.mark.usefixtures("_eager")
 def test_with_published_weights_the_numbers_are_the_same_bits(tiny_model_folder: Path) -> None:
-    settings: dict[str, Any] = {"weights": "published", "kv_bytes": 1 << 21}
+    settings: dict[str, Any] = {"weights": "checkpoint", "kv_bytes": 1 << 21}
 
     def rows(*, speculate: bool) -> Any:
         with LLM(str(tiny_model_folder), speculate=speculate, **settings) as llm:

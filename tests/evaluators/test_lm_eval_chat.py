@@ -1,4 +1,4 @@
-"""lm-evaluation-harness with a chat behind a server: log-likelihoods by `/v1/score` equal those of `hf`."""
+"""lm-evaluation-harness with a chat behind a server: `/v1/loglikelihood` gives what `hf` computes."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from logprobe import AsyncLM
 from logprobe.engine.backends.start import LoadedModel
+from logprobe.next_token import AsyncLM
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def test_a_family_gives_the_numbers_of_transformers(row: Row, text: TextEdge) -> None:
     model = model_of(row.kind, **row.special)
     truth = Truth(model)
-    for weights in ("published", "plain"):
+    for weights in ("checkpoint", "plain"):
         forward = load(model, weights)
         assert how_layers_run(forward) == ("transformers" if weights == "plain" else row.layers)
         for way, difference in quick_differences(truth, forward, text):
@@ -57,7 +57,7 @@ SAMPLE = (
 )
 def test_a_family_gives_the_numbers_of_transformers_in_every_layout(row: Row, text: TextEdge) -> None:
     model = model_of(row.kind, **row.special)
-    for way, difference in differences(Truth(model), load(model, "published"), text):
+    for way, difference in differences(Truth(model), load(model, "checkpoint"), text):
         assert difference <= TOLERANCE, f"{way}: {difference:.1e} nats"
 
 

@@ -28,7 +28,7 @@ def test_the_outcomes_name_every_family_of_the_mapping_once() -> None:
 @pytest.mark.parametrize("kind", [kind for kind in [*NATIVE, *TRANSFORMERS] if kind not in IN_TABLE])
 def test_a_family_that_is_taken_gives_the_numbers_of_transformers(kind: str, text: TextEdge) -> None:
     model = model_of(kind)
-    forward = load(model, "published")
+    forward = load(model, "checkpoint")
     assert how_layers_run(forward) == ("native" if kind in NATIVE else "transformers")
     for way, difference in quick_differences(Truth(model), forward, text):
         assert difference <= TOLERANCE, f"{way}: {difference:.1e} nats"

@@ -29,7 +29,8 @@ from logprobe.engine.forward.reference import logits
 from logprobe.engine.forward.reference.attention import attend
 from logprobe.engine.forward.reference.functions import softmax
 from logprobe.errors import UnsupportedModelError
-from logprobe.models import load_config, resolve
+from logprobe.models import resolve
+from logprobe.models.config_files import parse_config, read_config
 
 if TYPE_CHECKING:
     from families.moves import Variant
@@ -47,7 +48,7 @@ class Reference(Truth):
 
     def __init__(self, model: Any, weights: dict[str, Any]) -> None:
         super().__init__(model)
-        self._config, self._weights = model.config.to_dict(), weights
+        self._config, self._weights = parse_config(model.config.to_dict()), weights
 
     def rows(self, token_ids: Any) -> Any:
         key = tuple(map(int, token_ids))
@@ -64,7 +65,7 @@ def arrays_of(state: Any) -> dict[str, Any]:
 def largest_difference(kind: str, special: dict[str, Any], texts: Any = None) -> float:
     """From transformers' float64 logits of a long and a short text, relative to the largest."""
     model = model_of(kind, **copy.deepcopy(special))
-    config, weights = model.config.to_dict(), arrays_of(model.state_dict())
+    config, weights = parse_config(model.config.to_dict()), arrays_of(model.state_dict())
     exact = exact_model(model, kind, copy.deepcopy(special))
     largest = 0.0
     by_length = prompts(weights["lm_head.weight"].shape[0])
@@ -84,7 +85,7 @@ def test_the_reference_gives_the_logits_of_transformers_in_float64(row: Row) -> 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_the_native_decoder_gives_the_numbers_of_the_reference(row: Row, text: TextEdge) -> None:
     model = model_of(row.kind, **row.special)
-    forward = load(model, "published")
+    forward = load(model, "checkpoint")
     reference = Reference(model, arrays_of(forward.decoder.state()))
     for way, difference in quick_differences(reference, forward, text):
         assert difference <= TOLERANCE, f"{way}: {difference:.1e} nats"
@@ -106,7 +107,8 @@ def is_native(variant: Variant) -> bool:
     if variant.name in REFUSALS or variant.name in IMPOSSIBLE:
         return False
     family, config = FAMILIES[variant.kind], config_of(variant.kind, **copy.deepcopy(variant.special))
-    return not family.unread(config) and getattr(config, family.activation) in ACTIVATIONS
+    has_activation = getattr(config, family.activation) in ACTIVATIONS
+    return has_activation and not family.unread(parse_config(config.to_dict()))
 
 
 def check_variants(kind: str, chosen: list[Variant]) -> None:
@@ -152,14 +154,14 @@ def test_weights_of_16_bits_in_a_file_are_read_as_they_are(tmp_path: Path) -> No
     halves = {name: array.astype(np.float16) for name, array in arrays_of(model.state_dict()).items()}
     save_file(halves, tmp_path / "model.safetensors")
     wide = {name: array.astype(np.float64) for name, array in halves.items()}
-    config, ids = model.config.to_dict(), prompts(160)["long"]
+    config, ids = parse_config(model.config.to_dict()), prompts(160)["long"]
     from_file = logits(config, load_file(tmp_path / "model.safetensors"), ids)
     np.testing.assert_array_equal(from_file, logits(config, wide, ids))
 
 
 def test_a_head_that_a_file_leaves_out_is_the_embedding() -> None:
     model = model_of("llama", tie_word_embeddings=True)
-    config, weights = model.config.to_dict(), arrays_of(model.state_dict())
+    config, weights = parse_config(model.config.to_dict()), arrays_of(model.state_dict())
     ids = prompts(160)["short"]
     with_head = logits(config, weights, ids)
     del weights["lm_head.weight"]
@@ -168,7 +170,7 @@ def test_a_head_that_a_file_leaves_out_is_the_embedding() -> None:
 
 def test_a_family_that_is_not_in_the_table_is_refused() -> None:
     with pytest.raises(UnsupportedModelError):
-        logits({"model_type": "bloom"}, {}, [1])
+        logits(parse_config({"model_type": "bloom"}), {}, [1])
 
 
 def test_a_missing_weight_is_an_error_not_a_default() -> None:
@@ -176,12 +178,12 @@ def test_a_missing_weight_is_an_error_not_a_default() -> None:
     weights = arrays_of(model.state_dict())
     del weights["model.layers.1.input_layernorm.weight"]
     with pytest.raises(KeyError):
-        logits(model.config.to_dict(), weights, [5, 6])
+        logits(parse_config(model.config.to_dict()), weights, [5, 6])
 
 
 def test_the_native_decoder_gives_the_numbers_of_the_reference_on_a_real_model(real_llm: LLM) -> None:
     forward = loaded(Path("smollm2"))
     ids = real_llm.text.encode("The capital of France is Paris, and 3 + 4 is 7.", add_special_tokens=False)
-    reference = logits(load_config(resolve("smollm2")).to_dict(), arrays_of(forward.decoder.state()), ids)
+    reference = logits(read_config(resolve("smollm2").folder), arrays_of(forward.decoder.state()), ids)
     ours = logprobs(forward, [np.array(ids)], split=len(ids)).numpy()
     assert np.abs(ours - np.log(softmax(reference))).max() <= TOLERANCE

@@ -153,10 +153,10 @@ def test_a_variant_gives_the_numbers_of_transformers_or_is_refused(name: str, te
     model = built(variant)
     if variant.name in REFUSALS:
         with pytest.raises(UnsupportedModelError) as error:
-            load(model, "published")
+            load(model, "checkpoint")
         assert REFUSALS[variant.name] in str(error.value)
         return
-    forward, truth = load(model, "published"), Truth(model)
+    forward, truth = load(model, "checkpoint"), Truth(model)
     for way, difference in quick_differences(truth, forward, text):
         assert difference <= TOLERANCE, f"{way}: {difference:.1e} nats"
     is_silent = any(fnmatchcase(variant.name, pattern) for pattern in SILENT)
@@ -165,7 +165,7 @@ def test_a_variant_gives_the_numbers_of_transformers_or_is_refused(name: str, te
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_family_that_nothing_is_moved_of_runs_by_the_native_decoder(kind: str) -> None:
-    forward = load(model_of(kind, **copy.deepcopy(BASE.get(kind, {}))), "published")
+    forward = load(model_of(kind, **copy.deepcopy(BASE.get(kind, {}))), "checkpoint")
     assert how_layers_run(forward) == "native"
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-TOLERANCE = 2e-5  # nats
+TOLERANCE = 5e-5  # nats: the rounding of two engines on tiny random models
 TOP = 5
 NUM_NEW = 24
 LENGTHS = (44, 9, 21, 64, 3, 33, 50, 17)

@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import AutoConfig, Gemma3Config, GenerationConfig
 
-from logprobe.engine.forward.families import FAMILIES
+from logprobe.engine.forward.families import FAMILIES, NEUTRAL
+from logprobe.engine.forward.reference.settings import settings_of
 from logprobe.errors import UnsupportedModelError
-from logprobe.models.config_files import ModelConfig, read_config, read_generation_config
+from logprobe.models.config_files import ModelConfig, parse_config, read_config, read_generation_config
 from logprobe.models.quiet import quiet_transformers
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from logprobe.models import ModelFiles
+
+FIELDS = [name for name in ModelConfig.__struct_fields__ if name != "content"]
 
 
 def saved(model_type: str, folder: Path, **settings: Any) -> Any:
@@ -29,7 +32,7 @@ def saved(model_type: str, folder: Path, **settings: Any) -> Any:
 
 
 def check_equal(config: ModelConfig, own: Any) -> None:
-    for name in ModelConfig.__struct_fields__:
+    for name in FIELDS:
         value = getattr(own, name, None)
         assert getattr(config, name) == (value.to_dict() if hasattr(value, "to_dict") else value), name
 
@@ -51,6 +54,73 @@ def test_a_saved_configuration_of_each_family_is_that_of_transformers(
     ]
     if family.experts is not None:
         assert family.experts.normalises(config) == family.experts.normalises(own)
+
+
+SPARSE: dict[str, dict[str, Any]] = {
+    **{f"{kind} without keys": {"model_type": kind} for kind in FAMILIES},
+    "cohere2 with a pattern": {"model_type": "cohere2", "sliding_window_pattern": 3},
+    "exaone4 with a pattern": {"model_type": "exaone4", "sliding_window_pattern": 3},
+    "gemma with the wrong activation": {"model_type": "gemma", "hidden_act": "gelu"},
+    "gemma3 with older keys": {
+        "model_type": "gemma3_text",
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window_pattern": 4,
+    },
+    "olmo3 with older keys": {
+        "model_type": "olmo3",
+        "rope_theta": 1e6,
+        "rope_scaling": {"factor": 8.0, "rope_type": "yarn", "original_max_position_embeddings": 512},
+    },
+    "gpt_neox with older keys": {"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 2e4},
+    "glm with a part": {"model_type": "glm", "partial_rotary_factor": 0.25},
+    "ministral without windows": {"model_type": "ministral", "sliding_window": None},
+    "phi3 with su": {
+        "model_type": "phi3",
+        "max_position_embeddings": 8192,
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": {"type": "yarn", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
+    },
+    "qwen2 with windows": {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 3},
+    "qwen2_moe with windows": {"model_type": "qwen2_moe", "use_sliding_window": True, "max_window_layers": 3},
+    "qwen3 with a window": {"model_type": "qwen3", "sliding_window": 99, "use_sliding_window": False},
+    "smollm3 with windows": {
+        "model_type": "smollm3",
+        "use_sliding_window": True,
+        "sliding_window": 64,
+        "no_rope_layer_interval": 3,
+    },
+}
+
+
+@pytest.mark.parametrize("content", SPARSE.values(), ids=SPARSE.keys())
+def test_what_a_file_leaves_out_is_as_in_transformers(content: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with quiet_transformers():
+        own = AutoConfig.from_pretrained(tmp_path)
+    config, full = read_config(tmp_path), parse_config(own.to_dict())
+    family = FAMILIES[content["model_type"]]
+    assert config.eos_token_ids == full.eos_token_ids
+    assert settings_of(config) == settings_of(full)
+    assert (config.vocab_size, config.max_position_embeddings, config.tie_word_embeddings) == (
+        full.vocab_size,
+        full.max_position_embeddings,
+        full.tie_word_embeddings,
+    )
+    assert family.unread(config) == family.unread(full)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_defaults_of_each_family_are_those_of_transformers(model_type: str) -> None:
+    with quiet_transformers():
+        default = parse_config(AutoConfig.for_model(model_type).to_dict())
+    names = {*FAMILIES[model_type].reads, *default.content} - NEUTRAL
+    # Computed from other keys: `settings_of` does the same.
+    computed = {"head_dim", "num_key_value_heads", "layer_types", "no_rope_layers", "_sliding_window_pattern"}
+    others = parse_config({"model_type": model_type}).content
+    wrong = {name for name in names - computed if default.content.get(name) != others.get(name)}
+    assert wrong == set()
 
 
 OLDER: dict[str, dict[str, Any]] = {
@@ -107,7 +177,10 @@ def test_ids_that_end_a_text(eos: Any, tmp_path: Path) -> None:
 
 def test_infinity_and_unknown_keys_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "x", "limit": [0.0, Infinity], "id": 1e400}')
-    assert read_config(tmp_path) == ModelConfig(model_type="x")
+    config = read_config(tmp_path)
+    assert {name: getattr(config, name) for name in FIELDS if getattr(config, name) is not None} == {
+        "model_type": "x"
+    }
 
 
 @pytest.mark.parametrize(

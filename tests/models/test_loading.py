@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from logprobe.errors import UnsupportedModelError
-from logprobe.models import ModelFiles, load_config, load_model, load_tokenizer, resolve, text_config
+from logprobe.models import ModelFiles, load_config, load_model, load_tokenizer, resolve
 from logprobe.models.loading import load_lazily, load_state
 from logprobe.models.quiet import quiet_transformers
 
@@ -143,15 +143,6 @@ def test_a_broken_tokenizer_file_is_refused_by_name(files: ModelFiles) -> None:
     (files.folder / "tokenizer.json").write_text('{"version": "1.0"}')
     with pytest.raises(UnsupportedModelError, match=r"tokenizer\.json cannot be read"):
         load_tokenizer(files)
-
-
-def test_the_text_part_of_a_nested_config_is_found() -> None:
-    from transformers import Gemma3Config, Gemma3TextConfig
-
-    nested = Gemma3Config(text_config={"hidden_size": 48, "num_attention_heads": 2})
-    assert text_config(nested).hidden_size == 48
-    plain = Gemma3TextConfig()
-    assert text_config(plain) is plain
 
 
 def test_importing_models_loads_no_heavy_library() -> None:

@@ -11,19 +11,27 @@ from tokenizers import Tokenizer, decoders, models
 from logprobe.errors import ParameterError, UnsupportedModelError
 from logprobe.models import ModelFiles, Vocabulary, load_tokenizer, resolve
 from logprobe.models.gguf.file import GgufFile
-from logprobe.models.gguf.tokenizer import build_tokenizer
+from logprobe.models.gguf.tokenizer import write_tokenizer
+from logprobe.models.tokenizer import ExactTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory, write_gguf: Callable[..., Any]) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("gguf")
     return {
-        kind: build_tokenizer(GgufFile(write_gguf(folder / f"{kind}.gguf", kind=kind, rule="smollm")))
+        kind: written(GgufFile(write_gguf(folder / f"{kind}.gguf", kind=kind, rule="smollm")), folder / kind)
         for kind in ("gpt2", "llama")
     }
+
+
+def written(gguf: GgufFile, folder: Path) -> Any:
+    folder.mkdir()
+    write_tokenizer(gguf, folder)
+    return ExactTokenizer.from_pretrained(folder, clean_up_tokenization_spaces=False)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from logprobe import AsyncLM, AsyncVirtualLM, RemoteLM
+from logprobe import RemoteLLM
+from logprobe.next_token import AsyncLM, AsyncVirtualLM
 from logprobe.server import ServerSettings
 from logprobe.testing import StepHold, holding_steps
 
@@ -78,11 +79,11 @@ def shared_lm(new_lm: Callable[..., AsyncLM]) -> Iterator[AsyncLM]:
 
 
 @pytest.fixture(scope="module")
-def far_lm(shared_lm: AsyncLM, new_serving: Any) -> Iterator[RemoteLM]:
-    """A RemoteLM for a server with the same engine."""
+def far_lm(shared_lm: AsyncLM, new_serving: Any) -> Iterator[RemoteLLM]:
+    """A RemoteLLM for a server with the same engine."""
     with (
         new_serving(shared_lm._loaded, ServerSettings()) as (url, _),
-        RemoteLM(url, cache_bytes=SETTINGS["cache_bytes"]) as far,
+        RemoteLLM(url, cache_bytes=SETTINGS["cache_bytes"]) as far,
     ):
         yield far
 
@@ -100,7 +101,7 @@ def virtual_lm(wide_heads: tuple[Path, dict[str, Path]]) -> Iterator[AsyncVirtua
 
 
 @pytest.fixture
-def lm(request: pytest.FixtureRequest) -> AsyncLM | RemoteLM | AsyncVirtualLM:
+def lm(request: pytest.FixtureRequest) -> AsyncLM | RemoteLLM | AsyncVirtualLM:
     """A language model with empty caches: "near" (in this process), "far" (on a server) or "vllm"."""
     if getattr(request, "param", "near") == "vllm":
         virtual: AsyncVirtualLM = request.getfixturevalue("virtual_lm")
@@ -114,7 +115,7 @@ def lm(request: pytest.FixtureRequest) -> AsyncLM | RemoteLM | AsyncVirtualLM:
     shared_lm.clear_lora()
     if getattr(request, "param", "near") == "near":
         return shared_lm
-    far: RemoteLM = request.getfixturevalue("far_lm")
+    far: RemoteLLM = request.getfixturevalue("far_lm")
     far.clear_cache()
     far.clear_lora()
     return far
@@ -124,20 +125,20 @@ def lm(request: pytest.FixtureRequest) -> AsyncLM | RemoteLM | AsyncVirtualLM:
 def served(shared_lm: AsyncLM, adapter_folders: dict[str, Path], new_serving: Any) -> Iterator[Any]:
     """Serve the engine of `shared_lm` with two adapters over HTTP: (address, service)."""
     for name, folder in adapter_folders.items():
-        shared_lm.add_new_lora(folder, name)
+        shared_lm.add_lora(name, folder)
     with new_serving(shared_lm._loaded, ServerSettings(model_name="tiny")) as (url, app):
         yield url, app.state.service
 
 
 @pytest.fixture(scope="module")
-def shared_far(served: Any) -> Iterator[RemoteLM]:
-    with RemoteLM(served[0], batch_size=16, cache_bytes=1 << 20) as far:
+def shared_far(served: Any) -> Iterator[RemoteLLM]:
+    with RemoteLLM(served[0], batch_size=16, cache_bytes=1 << 20) as far:
         yield far
 
 
 @pytest.fixture
-def far(shared_far: RemoteLM, lm: AsyncLM) -> RemoteLM:
-    """A RemoteLM with empty caches, also on its server."""
+def far(shared_far: RemoteLLM, lm: AsyncLM) -> RemoteLLM:
+    """A RemoteLLM with empty caches, also on its server."""
     assert isinstance(lm, AsyncLM)
     shared_far.clear_cache()
     shared_far.clear_lora()

@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from logprobe import AsyncLM
+from logprobe.next_token import AsyncLM
 from logprobe.testing import check_integrity, open_requests
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from logprobe import AsyncLM
     from logprobe.engine.protocol import StepBatch
+    from logprobe.next_token import AsyncLM
 
 LIMIT_S = 120.0  # generous, also for a busy machine
 TOLERANCE = 2e-5
@@ -58,7 +58,7 @@ def test_a_batch_of_none_is_an_array_of_no_rows(lm: AsyncLM) -> None:
 def test_an_empty_prefix_is_the_bos_where_there_is_one(
     lm: AsyncLM, tiny_window_folder: Any, plain_row: Any
 ) -> None:
-    from logprobe import AsyncLM as Class
+    from logprobe.next_token import AsyncLM as Class
 
     np.testing.assert_allclose(lm.next_token_logprobs_sync([]), plain_row([0]), atol=TOLERANCE, rtol=0)
     with (
@@ -144,7 +144,7 @@ def test_topk_and_given_ids_are_parts_of_the_row(lm: AsyncLM, random_ids: Any) -
     np.testing.assert_array_equal(top.logprobs, row[order])
     given = asyncio.run(lm.next_token_logprobs_for(ids, [3, 200, 3]))
     np.testing.assert_array_equal(given, row[[3, 200, 3]])
-    with raises(ParameterError, parameter="given_token_ids"):
+    with raises(ParameterError, parameter="logprob_token_ids"):
         asyncio.run(lm.next_token_logprobs_for(ids, [lm.vocab_size]))
     for k in (0, lm.vocab_size + 1):
         with raises(ParameterError, parameter="k"):
@@ -296,8 +296,8 @@ def test_dropped_without_cleanup_it_leaves_no_thread_and_no_engine(new_lm: Any) 
 def test_two_front_doors_share_an_engine_and_one_may_leave(
     tiny_llm: Any, plain_row: Any, random_ids: Any
 ) -> None:
-    from logprobe import AsyncLM as Class
     from logprobe.engine.backends.start import LoadedModel
+    from logprobe.next_token import AsyncLM as Class
 
     ids = random_ids(9, 6)
     with Class(LoadedModel(tiny_llm.engine, tiny_llm.text)) as lm:
@@ -318,8 +318,8 @@ def test_a_setting_out_of_range_is_named(new_lm: Any, name: str, value: Any) -> 
 def test_rows_of_the_real_model_equal_a_plain_forward_pass(
     real_llm: Any, plain_rows_of: Any, smollm2_folder: Path
 ) -> None:
-    from logprobe import AsyncLM as Class
     from logprobe.engine.backends.start import LoadedModel
+    from logprobe.next_token import AsyncLM as Class
 
     plain = plain_rows_of(smollm2_folder)
     texts = ["The capital of France is", "The capital of France", "def main():\n    ", "1 + 1 ="]

@@ -15,7 +15,7 @@ from logprobe.next_token.batcher import LoopBatches
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from logprobe import AsyncLM
+    from logprobe.next_token import AsyncLM
 
 LIMIT_S = 120.0  # generous, also for a busy machine
 
@@ -121,7 +121,7 @@ def test_asks_of_the_iteration_in_which_it_is_cleaned_up_end_in_an_error(
         lm = new_lm()
         ask = asyncio.create_task(lm.next_token_logprobs([5, 6]))
         await asyncio.sleep(0)
-        lm.cleanup()
+        lm.close()
         with pytest.raises(EngineClosedError):
             await asyncio.wait_for(ask, LIMIT_S)
 
@@ -132,7 +132,7 @@ def test_sync_asks_and_batches_start_at_once_whatever_the_timeout(new_lm: Callab
     with new_lm(timeout=2 * LIMIT_S, batch_size=1000) as lm:
         asked: list[Callable[[], Any]] = [
             lambda: lm.next_token_logprobs_sync([5, 6]),
-            lambda: lm.next_token_logprobs_uncached([5, 6]),
+            lambda: lm.next_token_logprobs_sync([5, 6], use_cache=False),
             lambda: lm.batch_next_token_logprobs_sync([[5, 7], [5, 8]]),
             lambda: asyncio.run(lm.batch_next_token_logprobs([[5, 9], [5, 10]])),
             lambda: asyncio.run(lm.trie_logprobs([[6, 9], [6, 10]])),

@@ -23,8 +23,8 @@ def assert_row(row: Any, want: Any, tolerance: float = TOLERANCE) -> None:
 def test_asking_after_cleanup_is_a_runtime_error_even_for_a_kept_row(new_lm: Any) -> None:
     lm = new_lm()
     lm.next_token_logprobs_sync([5])
-    lm.cleanup()
-    lm.cleanup()
+    lm.close()
+    lm.close()
     with pytest.raises(RuntimeError):
         lm.next_token_logprobs_sync([5])
     with pytest.raises(RuntimeError):
@@ -40,7 +40,7 @@ def test_cleanup_ends_every_ask_in_flight(new_lm: Any, random_ids: Any) -> None:
         tasks = [asyncio.create_task(lm.next_token_logprobs(random_ids(100 + i, 5))) for i in range(30)]
         tasks.append(asyncio.create_task(lm.sample([5], 20, [])))
         await asyncio.to_thread(hold.wait)
-        await asyncio.to_thread(lm.cleanup)
+        await asyncio.to_thread(lm.close)
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), LIMIT_S)
 
     with holding_steps(lm) as hold:

@@ -16,7 +16,7 @@ from logprobe.testing import StepHold, check_integrity, failing_steps, open_requ
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from logprobe import AsyncLM
+    from logprobe.next_token import AsyncLM
 
 LIMIT_S = 120  # generous, also for a busy machine
 MAX_ASKS = 2000  # of a slow stream of requests: more than half a minute
@@ -285,7 +285,7 @@ def test_logprobs_and_samples_asked_concurrently(lm: AsyncLM, plain_row: Any, ra
 
 
 def test_a_vocabulary_wider_than_the_tokenizers(wide_model_folder: Path, plain_rows_of: Any) -> None:
-    from logprobe import AsyncLM
+    from logprobe.next_token import AsyncLM
 
     with AsyncLM.from_name(str(wide_model_folder), kv_bytes=1 << 20) as lm:
         size = len(lm.tokenizer)
@@ -332,7 +332,7 @@ def test_a_trickle_of_asks_faster_than_the_timeout_does_not_hold_the_first(
 
 
 def test_twenty_prompts_of_4096_tokens_need_bounded_memory(long_model_folder: Path) -> None:
-    from logprobe import AsyncLM
+    from logprobe.next_token import AsyncLM
 
     prompts = np.random.default_rng(0).integers(0, 8000, (20, 4096))
     with AsyncLM.from_name(str(long_model_folder), kv_bytes=1 << 24) as lm:

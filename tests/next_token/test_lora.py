@@ -21,7 +21,7 @@ from refusals import raises
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from logprobe import AsyncLM
+    from logprobe.next_token import AsyncLM
 
 TOLERANCE = 5e-5
 
@@ -41,11 +41,11 @@ def lora_rows(
     return ways
 
 
-@pytest.fixture(scope="module", params=["plain", "published"])
+@pytest.fixture(scope="module", params=["plain", "checkpoint"])
 def adapted(request: Any, new_lm: Any, adapter_folders: dict[str, Path]) -> Any:
     with new_lm(weights=request.param) as lm:
         for name, folder in adapter_folders.items():
-            lm.add_new_lora(folder, name)
+            lm.add_lora(name, folder)
         yield lm
 
 
@@ -92,7 +92,7 @@ def test_an_adapter_set_between_ask_and_flush_or_after_caching_changes_no_answer
     async def ask() -> list[Any]:
         tasks = []
         for name in (None, first, second, None):
-            fresh.clear_lora() if name is None else fresh.set_lora(name=name)
+            fresh.clear_lora() if name is None else fresh.set_lora(name)
             tasks.append(asyncio.create_task(fresh.next_token_logprobs(ids)))
             await asyncio.sleep(0)
         return await asyncio.gather(*tasks)
@@ -142,9 +142,7 @@ def test_samples_under_an_adapter_follow_its_rows(
 
 def test_set_lora_on_an_unknown_name_lists_the_known_ones(fresh: AsyncLM, lora_rows: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"nobody.*" + ".*".join(lora_rows)):
-        fresh.set_lora(name="nobody")
-    with raises(ParameterError, parameter="path"):
-        fresh.set_lora("elsewhere", name=next(iter(lora_rows)))
+        fresh.set_lora("nobody")
     with raises(ParameterError, parameter="lora"):
         fresh.next_token_logprobs_sync([5], lora="nobody")
     with raises(ParameterError, parameter="lora"):
@@ -153,7 +151,7 @@ def test_set_lora_on_an_unknown_name_lists_the_known_ones(fresh: AsyncLM, lora_r
 
 def test_a_missing_adapter_path_fails_when_it_is_added(fresh: AsyncLM, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="adapter_config"):
-        fresh.add_new_lora(tmp_path / "nowhere", "missing")
+        fresh.add_lora("missing", tmp_path / "nowhere")
     assert "missing" not in fresh.list_loras()
 
 
@@ -166,7 +164,7 @@ def test_an_adapter_that_lacks_the_weights_of_its_options_or_is_of_another_kind_
 ) -> None:
     folder = changed_copy(next(iter(adapter_folders.values())), tmp_path / "a", **{option: value})
     with pytest.raises(UnsupportedModelError):
-        fresh.add_new_lora(folder, "odd")
+        fresh.add_lora("odd", folder)
     assert "odd" not in fresh.list_loras()
 
 
@@ -175,7 +173,7 @@ def test_a_rank_that_does_not_fit_is_an_error_before_any_request(
 ) -> None:
     folder = changed_copy(next(iter(adapter_folders.values())), tmp_path / "a", r=7)
     with pytest.raises(ModelError, match="does not match"):
-        fresh.add_new_lora(folder, "odd")
+        fresh.add_lora("odd", folder)
 
 
 def test_an_adapter_with_weights_that_have_no_place_is_refused(
@@ -187,7 +185,7 @@ def test_an_adapter_with_weights_that_have_no_place_is_refused(
     file = folder / "adapter_model.safetensors"
     save_file(load_file(file) | {"base_model.model.extra.weight": np.ones(3)}, file)
     with pytest.raises(ModelError, match=r"no weight for base_model\.model\.extra"):
-        fresh.add_new_lora(folder, "odd")
+        fresh.add_lora("odd", folder)
 
 
 def test_a_removed_adapter_ends_what_runs_and_takes_nothing_new(
@@ -198,7 +196,7 @@ def test_a_removed_adapter_ends_what_runs_and_takes_nothing_new(
 ) -> None:
     (name, folder), ids = next(iter(adapter_folders.items())), random_ids(5, 9)
     with new_lm() as lm:
-        lm.add_new_lora(folder, name)
+        lm.add_lora(name, folder)
         weights = weakref.ref(lm._loaded.engine.core.engine._loras[lm._loaded.engine.lora_number(name)])
 
         async def ask() -> Any:
@@ -214,7 +212,7 @@ def test_a_removed_adapter_ends_what_runs_and_takes_nothing_new(
         lm.next_token_logprobs_sync(ids)
         gc.collect()
         assert weights() is None, "removed weights are still held"
-        lm.add_new_lora(folder, name)
+        lm.add_lora(name, folder)
         row = lm.next_token_logprobs_sync(ids, lora=name)
         np.testing.assert_allclose(row, lora_rows[name](ids), atol=TOLERANCE, rtol=0)
 
@@ -273,26 +271,9 @@ def test_a_row_begun_after_its_name_was_loaded_again_is_kept_as_the_new_weights(
     np.testing.assert_allclose(row, lora_rows[second](ids), atol=TOLERANCE, rtol=0)
 
 
-def test_weights_are_known_by_where_they_lie_and_by_their_hugging_face_id(
-    fresh: AsyncLM, adapter_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name, folder = next(iter(adapter_folders.items()))
-    link = tmp_path / "link"
-    link.symlink_to(folder)
-    for path in (link, folder / ".." / folder.name):
-        fresh.set_lora(path, name)
-        fresh.set_lora(lora_path=str(path), lora_name=name)
-    repository = tmp_path / "models--me--legal"
-    shutil.copytree(folder, repository / "snapshots" / "abc")
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("abc")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path), raising=False)
-    fresh.add_new_lora(lora_path="me/legal", lora_name="far")
-    fresh.set_lora("me/legal", "far")
-    fresh.remove_lora("far")
+def test_a_missing_adapter_on_the_hub_names_its_id(fresh: AsyncLM) -> None:
     with pytest.raises(ModelNotFoundError, match="Hugging Face id"):
-        fresh.add_new_lora("me/absent", "far")
+        fresh.add_lora("far", "me/absent")
 
 
 def test_the_engines_thread_has_ended_before_the_interpreter_takes_itself_apart(
@@ -301,9 +282,9 @@ def test_the_engines_thread_has_ended_before_the_interpreter_takes_itself_apart(
     program = f"""
 import atexit, threading
 atexit.register(lambda: print(sorted(t.name for t in threading.enumerate() if t.name == "logprobe-engine")))
-from logprobe import AsyncLM
+from logprobe.next_token import AsyncLM
 lm = AsyncLM.from_name({str(tiny_model_folder)!r}, kv_bytes=1 << 20)
-lm.add_new_lora({str(next(iter(adapter_folders.values())))!r}, "legal")
+lm.add_lora("legal", {str(next(iter(adapter_folders.values())))!r})
 lm.next_token_logprobs_sync([5, 6], lora="legal")
 lm.remove_lora("legal")
 """

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from logprobe import AsyncVirtualLM
 from logprobe.errors import ModelError, ParameterError
+from logprobe.next_token import AsyncVirtualLM
 from logprobe.processors import GlobalLogprobsCapture
 from refusals import raises
 
@@ -83,10 +83,10 @@ def test_rows_of_lora_weights_are_never_stale(
     ids = random_ids(400, 70)
     (first, first_folder), (second, second_folder) = wide_heads[1].items()
     assert_rows([lm.next_token_logprobs_sync(ids)], [plain_row(ids)])
-    lm.add_new_lora(str(first_folder), lora_name="tuned")
-    lm.set_lora(str(first_folder), "tuned")
+    lm.add_lora("tuned", str(first_folder))
+    lm.set_lora("tuned")
     assert_rows([lm.next_token_logprobs_sync(ids)], [lora_rows[first](ids)])
-    lm.add_new_lora(str(second_folder), lora_name="tuned")  # replaces the other
+    lm.add_lora("tuned", str(second_folder))  # replaces the other
     assert_rows([lm.next_token_logprobs_sync(ids)], [lora_rows[second](ids)])
     lm.clear_cache()
     assert_rows([lm.next_token_logprobs_sync(ids)], [lora_rows[second](ids)])
@@ -94,7 +94,7 @@ def test_rows_of_lora_weights_are_never_stale(
     async def ask() -> list[Any]:
         asked = []
         for _ in range(3):
-            lm.set_lora(name="tuned")
+            lm.set_lora("tuned")
             asked.append(asyncio.ensure_future(lm.next_token_logprobs(ids[:40], use_cache=False)))
             await asyncio.sleep(0)
             lm.clear_lora()
@@ -120,8 +120,8 @@ def test_lora_weights_that_changed_on_disk_are_loaded_anew(
     ids = random_ids(401, 70)
     for name, folder in wide_heads[1].items():
         shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-        lm.add_new_lora(str(tmp_path), lora_name="saved")
-        lm.set_lora(str(tmp_path), "saved")
+        lm.add_lora("saved", str(tmp_path))
+        lm.set_lora("saved")
         assert_rows([lm.next_token_logprobs_sync(ids)], [lora_rows[name](ids)])
     lm.remove_lora("saved")
 
@@ -129,9 +129,9 @@ def test_lora_weights_that_changed_on_disk_are_loaded_anew(
 @ON_VLLM
 def test_a_missing_path_of_lora_weights_fails_where_it_is_added(lm: AsyncVirtualLM, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="adapter_config"):
-        lm.add_new_lora(str(tmp_path / "nowhere"))
+        lm.add_lora("absent", str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="loaded: none"):
-        lm.set_lora(str(tmp_path / "nowhere"))
+        lm.set_lora("absent")
 
 
 @ON_VLLM
@@ -202,8 +202,8 @@ def test_an_engine_that_exists_on_several_workers_gives_the_rows_and_stays_its_o
             assert_rows(rows, wanted)
             np.testing.assert_array_equal(capture.get_all_logprobs(), rows)
             assert_rows(asyncio.run(lm.batch_next_token_logprobs(asked[::-1])), wanted[::-1])
-            lm.add_new_lora(folder)
-            lm.set_lora(folder)
+            lm.add_lora("lora_1", folder)
+            lm.set_lora("lora_1")
             assert_rows([lm.next_token_logprobs_sync(asked[8])], [lora_rows[name](asked[8])])
         own = two_workers.generate(
             [{"prompt_token_ids": asked[0]}], SamplingParams(max_tokens=1, temperature=0), use_tqdm=False

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from logprobe import AsyncLM, RemoteLM
+from logprobe import RemoteLLM
 from logprobe.errors import EngineClosedError, ParameterError, ServerError
 from logprobe.server import ServerSettings
 from logprobe.server.http.errors import ApiError
@@ -20,6 +20,8 @@ from logprobe.testing import StepHold, failing_steps, open_requests
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from logprobe.next_token import AsyncLM
 
 LIMIT_S = 120  # generous, also for a busy machine
 TOLERANCE = 5e-5  # nats: float32 rounding between steps with different batches
@@ -33,7 +35,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = LIMIT_S) -> Non
 
 
 def test_the_one_that_the_server_refuses_fails_alone_of_eight(
-    far: RemoteLM, lm: AsyncLM, served: Any, random_ids: Any, monkeypatch: pytest.MonkeyPatch
+    far: RemoteLLM, lm: AsyncLM, served: Any, random_ids: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = served[1].engine
     admit = engine.admit
@@ -61,7 +63,7 @@ def test_the_one_that_the_server_refuses_fails_alone_of_eight(
 
 
 def test_a_forward_pass_that_raises_fails_its_asks_and_the_next_ask_works(
-    far: RemoteLM, lm: AsyncLM, random_ids: Any
+    far: RemoteLLM, lm: AsyncLM, random_ids: Any
 ) -> None:
     async def ask() -> list[Any]:
         rows = [far.next_token_logprobs(random_ids(80 + place, 6)) for place in range(5)]
@@ -76,7 +78,7 @@ def test_a_forward_pass_that_raises_fails_its_asks_and_the_next_ask_works(
 
 
 def test_a_full_server_is_waited_for(
-    far: RemoteLM, served: Any, random_ids: Any, monkeypatch: pytest.MonkeyPatch
+    far: RemoteLLM, served: Any, random_ids: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits, refused = served[1].limits, []
     admit = limits.admit
@@ -101,7 +103,7 @@ def test_one_that_stays_full_is_an_error_in_time(
         raise ApiError(429, "full", headers={"Retry-After": "0.1"})
 
     monkeypatch.setattr(served[1].limits, "admit", full)
-    with RemoteLM(served[0], request_timeout=LIMIT_S) as far:
+    with RemoteLLM(served[0], request_timeout=LIMIT_S) as far:
         # Set only now: the requests at the start may take longer on a busy machine.
         monkeypatch.setattr(far._source._link, "_timeout_s", 0.5)  # type: ignore[attr-defined]
 
@@ -115,7 +117,7 @@ def test_one_that_stays_full_is_an_error_in_time(
 
 
 def test_what_nobody_waits_for_is_given_up_on_the_server_too(
-    far: RemoteLM, lm: AsyncLM, random_ids: Any, held: StepHold
+    far: RemoteLLM, lm: AsyncLM, random_ids: Any, held: StepHold
 ) -> None:
     stats = lm._loaded.engine.stats
 
@@ -143,7 +145,7 @@ def test_many_clients_that_ask_and_leave_at_a_small_server_each_end_once(
     monkeypatch.setattr("logprobe.server.http.errors.RETRY_AFTER_S", 0.05)
     ends: list[Any] = []
 
-    async def ask(far: RemoteLM, draw: np.random.Generator) -> None:
+    async def ask(far: RemoteLLM, draw: np.random.Generator) -> None:
         asked = [random_ids(int(seed), 6) for seed in draw.integers(200, 230, 12)]
         tasks = [asyncio.create_task(far.next_token_logprobs(ids)) for ids in asked]
         tasks += [asyncio.create_task(far.sample(ids, 5, [], seed=1)) for ids in asked[:4]]
@@ -154,7 +156,7 @@ def test_many_clients_that_ask_and_leave_at_a_small_server_each_end_once(
         ends.extend(zip(asked + asked[:4], found, strict=True))
 
     with new_serving(lm._loaded, ServerSettings(max_requests=4)) as (url, app):
-        clients = [RemoteLM(url, cache_bytes=0, timeout=0.0), RemoteLM(url, cache_bytes=0)]
+        clients = [RemoteLLM(url, cache_bytes=0, timeout=0.0), RemoteLLM(url, cache_bytes=0)]
         threads = [
             threading.Thread(
                 target=asyncio.run, args=(ask(clients[place % 2], np.random.default_rng(place)),)
@@ -167,7 +169,7 @@ def test_many_clients_that_ask_and_leave_at_a_small_server_each_end_once(
             thread.join(2 * LIMIT_S)
         assert all(not client._source._samples for client in clients)  # type: ignore[attr-defined]
         for client in clients:
-            client.cleanup()
+            client.close()
         wait_until(lambda: set(app.state.service.limits.in_use().values()) == {0})
     assert len(ends) == 6 * 16
     for ids, end in ends:
@@ -180,18 +182,18 @@ def test_many_clients_that_ask_and_leave_at_a_small_server_each_end_once(
 def test_asking_after_cleanup_is_a_runtime_error_and_cleanup_ends_every_ask(
     served: Any, lm: AsyncLM, random_ids: Any, held: StepHold
 ) -> None:
-    far = RemoteLM(served[0])
+    far = RemoteLLM(served[0])
 
     async def ask() -> list[Any]:
         tasks = [asyncio.create_task(far.next_token_logprobs(random_ids(120 + i, 5))) for i in range(80)]
         tasks.append(asyncio.create_task(far.sample([5], 20, [])))
         await asyncio.sleep(0.2)
-        await asyncio.to_thread(far.cleanup)
+        await asyncio.to_thread(far.close)
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), LIMIT_S)
 
     assert {type(end) for end in asyncio.run(ask())} == {EngineClosedError}
     held.release()
-    far.cleanup()
+    far.close()
     for again in (lambda: far.next_token_logprobs_sync([5]), lambda: asyncio.run(far.sample([5], 2, []))):
         with pytest.raises(RuntimeError):
             again()
@@ -200,7 +202,7 @@ def test_asking_after_cleanup_is_a_runtime_error_and_cleanup_ends_every_ask(
 
 def test_dropped_without_cleanup_it_leaves_no_thread(served: Any) -> None:
     before = {thread.ident for thread in threading.enumerate()}
-    far = RemoteLM(served[0])
+    far = RemoteLLM(served[0])
     far.next_token_logprobs_sync([5])
     source = weakref.ref(far._source)
     del far

@@ -19,7 +19,7 @@ from hypothesis.extra.numpy import arrays
 from safetensors.numpy import save
 
 from fuzzing import fuzz
-from logprobe import RemoteLM
+from logprobe import RemoteLLM
 from logprobe.errors import LogprobeError, ParameterError, ServerError
 from logprobe.transport.http_client import FULL
 
@@ -33,7 +33,7 @@ FACTS = {
     "model": "m",
     "device": "cpu",
     "dtype": "float32",
-    "weights": "published",
+    "weights": "checkpoint",
     "vocab_size": VOCAB_SIZE,
     "max_model_len": 64,
     "num_slots": 64,
@@ -152,11 +152,11 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 
 def ask(url: str, timeout_s: float = 20) -> None:
-    lm = RemoteLM(url, request_timeout=timeout_s)
+    lm = RemoteLLM(url, request_timeout=timeout_s)
     try:
         lm.next_token_logprobs_sync([1, 2])
     finally:
-        lm.cleanup()
+        lm.close()
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -176,9 +176,9 @@ def test_a_good_reply_passes() -> None:
     table = EVEN.copy()
     table[0, :2] = -np.inf, -np.log(VOCAB_SIZE / 2)
     with server_with({"/v1/next_token_logprobs": rows_of(table)}) as url:
-        lm = RemoteLM(url)
+        lm = RemoteLLM(url)
         assert np.array_equal(lm.next_token_logprobs_sync([1, 2]), table[0])
-        lm.cleanup()
+        lm.close()
 
 
 SAMPLE: Callable[..., dict[str, Any]] = lambda ids: {  # noqa: E731 - one line of JSON
@@ -194,19 +194,19 @@ def test_a_sample_of_other_tokens_is_an_error(reply: Any) -> None:
     import asyncio
 
     with server_with({"/v1/completions": reply}) as url:
-        lm = RemoteLM(url, request_timeout=2 * LIMIT_S)
+        lm = RemoteLLM(url, request_timeout=2 * LIMIT_S)
         with pytest.raises(ServerError):
             asyncio.run(lm.sample([1], 4, []))
-        lm.cleanup()
+        lm.close()
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"\xff\xfe", b'{"version":"1.0"}'])
 def test_what_is_no_tokenizer_is_an_error(data: bytes) -> None:
     with server_with({"/v1/tokenizer": data}) as url:
-        lm = RemoteLM(url, request_timeout=2 * LIMIT_S)
+        lm = RemoteLLM(url, request_timeout=2 * LIMIT_S)
         with pytest.raises(LogprobeError):
             _ = lm.tokenizer
-        lm.cleanup()
+        lm.close()
 
 
 ANSWER = st.one_of(

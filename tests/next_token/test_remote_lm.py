@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from logprobe import LLM, AsyncLM, RemoteLM
+from logprobe import LLM, RemoteLLM
 from logprobe.engine.backends.start import LoadedModel
 from logprobe.errors import ParameterError, PromptTooLongError
+from logprobe.next_token import AsyncLM
 from logprobe.server import ServerSettings
 from refusals import raises
 
@@ -25,7 +26,7 @@ ROWS = "/v1/next_token_logprobs"
 
 
 @pytest.fixture
-def posts(far: RemoteLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+def posts(far: RemoteLLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     """Record every body sent from now on."""
     link, sent = far._source._link, []  # type: ignore[attr-defined]
     post = link.post
@@ -38,7 +39,7 @@ def posts(far: RemoteLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any
     return sent
 
 
-def test_rows_are_the_engines_own_bits(far: RemoteLM, lm: AsyncLM, random_ids: Any) -> None:
+def test_rows_are_the_engines_own_bits(far: RemoteLLM, lm: AsyncLM, random_ids: Any) -> None:
     for seed in range(5):
         ids = random_ids(seed, 3 + 4 * seed)
         near = lm.next_token_logprobs_sync(ids)
@@ -48,16 +49,16 @@ def test_rows_are_the_engines_own_bits(far: RemoteLM, lm: AsyncLM, random_ids: A
     np.testing.assert_array_equal(far.next_token_logprobs_sync([]), lm.next_token_logprobs_sync([]))
 
 
-def test_one_loop_serves_the_desk_and_the_exchanges(far: RemoteLM) -> None:
+def test_one_loop_serves_the_desk_and_the_exchanges(far: RemoteLLM) -> None:
     before = set(threading.enumerate())
-    with RemoteLM(far._source._link.url) as lm:  # type: ignore[attr-defined]
+    with RemoteLLM(far._source._link.url) as lm:  # type: ignore[attr-defined]
         lm.next_token_logprobs_sync([5, 6])
         loops = [one for one in set(threading.enumerate()) - before if one.name == "logprobe-loop"]
         assert len(loops) == 1
     assert not loops[0].is_alive()
 
 
-def test_a_trie_walked_far_is_the_trie_walked_near(far: RemoteLM, lm: AsyncLM, random_ids: Any) -> None:
+def test_a_trie_walked_far_is_the_trie_walked_near(far: RemoteLLM, lm: AsyncLM, random_ids: Any) -> None:
     stem = random_ids(10, 6)
     sequences = [[*stem, 8, 9], [*stem, 8, 10], [*stem, 11], stem[:2]]
     near, there = (asyncio.run(one.trie_logprobs(sequences)) for one in (lm, far))
@@ -66,7 +67,7 @@ def test_a_trie_walked_far_is_the_trie_walked_near(far: RemoteLM, lm: AsyncLM, r
         np.testing.assert_allclose(there[ids], row, atol=TOLERANCE, rtol=0)
 
 
-def test_samples_are_those_of_the_engine(far: RemoteLM, lm: AsyncLM, random_ids: Any) -> None:
+def test_samples_are_those_of_the_engine(far: RemoteLLM, lm: AsyncLM, random_ids: Any) -> None:
     prompts = [random_ids(11, 5), random_ids(12, 4), random_ids(11, 5)]
     for temperature, seed in ((1.0, 7), (0.3, -(2**70)), (0.0, None)):
         asked = (prompts, 12, [5, 9], temperature, seed)
@@ -76,7 +77,7 @@ def test_samples_are_those_of_the_engine(far: RemoteLM, lm: AsyncLM, random_ids:
     assert stop not in asyncio.run(far.sample(prompts[0], 8, [stop], seed=7))
 
 
-def test_the_vocabulary_and_the_tokenizer_are_the_models(far: RemoteLM, lm: AsyncLM) -> None:
+def test_the_vocabulary_and_the_tokenizer_are_the_models(far: RemoteLLM, lm: AsyncLM) -> None:
     assert far.byte_vocab == lm.byte_vocab
     assert [bytes(token) for token in far.byte_vocab] == [bytes(token) for token in lm.byte_vocab]
     assert far.str_vocab == lm.str_vocab
@@ -90,7 +91,7 @@ def test_the_vocabulary_and_the_tokenizer_are_the_models(far: RemoteLM, lm: Asyn
 
 
 def test_concurrent_asks_are_one_exchange_and_equal_ones_one_row(
-    far: RemoteLM, posts: list[Any], random_ids: Any
+    far: RemoteLLM, posts: list[Any], random_ids: Any
 ) -> None:
     asked = [random_ids(20 + place % 4, 6) for place in range(12)]
 
@@ -107,7 +108,7 @@ def test_concurrent_asks_are_one_exchange_and_equal_ones_one_row(
 
 
 def test_kept_rows_cost_no_exchange_until_they_are_cleared(
-    far: RemoteLM, posts: list[Any], random_ids: Any
+    far: RemoteLLM, posts: list[Any], random_ids: Any
 ) -> None:
     ids = random_ids(30, 6)
     row = far.next_token_logprobs_sync(ids)
@@ -119,7 +120,7 @@ def test_kept_rows_cost_no_exchange_until_they_are_cleared(
 
 
 def test_what_comes_while_exchanges_are_under_way_is_gathered(
-    far: RemoteLM, lm: AsyncLM, posts: list[Any], random_ids: Any, held: StepHold
+    far: RemoteLLM, lm: AsyncLM, posts: list[Any], random_ids: Any, held: StepHold
 ) -> None:
 
     async def ask() -> list[Any]:
@@ -138,7 +139,7 @@ def test_what_comes_while_exchanges_are_under_way_is_gathered(
 
 
 def test_adapters_are_chosen_by_call_and_by_default(
-    far: RemoteLM, lm: AsyncLM, adapter_folders: dict[str, Path], random_ids: Any
+    far: RemoteLLM, lm: AsyncLM, adapter_folders: dict[str, Path], random_ids: Any
 ) -> None:
     assert far.list_loras() == {name: str(folder) for name, folder in adapter_folders.items()}
     ids = random_ids(50, 7)
@@ -146,11 +147,11 @@ def test_adapters_are_chosen_by_call_and_by_default(
     async def ask() -> Any:
         asks = []
         for name in (None, "wide", "narrow", None):
-            far.clear_lora() if name is None else far.set_lora(name=name)
+            far.clear_lora() if name is None else far.set_lora(name)
             asks.append(asyncio.create_task(far.next_token_logprobs(ids)))
             asks.append(asyncio.create_task(far.next_token_logprobs(ids, lora=name)))
             await asyncio.sleep(0)
-        far.set_lora(adapter_folders["wide"], "wide")
+        far.set_lora("wide")
         known = await far.start(ids)
         far.clear_lora()
         return await asyncio.gather(*asks), await far.extend(known, 7)
@@ -168,7 +169,7 @@ def test_adapters_are_chosen_by_call_and_by_default(
 
 
 def test_what_cannot_be_served_is_refused_by_name_before_anything_is_sent(
-    far: RemoteLM, posts: list[Any], random_ids: Any
+    far: RemoteLLM, posts: list[Any], random_ids: Any
 ) -> None:
     for bad in ([far.vocab_size], [-1], [[1, 2]], "text", None, [1.5]):
         with pytest.raises(ParameterError, match=r"token_ids|prompt"):
@@ -178,29 +179,17 @@ def test_what_cannot_be_served_is_refused_by_name_before_anything_is_sent(
     with pytest.raises(ParameterError, match=r"nobody.*wide, narrow"):
         far.next_token_logprobs_sync([5], lora="nobody")
     with pytest.raises(ParameterError, match=r"nobody.*wide, narrow"):
-        far.set_lora(name="nobody")
-    with raises(ParameterError, parameter="path"):
-        far.set_lora("elsewhere", name="wide")
+        far.set_lora("nobody")
     assert posts == []
     with raises(ParameterError, parameter="temperature"):
         asyncio.run(far.sample([5], 4, [], temperature=3.0))  # above the server's maximum
     assert not far._source._samples  # type: ignore[attr-defined]
 
 
-def test_what_is_the_servers_alone_is_refused_by_name(
-    far: RemoteLM, adapter_folders: dict[str, Path]
-) -> None:
-    for change in (
-        lambda: far.add_lora("own", adapter_folders["wide"]),
-        lambda: far.add_new_lora(adapter_folders["wide"]),
-        lambda: far.remove_lora("wide"),
-        far.clear_kv_cache,
-    ):
-        with pytest.raises(ParameterError) as raised:
-            change()
-        assert raised.value.parameter == "url"
-    assert far.underlying_model is None
-    assert set(far.list_loras()) == set(adapter_folders)
+def test_what_a_server_cannot_do_is_absent() -> None:
+    for name in ("add_lora", "remove_lora", "load_weights", "clear_kv_cache", "underlying_model", "classify"):
+        assert hasattr(AsyncLM, name) or name == "classify"
+        assert not hasattr(RemoteLLM, name)
 
 
 def test_more_than_the_server_lets_through_goes_in_portions(
@@ -208,7 +197,7 @@ def test_more_than_the_server_lets_through_goes_in_portions(
 ) -> None:
     asked = [random_ids(100 + place, 8) for place in range(40)]
     limits = {"max_requests": 6, "max_tokens_in_flight": 200, "max_body_bytes": 400}
-    with new_serving(shared_lm._loaded, ServerSettings(**limits)) as (url, _), RemoteLM(url) as far:
+    with new_serving(shared_lm._loaded, ServerSettings(**limits)) as (url, _), RemoteLLM(url) as far:
         rows = far.batch_next_token_logprobs_sync(asked)
         samples = asyncio.run(far.batch_sample(asked[:10], 3, [], seed=1))
     for row, ids in zip(rows, asked, strict=True):
@@ -221,7 +210,7 @@ def test_a_vocabulary_wider_than_the_tokenizers(wide_model_folder: Path, new_ser
     with (
         AsyncLM.from_name(str(wide_model_folder), kv_bytes=1 << 20) as near,
         new_serving(near._loaded, ServerSettings()) as (url, _),
-        RemoteLM(f"{url}/v1/") as far,
+        RemoteLLM(f"{url}/v1/") as far,
     ):
         assert far.vocab_size == near.vocab_size == len(far.byte_vocab)
         assert far.byte_vocab == near.byte_vocab
@@ -233,7 +222,7 @@ def test_a_model_without_bos_refuses_an_empty_prefix(tiny_window_folder: Path, n
     with (
         LLM(str(tiny_window_folder), kv_bytes=1 << 20) as llm,
         new_serving(llm, ServerSettings()) as (url, _),
-        RemoteLM(url) as far,
+        RemoteLLM(url) as far,
         raises(ParameterError, parameter="token_ids"),
     ):
         far.next_token_logprobs_sync([])
@@ -248,7 +237,7 @@ def test_the_real_models_rows_tokens_and_words_are_the_same_far_and_near(
     with (
         AsyncLM(loaded) as near,
         new_serving(real_llm, ServerSettings()) as (url, _),
-        RemoteLM(url) as far,
+        RemoteLLM(url) as far,
     ):
         near.clear_kv_cache()
         row = near.next_token_logprobs_sync(ids)

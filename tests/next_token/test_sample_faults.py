@@ -10,7 +10,7 @@ import pytest
 from logprobe.sampling.params import nth_seed
 
 if TYPE_CHECKING:
-    from logprobe import AsyncLM
+    from logprobe.next_token import AsyncLM
 
 VLLM = pytest.param("vllm", marks=pytest.mark.vllm)
 EVERY = pytest.mark.parametrize("lm", ["near", "far", VLLM], indirect=True)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import logprobe.integrations.vllm.virtual_lm
-from logprobe import AsyncLM, AsyncVirtualLM
 from logprobe.errors import EngineClosedError, ParameterError
+from logprobe.next_token import AsyncLM, AsyncVirtualLM
 from logprobe.processors import GlobalLogprobsCapture
 from refusals import raises
 
@@ -79,7 +79,7 @@ def test_rows_are_tensors_of_the_callers_own(new_virtual: Any, plain_row: Any, r
             asyncio.run(lm.next_token_logprobs(asked[0])),
             lm.batch_next_token_logprobs_sync(asked)[0],
             asyncio.run(lm.batch_next_token_logprobs(asked))[0],
-            lm.next_token_logprobs_uncached(asked[0]),
+            lm.next_token_logprobs_sync(asked[0], use_cache=False),
             asyncio.run(lm.trie_logprobs(asked))[tuple(asked[0])],
             asyncio.run(lm.start(asked[0])).logprobs,
         ]
@@ -172,8 +172,8 @@ def test_the_cache_is_there_by_token_ids(
         assert torch.equal(lm.cache[first], row), "it is the caller's own"
         with pytest.raises(KeyError):
             lm.cache[second]
-        lm.add_new_lora(adapter_folders["wide"], "kept")
-        lm.set_lora(name="kept")
+        lm.add_lora("kept", adapter_folders["wide"])
+        lm.set_lora("kept")
         assert first not in lm.cache, "not under these weights"
         lm.clear_lora()
         lm.remove_lora("kept")
@@ -208,21 +208,21 @@ def test_the_number_of_lora_weights_is_the_same_everywhere_and_fits_32_bits() ->
     assert max(numbers) <= 2**31 - 1
 
 
-def test_lora_weights_go_by_genlm_backends_names(
+def test_lora_weights_are_set_by_name(
     new_virtual: Any, adapter_folders: dict[str, Path], random_ids: Any
 ) -> None:
     ids, folder = random_ids(3, 5), str(adapter_folders["wide"])
     with new_virtual(None, 8) as lm:
         plain = lm.next_token_logprobs_sync(ids)
-        lm.add_new_lora(folder, lora_name="virtual")
+        lm.add_lora("virtual", folder)
         assert torch.equal(lm.next_token_logprobs_sync(ids), plain), "loaded, and not yet set"
-        lm.set_lora(folder, "virtual")
+        lm.set_lora("virtual")
         tuned = lm.next_token_logprobs_sync(ids)
         assert float((tuned - plain).abs().max()) > 0.01
         lm.clear_lora()
         assert torch.equal(lm.next_token_logprobs_sync(ids), plain)
         with pytest.raises(ValueError, match=r"loaded: .*virtual"):
-            lm.set_lora(folder, "other")
+            lm.set_lora("other")
         lm.remove_lora("virtual")
 
 
@@ -230,8 +230,8 @@ def test_what_exists_stays_open_and_what_was_asked_too_late_is_told(
     new_virtual: Any, tiny_llm: LLM, random_ids: Any
 ) -> None:
     lm = new_virtual(GlobalLogprobsCapture())
-    lm.cleanup()
-    lm.cleanup()
+    lm.close()
+    lm.close()
     with pytest.raises(EngineClosedError):
         lm.next_token_logprobs_sync(random_ids(1, 3))
     assert tiny_llm.generate([random_ids(1, 3)])[0].outputs[0].token_ids

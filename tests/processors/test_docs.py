@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from doc_pages import PAGES, examples_of, run_examples
-from logprobe.processors.pipeline import Pipeline
 from logprobe.processors.registry import BUILT_INS, describe_processor
-from logprobe.sampling import Sampler
 
 if TYPE_CHECKING:
     from logprobe import LLM
@@ -24,9 +22,7 @@ def test_the_examples_of_the_page_run_one_after_the_other(
     tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    examples = examples_of("processors.md")
-    assert len(examples) == 6
-    run_examples("processors.md", examples, model=tiny_model_folder)
+    run_examples("processors.md", examples_of("processors.md"), model=tiny_model_folder)
 
 
 def test_the_table_names_every_built_in_with_its_arguments() -> None:
@@ -37,16 +33,6 @@ def test_the_table_names_every_built_in_with_its_arguments() -> None:
         documented = re.findall(r"`(\w+)`", cell)
         assert set(documented) <= set(keys)
         assert {key for key in keys if not key.endswith("_token_ids")} <= set(documented)
-
-
-@pytest.mark.parametrize("doc", [Pipeline.__doc__, Sampler.__doc__], ids=["Pipeline", "Sampler"])
-def test_page_pipeline_and_sampler_list_the_same_order(doc: str | None) -> None:
-    steps = [line[:12] for line in re.findall(r"^ *\d+\. (.*)", PAGE.split("## The order")[1], re.MULTILINE)]
-    documented = [line[:12] for line in re.findall(r"^ *\d+\. (.*)", doc or "", re.MULTILINE)]
-    assert len(steps) == 11
-    assert [re.split(r"[:;.,]", one)[0] for one in documented] == [
-        re.split(r"[:;.,]", one)[0] for one in steps
-    ]
 
 
 @pytest.mark.real_model

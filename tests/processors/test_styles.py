@@ -105,7 +105,7 @@ def test_a_capture_gets_the_models_rows_whatever_is_asked(
     assert len(rows) == 3
     for row, prompt in zip(rows, prompts, strict=True):
         np.testing.assert_allclose(row, plain_row(prompt), atol=TOLERANCE)
-    assert [len(output.outputs.token_ids) for output in outputs] == [1, 1, 1]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 1, 1]
 
 
 def test_each_step_of_a_text_is_captured(start: Any, plain_row: Any) -> None:
@@ -114,7 +114,9 @@ def test_each_step_of_a_text_is_captured(start: Any, plain_row: Any) -> None:
     ids = llm.generate([prompt], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))[0]
     assert len(capture.steps) == 4
     for index, [row] in enumerate(capture.steps):
-        np.testing.assert_allclose(row, plain_row([*prompt, *ids.outputs.token_ids[:index]]), atol=TOLERANCE)
+        np.testing.assert_allclose(
+            row, plain_row([*prompt, *ids.outputs[0].token_ids[:index]]), atol=TOLERANCE
+        )
 
 
 @pytest.mark.parametrize("kind", [Capture, GlobalLogprobsCapture])
@@ -140,8 +142,8 @@ def test_texts_and_numbers_are_those_of_an_engine_without_it(start: Any) -> None
     kinds = (Capture, "LogitBiasLogitsProcessor")
     with_it, without = (start(kind, max_batch_tokens=64)[0].generate(prompts, asked) for kind in kinds)
     for mine, theirs in zip(with_it, without, strict=True):
-        assert mine.outputs.token_ids == theirs.outputs.token_ids
-        numbers, wanted = mine.outputs.logprobs.logprobs, theirs.outputs.logprobs.logprobs
+        assert mine.outputs[0].token_ids == theirs.outputs[0].token_ids
+        numbers, wanted = mine.outputs[0].logprobs.logprobs, theirs.outputs[0].logprobs.logprobs
         np.testing.assert_allclose(numbers, wanted, atol=TOLERANCE)
 
 
@@ -211,7 +213,7 @@ def test_the_class_itself_comes_before_its_style(start: Any) -> None:
     with pytest.raises(ParameterError, match="did you mean 'count'"):
         llm.generate(prompts, SamplingParams(logits_processors_args={"cuont": 5}))
     out = llm.generate(prompts[0], SamplingParams(max_tokens=2, logits_processors_args={"count": 5}))[0]
-    assert out.outputs.token_ids == [5, 6]
+    assert out.outputs[0].token_ids == [5, 6]
 
 
 @pytest.mark.parametrize("max_batch_rows", [2, 5, 64])
@@ -246,11 +248,11 @@ def test_one_rows_failure_is_its_own(start: Any, fault: dict[str, Any]) -> None:
     for _ in range(2):
         outputs = llm.generate(random_prompts(4, 3), asked, on_error="return")
         assert isinstance(outputs[2].error, ProcessorError)
-        assert outputs[2].outputs.token_ids == [30 + i for i in range(max(fault.get("fail_at", 0), 0))]
+        assert outputs[2].outputs[0].token_ids == [30 + i for i in range(max(fault.get("fail_at", 0), 0))]
         assert [output.error for output in outputs].count(None) == 3
-        assert outputs[0].outputs.token_ids == [20, 21, 22, 23, 24]
-        assert len(outputs[1].outputs.token_ids) == 5
-        assert outputs[3].outputs.token_ids == [40, 41, 42, 43, 44]
+        assert outputs[0].outputs[0].token_ids == [20, 21, 22, 23, 24]
+        assert len(outputs[1].outputs[0].token_ids) == 5
+        assert outputs[3].outputs[0].token_ids == [40, 41, 42, 43, 44]
 
 
 def test_its_own_validation_refuses_at_admission(start: Any) -> None:
@@ -272,9 +274,9 @@ def test_one_that_changes_rows_has_no_prompt_wait(start: Any, caplog: pytest.Log
 def test_drafts_are_not_verified_beside_it(start: Any) -> None:
     llm, _ = start(Count, speculate=True)
     [out] = llm.generate([[5, 6]], SamplingParams(max_tokens=9, logits_processors_args={"count": 3}))
-    assert out.outputs.token_ids == [*range(3, 12)]
-    assert out.outputs.drafts is not None
-    assert out.outputs.drafts.refusal == "Count keeps state"
+    assert out.outputs[0].token_ids == [*range(3, 12)]
+    assert out.outputs[0].drafts is not None
+    assert out.outputs[0].drafts.refusal == "Count keeps state"
 
 
 def test_slots_show_every_request_that_runs(start: Any) -> None:
@@ -285,7 +287,7 @@ def test_slots_show_every_request_that_runs(start: Any) -> None:
     alone = llm.generate(prompts, off)
     assert slots.seen == [], "nobody gave its arguments"
     outputs = llm.generate(prompts, [off, on, off, off])
-    assert outputs[1].outputs.token_ids == [77] * 3
+    assert outputs[1].outputs[0].token_ids == [77] * 3
     steps = [step for step in slots.seen if step[0]]
     assert len(steps) == 3
     for names, favoured, num_slots in steps:
@@ -294,7 +296,7 @@ def test_slots_show_every_request_that_runs(start: Any) -> None:
         assert sorted(favoured, key=str) == [77, None, None, None]
         assert favoured[names.index(outputs[1].request_id)] == 77
     for index in (0, 2, 3):
-        mine, theirs = outputs[index].outputs, alone[index].outputs
+        mine, theirs = outputs[index].outputs[0], alone[index].outputs[0]
         assert mine.token_ids == theirs.token_ids
         for stage in ("logprobs", "processed_logprobs"):
             got, want = getattr(mine, stage), getattr(theirs, stage)
@@ -313,12 +315,12 @@ def test_slots_are_shown_beside_other_processors_and_beyond_a_chunk(start: Any, 
     ]
     plain = llm.generate(random_prompts(5, 5), SamplingParams(**GREEDY))
     outputs = llm.generate(random_prompts(5, 5), asked)
-    assert [output.outputs.token_ids[0] for output in outputs] == [
+    assert [output.outputs[0].token_ids[0] for output in outputs] == [
         77,
-        plain[1].outputs.token_ids[0],
+        plain[1].outputs[0].token_ids[0],
         88,
         99,
-        plain[4].outputs.token_ids[0],
+        plain[4].outputs[0].token_ids[0],
     ]
     assert slots.seen[-1][2] == 5
 
@@ -338,7 +340,7 @@ def test_a_slots_failure_is_its_own(start: Any) -> None:
     ]
     outputs = llm.generate(random_prompts(4, 5), asked, on_error="return")
     assert [isinstance(output.error, ProcessorError) for output in outputs] == [False, False, True, False]
-    assert [outputs[index].outputs.token_ids for index in (0, 3)] == [[77], [88]]
+    assert [outputs[index].outputs[0].token_ids for index in (0, 3)] == [[77], [88]]
 
 
 def test_a_process_of_its_own_finds_them_by_name(wide_folder: Path) -> None:
@@ -347,7 +349,7 @@ def test_a_process_of_its_own_finds_them_by_name(wide_folder: Path) -> None:
         asked = [{"count": 20}, {"favour": 77}, None]
         params = [SamplingParams(max_tokens=2, logits_processors_args=args) for args in asked]
         outputs = llm.generate(random_prompts(3, 5), params)
-        assert [output.outputs.token_ids for output in outputs[:2]] == [[20, 21], [77, 77]]
+        assert [output.outputs[0].token_ids for output in outputs[:2]] == [[20, 21], [77, 77]]
         with pytest.raises(ParameterError, match="count must not be negative"):
             llm.generate([[5]], SamplingParams(logits_processors_args={"count": -1}))
 

@@ -15,6 +15,7 @@ def test_an_info_survives_json_and_equals_by_value() -> None:
         num_logprobs=49_152,
         temperature=0.7,
         model="smollm2",
+        verified_against="reference",
     )
     assert LogprobsInfo.from_json(info.to_json()) == info
     assert info != LogprobsInfo()
@@ -24,9 +25,9 @@ def test_an_info_survives_json_and_equals_by_value() -> None:
 
 def test_an_info_of_a_version_before_reads_without_what_it_did_not_say() -> None:
     info = LogprobsInfo.from_json(
-        '{"engine":"native","weights":"published","layers":"2 by the native decoder"}'
+        '{"engine":"native","weights":"checkpoint","layers":"2 by the native decoder"}'
     )
-    assert (info.weights, info.weight_version) == ("published", None)
+    assert (info.weights, info.weight_version) == ("checkpoint", None)
     assert (info.arithmetic, info.logprobe_version) == (None, None)
     assert LogprobsInfo.from_json(LogprobsInfo(weight_version="é 1").to_json()).weight_version == "é 1"
 

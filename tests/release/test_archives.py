@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import tarfile
 import zipfile
@@ -66,7 +67,9 @@ def test_the_wheel_says_its_version_licence_and_readme(wheel: zipfile.ZipFile) -
     assert facts["Version"] == logprobe.__version__
     assert facts["License-Expression"] == "Apache-2.0"
     assert wheel.read(f"{stem}/licenses/LICENSE").decode() == (ROOT / "LICENSE").read_text(encoding="utf-8")
-    assert facts.get_payload().strip().startswith("# logprobe")  # type: ignore[union-attr]
+    readme = str(facts.get_payload())
+    assert readme.strip().startswith("# logprobe")
+    assert re.findall(r"\]\((?!https?:)", readme) == [], "an index cannot follow relative links"
 
 
 def test_the_source_archive_holds_what_the_project_has(folder: Path) -> None:

@@ -153,3 +153,15 @@ def test_the_error_of_a_compiler_that_fails_holds_its_words(
     with pytest.raises(RuntimeError, match=r"(?s)cxx -std=c\+\+17.* gave 3.*CXX.*unknown flag"):
         built(hook, tmp_path)
     assert not (hook.FOLDER / "sources.sha256").exists()
+
+
+def test_the_description_for_an_index_has_paths_in_place_of_relative_links(
+    hook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("[scores](docs/scoring.md#texts), [vLLM](https://docs.vllm.ai)\n", encoding="utf-8")
+    monkeypatch.setattr(hook, "README", readme)
+    metadata: dict[str, Any] = {}
+    hook.PackageReadme("", {}).update(metadata)
+    assert metadata["readme"]["text"] == "scores (`docs/scoring.md`), [vLLM](https://docs.vllm.ai)\n"
+    assert metadata["readme"]["content-type"] == "text/markdown"

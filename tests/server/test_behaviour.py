@@ -73,7 +73,7 @@ def test_what_is_no_route_is_named_and_told_where_the_routes_stand(
     reply = server.get(path)
     error = reply.json()["error"]
     assert (reply.status_code, error["code"]) == (status, "no_such_route")
-    assert error["message"] == f"GET {path} is not a route; GET /openapi.json lists all routes"
+    assert error["message"] == f"GET {path} is not a route; GET /docs lists all routes"
 
 
 @pytest.mark.parametrize(
@@ -92,6 +92,24 @@ def test_a_base_url_without_v1_is_told_what_it_lacks(server: Any, method: str, p
     assert (reply.status_code, error["code"]) == (404, "no_such_route")
     remedy = f"use /v1{path} (does the client's base_url lack /v1?)"
     assert error["message"] == f"{method} {path} is not a route; {remedy}"
+
+
+@pytest.mark.parametrize(
+    ("path", "remedy"),
+    [
+        ("/v1/embeddings", "POST /v1/rerank"),
+        ("/embeddings", "POST /v1/rerank"),
+        ("/v1/messages", "POST /v1/chat/completions"),
+        ("/v1/classify", "POST /v1/label"),
+        ("/classify", "POST /v1/label"),
+    ],
+)
+def test_a_route_of_another_server_is_a_404_that_names_what_to_use(
+    server: Any, path: str, remedy: str
+) -> None:
+    reply = server.post(path, model="default", input="a")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "no_such_route")
+    assert remedy in reply.json()["error"]["message"]
 
 
 def test_openais_client_shows_what_its_base_url_lacks(server: Any) -> None:

@@ -121,7 +121,11 @@ def folded(chunks: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
         for name, value in choice.items():
             if name in {"token_ids", "explain"}:
                 found[name] = [*found.get(name, []), *value]
-            elif name in {"fields", "tool_call_fields"} or (name == "finish_reason" and value):
+            elif (
+                name in {"fields", "tool_call_fields"}
+                or (name == "finish_reason" and value)
+                or name == "stop_reason"
+            ):
                 found[name] = value
     if "tool_calls" in message:
         message["content"] = message["content"] or None
@@ -934,3 +938,29 @@ def test_openais_client_calls_the_default_models_tools(real_server: Any) -> None
     )
     (call,) = [item for item in reply.output if item.type == "function_call"]
     assert set(json.loads(call.arguments)) == {"at", "far"}
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_reasoning_is_left_out_on_request(talks: Any, is_stream: bool) -> None:
+    asked = ASKED | {"include_reasoning": False}
+    (whole,) = ok(talks.post(CHAT, **ASKED))["choices"]
+    found = folded(events(talks, CHAT, asked)) if is_stream else choice_of(talks, include_reasoning=False)
+    assert whole["message"]["reasoning"] == THOUGHT
+    assert not {"reasoning", "reasoning_content"} & found["message"].keys()
+    assert not [name for name in found["logprobs"] if "reasoning" in name]
+    assert found["message"]["content"] == SAID
+    assert found["logprobs"]["content"] == whole["logprobs"]["content"]
+    assert found["finish_reason"] == whole["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_content_shows_special_tokens_beside_marks_on_request(talks: Any, is_stream: bool) -> None:
+    text = talks.llm.text
+    special = next(one for one in sorted(text.special_token_ids) if one != text.eos_token_id)
+    asked = {"messages": [ASK], "max_tokens": 12, "seed": 3, "allowed_token_ids": [special, 71]}
+    asked |= {"logit_bias": {str(special): 5, "71": 5}, "logprobs": True, "skip_special_tokens": False}
+    (choice,) = ok(talks.post(CHAT, **asked, return_token_ids=True))["choices"]
+    want = b"".join(map(text.vocabulary.token_bytes, choice["token_ids"])).decode()
+    found = folded(events(talks, CHAT, asked)) if is_stream else choice
+    assert found["message"]["content"] == want
+    assert own_bytes(found["logprobs"]["content"]).decode() == want

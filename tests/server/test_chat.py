@@ -204,7 +204,7 @@ def test_extensions_add_fields_only_when_asked(server: Any) -> None:
     pairs = zip(choice["logprobs"]["content"], plain["choices"][0]["logprobs"]["content"], strict=True)
     for one, other in pairs:
         assert one == other | {"logprob": pytest.approx(other["logprob"], abs=1e-6)}
-    assert set(plain["choices"][0]) == {"index", "message", "logprobs", "finish_reason"}
+    assert set(plain["choices"][0]) == {"index", "message", "logprobs", "finish_reason", "stop_reason"}
     assert len(choice["token_ids"]) == 4
     assert all(value >= 0 for value in choice["logprobs"]["entropy"])
     assert [[one["token_id"] for one in row] for row in choice["logprobs"]["given"]] == [[5, 200]] * 4

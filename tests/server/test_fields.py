@@ -182,7 +182,7 @@ def assert_close(fields: Any, others: Any) -> None:
 
 
 def in_library(server: Any, body: dict[str, Any], text: str) -> list[FieldDistribution]:
-    """Return the result of `llm.fields` for a server's reply to a completion."""
+    """Return the result of `llm.field_distributions` for a server's reply to a completion."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": OPEN}}
     params = SamplingParams(
         max_tokens=100,
@@ -194,7 +194,7 @@ def in_library(server: Any, body: dict[str, Any], text: str) -> list[FieldDistri
     )
     [output] = server.llm.generate([body["prompt"]], params)
     assert output.outputs[0].text == text
-    fields: list[FieldDistribution] = server.llm.fields(output)
+    fields: list[FieldDistribution] = server.llm.field_distributions(output)
     return fields
 
 

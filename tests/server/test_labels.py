@@ -1,4 +1,4 @@
-"""`/v1/classify`, `/v1/judge` and `/v1/rerank`: the library's numbers in formats that clients know."""
+"""`/v1/label`, `/v1/judge` and `/v1/rerank`: the library's numbers in formats that clients know."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def reply_to(server: Any, path: str, **body: Any) -> dict[str, Any]:
     "how", [{}, {"correction": "length"}, {"correction": "calibrated", "content_free": "th"}], ids=str
 )
 def test_labels_have_the_bits_of_the_library(exact: Any, how: dict[str, Any]) -> None:
-    reply = reply_to(exact, "/v1/classify", input=PROMPTS, labels=LABELS, **how)
+    reply = reply_to(exact, "/v1/label", input=PROMPTS, labels=LABELS, **how)
     want = exact.llm.classify(PROMPTS, LABELS, **how)
     assert (reply["object"], reply["unit"], reply["model"]) == ("list", "nats", exact.service.model_name)
     for index, (found, one) in enumerate(zip(reply["data"], want, strict=True)):
@@ -62,23 +62,23 @@ def test_labels_have_the_bits_of_the_library(exact: Any, how: dict[str, Any]) ->
 
 def test_labels_that_no_token_begins_with_are_measured_by_bytes(exact: Any) -> None:
     asked: dict[str, Any] = {"input": "the ca", "labels": ["t and", "n of", "r"]}
-    (found,) = reply_to(exact, "/v1/classify", **asked)["data"]
-    want: Any = exact.llm.classify("the ca", asked["labels"])
+    (found,) = reply_to(exact, "/v1/label", **asked)["data"]
+    [want] = exact.llm.classify("the ca", asked["labels"])
     assert found["boundary"] == want.boundary == "bytes"
     assert found["logprobs"] == want.logprobs.tolist()
     assert found["mass"] == want.mass < 1
 
 
 def test_one_text_is_a_list_of_one_and_one_label_has_no_margin(exact: Any) -> None:
-    (found,) = reply_to(exact, "/v1/classify", input=PROMPTS[0], labels=[" of"])["data"]
-    assert found["logprobs"] == exact.llm.classify(PROMPTS[0], [" of"]).logprobs.tolist()
+    (found,) = reply_to(exact, "/v1/label", input=PROMPTS[0], labels=[" of"])["data"]
+    assert found["logprobs"] == exact.llm.classify(PROMPTS[0], [" of"])[0].logprobs.tolist()
     assert (found["probs"], found["margin"]) == ([1.0], None)
 
 
 def test_a_conversation_is_answered_as_by_the_library(exact: Any) -> None:
     how: dict[str, Any] = {"correction": "calibrated", "content_free": EMPTY}
-    (found,) = reply_to(exact, "/v1/classify", messages=TALK, labels=["the dog", "of"], **how)["data"]
-    want = exact.llm.classify(TALK, ["the dog", "of"], **how)
+    (found,) = reply_to(exact, "/v1/label", messages=TALK, labels=["the dog", "of"], **how)["data"]
+    [want] = exact.llm.classify(TALK, ["the dog", "of"], **how)
     assert (found["logprobs"], found["corrected"]) == (want.logprobs.tolist(), want.corrected.tolist())
 
 
@@ -86,7 +86,7 @@ def test_a_conversation_is_answered_as_by_the_library(exact: Any) -> None:
 def test_grades_have_the_bits_of_the_library(exact: Any, scale: list[float] | None) -> None:
     options = {} if scale is None else {"scale": scale}
     (found,) = reply_to(exact, "/v1/judge", messages=TALK, **options)["data"]
-    want = exact.llm.judge(TALK, **options)
+    [want] = exact.llm.judge(TALK, **options)
     assert found == {
         "index": 0,
         "expectation": want.expectation,
@@ -136,7 +136,7 @@ def test_equal_documents_keep_their_order_and_what_is_no_number_comes_last() -> 
 
 
 GOOD: dict[str, dict[str, Any]] = {
-    "/v1/classify": {"input": "the", "labels": [" cat", " dog"]},
+    "/v1/label": {"input": "the", "labels": [" cat", " dog"]},
     "/v1/judge": {"input": "the"},
     "/v1/rerank": {"query": "the", "documents": ["cat"], **LAYOUT},
 }
@@ -145,36 +145,36 @@ GOOD: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
-        ("/v1/classify", {"input": None}, "input"),
-        ("/v1/classify", {"messages": TALK}, "input"),
-        ("/v1/classify", {"input": []}, "input"),
-        ("/v1/classify", {"input": ["a", 5]}, "input[1]"),
-        ("/v1/classify", {"input": "the " * 400}, "input"),
-        ("/v1/classify", {"input": ["a", "x" * 200]}, "input"),
+        ("/v1/label", {"input": None}, "input"),
+        ("/v1/label", {"messages": TALK}, "input"),
+        ("/v1/label", {"input": []}, "input"),
+        ("/v1/label", {"input": ["a", 5]}, "input[1]"),
+        ("/v1/label", {"input": "the " * 400}, "input"),
+        ("/v1/label", {"input": ["a", "x" * 200]}, "input"),
         (
-            "/v1/classify",
+            "/v1/label",
             {"input": None, "messages": [{"role": "user", "content": "x" * 200}]},
             "messages",
         ),
-        ("/v1/classify", {"input": None, "messages": [{"content": "a"}]}, "messages[0].role"),
-        ("/v1/classify", {"labels": []}, "labels"),
-        ("/v1/classify", {"labels": "yes"}, "labels"),
-        ("/v1/classify", {"labels": ["yes", ""]}, "labels"),
-        ("/v1/classify", {"labels": ["yes", "yes"]}, "labels"),
-        ("/v1/classify", {"labels": ["1", "10"]}, "labels"),
-        ("/v1/classify", {"labels": {"a": ["x", "y"], "b": "x"}}, "labels"),
-        ("/v1/classify", {"labels": {"a": []}}, "labels"),
-        ("/v1/classify", {"labels": ["x" * 50_000]}, "labels"),
-        ("/v1/classify", {"correction": "other"}, "correction"),
-        ("/v1/classify", {"content_free": "N/A"}, "content_free"),
-        ("/v1/classify", {"correction": "calibrated", "content_free": []}, "content_free"),
+        ("/v1/label", {"input": None, "messages": [{"content": "a"}]}, "messages[0].role"),
+        ("/v1/label", {"labels": []}, "labels"),
+        ("/v1/label", {"labels": "yes"}, "labels"),
+        ("/v1/label", {"labels": ["yes", ""]}, "labels"),
+        ("/v1/label", {"labels": ["yes", "yes"]}, "labels"),
+        ("/v1/label", {"labels": ["1", "10"]}, "labels"),
+        ("/v1/label", {"labels": {"a": ["x", "y"], "b": "x"}}, "labels"),
+        ("/v1/label", {"labels": {"a": []}}, "labels"),
+        ("/v1/label", {"labels": ["x" * 50_000]}, "labels"),
+        ("/v1/label", {"correction": "other"}, "correction"),
+        ("/v1/label", {"content_free": "N/A"}, "content_free"),
+        ("/v1/label", {"correction": "calibrated", "content_free": []}, "content_free"),
         (
-            "/v1/classify",
+            "/v1/label",
             {"correction": "calibrated", "content_free": [{"content": "a"}]},
             "content_free[0].role",
         ),
         (
-            "/v1/classify",
+            "/v1/label",
             {"correction": "calibrated", "content_free": [{"role": "user", "content": "the " * 9000}]},
             "content_free",
         ),
@@ -207,8 +207,8 @@ def test_what_cannot_be_asked_is_a_400_that_names_its_field(
 
 def test_half_a_surrogate_pair_is_refused_by_its_field(exact: Any) -> None:
     for path, field, data in (
-        ("/v1/classify", "input", rb'{"input": "\ud800", "labels": ["a"]}'),
-        ("/v1/classify", "labels", rb'{"input": "a", "labels": ["\ud800"]}'),
+        ("/v1/label", "input", rb'{"input": "\ud800", "labels": ["a"]}'),
+        ("/v1/label", "labels", rb'{"input": "a", "labels": ["\ud800"]}'),
         ("/v1/rerank", "query", rb'{"query": "\ud800", "documents": ["a"]}'),
         ("/v1/rerank", "documents", rb'{"query": "a", "documents": ["\ud800"]}'),
     ):

@@ -34,8 +34,10 @@ ROUTES: dict[str, dict[str, Any]] = {
         "include": ["message.output_text.logprobs"],
         "seed": 1,
     },
-    "/v1/score": {"context": PROMPT, "continuations": [" of", " the"], "unconditional": True},
-    "/v1/classify": {"input": PROMPT, "labels": [" of", " the"], "correction": "calibrated"},
+    "/v1/loglikelihood": {"context": PROMPT, "continuations": [" of", " the"], "unconditional": True},
+    "/v1/label": {"input": PROMPT, "labels": [" of", " the"], "correction": "calibrated"},
+    "/generative_scoring": {"query": PROMPT, "items": [" of", " the"], "label_token_ids": [5, 6]},
+    "/v1/score": {"query": PROMPT, "items": [" of", " the"], "label_token_ids": [5, 6]},
     "/v1/judge": {"messages": MESSAGES, "scale": [1, 2, 10]},
     "/v1/rerank": {"query": PROMPT, "documents": [" a", " of"], "template": ["", "{query}{document}", ":"]},
 }
@@ -61,6 +63,10 @@ def numbers(reply: dict[str, Any]) -> Any:
     """Return every log-probability of a reply that depends on the choice of weights."""
     if "results" in reply:
         return [one["relevance_score"] for one in sorted(reply["results"], key=lambda one: one["index"])]
+    if "scores" in reply:
+        return np.log(reply["scores"])
+    if reply["id"].startswith("generative-scoring"):
+        return np.log([one["score"] for one in reply["data"]])
     if reply["object"] == "list":
         return [one.get("corrected", one["probs"]) for one in reply["data"]]
     if "data" in reply:
@@ -99,7 +105,7 @@ def test_an_adapters_numbers_are_those_of_the_offline_front_door(adapted: Any, n
     want = list(output.outputs[0].logprobs.chosen_entries().logprobs)
     assert found == pytest.approx(want, abs=TOLERANCE)
     scores = adapted.llm.with_lora(name).score([(PROMPT, " of"), (PROMPT, " the")])
-    scored = ask(adapted, "/v1/score", lora=name)["data"]
+    scored = ask(adapted, "/v1/loglikelihood", lora=name)["data"]
     assert [one["logprob"] for one in scored] == pytest.approx(
         [score.logprob for score in scores], abs=TOLERANCE
     )

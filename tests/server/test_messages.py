@@ -57,8 +57,8 @@ def test_what_the_template_passes_over_is_a_400_that_names_it(
 ) -> None:
     assert refused(server, messages=[message])["param"] == param
     assert refused(server, "/tokenize", messages=[message])["param"] == param
-    assert refused(server, "/v1/score", messages=[message], continuations=[" a"])["param"] == param
-    assert refused(server, "/v1/classify", messages=[message], labels=[" a"])["param"] == param
+    assert refused(server, "/v1/loglikelihood", messages=[message], continuations=[" a"])["param"] == param
+    assert refused(server, "/v1/label", messages=[message], labels=[" a"])["param"] == param
     assert refused(server, "/v1/judge", messages=[message])["param"] == param
 
 
@@ -142,14 +142,14 @@ def test_an_assistants_message_is_continued(server: Any, client: openai.OpenAI) 
     assert error["param"] == "continue_final_message"
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/score"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/loglikelihood"])
 def test_whitespace_that_a_template_trims_of_a_continued_message_is_a_400(
     server: Any, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     trims = server.llm.text.tokenizer.chat_template.replace("message.content", "message.content | trim")
     monkeypatch.setattr(server.llm.text.tokenizer, "chat_template", trims)
     begun = [ASK, {"role": "assistant", "content": "the dog and "}]
-    more = {"continuations": ["the cat"]} if path == "/v1/score" else {}
+    more = {"continuations": ["the cat"]} if path == "/v1/loglikelihood" else {}
     error = refused(server, path, messages=begun, continue_final_message=True, **more)
     assert error["param"] == "messages[1].content"
 

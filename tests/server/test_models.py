@@ -82,7 +82,7 @@ def numbers(reply: httpx.Response) -> list[float]:
 def numbers_of(llm: LLM) -> list[float]:
     params = SamplingParams(max_tokens=4, logprobs=2, temperature=0, ignore_eos=True)
     [output] = llm.generate([ASK["prompt"]], params)
-    return [float(value) for value in output.outputs.logprobs.chosen_entries().logprobs]
+    return [float(value) for value in output.outputs[0].logprobs.chosen_entries().logprobs]
 
 
 def test_each_name_is_answered_by_its_own_model(
@@ -131,8 +131,15 @@ def test_every_route_and_figure_tells_the_models_apart(serve_several: Any) -> No
         bodies = {
             "/v1/chat/completions": chat,
             "/v1/responses": {"input": "the cat", "max_output_tokens": 2, "model": "other"},
-            "/v1/score": {"context": "the cat", "continuations": [" sat"], "model": "other"},
-            "/v1/classify": {"input": "the cat", "labels": [" sat", " ran"], "model": "other"},
+            "/v1/loglikelihood": {"context": "the cat", "continuations": [" sat"], "model": "other"},
+            "/v1/label": {"input": "the cat", "labels": [" sat", " ran"], "model": "other"},
+            "/generative_scoring": {
+                "query": "the cat",
+                "items": [" sat"],
+                "label_token_ids": [5, 6],
+                "model": "other",
+            },
+            "/v1/score": {"query": "the cat", "items": [" sat"], "label_token_ids": [5, 6], "model": "other"},
             "/v1/judge": {"input": "the cat", "model": "other"},
             "/v1/uncertainty": {"input": "the cat", "n": 2, "max_tokens": 2, "model": "other"},
             "/v1/rerank": {"query": "a", "documents": ["b"], "template": TEMPLATE, "model": "other"},
@@ -147,7 +154,7 @@ def test_every_route_and_figure_tells_the_models_apart(serve_several: Any) -> No
             found = set(re.findall(rf'^logprobe_{name}{{.*?model="(\w+)"', text, re.MULTILINE))
             assert found == {"base", "other"}, name
         assert re.search(r'^logprobe_engine_up{model="other"} 1.0$', text, re.MULTILINE)
-        assert 'logprobe_request_seconds_count{model="other",route="/v1/score"} 1.0' in text
+        assert 'logprobe_request_seconds_count{model="other",route="/v1/loglikelihood"} 1.0' in text
         assert server.get("/health") == {"status": "ok"}
 
 

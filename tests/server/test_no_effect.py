@@ -34,6 +34,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "prompt_cache_retention": {"prompt_cache_retention": "24h"},
     "parallel_tool_calls": {"parallel_tool_calls": True},
     "stream_options.include_obfuscation": {"stream_options": {"include_obfuscation": True}},
+    "priority": {"priority": 3},
     "cache_prompt": {"cache_prompt": False},
     "guided_decoding_backend": {"guided_decoding_backend": "xgrammar"},
     "spaces_between_special_tokens": {"spaces_between_special_tokens": False},
@@ -151,7 +152,7 @@ def test_a_request_that_is_refused_is_told_too(server: Any) -> None:
         (CHAT, {"user": "Ann", "users": "Ann"}, "users"),
         (COMPLETIONS, {"cache_prompts": True}, "cache_prompts"),
         (RESPONSES, {"guided_regex": "a"}, "guided_regex"),
-        ("/v1/score", {"context": "a", "continuations": ["b"], "seed": 1}, "seed"),
+        ("/v1/loglikelihood", {"context": "a", "continuations": ["b"], "seed": 1}, "seed"),
     ],
 )
 def test_what_could_mean_something_is_refused(

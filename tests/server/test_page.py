@@ -9,9 +9,11 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 
 from logprobe.server.routes.facts import assemble
+from server_process import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +34,23 @@ def test_the_page_needs_no_key_and_tells_browsers_what_it_may_do(new_server: Cal
         (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", reply.text, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert rules[f"{tag}-src"] == f"'sha256-{digest}'"
+
+
+def test_the_page_of_the_api_needs_no_key_and_no_network(new_server: Callable[..., Any]) -> None:
+    with new_server(api_key=("secret",)) as running:
+        reply = running.get("/docs")
+        described = httpx.get(
+            f"{running.url}/openapi.json", headers={"Authorization": "Bearer secret"}, timeout=PATIENCE_S
+        ).json()
+    assert (reply.status_code, reply.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert reply.headers["content-security-policy"].startswith("default-src 'none'")
+    assert not re.search(r"https?://|<script|<link[^>]+href=\"(?!data:)", reply.text)
+    for path, operations in described["paths"].items():
+        for method in operations:
+            assert f"<b>{method.upper()}</b> <code>{path}</code>" in reply.text
+    links = set(re.findall(r'href="#([^"]+)"', reply.text))
+    assert links <= set(re.findall(r'id="([^"]+)"', reply.text)) == set(described["components"]["schemas"])
+    assert "<code>truncate_prompt_tokens</code><td>integer ≥ -1 or null" in reply.text
 
 
 def test_the_page_fetches_nothing_from_outside() -> None:

@@ -87,16 +87,22 @@ def test_other_replies_have_their_shapes(server: Any, schema: Any) -> None:
     include = ["message.output_text.logprobs"]
     asked = {"input": "the cat", "max_output_tokens": 4, "include": include, "top_logprobs": 2}
     schema("Response").validate(json.loads(post(server, "/v1/responses", asked)))
-    schema("Scores").validate(
-        json.loads(post(server, "/v1/score", {"context": "a", "continuations": ["b", " c"]}))
+    schema("Loglikelihoods").validate(
+        json.loads(post(server, "/v1/loglikelihood", {"context": "a", "continuations": ["b", " c"]}))
     )
-    shapes = {"/v1/classify": "Classifications", "/v1/judge": "Judgements", "/v1/uncertainty": "Uncertain"}
+    shapes = {
+        "/v1/label": "Labels",
+        "/generative_scoring": "GenerativeScores",
+        "/v1/score": "TokenScores",
+        "/v1/judge": "Judgements",
+        "/v1/uncertainty": "Uncertain",
+    }
     for path, name in shapes.items():
         schema(name).validate(json.loads(post(server, path, NEEDED[path])))
     for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
         schema("Ranking").validate(json.loads(post(server, path, NEEDED["/v1/rerank"])))
     one = {"input": ["a", "b"], "labels": {"only": ["c", "d"]}, "correction": "calibrated"}
-    schema("Classifications").validate(json.loads(post(server, "/v1/classify", one)))
+    schema("Labels").validate(json.loads(post(server, "/v1/label", one)))
     echo = {"prompt": "the cat", "max_tokens": 0, "logprobs": 0, "echo": True}
     schema("Completion").validate(json.loads(post(server, "/v1/completions", echo)))
     schema("Models").validate(server.get("/v1/models").json())
@@ -168,8 +174,10 @@ NEEDED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 2},
     "/v1/completions": {"prompt": "the cat", "max_tokens": 2},
     "/v1/responses": {"input": "the cat", "max_output_tokens": 2},
-    "/v1/score": {"context": "a", "continuations": ["b"]},
-    "/v1/classify": {"input": "a", "labels": ["b", "c"]},
+    "/v1/loglikelihood": {"context": "a", "continuations": ["b"]},
+    "/v1/label": {"input": "a", "labels": ["b", "c"]},
+    "/generative_scoring": {"query": "a", "items": ["b", "c"], "label_token_ids": [5, 6]},
+    "/v1/score": {"query": "a", "items": ["b", "c"], "label_token_ids": [5, 6]},
     "/v1/judge": {"messages": MESSAGES},
     "/v1/uncertainty": {"input": "the cat", "n": 2, "max_tokens": 2},
     "/v1/rerank": {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from typing import Any
 
 import pytest
@@ -58,3 +60,31 @@ def test_a_conversation_that_no_body_could_hold_is_not_kept() -> None:
     stored.keep(b"", RESPONSE | {"id": "resp-2"}, MESSAGES * 4)
     with pytest.raises(ApiError, match="is not stored"):
         stored.find(b"", "resp-2")
+
+
+def test_only_one_of_two_concurrent_deletions_succeeds() -> None:
+    stored, both = StoredResponses(4, 10_000, 1000), threading.Barrier(2)
+    ended: list[bool] = []
+
+    def drop() -> None:
+        both.wait()
+        try:
+            stored.drop(b"", "resp-1")
+        except ApiError:
+            ended.append(False)
+        else:
+            ended.append(True)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(300):
+            stored.keep(b"", RESPONSE, MESSAGES)
+            threads = [threading.Thread(target=drop) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert (ended.count(True), ended.count(False)) == (300, 300)

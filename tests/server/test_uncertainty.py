@@ -69,7 +69,7 @@ def test_figures_have_the_bits_of_the_library(exact: Any, how: dict[str, Any], s
 
 def test_what_is_not_given_is_as_in_the_library(exact: Any) -> None:
     reply = reply_to(exact, input="the cat", seed=1)
-    want = exact.llm.uncertainty("the cat", params=SamplingParams(seed=1))
+    want = exact.llm.uncertainty("the cat", sampling_params=SamplingParams(seed=1))
     assert {name: reply[name] for name in want.to_dict()} == without_certainty(want.to_dict())
     assert (len(reply["answers"]), reply["k"]) == (10, 20)
 

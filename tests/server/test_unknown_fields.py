@@ -23,8 +23,10 @@ ASKED: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "the cat"}], "max_tokens": 2, "seed": 1},
     COMPLETIONS: {"prompt": "the cat", "max_tokens": 2, "seed": 1},
     RESPONSES: {"input": "the cat", "max_output_tokens": 2, "seed": 1},
-    "/v1/score": {"context": "a", "continuations": ["b"]},
-    "/v1/classify": {"input": "a", "labels": ["b", "c"]},
+    "/v1/loglikelihood": {"context": "a", "continuations": ["b"]},
+    "/v1/label": {"input": "a", "labels": ["b", "c"]},
+    "/generative_scoring": {"query": "a", "items": ["b"], "label_token_ids": [5, 6]},
+    "/v1/score": {"query": "a", "items": ["b"], "label_token_ids": [5, 6]},
     "/v1/rerank": {"query": "a", "documents": ["b"], "template": ["", "{query}{document}", ":"]},
     "/v1/next_token_logprobs": {"prompts": ["a"]},
     "/tokenize": {"prompt": "a"},
@@ -53,7 +55,7 @@ def strict(tiny_llm: Any, serve_llm: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("path", ASKED)
 def test_an_unknown_field_is_ignored_named_and_counted(server: Any, strict: Any, path: str) -> None:
-    further = {"priority": 3, "keep_alive": "5m", "request_id": "r1", "surely_unknown": {"deep": [1]}}
+    further = {"keep_alive": "5m", "cache_salt": "s1", "surely_unknown": {"deep": [1]}}
     plain = server.post(path, **ASKED[path])
     before = num_ignored(server)
     reply = server.post(path, **ASKED[path] | further)
@@ -61,8 +63,8 @@ def test_an_unknown_field_is_ignored_named_and_counted(server: Any, strict: Any,
     assert warnings(plain) == []
     assert warnings(reply) == ignored(*further)
     assert num_ignored(server) - before == len(further)
-    refused = strict.post(path, **ASKED[path] | {"priority": 3})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+    refused = strict.post(path, **ASKED[path] | {"keep_alive": 3})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "keep_alive")
 
 
 def test_a_reply_is_the_same_with_ignored_fields(server: Any) -> None:
@@ -83,7 +85,7 @@ def test_a_reply_is_the_same_with_ignored_fields(server: Any) -> None:
         (COMPLETIONS, "stopp", "stop"),
         (COMPLETIONS, "max-tokens", "max_tokens"),
         (RESPONSES, "max_output_token", "max_output_tokens"),
-        ("/v1/score", "continuation", "continuations"),
+        ("/v1/loglikelihood", "continuation", "continuations"),
     ],
 )
 def test_a_misspelt_field_is_refused_with_the_right_name(
@@ -99,8 +101,8 @@ def test_a_misspelt_field_is_refused_with_the_right_name(
     ("path", "field", "ours"),
     [
         (CHAT, {"repeat_penalty": 1.1}, "repetition_penalty"),
-        (CHAT, {"truncate_prompt_tokens": 10}, "/tokenize"),
-        (CHAT, {"documents": [{"text": "a"}]}, "chat_template_kwargs"),
+        (RESPONSES, {"truncate_prompt_tokens": 10}, "/tokenize"),
+        (CHAT, {"documents": [{"text": "a"}]}, "message"),
         (CHAT, {"think": False}, "enable_thinking"),
         (RESPONSES, {"max_tokens": 5}, "max_output_tokens"),
         (RESPONSES, {"reasoning": {"max_tokens": 5}}, "effort"),
@@ -135,7 +137,7 @@ def test_such_a_field_with_the_value_that_asks_for_nothing_is_ignored(
 
 
 def test_null_is_not_given(server: Any) -> None:
-    reply = server.post(COMPLETIONS, **ASKED[COMPLETIONS], priority=None, repeat_penalty=None)
+    reply = server.post(COMPLETIONS, **ASKED[COMPLETIONS], cache_salt=None, repeat_penalty=None)
     assert (reply.status_code, warnings(reply)) == (200, [])
 
 
@@ -178,11 +180,11 @@ def test_every_object_in_a_body_that_has_a_type_is_known_as_such() -> None:
 
 
 def test_a_body_is_refused_for_its_known_fields_as_without_unknown_ones(server: Any) -> None:
-    reply = server.post(COMPLETIONS, **ASKED[COMPLETIONS], priority=1, temperature="hot")
+    reply = server.post(COMPLETIONS, **ASKED[COMPLETIONS], keep_alive=1, temperature="hot")
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "temperature")
-    reply = server.post(COMPLETIONS, **ASKED[COMPLETIONS], priority=1, top_p=9)
+    reply = server.post(COMPLETIONS, **ASKED[COMPLETIONS], keep_alive=1, top_p=9)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "top_p")
-    assert warnings(reply) == ignored("priority")
+    assert warnings(reply) == ignored("keep_alive")
 
 
 def test_a_clients_words_are_bounded_and_stay_out_of_metrics_and_the_log(
@@ -266,7 +268,7 @@ def test_edits_are_counted_as_the_definition_says() -> None:
 
 def test_no_field_of_another_server_is_taken_for_a_misspelling_of_what_it_is_not() -> None:
     known = ChatBody.__struct_fields__
-    harmless = ("priority", "keep_alive", "request_id", "cache_salt", "ttl", "rid", "session_id", "provider")
+    harmless = ("keep_alive", "cache_salt", "ttl", "rid", "session_id", "provider")
     assert [name for name in harmless if nearest_spelling(name, known)] == []
     assert all(nearest_spelling(name, known) == name for name in known)
     fields = {name for body in BODIES.values() for name in body.__struct_fields__}

@@ -70,7 +70,6 @@ def test_openais_client_sends_them_as_vllm_documents_it(client: openai.OpenAI) -
         ({"vllm_xargs": {"a": 1}}, "vllm_xargs", "'logits_processors_args'"),
         ({"max_new_tokens": 3}, "max_new_tokens", "'max_tokens'"),
         ({"guided_whitespace_pattern": "x"}, "guided_whitespace_pattern", "leave it out"),
-        ({"skip_special_tokens": False}, "skip_special_tokens", "not supported"),
         (
             {"guided_regex": "a", "structured_outputs": {"regex": "b"}},
             "guided_regex",

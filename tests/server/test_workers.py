@@ -8,7 +8,6 @@ import threading
 from collections import defaultdict
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -27,14 +26,13 @@ from logprobe.server.http.workers import (
     Workers,
 )
 from logprobe.server.openai.bodies import BODIES
-from logprobe.server.routes import completions, labels, score
+from logprobe.server.routes import completions, labels, loglikelihood
 from logprobe.text.edge import TextEdge
 from server_process import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SECURITY = Path(__file__).parents[2] / "SECURITY.md"
 READER, WRITER = "logprobe-http-read", "logprobe-http-write"
 MOST = 32  # maximum of entries written at once; the tiny model's context is 128 tokens
 
@@ -49,8 +47,10 @@ SMALL: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 2},
     "/v1/completions": {"prompt": "the cat", "max_tokens": 2},
     "/v1/responses": {"input": "the cat", "max_output_tokens": 2},
-    "/v1/score": {"context": "the", "continuations": [" cat"]},
-    "/v1/classify": {"input": "the", "labels": [" cat"]},
+    "/v1/loglikelihood": {"context": "the", "continuations": [" cat"]},
+    "/v1/label": {"input": "the", "labels": [" cat"]},
+    "/generative_scoring": {"query": "the", "items": [" cat"], "label_token_ids": [5, 6]},
+    "/v1/score": {"query": "the", "items": [" cat"], "label_token_ids": [5, 6]},
     "/v1/judge": {"messages": MESSAGES},
     "/v1/uncertainty": {"input": "the cat", "n": 1, "max_tokens": 2, "k": 1},
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RANKED),
@@ -68,22 +68,27 @@ UNBOUNDED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "texts that each tokenise": ("/v1/completions", {"bad_words": ["a", "b"]}),
     "allowed ids": ("/v1/completions", {"allowed_token_ids": [5, 6]}),
-    "a context that each continuation is tokenised with": ("/v1/score", {"continuations": [" a", " cat"]}),
+    "a context that each continuation is tokenised with": (
+        "/v1/loglikelihood",
+        {"continuations": [" a", " cat"]},
+    ),
     "many prompts": ("/v1/completions", {"prompt": ["a"] * (QUICK_PROMPTS + 1)}),
-    "many continuations": ("/v1/score", {"continuations": ["a"] * (QUICK_PROMPTS + 1)}),
-    "a text that each label is tokenised with": ("/v1/classify", {"labels": [" a", " cat"]}),
-    "texts to label": ("/v1/classify", {"input": ["a"]}),
+    "many continuations": ("/v1/loglikelihood", {"continuations": ["a"] * (QUICK_PROMPTS + 1)}),
+    "a text that each label is tokenised with": ("/v1/label", {"labels": [" a", " cat"]}),
+    "texts to label": ("/v1/label", {"input": ["a"]}),
     "a text without content": (
-        "/v1/classify",
+        "/v1/label",
         {"correction": "calibrated", "content_free": [*MESSAGES, *MESSAGES]},
     ),
     "many labels of a conversation": (
-        "/v1/classify",
+        "/v1/label",
         {"input": None, "messages": MESSAGES, "labels": [f" {name}" for name in "abcdefghi"]},
     ),
     "a text that each grade is tokenised with": ("/v1/judge", {"messages": None, "input": "a"}),
     "many answers": ("/v1/uncertainty", {"n": QUICK_PROMPTS + 1, "max_tokens": 1, "k": 1}),
     "documents that the query is tokenised with": ("/v1/rerank", {"documents": ["a", "cat"]}),
+    "items that the query is tokenised with": ("/v1/score", {"items": ["a", "cat"]}),
+    "many items": ("/generative_scoring", {"items": ["a"] * (QUICK_PROMPTS + 1)}),
     "a message that the template is tried on": (
         "/v1/chat/completions",
         {"messages": [*MESSAGES, {"role": "assistant", "content": "a", "name": ""}, *MESSAGES]},
@@ -106,7 +111,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
     monkeypatch.setattr(decode, "decode_body", watched("decode", decode.decode_body))
     monkeypatch.setattr(TextEdge, "encode", watched("encode", TextEdge.encode))
     monkeypatch.setattr(reply, "encode", watched("write", reply.encode))
-    monkeypatch.setattr(score, "fields_of", watched("write", score.fields_of))
+    monkeypatch.setattr(loglikelihood, "fields_of", watched("write", loglikelihood.fields_of))
     return names
 
 
@@ -137,17 +142,6 @@ def test_what_is_stored_is_read_in_a_worker_however_small_the_body(
     body = SMALL["/v1/responses"] | {"previous_response_id": first}
     assert server.post("/v1/responses", **body).status_code == 200
     assert threads["encode"] == {READER}
-
-
-def test_the_page_of_limits_says_what_runs_on_the_event_loop() -> None:
-    page = SECURITY.read_text(encoding="utf-8")
-    bounds = (
-        f"{QUICK_BYTES:,} bytes",
-        f"{QUICK_PROMPTS} prompts",
-        f"{QUICK_ENTRIES:,} tokens",
-        f"{MAX_JOBS} jobs",
-    )
-    assert [bound for bound in bounds if bound not in page] == []
 
 
 def test_reading_is_refused_where_too_many_wait_and_writing_waits_for_none_of_them() -> None:
@@ -282,7 +276,7 @@ def test_a_score_of_many_continuations_is_written_in_a_worker(
 ) -> None:
     for count, is_large in ((2, False), (100, True)):
         threads.clear()
-        scores = server.post("/v1/score", context=[5], continuations=[[5 + n] for n in range(count)])
+        scores = server.post("/v1/loglikelihood", context=[5], continuations=[[5 + n] for n in range(count)])
         assert len(scores.json()["data"]) == count
         assert (threads["write"] == {WRITER}) == is_large
 
@@ -307,8 +301,8 @@ def test_answers_of_many_documents_are_written_in_a_worker(
 def test_a_score_as_arrow_is_written_in_a_worker_however_small(
     server: Any, threads: dict[str, set[str]]
 ) -> None:
-    headers = {"accept": score.ARROW_TYPE}
-    asked = SMALL["/v1/score"]
-    reply = httpx.post(f"{server.url}/v1/score", json=asked, headers=headers, timeout=PATIENCE_S)
-    assert reply.headers["content-type"] == score.ARROW_TYPE
+    headers = {"accept": loglikelihood.ARROW_TYPE}
+    asked = SMALL["/v1/loglikelihood"]
+    reply = httpx.post(f"{server.url}/v1/loglikelihood", json=asked, headers=headers, timeout=PATIENCE_S)
+    assert reply.headers["content-type"] == loglikelihood.ARROW_TYPE
     assert threads["write"] == {WRITER}

@@ -19,7 +19,7 @@ def test_tokens_have_texts_ids_and_the_best_by_text(tiny_model_folder: Path) -> 
         [output] = llm.generate(
             [[5, 6]], SamplingParams(max_tokens=4, temperature=0, logprobs=3, ignore_eos=True)
         )
-        completion = output.outputs
+        [completion] = output.outputs
         tokens = names["tokens_of"](completion)
     assert [one["id"] for one in tokens] == list(completion.token_ids)
     for one in tokens:

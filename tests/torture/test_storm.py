@@ -72,10 +72,17 @@ KINDS: dict[str, Callable[[random.Random], Ask]] = {
     "a grammar": lambda rng: completion(rng, response_format={"type": "regex", "regex": "[a-d ]{1,20}"}),
     "prompts": lambda rng: completion(rng, prompt=[text(rng) for _ in range(rng.randint(2, 8))]),
     "LoRA": lambda rng: completion(rng, lora="wide"),
-    "scores": lambda rng: ("/v1/score", {"context": text(rng), "continuations": [text(rng), text(rng)]}),
+    "scores": lambda rng: (
+        "/v1/loglikelihood",
+        {"context": text(rng), "continuations": [text(rng), text(rng)]},
+    ),
     "labels": lambda rng: (
-        "/v1/classify",
+        "/v1/label",
         {"input": [text(rng), text(rng)], "labels": [" the", " dog", " 1"]},
+    ),
+    "label tokens": lambda rng: (
+        rng.choice(["/generative_scoring", "/v1/score"]),
+        {"query": text(rng), "items": [text(rng), text(rng)], "label_token_ids": [5, 6]},
     ),
     "grades": lambda rng: ("/v1/judge", {"input": text(rng), "scale": [*range(1, 11)]}),
     "documents": lambda rng: (

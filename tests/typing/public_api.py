@@ -4,28 +4,17 @@ from typing import assert_type
 
 from logprobe import (
     LLM,
-    AsyncLM,
+    AsyncLLM,
     CompletionOutput,
     EngineConfig,
     FlatLogprobs,
     Logprob,
     LogprobeError,
-    LogprobsLists,
-    LogprobsOnePosition,
-    LogprobsTensors,
-    ModelRunnerOutput,
-    PromptLogprobs,
-    RemoteLM,
+    RemoteLLM,
     RequestOutput,
-    SamplerOutput,
     SamplingParams,
     Score,
-    TokenLogprob,
-    TopLogprobs,
     __version__,
-    append_logprobs_for_next_position,
-    create_prompt_logprobs,
-    create_sample_logprobs,
 )
 from logprobe.analysis import (
     Classification,
@@ -39,12 +28,26 @@ from logprobe.analysis import (
     Uncertainty,
     binoculars,
     compare_rollouts,
-    minimal_pairs,
     read_rollouts,
-    surprisal,
     write_rollouts,
 )
+from logprobe.compat.logprobs_processor import (
+    LogprobsLists,
+    LogprobsTensors,
+    ModelRunnerOutput,
+    SamplerOutput,
+    TokenLogprob,
+    TopLogprobs,
+)
+from logprobe.compat.vllm_logprobs import (
+    LogprobsOnePosition,
+    PromptLogprobs,
+    append_logprobs_for_next_position,
+    create_prompt_logprobs,
+    create_sample_logprobs,
+)
 from logprobe.errors import BatchError, ParameterError
+from logprobe.next_token import AsyncLM
 
 assert_type(__version__, str)
 
@@ -57,7 +60,20 @@ def generate_one_and_many(llm: LLM) -> list[str]:
     outputs += llm.chat([{"role": "user", "content": "hello"}], params)
     outputs += llm.chat("hello", sampling_params=params)
     outputs += list(llm.stream("a text", params))
+    outputs += llm.generate([{"prompt": "one"}], sampling_params=params)
+    outputs += llm.generate({"prompt_token_ids": [1, 2]})
     assert_type(llm.with_lora("legal"), LLM)
+    return [completion.text for output in outputs for completion in output.outputs]
+
+
+async def generate_without_blocking(llm: AsyncLLM) -> list[str]:
+    params = SamplingParams(max_tokens=4)
+    outputs = await llm.generate(["one", "two"], params, on_error="return")
+    assert_type(outputs, list[RequestOutput])
+    assert_type(await llm.score([("a", " b")]), list[Score])
+    assert_type(await llm.load_weights("folder"), str)
+    async for output in llm.stream("a text", params):
+        assert_type(output, RequestOutput)
     return [completion.text for output in outputs for completion in output.outputs]
 
 
@@ -76,8 +92,8 @@ def read_logprobs(llm: LLM) -> float:
 
 
 async def ask_rows(near: AsyncLM, url: str) -> float:
-    async with RemoteLM(url, "key", timeout=0.01, request_timeout=30.0) as far:
-        lm: AsyncLM | RemoteLM
+    async with RemoteLLM(url, "key", timeout=0.01, request_timeout=30.0) as far:
+        lm: AsyncLM | RemoteLLM
         for lm in (near, far):
             rows = await lm.batch_next_token_logprobs([[1, 2], [1, 3]], lora="legal")
             known = await lm.extend(await lm.start([1, 2]), 3)
@@ -135,38 +151,39 @@ def with_errors() -> str:
     return ""
 
 
-async def ask_for_fields(llm: LLM, lm: AsyncLM) -> list[float]:
+async def ask_for_fields(llm: LLM, lm: AsyncLLM) -> list[float]:
     (output,) = llm.generate("a text", SamplingParams(logprobs=0))
-    fields = llm.fields(output, {"enum": ["a", "b"]}) + await lm.fields(output, max_rows=9)
+    fields = llm.field_distributions(output, {"enum": ["a", "b"]})
+    fields += await lm.field_distributions(output, max_rows=9)
     assert_type(fields, list[FieldDistribution])
     assert_type(fields[0].members, Members | None)
     return [field.members.rest for field in fields if field.members is not None]
 
 
-async def ask_for_labels(llm: LLM, lm: AsyncLM) -> list[float]:
+async def ask_for_labels(llm: LLM, lm: AsyncLLM) -> list[float]:
     found = llm.classify("the cat", [" sat", " ran"], correction="length")
-    assert_type(found, Classification | list[Classification])
-    assert_type(await lm.classify(["a", "b"], {"c": ["d", "e"]}), Classification | list[Classification])
-    assert_type(await lm.judge([{"role": "user", "content": "Grade it."}]), Judgement | list[Judgement])
-    return await lm.rerank("a", ["b"], lora="legal") + llm.rerank("a", ["b"], task="c")
+    assert_type(found, list[Classification])
+    assert_type(await lm.classify(["a", "b"], {"c": ["d", "e"]}), list[Classification])
+    assert_type(await lm.judge([{"role": "user", "content": "Grade it."}]), list[Judgement])
+    return await lm.with_lora("legal").rerank("a", ["b"]) + llm.rerank("a", ["b"], task="c")
 
 
 def ask_as_a_linguist(llm: LLM, bert: MaskedLM) -> list[float]:
-    text = surprisal(llm, "the cat", boundary="end", unit="bits", bos=True)
+    [text] = llm.surprisal("the cat", boundary="end", unit="bits", bos=True)
     assert_type(text, ScoredText)
-    found = minimal_pairs(llm, [("a", "b")], ["kind"])
+    found = llm.minimal_pairs([("a", "b")], ["kind"])
     assert_type(found.by_category["kind"].error, float | None)
     masked = bert.score(["the cat"], metric="original")
     known = [value for value in binoculars(llm, llm, ["the cat"]) if value is not None]
     return [found.accuracy.mean, masked[0].logprob, *(word.surprisal or 0.0 for word in text.words), *known]
 
 
-async def ask_how_sure(llm: LLM, lm: AsyncLM) -> list[float]:
+async def ask_how_sure(llm: LLM, lm: AsyncLLM) -> list[float]:
     params, rule = SamplingParams(max_tokens=64, seed=1), LowConfidence(threshold=2.0, window=16, k=5)
     found = llm.uncertainty("the cat", 5, params, same=lambda a, b: a.lower() == b.lower(), stop_when=rule)
     assert_type(found, Uncertainty)
     talk = [{"role": "user", "content": "Is it a cat?"}]
-    assert_type(await lm.uncertainty(talk, n=5, self_certainty=True, lora="legal"), Uncertainty)
+    assert_type(await lm.uncertainty(talk, n=5, self_certainty=True), Uncertainty)
     return [found.semantic_entropy, *(answer.lowest_group_confidence for answer in found.answers)]
 
 

@@ -184,7 +184,7 @@ def test_a_generated_token_has_both_stages_side_by_side(seen: Seen) -> None:
     seen.ask(TEXT, max_tokens="4", temperature="0.5", seed="3")
     seen.tab.locator(".token").last.focus()
     stages = seen.tab.locator(".stages section")
-    assert stages.locator("h3").all_text_contents() == ["raw", "processed"]
+    assert stages.locator("h3").all_text_contents() == ["Raw", "Processed"]
     raw, processed = (stages.nth(place).bounding_box() for place in (0, 1))
     assert raw["y"] == processed["y"]
     assert raw["x"] + raw["width"] <= processed["x"]
@@ -290,8 +290,11 @@ def test_a_json_answer_shows_each_value_with_its_own_probability(seen: Seen, tmp
         assert name.text_content() == pointer
         assert json.loads(value.text_content()) == field["value"]
         assert share.text_content() == as_percent(field["logprob"])
-        bars = rows.nth(place).locator(".bars em").all_text_contents()
-        assert bars == [f"{100 * member['share']:.2f} %" for member in field["members"]]
+        sections = rows.nth(place).locator(".shares section")
+        assert sections.locator("h3").all_text_contents() == ["Raw share", "Share under the schema"]
+        for section, key in enumerate(("share", "grammar_share")):
+            bars = sections.nth(section).locator(".bars em").all_text_contents()
+            assert bars == [f"{100 * member[key]:.2f} %" for member in field["members"]]
         assert sum(member["share"] for member in field["members"]) == pytest.approx(1, abs=1e-6)
         # All tokens of a value have the shade of the whole value.
         shade = f"s{min(8, int(-field['logprob']))}"
@@ -300,8 +303,8 @@ def test_a_json_answer_shows_each_value_with_its_own_probability(seen: Seen, tmp
     rows.nth(0).locator("button").click()
     assert seen.tab.evaluate("document.activeElement.className").startswith("token")
     seen.tab.select_option("#stage", "processed")
-    bars = rows.nth(0).locator(".bars em").all_text_contents()
-    assert bars == [f"{100 * member['grammar_share']:.2f} %" for member in values["/mood"]["members"]]
+    share = rows.nth(0).locator("button em").first.text_content()
+    assert share == as_percent(values["/mood"]["processed_logprob"])
     assert seen.complaints == []
 
 
@@ -339,6 +342,63 @@ def test_reasoning_is_folded_with_its_own_surprisal(new_tab: Any, thinking: Atta
     seen.tab.locator(".token").last.hover()
     assert {"logprob", "surprisal", "processed"} <= set(seen.facts())
     assert seen.complaints == []
+
+
+def test_a_conversation_goes_on_and_begins_anew(new_tab: Any, served: Attacked) -> None:
+    seen = Seen(new_tab(), f"http://127.0.0.1:{served.port}/")
+    bodies: list[Any] = []
+    seen.tab.on(
+        "request", lambda request: bodies.append(request.post_data_json) if request.post_data else None
+    )
+    seen.tab.wait_for_selector("body[data-ready]")
+    seen.tab.check("#chat")
+    seen.ask("the cat", max_tokens="5", seed="1")
+    seen.ask("a dog", max_tokens="5")
+    whole = json.loads(served.post("/v1/chat/completions", **bodies[0] | {"stream": False}).data)
+    reply = whole["choices"][0]["message"]["content"]
+    assert reply
+    asked = [body["messages"] for body in bodies if "messages" in body]
+    assert asked == [
+        [{"role": "user", "content": "the cat"}],
+        [
+            {"role": "user", "content": "the cat"},
+            {"role": "assistant", "content": reply},
+            {"role": "user", "content": "a dog"},
+        ],
+    ]
+    assert seen.tab.locator(".talk span").all_text_contents() == ["the cat", reply, "a dog"]
+    assert seen.tab.input_value("#text-a") == ""
+    seen.tab.click("#reset")
+    seen.ask("a dog", max_tokens="5")
+    assert bodies[-1]["messages"] == [{"role": "user", "content": "a dog"}]
+    assert seen.complaints == []
+
+
+def test_a_link_repeats_a_result_once_a_button_is_pressed(new_tab: Any, served: Attacked) -> None:
+    first = Seen(new_tab(), f"http://127.0.0.1:{served.port}/")
+    first.tab.wait_for_selector("body[data-ready]")
+    first.tab.check("#chat")
+    first.ask("the cat", max_tokens="5", seed="")
+    first.ask("a dog", max_tokens="6", temperature="0.9")
+    talk, tokens = first.tab.locator(".talk span").all_text_contents(), first.tokens()
+    first.tab.click("#link")
+    first.tab.wait_for_function("location.hash.length > 1")
+    second = Seen(new_tab(), first.tab.url)
+    second.tab.wait_for_selector("body[data-ready]")
+    assert "Generate" in second.tab.inner_text("#status")
+    assert not [url for url in second.requests if "completions" in url]
+    second.tab.click("#go")
+    second.wait()
+    assert second.tab.locator(".talk span").all_text_contents() == talk
+    assert second.tokens() == tokens
+    assert first.complaints == second.complaints == []
+
+
+@pytest.mark.parametrize("end", ["#%7Bbroken", "#%22text%22", "#" + "a" * 1000])
+def test_a_link_that_is_not_valid_is_said_in_words(new_tab: Any, served: Attacked, end: str) -> None:
+    seen = Seen(new_tab(), f"http://127.0.0.1:{served.port}/{end}")
+    seen.tab.wait_for_selector("body[data-ready]")
+    assert "link is not valid" in seen.tab.inner_text("#error")
 
 
 def as_percent(logprob: float) -> str:

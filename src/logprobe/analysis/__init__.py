@@ -27,16 +27,12 @@ if TYPE_CHECKING:
     from logprobe.analysis.distillation.settings import DistilSettings as DistilSettings
     from logprobe.analysis.labels import Classification as Classification
     from logprobe.analysis.labels import Judgement as Judgement
-    from logprobe.analysis.labels import classify as classify
-    from logprobe.analysis.labels import judge as judge
-    from logprobe.analysis.labels import rerank as rerank
     from logprobe.analysis.masked import MaskedLM as MaskedLM
     from logprobe.analysis.masked import MaskedScore as MaskedScore
     from logprobe.analysis.masked import MaskedWord as MaskedWord
     from logprobe.analysis.members import FieldDistribution as FieldDistribution
     from logprobe.analysis.members import Members as Members
     from logprobe.analysis.pairs import MinimalPairs as MinimalPairs
-    from logprobe.analysis.pairs import minimal_pairs as minimal_pairs
     from logprobe.analysis.rollout_files import Rollout as Rollout
     from logprobe.analysis.rollout_files import read_rollouts as read_rollouts
     from logprobe.analysis.rollout_files import write_rollouts as write_rollouts
@@ -45,12 +41,10 @@ if TYPE_CHECKING:
     from logprobe.analysis.score import Score as Score
     from logprobe.analysis.texts import ScoredText as ScoredText
     from logprobe.analysis.texts import Unit as Unit
-    from logprobe.analysis.texts import surprisal as surprisal
     from logprobe.analysis.uncertainty import LowConfidence as LowConfidence
     from logprobe.analysis.uncertainty import SampledAnswer as SampledAnswer
     from logprobe.analysis.uncertainty import Uncertainty as Uncertainty
     from logprobe.analysis.windows import Perplexity as Perplexity
-    from logprobe.analysis.windows import perplexity as perplexity
     from logprobe.records.fields import Field as Field
     from logprobe.records.fields import fields_of as fields_of
 
@@ -85,7 +79,6 @@ _HOMES = {
     "Unit": ".texts",
     "audit": ".auditing.run",
     "binoculars": ".detection",
-    "classify": ".labels",
     "compare": ".comparison",
     "compare_rollouts": ".rollouts",
     "compare_stored": ".comparison",
@@ -93,14 +86,9 @@ _HOMES = {
     "compare_with_stored": ".comparison",
     "distil": ".distillation.run",
     "fields_of": "logprobe.records.fields",
-    "judge": ".labels",
-    "minimal_pairs": ".pairs",
-    "perplexity": ".windows",
     "read_rollouts": ".rollout_files",
-    "rerank": ".labels",
     "save_baseline": ".baseline.models",
     "score_dataset": ".datasets.run",
-    "surprisal": ".texts",
     "write_rollouts": ".rollout_files",
 }
 

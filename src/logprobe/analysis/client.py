@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,20 +23,20 @@ from logprobe.sampling import SamplingParams
 from logprobe.sampling.params import named_ids
 from logprobe.text.boundary import Split, check_rule, split_texts
 from logprobe.text.edge import as_token_ids
+from logprobe.text.prompts import plain_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from logprobe.analysis.uncertainty import DrawPlan, SampledAnswer
-    from logprobe.engine.client import OnError, Prompt, Watch
+    from logprobe.engine.client import OnError, Watch
     from logprobe.engine.request import RequestOutput, Requests
     from logprobe.engine.truncation import Truncation
     from logprobe.records.values import IntArray
     from logprobe.text.boundary import BoundaryRule
     from logprobe.text.chat import Conversation
+    from logprobe.text.prompts import Prompt
     from logprobe.transport.messages import Admitted
-
-    PairPart: TypeAlias = Prompt | IntArray
 
 ROWS_BYTES = 1 << 26  # maximum size of the whole-vocabulary rows held at once
 
@@ -58,7 +58,7 @@ class ScoringClient(Client):
 
     async def score(
         self,
-        pairs: Sequence[tuple[PairPart, PairPart] | Split],
+        pairs: Sequence[tuple[Prompt, Prompt] | Split],
         params: SamplingParams,
         *,
         watch: Watch | None = None,
@@ -66,21 +66,23 @@ class ScoringClient(Client):
         unconditional: bool = False,
         on_error: OnError = "raise",
         truncation: Truncation = "error",
-        token_ids: Sequence[Any] | None = None,
+        logprob_token_ids: Sequence[Any] | None = None,
         boundary: BoundaryRule = "auto",
     ) -> list[Score]:
         """Score each continuation given its context; see `LLM.score`."""
         check_on_error(on_error)
         check_truncation(truncation)
         check_rule(boundary)
-        if token_ids is not None:
+        if logprob_token_ids is not None:
             remedy = (
                 "cannot be combined with truncation='window', which has no records; use truncation='left'"
             )
-            require(truncation != "window", "token_ids", remedy)
-            is_each = len(token_ids) == len(pairs)
+            require(truncation != "window", "logprob_token_ids", remedy)
+            is_each = len(logprob_token_ids) == len(pairs)
             require(
-                is_each, "token_ids", f"must have one entry per pair, got {len(token_ids)} for {len(pairs)}"
+                is_each,
+                "logprob_token_ids",
+                f"must have one entry per pair, got {len(logprob_token_ids)} for {len(pairs)}",
             )
         params = self.allowed_params(params)
         sampling = None if sampling is None else self.allowed_params(sampling)
@@ -88,7 +90,11 @@ class ScoringClient(Client):
 
         def admit(row: int) -> PairRequests:
             split = self.split(pairs[row], boundary)
-            asked = params if token_ids is None else self.with_named_ids(params, token_ids[row], split)
+            asked = (
+                params
+                if logprob_token_ids is None
+                else self.with_named_ids(params, logprob_token_ids[row], split)
+            )
             parts = cut_pair(split, truncation, limit)
             alone = cut_pair(self.alone(split), truncation, limit) if unconditional else []
             admitted = admit_splits(parts, asked, requests, sampling=sampling)
@@ -183,7 +189,7 @@ class ScoringClient(Client):
             total += float((await asyncio.to_thread(self_certainty, score.record)).sum())
         return replace(answer, self_certainty=total / answer.num_tokens)
 
-    def split(self, pair: tuple[PairPart, PairPart] | Split, boundary: BoundaryRule = "auto") -> Split:
+    def split(self, pair: tuple[Prompt, Prompt] | Split, boundary: BoundaryRule = "auto") -> Split:
         """Convert a (context, continuation) pair to one sequence of ids; `split_texts` splits two texts.
 
         Raises:
@@ -193,7 +199,7 @@ class ScoringClient(Client):
             return pair
         is_pair = isinstance(pair, tuple | list) and len(pair) == 2
         require(is_pair, "pairs", "must hold (context, continuation) pairs", got=pair)
-        context, continuation = pair
+        context, continuation = map(plain_prompt, pair)
         if isinstance(context, str) and isinstance(continuation, str):
             return split_texts(self.text, context, [continuation], rule=boundary)[0]
         if isinstance(context, str) or isinstance(continuation, str):
@@ -213,15 +219,18 @@ class ScoringClient(Client):
         bare = replace(moved, first=len(prefix), tail=b"", text=healing.text[len(healing.tail) :])
         return Split(ids, len(prefix), bare)
 
-    def with_named_ids(self, params: SamplingParams, token_ids: Any, split: Split) -> SamplingParams:
+    def with_named_ids(
+        self, params: SamplingParams, token_ids: Any, split: Split, *, name: str = "logprob_token_ids"
+    ) -> SamplingParams:
         """Return `params` that also request the log-probabilities of `token_ids`.
 
-        `token_ids` is one list of ids for all tokens of the continuation, or one list per token.
+        `token_ids` is one list of ids for all tokens of the continuation, or one list per token; errors
+        call it `name`.
 
         Raises:
             ParameterError: `token_ids` has invalid ids, or its lists are not one per token.
         """
-        name, count = "token_ids", len(split.continuation)
+        count = len(split.continuation)
         ids = named_ids(name, token_ids)
         if ids is None and token_ids is not None:  # an empty list: report no ids
             ids = IdLists.of([np.empty(0, np.int64)] * count)

@@ -282,7 +282,8 @@ def compare(a: Scorer, b: Scorer, texts: Iterable[str], *, bos: bool | None = No
     """
     if same_vocabulary(a, b):
         return of_tokens([part for one in sequences(a, texts, bos) for part in _token_parts(a, b, one)])
-    return _of_words([(surprisal(a, text, bos=bos), surprisal(b, text, bos=bos)) for text in texts])
+    texts = list(texts)
+    return _of_words([*zip(surprisal(a, texts, bos=bos), surprisal(b, texts, bos=bos), strict=True)])
 
 
 def same_vocabulary(a: Scorer, b: Scorer) -> bool:

@@ -22,24 +22,26 @@ from logprobe.analysis import measures
 from logprobe.errors import ParameterError, require
 from logprobe.text.boundary import Split, split_texts
 from logprobe.text.chat import as_conversations, read_messages
+from logprobe.text.edge import as_token_ids
+from logprobe.text.prompts import is_prompt_dict, plain_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from logprobe.analysis.score import Score
-    from logprobe.analysis.scorer import Scorer
     from logprobe.records.values import IntArray
     from logprobe.text.boundary import Boundary, Pair
     from logprobe.text.chat import Conversation
     from logprobe.text.edge import TextEdge
+    from logprobe.text.prompts import Prompt
 
     ReadMessages: TypeAlias = Callable[[Conversation], IntArray]
 
 T = TypeVar("T")
 Floats: TypeAlias = npt.NDArray[np.float64]
 Labels: TypeAlias = "Sequence[str] | Mapping[str, str | Sequence[str]]"
-Asked: TypeAlias = "str | Conversation"
-"""A text that the label continues, or a conversation that the label answers."""
+Asked: TypeAlias = "Prompt | Conversation"
+"""A prompt that the label continues, or a conversation that the label answers."""
 Correction: TypeAlias = Literal["none", "length", "calibrated"]
 CORRECTIONS: Final = ("none", "length", "calibrated")
 CONTENT_FREE: Final = "N/A"
@@ -131,63 +133,6 @@ class Plan(Generic[T]):
 
     pairs: list[Pair]
     sum_up: Callable[[Sequence[Score]], T]
-
-
-def classify(
-    llm: Scorer,
-    prompts: Asked | Sequence[Asked],
-    labels: Labels,
-    *,
-    correction: Correction = "none",
-    content_free: Asked | None = None,
-    progress: bool = False,
-) -> Classification | list[Classification]:
-    """Return the probability of each label after one or more prompts; see `LLM.classify`."""
-    plan = classify_plan(llm.text, prompts, labels, correction=correction, content_free=content_free)
-    return as_asked(prompts, plan.sum_up(llm.score(plan.pairs, progress=progress)))
-
-
-def rerank(
-    llm: Scorer,
-    query: str,
-    documents: Sequence[str],
-    *,
-    task: str = RERANK_TASK,
-    template: Sequence[str] = RERANK_TEMPLATE,
-    labels: Sequence[str] = YES_NO,
-    progress: bool = False,
-) -> list[float]:
-    """Return the relevance of each document to a query, P(yes) / (P(yes) + P(no)); see `LLM.rerank`.
-
-    Args:
-        llm: the model.
-        query: the search query.
-        documents: texts.
-        task: instruction that describes what makes a document relevant.
-        template: three texts: one before the query and document, one with them, and one after them. The
-            second text must contain `{query}` and `{document}` once each, and may contain `{task}` once.
-        labels: the answers for a relevant and for an irrelevant document.
-        progress: show a progress bar on stderr.
-    """
-    plan = rerank_plan(llm.text, query, documents, task=task, template=template, labels=labels)
-    return plan.sum_up(llm.score(plan.pairs, progress=progress))
-
-
-def judge(
-    llm: Scorer,
-    prompts: Asked | Sequence[Asked],
-    scale: Sequence[float] = SCALE,
-    *,
-    progress: bool = False,
-) -> Judgement | list[Judgement]:
-    """Return the probability of each grade on a scale after one or more prompts; see `LLM.judge`."""
-    plan = judge_plan(llm.text, prompts, scale)
-    return as_asked(prompts, plan.sum_up(llm.score(plan.pairs, progress=progress)))
-
-
-def as_asked(prompts: Asked | Sequence[Asked], answers: list[T]) -> T | list[T]:
-    """Return the only element of `answers` if `prompts` is a single prompt, otherwise the list."""
-    return answers[0] if _is_one(prompts) else answers
 
 
 # -- labels --------------------------------------------------------------------------------------------------
@@ -286,7 +231,7 @@ def _sums(scores: Sequence[Score], named: Mapping[str, list[str]], *, per_token:
 
     With `per_token`, the mean per token takes the place of each text's log-probability.
     """
-    numbers = iter([score.logprob_per_token if per_token else score.logprob for score in scores])
+    numbers = iter([score.mean_logprob if per_token else score.logprob for score in scores])
     return np.array([np.logaddexp.reduce([next(numbers) for _ in texts]) for texts in named.values()])
 
 
@@ -507,15 +452,19 @@ def _further_logprob(longer: Score, shorter: Score, shorter_pair: Pair) -> float
 
 
 def _is_one(prompts: Asked | Sequence[Asked]) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping))
+    """Return True for a text, a dict, a list of token ids or a conversation."""
+    if isinstance(prompts, str | Mapping):
+        return True
+    first: Any = prompts[0]
+    return isinstance(first, int | np.integer) or (isinstance(first, Mapping) and not is_prompt_dict(first))
 
 
 def _as_many(prompts: Asked | Sequence[Asked]) -> list[Asked]:
-    is_list = isinstance(prompts, Sequence) and not isinstance(prompts, bytes)
+    is_list = isinstance(prompts, Sequence | Mapping | np.ndarray) and not isinstance(prompts, bytes)
     require(
         is_list and len(prompts) > 0,
         "prompts",
-        "must be a text, a conversation, or a list of these",
+        "must be a prompt, a conversation, or a list of these",
         got=prompts,
     )
     many: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
@@ -530,17 +479,22 @@ def _pairs(edge: TextEdge, prompt: Asked, texts: Sequence[str], read: ReadMessag
     Raises:
         ParameterError: the prompt is neither a text nor a conversation, or cannot be split.
     """
-    if isinstance(prompt, str):
+    plain = plain_prompt(prompt)
+    if isinstance(plain, str):
         try:
-            return [split.pair for split in split_texts(edge, prompt, texts)]
+            return [split.pair for split in split_texts(edge, plain, texts)]
         except ParameterError as error:
             if error.parameter != "context":
                 raise
             raise ParameterError("prompts", str(error).removeprefix("context: ")) from error
-    conversations = as_conversations(prompt)
-    require(len(conversations) == 1, "prompts", "must be texts or conversations", got=prompt)
-    [conversation] = conversations
-    before = read_messages(conversation, edge) if read is None else read(conversation)
+    is_list = isinstance(plain, Sequence | np.ndarray) and len(plain) > 0
+    if is_list and isinstance(plain[0], int | np.integer):
+        before = as_token_ids(plain, "prompts")
+    else:
+        conversations = as_conversations(plain)
+        require(len(conversations) == 1, "prompts", "must be prompts or conversations", got=prompt)
+        [conversation] = conversations
+        before = read_messages(conversation, edge) if read is None else read(conversation)
     return [(before, edge.encode(text, add_special_tokens=False)) for text in texts]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import numpy as np
 
@@ -112,15 +112,7 @@ class MaskedLM:
         self._model = loaded.eval()
         self._limit = int(min(self._tokenizer.model_max_length, _num_positions(loaded)))
 
-    @overload
-    def score(  # type: ignore[overload-overlap]  # `str` is first because it is also a sequence of `str`
-        self, texts: str, *, metric: Metric = ...
-    ) -> MaskedScore: ...
-    @overload
-    def score(self, texts: Sequence[str], *, metric: Metric = ...) -> list[MaskedScore]: ...
-    def score(
-        self, texts: str | Sequence[str], *, metric: Metric = "within_word_l2r"
-    ) -> MaskedScore | list[MaskedScore]:
+    def score(self, texts: str | Sequence[str], *, metric: Metric = "within_word_l2r") -> list[MaskedScore]:
         """Score each token of one or more texts, given the rest of the text, in batches of masked copies.
 
         Args:
@@ -140,7 +132,7 @@ class MaskedLM:
         for start in range(0, len(many), TEXTS_AT_ONCE):
             some = slice(start, start + TEXTS_AT_ONCE)
             scores += self._scores(many[some], coded[some], metric)
-        return scores[0] if isinstance(texts, str) else scores
+        return scores
 
     def _scores(self, texts: Sequence[str], coded: Sequence[Any], metric: Metric) -> list[MaskedScore]:
         logprobs = self._logprobs([row for one in coded for row in self._rows(one, metric)])

@@ -62,22 +62,7 @@ def minimal_pairs(
     *,
     bos: bool | None = True,
 ) -> MinimalPairs:
-    """Score pairs of a good and a bad text and compute the accuracy, overall and by category.
-
-    The logprobs of whole texts are compared, as in BLiMP (Warstadt et al. 2020,
-    https://arxiv.org/abs/1912.00582).
-
-    Args:
-        llm: the model.
-        pairs: (good, bad) texts.
-        categories: one category name per pair; None computes only the overall accuracy.
-        bos: True puts BOS (EOS if the model has no BOS) before each text, so that the text's first token
-            counts; False does not, and None does what the tokenizer does.
-
-    Raises:
-        ParameterError: there are no pairs, a text has no scored tokens, or the number of categories is wrong.
-        BatchError: some texts failed.
-    """
+    """Score pairs of a good and a bad text and compute the accuracy; see `LLM.minimal_pairs`."""
     require(pairs, "pairs", "must not be empty")
     names = list(categories or ())
     fits = categories is None or len(names) == len(pairs)

@@ -110,7 +110,7 @@ class Score:
         return None if self.record is None else shaded([self.record])
 
     @property
-    def logprob_per_token(self) -> float:
+    def mean_logprob(self) -> float:
         """Mean log-probability per token, in nats; `logprob` if there are no tokens."""
         return self.logprob / max(self.num_tokens, 1)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import numpy as np
 import regex
@@ -301,28 +301,6 @@ def _as_slice(which: slice | int) -> slice:
     return slice(which, which + 1 if which != -1 else None)
 
 
-@overload
-def surprisal(  # type: ignore[overload-overlap]  # `str` is first because it is also a sequence of `str`
-    llm: Scorer,
-    texts: str,
-    *,
-    boundary: Boundary | None = ...,
-    unit: NatsOrBits = ...,
-    bos: bool | None = ...,
-    window: int | None = ...,
-    stride: int | None = ...,
-) -> ScoredText: ...
-@overload
-def surprisal(
-    llm: Scorer,
-    texts: Sequence[str],
-    *,
-    boundary: Boundary | None = ...,
-    unit: NatsOrBits = ...,
-    bos: bool | None = ...,
-    window: int | None = ...,
-    stride: int | None = ...,
-) -> list[ScoredText]: ...
 def surprisal(
     llm: Scorer,
     texts: str | Sequence[str],
@@ -332,32 +310,8 @@ def surprisal(
     bos: bool | None = None,
     window: int | None = None,
     stride: int | None = None,
-) -> ScoredText | list[ScoredText]:
-    """Score every token of one or more texts, with ranks and entropies.
-
-    With `boundary="end"`, the probability of a word or sentence includes the end of the last word, given that
-    a word begins: P(tokens) · P(the next token begins a word, or ends the text) / P(the first token begins a
-    word). The probabilities of all words then sum to 1 (Pimentel & Meister 2024,
-    https://arxiv.org/abs/2406.14561; Oh & Schuler 2024, https://arxiv.org/abs/2406.10851). A token begins a
-    word if its text begins with white space or if it is EOS. If the first token does not begin a word in this
-    sense (mostly at the beginning of a text), there is no division, as in minicons' `bow_correction`. The
-    logprobs of tokens and spans do not change.
-
-    Args:
-        llm: the model, for example an `LLM` or `llm.with_lora(name)`.
-        texts: one or more texts of any length; a text longer than the context is scored in sliding windows.
-        boundary: "end" includes the end of a word in its probability; None includes only the word's tokens.
-        unit: unit of surprisals and tables, "nats" or "bits"; logprobs are always in nats.
-        bos: True puts BOS (EOS if the model has no BOS) before each text, so that the text's first token is
-            scored too; False does not, and None does what the tokenizer does.
-        window: tokens per window; the default is the model's context.
-        stride: tokens from one window's start to the next one's; the default is half a window. If the stride
-            equals the window, the windows are disjoint, and the first token of each window is not scored.
-
-    Raises:
-        ParameterError: a text cannot be encoded, or the window, stride, boundary or unit is invalid.
-        BatchError: some texts failed.
-    """
+) -> list[ScoredText]:
+    """Score every token of one or more texts, with ranks and entropies; see `LLM.surprisal`."""
     require(boundary in {None, "end"}, "boundary", f"must be 'end' or None, got {boundary!r}")
     require(unit in NATS, "unit", f"must be one of {', '.join(NATS)}, got {unit!r}")
     settings = WindowSettings.of(llm, window=window, stride=stride, bos=bos)
@@ -368,11 +322,10 @@ def surprisal(
     encoded = [_encoded(llm.text, text, number) for number, text in enumerate(many)]
     ids = [np.concatenate([prefix, own]) for own, _ in encoded]
     read = _read_tokens if boundary is None else _read_tokens_and_masses
-    scored = [
+    return [
         _scored(text, own, spans, prefix, columns, unit)
         for text, (own, spans), columns in zip(many, encoded, read(llm, ids, settings), strict=True)
     ]
-    return scored[0] if isinstance(texts, str) else scored
 
 
 def _encoded(edge: TextEdge, text: str, number: int) -> tuple[IntArray, Spans]:

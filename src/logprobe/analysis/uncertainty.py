@@ -138,7 +138,7 @@ class SampledAnswer:
         return measures.total(self.drawn_token_logprobs)
 
     @property
-    def logprob_per_token(self) -> float:
+    def mean_logprob(self) -> float:
         """Mean of the tokens' logprobs, in nats.
 
         The exponential is uqlm's `normalized_probability` (Malinin & Gales).
@@ -186,7 +186,7 @@ class SampledAnswer:
         -inf becomes -9999, inf becomes 9999, and NaN becomes null.
         """
         names = (
-            *("text", "token_ids", "num_tokens", "logprob", "drawn_logprob", "logprob_per_token"),
+            *("text", "token_ids", "num_tokens", "logprob", "drawn_logprob", "mean_logprob"),
             *("perplexity", "mean_token_entropy", "max_token_entropy", "lowest_group_confidence"),
             *("tail_confidence", "self_certainty", "finish_reason", "stopped_early"),
         )
@@ -394,10 +394,10 @@ def draw_plan(
     """
     _check_count("n", n)
     asked = SamplingParams() if params is None else params
-    require(isinstance(asked, SamplingParams), "params", "must be SamplingParams", got=params)
+    require(isinstance(asked, SamplingParams), "sampling_params", "must be SamplingParams", got=params)
     usual = SamplingParams()
     for name in SET_HERE:
-        remedy = "is set by uncertainty; leave it out of params (n is an argument of its own)"
+        remedy = "is set by uncertainty; leave it out of sampling_params (n is an argument of its own)"
         require(getattr(asked, name) == getattr(usual, name), name, remedy)
     require(asked.max_tokens > 0, "max_tokens", "must be positive")
     remedy = "0 would sample the same answer each time; use a positive temperature or n=1"

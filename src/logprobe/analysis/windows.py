@@ -217,22 +217,9 @@ def perplexity(
     bos: bool | None = None,
     advance: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
-    """Compute the perplexity of a text of any length, each token scored once.
+    """Compute the perplexity of a text of any length, each token scored once; see `LLM.perplexity`.
 
-    Args:
-        llm: the model.
-        text: a text, or an iterable of its parts (such as an open file), which is streamed.
-        stride: tokens from one window's start to the next one's; the default is half a window. If the stride
-            equals the window, the windows are disjoint, and the first token of each window is not scored.
-        window: tokens per window; the default is the model's context.
-        bos: True puts BOS (EOS if the model has no BOS) before the text, False does not, and None does what
-            the tokenizer does.
-        advance: called after each window with the numbers of bytes and tokens that it scored.
-
-    Raises:
-        ParameterError: the window or stride is invalid, or the text cannot be encoded.
-        BatchError: a window failed.
-        WeightsReplacedError: the model's weights were replaced between two windows.
+    `advance` is called after each window with the numbers of bytes and tokens that it scored.
     """
     settings = WindowSettings.of(llm, window=window, stride=stride, bos=bos)
     tally = TextTally(llm, settings)

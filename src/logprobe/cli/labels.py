@@ -85,7 +85,7 @@ def classify(
         data.run(settings, model)
         return
     with model.open() as llm, naming(prompt="--text", prompts="--text"):
-        found: Any = llm.classify(
+        [found] = llm.classify(
             settings.asked(text), settings.labels, correction=settings.correction, content_free=settings.empty
         )
     _print_labels(found, as_json=data.as_json)
@@ -154,7 +154,7 @@ def judge(
         data.run(settings, model)
         return
     with model.open() as llm, naming(prompt="--text", prompts="--text"):
-        found: Any = llm.judge(settings.asked(text), settings.scale)
+        [found] = llm.judge(settings.asked(text), settings.scale)
     _print_grade(found, as_json=data.as_json)
 
 

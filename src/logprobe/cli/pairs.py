@@ -61,10 +61,7 @@ def pairs(
             num_bad += 1
             typer.echo(wrong, err=True)
     with model.open() as llm, naming(pairs="FILE"):
-        from logprobe.analysis.pairs import minimal_pairs
-
-        found = minimal_pairs(
-            llm,
+        found = llm.minimal_pairs(
             [(row.values[good_column], row.values[bad_column]) for row in good],
             [str(row.values[category_column]) for row in good] if category_column else None,
             bos=bos,

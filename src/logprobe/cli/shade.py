@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from logprobe.engine.client import Prompt
     from logprobe.engine.request import CompletionOutput, CompletionPiece, RequestOutput
     from logprobe.llm import LLM
     from logprobe.sampling import SamplingParams
+    from logprobe.text.prompts import Prompt
 
 # All control characters except line feed and tab; a text must not move the cursor or rename the window.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")

@@ -60,7 +60,7 @@ def words(
     """
     from logprobe.analysis.datasets.rows import batches
     from logprobe.analysis.datasets.tasks import check_kept
-    from logprobe.analysis.texts import ROW_COLUMNS, surprisal
+    from logprobe.analysis.texts import ROW_COLUMNS
 
     if as_csv and as_json:
         raise typer.BadParameter("cannot be combined with --json", param_hint="--csv")
@@ -72,8 +72,7 @@ def words(
     with model.open() as llm:
         for batch in batches(rows):
             good = [row for row in batch if not isinstance(row, BadRow)]
-            found = surprisal(
-                llm,
+            found = llm.surprisal(
                 [row.texts[0] for row in good],
                 bos=bos,
                 window=window,

@@ -5,6 +5,6 @@
 - `fastdeploy`: FastDeploy's `LLM`, `SamplingParams` and logits processors.
 - `genlm`: genlm-backend's asynchronous next-token language models.
 
-LightLLM clients use HTTP and need no module; docs/coming-from.md lists the parameters. Only lazy names of
-`logprobe`, `logprobe.records` and `logprobe.transport` import this package.
+LightLLM clients use HTTP and need no module; docs/coming-from.md lists the parameters. No other
+package imports this one.
 """

@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from logprobe._lazy import lazy_names
-from logprobe.async_lm import AsyncLM
-from logprobe.next_token.rows import Token
+from logprobe.compat.genlm_names import AsyncLM
+from logprobe.next_token import Token
 from logprobe.processors import GlobalLogprobsCapture
 
 if TYPE_CHECKING:
-    from logprobe.integrations.vllm.virtual_lm import AsyncVirtualLM
+    from logprobe.compat.genlm_vllm import AsyncVirtualLM
 
 __all__ = ["AsyncLM", "AsyncVirtualLM", "GlobalLogprobsCapture", "Token"]
 
-__getattr__ = lazy_names(__name__, {"AsyncVirtualLM": "logprobe.integrations.vllm.virtual_lm"})
+__getattr__ = lazy_names(__name__, {"AsyncVirtualLM": "logprobe.compat.genlm_vllm"})

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from logprobe.compat.collector import StreamingLogprobsCollector
-    from logprobe.kernels.extraction.rows import batch_logprobs_to_cpu_rust, extract_top_k_logprobs_rust
+    from logprobe.compat.extraction import batch_logprobs_to_cpu_rust, extract_top_k_logprobs_rust
     from logprobe.records.rows import DeviceRows, GivenLogprobs
     from logprobe.transport.copy import AsyncCPUTransfer
 
@@ -49,8 +49,8 @@ __all__ = [
 _HOMES = {
     "AsyncCPUTransfer": "logprobe.transport.copy",
     "StreamingLogprobsCollector": "logprobe.compat.collector",
-    "batch_logprobs_to_cpu_rust": "logprobe.kernels.extraction.rows",
-    "extract_top_k_logprobs_rust": "logprobe.kernels.extraction.rows",
+    "batch_logprobs_to_cpu_rust": "logprobe.compat.extraction",
+    "extract_top_k_logprobs_rust": "logprobe.compat.extraction",
 }
 MIN_ROWS = 16  # rows that the first append to a container allocates
 COLUMNS = ("token_ids", "logprobs", "ranks", "lse", "num_logprobs", "is_valid")

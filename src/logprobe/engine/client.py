@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from logprobe.engine.request import CompletionOutput, Completions, RequestOutput, Requests
+from logprobe.engine.request import CompletionOutput, RequestOutput, Requests
 from logprobe.engine.truncation import check_truncation, cut_prompt, joined_output
 from logprobe.errors import BatchError, LogprobeError, ParameterError, require
 from logprobe.sampling import SamplingParams
@@ -18,6 +18,7 @@ from logprobe.sampling.params import COUNTS
 from logprobe.text.chat import ANSWER, as_conversations, lay_out, read_messages
 from logprobe.text.edge import as_token_ids
 from logprobe.text.pieces import Cutter
+from logprobe.text.prompts import is_prompt_dict, plain_prompt
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from logprobe.records.values import IntArray
     from logprobe.text.chat import Conversation, Conversations, Layout
     from logprobe.text.edge import TextEdge
+    from logprobe.text.prompts import Prompt
     from logprobe.transport.messages import Admitted, Request
 
 Advance: TypeAlias = "Callable[[RequestOutput], None]"
@@ -47,7 +49,6 @@ The callback is called with the completion's record each time the record has gro
 the request.
 """
 
-Prompt: TypeAlias = "str | Sequence[int]"
 OnError: TypeAlias = Literal["raise", "return"]
 ON_ERROR = ("raise", "return")
 T = TypeVar("T")
@@ -101,7 +102,7 @@ class Client:
         limit = self.engine.capabilities().max_model_len
 
         def admit(row: int) -> tuple[IntArray, list[Admitted]]:
-            ids = self._as_ids(many[row], add_special_tokens=add_special_tokens)
+            ids = self._as_ids(plain_prompt(many[row]), add_special_tokens=add_special_tokens)
             own = self.allowed_params(asked[row])
             parts = cut_prompt(ids, own, truncation, limit) if may_cut else [(ids, own, 1)]
             return ids, [requests.admit(part, params, first_scored=first) for part, params, first in parts]
@@ -118,7 +119,7 @@ class Client:
                 output, *windows = (next(ended) for _ in parts)
                 if windows:
                     output = joined_output(output, windows, ids)
-            output.prompt = prompt if isinstance(prompt, str) else None
+            output.prompt = _text_of(prompt)
             outputs.append(output)
         return checked(outputs, on_error)
 
@@ -148,16 +149,16 @@ class Client:
     ) -> AsyncGenerator[RequestOutput]:
         """Generate from one prompt; yield the same output object each time it has grown (`LLM.stream`)."""
         prompts, [asked] = _as_prompts(prompt), self._asked(params, 1)
-        require(len(prompts) == 1, "prompt", "must be one string or one list of token ids", got=prompt)
+        require(len(prompts) == 1, "prompt", "must be one string, list of token ids or dict", got=prompt)
         require(not asked.picks_best, "best_of", "cannot be streamed; leave it out, or use generate")
-        [text_or_ids] = prompts
+        [only] = prompts
         cutters: list[Cutter[CompletionOutput]] = [
             Cutter(self.text.bytes_of, asked.stop, asked.min_tokens) for _ in range(asked.num_samples)
         ]
-        ids = self._as_ids(text_or_ids, add_special_tokens=add_special_tokens)
+        ids = self._as_ids(plain_prompt(only), add_special_tokens=add_special_tokens)
         async with aclosing(self._grow(ids, asked)) as outputs:
             async for output in outputs:
-                output.prompt = text_or_ids if isinstance(text_or_ids, str) else None
+                output.prompt = _text_of(only)
                 for completion in output.outputs:
                     piece = cutters[completion.index].take(completion)
                     completion.text += "" if piece is None else piece.text
@@ -215,8 +216,13 @@ class Client:
         if params is None or isinstance(params, SamplingParams):
             return [self.allowed_params(params or SamplingParams())] * count
         is_list = isinstance(params, Sequence) and all(isinstance(item, SamplingParams) for item in params)
-        require(is_list, "params", "must be a SamplingParams, or a list with one for each prompt", got=params)
-        require(len(params) == count, "params", f"got {len(params)} for {count} prompts")
+        require(
+            is_list,
+            "sampling_params",
+            "must be a SamplingParams, or a list with one for each prompt",
+            got=params,
+        )
+        require(len(params) == count, "sampling_params", f"got {len(params)} for {count} prompts")
         return params
 
     def allowed_params(self, params: SamplingParams) -> SamplingParams:
@@ -236,7 +242,7 @@ class Client:
         require(params.lora is None, "lora", remedy)
         return replace(params, lora=self.lora)
 
-    def _as_ids(self, prompt: Prompt | IntArray, *, add_special_tokens: bool = True) -> IntArray:
+    def _as_ids(self, prompt: Any, *, add_special_tokens: bool = True) -> IntArray:
         if isinstance(prompt, str):
             return self.text.encode(prompt, add_special_tokens=add_special_tokens)
         return as_token_ids(prompt)
@@ -245,9 +251,9 @@ class Client:
         """Return the token ids of one prompt, or of one conversation formatted by the chat template."""
         given: Any = prompt
         is_list = isinstance(given, Sequence) and len(given) > 0
-        if is_list and isinstance(given[0], Mapping):
+        if is_list and isinstance(given[0], Mapping) and not is_prompt_dict(given[0]):
             return read_messages(given, self.text)
-        return self._as_ids(given)
+        return self._as_ids(plain_prompt(given))
 
     def _laid_out_ids(self, prompt: str) -> IntArray:
         return self.text.encode(prompt, add_special_tokens=False)
@@ -287,7 +293,7 @@ def admit_each(admit: Callable[[int], T], count: int, on_error: OnError) -> list
 def _refused(error: LogprobeError) -> RequestOutput:
     """Return a failed output for a request that was rejected before it started."""
     failed = CompletionOutput(index=0, finish_reason="error", error=error)
-    return RequestOutput(request_id="", outputs=Completions([failed]))
+    return RequestOutput(request_id="", outputs=[failed])
 
 
 def checked(outputs: list[Result], on_error: OnError) -> list[Result]:
@@ -304,11 +310,17 @@ def checked(outputs: list[Result], on_error: OnError) -> list[Result]:
     return outputs
 
 
+def _text_of(prompt: Prompt) -> str | None:
+    """Return the text of a prompt that was given as one, or beside its token ids."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
+
+
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Mapping):
         return [prompts]
     is_list = isinstance(prompts, Sequence | np.ndarray)
-    known = "must be a string, a list of token ids, or a list of these"
+    known = "must be a string, a list of token ids, a dict of one of the two, or a list of these"
     require(is_list, "prompts", known, got=prompts)
     if len(prompts) and isinstance(prompts[0], int | np.integer):
         return [prompts]  # type: ignore[list-item]  # one prompt of ids

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -347,7 +348,7 @@ class Engine:
                 request,
                 index,
                 self.max_len,
-                new_generator(request, number, index, self.config.seed),
+                partial(new_generator, request, number, index, self.config.seed),
                 lora,
                 weights_number=self._swap.number,
                 admitted_s=admitted.admitted_s,

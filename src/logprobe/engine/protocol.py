@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How an engine runs a model's layers, and how far its log-probabilities are from transformers'.
+    """How an engine runs a model's layers, and how far its log-probabilities are from the reference's.
 
     Every load of the same weights gives the same layout.
     """
@@ -43,7 +43,8 @@ class Layout:
     num_layers: int
     why_transformers: str | None  # why the transformers decoder is used; None: the native decoder is used
     rope_boundary: int | None  # sequence length in tokens above which the long rotary frequencies apply
-    probe_difference: float  # nats; largest difference from transformers in the check at load time
+    probe_difference: float  # nats; largest difference from the reference in the check at load time
+    verified_against: str  # the reference of that check; see `LogprobsInfo.verified_against`
     kv_dtype: str = "float32"  # of the KV cache
 
     @property
@@ -99,6 +100,7 @@ class Capabilities:
             arithmetic=self.layout.arithmetic,
             layers=self.layout.layers,
             probe_difference=self.layout.probe_difference,
+            verified_against=self.layout.verified_against,
         )
 
 

@@ -82,23 +82,6 @@ def _short(text: str) -> str:
     return shown if len(shown) <= SHOWN_CHARS + 2 else f"{shown[:SHOWN_CHARS]}…{shown[0]}"
 
 
-class Completions(list[CompletionOutput]):
-    """List of the completions of one prompt.
-
-    If there is exactly one, its attributes can be read from the list: `output.outputs.text` is
-    `output.outputs[0].text`. Otherwise this raises `AttributeError`.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in CompletionOutput.__dataclass_fields__:
-            raise AttributeError(f"completions have no attribute {name!r}")
-        if len(self) != 1:
-            raise AttributeError(
-                f"there are {len(self)} completions; take one by its index: outputs[0].{name}"
-            )
-        return getattr(self[0], name)
-
-
 CompletionPiece: TypeAlias = "Piece[CompletionOutput]"
 """What has been added to a growing completion: new tokens and their text."""
 
@@ -111,7 +94,7 @@ class RequestOutput:
     prompt: str | None = None
     prompt_token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: FlatLogprobs | None = None
-    outputs: Completions = field(default_factory=Completions)
+    outputs: list[CompletionOutput] = field(default_factory=list)
     info: LogprobsInfo | None = None
     # Prompt tokens of the first sample that were in the prefix cache; None: unknown, or it has not ended.
     num_cached_tokens: int | None = None
@@ -124,7 +107,7 @@ class RequestOutput:
         return cls(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids.tolist(),
-            outputs=Completions(CompletionOutput(index=i) for i in range(request.params.num_samples)),
+            outputs=[CompletionOutput(index=i) for i in range(request.params.num_samples)],
             params=request.params,
         )
 
@@ -161,7 +144,7 @@ def keep_best(output: RequestOutput, params: SamplingParams) -> None:
         best = sorted(output.outputs, key=_mean_raw_logprob, reverse=True)[: params.n]
         for index, completion in enumerate(best):
             completion.index = index
-        output.outputs = Completions(best)
+        output.outputs = best
 
 
 def _mean_raw_logprob(completion: CompletionOutput) -> float:

@@ -211,7 +211,7 @@ class Served:
         return ids
 
     def score(self, pairs: Sequence[Pair]) -> list[Scored]:
-        """Score pairs with `/v1/score`; consecutive pairs with the same context share a request."""
+        """Score pairs with `/v1/loglikelihood`; consecutive pairs with the same context share a request."""
         bodies = [
             (context, [continuation for _, continuation in some])
             for context, group in groupby(pairs, itemgetter(0))
@@ -251,10 +251,10 @@ class Served:
     async def _scores(self, context: list[int], continuations: list[list[int]]) -> list[Scored]:
         body = {"context": context, "continuations": continuations, **self._common}
         num_tokens = sum(map(len, continuations))
-        data = await self._posted("/v1/score", body, num_tokens, _Scores)
+        data = await self._posted("/v1/loglikelihood", body, num_tokens, _Scores)
         if len(data.data) != len(continuations):
             raise ServerError(
-                f"{self._link.url}/v1/score: returned {len(data.data)} of {len(continuations)} scores"
+                f"{self._link.url}/v1/loglikelihood: returned {len(data.data)} of {len(continuations)} scores"
             )
         return [Scored(one.logprob, one.is_greedy) for one in data.data]
 

@@ -16,9 +16,9 @@ import torch
 from genlm.backend.llm.base import AsyncLM as GenlmAsyncLM
 from genlm.backend.tokenization import Token as GenlmToken
 
-from logprobe.async_lm import AsyncLM
 from logprobe.errors import UnknownParameterError, require
 from logprobe.integrations.vllm.virtual_lm import AsyncVirtualLM
+from logprobe.next_token.async_lm import AsyncLM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -92,7 +92,7 @@ class GenlmLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no types
     def next_token_logprobs_uncached(self, token_ids: Sequence[int], lora_name: str | None = None) -> Any:
         """Call `next_token_logprobs_sync` without using the row cache."""
         _check_given(token_ids)
-        return _tensor(self.lm.next_token_logprobs_uncached(token_ids, lora=lora_name))
+        return _tensor(self.lm.next_token_logprobs_sync(token_ids, lora=lora_name, use_cache=False))
 
     def cache_kv(self, prompt_tokens: Sequence[int], lora_name: str | None = None) -> None:
         """Run a prompt now, so that later prompts that begin with it reuse its KV cache."""
@@ -163,7 +163,7 @@ class GenlmLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no types
 
     def cleanup(self) -> None:
         """Release the model."""
-        self.lm.cleanup()
+        self.lm.close()
 
 
 @final

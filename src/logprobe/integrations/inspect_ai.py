@@ -121,7 +121,8 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # untyped without inspect-ai
         atexit.register(self.llm.close)  # Inspect does not close models that it keeps
         if lora is not None:
             self.llm.add_lora("lora", lora)
-        self.client = (self.llm if lora is None else self.llm.with_lora("lora")).client
+        view = self.llm if lora is None else self.llm.with_lora("lora")
+        self.client = view._client  # noqa: SLF001 - same package; it runs on the event loop of Inspect
         self.text = self.llm.text
         self._encoder = ChatEncoder(self.text.vocabulary)
 

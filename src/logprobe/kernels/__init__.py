@@ -10,29 +10,23 @@ if TYPE_CHECKING:
     from logprobe.kernels.extraction.api import extract
     from logprobe.kernels.extraction.head import head_extract
     from logprobe.kernels.extraction.rows import (
-        batch_logprobs_to_cpu_rust,
         batch_logprobs_to_host,
         extract_top_k_logprobs,
-        extract_top_k_logprobs_rust,
     )
     from logprobe.kernels.info import kernel_info
 
 __all__ = [
-    "batch_logprobs_to_cpu_rust",
     "batch_logprobs_to_host",
     "extract",
     "extract_top_k_logprobs",
-    "extract_top_k_logprobs_rust",
     "head_extract",
     "kernel_info",
 ]
 
 _HOMES = {
-    "batch_logprobs_to_cpu_rust": ".extraction.rows",
     "batch_logprobs_to_host": ".extraction.rows",
     "extract": ".extraction.api",
     "extract_top_k_logprobs": ".extraction.rows",
-    "extract_top_k_logprobs_rust": ".extraction.rows",
     "head_extract": ".extraction.head",
     "kernel_info": ".info",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from logprobe.models.known import DEFAULT_MODEL, KNOWN_MODELS
-from logprobe.models.loading import load_config, load_model, load_tokenizer, text_config
+from logprobe.models.loading import load_config, load_model, load_tokenizer
 from logprobe.models.resolution import ModelFiles, quantization, resolve, weight_version
 from logprobe.models.vocabulary import Vocabulary
 
@@ -17,6 +17,5 @@ __all__ = [
     "load_tokenizer",
     "quantization",
     "resolve",
-    "text_config",
     "weight_version",
 ]

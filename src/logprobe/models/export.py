@@ -8,7 +8,8 @@ from math import prod
 from typing import TYPE_CHECKING, Final
 
 from logprobe.errors import OutputError, UnsupportedModelError
-from logprobe.models.loading import load_config, save_tensors, source_of
+from logprobe.models.config_files import CONFIG
+from logprobe.models.loading import save_tensors, source_of
 from logprobe.models.resolution import checked_folder, has_gguf
 
 if TYPE_CHECKING:
@@ -38,9 +39,9 @@ def export_model(files: ModelFiles, folder: Path, *, dtype: torch.dtype) -> None
         raise UnsupportedModelError(
             f"{files.name}: is stored as safetensors already, in {own}; use that folder"
         )
-    source, config = source_of(files), load_config(files)
+    source = source_of(files)
     assert source is not None, "a folder with a GGUF file"
-    config.dtype = dtype
+    config = json.loads((own / CONFIG).read_bytes()) | {"dtype": str(dtype).removeprefix("torch.")}
     shards = list(_shards(source.shapes, dtype.itemsize))
     names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     if len(shards) == 1:
@@ -59,7 +60,8 @@ def export_model(files: ModelFiles, folder: Path, *, dtype: torch.dtype) -> None
         for name in COPIED:
             if (own / name).is_file():
                 shutil.copyfile(own / name, folder / name)
-        config.save_pretrained(folder)  # last, so that an incomplete folder is not taken for a model
+        # Last, so that an incomplete folder is not taken for a model.
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         if isinstance(error, OutputError):
             raise

@@ -22,6 +22,7 @@ from logprobe.errors import (
     require,
 )
 from logprobe.models.cache import GGUF
+from logprobe.models.config_files import GENERATION_CONFIG, read_config
 from logprobe.models.folder import check_files, check_numbers, is_exhausted, reading_errors
 from logprobe.models.resolution import checked_folder, has_gguf
 
@@ -118,7 +119,7 @@ def load_lazily(files: ModelFiles, state: State | None = None) -> LazyModel | No
     if state is None:
         check_sizes(files, config)
     model = lazy_model(config, source, dtype=torch.float32)
-    if model is not None and (files.folder / "generation_config.json").is_file():
+    if model is not None and (files.folder / GENERATION_CONFIG).is_file():
         model.module.generation_config = GenerationConfig.from_pretrained(files.folder, local_files_only=True)
     return model
 
@@ -150,7 +151,7 @@ def source_of(files: ModelFiles) -> Source | None:
     from logprobe.models.sources import FolderSource
 
     if has_gguf(files.folder):
-        return GgufSource(files.folder / GGUF, load_config(files))
+        return GgufSource(files.folder / GGUF, read_config(files.folder))
     return FolderSource(files.folder) if any(files.folder.glob("*.safetensors")) else None
 
 
@@ -383,8 +384,3 @@ def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
             folder, local_files_only=True, clean_up_tokenization_spaces=False
         )
     return tokenizer
-
-
-def text_config(config: PreTrainedConfig) -> Any:
-    """Return the part about the language model in a config that may also describe other encoders."""
-    return config.get_text_config(decoder=True)

@@ -18,18 +18,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
 from logprobe.errors import ModelNotFoundError, UnsupportedModelError
-from logprobe.kernels.layers.forms import pack_floats
 from logprobe.models.cache import checksums_of, listed_version
-from logprobe.models.lazy import empty_model
 from logprobe.models.quiet import quiet_transformers
 from logprobe.models.resolution import looks_like_hub_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    import torch
     from transformers import PreTrainedConfig
 
     from logprobe.kernels.layers.forms import PanelWeights
@@ -126,6 +123,8 @@ class LowRank:
 
 
 def _packed(matrices: tuple[torch.Tensor, ...]) -> tuple[PanelWeights, ...]:
+    from logprobe.kernels.layers.forms import pack_floats
+
     return tuple(pack_floats(matrix.T) for matrix in matrices) if matrices[-1].shape[0] else ()
 
 
@@ -196,6 +195,8 @@ def _bound_part(part: LowRank, values: OwnValues, own: OwnLayer, *, is_embedding
 
 def _is_same(weight: Dense, own: OwnLayer, *, is_embedding: bool) -> bool:
     """Return True if a replacement matrix equals the module's weight; peft saves copies of some weights."""
+    import torch
+
     values = weight.values if is_embedding else weight.values.T
     step = max(1, PIECE_NUMBERS // values.shape[1])
     starts = range(0, len(values), step)
@@ -207,6 +208,8 @@ def _is_same(weight: Dense, own: OwnLayer, *, is_embedding: bool) -> bool:
 
 def _norms(part: LowRank, own: OwnLayer, *, is_embedding: bool) -> torch.Tensor:
     """Return the norm of the weight merged with the adapter, per output, (out_features,) float64."""
+    import torch
+
     num_rows = len(part.down) if is_embedding else part.up.shape[1]
     step = max(1, PIECE_NUMBERS // (part.up.shape[1] if is_embedding else len(part.down)))
     squares = torch.zeros(part.up.shape[1], dtype=torch.float64, device=part.up.device)
@@ -278,21 +281,25 @@ def load_lora(
     config: PreTrainedConfig,
     number: int = 0,
     *,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> LoraWeights:
     """Load a LoRA adapter for the model of `config` from safetensors; no code in the folder is executed.
+
+    `dtype` is float32 if None.
 
     Raises:
         ModelNotFoundError: the folder or a file is missing.
         UnsupportedModelError: peft is not installed, or the adapter uses an unsupported option or does not
             match the model.
     """
+    import torch
+
     folder = resolved_folder(path)
     check_files(name, folder)
     with quiet_transformers():
         skeleton, weights, is_tied = _loaded_skeleton(name, folder, config)
-    file = _File(name, weights, dtype, torch.device(device))
+    file = _File(name, weights, dtype or torch.float32, torch.device(device))
     modules = dict(skeleton.named_modules())
     ends = (skeleton.get_input_embeddings(), skeleton.get_output_embeddings())
     embedding, head = (
@@ -338,6 +345,8 @@ class _File:
 
     def add_part_(self, lora: LoraWeights, module_name: str, module: Any) -> None:
         """Add the tensors for a module to `lora`."""
+        import torch
+
         is_embedding = module_name == lora.embedding
         is_wrapped = hasattr(module, "get_base_layer")
         base = module.get_base_layer() if is_wrapped else getattr(module, "original_module", module)
@@ -426,6 +435,8 @@ def _loaded_skeleton(
     except ImportError as error:
         raise UnsupportedModelError("lora: needs peft; pip install 'logprobe[peft]'") from error
     from safetensors import SafetensorError
+
+    from logprobe.models.lazy import empty_model
 
     skeleton = empty_model(copy.deepcopy(own), attn_implementation="eager")
     _check_kind(name, folder)

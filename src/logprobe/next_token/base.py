@@ -1,4 +1,4 @@
-"""`BaseLM`: row lookup, lifetime and settings, which all methods of `NextTokenLM` use."""
+"""`BaseLM`: row lookup, lifetime, settings and the default LoRA adapter of `NextTokenLM`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import numpy as np
 
 from logprobe.engine.backends.bridge import LoopThread
 from logprobe.engine.request import check_tokens
-from logprobe.errors import EngineClosedError, ParameterError, require
+from logprobe.errors import EngineClosedError, require
 from logprobe.next_token.batcher import Batcher, check_batching, shut_down, shut_down_elsewhere
 from logprobe.next_token.rows import Prefix, Token, row_params
-from logprobe.next_token.source import EngineRows
 from logprobe.text.edge import as_token_ids
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from logprobe.engine.backends.start import LoadedModel
     from logprobe.next_token.rows import Row, RowCache
     from logprobe.next_token.source import ModelText, RowSource
     from logprobe.records.values import IntArray
@@ -58,29 +56,38 @@ class BaseLM:
         self._bridge = LoopThread() if bridge is None else bridge
         self._batcher = Batcher(source, cache, self._bridge, batch_size=batch_size, timeout_s=timeout)
         self._parts = (self._batcher, self._bridge, source if owns_source else None)
-        # For an object dropped without `cleanup`. The garbage collector may run on any thread, so the
+        # For an object dropped without `close`. The garbage collector may run on any thread, so the
         # shutdown gets a thread of its own.
         self._finalizer = weakref.finalize(self, shut_down_elsewhere, *self._parts)
         self._finalizer.atexit = False
 
+    def set_lora(self, name: str) -> None:
+        """Set the default LoRA adapter for later requests; requests in flight are not affected.
+
+        Raises:
+            ParameterError: no adapter with this name is loaded.
+        """
+        self._source.loads(name)
+        self._lora = name
+
+    def clear_lora(self) -> None:
+        """Make the base model the default again."""
+        self._lora = None
+
+    def list_loras(self) -> dict[str, str]:
+        """Return the loaded LoRA adapters as a map from name to path."""
+        return self._source.list_loras()
+
     def clear_cache(self) -> None:
         """Clear the row cache; the engine's prefix cache is kept."""
         self._cache.clear()
-
-    def clear_kv_cache(self) -> None:
-        """Clear the engine's prefix cache, except prefixes that running requests use.
-
-        Raises:
-            ParameterError: the model runs on a server.
-        """
-        self._loaded.engine.forget_prefixes()
 
     def reset_async_queries(self) -> None:
         """Abort all row requests in flight with `RequestAbortedError`."""
         self._check_open()
         self._batcher.reset()
 
-    def cleanup(self) -> None:
+    def close(self) -> None:
         """Abort requests in flight and release all resources. Later requests raise `EngineClosedError`.
 
         May be called more than once.
@@ -89,17 +96,13 @@ class BaseLM:
             self._cache.clear()
             shut_down(*self._parts)
 
-    def close(self) -> None:
-        """Alias of `cleanup`, named as in `LLM`."""
-        self.cleanup()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.cleanup()
+        self.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -107,7 +110,7 @@ class BaseLM:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await asyncio.to_thread(self.cleanup)
+        await asyncio.to_thread(self.close)
 
     @property
     def batch_size(self) -> int:
@@ -128,16 +131,6 @@ class BaseLM:
     def timeout(self, timeout: float) -> None:
         check_batching(timeout=timeout)
         self._batcher.timeout_s = timeout
-
-    @property
-    def underlying_model(self) -> Any:
-        """The transformers or vLLM module; None if the model runs in another process.
-
-        The module is loaded on first access if loading the model did not need it, because an earlier load has
-        verified the model on this machine.
-        """
-        load = self._source.loaded.load_module if isinstance(self._source, EngineRows) else None
-        return None if load is None else load()
 
     @property
     def vocab_size(self) -> int:
@@ -224,16 +217,6 @@ class BaseLM:
             self._source.loads(chosen)  # raises if the adapter was removed; a cached row would hide that
         return chosen
 
-    @property
-    def _loaded(self) -> LoadedModel:
-        return self._here("change its weights and caches there")
-
-    def _here(self, remedy: str) -> LoadedModel:
-        """Return the model loaded in this program; raise `ParameterError` if the model runs on a server."""
-        if not isinstance(self._source, EngineRows):
-            raise ParameterError("url", f"the model runs on a server; {remedy}")
-        return self._source.loaded
-
     def _check_open(self) -> None:
         if not self._finalizer.alive:
-            raise EngineClosedError("this model was cleaned up; make a new one")
+            raise EngineClosedError("this model was closed; make a new one")

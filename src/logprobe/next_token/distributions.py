@@ -64,10 +64,6 @@ class Distributions(BaseLM, Generic[ArrayT]):
         asked = self._rows([token_ids], self._chosen_lora(lora), use_cache=use_cache, is_urgent=True)
         return self._as_caller(self._bridge.run(asked)[0])
 
-    def next_token_logprobs_uncached(self, token_ids: TokenIds, *, lora: str | None = None) -> ArrayT:
-        """Call `next_token_logprobs_sync` with `use_cache=False`; genlm-backend uses this name."""
-        return self.next_token_logprobs_sync(token_ids, lora=lora, use_cache=False)
-
     def batch_next_token_logprobs_sync(
         self, token_ids_list: Sequence[TokenIds], *, lora: str | None = None, use_cache: bool = True
     ) -> ArrayT:
@@ -86,18 +82,18 @@ class Distributions(BaseLM, Generic[ArrayT]):
         return top_tokens(row, k)
 
     async def next_token_logprobs_for(
-        self, token_ids: TokenIds, given_token_ids: TokenIds, *, lora: str | None = None
+        self, token_ids: TokenIds, logprob_token_ids: TokenIds, *, lora: str | None = None
     ) -> ArrayT:
-        """Return the log-probabilities of the given next tokens: (len(given_token_ids),) float32, nats.
+        """Return the log-probabilities of the given next tokens: (len(logprob_token_ids),) float32, nats.
 
         Raises:
             ParameterError: a given id is outside the vocabulary, or for the reasons in `next_token_logprobs`.
         """
-        given = as_token_ids(given_token_ids, "given_token_ids")
+        given = as_token_ids(logprob_token_ids, "logprob_token_ids")
         outside = given[given >= self.vocab_size][:1]
         if len(outside):  # not `require`: formatting the array on every call would dominate
             limit = f"token id {outside} lies outside the vocabulary [0, {self.vocab_size})"
-            raise ParameterError("given_token_ids", limit)
+            raise ParameterError("logprob_token_ids", limit)
         [row] = await self._rows([token_ids], self._chosen_lora(lora))
         return self._as_caller(row[given])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections import deque
 from dataclasses import replace
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from logprobe.analysis.spellings import Path
     from logprobe.engine.backends.start import LoadedModel
     from logprobe.engine.request import CompletionOutput, RequestOutput
+    from logprobe.next_token.engine_lm import EngineLM
     from logprobe.next_token.rows import Row
     from logprobe.processors.arguments import GrammarArgs
     from logprobe.processors.builtin.matchers import LlguidanceMatcher
@@ -81,6 +83,25 @@ class SpellingTools:
         ended = np.zeros(self.vocab_size, np.bool_)
         ended[self.index.special_ids] = True
         return ended
+
+
+async def field_distributions(
+    lm: EngineLM[Row],
+    tools: Callable[[], SpellingTools],
+    output: RequestOutput,
+    schema: dict[str, Any] | None,
+    *,
+    index: int,
+    max_rows: int,
+) -> list[FieldDistribution]:
+    """Compute the distributions of `FieldSums` with rows from `lm`; `tools` is called on a worker thread."""
+    sums = await asyncio.to_thread(
+        lambda: FieldSums(lm._loaded, tools(), output, schema, index, max_rows)  # noqa: SLF001 - same package
+    )
+    while asks := await asyncio.to_thread(sums.next_asks):
+        rows = await lm._rows([ask.token_ids for ask in asks], sums.lora, is_urgent=True)  # noqa: SLF001 - same package
+        await asyncio.to_thread(sums.take, asks, rows)
+    return sums.answer()
 
 
 class FieldSums:

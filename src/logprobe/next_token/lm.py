@@ -1,18 +1,17 @@
 """`NextTokenLM`: base class for models that return next-token distributions.
 
-Its subclasses `AsyncLM`, `AsyncVirtualLM` and `RemoteLM` choose where rows are computed and what type of
-array callers get. The methods are defined in its base classes, grouped by topic.
+Its subclasses choose where rows are computed and what type of array callers get: `RemoteLLM` gets them from a
+server, and `EngineLM`, the base class of `AsyncLM` and `AsyncVirtualLM`, from an engine of this program. The
+methods are defined in the base classes, grouped by topic.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Generic
 
-from logprobe.next_token.answers import Answers
 from logprobe.next_token.distributions import Distributions
 from logprobe.next_token.rows import ArrayT
 from logprobe.next_token.samples import Samples
-from logprobe.next_token.weights import Weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 DEFAULT_CACHE_BYTES = 1 << 28
 
 
-class NextTokenLM(Distributions[ArrayT], Samples, Answers, Weights, Generic[ArrayT]):
+class NextTokenLM(Distributions[ArrayT], Samples, Generic[ArrayT]):
     """Language model that returns next-token rows: read-only (V,) float32 log-probabilities in nats.
 
     Methods may be called from any number of event loops and threads. Empty `token_ids` mean the BOS token, if
@@ -43,8 +42,8 @@ class NextTokenLM(Distributions[ArrayT], Samples, Answers, Weights, Generic[Arra
         batch_size: number of waiting requests at which an idle engine starts a step at once. A busy engine
             takes every request at once.
         timeout: seconds from the first request after which an idle engine starts a step with fewer requests.
-        owns_source: True if `cleanup` also closes the source.
-        bridge: event loop thread to share with the source, closed by `cleanup`; None for a new one.
+        owns_source: True if `close` also closes the source.
+        bridge: event loop thread to share with the source, closed by `close`; None for a new one.
 
     Raises:
         ParameterError: a setting is invalid.

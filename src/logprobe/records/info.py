@@ -28,7 +28,7 @@ class LogprobsInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     engine: str | None = None
     model: str | None = None
     logprobe_version: str | None = None  # versions of the package and of its native library
-    weights: str | None = None  # weight layout, such as "published"
+    weights: str | None = None  # weight layout, such as "checkpoint"
     # How matrix products are computed. "fma": float32 fused multiply-adds in the native library, with
     # bit-identical results in all of its variants. "torch": torch's matmul. None: another engine.
     arithmetic: str | None = None
@@ -37,7 +37,10 @@ class LogprobsInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     lora: str | None = None  # name of the LoRA adapter applied
     lora_version: str | None = None  # digest of the adapter's files
     layers: str | None = None  # decoder that ran the layers, such as "30 by the native decoder"
-    probe_difference: float | None = None  # largest difference from transformers in the check at load
+    probe_difference: float | None = None  # nats; largest difference in the verification at load
+    # What the weights were verified against when they were loaded: "transformers 5.23.0", or "reference", the
+    # decoder in NumPy float64 (`engine.forward.reference`). None: another engine.
+    verified_against: str | None = None
     floor: float | None = None  # number written for -inf in JSON; None in the binary form, which keeps -inf
     unit: Literal["nats"] = "nats"
 

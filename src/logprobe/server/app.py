@@ -13,7 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import uvicorn
-from msgspec import json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
@@ -29,10 +28,11 @@ from logprobe.server.http.keys import Keys
 from logprobe.server.http.protocol import BadConnections, TimedProtocol
 from logprobe.server.http.shutdown import LAST_S, DrainingServer
 from logprobe.server.models import Models
-from logprobe.server.openai.openapi import document
-from logprobe.server.routes import facts, labels, operator
+from logprobe.server.routes import docs, facts, labels, operator
 from logprobe.server.routes.chat import chat_completions
 from logprobe.server.routes.completions import completions
+from logprobe.server.routes.generative_scoring import generative_scoring, score
+from logprobe.server.routes.loglikelihood import loglikelihood
 from logprobe.server.routes.next_token import next_token_logprobs
 from logprobe.server.routes.responses import (
     create_response,
@@ -40,7 +40,6 @@ from logprobe.server.routes.responses import (
     get_response,
     list_input_items,
 )
-from logprobe.server.routes.score import score
 from logprobe.server.routes.uncertainty import uncertainty
 from logprobe.server.settings import read_response_template
 
@@ -54,11 +53,10 @@ if TYPE_CHECKING:
     from logprobe.config import EngineConfig
     from logprobe.engine.backends.start import LoadedModel
     from logprobe.server.http.guard import Handler
-    from logprobe.server.service import Service
     from logprobe.server.settings import FurtherModel, ServerSettings
 
 VERSION: Final = "/v1"
-OPEN: Final = {"/", "/health", "/ready", "/ping", "/version"}  # routes that need no API key
+OPEN: Final = {"/", "/docs", "/health", "/ready", "/ping", "/version"}  # routes that need no API key
 METRICS_HOST: Final = "127.0.0.1"
 OPERATORS: Final = {
     "/v1/load_lora_adapter",
@@ -74,6 +72,8 @@ ROUTES: Final[tuple[tuple[str, str, Handler], ...]] = (
     ("GET", "/ping", facts.health),  # vLLM and SageMaker use either method
     ("POST", "/ping", facts.health),
     ("GET", "/version", facts.version),
+    ("GET", "/docs", docs.docs),
+    ("GET", "/openapi.json", docs.openapi),
     ("GET", "/metrics", facts.metrics),
     ("GET", "/v1/models", facts.models),
     ("GET", "/v1/models/{model:path}", facts.model),
@@ -88,8 +88,10 @@ ROUTES: Final[tuple[tuple[str, str, Handler], ...]] = (
     ("GET", "/v1/responses/{response_id}", get_response),
     ("DELETE", "/v1/responses/{response_id}", delete_response),
     ("GET", "/v1/responses/{response_id}/input_items", list_input_items),
+    ("POST", "/v1/loglikelihood", loglikelihood),
+    ("POST", "/v1/label", labels.label),
+    ("POST", "/generative_scoring", generative_scoring),
     ("POST", "/v1/score", score),
-    ("POST", "/v1/classify", labels.classify),
     ("POST", "/v1/judge", labels.judge),
     ("POST", "/v1/uncertainty", uncertainty),
     ("POST", "/v1/rerank", labels.rerank),
@@ -125,19 +127,11 @@ def create_app(
     """
     models = Models(model, settings, processors, further)
     app = Starlette()
-    app.state.models, app.state.service = models, models.first
+    app.state.models, app.state.service, app.state.routes = models, models.first, ROUTES
     for method, path, handler in ROUTES:
         keys = models.operator_keys if path in OPERATORS else models.keys
         serve = endpoint(path, handler, models, None if path in OPEN else keys)
         app.router.add_route(path, serve, methods=[method])
-
-    async def described(request: HttpRequest, service: Service) -> Response:
-        """Return the OpenAPI document of this server."""
-        return await service.documents.reply(request, "openapi", lambda: json.encode(document(ROUTES)))
-
-    app.router.add_route(
-        "/openapi.json", endpoint("/openapi.json", described, models, models.keys), methods=["GET"]
-    )
 
     async def not_routed(request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -162,12 +156,25 @@ def create_app(
     return app
 
 
+# Routes of other servers, by path without /v1, and what to use instead of them.
+ELSEWHERE: Final = {
+    "/embeddings": "this server has no embedding models; POST /v1/rerank ranks documents by relevance",
+    "/messages": "Anthropic's API is not served; use POST /v1/chat/completions",
+    "/classify": "use POST /v1/label for the probabilities of labels",
+    "/pooling": "this server has no pooling models; POST /v1/label and /v1/rerank score texts",
+    "/audio/transcriptions": "only text models are served",
+    "/images/generations": "only text models are served",
+}
+
+
 def remedy_for(request: HttpRequest) -> str:
     """Return the remedy for an unknown path, which is often a client's base URL without /v1."""
+    if remedy := ELSEWHERE.get(request.scope["path"].removeprefix(VERSION)):
+        return remedy
     scope = dict(request.scope, path=VERSION + request.scope["path"])
     if any(route.matches(scope)[0] is Match.FULL for route in request.app.router.routes):
         return f"use {shortened(VERSION + request.url.path)} (does the client's base_url lack {VERSION}?)"
-    return "GET /openapi.json lists all routes"
+    return "GET /docs lists all routes"
 
 
 class OwnPort:

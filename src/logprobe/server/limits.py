@@ -25,7 +25,7 @@ from logprobe.processors.builtin.grammar import (
 )
 from logprobe.records.values import IdLists
 from logprobe.server.http.errors import ApiError, bad_request, server_full
-from logprobe.server.openai.bodies import GUIDED, AnswersBody, ScoreBody
+from logprobe.server.openai.bodies import GUIDED, AnswersBody, LoglikelihoodBody
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -128,6 +128,7 @@ def check_body(settings: ServerSettings, body: Any) -> None:
         "input": ("max_messages", "messages"),
         "continuations": ("max_requests", "continuations"),
         "prompts": ("max_requests", "prompts"),
+        "items": ("max_requests", "items"),
         "documents": ("max_requests", "documents"),
         "labels": ("max_requests", "labels"),
         "scale": ("max_requests", "grades"),
@@ -143,9 +144,11 @@ def check_body(settings: ServerSettings, body: Any) -> None:
         value = getattr(body, name, None)
         if isinstance(value, list | dict):
             check_count(settings, limit, name, len(value), of)
-    named: dict[str, list[Any]] = {"logprob_token_ids": [getattr(body, "logprob_token_ids", None)]}
-    if isinstance(body, ScoreBody):
-        named["token_ids"] = body.token_ids or []
+    asked = getattr(body, "logprob_token_ids", None)
+    named: dict[str, list[Any]] = {
+        "logprob_token_ids": asked or [] if isinstance(body, LoglikelihoodBody) else [asked],
+        "label_token_ids": [getattr(body, "label_token_ids", None)],
+    }
     for name, lists in named.items():
         for ids in lists:
             check_count(settings, "max_logprob_token_ids", name, _most_named(ids or ()), "ids per position")

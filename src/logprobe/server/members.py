@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from logprobe.analysis.schemas import Schema
-from logprobe.engine.request import Completions
 from logprobe.errors import ParameterError, WeightsReplacedError
 from logprobe.next_token.fields import FieldSums
 from logprobe.processors.arguments import format_args
@@ -65,7 +64,7 @@ class FieldMembers:
         """
         service, completion = self._service, output.outputs[index]
         text = service.text.text_of(completion.token_ids, completion.num_text_bytes)
-        whole = replace(output, outputs=Completions([replace(completion, text=text)]))
+        whole = replace(output, outputs=[replace(completion, text=text)])
         async with self._turn:
             sums = await service.workers.write(partial(self._sums, whole, admitted), None)
             if sums is None:

@@ -51,15 +51,17 @@ class Generation:
         echoes: Sequence[bytes] = (),
         *,
         wants_members: bool = False,
+        shows_special: bool = False,
     ) -> None:
         """Validate and admit all prompts, without starting them.
 
         Args:
             service: the `Service` for this HTTP request.
-            reply_id: id of the reply, which is also the prefix of the engine requests' ids.
+            reply_id: id of the reply.
             prompts: token ids and parameters; `n`, stop conditions and reports are the same for all prompts.
             echoes: the prompts' texts, if each choice begins with its prompt.
             wants_members: also score the alternative values for the JSON fields in each choice.
+            shows_special: texts contain special tokens, but not the one that ended the text.
 
         Raises:
             ParameterError: a prompt or its parameters are invalid.
@@ -70,13 +72,11 @@ class Generation:
         self.outputs: dict[int, RequestOutput] = {}  # by prompt
         self._service = service
         requests = service.of_one_call()
-        self._admitted = [
-            requests.admit(ids, params, request_id=f"{reply_id}-{number}")
-            for number, (ids, params) in enumerate(prompts)
-        ]
+        self._admitted = [requests.admit(ids, params) for ids, params in prompts]
         self.requests = [admitted.request for admitted in self._admitted]
         self._cutters: dict[int, Cutter[CompletionOutput]] = {}
         self._echoes = echoes
+        self._shows_special = shows_special
         self._num_echoes = self.params.n if echoes else 1  # times that a reply contains a prompt
         vocab_size = service.vocab_size
         self._prompt_row_entries = row_entries(self.params, self.params.prompt_logprobs, vocab_size) or 1
@@ -205,8 +205,15 @@ class Generation:
         walk = TextWalk()
         if self._echoes:
             walk.feed(self._echoes[number])
+        text = self._service.text
         return Cutter(
-            self._service.text.bytes_of, self.params.stop, self.params.min_tokens, index=index, walk=walk
+            text.bytes_of,
+            self.params.stop,
+            self.params.min_tokens,
+            index=index,
+            walk=walk,
+            special_bytes_of=text.vocabulary.bytes_of if self._shows_special else None,
+            shows_end=self.params.include_stop_str_in_output,
         )
 
 

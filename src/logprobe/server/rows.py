@@ -152,6 +152,11 @@ def choice_extensions(body: GenerationBody, piece: CompletionPiece) -> dict[str,
     return fields
 
 
+def stop_reason(piece: CompletionPiece) -> int | str | None:
+    """Return the stop string or token id that ended a finished choice; None for the model's own end."""
+    return None if piece.finish_reason is None else piece.completion.stop_reason
+
+
 def ending_extensions(
     service: Service,
     body: GenerationBody,

@@ -21,7 +21,7 @@ from logprobe.next_token.rows import row_params
 from logprobe.records.forms.json import ChatEncoder, IdTexts
 from logprobe.sampling import SamplingParams
 from logprobe.server.http.errors import ApiError, bad_request, engine_unavailable
-from logprobe.server.http.gate import Call
+from logprobe.server.http.gate import REQUEST_ID, Call
 from logprobe.server.http.keys import Keys, OperatorKeys
 from logprobe.server.http.replies import Documents, while_connected
 from logprobe.server.http.workers import Workers
@@ -306,9 +306,26 @@ class Service:
         """Return a unique id that cannot be guessed: without API keys, the id gives access to a response."""
         return f"{prefix}-{secrets.token_hex(16)}"
 
-    def template_variables(self) -> frozenset[str]:
-        """Return the variables in the model's chat template; empty if the model has no valid template."""
-        template = chat_template_of(self.text.template_source)
+    def reply_id(self, prefix: str, request_id: str | None) -> str:
+        """Return the id of a reply, which ends with the `request_id` that the client chose, as in vLLM.
+
+        Raises:
+            ApiError: 400 if `request_id` has characters other than printable ASCII, or is too long.
+        """
+        if request_id is None:
+            return self.new_id(prefix)
+        if not REQUEST_ID.fullmatch(request_id):
+            raise bad_request("request_id", "must be 1 to 128 printable ASCII characters without spaces")
+        return f"{prefix}-{request_id}"
+
+    def request_template(self, body: msgspec.Struct) -> str | None:
+        """Return the chat template of a body; None if it has none, or the server does not allow it."""
+        template: str | None = getattr(body, "chat_template", None)
+        return template if self.settings.trust_request_chat_template else None
+
+    def template_variables(self, body: msgspec.Struct) -> frozenset[str]:
+        """Return the variables in the chat template for a body; empty without a valid template."""
+        template = self.request_template(body) or chat_template_of(self.text.template_source)
         if template is None:
             return frozenset()
         from jinja2 import TemplateSyntaxError
@@ -320,6 +337,8 @@ class Service:
 
     def renders_quickly(self, body: msgspec.Struct) -> bool:
         """Return True if a body has no conversation, or the time to render it is bounded by its size."""
+        if getattr(body, "chat_template", None) is not None:
+            return False
         if getattr(body, "messages", None) is None and getattr(body, "input", None) is None:
             return True
         template = chat_template_of(self.text.template_source)

@@ -130,6 +130,13 @@ class ServerSettings:
             "delimit reasoning and tool calls; by default derived from the chat template."
         ),
     ] = None
+    trust_request_chat_template: Annotated[
+        bool,
+        _models(
+            help="Render the `chat_template` of a request; the template is a program that runs in a sandbox. "
+            "By default, a request with a template gets 400."
+        ),
+    ] = False
     logprobs_mode: Annotated[
         str,
         _models(

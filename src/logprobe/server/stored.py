@@ -71,8 +71,7 @@ class StoredResponses:
         with self._lock:
             stored = self._kept.get((owner, response_id))
         if stored is None:
-            message = f"response {shortened(response_id)!r} is not stored"
-            raise ApiError(404, message, param=param, code="response_not_found")
+            raise _not_stored(response_id, param)
         return stored
 
     def drop(self, owner: bytes, response_id: str) -> None:
@@ -81,10 +80,12 @@ class StoredResponses:
         Raises:
             ApiError: 404 if the response is not stored, was evicted, or belongs to another owner.
         """
-        self.find(owner, response_id)
         with self._lock:
-            if (owner, response_id) in self._kept:
+            is_stored = (owner, response_id) in self._kept
+            if is_stored:
                 self._pop((owner, response_id))
+        if not is_stored:
+            raise _not_stored(response_id)
 
     def _share(self, owner: bytes) -> float:
         """Return the larger of an owner's shares of the two limits, in [0, 1]."""
@@ -96,3 +97,8 @@ class StoredResponses:
         self._counts[owner] -= 1
         if not self._counts[owner]:
             del self._counts[owner], self._bytes[owner]
+
+
+def _not_stored(response_id: str, param: str | None = None) -> ApiError:
+    message = f"response {shortened(response_id)!r} is not stored"
+    return ApiError(404, message, param=param, code="response_not_found")

@@ -50,6 +50,7 @@ class Layout:
     tools: Sequence[Mapping[str, Any]] | None = None
     add_generation_prompt: bool | None = None  # None: True unless the last message is continued
     continue_final_message: bool = False
+    chat_template: str | None = None  # None: the model's
     chat_template_kwargs: Mapping[str, Any] | None = None  # extra template variables
 
     def __post_init__(self) -> None:
@@ -117,6 +118,8 @@ def lay_out(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> 
             raises an error or would ignore something, such as whitespace around a message to continue.
     """
     source = text.template_source
+    if layout.chat_template is not None:
+        source = _GivenTemplate(layout.chat_template, source.special_tokens_map)
     if source.chat_template is None:
         raise ParameterError(
             "messages", "the model has no chat template; use text completion (generate, /v1/completions)"
@@ -149,12 +152,21 @@ def lay_out(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> 
     if tools is not None:
         _check_tools(lambda: render(plain, None), laid_out)
     shape = _shape_of(plain, layout)
-    known = text.sound_shapes.setdefault(str(source.chat_template), set())
+    is_given = layout.chat_template is not None  # not cached: each request may bring its own
+    known = set() if is_given else text.sound_shapes.setdefault(str(source.chat_template), set())
     if shape is None or shape not in known:
         is_sound = check_laid_out(plain, render, laid_out, numbers)
         if shape is not None and is_sound and len(known) < MAX_SHAPES:
             known.add(shape)
     return laid_out
+
+
+@dataclass(frozen=True, slots=True)
+class _GivenTemplate:
+    """A chat template that replaces the model's."""
+
+    chat_template: str
+    special_tokens_map: Mapping[str, Any]
 
 
 def _render(
@@ -290,9 +302,14 @@ def _says_tools(source: Any, tools: Sequence[Mapping[str, Any]] | None) -> bool:
 
 def _check_variables(variables: Mapping[str, Any], template: str) -> None:
     """Raise `ParameterError` for variables that are reserved or that the template does not read."""
+    from jinja2 import TemplateSyntaxError
+
     for name in variables:
         require(name not in OWN_VARIABLES, f"chat_template_kwargs.{name}", "is reserved; leave it out")
-        known = sorted(variables_of(template) - OWN_VARIABLES)
+        try:
+            known = sorted(variables_of(template) - OWN_VARIABLES)
+        except TemplateSyntaxError:
+            return  # the syntax error is reported when the template is rendered
         message = f"is not read by the model's chat template; it reads {', '.join(known) or 'none'}"
         require(name in known, f"chat_template_kwargs.{name}", message)
 

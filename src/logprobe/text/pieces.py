@@ -85,8 +85,17 @@ class TextWalk:
 class Cutter(Generic[C]):
     """Return the tokens of a growing completion as soon as their text cannot change any more.
 
-    Tokens are held while they end within a character, or may be the start of a stop string. `bytes_of`
-    returns the bytes of tokens. Stop strings are ignored until the completion has `min_tokens` tokens.
+    Tokens are held while they end within a character, or may be the start of a stop string.
+
+    Args:
+        bytes_of: returns the bytes of tokens; empty for special tokens.
+        stops: the stop strings.
+        min_tokens: number of tokens up to which stop strings are ignored.
+        index: index of the choice.
+        walk: decoder of the text; it may have read a text that comes before the completion.
+        special_bytes_of: returns the bytes of special tokens, for texts that contain them; stop strings are
+            still found in the text without them. None: texts do not contain them.
+        shows_end: with `special_bytes_of`, include the special token that ended the completion.
     """
 
     def __init__(
@@ -97,8 +106,11 @@ class Cutter(Generic[C]):
         *,
         index: int = 0,
         walk: TextWalk | None = None,
+        special_bytes_of: Callable[[Sequence[int]], bytes] | None = None,
+        shows_end: bool = False,
     ) -> None:
         self._bytes_of = bytes_of
+        self._special_bytes_of, self._shows_end = special_bytes_of, shows_end
         self._stops = [stop.encode() for stop in stops]
         self._min_tokens = min_tokens
         self._index = index
@@ -137,6 +149,8 @@ class Cutter(Generic[C]):
         texts = []
         for index, part in enumerate(parts):
             shown = part if end is None else part[: max(end - self._num_bytes, 0)]
+            if not part and not (end is not None and self._num_bytes > end):
+                shown = self._special(piece, piece.start + index)
             self._num_bytes += len(part)
             text, begins_at = self._walk.feed(shown)
             texts.append(text)
@@ -150,6 +164,13 @@ class Cutter(Generic[C]):
             for index in range(last + 1 - piece.start, len(parts)):
                 piece.offsets[index] = self._walk.num_chars
         piece.text = "".join(texts)
+
+    def _special(self, piece: Piece[C], position: int) -> bytes:
+        """Return the bytes to show of a token that has no bytes of its own."""
+        is_last = position == piece.stop - 1 and piece.finish_reason == "stop"
+        if self._special_bytes_of is None or (is_last and not self._shows_end):
+            return b""
+        return self._special_bytes_of([piece.completion.token_ids[position]])
 
     def _num_certain(self) -> int:
         """Return how many held tokens end on a character and before any possible stop string."""

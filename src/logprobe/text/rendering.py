@@ -28,6 +28,7 @@ LIMIT_S: Final = 5.0  # time limit for one rendering
 START_LIMIT_S: Final = 60.0  # time limit for starting the subprocess
 MAX_TEXT_BYTES: Final = 1 << 26  # size limit of a rendered text
 MAX_MORE_BYTES: Final = 1 << 29  # address space that rendering may add (RLIMIT_AS)
+MAX_TEMPLATES: Final = 64  # templates whose timeouts are counted
 MAX_TIMEOUTS: Final = 3  # after this many, a template is rejected without rendering
 MAX_REASON_CHARS: Final = 300
 _LENGTH_BYTES: Final = 8
@@ -65,6 +66,8 @@ class TemplateProcess:
             try:
                 reply = self._reply_to(request)
             except TimeoutError:
+                if len(self._timeouts) >= MAX_TEMPLATES:
+                    self._timeouts.clear()  # templates may come from clients
                 self._timeouts[template] += 1
                 self.close()
                 raise _too_slow() from None

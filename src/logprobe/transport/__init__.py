@@ -1,6 +1,6 @@
 """Transport of log-probability rows from the engine to readers, between devices, threads and processes.
 
-Names are imported on first use.
+`AsyncCPUTransfer` is imported on first use, because it needs torch.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 from logprobe._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from logprobe.compat.collector import StreamingLogprobsCollector
     from logprobe.transport.copy import AsyncCPUTransfer
 
-__all__ = ["AsyncCPUTransfer", "StreamingLogprobsCollector"]
+__all__ = ["AsyncCPUTransfer"]
 
-_HOMES = {"AsyncCPUTransfer": ".copy", "StreamingLogprobsCollector": "logprobe.compat.collector"}
+_HOMES = {"AsyncCPUTransfer": ".copy"}
 
 __getattr__ = lazy_names(__name__, _HOMES)

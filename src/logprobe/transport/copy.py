@@ -10,10 +10,9 @@ import threading
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar
 
 import numpy as np
-import torch
 
 from logprobe.errors import require
 
@@ -21,11 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
     from types import TracebackType
 
+    import torch
     from numpy.typing import NDArray
     from torch import Tensor
 
 
 Values = TypeVar("Values", "Tensor", "NDArray[Any]")
+_UNALLOCATED: Final = object()
 
 
 class CopyDevice(Protocol):
@@ -48,12 +49,16 @@ class CudaCopies:
     """`CopyDevice` for NVIDIA GPUs: pinned memory, and one copy stream per GPU."""
 
     def __init__(self) -> None:
+        import torch
+
         self._lock = threading.Lock()
         self._cuda: Any = torch.cuda  # torch.cuda is only partly typed
         self._streams: dict[torch.device, Any] = {}
 
     def host_memory(self, num_bytes: int) -> Tensor:
         """Allocate pinned memory, (num_bytes,) uint8."""
+        import torch
+
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def mark(self, tensor: Tensor) -> Any:
@@ -106,9 +111,10 @@ class AsyncCPUTransfer:
         self._max_workers = max_workers
         self._pool = ThreadPoolExecutor(max_workers, thread_name_prefix="logprobe-copy")
         # A finalizer, which may run inside any call, returns buffers; SimpleQueue.put is reentrant.
-        self._free: SimpleQueue[Tensor | None] = SimpleQueue()
+        # In the queue, _UNALLOCATED stands for a buffer that is allocated when it is first used.
+        self._free: SimpleQueue[Any] = SimpleQueue()
         for _ in range(num_buffers):
-            self._free.put(torch.empty(0, dtype=torch.uint8))
+            self._free.put(_UNALLOCATED)
         self._lock = threading.Lock()
         # Everything below is guarded by `_lock`.
         self._transfers: dict[Hashable, Future[Any]] = {}
@@ -196,8 +202,8 @@ class AsyncCPUTransfer:
         self._latest = own
         return future
 
-    def _take_buffer(self, before: threading.Event, own: threading.Event) -> Tensor | None:
-        """Wait for `before`, take a buffer, then set `own`; return None after `shutdown`.
+    def _take_buffer(self, before: threading.Event, own: threading.Event) -> Any:
+        """Wait for `before`, take a buffer from the queue, then set `own`; return None after `shutdown`.
 
         Transfers take buffers in order, so that no transfer waits until the result of a later one is
         released.
@@ -211,12 +217,14 @@ class AsyncCPUTransfer:
     def _copy(
         self, tensor: Tensor, device: CopyDevice, after: Any, turn: tuple[threading.Event, threading.Event]
     ) -> Tensor:
+        import torch
+
         buffer = self._take_buffer(*turn)
         if buffer is None:
             raise RuntimeError("the transfers were shut down before this one began")
         num_bytes = tensor.numel() * tensor.element_size()
         try:
-            if buffer.numel() < num_bytes:
+            if buffer is _UNALLOCATED or buffer.numel() < num_bytes:
                 # Round up so as to allocate rarely, since allocating pinned memory may wait until the GPU
                 # is idle.
                 buffer = device.host_memory(1 << (num_bytes - 1).bit_length())

@@ -237,7 +237,7 @@ def test_choices_that_no_token_begins_with_are_all_measured_by_bytes(
     )
     score_dataset(tiny_llm, source, tmp_path / "bytes.parquet", settings=settings)
     (row,) = rows_of(tmp_path / "bytes.parquet")
-    want: Any = tiny_llm.classify("the ca", ["t and", "r"])
+    [want] = tiny_llm.classify("the ca", ["t and", "r"])
     assert (row["boundary"], want.boundary) == ("bytes", "bytes")
     assert row["choice_logprobs"] == pytest.approx(want.logprobs.tolist(), abs=1e-4)
     score_dataset(tiny_llm, source, tmp_path / "t.parquet", settings=replace(settings, boundary="token"))

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 START = """
 import sys
 from logprobe import LLM, SamplingParams
-with LLM(sys.argv[1], weights="published", kv_bytes=1 << 21) as llm:
+with LLM(sys.argv[1], weights="checkpoint", kv_bytes=1 << 21) as llm:
     params = SamplingParams(max_tokens=1, temperature=0, logprobs=1, prompt_logprobs=1)
     text = llm.generate("the cat and", params)[0].outputs[0].text
     score = llm.score([("the cat", " and the")])[0]
     messages = [{"role": "user", "content": "hi"}]
     reply = llm.chat(messages, params)[0].outputs[0].text
     print(f"{text!r} {reply!r} {score.logprob:.3f} {'transformers' in sys.modules}")
-    tokenizer = llm.get_tokenizer()
+    tokenizer = llm.tokenizer
     print(type(tokenizer).__name__, repr(tokenizer.apply_chat_template(messages, tokenize=False)))
 """
 

@@ -202,9 +202,9 @@ def test_what_has_no_place_in_the_native_decoder_runs_by_the_transformers_decode
     change: Callable[[Any], None], reason: str
 ) -> None:
     model = model_of("llama")
-    assert load(model, "published").layout.why_transformers is None
+    assert load(model, "checkpoint").layout.why_transformers is None
     change(model)
-    layout = load(model, "published").layout
+    layout = load(model, "checkpoint").layout
     assert layout.why_transformers == reason
     assert reason in layout.layers
 

@@ -213,15 +213,15 @@ def test_a_module_reads_the_weight_of_a_layer_as_it_was_and_one_of_its_own_class
     assert type(model["own"]) is OwnLinear
 
 
-@pytest.mark.parametrize("weights", ["published", "plain", "auto"])
+@pytest.mark.parametrize("weights", ["checkpoint", "plain", "auto"])
 def test_a_machine_without_the_kernels_runs_plain_weights_alone(
     tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, weights: Any
 ) -> None:
     monkeypatch.setattr(ready, "native_library", lambda: None)
     name = str(tiny_model_folder)
     config = EngineConfig(model=name, weights=weights, kv_bytes=1 << 20)
-    if weights == "published":
-        with pytest.raises(ParameterError, match="published") as error:
+    if weights == "checkpoint":
+        with pytest.raises(ParameterError, match="checkpoint") as error:
             NativeForward(config, resolve(name))
         assert error.value.parameter == "weights"
     else:
@@ -229,7 +229,7 @@ def test_a_machine_without_the_kernels_runs_plain_weights_alone(
 
 
 def test_published_weights_of_16_bits_are_an_error_that_names_the_setting(tiny_model_folder: Path) -> None:
-    config = EngineConfig(model=str(tiny_model_folder), weights="published", dtype="bfloat16")
+    config = EngineConfig(model=str(tiny_model_folder), weights="checkpoint", dtype="bfloat16")
     with pytest.raises(ParameterError, match="needs float32") as error:
         NativeForward(config, resolve(config.model))
     assert error.value.parameter == "weights"

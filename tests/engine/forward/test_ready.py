@@ -15,11 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from decoders import EXPERTS, NATIVE, TRANSFORMERS
 from families.rows import MINISTRAL3, longrope
-from logprobe import LLM, AsyncLM, SamplingParams
+from logprobe import LLM, SamplingParams
 from logprobe.engine.forward import system_limits
 from logprobe.errors import EngineClosedError, ModelError
 from logprobe.models.stored.panels import INDEX, PANELS
 from logprobe.models.stored.record import FILE
+from logprobe.next_token import AsyncLM
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +59,7 @@ def llama(small_model: Callable[..., Path]) -> Path:
 
 
 def open_llm(folder: Path, **settings: Any) -> LLM:
-    return LLM(str(folder), **{"weights": "published", "kv_bytes": 1 << 21, **settings})
+    return LLM(str(folder), **{"weights": "checkpoint", "kv_bytes": 1 << 21, **settings})
 
 
 def is_recalled(llm: LLM) -> bool:
@@ -225,7 +226,7 @@ def test_a_recalled_model_runs_lora_weights(
 
 def test_the_transformers_module_of_a_recalled_model_is_loaded_when_asked_for(llama: Path) -> None:
     load_twice(llama)
-    with AsyncLM.from_name(str(llama), weights="published", kv_bytes=1 << 21) as lm:
+    with AsyncLM.from_name(str(llama), weights="checkpoint", kv_bytes=1 << 21) as lm:
         module = lm.underlying_model
         assert type(module).__name__ == "LlamaForCausalLM"
         assert lm.underlying_model is module
@@ -234,7 +235,7 @@ def test_the_transformers_module_of_a_recalled_model_is_loaded_when_asked_for(ll
 def test_a_loaded_model_leaves_nothing(llama: Path, home: Path) -> None:
     module = AutoModelForCausalLM.from_pretrained(llama)
     with LLM(module, tokenizer=AutoTokenizer.from_pretrained(llama), kv_bytes=1 << 20) as llm:
-        assert llm.engine.capabilities().weights == "published"
+        assert llm.engine.capabilities().weights == "checkpoint"
         assert not home.exists()
 
 
@@ -259,7 +260,7 @@ def test_why_nothing_is_kept_is_said_once(llama: Path, home: Path, caplog: pytes
     assert "cannot write below" in messages[0]
 
 
-@pytest.mark.parametrize("weights", ["plain", "published"])
+@pytest.mark.parametrize("weights", ["plain", "checkpoint"])
 def test_a_closed_model_lets_its_weights_and_its_pool_go(llama: Path, weights: str) -> None:
     llm = open_llm(llama, weights=weights)
     forward: Any = llm.engine.core.engine.forward

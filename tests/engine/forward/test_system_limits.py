@@ -110,7 +110,7 @@ def test_the_panels_of_a_model_are_seen_to_be_mapped(
 ) -> None:
     folder = tmp_path / "seen"
     shutil.copytree(tiny_model_folder, folder)
-    with LLM(str(folder), weights="published", kv_bytes=1 << 20):
+    with LLM(str(folder), weights="checkpoint", kv_bytes=1 << 20):
         maps = Path("/proc/self/maps").read_text().splitlines()
     [panels] = home().glob("panels/seen-*/panels.bin")
     machine.maps(*(line for line in maps if line.endswith(str(panels))))

@@ -59,7 +59,7 @@ def run(folder, pairs, sampling):
 
 def refused(folder):
     try:
-        LLM(folder, weights="published")
+        LLM(folder, weights="checkpoint")
     except ParameterError as error:
         return error.parameter
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from logprobe import RemoteLM
+from logprobe import RemoteLLM
 from logprobe.errors import (
     EngineClosedError,
     EngineError,
@@ -141,12 +141,12 @@ def url(tiny_llm: LLM, new_serving: Any) -> Iterator[str]:
 
 
 @pytest.fixture
-def far(url: str) -> Iterator[RemoteLM]:
-    with RemoteLM(url, request_timeout=LIMIT_S) as lm:
+def far(url: str) -> Iterator[RemoteLLM]:
+    with RemoteLLM(url, request_timeout=LIMIT_S) as lm:
         yield lm
 
 
-async def ends(lm: RemoteLM) -> list[Any]:
+async def ends(lm: RemoteLLM) -> list[Any]:
     """Return the results or errors of several requests and a sample."""
     asks = [lm.next_token_logprobs([5, place]) for place in range(2, 5)]
     both = asyncio.gather(*asks, lm.sample([5, 6], 3, []), return_exceptions=True)
@@ -158,7 +158,7 @@ def test_no_server_there_is_an_error_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(UnreachableError, match=f"{port}.*is the server up") as raised:
-        RemoteLM(f"http://127.0.0.1:{port}")
+        RemoteLLM(f"http://127.0.0.1:{port}")
     assert isinstance(raised.value, ConnectionError)
     assert isinstance(raised.value, EngineError)
     assert set(threading.enumerate()) <= before
@@ -175,13 +175,13 @@ def test_no_server_there_is_an_error_at_once() -> None:
 )
 def test_another_kind_of_server_is_told_as_such(reply: bytes, word: str) -> None:
     with broken_server(reply) as address, pytest.raises(ServerError, match=word):
-        RemoteLM(address)
+        RemoteLLM(address)
 
 
 @pytest.mark.parametrize(
     "reply", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf", b"nonsense\r\n\r\n"]
 )
-def test_a_server_that_goes_away_ends_every_waiter(far: RemoteLM, reply: bytes) -> None:
+def test_a_server_that_goes_away_ends_every_waiter(far: RemoteLLM, reply: bytes) -> None:
     with broken_server(reply) as address:
         far._source._link._client.base_url = address  # type: ignore[attr-defined]
         assert {type(end) for end in asyncio.run(ends(far))} == {UnreachableError}
@@ -189,7 +189,7 @@ def test_a_server_that_goes_away_ends_every_waiter(far: RemoteLM, reply: bytes) 
 
 
 def test_a_server_that_says_nothing_is_an_error_in_time(
-    far: RemoteLM, url: str, monkeypatch: pytest.MonkeyPatch
+    far: RemoteLLM, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with broken_server(None) as address, monkeypatch.context() as impatient:
         far._source._link._client.base_url = address  # type: ignore[attr-defined]
@@ -209,7 +209,7 @@ TABLE = {"logprobs": np.zeros((3, 7), np.float32)}
     [b"", b"{}", b"\x00" * 20, save(TABLE), save({"other": TABLE["logprobs"]}), b'{"choices": []}'],
     ids=["nothing", "object", "zeros", "narrow", "unnamed", "no-choice"],
 )
-def test_a_reply_that_holds_no_rows_or_sample_is_an_error(far: RemoteLM, body: bytes) -> None:
+def test_a_reply_that_holds_no_rows_or_sample_is_an_error(far: RemoteLLM, body: bytes) -> None:
     with broken_server(http("200 OK", body)) as address:
         far._source._link._client.base_url = address  # type: ignore[attr-defined]
         assert {type(end) for end in asyncio.run(ends(far))} == {ServerError}
@@ -219,8 +219,8 @@ def test_the_key_is_brought_and_a_wrong_one_named(tiny_llm: LLM, new_serving: An
     with new_serving(tiny_llm, ServerSettings(api_key=("säsam",))) as (address, _):
         for key in (None, "wrong"):
             with raises(ParameterError, parameter="api_key"):
-                RemoteLM(address, key)
-        with RemoteLM(address, "säsam") as lm:
+                RemoteLLM(address, key)
+        with RemoteLLM(address, "säsam") as lm:
             assert lm.next_token_logprobs_sync([5]).shape == (lm.vocab_size,)
             assert len(lm.byte_vocab) == lm.vocab_size
 
@@ -243,14 +243,14 @@ def test_a_setting_out_of_range_is_named_and_leaves_no_thread(
 ) -> None:
     before = set(threading.enumerate())
     with raises(ParameterError, parameter=name):
-        RemoteLM(**({"url": url} | settings))
+        RemoteLLM(**({"url": url} | settings))
     assert set(threading.enumerate()) <= before
 
 
 def test_without_httpx_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "httpx", None)
     with pytest.raises(ModelError, match=r"pip install 'logprobe\[remote\]'"):
-        RemoteLM("http://127.0.0.1:1")
+        RemoteLLM("http://127.0.0.1:1")
 
 
 def failure(param: str | None, code: str | None = None) -> bytes:

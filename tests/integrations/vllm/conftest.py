@@ -40,6 +40,6 @@ def on_vllm(vllm_config: EngineConfig) -> Iterator[LoadedModel]:
 @pytest.fixture(scope="session")
 def native(wide_heads: tuple[Path, dict[str, Path]]) -> Iterator[LoadedModel]:
     """The engine that vLLM is compared with."""
-    loaded = start_engine(EngineConfig(model=str(wide_heads[0]), kv_bytes=1 << 22, weights="published"))
+    loaded = start_engine(EngineConfig(model=str(wide_heads[0]), kv_bytes=1 << 22, weights="checkpoint"))
     yield loaded
     loaded.engine.close()

@@ -17,8 +17,8 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 import numpy as np
 import torch
 
-from logprobe import AsyncVirtualLM
 from logprobe.errors import EngineClosedError
+from logprobe.next_token import AsyncVirtualLM
 from logprobe.processors import GlobalLogprobsCapture
 
 TOLERANCE = 2e-4  # nats
@@ -94,7 +94,7 @@ def without_our_options(folder: str) -> None:
     )
     assert len(outputs) == 5
     assert len(torch.cat(capture.rows)) >= 5, "its owner's steps, those of chunks included"
-    lm.cleanup()
+    lm.close()
     assert len(watchers) == num_before
     with AsyncVirtualLM(llm, GlobalLogprobsCapture()) as again:
         assert_rows(again.batch_next_token_logprobs_sync(PROMPTS), wanted)
@@ -129,7 +129,7 @@ def freed(folder: str) -> None:
         assert_rows(lm.batch_next_token_logprobs_sync(PROMPTS), wanted)
         asyncio.run(lm.sample(PROMPTS[0], 3, [], 0))
         assert isinstance(lm.underlying_model, torch.nn.Module)
-        lm.cleanup()
+        lm.close()
         closed.append(lm)
         assert client() is not None, "it is its owner's"
         del llm
@@ -147,7 +147,7 @@ def by_name(folder: str) -> None:
         assert_rows(lm.batch_next_token_logprobs_sync(PROMPTS), wanted)
         assert_rows(lm.logprobs_capture.get_all_logprobs(), wanted)
         assert isinstance(lm.underlying_model, torch.nn.Module)
-        lm.cleanup()
+        lm.close()
         try:
             lm.next_token_logprobs_sync(PROMPTS[0])
         except EngineClosedError:

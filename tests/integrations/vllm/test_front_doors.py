@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from logprobe.analysis.client import ScoringClient
-from logprobe.async_lm import AsyncLM
+from logprobe.next_token.async_lm import AsyncLM
 from logprobe.sampling import SamplingParams
 from logprobe.server import ServerSettings
 
@@ -51,7 +51,7 @@ def test_next_token_rows_come_through_the_same_interface(on_vllm: LoadedModel, n
         try:
             return np.stack(await lm.batch_next_token_logprobs(prefixes))
         finally:
-            lm.cleanup()
+            lm.close()
 
     got, want = (asyncio.run(rows(one)) for one in (on_vllm, native))
     np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=0)

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from logprobe import AsyncVirtualLM
 from logprobe.errors import ParameterError
+from logprobe.next_token import AsyncVirtualLM
 from logprobe.processors import GlobalLogprobsCapture
 from refusals import raises
 

@@ -37,7 +37,7 @@ def test_without_vllm_the_error_says_how_to_install_it(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"weights": "published"},
+        {"weights": "checkpoint"},
         {"overlap": True},
         {"speculate": True},
         {"process": True},

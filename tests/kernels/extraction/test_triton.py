@@ -57,7 +57,7 @@ def same_alone(logits, k, given_ids):
         assert torch.equal(alone.given.ranks, together.given.ranks[entries])
 
 # The interpreter's time goes with the splits and the sorted pairs; a row passes through the same ones here.
-cuda.SPLIT, cuda.GROUP, cuda.TOP_GROUPS, cuda.MAX_GROUPS = 32, 4, {4: 8, 16: 4}, 64
+cuda.SPLIT, cuda.PART, cuda.LEVELS, cuda.TOPS = 32, 4, (4, 2), {4: 4, 16: 4}
 cuda.MAX_TORCH_TOPK, cuda.PAIRS_BYTES = 40, 4000
 generator = torch.Generator().manual_seed(0)
 compared = {}
@@ -77,7 +77,7 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
     compare((3 * torch.randn(4, 150, generator=generator)).to(dtype)[::2, 7:], 20)
     compare(torch.full((2, 50), torch.inf).to(dtype), 3)
     compare(torch.tensor([[0.0, -0.0, 0.0, -1.0]]).to(dtype), 3)
-    ties = torch.zeros(3, 100)  # across groups and splits
+    ties = torch.zeros(3, 100)  # across parts, ranges and splits
     ties[1, 31:34] = ties[1, 70] = 1
     ties[2, ::9] = -torch.inf
     for k in (3, 10, 30, 70):
@@ -118,15 +118,19 @@ NUMBERS = dict(
 )
 TOP = dict(maxima="*fp32", maxima_stride="i64", num_logprobs="*i32", lses="*fp64")
 GIVEN = dict(lses="*fp64", offsets="*i64", token_ids="*i32", logprobs="*fp32", ranks="*i32")
-FLAGS = ("has_entropy", "has_varentropy", "has_margin")
+MOMENTS = {"has_varentropy": True, "has_margin": True}
 for kernel, arguments, fixed in (
-    (cuda._split_kernel, ROWS | CHOSEN | {"maxima": "*fp32"}, {"group": 16, "split": 2048}),
+    (
+        cuda._split_kernel,
+        ROWS | CHOSEN | {"maxima": "*fp32"},
+        MOMENTS | {"has_maxima": True, "part": 16, "split": 2048},
+    ),
     (
         cuda._merge_kernel,
         LOGITS | CHOSEN | {"num_splits": "i32"} | OUTPUT | NUMBERS,
-        dict.fromkeys(FLAGS, True) | {"splits": 64},
+        MOMENTS | {"has_entropy": True, "splits": 64},
     ),
-    (cuda._top_kernel, ROWS | TOP | OUTPUT, {"top": 32, "group": 64, "part": 16, "groups": 2048}),
+    (cuda._top_kernel, ROWS | TOP | OUTPUT, dict(top=32, part=16, large=32, small=4, num_ranges=256)),
     (cuda._pack_kernel, ROWS | {"pairs": "*i64"}, {"split": 2048}),
     (cuda._given_kernel, ROWS | GIVEN, {"split": 2048}),
 ):

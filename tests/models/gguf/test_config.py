@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from logprobe.errors import InputError, UnsupportedModelError
+from logprobe.models.config_files import parse_config
 from logprobe.models.gguf.config import build_config
 from logprobe.models.gguf.file import GgufFile
 
@@ -22,7 +23,7 @@ def test_every_size_in_the_file_reaches_the_config(
     architecture: str, tmp_path: Path, write_gguf: Callable[..., Path]
 ) -> None:
     gguf = GgufFile(write_gguf(tmp_path / "tiny.gguf", architecture))
-    config = build_config(gguf)
+    config = parse_config(build_config(gguf))
     assert config.hidden_size == gguf.value(".embedding_length")
     assert config.intermediate_size == gguf.value(".feed_forward_length")
     assert config.num_hidden_layers == gguf.value(".block_count")
@@ -41,7 +42,7 @@ def test_a_float32_of_the_file_is_read_as_the_number_that_was_written(
 ) -> None:
     gguf = GgufFile(write_gguf(tmp_path / "tiny.gguf"))
     assert gguf.value(".attention.layer_norm_rms_epsilon") != 1e-5
-    assert build_config(gguf).rms_norm_eps == 1e-5
+    assert parse_config(build_config(gguf)).rms_norm_eps == 1e-5
 
 
 def test_gemma3_layers_windows_and_thetas_follow_llama_cpp(
@@ -52,7 +53,7 @@ def test_gemma3_layers_windows_and_thetas_follow_llama_cpp(
         writer.add_rope_scaling_factor(8.0)
         writer.add_uint32("gemma3.attention.sliding_window_pattern", 2)
 
-    config = build_config(GgufFile(write_gguf(tmp_path / "tiny.gguf", "gemma3", more=stretch)))
+    config = parse_config(build_config(GgufFile(write_gguf(tmp_path / "tiny.gguf", "gemma3", more=stretch))))
     assert config.layer_types == ["sliding_attention", "full_attention"]
     assert config.sliding_window == 16
     assert config.query_pre_attn_scalar == 32
@@ -128,13 +129,13 @@ def llama3_factors(factor: float, num: int) -> Any:
 def test_the_factors_of_llama_3_are_those_of_its_module(
     tmp_path: Path, write_gguf: Callable[..., Path], factor: float
 ) -> None:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     factors = llama3_factors(factor, HEAD_DIM // 2)
     path = write_gguf(
         tmp_path / "tiny.gguf", more=lambda writer: writer.add_tensor("rope_freqs.weight", factors)
     )
-    model: Any = AutoModelForCausalLM.from_config(build_config(GgufFile(path)))  # type: ignore[no-untyped-call]
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**build_config(GgufFile(path))))  # type: ignore[no-untyped-call]
     plain = 50_000.0 ** (-np.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
     np.testing.assert_allclose(model.model.rotary_emb.inv_freq.numpy(), plain / factors, rtol=1e-5)
     assert factors.max() == factor > factors.min()

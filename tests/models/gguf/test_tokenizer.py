@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, GPT2Tokenizer, Qwen2Tokenizer
+from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from logprobe import LLM, SamplingParams
 from logprobe.errors import UnsupportedModelError
 from logprobe.models import load_tokenizer
 from logprobe.models.gguf.file import GgufFile
-from logprobe.models.gguf.tokenizer import build_tokenizer
+from logprobe.models.gguf.tokenizer import write_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,12 +101,18 @@ def test_smollm2_keeps_its_chat_template(real_files: ModelFiles) -> None:
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 
+def built(gguf: GgufFile) -> Any:
+    """The tokenizer that is written next to the file, as transformers loads it."""
+    write_tokenizer(gguf, gguf.path.parent)
+    return PreTrainedTokenizerFast.from_pretrained(gguf.path.parent, clean_up_tokenization_spaces=False)
+
+
 @pytest.mark.parametrize("rule", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
 def test_each_splitting_rule_gives_the_tokens_of_llama_cpp(
     rule: str, tmp_path: Path, write_gguf: Callable[..., Path], llama_cpp: Callable[[Path], Any]
 ) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", rule=rule)
-    tokenizer, reference = build_tokenizer(GgufFile(path)), llama_cpp(path)
+    tokenizer, reference = built(GgufFile(path)), llama_cpp(path)
     for text in corpus(100):
         # Qwen's own tokenizer composes characters first, which llama.cpp leaves out.
         given_text = unicodedata.normalize("NFC", text) if rule == "qwen2" else text
@@ -124,7 +130,7 @@ def test_sentencepiece_gives_the_tokens_of_llama_cpp(
         rule="default",
         more=lambda writer: writer.add_add_space_prefix(has_prefix),
     )
-    tokenizer, reference = build_tokenizer(GgufFile(path)), llama_cpp(path)
+    tokenizer, reference = built(GgufFile(path)), llama_cpp(path)
     for text in corpus(100):
         assert tokenizer.encode(text, add_special_tokens=False) == reference.encode(text), text
     assert tokenizer.encode("the") == reference.encode("the", add_special_tokens=True)
@@ -162,7 +168,7 @@ def test_a_rule_equals_transformers_tokenizer_of_that_name(
     rule: str, theirs: Any, tmp_path: Path, write_gguf: Callable[..., Path]
 ) -> None:
     gguf = GgufFile(write_gguf(tmp_path / "tiny.gguf", rule=rule))
-    ours = build_tokenizer(gguf)
+    ours = built(gguf)
     merges = [tuple(merge.split(" ")) for merge in gguf.value("tokenizer.ggml.merges")]
     vocabulary = {token: token_id for token_id, token in enumerate(gguf.value("tokenizer.ggml.tokens"))}
     end = "<|end|>"
@@ -185,13 +191,13 @@ def test_bytes_come_back_from_decoding(tiny_byte_level: Any, text: str) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_byte_level(tmp_path_factory: pytest.TempPathFactory, write_gguf: Callable[..., Path]) -> Any:
-    return build_tokenizer(GgufFile(write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")))
+    return built(GgufFile(write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")))
 
 
 def test_an_unknown_rule_is_refused_by_name(tmp_path: Path, write_gguf: Callable[..., Path]) -> None:
     gguf = GgufFile(write_gguf(tmp_path / "tiny.gguf", rule="tekken"))
     with pytest.raises(UnsupportedModelError, match="pre-tokenizer 'tekken'"):
-        build_tokenizer(gguf)
+        built(gguf)
 
 
 def test_an_unknown_kind_of_vocabulary_is_refused_by_name(
@@ -199,7 +205,7 @@ def test_an_unknown_kind_of_vocabulary_is_refused_by_name(
 ) -> None:
     gguf = GgufFile(write_gguf(tmp_path / "tiny.gguf", kind="bert"))
     with pytest.raises(UnsupportedModelError, match="tokenizer model 'bert'"):
-        build_tokenizer(gguf)
+        built(gguf)
 
 
 def test_bos_and_eos_are_added_only_where_the_file_and_the_call_ask(
@@ -209,6 +215,6 @@ def test_bos_and_eos_are_added_only_where_the_file_and_the_call_ask(
         writer.add_add_bos_token(True)
         writer.add_add_eos_token(True)
 
-    tokenizer = build_tokenizer(GgufFile(write_gguf(tmp_path / "tiny.gguf", more=ask)))
+    tokenizer = built(GgufFile(write_gguf(tmp_path / "tiny.gguf", more=ask)))
     bare = tokenizer.encode("the", add_special_tokens=False)
     assert tokenizer.encode("the", add_special_tokens=True) == [1, *bare, 0]

@@ -9,14 +9,15 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from gguf_blocks import FORMS, HALVES, random_blocks
 from logprobe.errors import UnsupportedModelError
+from logprobe.models.config_files import parse_config
 from logprobe.models.gguf.config import build_config
 from logprobe.models.gguf.file import GgufFile
-from logprobe.models.gguf.weights import GgufSource
+from logprobe.models.gguf.weights import GgufSource, parameter_shapes
 from logprobe.models.loading import source_of
 
 if TYPE_CHECKING:
@@ -35,9 +36,12 @@ def test_weights_equal_those_of_transformers_own_reader(
 ) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", architecture)
     config = build_config(GgufFile(path))
-    ours = GgufSource(path, config)
+    ours = GgufSource(path, parse_config(config))
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config)
+        module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    parameters = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    del parameters["lm_head.weight"]
+    assert parameter_shapes(parse_config(config)) == parameters
     theirs = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=module)["tensors"]
     theirs = {name: tensor for name, tensor in theirs.items() if name in module.state_dict()}
     theirs.pop("lm_head.weight", None)
@@ -143,14 +147,14 @@ def test_what_is_read_can_be_written_and_the_file_stays(
 ) -> None:
     path = write_gguf(tmp_path / "tiny.gguf")
     before = path.read_bytes()
-    source = GgufSource(path, build_config(GgufFile(path)))
+    source = GgufSource(path, parse_config(build_config(GgufFile(path))))
     for name in source.shapes:
         source.read(name).zero_()
     assert path.read_bytes() == before
 
 
 def check(path: Path) -> None:
-    GgufSource(path, build_config(GgufFile(path))).check()
+    GgufSource(path, parse_config(build_config(GgufFile(path)))).check()
 
 
 def test_a_missing_tensor_is_refused_by_name(tmp_path: Path, write_gguf: Callable[..., Path]) -> None:
@@ -192,7 +196,7 @@ def test_a_type_that_cannot_be_read_is_refused_by_name(
 
 @cache  # to read Gemma's 262,144 tokens takes ten seconds
 def config_of(path: Path) -> Any:
-    return build_config(GgufFile(path))
+    return parse_config(build_config(GgufFile(path)))
 
 
 @pytest.mark.real_model
@@ -227,4 +231,4 @@ def test_gemma3_270m_has_the_published_shape(real_gguf: Path) -> None:
     assert config.rope_parameters["full_attention"]["rope_theta"] == 1_000_000.0
     assert config.rope_parameters["sliding_attention"]["rope_theta"] == 10_000.0
     assert config.tie_word_embeddings
-    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (2, 1, 0)
+    assert (config.bos_token_id, config.eos_token_id, config.content["pad_token_id"]) == (2, 1, 0)

@@ -267,7 +267,7 @@ def test_a_model_with_a_prepended_space_writes_what_is_forced_and_its_fields_are
 
     [output] = spaced_llm.generate(["a row"], wanting_person(max_tokens=100, seed=1, **numbers))
     jsonschema.validate(json.loads(output.outputs[0].text), PERSON)
-    kind = next(field for field in spaced_llm.fields(output) if field.pointer == "/kind")
+    kind = next(field for field in spaced_llm.field_distributions(output) if field.pointer == "/kind")
     assert kind.members is not None
     assert kind.grammar_members is not None
     assert list(kind.members.values) == ["cat", "dog"]

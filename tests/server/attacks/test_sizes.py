@@ -32,37 +32,37 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "prompts": ("/v1/completions", lambda: completion(prompt=["a"] * MANY), "max_body_values"),
     "fewer prompts": ("/v1/completions", lambda: completion(prompt=["a"] * 100_000), "max_requests"),
     "continuations": (
-        "/v1/score",
+        "/v1/loglikelihood",
         lambda: json.dumps({"context": "a", "continuations": ["b"] * 100_000}).encode(),
         "max_requests",
     ),
     "labels": (
-        "/v1/classify",
+        "/v1/label",
         lambda: json.dumps({"input": "a", "labels": [f"{n}." for n in range(100_000)]}).encode(),
         "max_requests",
     ),
     "texts of one label": (
-        "/v1/classify",
+        "/v1/label",
         lambda: json.dumps({"input": "a", "labels": {"a": [f"{n}." for n in range(100_000)]}}).encode(),
         "max_requests",
     ),
     "texts to label": (
-        "/v1/classify",
+        "/v1/label",
         lambda: json.dumps({"input": ["a"] * 100_000, "labels": ["b"]}).encode(),
         "max_requests",
     ),
     "texts times labels": (
-        "/v1/classify",
+        "/v1/label",
         lambda: json.dumps({"input": ["a"] * 400, "labels": [f"{n}." for n in range(400)]}).encode(),
         "max_requests",
     ),
     "a text for each label": (
-        "/v1/classify",
+        "/v1/label",
         lambda: json.dumps({"input": "a" * 5000, "labels": [f"{n}." for n in range(400)]}).encode(),
         "max_text_bytes",
     ),
     "a label after each text": (
-        "/v1/classify",
+        "/v1/label",
         lambda: json.dumps({"input": ["a"] * 400, "labels": ["b" * 5000]}).encode(),
         "max_text_bytes",
     ),
@@ -131,12 +131,12 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes], str]] = {
         "exceeds the model's context",
     ),
     "a context for each continuation": (
-        "/v1/score",
+        "/v1/loglikelihood",
         lambda: json.dumps({"context": "a" * 5000, "continuations": ["b"] * 400}).encode(),
         "max_text_bytes",
     ),
     "a context of ids for each continuation": (
-        "/v1/score",
+        "/v1/loglikelihood",
         lambda: json.dumps({"context": [5] * 400_000, "continuations": [[6]] * 500}).encode(),
         "at most",
     ),
@@ -261,18 +261,18 @@ def test_a_conversation_counts_once_for_each_continuation(serve_process: Any) ->
     """Like a context: it is tokenized with each."""
     with serve_process("--max-text-bytes", "100000") as server:
         short = [{"role": "user", "content": "1" * 50}]
-        assert server.post("/v1/score", messages=short, continuations=["b"] * 400).status == 200
+        assert server.post("/v1/loglikelihood", messages=short, continuations=["b"] * 400).status == 200
         body: dict[str, Any] = {"messages": [{"role": "user", "content": "1" * 500}]}
         labels = [f"{number}." for number in range(400)]
         for path, asked in (
-            ("/v1/score", {"continuations": ["b"] * 400}),
-            ("/v1/classify", {"labels": labels}),
+            ("/v1/loglikelihood", {"continuations": ["b"] * 400}),
+            ("/v1/label", {"labels": labels}),
             ("/v1/judge", {"scale": [*range(400)]}),
         ):
             reply = server.post(path, **body, **asked)
             assert reply.status == 400, path
             assert "max_text_bytes" in reply.error["message"]
-        assert server.post("/v1/classify", messages=short, labels=labels).status == 200
+        assert server.post("/v1/label", messages=short, labels=labels).status == 200
         assert reply.error["param"] == "messages"
 
 

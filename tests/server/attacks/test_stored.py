@@ -125,8 +125,8 @@ def test_a_long_name_of_an_empty_field_is_refused_and_not_kept(attacked: Attacke
     for path, body in {
         "/v1/chat/completions": {"messages": [message], "max_tokens": 1},
         "/v1/responses": {"input": [message], "max_output_tokens": 1},
-        "/v1/score": {"messages": [message], "continuations": [" a"]},
-        "/v1/classify": {"messages": [message], "labels": [" a"]},
+        "/v1/loglikelihood": {"messages": [message], "continuations": [" a"]},
+        "/v1/label": {"messages": [message], "labels": [" a"]},
         "/v1/judge": {"messages": [message]},
         "/tokenize": {"messages": [message]},
     }.items():

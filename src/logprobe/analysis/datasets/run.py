@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from logprobe.analysis.scorer import Scorer
 
 NUM_BINS = 10  # bins of the calibration error
-LABELLED = ("label", "logprob_per_token", *measures.DETECTIONS)
+LABELLED = ("label", "mean_logprob", *measures.DETECTIONS)
 _WANTED = {"logprob", "num_tokens", "num_bytes", "confidence", *HITS}
 
 

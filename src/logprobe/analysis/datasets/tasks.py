@@ -18,7 +18,6 @@ from logprobe.analysis.labels import (
     RERANK_TEMPLATE,
     Classification,
     calibrated,
-    classify,
     classify_plan,
     judge_plan,
     rerank_plan,
@@ -56,7 +55,7 @@ _SCORE: Final[dict[str, pa.DataType]] = {
     "num_tokens": _NUMBER,
     "num_bytes": _NUMBER,
     "num_chars": _NUMBER,
-    "logprob_per_token": _REAL,
+    "mean_logprob": _REAL,
     "logprob_per_byte": _REAL,
     "logprob_per_char": _REAL,
     "perplexity": _REAL,
@@ -357,14 +356,19 @@ def grade_values(found: Judgement) -> dict[str, Any]:
     }
 
 
+def _classification(llm: Scorer, prompt: Any, labels: Any) -> Classification:
+    plan = classify_plan(llm.text, [prompt], labels)
+    [found] = plan.sum_up(llm.score(plan.pairs))
+    return found
+
+
 def _answer_task(llm: Scorer, settings: AnswerSettings) -> AnswerTask:
     if isinstance(settings, RerankSettings):
         return AnswerTask(llm, partial(_documents, llm, settings), lambda score: {"relevance_score": score})
     if isinstance(settings, JudgeSettings):
         return AnswerTask(llm, partial(_grades, llm, settings), grade_values)
     # With `calibrated`, score the content-free text once for all rows.
-    base = None if settings.empty is None else classify(llm, settings.empty, settings.labels)
-    assert not isinstance(base, list), "there is one prompt"
+    base = None if settings.empty is None else _classification(llm, settings.empty, settings.labels)
 
     def lay_out(question: Question) -> Plan[list[Any]]:
         correction = "none" if base is not None else settings.correction

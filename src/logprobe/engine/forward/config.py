@@ -48,5 +48,6 @@ class LoadRecord(msgspec.Struct, frozen=True, kw_only=True):
     decoder: DecoderSpec
     context_len: int
     eos_token_ids: list[int]
-    probe_difference: float  # nats; largest difference from transformers' log-probabilities
+    probe_difference: float  # nats; largest difference from the reference's log-probabilities
+    verified_against: str  # see `LogprobsInfo.verified_against`
     num_references: int  # reference texts whose last logits are stored with the tensors

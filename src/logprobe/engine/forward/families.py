@@ -1,9 +1,9 @@
 """Structure of each supported model family: module names, and how the modules are combined.
 
-`FAMILIES` has one entry per `model_type` in transformers. Everything else is read from the model when it is
-verified at load: sizes and biases from its tensors; windows, scales and soft caps from its attention calls;
-and rotary frequencies from its buffers. `reads` lists the configuration keys that an entry takes into
-account. A model in which any other key has a non-default value uses the transformers decoder.
+`FAMILIES` has one entry per `model_type` in transformers. Everything else is read when the model is loaded:
+sizes and biases from its tensors; windows, scales, soft caps and rotary parameters from its configuration
+(`reference.settings`). `reads` lists the configuration keys that an entry takes into account. A model in
+which any other key has a non-default value uses the transformers decoder.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from logprobe.engine.forward.config import Factors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from logprobe.models.config_files import ModelConfig
 
 NormKind = Literal["rms", "rms from one", "layer"]
 """RMSNorm, Gemma's RMSNorm (its factor is weight + 1), or LayerNorm."""
@@ -46,7 +48,7 @@ NEUTRAL: Final = _keys("""
     summary_type summary_use_proj task_specific_params tokenizer_class torch_dtype transformers_version
     unk_token_id unsloth_fixed unsloth_version use_cache
 """)
-# Keys whose effect is read from the model at load: from its tensors, attention calls and rotary embedding.
+# Keys that all families account for.
 OBSERVED: Final = _keys("""
     attention_bias attn_logit_softcapping head_dim hidden_size intermediate_size layer_types
     max_position_embeddings max_window_layers mlp_bias num_attention_heads num_hidden_layers
@@ -110,15 +112,10 @@ class Family:
         before_mlp = None if is_parallel and self.shares_norm else self.before_mlp
         return self.before_attention, self.after_attention, before_mlp, self.after_mlp
 
-    def unread(self, config: Any) -> list[str]:
+    def unread(self, config: ModelConfig) -> list[str]:
         """Return the configuration keys with non-default values that this family does not account for."""
-        own, default = config.to_dict(), type(config)().to_dict()
         known = NEUTRAL | OBSERVED | self.reads | {self.epsilon, self.activation}
-        return sorted(
-            key
-            for key, value in own.items()
-            if key not in known and (key not in default or value != default[key])
-        )
+        return sorted(key for key in config.content if key not in known and not config.is_default(key))
 
 
 _LLAMA: Final = Family()

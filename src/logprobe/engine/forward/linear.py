@@ -215,21 +215,36 @@ def matrices_of(model: nn.Module, *, with_experts: bool) -> list[Matrix]:
     halves of a joint gate_up matrix get the suffixes HALVES. Without `with_experts`, 3-D parameters, which
     hold all experts of a layer, are left out.
     """
-    transposed = {name for name, module in model.named_modules() if is_transposed(module)}
     shared: dict[int, list[str]] = {}
     for full_name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.dim() == 2 or (parameter.dim() == 3 and with_experts):
             shared.setdefault(id(parameter), []).append(full_name)
+    shapes = {names[0]: tuple(model.get_parameter(names[0]).shape) for names in shared.values()}
+    transposed = {f"{name}.weight" for name, module in model.named_modules() if is_transposed(module)}
+    return matrices_of_parameters(shapes, {names[0]: names[1:] for names in shared.values()}, transposed)
+
+
+def matrices_of_parameters(
+    shapes: Mapping[str, tuple[int, ...]],
+    tied: Mapping[str, Sequence[str]],
+    transposed: Container[str],
+) -> list[Matrix]:
+    """Return all matrices of a model; see `matrices_of`.
+
+    Args:
+        shapes: shapes of all 2-D and 3-D parameters by name; a shared parameter occurs once.
+        tied: other names of shared parameters.
+        transposed: names of parameters that are stored as (inputs, outputs).
+    """
     matrices: list[Matrix] = []
-    for full_names in shared.values():
-        parameter = model.get_parameter(full_names[0])
-        names = [name.removesuffix(".weight") for name in full_names]
-        experts = range(len(parameter)) if parameter.dim() == 3 else [None]
+    for full_name, shape in shapes.items():
+        names = [name.removesuffix(".weight") for name in (full_name, *tied.get(full_name, ()))]
+        experts = range(shape[0]) if len(shape) == 3 else [None]
         halves = range(2) if names[0].endswith(GATES_AND_VALUES) else [None]
         for expert, half in itertools.product(experts, halves):
             part = ("" if expert is None else f"[{expert}]") + ("" if half is None else HALVES[half])
             own = tuple(f"{name}{part}" for name in names)
-            matrices.append(Matrix(own, full_names[0], expert, half, names[0] in transposed))
+            matrices.append(Matrix(own, full_name, expert, half, full_name in transposed))
     return sorted(matrices, key=lambda matrix: reading_order(matrix.names[0]))
 
 

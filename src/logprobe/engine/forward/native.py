@@ -80,7 +80,7 @@ class NativeForward:
 
     @property
     def weights(self) -> str:
-        """Weight format in use, `published` or `plain`."""
+        """Weight format in use, `checkpoint` or `plain`."""
         return self.layout.weights
 
     def transformers_model(self) -> Any:

@@ -1,87 +1,97 @@
-"""Builds the native decoder from a transformers model whose family and configuration are supported."""
+"""Builds the native decoder of a model whose family and configuration are supported."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from logprobe.engine.forward.config import DecoderSpec, Rule
 from logprobe.engine.forward.decoder import Decoder
-from logprobe.engine.forward.families import ACTIVATIONS, FAMILIES
+from logprobe.engine.forward.families import FAMILIES
+from logprobe.engine.forward.reference.model import decoder_name, head_name
+from logprobe.engine.forward.reference.rotary import ORIGINAL_LEN, attention_factor
+from logprobe.engine.forward.reference.rotary import frequencies as rotary_frequencies
+from logprobe.engine.forward.reference.settings import settings_of
 from logprobe.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
-    from logprobe.engine.forward.families import Family
     from logprobe.engine.forward.proof import Proof
+    from logprobe.engine.forward.reference.rotary import Rotary
+    from logprobe.engine.forward.reference.settings import Settings
     from logprobe.kernels.layers.forms import PanelWeights
+    from logprobe.models.config_files import ModelConfig
 
     Tensors = dict[str, torch.Tensor]
 
-ROTARY = "rotary_emb"  # transformers' name of the rotary embedding, relative to the decoder
-EVERY_LAYER = "every_layer"  # name of the frequencies if all layers share them
+ROTARY: Final = "rotary_emb"  # transformers' name of the rotary embedding, relative to the decoder
+EVERY_LAYER: Final = "every_layer"  # name of the frequencies if all layers share them
+HEAD: Final = "lm_head"  # name of an output head that shares the embedding's weight
 
 
-def describe(module: Any, proof: Proof) -> DecoderSpec | str:
-    """Return the configuration of a model's decoder, or the reason why it is not supported."""
-    config = module.config.get_text_config(decoder=True)
+def describe(config: ModelConfig, names: Collection[str]) -> DecoderSpec | str:
+    """Return the structure of a model's decoder, or the reason why it is not supported.
+
+    Args:
+        config: the model's configuration.
+        names: names of the model's weights in transformers' module.
+    """
     family = FAMILIES.get(config.model_type)
     if family is None:
         return f"the model type {config.model_type} is not supported"
     if unread := family.unread(config):
         return f"{', '.join(unread)} of its configuration is not supported"
-    if (activation := ACTIVATIONS.get(getattr(config, family.activation))) is None:
-        return f"{family.activation} of its configuration is not supported"
-    rules = [rule for _, rule in sorted(proof.step.rules.items())]
-    if any(rule.sinks is not None for rule in rules):
-        return "its attention uses sinks"
+    if config.use_bidirectional_attention:
+        return "use_bidirectional_attention of its configuration is not supported"
     try:
-        rotary, scaling = _rotary(module, proof, family)
+        settings = settings_of(config)
+        used = {_name(rotary): rotary for rotary in settings.rotary if rotary is not None}
         return DecoderSpec(
             family=config.model_type,
-            path=_decoder_path(module, family, len(rules)),
-            head=_head_name(module),
-            head_dim=proof.step.key_dims[0],
-            epsilon=getattr(config, family.epsilon) if isinstance(family.epsilon, str) else family.epsilon,
-            activation=activation,
-            is_parallel=family.is_parallel(config),
-            factors=family.factors(config),
-            rules=[Rule(rule.scale, rule.window, rule.softcap) for rule in rules],
-            rotary=rotary,
-            rotary_scaling=scaling,
-            rope_boundary=proof.rope_boundary,
-            experts_per_token=0 if family.experts is None else config.num_experts_per_tok,
-            normalises_experts=family.experts is not None and family.experts.normalises(config),
+            path=decoder_name(names, family),
+            head=head_name(names) or HEAD,
+            head_dim=settings.head_dim,
+            epsilon=settings.epsilon,
+            activation=settings.activation,
+            is_parallel=settings.is_parallel,
+            factors=settings.factors,
+            rules=[_effective(rule, config.max_position_embeddings) for rule in settings.rules],
+            rotary=[None if rotary is None else _name(rotary) for rotary in settings.rotary],
+            rotary_scaling={name: attention_factor(rotary) for name, rotary in used.items()},
+            rope_boundary=_boundary(used.values()),
+            experts_per_token=settings.experts_per_token,
+            normalises_experts=settings.normalises_experts,
         )
-    except (KeyError, AttributeError, TypeError) as error:
+    except UnsupportedModelError as error:
+        return str(error)
+    except (KeyError, AttributeError, TypeError, ValueError, IndexError) as error:
         return f"its structure is not supported ({type(error).__name__}: {error})"
 
 
 def native_decoder(
-    spec: DecoderSpec, module: Any, proof: Proof, panels: Mapping[str, PanelWeights]
+    spec: DecoderSpec,
+    names: Collection[str],
+    vectors: Tensors,
+    proof: Proof,
+    panels: Mapping[str, PanelWeights],
 ) -> Decoder | str:
     """Return the native decoder of a model, or the reason why it cannot be used.
 
     Args:
         spec: structure of the decoder.
-        module: the transformers model.
-        proof: verifies the decoder against the model's logits.
+        names: names of the model's weights; the decoder must use each one in the decoder and the output head.
+        vectors: biases, norm weights and rotary frequencies by name.
+        proof: verifies the decoder's logits.
         panels: packed matrices by module name.
     """
-    state = {
-        name: tensor.detach()
-        for name, tensor in module.state_dict().items()
-        if name.startswith((f"{spec.path}.", f"{spec.head}."))
-    }
-    # Copy, because the module's tensors may be views that keep a whole file mapped.
-    small = {name: tensor.clone() for name, tensor in state.items() if tensor.dim() == 1}
+    own = {name for name in names if name.startswith((f"{spec.path}.", f"{spec.head}."))}
     try:
-        decoder = Decoder(spec, small | frequencies(module, spec), panels)
+        decoder = Decoder(spec, vectors, panels)
     except (KeyError, ValueError, AttributeError, TypeError, RuntimeError) as error:
         return f"its structure is not supported ({type(error).__name__}: {error})"
-    if unplaced := sorted(state.keys() - decoder.names):
+    if unplaced := sorted(own - decoder.names):
         return f"its tensor {unplaced[0]} is not supported"
     try:
         proof.prove(decoder)
@@ -90,50 +100,42 @@ def native_decoder(
     return decoder
 
 
-def _decoder_path(module: Any, family: Family, num_layers: int) -> str:
-    """Return the module name of the decoder, which multimodal models nest deeper than others."""
-    for path, part in module.named_modules():
-        if hasattr(part, family.embedding) and len(getattr(part, family.layers, ())) == num_layers:
-            return str(path)
-    raise KeyError(f"{family.embedding} with {family.layers}")
+def vectors_of(module: Any, spec: DecoderSpec) -> Tensors:
+    """Return copies of a transformers module's biases, norm weights and rotary frequencies, by name."""
+    # Copied, because the module's tensors may be views that keep a whole file mapped.
+    small = {
+        name: tensor.detach().clone()
+        for name, tensor in module.state_dict().items()
+        if name.startswith((f"{spec.path}.", f"{spec.head}.")) and tensor.dim() == 1
+    }
+    return small | module_frequencies(module, spec)
 
 
-def _head_name(module: Any) -> str:
-    head = module.get_output_embeddings()
-    names: dict[Any, str] = {part: name for name, part in module.named_modules()}
-    return names[head]
-
-
-def _rotary(module: Any, proof: Proof, family: Family) -> tuple[list[str | None], dict[str, float]]:
-    """Return the rotary settings of a model.
-
-    Returns:
-        For each layer, the name of its rotary frequencies (None: no rotary embedding); and by name, the
-        factor by which cosines and sines are multiplied.
-    """
-    config = module.config.get_text_config(decoder=True)
-    layers = range(len(proof.step.rules))
-    rotates = [family.rotates(config, layer) for layer in layers]
-    if not any(rotates):
-        return [None for _ in layers], {}
-    embedding = _rotary_embedding(module, _decoder_path(module, family, len(layers)))
-    is_shared = hasattr(embedding, "inv_freq")
-    rotary = [
-        None if not rotates[layer] else EVERY_LAYER if is_shared else str(config.layer_types[layer])
-        for layer in layers
-    ]
-    names = {name for name in rotary if name is not None}
-    return rotary, {name: float(getattr(embedding, f"{_prefix(name)}attention_scaling")) for name in names}
-
-
-def frequencies(module: Any, spec: DecoderSpec) -> Tensors:
-    """Return the rotary frequencies of a model, by tensor name.
+def frequencies(settings: Settings, rope_boundary: int | None) -> Tensors:
+    """Return rotary frequencies computed as transformers does, in float32, by tensor name.
 
     These are `inv_freq.<name>` and, with longrope, `long_inv_freq.<name>`.
+
+    Args:
+        settings: settings of the model, with float32 rotary embeddings.
+        rope_boundary: see `DecoderSpec`.
     """
     tensors: Tensors = {}
+    for rotary in settings.rotary:
+        if rotary is None or f"inv_freq.{_name(rotary)}" in tensors:
+            continue
+        tensors[f"inv_freq.{_name(rotary)}"] = torch.from_numpy(rotary_frequencies(rotary, 1))
+        if rope_boundary is not None:
+            long = rotary_frequencies(rotary, rope_boundary + 1)
+            tensors[f"long_inv_freq.{_name(rotary)}"] = torch.from_numpy(long)
+    return tensors
+
+
+def module_frequencies(module: Any, spec: DecoderSpec) -> Tensors:
+    """Return the rotary frequencies in a transformers module; see `frequencies`."""
+    tensors: Tensors = {}
     for name in spec.rotary_scaling:
-        embedding = _rotary_embedding(module, spec.path)
+        embedding = module.get_submodule(f"{spec.path}.{ROTARY}")
         buffer, options = f"{_prefix(name)}inv_freq", {} if name == EVERY_LAYER else {"layer_type": name}
         tensors[f"inv_freq.{name}"] = getattr(embedding, buffer).float().clone()
         if spec.rope_boundary is not None:
@@ -146,10 +148,29 @@ def frequencies(module: Any, spec: DecoderSpec) -> Tensors:
     return tensors
 
 
-def _rotary_embedding(module: Any, path: str) -> Any:
-    return module.get_submodule(f"{path}.{ROTARY}")
-
-
 def _prefix(name: str) -> str:
     """Return the prefix of buffer names in the rotary embedding; empty if all layers share frequencies."""
     return "" if name == EVERY_LAYER else f"{name}_"
+
+
+def _effective(rule: Rule, context_len: int | None) -> Rule:
+    """Return a rule without a window that no text exceeds."""
+    if rule.window is None or context_len is None or rule.window < context_len:
+        return rule
+    return Rule(rule.scale, None, rule.softcap)
+
+
+def _name(rotary: Rotary) -> str:
+    return rotary.name or EVERY_LAYER
+
+
+def _boundary(embeddings: Collection[Rotary]) -> int | None:
+    """Return the maximum length in tokens of a text with short frequencies; None without longrope."""
+    lengths = {
+        int(rotary.number(ORIGINAL_LEN))
+        for rotary in embeddings
+        if rotary.parameters["rope_type"] == "longrope"
+    }
+    if len(lengths) > 1:
+        raise ValueError("its layers change their rotary frequencies at different lengths")
+    return next(iter(lengths), None)

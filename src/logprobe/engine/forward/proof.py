@@ -1,54 +1,42 @@
-"""Verify at load that the engine's forward pass gives the same logits as the transformers model.
+"""Verify at load that a decoder gives the reference's logits.
 
-The transformers model runs short texts at its first and last positions, and across every length at which its
-rotary frequencies may change. Then the engine runs the same texts through every attention path, packed into
-one step, whole and with the first part of each text in the KV cache. The logits must agree.
+The reference (`TransformersProof` or `ReferenceProof`) runs short texts at the model's first and last
+positions, and across every length at which its rotary frequencies may change. Then the decoder runs the same
+texts through every attention path, packed into one step, whole and with the first part of each text in the
+KV cache. The logits must agree.
 """
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-from transformers import AttentionInterface
 
-from logprobe.engine.forward import attention, masks
-from logprobe.engine.forward.attention import CurrentStep, pooled_attention
-from logprobe.engine.forward.rope import original_lengths, rope_boundary
-from logprobe.engine.forward.transformers_decoder import WatchedRun
-from logprobe.errors import UnsupportedModelError, in_one_line
-from logprobe.models.lazy import LOAD_ELSEWHERE
+from logprobe.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Collection
 
     from numpy.typing import NDArray
 
     from logprobe.engine.forward.cuda.decoder import CudaDecoder
     from logprobe.engine.forward.decoder import Decoder
     from logprobe.engine.forward.kv_cache import KVPool
-    from logprobe.engine.forward.transformers_decoder import DecoderPlace, TransformersDecoder
-    from logprobe.models.lazy import LazyModel
+    from logprobe.engine.forward.transformers_decoder import TransformersDecoder
 
     AnyDecoder = Decoder | TransformersDecoder | CudaDecoder
 
-NUM_TOKENS = 12
-# transformers' names of the supported layer types. Layers of other types select or compress their context,
-# some only in texts longer than those that run here.
-LAYER_TYPES = {"full_attention", "sliding_attention"}
+NUM_TOKENS: Final = 12
 # Relative to the largest logit. Another order of summation causes far smaller differences, and a wrong
 # formula far larger ones.
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-
-AttentionInterface.register(attention.NAME, pooled_attention)
+TOLERANCE: Final = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Logits of some tokens, computed by the transformers model."""
+    """Logits of some tokens, computed by the reference."""
 
     token_ids: NDArray[np.int64]  # (num_tokens,)
     positions: NDArray[np.int64]  # (num_tokens,)
@@ -57,24 +45,23 @@ class Reference:
 
 
 class Proof:
-    """Runs a transformers model to get reference logits, and compares decoders' logits with them."""
+    """Reference logits of a model, with which decoders' logits are compared."""
 
-    def __init__(self, model: LazyModel, *, context_len: int) -> None:
-        """Run the model with transformers, and record its logits and the arguments of its attention calls.
+    verified_against: str  # see `LogprobsInfo.verified_against`
+    references: list[Reference]
+    largest_difference: float = 0.0  # nats; of the last `prove`
 
-        Raises:
-            UnsupportedModelError: the model has layers or masks that are not supported.
-        """
-        self._lazy, self.model = model, model.module
-        self.step = CurrentStep()
-        self.context_len = context_len
-        self.rope_boundary = rope_boundary(self.model)
-        self.largest_difference = 0.0  # nats; of the last `prove`
-        self.place: DecoderPlace
-        self._check_layer_types()
-        self.references = self._references()
-        self.step.reach(self.model)
-        self._learn_rules()
+    def __init__(
+        self,
+        *,
+        context_len: int,
+        rope_boundary: int | None,
+        dtype: torch.dtype,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self.context_len, self.rope_boundary = context_len, rope_boundary
+        self.dtype, self.vocab_size, self.eos_token_ids = dtype, vocab_size, eos_token_ids
 
     def prove(self, decoder: AnyDecoder, *, tolerance: float | None = None) -> KVPool:
         """Compare a decoder's logits with the reference on every attention path.
@@ -90,7 +77,7 @@ class Proof:
             UnsupportedModelError: the logits differ by more than `tolerance`.
         """
         self.largest_difference = 0.0
-        self._tolerance = TOLERANCE[self.model.dtype] if tolerance is None else tolerance
+        self._tolerance = TOLERANCE[self.dtype] if tolerance is None else tolerance
         pools = [
             self._prove_together(decoder, references)
             for is_long in (False, True)
@@ -119,7 +106,7 @@ class Proof:
 
     def _compare(self, logits: torch.Tensor, expected: torch.Tensor) -> None:
         if expected.isnan().any() or not torch.isfinite(expected).any():
-            raise UnsupportedModelError("its logits in transformers are not finite")
+            raise UnsupportedModelError(f"its logits in {self.verified_against} are not finite")
         is_finite = torch.isfinite(expected)  # some families mask padding entries of the vocabulary
         scale = expected[is_finite].abs().max()
         difference = float((logits - expected)[is_finite].abs().max() / scale)
@@ -129,27 +116,20 @@ class Proof:
         self.largest_difference = max(self.largest_difference, float(nats))
 
     def _why_not(self, difference: float) -> str:
-        forward = self.model.get_submodule(self.place.path).forward
-        if "position_ids" not in inspect.signature(forward).parameters:
-            return "its decoder takes no position_ids, so a step cannot mix texts"
-        return f"the engine's logits differ from those of transformers (relative difference {difference:.1e})"
+        """Return the reason for rejecting a decoder whose logits have this relative difference."""
+        reference = self.verified_against
+        return f"the engine's logits differ from those of {reference} (relative difference {difference:.1e})"
 
-    def _starts(self) -> list[int]:
+    def _starts(self, original_lengths: Collection[int]) -> list[int]:
         """Return the start positions of the texts: the first, the last that fits, and one per boundary.
 
         A boundary is a length at which the rotary frequencies may change.
         """
         last = self.context_len - NUM_TOKENS
-        across = {length - NUM_TOKENS // 2 for length in original_lengths(self.model)}
+        across = {length - NUM_TOKENS // 2 for length in original_lengths}
         if self.rope_boundary is not None:
             across.add(self.rope_boundary - NUM_TOKENS)  # the last positions with short frequencies
         return sorted({0, max(last, 0), *(start for start in across if 0 < start < last)})
-
-    def _references(self) -> list[Reference]:
-        """Run one text per start position; the text at position 0 runs without explicit position ids."""
-        others = [start for start in self._starts() if start]
-        short, long = ([one for one in others if self._is_long(one) == is_long] for is_long in (False, True))
-        return [reference for starts in ([0], short, long) if starts for reference in self._run(starts)]
 
     def _is_long(self, start: int) -> bool:
         return self.rope_boundary is not None and start + self._count > self.rope_boundary
@@ -158,82 +138,17 @@ class Proof:
     def _count(self) -> int:
         return min(NUM_TOKENS, self.context_len)
 
-    def _run(self, starts: list[int]) -> list[Reference]:
-        """Run a batch of the transformers model with one text per start position."""
-        ids = np.stack([_probe_ids(self.model, self._count, seed=start) for start in starts])
-        positions = np.array(starts)[:, None] + np.arange(self._count)
-        inputs = {"input_ids": torch.from_numpy(ids).to(self.model.device)}
-        if starts != [0]:
-            inputs["position_ids"] = torch.from_numpy(positions).to(self.model.device)
-        with WatchedRun(self.model) as watched, self._lazy.reading():
-            logits = self.model(**inputs, use_cache=False).logits.float()
-        self.place = watched.place
-        return [
-            Reference(*of_one, self._is_long(start))
-            for start, of_one in zip(starts, zip(ids, positions, logits, strict=True), strict=True)
-        ]
-
-    def _check_layer_types(self) -> None:
-        kinds = getattr(self.model.config.get_text_config(decoder=True), "layer_types", None) or ()
-        unknown = sorted(set(kinds) - LAYER_TYPES)
-        if unknown:
-            raise UnsupportedModelError(f"its layer types are not supported: {', '.join(unknown)}")
-
-    def _learn_rules(self) -> None:
-        """Set each layer's score rule and sliding window, read from the layer's attention call."""
-        self.model.set_attn_implementation(masks.NAME)
-        self.step.masks.clear()
-        first = self.references[0]
-        ids = torch.from_numpy(first.token_ids)[None].to(self.model.device)
-        with self._lazy.reading(has_numbers=False):
-            self.model(input_ids=ids, use_cache=False)
-        config = self.model.config.get_text_config(decoder=True)
-        num_layers = getattr(config, "decoder_layers", config.num_hidden_layers)
-        if len(self.step.masks) != num_layers:
-            raise UnsupportedModelError(_other_layers(len(self.step.masks), num_layers))
-        self.step.windows = {
-            layer: masks.window_of(mask, self.context_len) for layer, mask in self.step.masks.items()
-        }
-        self.step.masks.clear()
-        for layer, window in self.step.windows.items():
-            self.step.rules[layer] = replace(self.step.rules[layer], window=window)
+    def _probe_ids(self, special: Collection[int], *, seed: int) -> NDArray[np.int64]:
+        """Return reproducible random token ids, without special ids such as padding or image tokens."""
+        order = np.random.default_rng(seed).permutation(self.vocab_size)[: self._count + len(special)]
+        return np.array([token_id for token_id in order if token_id not in special][: self._count])
 
 
-def refusing(model: Any, act: Callable[[], Any]) -> Any:
-    """Return `act()`; convert any error to an `UnsupportedModelError` that names the model and the cause."""
-    name = type(model).__name__
-    try:
-        return act()
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(
-            f"{name} cannot run on the native engine: {error}; {LOAD_ELSEWHERE}"
-        ) from error
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"{name} cannot run on the native engine: its code raised an error ({in_one_line(error)}); "
-            f"{LOAD_ELSEWHERE}"
-        ) from error
-
-
-def _other_layers(num_attending: int, num_layers: int) -> str:
-    if not num_attending:
-        return "none of its layers uses transformers' attention interface"
-    return (
-        f"only {num_attending} of its {num_layers} layers use transformers' attention interface (the others "
-        "may have a recurrent state)"
-    )
-
-
-def _probe_ids(model: Any, count: int, *, seed: int) -> NDArray[np.int64]:
-    """Return `count` reproducible random token ids, without special ids such as padding or image tokens."""
-    config = model.config.get_text_config(decoder=True)
-    special = {
+def special_ids(*contents: dict[str, Any]) -> set[int]:
+    """Return the token ids in configurations, given as the content of config.json."""
+    return {
         value
-        for source in (model.config, config)
-        for name, value in source.to_dict().items()
+        for content in contents
+        for name, value in content.items()
         if name.endswith("token_id") and isinstance(value, int)
     }
-    order = np.random.default_rng(seed).permutation(config.vocab_size)
-    return np.array(
-        [token_id for token_id in order[: count + len(special)] if token_id not in special][:count]
-    )

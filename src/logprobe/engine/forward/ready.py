@@ -1,8 +1,9 @@
-"""Loads a model and verifies its logits against transformers.
+"""Loads a model and verifies its logits against transformers, or without it against `reference`.
 
 The first load runs the transformers model and the engine's decoder, compares their logits, and stores a
-record. Later loads build the decoder from the record and run the record's reference tokens, which must give
-the stored logits from transformers. Replacement weights are verified as in a first load.
+record. Where transformers is not installed, the decoder is compared with `reference` instead. Later loads
+build the decoder from the record and run the record's reference tokens, which must give the stored logits.
+Replacement weights are verified as in a first load.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import itertools
 import logging
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -19,30 +21,35 @@ from logprobe.engine.forward.config import LoadRecord
 from logprobe.engine.forward.decoder import Decoder
 from logprobe.engine.forward.system_limits import check_memory
 from logprobe.engine.protocol import Layout
-from logprobe.errors import ParameterError, UnsupportedModelError, require
+from logprobe.errors import ModelNotFoundError, ParameterError, UnsupportedModelError, require
 from logprobe.kernels.info import REMEDY, native_library
 from logprobe.models import load_model
+from logprobe.models.config_files import read_config, read_generation_config
 from logprobe.models.folder import reading_errors
-from logprobe.models.loading import load_lazily, load_state, num_weights
+from logprobe.models.loading import load_lazily, load_state, num_weights, source_of
 from logprobe.models.progress import CountedSource, LoadProgress
 from logprobe.models.quiet import quiet_transformers
-from logprobe.models.sources import weight_bytes
+from logprobe.models.sources import StateSource, weight_bytes
 from logprobe.models.stored.store import LoadStore
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from logprobe.config import Weights
+    from logprobe.engine.forward.linear import Matrix
     from logprobe.engine.forward.proof import AnyDecoder, Proof
+    from logprobe.engine.forward.transformers_proof import TransformersProof
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.models import ModelFiles
     from logprobe.models.lazy import LazyModel
     from logprobe.models.loading import State
+    from logprobe.models.sources import Source
 
     Tensors = dict[str, torch.Tensor]
 
 TOLERANCE = 1e-4  # relative to the largest logit, as at the first load
 NUM_READS = 3  # a first load reads all weights so many times: twice to verify, once to pack
+NEEDS_TRANSFORMERS = "transformers may be able to run it: pip install transformers"
 KEPT_LOGITS = 2  # logits are stored for the last tokens of each reference, which attend to all others
 
 logger = logging.getLogger("logprobe")
@@ -81,14 +88,14 @@ def make_ready(
         dtype: dtype of hidden states and logits; None: float32, or bfloat16 for the transformers decoder on a
             GPU.
         device: `cpu` or `cuda`.
-        weights: `auto`, `published` or `plain`.
+        weights: `auto`, `checkpoint` or `plain`.
         state: weights to use instead of those in `files`, by parameter name; nothing is stored for later
             loads.
         arithmetic: arithmetic of matrix products; see `EngineConfig`.
         kv_dtype: dtype of cached keys and values on a GPU.
 
     Raises:
-        UnsupportedModelError: the model is not supported, or its logits differ from transformers'.
+        UnsupportedModelError: the model is not supported, or its logits differ from the reference's.
         ParameterError: `weights`, `arithmetic` or `kv_dtype` is not available for this device or dtype.
     """
     why_plain = _why_plain(dtype or torch.float32, device)
@@ -103,9 +110,9 @@ def make_ready(
         dtype = dtype or torch.bfloat16
         logger.warning("%s: using the transformers decoder in %s: %s", files.name, dtype, made)
     dtype = dtype or torch.float32
-    if weights == "published" and why_plain is not None:
+    if weights == "checkpoint" and why_plain is not None:
         remedy = "use auto or plain" + (f", or {REMEDY}" if native_library() is None else "")
-        raise ParameterError("weights", f"published is not available: {why_plain}; {remedy}")
+        raise ParameterError("weights", f"checkpoint is not available: {why_plain}; {remedy}")
     if weights == "plain":
         why_plain = "plain weights were requested"
     store = LoadStore.of(files) if why_plain is None and state is None else None
@@ -113,8 +120,13 @@ def make_ready(
         return recalled
     if device == "cpu" and state is None:
         check_memory(files.name, weight_bytes(files.folder))
+    if not has_transformers():
+        if why_plain is not None:
+            raise UnsupportedModelError(f"{files.name}: {why_plain}; {NEEDS_TRANSFORMERS}")
+        with LoadProgress(files.name) as progress:
+            return _proven_by_reference(files, state, store, progress)
     with quiet_transformers(), LoadProgress(files.name) as progress:
-        from logprobe.engine.forward.proof import Proof, refusing  # with all of transformers
+        from logprobe.engine.forward.transformers_proof import TransformersProof, refusing
 
         with reading_errors(files.name):
             model = _loaded(files, state, dtype=dtype, device=device, is_lazy=why_plain is None)
@@ -123,13 +135,17 @@ def make_ready(
             progress.start(model.source, weight_bytes(files.folder), NUM_READS)
 
         def prove() -> ReadyModel:
-            context_len = _context_len(model.module)
             with torch.inference_mode():
-                proof = Proof(model, context_len=context_len)
+                proof = TransformersProof(model)
                 return _proven(files, model, proof, store, why_plain, progress)
 
         ready: ReadyModel = refusing(model.module, prove)
     return ready
+
+
+def has_transformers() -> bool:
+    """Return True if transformers is installed; models are then verified against it."""
+    return find_spec("transformers") is not None
 
 
 def _on_gpu(
@@ -147,7 +163,7 @@ def _on_gpu(
         return "the GPU decoder computes float32 logits, and another dtype was requested"
     with quiet_transformers():
         from logprobe.engine.forward.cuda.build import cuda_decoder
-        from logprobe.engine.forward.proof import Proof, refusing
+        from logprobe.engine.forward.transformers_proof import TransformersProof, refusing
 
         with reading_errors(files.name):
             model = load_lazily(files, state)
@@ -156,7 +172,7 @@ def _on_gpu(
 
         def prove() -> ReadyModel | str:
             with torch.inference_mode():
-                proof = Proof(model, context_len=_context_len(model.module))
+                proof = TransformersProof(model)
                 decoder = cuda_decoder(
                     model,
                     proof,
@@ -201,23 +217,74 @@ def _loaded(
 def _proven(
     files: ModelFiles,
     model: LazyModel,
-    proof: Proof,
+    proof: TransformersProof,
     store: LoadStore | None,
     why_plain: str | None,
     progress: LoadProgress,
 ) -> ReadyModel:
-    from logprobe.engine.forward.native_decoder import describe, native_decoder
+    """Verify the native decoder against transformers, or the transformers decoder if it cannot be used."""
+    from logprobe.engine.forward.linear import matrices_of
+    from logprobe.engine.forward.native_decoder import native_decoder, vectors_of
+    from logprobe.engine.forward.transformers_proof import described
 
     if why_plain is not None:
         return _transformers_decoder(model, proof, {}, why_plain)
-    spec = describe(model.module, proof)
+    module = model.module
+    spec = described(module, proof)
     progress.say("packing")
-    panels = _panels(model, store, with_experts=not isinstance(spec, str))
+    matrices = matrices_of(module, with_experts=not isinstance(spec, str))
+    panels = _panels(matrices, model.source, store)
     progress.say("proving")
-    decoder = spec if isinstance(spec, str) else native_decoder(spec, model.module, proof, panels)
+    decoder = (
+        spec
+        if isinstance(spec, str)
+        else native_decoder(spec, module.state_dict().keys(), vectors_of(module, spec), proof, panels)
+    )
     if isinstance(decoder, str):
         logger.info("%s: using the transformers decoder: %s", files.name, decoder)
         return _transformers_decoder(model, proof, panels, decoder)
+    return _stored(decoder, proof, store)
+
+
+@torch.inference_mode()
+def _proven_by_reference(
+    files: ModelFiles, state: State | None, store: LoadStore | None, progress: LoadProgress
+) -> ReadyModel:
+    """Verify the native decoder against `reference`.
+
+    Raises:
+        UnsupportedModelError: the native decoder does not support the model, or its logits differ.
+    """
+    from logprobe.engine.forward.native_decoder import native_decoder
+    from logprobe.engine.forward.reference_proof import PlainModel, ReferenceProof
+
+    try:
+        config = read_config(files.folder)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{error}; {NEEDS_TRANSFORMERS}") from error
+    source = source_of(files) if state is None else StateSource(state)
+    if source is None:
+        raise ModelNotFoundError(f"{files.folder}: has no weights (*.safetensors); fetch the whole model")
+    if state is None:
+        source = CountedSource(source, progress)
+        progress.start(source, weight_bytes(files.folder), NUM_READS)
+    with reading_errors(files.name):
+        model = PlainModel.of(config, source)
+        if isinstance(model, str):
+            raise UnsupportedModelError(f"{files.name}: {model}; {NEEDS_TRANSFORMERS}")
+        ids = config.eos_token_ids | read_generation_config(files.folder).eos_token_ids
+        proof = ReferenceProof(model, eos_token_ids=ids)
+        progress.say("packing")
+        panels = _panels(model.matrices(), model.source, store)
+        progress.say("proving")
+        decoder = native_decoder(model.spec, model.source.shapes.keys(), model.vectors(), proof, panels)
+    if isinstance(decoder, str):
+        raise UnsupportedModelError(f"{files.name}: {decoder}; {NEEDS_TRANSFORMERS}")
+    return _stored(decoder, proof, store)
+
+
+def _stored(decoder: Decoder, proof: Proof, store: LoadStore | None) -> ReadyModel:
+    """Return a model whose native decoder is verified, and store a record for later loads."""
     ready = _ready(decoder, decoder.kv_shapes, proof, decoder.hidden_size)
     if store is not None:
         record, tensors = _record(ready, proof)
@@ -225,24 +292,25 @@ def _proven(
     return ready
 
 
-def _panels(model: LazyModel, store: LoadStore | None, *, with_experts: bool) -> Mapping[str, PanelWeights]:
-    """Return the model's panels by name: the stored ones, or packed now and stored if possible."""
-    from logprobe.engine.forward.linear import in_huge_pages, matrices_of, packed
+def _panels(
+    matrices: Sequence[Matrix], source: Source, store: LoadStore | None
+) -> Mapping[str, PanelWeights]:
+    """Return the panels of matrices by name: the stored ones, or packed now and stored if possible."""
+    from logprobe.engine.forward.linear import in_huge_pages, packed
 
-    matrices = matrices_of(model.module, with_experts=with_experts)
     if store is not None:
         stored = store.panels()
         if all(any(name in stored for name in matrix.names) for matrix in matrices):
             return stored
         parts = [matrix.names for matrix in matrices]
-        if stored := store.write_panels(parts, lambda start: packed(matrices[start:], model.source)):
+        if stored := store.write_panels(parts, lambda start: packed(matrices[start:], source)):
             return stored
-    made = zip(matrices, in_huge_pages(packed(matrices, model.source)), strict=True)
+    made = zip(matrices, in_huge_pages(packed(matrices, source)), strict=True)
     return {name: panels for matrix, panels in made for name in matrix.names}
 
 
 def _transformers_decoder(
-    model: LazyModel, proof: Proof, panels: Mapping[str, PanelWeights], reason: str
+    model: LazyModel, proof: TransformersProof, panels: Mapping[str, PanelWeights], reason: str
 ) -> ReadyModel:
     from logprobe.engine.forward.linear import use_panels_
     from logprobe.engine.forward.rope import follow_steps_
@@ -275,44 +343,27 @@ def _ready(
     arithmetic: str = "fma",
 ) -> ReadyModel:
     has_panels = arithmetic != "torch"
-    kv_dtype: torch.dtype = getattr(decoder, "kv_dtype", proof.model.dtype)
+    kv_dtype: torch.dtype = getattr(decoder, "kv_dtype", proof.dtype)
     return ReadyModel(
         decoder=decoder,
         kv_shapes=kv_shapes,
         layout=Layout(
-            weights="published" if has_panels else "plain",
+            weights="checkpoint" if has_panels else "plain",
             arithmetic=arithmetic,
             num_layers=len(kv_shapes),
             why_transformers=why_transformers,
             rope_boundary=proof.rope_boundary,
             probe_difference=proof.largest_difference,
+            verified_against=proof.verified_against,
             kv_dtype=str(kv_dtype).removeprefix("torch."),
         ),
         hidden_size=hidden_size,
-        vocab_size=proof.model.config.get_text_config(decoder=True).vocab_size,
+        vocab_size=proof.vocab_size,
         context_len=proof.context_len,
-        eos_token_ids=_eos_token_ids(proof.model),
-        dtype=proof.model.dtype,
+        eos_token_ids=proof.eos_token_ids,
+        dtype=proof.dtype,
         kv_dtype=kv_dtype,
     )
-
-
-def _context_len(model: Any) -> int:
-    length = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if not isinstance(length, int):
-        raise UnsupportedModelError(
-            "it has no max_position_embeddings (it may have a recurrent state, or ALiBi)"
-        )
-    return length
-
-
-def _eos_token_ids(model: Any) -> frozenset[int]:
-    """Return all end-of-sequence ids in the model's configuration."""
-    ids: set[int | None] = set()
-    for source in (model.generation_config, model.config):
-        named = getattr(source, "eos_token_id", None)
-        ids.update(named if isinstance(named, list) else [named])
-    return frozenset(ids) - {None}  # type: ignore[return-value]
 
 
 def _record(ready: ReadyModel, proof: Proof) -> tuple[LoadRecord, Tensors]:
@@ -330,6 +381,7 @@ def _record(ready: ReadyModel, proof: Proof) -> tuple[LoadRecord, Tensors]:
         context_len=ready.context_len,
         eos_token_ids=sorted(ready.eos_token_ids),
         probe_difference=ready.layout.probe_difference,
+        verified_against=proof.verified_against,
         num_references=len(proof.references),
     )
     return record, tensors
@@ -358,12 +410,13 @@ def _recalled(files: ModelFiles, store: LoadStore) -> ReadyModel | None:
         decoder=decoder,
         kv_shapes=decoder.kv_shapes,
         layout=Layout(
-            weights="published",
+            weights="checkpoint",
             arithmetic="fma",
             num_layers=len(decoder.layers),
             why_transformers=None,
             rope_boundary=record.decoder.rope_boundary,
             probe_difference=record.probe_difference,
+            verified_against=record.verified_against,
         ),
         hidden_size=decoder.hidden_size,
         vocab_size=decoder.vocab_size,

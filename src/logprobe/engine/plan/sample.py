@@ -17,7 +17,7 @@ from logprobe.text.pieces import StopMatcher
 from logprobe.transport.messages import Finish
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from logprobe.engine.plan.drafts import PromptLookup
     from logprobe.engine.plan.radix import Node
@@ -33,11 +33,16 @@ def new_generator(request: Request, number: int, index: int, seed: int) -> np.ra
 
     `seed` is the engine's, which is used if the request has no seed. Different seeds and samples get
     independent streams of numbers, as do different requests without a seed.
+
+    The generator is counter-based: Philox4x64-10 (Salmon et al. 2011) as in NumPy, which computes four
+    numbers from a key and a counter. The key is a hash of seed and sample. Token n of the completion, from 0,
+    is sampled with number n % 4 of counter n // 4 + 1.
     """
     own = request.params.seed
     base = seed if own is None else own
     kind = 2 * (own is None) + (base < 0)
-    return np.random.default_rng([index, kind, number if own is None else 0, abs(base)])
+    words = np.random.SeedSequence([index, kind, number if own is None else 0, abs(base)])
+    return np.random.Generator(np.random.Philox(key=words.generate_state(2, np.uint64)))
 
 
 class Sample:
@@ -48,7 +53,7 @@ class Sample:
         request: Request,
         index: int,
         max_len: int,
-        generator: np.random.Generator | None = None,
+        make_generator: Callable[[], np.random.Generator] = np.random.default_rng,
         lora: Any = None,
         *,
         weights_number: int = 0,
@@ -61,8 +66,10 @@ class Sample:
         self.weights_number = weights_number  # load number of the model weights
         self.admitted_s = admitted_s  # seconds on the monotonic clock; None once the sample has started
         self.index = index  # of the sample in its request
-        self._generator = generator or np.random.default_rng()
-        self._uniforms: deque[float] = deque()  # uniform numbers generated in advance for the next tokens
+        self._make_generator = make_generator
+        self._generator: np.random.Generator | None = None  # made when the first number is needed
+        self._num_random = 0  # numbers that the generator has given; token n is sampled with number n
+        self._uniforms: deque[float] = deque()  # the numbers for the next tokens, as far as they are known
         self.caller, self.call = request.caller, request.call  # for fair sharing
         self.wants_sample = request.params.max_tokens > 0  # generates tokens
         self.num_prompt = len(request.prompt_token_ids)
@@ -227,8 +234,13 @@ class Sample:
         """
         if self.request.params.is_greedy:
             return 0.0
-        while len(self._uniforms) <= ahead:
-            self._uniforms.append(self._generator.random())
+        if self._generator is None:
+            self._generator = self._make_generator()
+        while self._num_random <= self.num_generated + ahead:
+            number = self._generator.random()
+            if self._num_random >= self.num_generated:  # else the token was not sampled
+                self._uniforms.append(number)
+            self._num_random += 1
         return self._uniforms[ahead]
 
     def finish(self, finish: Finish) -> None:

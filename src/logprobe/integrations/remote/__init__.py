@@ -1,1 +1,1 @@
-"""`RemoteLM`, next-token distributions from a server of this library; needs httpx."""
+"""`RemoteLLM`, next-token distributions from a server of this library; needs httpx."""

@@ -8,6 +8,7 @@ then, it may be sampled again with the same random number.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,8 +61,8 @@ class WorkerDraw:
 
     def _new_run(self, work: Work) -> Run:
         request = work.admitted.request
-        generator = new_generator(request, work.number, work.index, self._seed)
-        run = Run(Sample(request, work.index, self._max_len, generator))
+        make_generator = partial(new_generator, request, work.number, work.index, self._seed)
+        run = Run(Sample(request, work.index, self._max_len, make_generator))
         try:
             args = self._sampling.pipeline.take_in(work.admitted.processor_args)
             self._sampling.open(run.sample, work.number, args)

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, final
 import numpy as np
 import torch
 
-from logprobe.async_lm import AsyncLM
 from logprobe.config import EngineConfig
 from logprobe.errors import MissingPackageError, UnknownParameterError, require
 from logprobe.models.lora import stable_id
+from logprobe.next_token.async_lm import AsyncLM
 from logprobe.next_token.batcher import check_batching
-from logprobe.next_token.lm import NextTokenLM
+from logprobe.next_token.engine_lm import EngineLM
 from logprobe.next_token.rows import Prefix, RowCache
-from logprobe.next_token.source import EngineRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -77,7 +76,7 @@ class KeptRows:
 
 
 @AsyncLM.register
-class AsyncVirtualLM(NextTokenLM[torch.Tensor]):
+class AsyncVirtualLM(EngineLM[torch.Tensor]):
     """A model in vLLM that returns next-token distributions; see `NextTokenLM` for its methods.
 
     Rows are float32 tensors on the CPU, which the caller may modify. vLLM schedules and batches the requests.
@@ -86,10 +85,10 @@ class AsyncVirtualLM(NextTokenLM[torch.Tensor]):
     Args:
         llm_engine: a `vllm.LLM` or `vllm.v1.engine.async_llm.AsyncLLM` that was created with
             `engine_options()`, any `vllm.LLM` that runs in this process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`),
-            or an open `logprobe.LLM`. The caller keeps the ownership: `cleanup` leaves the engine running and
+            or an open `logprobe.LLM`. The caller keeps the ownership: `close` leaves the engine running and
             sets this attribute to None, so that vLLM frees the engine when its owner deletes it.
         logprobs_capture: gets the rows of each result. In vLLM's in-process mode it is also added to vLLM's
-            logits processors until `cleanup`, where it gets the rows of each step with random sampling.
+            logits processors until `close`, where it gets the rows of each step with random sampling.
         cache_size: maximum number of rows in the LRU cache; 0 disables the cache.
         cache_opts: genlm-backend's `move_to_cpu`, which has no effect here.
         batch_size: number of pending requests at which an idle engine starts a step immediately.
@@ -131,14 +130,13 @@ class AsyncVirtualLM(NextTokenLM[torch.Tensor]):
         limits = loaded.engine.capabilities()
         most_bytes = FLOAT_BYTES * limits.vocab_size + ID_BYTES * limits.max_model_len
         super().__init__(
-            EngineRows(loaded),
-            loaded.text,
+            loaded,
             as_caller=_as_tensor,
             on_rows=None if logprobs_capture is None else _shown_to(logprobs_capture),
             cache=RowCache(cache_size * most_bytes, cache_size),
             batch_size=batch_size,
             timeout=timeout,
-            owns_source=owns_engine or is_made_here,
+            owns_engine=owns_engine or is_made_here,
         )
         self._cache_size = cache_size
 
@@ -211,9 +209,9 @@ class AsyncVirtualLM(NextTokenLM[torch.Tensor]):
         """Return vLLM's id for a LoRA adapter name, in [1, 2**31 - 1] and the same in every process."""
         return stable_id(value)
 
-    def cleanup(self) -> None:
+    def close(self) -> None:
         """Fail requests in flight and release the engine; later requests raise. May be called twice."""
-        super().cleanup()
+        super().close()
         if self.logprobs_capture is not None:
             self.logprobs_capture.clear()
             if self.logprobs_capture in self._watchers:
@@ -280,7 +278,7 @@ def _config(model_name: str | Path, engine_opts: Mapping[str, Any] | None) -> En
 
 def _loaded(llm_engine: Any, *, is_owned: bool) -> tuple[LoadedModel, bool]:
     """Return an engine as a `LoadedModel`, and True if this call wrapped it."""
-    loaded: Any = getattr(llm_engine, "loaded", llm_engine)
+    loaded: Any = getattr(llm_engine, "_loaded", llm_engine)
     if hasattr(loaded, "engine") and hasattr(loaded, "text"):
         return loaded, False
     _need_vllm()

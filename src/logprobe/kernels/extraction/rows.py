@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from logprobe.errors import ParameterError
 from logprobe.kernels.extraction.api import LOGITS_DTYPES, check_ids, check_rows, extract
-from logprobe.records.rows import host_array
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from logprobe.kernels.extraction.api import IdsLike
 
     Array = NDArray[Any]
-
-Rows = TypeVar("Rows", "Tensor", "Array")
 
 
 @overload
@@ -96,36 +93,6 @@ def batch_logprobs_to_host(
     values = rows.gather(1, index)
     values = values if rows.dtype == torch.float64 else values.float()
     return ids, values.cpu().numpy().reshape(ids.shape)
-
-
-def extract_top_k_logprobs_rust(logprobs: Rows, k: int) -> tuple[Rows, Rows]:
-    """Do the same as `extract_top_k_logprobs` with `logprobs_first=True` (for compatibility).
-
-    Raises:
-        ParameterError: `logprobs` has a wrong shape or dtype, or k < -1.
-    """
-    values, ids = extract_top_k_logprobs(logprobs, k, logprobs_first=True)
-    return values, ids
-
-
-def batch_logprobs_to_cpu_rust(
-    logprobs: Tensor | Array, token_ids: Tensor | Array
-) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Copy log-probabilities (nats) and their token ids to NumPy arrays.
-
-    Args:
-        logprobs: log-probabilities of any shape, a torch tensor on any device or a NumPy array; bfloat16 is
-            converted to float32.
-        token_ids: token ids, with the shape of `logprobs` or the leading dimensions of that shape.
-
-    Raises:
-        ParameterError: the shape of `token_ids` is not a prefix of the shape of `logprobs`.
-    """
-    if tuple(logprobs.shape[: token_ids.ndim]) != tuple(token_ids.shape):
-        raise ParameterError(
-            "token_ids", f"shape {tuple(token_ids.shape)} is no prefix of logprobs {tuple(logprobs.shape)}"
-        )
-    return host_array(logprobs), host_array(token_ids)
 
 
 def _rows(logprobs: object) -> Tensor:

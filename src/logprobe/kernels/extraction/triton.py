@@ -1,13 +1,13 @@
 """Extraction on an NVIDIA GPU, in Triton: one read of the logits, no (B, V) temporary for k <= 128.
 
-A split is a range of SPLIT token ids, a group one of GROUP ids.
+A split is a range of SPLIT token ids, a part one of PART ids.
 
 1. `_split_kernel` runs one program per row and split. It computes the sums over the split, and the maximum of
-   each group.
+   each part.
 2. `_merge_kernel` runs one program per row. It merges the sums of the splits.
-3. `_top_kernel` runs one program per row. The k groups with the greatest maxima contain the k greatest
-   logits, so only the logits of these groups are sorted. For k > 128, torch sorts whole rows of packed
-   (value, id) pairs.
+3. `_top_kernel` runs one program per row. The k ranges of ids with the greatest maxima contain the k greatest
+   logits, so it searches ever smaller ranges, of LEVELS parts, and at last single logits. For k > 128, torch
+   sorts whole rows of packed (value, id) pairs.
 4. `_given_kernel` runs one program per row and split. For each given id it counts the greater logits.
 
 SPLIT is fixed, the sums do not depend on k, and nothing is summed across rows, so a row has the same bits
@@ -31,11 +31,10 @@ if TYPE_CHECKING:
     from logprobe.records.rows import DeviceRows
 
 SPLIT = 2048
-GROUP = 16
-# Variants of `_top_kernel`: largest k (a power of two) -> ids per group. With larger groups there are fewer
-# groups to sort, and with smaller groups fewer logits.
-TOP_GROUPS = {32: 64, 128: 32}
-MAX_GROUPS = 2**14  # groups that `_top_kernel` can sort in registers
+PART = 16
+LEVELS = (32, 4)  # parts in a range, and in a smaller one within it
+TOPS = {32: 4, 128: 8}  # variants of `_top_kernel`: largest k -> warps of a program
+MAX_RANGES = 2**14  # as many as `_top_kernel` can sort in registers
 MAX_TORCH_TOPK = 4096  # for a larger k, torch.topk is slower than torch.sort of the whole row
 PAIRS_BYTES = 128 * 2**20  # maximum size of the pairs that torch sorts at once
 NOTHING = tl.constexpr(-(2**63))  # below every packed pair
@@ -55,11 +54,17 @@ def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
     chosen_ids = copy_to(requests.chosen_ids, logits.device)
     num_splits = triton.cdiv(vocab_size, SPLIT)
     sums = logits.new_empty((num_rows, 6, num_splits), dtype=torch.float32)
-    maxima = logits.new_empty((num_rows, num_splits * SPLIT // GROUP), dtype=torch.float32)
+    maxima = logits.new_empty((num_rows, num_splits * SPLIT // PART), dtype=torch.float32)
     lses = logits.new_empty(num_rows, dtype=torch.float64)
     rows = (logits, logits.stride(0), vocab_size)
     grid = (num_rows, num_splits)
-    _split_kernel[grid](*rows, chosen_ids, sums, maxima, group=GROUP, split=SPLIT)
+    moments = {
+        "has_varentropy": "varentropy" in output.extras,
+        "has_margin": "margin" in output.extras,
+    }
+    _split_kernel[grid](
+        *rows, chosen_ids, sums, maxima, has_maxima=requests.width > 1, part=PART, split=SPLIT, **moments
+    )
     _merge_kernel[(num_rows,)](
         logits,
         logits.stride(0),
@@ -77,8 +82,7 @@ def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
         output.extras.get("varentropy", output.lse),
         output.extras.get("margin", output.lse),
         has_entropy=output.entropy is not None,
-        has_varentropy="varentropy" in output.extras,
-        has_margin="margin" in output.extras,
+        **moments,
         splits=triton.next_power_of_2(num_splits),
     )
     if requests.width > 1:
@@ -105,9 +109,9 @@ def aligned(logits: Tensor) -> Tensor:
 
 def _fill_top(logits: Tensor, num_top: int, maxima: Tensor, lses: Tensor, output: DeviceRows) -> None:
     vocab_size = logits.shape[1]
-    for top, group in TOP_GROUPS.items():
-        groups = max(triton.next_power_of_2(triton.cdiv(vocab_size, group)), top)
-        if num_top <= top and groups <= MAX_GROUPS:
+    for top, num_warps in TOPS.items():
+        num_ranges = max(triton.next_power_of_2(triton.cdiv(vocab_size, PART * LEVELS[0])), top)
+        if num_top <= top and num_ranges <= MAX_RANGES:
             _top_kernel[(len(logits),)](
                 logits,
                 logits.stride(0),
@@ -120,10 +124,11 @@ def _fill_top(logits: Tensor, num_top: int, maxima: Tensor, lses: Tensor, output
                 output.logprobs,
                 output.token_ids.stride(0),
                 top=top,
-                group=group,
-                part=GROUP,
-                groups=groups,
-                num_warps=min(max(max(groups, top * group) // 256, 4), 32),
+                part=PART,
+                large=LEVELS[0],
+                small=LEVELS[1],
+                num_ranges=num_ranges,
+                num_warps=num_warps,
             )
             return
     step = max(1, PAIRS_BYTES // (8 * vocab_size))
@@ -178,7 +183,10 @@ def _split_kernel(
     chosen_ids: tl.tensor,
     sums: tl.tensor,
     maxima: tl.tensor,
-    group: tl.constexpr,
+    has_varentropy: tl.constexpr,
+    has_margin: tl.constexpr,
+    has_maxima: tl.constexpr,
+    part: tl.constexpr,
     split: tl.constexpr,
 ) -> None:
     """Compute the results of one split of a row.
@@ -187,11 +195,11 @@ def _split_kernel(
     and (d - mean)**2 * e**d; and the number of values above the chosen token's.
     """
     row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
+    number = tl.program_id(1)
     num_splits = tl.num_programs(1)
     base = logits + row * row_stride
     chosen = tl.load(base + tl.load(chosen_ids + row)).to(tl.float32)
-    ids = part * split + tl.arange(0, split)
+    ids = number * split + tl.arange(0, split)
     values = tl.load(base + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
     highest = tl.max(values)
     d = values - tl.where(highest == float("-inf"), 0.0, highest)
@@ -199,17 +207,20 @@ def _split_kernel(
     e = tl.exp(d)
     total = tl.sum(e)
     products = tl.sum(d * e)
-    mean = products / tl.where(total == 0.0, 1.0, total)
-    place = sums + row * 6 * num_splits + part
+    place = sums + row * 6 * num_splits + number
     tl.store(place, highest)
     tl.store(place + num_splits, total)
     tl.store(place + 2 * num_splits, products)
-    tl.store(place + 3 * num_splits, tl.sum((d - mean) * (d - mean) * e))
-    tl.store(place + 4 * num_splits, _second(values, highest, float("-inf")))
+    if has_varentropy:
+        mean = products / tl.where(total == 0.0, 1.0, total)
+        tl.store(place + 3 * num_splits, tl.sum((d - mean) * (d - mean) * e))
+    if has_margin:
+        tl.store(place + 4 * num_splits, _second(values, highest, float("-inf")))
     tl.store(place + 5 * num_splits, tl.sum((values > chosen).to(tl.int32)).to(tl.float32))  # exact
-    num: tl.constexpr = split // group
-    places = (row * num_splits + part) * num + tl.arange(0, num)
-    tl.store(maxima + places, tl.max(tl.reshape(values, [num, group]), axis=1))
+    if has_maxima:
+        num: tl.constexpr = split // part
+        places = (row * num_splits + number) * num + tl.arange(0, num)
+        tl.store(maxima + places, tl.max(tl.reshape(values, [num, part]), axis=1))
 
 
 @triton.jit
@@ -242,8 +253,6 @@ def _merge_kernel(
     highest = tl.load(place, mask=mask, other=float("-inf"))
     total = tl.load(place + num_splits, mask=mask, other=0.0).to(tl.float64)
     products = tl.load(place + 2 * num_splits, mask=mask, other=0.0).to(tl.float64)
-    squares = tl.load(place + 3 * num_splits, mask=mask, other=0.0).to(tl.float64)
-    seconds = tl.load(place + 4 * num_splits, mask=mask, other=float("-inf"))
     count = tl.sum(tl.load(place + 5 * num_splits, mask=mask, other=0.0).to(tl.int32))
     greatest = tl.max(highest)
     is_empty = total == 0.0
@@ -261,15 +270,39 @@ def _merge_kernel(
     if has_entropy:
         tl.store(entropies + row, tl.where(is_valid, tl.log(mass) - mean, float("nan")).to(tl.float32))
     if has_varentropy:
+        squares = tl.load(place + 3 * num_splits, mask=mask, other=0.0).to(tl.float64)
         spread = tl.sum(scale * (squares + total * (means - mean) * (means - mean))) / mass
         tl.store(varentropies + row, tl.where(is_valid, spread, float("nan")).to(tl.float32))
     if has_margin:
+        seconds = tl.load(place + 4 * num_splits, mask=mask, other=float("-inf"))
         margin = greatest - _second(highest, greatest, seconds)
         tl.store(margins + row, tl.where(is_valid, margin, float("nan")))
     chosen_id = tl.load(chosen_ids + row)
     chosen = tl.load(logits + row * row_stride + chosen_id).to(tl.float32)
     tl.store(token_ids + row * width, chosen_id)
     tl.store(logprobs + row * width, (chosen - lse).to(tl.float32))
+
+
+@triton.jit
+def _best_ranges(
+    maxima: tl.tensor, firsts: tl.tensor, length: tl.constexpr, num_parts: tl.tensor, top: tl.constexpr
+) -> tl.tensor:
+    """Return the first parts of the `top` ranges of `length` parts with the greatest maxima.
+
+    A first part of `num_parts` or more stands for no range.
+    """
+    places = firsts[:, None] + tl.arange(0, length)[None, :]
+    heads = tl.load(maxima + places, mask=places < num_parts, other=float("-inf"))
+    pairs = tl.where(firsts < num_parts, _pack(tl.max(heads, axis=1), firsts), NOTHING)
+    best = tl.topk(pairs, top)
+    return tl.where(best == NOTHING, num_parts, LOW_BITS - (best & LOW_BITS)).to(tl.int32)
+
+
+@triton.jit
+def _within(firsts: tl.tensor, length: tl.constexpr, smaller: tl.constexpr) -> tl.tensor:
+    """Return the first parts of the ranges of `smaller` parts within ranges of `length` parts."""
+    num: tl.constexpr = length // smaller
+    return tl.reshape(firsts[:, None] + tl.arange(0, num)[None, :] * smaller, [firsts.shape[0] * num])
 
 
 @triton.jit
@@ -285,23 +318,20 @@ def _top_kernel(
     logprobs: tl.tensor,
     width: tl.tensor,
     top: tl.constexpr,
-    group: tl.constexpr,
     part: tl.constexpr,
-    groups: tl.constexpr,
+    large: tl.constexpr,
+    small: tl.constexpr,
+    num_ranges: tl.constexpr,
 ) -> None:
-    """Write the largest logits of a row, found in the `top` groups with the largest maxima."""
+    """Write the largest logits of a row."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * row_stride
-    parts: tl.constexpr = group // part
-    indices = tl.arange(0, groups)
-    places = indices[:, None] * parts + tl.arange(0, parts)[None, :]
-    heads = tl.load(
-        maxima + row * maxima_stride + places, mask=places * part < vocab_size, other=float("-inf")
-    )
-    pairs = tl.where(indices * group < vocab_size, _pack(tl.max(heads, axis=1), indices), NOTHING)
-    best = tl.topk(pairs, top)
-    firsts = tl.where(best == NOTHING, vocab_size, (LOW_BITS - (best & LOW_BITS)) * group).to(tl.int32)
-    ids = tl.reshape(firsts[:, None] + tl.arange(0, group)[None, :], [top * group])
+    heads = maxima + row * maxima_stride
+    num_parts = tl.cdiv(vocab_size, part)
+    firsts = _best_ranges(heads, tl.arange(0, num_ranges) * large, large, num_parts, top)
+    firsts = _best_ranges(heads, _within(firsts, large, small), small, num_parts, top)
+    firsts = _best_ranges(heads, _within(firsts, small, 1), 1, num_parts, top)
+    ids = tl.reshape(firsts[:, None] * part + tl.arange(0, part)[None, :], [top * part])
     values = tl.load(base + ids, mask=ids < vocab_size, other=0.0).to(tl.float32)
     best = tl.topk(tl.where(ids < vocab_size, _pack(values, ids), NOTHING), top)
     lse = tl.load(lses + row)

@@ -14,11 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
+from logprobe.kernels.triton.launch import IS_INTERPRETED
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 NUM_PIECES: Final = {"bf16x3": 3, "bf16": 1}  # by name of the arithmetic
-IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 def split(x: Tensor, num_pieces: int) -> Tensor:

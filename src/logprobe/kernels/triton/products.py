@@ -1,14 +1,15 @@
 """Products of activations with weights on tensor cores, accurate to float32.
 
-Activations are passed as bfloat16 pieces (`pieces`). Weights keep the dtype of the checkpoint, so a step
-reads no more bytes than the checkpoint has. A bfloat16 weight is one piece; float16 and float32 weights are
-split in registers, into two and three pieces. Tensor cores round their float32 sums toward zero, so they only
-sum the products of BLOCK_INPUTS inputs; ordinary float32 additions add these partial sums.
+Activations are passed as bfloat16 pieces (`pieces`). Weights keep the format of the checkpoint, so a step
+reads no more bytes than the checkpoint has. A bfloat16 weight is one piece; float16, float32 and quantised
+weights (`blocks`) are split in registers, into two pieces or three. Tensor cores round their float32 sums
+toward zero, so they only sum the products of BLOCK_INPUTS inputs; ordinary float32 additions add these
+partial sums.
 
 A matrix with few outputs is also split along its inputs (split-K), so that all multiprocessors have work.
-With few rows, each split runs as a separate program, and `_sum_kernel` adds the results; with many rows, one
-program computes all splits. The number of splits depends only on the shape of the matrix. So the order of all
-sums, and hence the bits of a row, is the same in any batch.
+With few rows, each split runs as a separate program, and the kernel that uses the product adds the results
+(`sum_parts`); with many rows, one program computes all splits. The number of splits depends only on the shape
+of the matrix. So the order of all sums, and hence the bits of a row, is the same in any batch.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ import torch
 import triton
 import triton.language as tl
 
+from logprobe.kernels.triton import launch
+from logprobe.kernels.triton.blocks import BlockWeight
+from logprobe.kernels.triton.launch import wait_for_inputs
 from logprobe.kernels.triton.pieces import multiply
 
 if TYPE_CHECKING:
@@ -33,78 +37,85 @@ MIN_SPLIT_STEPS: Final = 4  # minimum length of a split, in steps of BLOCK_INPUT
 SUM_BLOCK: Final = 1024
 
 
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out: Tensor | None = None,
-    residual: Tensor | None = None,
-    factor: float = 1.0,
-) -> Tensor:
-    """Return `(x @ weight.T + bias) * factor + residual`, (rows, outputs) float32.
+def linear(x: Tensor, weight: Tensor | BlockWeight, bias: Tensor | None = None) -> Tensor:
+    """Return `x @ weight.T + bias`, (rows, outputs) float32.
 
     Args:
         x: (num_pieces, rows, inputs) bfloat16, contiguous: the pieces of float32 activations.
-        weight: (outputs, inputs) bfloat16, float16 or float32, contiguous.
+        weight: (outputs, inputs) bfloat16, float16 or float32, contiguous; or quantised.
         bias: (outputs,) float32.
-        out: (rows, outputs) float32, each row contiguous, to write the result to; may be `residual`. None:
-            allocate it.
-        residual: (rows, outputs) float32, each row contiguous; None: add nothing.
-        factor: multiplies the sum of product and bias.
+    """
+    parts = linear_parts(x, weight)
+    if len(parts) == 1 and bias is None:
+        return parts[0]
+    _, num_rows, num_outputs = parts.shape
+    out = parts.new_empty(num_rows, num_outputs)
+    if num_rows:
+        _sum_kernel[(num_rows, triton.cdiv(num_outputs, SUM_BLOCK))](
+            parts,
+            out if bias is None else bias,
+            out,
+            num_outputs,
+            num_rows * num_outputs,
+            has_bias=bias is not None,
+            num_parts=len(parts),
+            block=SUM_BLOCK,
+            **launch.options(x.device),
+        )
+    return out
+
+
+def linear_parts(x: Tensor, weight: Tensor | BlockWeight) -> Tensor:
+    """Return the parts of `x @ weight.T`, (parts, rows, outputs) float32, whose sum in order is the product.
+
+    Args:
+        x: (num_pieces, rows, inputs) bfloat16, contiguous: the pieces of float32 activations.
+        weight: (outputs, inputs) bfloat16, float16 or float32, contiguous; or quantised.
     """
     num_pieces, num_rows, num_inputs = x.shape
     num_outputs = len(weight)
-    if out is None:
-        out = torch.empty(num_rows, num_outputs, dtype=torch.float32, device=x.device)
-    if num_rows == 0:
-        return out
     splits = num_splits(num_outputs, num_inputs)
     tile = _tile(num_rows, num_outputs)
+    blocks = weight if isinstance(weight, BlockWeight) else None
+    numbers = weight if isinstance(weight, torch.Tensor) else weight.values
     if x.is_cuda:
-        tile["num_stages"] = _num_stages(tile, weight.element_size(), num_pieces, x.device)
+        tile["num_stages"] = _num_stages(tile, numbers.element_size(), num_pieces, x.device)
     grid = (triton.cdiv(num_rows, tile["block_rows"]), triton.cdiv(num_outputs, tile["block_outputs"]))
     is_split = splits > 1 and grid[0] * grid[1] < 2 * ENOUGH_TILES
-    sums = (
-        torch.empty(splits, num_rows, num_outputs, dtype=torch.float32, device=x.device) if is_split else out
-    )
-    finish = {
-        "has_bias": bias is not None,
-        "has_residual": residual is not None,
-        "enable_fp_fusion": False,  # the same rounding in both kernels
-    }
-    ends = (
-        out if bias is None else bias,
-        out if residual is None else residual,
-        out,
-        num_rows,
-        num_outputs,
-        out.stride(0),
-        out.stride(0) if residual is None else residual.stride(0),
-        factor,
-    )
-    _linear_kernel[(*grid, splits if is_split else 1)](
-        x,
-        weight,
-        sums,
-        *ends,
-        num_inputs,
-        num_rows * num_inputs,
-        triton.cdiv(triton.cdiv(num_inputs, BLOCK_INPUTS), splits),
-        num_pieces=num_pieces,
-        weight_pieces=WEIGHT_PIECES[weight.dtype],
-        is_whole=num_inputs % BLOCK_INPUTS == 0 and num_outputs % tile["block_outputs"] == 0,
-        is_split=is_split,
-        has_splits=splits > 1,
-        block_inputs=BLOCK_INPUTS,
-        **finish,
-        **tile,
-    )
-    if is_split:
-        _sum_kernel[(num_rows, triton.cdiv(num_outputs, SUM_BLOCK))](
-            sums, *ends, num_rows * num_outputs, splits=splits, block=SUM_BLOCK, **finish
+    num_parts = splits if is_split else 1
+    parts = torch.empty(num_parts, num_rows, num_outputs, dtype=torch.float32, device=x.device)
+    if num_rows:
+        _linear_kernel[(*grid, num_parts)](
+            x,
+            numbers,
+            numbers if blocks is None else blocks.header,
+            parts,
+            num_rows,
+            num_outputs,
+            num_inputs,
+            num_rows * num_inputs,
+            triton.cdiv(triton.cdiv(num_inputs, BLOCK_INPUTS), splits),
+            num_pieces=num_pieces,
+            weight_pieces=3 if blocks is not None else WEIGHT_PIECES[numbers.dtype],
+            block=0 if blocks is None else blocks.block,
+            is_int4=blocks is not None and blocks.is_int4,
+            has_summands=blocks is not None and blocks.header.shape[2] == 2,
+            is_whole=num_inputs % BLOCK_INPUTS == 0 and num_outputs % tile["block_outputs"] == 0,
+            is_split=is_split,
+            has_splits=splits > 1,
+            block_inputs=BLOCK_INPUTS,
+            enable_fp_fusion=False,  # a quantised weight is rounded as in a float32 matrix
+            **tile,
+            **launch.options(x.device),
         )
-    return out
+    return parts
+
+
+def narrowed(weight: Tensor) -> Tensor:
+    """Return a matrix in the first dtype of WEIGHT_PIECES that represents all its numbers exactly."""
+    wide = weight.float()
+    narrow = (weight.to(dtype) for dtype in WEIGHT_PIECES)
+    return next((part for part in narrow if torch.equal(part.float(), wide)), weight)
 
 
 def num_splits(num_outputs: int, num_inputs: int) -> int:
@@ -117,17 +128,26 @@ def num_splits(num_outputs: int, num_inputs: int) -> int:
 
 def _tile(num_rows: int, num_outputs: int) -> dict[str, int]:
     """Return the launch parameters of a tile by name; none of them affects the order of sums."""
-    block_rows = min(64, max(16, triton.next_power_of_2(num_rows)))
-    row_tiles = triton.cdiv(num_rows, block_rows)
-    if block_rows == 64 and row_tiles * triton.cdiv(num_outputs, 256) >= ENOUGH_TILES // 2:
+    block_rows = max(16, triton.next_power_of_2(num_rows))
+    if block_rows <= 32:
+        return {
+            "block_rows": block_rows,
+            "block_outputs": 64,
+            "num_warps": 4,
+            "num_stages": 6 if block_rows == 16 else 4,
+        }
+    row_tiles = triton.cdiv(num_rows, 64)
+    if row_tiles * triton.cdiv(num_outputs, 256) >= ENOUGH_TILES // 2:
         return {"block_rows": 64, "block_outputs": 256, "num_warps": 8, "num_stages": 3}
-    is_wide = row_tiles * triton.cdiv(num_outputs, 128) >= ENOUGH_TILES
-    return {
-        "block_rows": block_rows,
-        "block_outputs": 128 if is_wide else 64,
-        "num_warps": 4,
-        "num_stages": 4,
-    }
+    if block_rows == 64:
+        is_wide = triton.cdiv(num_outputs, 128) >= ENOUGH_TILES
+        return {
+            "block_rows": 64,
+            "block_outputs": 128 if is_wide else 64,
+            "num_warps": 4,
+            "num_stages": 4,
+        }
+    return {"block_rows": 128, "block_outputs": 128, "num_warps": 8, "num_stages": 3}
 
 
 def _num_stages(tile: dict[str, int], item_bytes: int, num_pieces: int, device: torch.device) -> int:
@@ -144,98 +164,122 @@ def _shared_bytes(device: torch.device) -> int:
 
 
 @triton.jit
-def _finish(
-    total: tl.tensor, bias: tl.tensor, residual: tl.tensor, outputs: tl.tensor, is_output: tl.tensor,
-    places: tl.tensor, mask: tl.tensor, factor: tl.tensor, has_bias: tl.constexpr, has_residual: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Return `(total + bias) * factor + residual` for a tile of sums, (rows, outputs)."""
-    if has_bias:
-        total += tl.load(bias + outputs, mask=is_output, other=0.0)[None, :]
-    total *= factor
-    if has_residual:
-        total += tl.load(residual + places, mask=mask, other=0.0)
+def sum_parts(
+    parts: tl.tensor, part_stride: tl.tensor, offsets: tl.tensor, mask: tl.tensor, num_parts: tl.constexpr
+) -> tl.tensor:
+    """Return the sums of the parts of a product (`linear_parts`) at `offsets`, in order."""
+    total = tl.load(parts + offsets, mask=mask, other=0.0)
+    for number in tl.static_range(1, num_parts):
+        total += tl.load(parts + number * tl.cast(part_stride, tl.int64) + offsets, mask=mask, other=0.0)
     return total
 
 
 @triton.jit
 def _sum_kernel(
-    sums: tl.tensor,
+    parts: tl.tensor,
     bias: tl.tensor,
-    residual: tl.tensor,
     out: tl.tensor,
-    num_rows: tl.tensor,  # noqa: ARG001 - as in `_linear_kernel`
     num_outputs: tl.tensor,
-    out_stride: tl.tensor,
-    residual_stride: tl.tensor,
-    factor: tl.tensor,
-    split_stride: tl.tensor,
+    part_stride: tl.tensor,
     has_bias: tl.constexpr,
-    has_residual: tl.constexpr,
-    splits: tl.constexpr,
+    num_parts: tl.constexpr,
     block: tl.constexpr,
+    is_early: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
+    wait_for_inputs(is_early)
     outputs = tl.program_id(1) * block + tl.arange(0, block)
-    is_output = outputs < num_outputs
-    total = tl.zeros([block], tl.float32)
-    for number in tl.static_range(splits):
-        total += tl.load(
-            sums + number * split_stride + row * num_outputs + outputs, mask=is_output, other=0.0
-        )
-    mask = is_output[None, :]
-    places = row * residual_stride + outputs[None, :]
-    total = _finish(
-        total[None, :], bias, residual, outputs, is_output, places, mask, factor, has_bias, has_residual
-    )
-    tl.store(out + row * out_stride + outputs[None, :], total, mask=mask)
+    mask = outputs < num_outputs
+    offsets = tl.program_id(0).to(tl.int64) * num_outputs + outputs
+    total = sum_parts(parts, part_stride, offsets, mask, num_parts)
+    if has_bias:
+        total += tl.load(bias + outputs, mask=mask, other=0.0)
+    tl.store(out + offsets, total, mask=mask)
+
+
+@triton.jit
+def _dequantised(
+    values: tl.tensor, header: tl.tensor, outputs: tl.tensor, start: tl.tensor, is_output: tl.tensor,
+    num_inputs: tl.tensor, block: tl.constexpr, is_int4: tl.constexpr, has_summands: tl.constexpr,
+    block_inputs: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Return quantised weights (`blocks.BlockWeight`) as float32, (outputs, inputs)."""
+    rows = outputs[:, None].to(tl.int64)
+    inputs = start + tl.arange(0, block_inputs)
+    mask = is_output[:, None] & (inputs < num_inputs)[None, :]
+    if is_int4:
+        half: tl.constexpr = block_inputs // 2
+        twos = start // 2 + tl.arange(0, half)
+        byte_mask = is_output[:, None] & (2 * twos < num_inputs)[None, :]
+        packed = tl.load(values + rows * (num_inputs // 2) + twos[None, :], mask=byte_mask, other=0)
+        numbers = tl.interleave(packed & 15, packed >> 4)
+    else:
+        numbers = tl.load(values + rows * num_inputs + inputs[None, :], mask=mask, other=0)
+    num_parts: tl.constexpr = 2 if has_summands else 1
+    places = header + (rows * (num_inputs // block) + (inputs // block)[None, :]) * num_parts
+    weights = numbers.to(tl.float32) * tl.load(places, mask=mask, other=0.0).to(tl.float32)
+    if has_summands:
+        weights += tl.load(places + 1, mask=mask, other=0.0).to(tl.float32)
+    return weights
 
 
 @triton.jit
 def _linear_kernel(
     x: tl.tensor,
     weight: tl.tensor,
-    sums: tl.tensor,
-    bias: tl.tensor,
-    residual: tl.tensor,
-    out: tl.tensor,
+    header: tl.tensor,
+    parts: tl.tensor,
     num_rows: tl.tensor,
     num_outputs: tl.tensor,
-    out_stride: tl.tensor,
-    residual_stride: tl.tensor,
-    factor: tl.tensor,
     num_inputs: tl.tensor,
     piece_stride: tl.tensor,
     split_steps: tl.tensor,
     num_pieces: tl.constexpr,
     weight_pieces: tl.constexpr,
-    has_bias: tl.constexpr,
-    has_residual: tl.constexpr,
+    block: tl.constexpr,
+    is_int4: tl.constexpr,
+    has_summands: tl.constexpr,
     is_whole: tl.constexpr,
     is_split: tl.constexpr,
     has_splits: tl.constexpr,
     block_inputs: tl.constexpr,
     block_rows: tl.constexpr,
     block_outputs: tl.constexpr,
+    is_early: tl.constexpr,
 ) -> None:
+    wait_for_inputs(is_early)
     # The tile is (outputs, rows): tensor cores take 64 outputs at a time, and rows from 8 up.
     rows = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
     outputs = tl.program_id(1) * block_outputs + tl.arange(0, block_outputs)
     inputs = tl.arange(0, block_inputs)
     is_row = rows < num_rows
     is_output = outputs < num_outputs
+    first_input = 0
+    end = num_inputs
+    if is_split:
+        first_input = tl.program_id(2) * split_steps * block_inputs
+        end = tl.minimum(first_input + split_steps * block_inputs, num_inputs)
     x_places = x + rows[None, :].to(tl.int64) * num_inputs + inputs[:, None]
     weight_places = weight + outputs[:, None].to(tl.int64) * num_inputs + inputs[None, :]
     second_piece = x_places + tl.cast(piece_stride, tl.int64)
     third_piece = second_piece + tl.cast(piece_stride, tl.int64)
     total = tl.zeros([block_outputs, block_rows], tl.float32)
     split = tl.zeros([block_outputs, block_rows], tl.float32)
-    first_input = 0
-    end = num_inputs
-    if is_split:
-        first_input = tl.program_id(2) * split_steps * block_inputs
-        end = tl.minimum(first_input + split_steps * block_inputs, num_inputs)
     for start in range(first_input, end, block_inputs):
-        if is_whole:
+        if block > 0:
+            weights = _dequantised(
+                weight,
+                header,
+                outputs,
+                start,
+                is_output,
+                num_inputs,
+                block,
+                is_int4,
+                has_summands,
+                block_inputs,
+            )
+            x_mask = is_row[None, :] & (start + inputs < num_inputs)[:, None]
+        elif is_whole:
             weights = tl.load(weight_places + start)
             x_mask = is_row[None, :]
         else:
@@ -269,14 +313,7 @@ def _linear_kernel(
                 total += split
                 split = tl.zeros([block_outputs, block_rows], tl.float32)
     places = rows[:, None].to(tl.int64) * num_outputs + outputs[None, :]
-    mask = is_row[:, None] & is_output[None, :]
+    target = parts
     if is_split:
-        target = sums + tl.program_id(2).to(tl.int64) * num_rows * num_outputs
-        tl.store(target + places, tl.trans(split), mask=mask)
-    else:
-        places = rows[:, None].to(tl.int64) * residual_stride + outputs[None, :]
-        total = tl.trans(total + split)
-        total = _finish(
-            total, bias, residual, outputs, is_output, places, mask, factor, has_bias, has_residual
-        )
-        tl.store(out + rows[:, None].to(tl.int64) * out_stride + outputs[None, :], total, mask=mask)
+        target += tl.program_id(2).to(tl.int64) * num_rows * num_outputs
+    tl.store(target + places, tl.trans(total + split), mask=is_row[:, None] & is_output[None, :])

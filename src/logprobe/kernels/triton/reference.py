@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from logprobe.kernels.attention.api import ScoreRule
     from logprobe.kernels.triton.attention import Tiles
+    from logprobe.kernels.triton.layers import Norm
 
 _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "silu": functional.silu,
@@ -24,22 +25,19 @@ _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 }
 
 
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, factor: float = 1.0
-) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Do the same as `products.linear`, for (rows, inputs) float32 activations instead of pieces."""
     out = x.double() @ weight.double().T
-    out = (out if bias is None else out + bias.double()) * factor
-    return out if residual is None else out + residual.double()
+    return out if bias is None else out + bias.double()
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, *, is_centred: bool) -> Tensor:
-    """Do the same as `layers.norm` without a residual; return float64."""
-    parts = x.double().view(len(x), -1, len(weight))
-    if is_centred:
+def norm(x: Tensor, layer: Norm) -> Tensor:
+    """Do the same as `layers.norm`; return float64."""
+    parts = x.double().view(len(x), -1, len(layer.weight))
+    if layer.is_centred:
         parts = parts - parts.mean(-1, keepdim=True)
-    parts = parts / (parts.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight.double()
-    out: Tensor = (parts if bias is None else parts + bias.double()).flatten(1)
+    parts = parts / (parts.square().mean(-1, keepdim=True) + layer.epsilon).sqrt() * layer.weight.double()
+    out: Tensor = (parts if layer.bias is None else parts + layer.bias.double()).flatten(1)
     return out
 
 

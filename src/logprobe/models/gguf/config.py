@@ -1,4 +1,4 @@
-"""Build a model's transformers config from its GGUF metadata.
+"""Build the content of a model's `config.json` from its GGUF metadata.
 
 An unknown architecture key is an error: ignoring one (rotary scaling or a soft cap, for instance) would give
 plausible but wrong log-probabilities.
@@ -18,8 +18,6 @@ from logprobe.models.gguf.file import ROPE_FACTORS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    from transformers import PreTrainedConfig
 
     from logprobe.models.gguf.file import GgufFile
 
@@ -68,19 +66,20 @@ _LLAMA3: Final = {
 }
 
 
-def build_config(gguf: GgufFile) -> PreTrainedConfig:
-    """Build the transformers config for a GGUF file, including the special token ids.
+def build_config(gguf: GgufFile) -> dict[str, Any]:
+    """Return the content of `config.json` for a GGUF file, including the special token ids.
 
     Raises:
         UnsupportedModelError: the architecture, or one of its keys or values, is not supported.
     """
-    from transformers import AutoConfig
-
     architecture = _architecture(gguf)
     settings = _common_settings(gguf) | architecture.settings(gguf) | _special_ids(gguf)
-    return AutoConfig.for_model(
-        architecture.model_type, architectures=[architecture.class_name], dtype="float32", **settings
-    )
+    names = {
+        "architectures": [architecture.class_name],
+        "dtype": "float32",
+        "model_type": architecture.model_type,
+    }
+    return names | settings
 
 
 def _architecture(gguf: GgufFile) -> _Architecture:

@@ -1,4 +1,4 @@
-"""Write the transformers configuration and tokenizer files for a GGUF file.
+"""Write the configuration and tokenizer files for a GGUF file, in the format of transformers.
 
 The tensors are not copied: `weights.GgufSource` reads them from the GGUF file. `resolve` stores the folder in
 the cache, and `loading` reads it.
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from logprobe.errors import InputError, LogprobeError
 from logprobe.models.cache import MANIFEST, say
+from logprobe.models.config_files import CONFIG, parse_config
 from logprobe.models.gguf.config import build_config
 from logprobe.models.gguf.file import GgufFile
-from logprobe.models.gguf.tokenizer import build_tokenizer
+from logprobe.models.gguf.tokenizer import write_tokenizer
 from logprobe.models.gguf.weights import GgufSource
 
 if TYPE_CHECKING:
@@ -32,9 +33,9 @@ def convert(path: Path, folder: Path, *, name: str, sha256: str) -> None:
     try:
         gguf = GgufFile(path)
         config = build_config(gguf)
-        GgufSource(path, config).check()
-        build_tokenizer(gguf).save_pretrained(folder)
-        config.save_pretrained(folder)
+        GgufSource(path, parse_config(config)).check()
+        write_tokenizer(gguf, folder)
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     except (LogprobeError, OSError):
         raise
     except Exception as error:  # libraries parse values from the file and may raise anything

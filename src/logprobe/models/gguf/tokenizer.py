@@ -1,4 +1,4 @@
-"""Rebuild a GGUF file's tokenizer: vocabulary, merges, pre-tokenizer, special tokens, chat template.
+"""Write a GGUF file's tokenizer: vocabulary, merges, pre-tokenizer, special tokens, chat template.
 
 The file only has a name for its pre-tokenizer (`tokenizer.ggml.pre`), so a table maps names to rules. An
 unknown name is an error, because a wrong rule gives other tokens.
@@ -6,16 +6,18 @@ unknown name is an error, because a wrong rule gives other tokens.
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, Final
 
 from logprobe.errors import UnsupportedModelError
+from logprobe.models.fast_tokenizer import CHAT_TEMPLATE, SETTINGS, TOKENIZER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from tokenizers import AddedToken, Tokenizer
     from tokenizers.pre_tokenizers import PreTokenizer
-    from transformers import PreTrainedTokenizerFast
 
     from logprobe.models.gguf.file import GgufFile
 
@@ -31,16 +33,14 @@ _CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS_AND_SPACES: Final = r"[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def build_tokenizer(gguf: GgufFile) -> PreTrainedTokenizerFast:
-    """Build a transformers tokenizer from a GGUF file.
+def write_tokenizer(gguf: GgufFile, folder: Path) -> None:
+    """Write the tokenizer files for a GGUF file, in the format of transformers.
 
     With `add_special_tokens=True`, the tokenizer adds BOS and EOS as the file specifies.
 
     Raises:
         UnsupportedModelError: the kind of vocabulary or the pre-tokenizer is not supported.
     """
-    from transformers import PreTrainedTokenizerFast
-
     model = gguf.value("tokenizer.ggml.model")
     if model not in ("gpt2", "llama"):
         raise UnsupportedModelError(
@@ -50,20 +50,23 @@ def build_tokenizer(gguf: GgufFile) -> PreTrainedTokenizerFast:
     backend = _byte_level(gguf) if model == "gpt2" else _sentencepiece(gguf)
     backend.add_tokens(_added_tokens(gguf))
     _add_edges(gguf, backend)
-    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=backend,
-        clean_up_tokenization_spaces=False,
-        model_max_length=gguf.value(".context_length"),
-        model_input_names=["input_ids", "attention_mask"],
-        **_special_tokens(gguf),
-    )
     template = gguf.value("tokenizer.chat_template", None)
     if not isinstance(template, str | None):
         raise UnsupportedModelError(
             f"{gguf.path.name}: tokenizer.chat_template is not a string; fetch a complete file"
         )
-    tokenizer.chat_template = template
-    return tokenizer
+    settings = {
+        "backend": "tokenizers",
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": gguf.value(".context_length"),
+        "tokenizer_class": "TokenizersBackend",
+        **_special_tokens(gguf),
+    }
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    backend.save(str(folder / TOKENIZER))
+    if template is not None:
+        (folder / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
 
 
 def _vocabulary(gguf: GgufFile) -> dict[str, int]:

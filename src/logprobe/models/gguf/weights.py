@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
-    from transformers import PreTrainedConfig
 
     from logprobe.kernels.layers.forms import PanelWeights
+    from logprobe.models.config_files import ModelConfig
     from logprobe.models.sources import Rows
 
 FLOATS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -51,7 +51,7 @@ _GEMMA3_BLOCK: Final = _BLOCK | {
 class GgufSource:
     """The tensors in a GGUF file; a tensor is mapped into memory only while it is in use."""
 
-    def __init__(self, path: Path, config: PreTrainedConfig) -> None:
+    def __init__(self, path: Path, config: ModelConfig) -> None:
         """Read the header of the file.
 
         Raises:
@@ -75,14 +75,12 @@ class GgufSource:
         return self._shapes
 
     def check(self) -> None:
-        """Check that there is exactly one tensor for each parameter of the transformers module.
-
-        transformers would initialise a parameter without a tensor with random numbers.
+        """Check that there is exactly one tensor for each parameter of the model.
 
         Raises:
             UnsupportedModelError: names or shapes differ, or a tensor has a type that is not supported.
         """
-        _check_against_module(self._gguf.path, self._config, self._shapes)
+        _check_shapes(self._gguf.path, self._config, self._shapes)
         for name, shape in self._shapes.items():
             try:
                 self.read(name, slice(0, 1) if len(shape) > 1 else EVERY)
@@ -119,7 +117,8 @@ class GgufSource:
         llama.cpp interleaves the rotary rows of a head: its rows (0, 1, 2, 3, ...) are transformers' rows
         (0, n/2, 1, n/2 + 1, ...).
         """
-        heads = {"attn_q": self._config.num_attention_heads, "attn_k": self._config.num_key_value_heads}
+        sizes: Any = self._config
+        heads = {"attn_q": sizes.num_attention_heads, "attn_k": sizes.num_key_value_heads}
         part = own.split(".")[-2]
         if self._gguf.architecture != "llama" or part not in heads:
             return None
@@ -151,14 +150,45 @@ def transformers_name(architecture: str, source: str) -> str:
     )
 
 
-def _check_against_module(path: Path, config: PreTrainedConfig, found: Mapping[str, tuple[int, ...]]) -> None:
-    from transformers import AutoModelForCausalLM
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's parameters by name, for the architectures of GGUF files."""
+    sizes: Any = config
+    hidden, inner, head = sizes.hidden_size, sizes.intermediate_size, sizes.head_dim
+    queries, keys = sizes.num_attention_heads * head, sizes.num_key_value_heads * head
+    has_biases = bool(config.content.get("attention_bias"))
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (queries, hidden),
+        "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    if has_biases or config.model_type == "qwen2":
+        layer |= {f"self_attn.{name}_proj.bias": layer[f"self_attn.{name}_proj.weight"][:1] for name in "qkv"}
+    if has_biases:
+        layer["self_attn.o_proj.bias"] = (hidden,)
+    if config.model_type in {"qwen3", "gemma3_text"}:
+        layer |= dict.fromkeys(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), (head,))
+    if config.model_type == "gemma3_text":
+        norms = ("pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight")
+        layer |= dict.fromkeys(norms, (hidden,))
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (sizes.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (sizes.vocab_size, hidden)
+    for index in range(sizes.num_hidden_layers):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    return shapes
 
-    with torch.device("meta"):
-        state = AutoModelForCausalLM.from_config(config).state_dict()  # type: ignore[no-untyped-call]
-    wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    if config.tie_word_embeddings:
-        wanted.pop("lm_head.weight", None)
+
+def _check_shapes(path: Path, config: ModelConfig, found: Mapping[str, tuple[int, ...]]) -> None:
+    wanted = parameter_shapes(config)
     wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
     if wrong:
         name = wrong[0]

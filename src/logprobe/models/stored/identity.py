@@ -70,8 +70,9 @@ def _code() -> tuple[str, ...]:
     digest = hashlib.sha256()
     root = Path(__file__).parents[2]
     for name in _CODE:
-        for file in sorted((root / name).rglob("*.py")):
-            digest.update(file.read_bytes())
+        for pattern in ("*.py", "*.json"):
+            for file in sorted((root / name).rglob(pattern)):
+                digest.update(file.read_bytes())
     native = native_library()
     return digest.hexdigest(), "" if native is None else native.digest, *map(_version, _LIBRARIES)
 

@@ -130,7 +130,7 @@ def _decode_checked(data: bytes, body_type: type[B], service: Service) -> B:
     check_values(service.settings, data)
     body, service.call.ignored_fields = decode_body(data, body_type, is_strict=service.settings.strict_fields)
     check_body(service.settings, body)
-    service.call.without_effect = fields_without_effect(body, service.template_variables)
+    service.call.without_effect = fields_without_effect(body, partial(service.template_variables, body))
     return body
 
 

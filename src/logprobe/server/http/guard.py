@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 FIELD_NAMES: Final[dict[str, dict[str, str]]] = {
     "/v1/chat/completions": {"prompt": "messages"},
     "/v1/responses": {"prompt": "input", "response_format": "text"},
-    "/v1/score": {"prompt": "continuations"},
-    "/v1/classify": {"prompt": "input"},
+    "/v1/loglikelihood": {"prompt": "continuations"},
+    "/v1/label": {"prompt": "input"},
+    "/generative_scoring": {"prompt": "items", "logprob_token_ids": "label_token_ids"},
+    "/v1/score": {"prompt": "items", "logprob_token_ids": "label_token_ids"},
     "/v1/judge": {"prompt": "input"},
     "/v1/uncertainty": {"prompt": "input"},
     "/v1/rerank": {"prompt": "documents"},

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from logprobe.server.limits import InProgress
 from logprobe.server.openai.bodies import (
     GUIDED,
-    ClassifyBody,
     JudgeBody,
+    LabelBody,
+    LoglikelihoodBody,
     RerankBody,
-    ScoreBody,
+    TokenScoreBody,
     UncertaintyBody,
 )
 from logprobe.text.chat import is_plain
@@ -58,17 +59,23 @@ def is_bounded(body: Any) -> bool:
     """Return True if the time to process a body is bounded by its size in bytes."""
     if any(getattr(body, name, None) for name in SLOW_FIELDS):
         return False
-    for name in ("prompt", "prompts", "continuations"):
+    for name in ("prompt", "prompts", "continuations", "items"):
         prompts = getattr(body, name, None)
         if isinstance(prompts, list) and len(prompts) > QUICK_PROMPTS and type(prompts[0]) is not int:
             return False  # each prompt becomes a request; a list of ids is a single prompt
-    if isinstance(body, ScoreBody) and not isinstance(body.context, list) and len(body.continuations) > 1:
+    if (
+        isinstance(body, LoglikelihoodBody)
+        and not isinstance(body.context, list)
+        and len(body.continuations) > 1
+    ):
         return False  # the context is tokenized with each continuation
+    if isinstance(body, TokenScoreBody) and isinstance(body.query, str) and len(body.items) > 1:
+        return False  # the query is tokenized with each item
     if isinstance(body, RerankBody) and len(body.documents) > 1:
         return False  # the query is tokenized with each document
     if isinstance(body, UncertaintyBody) and body.n > QUICK_PROMPTS:
         return False  # each answer becomes a request
-    if isinstance(body, ClassifyBody | JudgeBody):
+    if isinstance(body, LabelBody | JudgeBody):
         most = 1 if body.input else QUICK_PROMPTS  # a text is tokenized with each answer, a conversation once
         return not isinstance(body.input, list) and body.num_answers <= most and is_plain(body.messages or [])
     messages = getattr(body, "messages", None) or getattr(body, "input", None) or []

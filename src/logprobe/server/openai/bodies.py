@@ -67,8 +67,12 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     bad_words: list[str] | None = None
     logits_processors_args: dict[str, Any] | None = None
     lora: str | None = None
-    # Extensions: tokenization of the prompt.
+    # Extensions: tokenization of the prompt, and the text of special tokens.
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    skip_special_tokens: bool | None = None
+    # Extensions: the end of the reply's id.
+    request_id: str | None = None
     # Extensions: structured output in vLLM's parameters, instead of `response_format`.
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
@@ -99,7 +103,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_retention: str | None = None
     cache_prompt: bool | None = None
     guided_decoding_backend: str | None = None
-    skip_special_tokens: bool | None = None
+    priority: int | None = None
     spaces_between_special_tokens: bool | None = None
 
 
@@ -135,8 +139,10 @@ class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     # Extensions: rendering of the chat template.
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
+    include_reasoning: bool | None = None
 
     # OpenAI's fields that are accepted only with a value that has no effect.
     functions: list[Any] | None = None
@@ -157,6 +163,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
@@ -169,8 +176,8 @@ class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tokens: Ids
 
 
-class ScoreBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Request body of `POST /v1/score`: continuations of one context, to be scored."""
+class LoglikelihoodBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Request body of `POST /v1/loglikelihood`: continuations of one context, to be scored."""
 
     continuations: Annotated[list[str | Ids], Meta(min_length=1)]
     context: str | Ids | None = None
@@ -181,10 +188,38 @@ class ScoreBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
     model: str | None = None
     unconditional: bool = False
-    token_ids: list[NamedIds] | None = None  # for each continuation
+    logprob_token_ids: list[NamedIds] | None = None  # for each continuation
     temperature: Annotated[float, Meta(gt=0)] | None = None  # of the scored distribution
     boundary: Literal["auto", "token"] = "auto"  # how to score a continuation if a token spans its start
     lora: str | None = None
+
+
+class LabelTokensBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Common fields of vLLM's and SGLang's routes for probabilities of label tokens."""
+
+    query: str | Ids
+    label_token_ids: Annotated[Ids, Meta(min_length=1)]
+    apply_softmax: bool
+    item_first: bool = False
+    model: str | None = None
+    lora: str | None = None
+
+
+class GenerativeScoringBody(LabelTokensBody, kw_only=True, forbid_unknown_fields=True):
+    """Request body of `POST /generative_scoring`, as in vLLM."""
+
+    items: Annotated[list[str | Ids], Meta(min_length=1)]
+    apply_softmax: bool = True
+    add_special_tokens: bool = True
+    request_id: str | None = None
+    priority: int | None = None  # no effect
+
+
+class TokenScoreBody(LabelTokensBody, kw_only=True, forbid_unknown_fields=True):
+    """Request body of `POST /v1/score`, as in SGLang."""
+
+    items: str | Annotated[list[str | Ids], Meta(min_length=1)]
+    apply_softmax: bool = False
 
 
 class AnswersBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -197,8 +232,8 @@ class AnswersBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     user: str | None = None  # no effect
 
 
-class ClassifyBody(AnswersBody, kw_only=True, forbid_unknown_fields=True):
-    """Request body of `POST /v1/classify`: labels, each scored as a whole."""
+class LabelBody(AnswersBody, kw_only=True, forbid_unknown_fields=True):
+    """Request body of `POST /v1/label`: labels, each scored as a whole."""
 
     labels: list[str] | dict[str, str | list[str]]
     correction: Literal["none", "length", "calibrated"] = "none"
@@ -361,8 +396,10 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
     "/v1/responses": ResponsesBody,
-    "/v1/score": ScoreBody,
-    "/v1/classify": ClassifyBody,
+    "/v1/loglikelihood": LoglikelihoodBody,
+    "/v1/label": LabelBody,
+    "/generative_scoring": GenerativeScoringBody,
+    "/v1/score": TokenScoreBody,
     "/v1/judge": JudgeBody,
     "/v1/uncertainty": UncertaintyBody,
     "/v1/rerank": RerankBody,

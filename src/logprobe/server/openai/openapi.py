@@ -69,7 +69,7 @@ def _operation(method: str, path: str, summary: str) -> dict[str, Any]:
 
 def _contents(method: str, path: str) -> dict[str, Any]:
     """Return the schema of a route's successful reply, by media type."""
-    if path == "/":
+    if path in {"/", "/docs"}:
         return {"text/html": _TEXT}
     if path == "/metrics":
         return {"text/plain": _TEXT}
@@ -79,7 +79,7 @@ def _contents(method: str, path: str) -> dict[str, Any]:
     contents: dict[str, Any] = {"application/json": {"schema": _ref(reply)}}
     if method == "POST" and path in _STREAMED:
         contents["text/event-stream"] = _TEXT
-    if path == "/v1/score":
+    if path == "/v1/loglikelihood":
         contents["application/vnd.apache.arrow.stream"] = _BINARY
     return contents
 

@@ -22,7 +22,13 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from logprobe.records.values import IntArray
-    from logprobe.server.openai.bodies import ChatBody, ScoreBody, TokenizeBody
+    from logprobe.server.openai.bodies import (
+        ChatBody,
+        CompletionBody,
+        GenerationBody,
+        LoglikelihoodBody,
+        TokenizeBody,
+    )
     from logprobe.server.service import Service
     from logprobe.text.chat import Conversation
 
@@ -53,39 +59,43 @@ class Prompt:
     parts: list[bytes] = field(default_factory=list)  # bytes of the text per token; empty without an echo
 
 
-def read_prompts(
-    prompt: str | Sequence[Any], service: Service, *, is_echoed: bool, add_special_tokens: bool = True
-) -> list[Prompt]:
+def read_prompts(body: CompletionBody, max_tokens: int, service: Service) -> list[Prompt]:
     """Read the prompts in a body: a text, a list of ids, or a list of several texts or several lists of ids.
+
+    `max_tokens` is the number of tokens to generate.
 
     Raises:
         ApiError: 400 if the prompt is empty, mixes texts and ids, or exceeds the limit on text.
         ParameterError: the tokenizer cannot encode a text.
     """
-    text = service.text
+    prompt: str | Sequence[Any] = body.prompt
+    text, is_echoed = service.text, bool(body.echo)
+    add_special_tokens = body.add_special_tokens is not False
+    bytes_of = text.vocabulary.bytes_of if body.skip_special_tokens is False else text.bytes_of
+    kept, is_whole = kept_tokens(body, max_tokens, service), body.truncate_prompt_tokens is None
 
     def from_text(part: str) -> Prompt:
         if not is_echoed:
-            return Prompt(text.encode(part, add_special_tokens=add_special_tokens))
+            return Prompt(text.encode(part, add_special_tokens=add_special_tokens)[kept])
         ids, spans = text.encode_with_spans(part, add_special_tokens=add_special_tokens)
         data = part.encode()
         # A part extends to where the next token begins; if tokens share a span, only the last one has bytes.
         bounds = [*spans[:, 0].tolist(), len(data)]
-        return Prompt(ids, [data[start:end] for start, end in pairwise(bounds)])
+        return Prompt(ids[kept], [data[start:end] for start, end in pairwise(bounds)][kept])
 
     def from_ids(part: Sequence[Any]) -> Prompt:
-        ids = as_ids(part, "prompt")
-        return Prompt(ids, [text.bytes_of([token_id]) for token_id in part] if is_echoed else [])
+        ids = as_ids(part, "prompt")[kept]
+        return Prompt(ids, [bytes_of([token_id]) for token_id in ids.tolist()] if is_echoed else [])
 
     if isinstance(prompt, str):
-        check_texts([prompt], "prompt", service)
+        check_texts([prompt], "prompt", service, is_whole=is_whole)
         return [from_text(prompt)]
     if not prompt:
         raise bad_request("prompt", "is empty; give a text, token ids, or a list of either")
     if all(isinstance(part, int) for part in prompt):
         return [from_ids(prompt)]
     if all(isinstance(part, str) for part in prompt):
-        check_texts(prompt, "prompt", service)
+        check_texts(prompt, "prompt", service, is_whole=is_whole)
         return [from_text(part) for part in prompt]
     if all(isinstance(part, list) for part in prompt):
         return [from_ids(part) for part in prompt]
@@ -153,33 +163,60 @@ def render_messages(
     layout: Layout = ANSWER,
     *,
     reasoning_field: str = "messages.reasoning_content",
+    is_whole: bool = True,
 ) -> str:
     """Render a conversation with the model's chat template; raises the errors of `encode_messages`.
 
     If the template drops reasoning, for example from earlier turns, the reply's `Warning` header names
-    `reasoning_field`.
+    `reasoning_field`. With `is_whole=False`, the text may be longer than the model's context.
     """
     check_fields(messages)
-    text, is_whole = (
+    text, has_reasoning = (
         lay_out_reasoning(messages, service.text, layout)
         if any(field in message for message in messages for field in FIELDS)
         else (lay_out(messages, service.text, layout), True)
     )
-    if not is_whole:
+    if not has_reasoning:
         service.call.without_effect.append(reasoning_field)
-    check_texts([text], "messages", service)
+    check_texts([text], "messages", service, is_whole=is_whole)
     return text
 
 
+def kept_tokens(body: GenerationBody, max_tokens: int | None, service: Service) -> slice:
+    """Return the tokens of a prompt that `truncate_prompt_tokens` keeps: its last ones, by default all.
+
+    -1 keeps as many as fit into the model's context before `max_tokens` new tokens (None: one).
+
+    Raises:
+        ApiError: 400 if no token would be left.
+    """
+    count = body.truncate_prompt_tokens
+    if count is None:
+        return slice(None)
+    if count == -1:
+        room = service.capabilities.max_model_len + 1 - (1 if max_tokens is None else max_tokens)
+        return slice(-max(room, 1), None)
+    if count == 0:
+        raise bad_request("truncate_prompt_tokens", "must be -1 or positive, got 0")
+    return slice(-count, None)
+
+
 def layout_of(
-    body: ChatBody | ScoreBody | TokenizeBody, service: Service, functions: Sequence[Mapping[str, Any]] | None
+    body: ChatBody | LoglikelihoodBody | TokenizeBody,
+    service: Service,
+    functions: Sequence[Mapping[str, Any]] | None,
 ) -> Layout:
     """Return how to lay out a body's conversation: tools, template variables, and generation prompt."""
+    template = service.request_template(body)
+    if template is None and getattr(body, "chat_template", None) is not None:
+        remedy = "leave it out, or start the server with --trust-request-chat-template"
+        raise bad_request("chat_template", f"is not allowed by this server; {remedy}")
     return Layout(
         tools=functions,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
-        chat_template_kwargs=template_variables(body, service.template_variables()),
+        chat_template=template,
+        chat_template_kwargs=template_variables(body, service.template_variables(body)),
     )
 
 

@@ -223,6 +223,7 @@ class ChatChoice(_ChoiceExtras, kw_only=True):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    stop_reason: int | str | None
 
 
 class ChatCompletion(_ChatFrame, kw_only=True):
@@ -250,6 +251,7 @@ class ChatChunkChoice(_ChoiceExtras, kw_only=True):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: int | str | UnsetType | None = UNSET
 
 
 class ChatCompletionChunk(_ChatFrame, kw_only=True):
@@ -284,6 +286,7 @@ class CompletionChoice(_PromptExtras, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: int | str | None
     token_ids: Ids | UnsetType = UNSET
     explain: list[Any] | UnsetType = UNSET
     fields: list[FieldLogprob] | UnsetType | None = UNSET
@@ -400,7 +403,7 @@ class Response(msgspec.Struct, kw_only=True):
     logprobs_info: dict[str, Any] | UnsetType = UNSET
 
 
-class Score(msgspec.Struct, kw_only=True):
+class Loglikelihood(msgspec.Struct, kw_only=True):
     """Log-probability of a continuation (nats), with further measures."""
 
     index: int
@@ -415,16 +418,44 @@ class Score(msgspec.Struct, kw_only=True):
     given_ranks: list[Ids] | UnsetType = UNSET
 
 
-class Scores(Shape, kw_only=True):
-    """The reply of `/v1/score`."""
+class Loglikelihoods(Shape, kw_only=True):
+    """The reply of `/v1/loglikelihood`."""
 
     id: str
-    object: Literal["score"]
+    object: Literal["loglikelihood"]
     model: str
     unit: Literal["nats"]
-    data: list[Score]
+    data: list[Loglikelihood]
     usage: Usage
     logprobs_info: dict[str, Any] | UnsetType = UNSET
+
+
+class LabelTokenScore(Shape, kw_only=True):
+    """Probability of the first label token after one item; null if no label is possible."""
+
+    index: int
+    object: Literal["score"]
+    score: float | None
+
+
+class GenerativeScores(Shape, kw_only=True):
+    """The reply of `/generative_scoring`."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[LabelTokenScore]
+    usage: Usage
+
+
+class TokenScores(Shape, kw_only=True):
+    """The reply of `/v1/score`: for each item, the probabilities in the order of `label_token_ids`."""
+
+    scores: list[list[float | None]]
+    model: str
+    usage: Usage
+    object: Literal["scoring"]
 
 
 class _Answers(Shape, kw_only=True):
@@ -436,7 +467,7 @@ class _Answers(Shape, kw_only=True):
     usage: Usage
 
 
-class Classified(Shape, kw_only=True):
+class Labelled(Shape, kw_only=True):
     """Scores of the labels for one prompt, in the order of `labels`; null if no label is possible."""
 
     index: int
@@ -451,10 +482,10 @@ class Classified(Shape, kw_only=True):
     boundary: Literal["token", "bytes"]  # labels are scored as tokens, or as bytes
 
 
-class Classifications(_Answers, kw_only=True):
-    """The reply of `/v1/classify`."""
+class Labels(_Answers, kw_only=True):
+    """The reply of `/v1/label`."""
 
-    data: list[Classified]
+    data: list[Labelled]
 
 
 class Judged(Shape, kw_only=True):
@@ -602,8 +633,10 @@ REPLIES: Final[dict[str, type[msgspec.Struct]]] = {
     "POST /v1/responses": Response,
     "GET /v1/responses/{response_id}": Response,
     "GET /v1/responses/{response_id}/input_items": Items,
-    "POST /v1/score": Scores,
-    "POST /v1/classify": Classifications,
+    "POST /v1/loglikelihood": Loglikelihoods,
+    "POST /v1/label": Labels,
+    "POST /generative_scoring": GenerativeScores,
+    "POST /v1/score": TokenScores,
     "POST /v1/judge": Judgements,
     "POST /v1/uncertainty": Uncertain,
     "POST /v1/rerank": Ranking,

@@ -7,7 +7,12 @@
   const IMPOSSIBLE = -9999; // minus infinity in JSON
   const SHADES = 9; // one per nat; the last one is for everything above
   const MAX_STRIP = 1200; // maximum tokens in the strip
+  const FIELDS = ["text-a", "text-b", "model", "max-tokens", "temperature", "top-p", "seed", "top", "schema", "stage"];
+  const CHECKS = ["compare", "chat"];
   const panels = [];
+  const talks = [[], []]; // earlier messages of the conversations, by panel
+  let hasOpened = false; // the link in the address bar was read
+  let shown = null; // the form of the result on the page, for its link
   let running = null; // AbortController of the requests in progress
   let hand = null; // { panel, position } of the selected token
 
@@ -65,14 +70,14 @@
     if (maxTokens === 0) return { ...asked, ...ofPrompt };
     const drawn = {
       logprobs_mode: "both", temperature: Number(byId("temperature").value), top_p: Number(byId("top-p").value),
-      seed: byId("seed").value === "" ? undefined : Number(byId("seed").value), ...formOf(byId("schema").value),
+      seed: Number(byId("seed").value || shown.fields.seed), ...formOf(byId("schema").value),
     };
     if (!isChat(prompt)) return { ...asked, ...ofPrompt, ...drawn, logprobs: top };
-    return { ...asked, ...drawn, messages: [{ role: "user", content: prompt }], logprobs: true, top_logprobs: top };
+    return { ...asked, ...drawn, messages: prompt, logprobs: true, top_logprobs: top };
   }
 
-  // A branch continues from token ids, also in a chat.
-  const isChat = (prompt) => byId("chat").checked && typeof prompt === "string";
+  // A prompt is a text, token ids, or the messages of a chat.
+  const isChat = (prompt) => typeof prompt[0] === "object";
 
   function formOf(schema) {
     if (!schema.trim()) return {};
@@ -140,7 +145,7 @@
   }
 
   async function fill(panel, prompt, maxTokens, signal) {
-    const version = { tokens: [], label: "", fields: null };
+    const version = { tokens: [], label: "", fields: null, reply: "" };
     panel.versions.push(version);
     panel.current = version;
     for await (const event of events(question(prompt, maxTokens), signal)) {
@@ -150,6 +155,7 @@
           await nameFirst(version.tokens, signal);
         }
         version.tokens.push(...(isChat(prompt) ? chatTokens(choice) : newTokens(choice)));
+        version.reply += choice.delta?.content ?? "";
         if (choice.fields) version.fields = fieldsOf(choice.fields, version.tokens);
       }
       draw(panel);
@@ -205,13 +211,75 @@
 
   function ask(maxTokens) {
     const texts = [byId("text-a").value, ...(byId("compare").checked ? [byId("text-b").value] : [])];
+    const isTalk = byId("chat").checked && maxTokens > 0;
+    shown = stateOf(maxTokens);
     panels.length = 0;
     hand = null;
     byId("panels").replaceChildren();
     byId("panels").classList.toggle("two", texts.length > 1);
     showHint();
     texts.forEach((text, number) => panels.push(makePanel(texts.length > 1 ? "AB"[number] : "")));
-    return work((signal) => panels.map((panel, number) => fill(panel, texts[number], maxTokens, signal)));
+    return work((signal) => panels.map(async (panel, number) => {
+      if (!isTalk) return fill(panel, texts[number], maxTokens, signal);
+      const messages = [...talks[number], { role: "user", content: texts[number] }];
+      drawTalk(panel, messages);
+      await fill(panel, messages, maxTokens, signal);
+      talks[number] = [...messages, { role: "assistant", content: panel.current.reply }];
+      byId(["text-a", "text-b"][number]).value = "";
+      showTalk();
+    }));
+  }
+
+  function showTalk() {
+    byId("reset").hidden = !talks.some((messages) => messages.length);
+    byId("text-label").textContent = byId("chat").checked ? (talks[0].length ? "Next message" : "Message") : "Text or prompt";
+  }
+
+  function forgetTalk() {
+    talks.forEach((_, number) => { talks[number] = []; });
+    showTalk();
+  }
+
+  // ---- links -----------------------------------------------------------------------------------------------
+
+  function stateOf(maxTokens) {
+    const fields = Object.fromEntries(FIELDS.map((id) => [id, byId(id).value]));
+    // Without a seed, one is chosen, so that the link gives the same tokens.
+    if (fields.seed === "") fields.seed = String(Math.floor(Math.random() * 2 ** 31));
+    const checks = Object.fromEntries(CHECKS.map((id) => [id, byId(id).checked]));
+    return { fields, checks, talks: [...talks], isScore: maxTokens === 0 };
+  }
+
+  async function copyLink() {
+    const link = new URL(location.href);
+    link.hash = encodeURIComponent(JSON.stringify(shown));
+    history.replaceState(null, "", link);
+    try {
+      await navigator.clipboard.writeText(link.href);
+      say("the link is copied; it repeats this request");
+    } catch {
+      say("the link is in the address bar; it repeats this request");
+    }
+  }
+
+  function openLink() {
+    // Nothing is sent before a button is pressed: any web page may link here.
+    if (location.hash.length < 2 || hasOpened) return;
+    hasOpened = true;
+    try {
+      const state = JSON.parse(decodeURIComponent(location.hash.slice(1)));
+      for (const id of FIELDS) byId(id).value = String(state.fields[id] ?? "");
+      for (const id of CHECKS) byId(id).checked = state.checks[id] === true;
+      state.talks.slice(0, talks.length).forEach((messages, number) => {
+        talks[number] = messages.map(({ role, content }) => ({ role: String(role), content: String(content) }));
+      });
+      byId("field-b").hidden = !byId("compare").checked;
+      byId("form").open = byId("schema").value !== "";
+      showTalk();
+      say(`opened from a link; press “${state.isScore ? byId("score").textContent : byId("go").textContent}” to compute it`);
+    } catch (error) {
+      complain(new Error(`the link is not valid (${error.message})`));
+    }
   }
 
   function branch(panel, position, alternative) {
@@ -229,7 +297,7 @@
     byId("stop").hidden = !isBusy;
     byId("go").disabled = isBusy;
     byId("score").disabled = isBusy;
-    for (const id of ["csv", "json"]) byId(id).disabled = isBusy || !panels.some((panel) => panel.current?.tokens.length);
+    for (const id of ["csv", "json", "link"]) byId(id).disabled = isBusy || !panels.some((panel) => panel.current?.tokens.length);
   }
 
   function say(text) {
@@ -266,6 +334,7 @@
 
   function makePanel(title) {
     const panel = { title, versions: [], current: null, shown: null, spans: [] };
+    panel.talk = make("div", { className: "talk" });
     panel.text = make("div", { className: "tokens", role: "group", "aria-label": `Tokens${title && ` of ${title}`}` });
     panel.strip = document.createElementNS("http://www.w3.org/2000/svg", "svg");
     panel.strip.setAttribute("class", "strip");
@@ -275,10 +344,15 @@
     panel.totals = make("dl", { className: "totals" });
     panel.branches = make("ul", { className: "branches", "aria-label": "Branches" });
     const head = title ? [make("h2", { textContent: `Text ${title}` })] : [];
-    panel.box = make("section", { className: "panel" }, ...head, panel.text, panel.strip, panel.fields, panel.totals, panel.branches);
+    panel.box = make("section", { className: "panel" }, ...head, panel.talk, panel.text, panel.strip, panel.fields, panel.totals, panel.branches);
     panel.text.addEventListener("keydown", (event) => walk(panel, event));
     byId("panels").append(panel.box);
     return panel;
+  }
+
+  function drawTalk(panel, messages) {
+    panel.talk.replaceChildren(...messages.map(({ role, content }) =>
+      make("p", {}, make("b", { textContent: role }), make("span", { textContent: content }))));
   }
 
   function draw(panel) {
@@ -397,8 +471,8 @@
     fact("position", String(position));
     if (token.bytes) fact("bytes", token.bytes.map((byte) => byte.toString(16).padStart(2, "0")).join(" ") || "none");
     const stages = make("div", { className: "stages" });
-    if (token.top.length) stages.append(drawBars(panel, position, token, token.top, token.processed ? "raw" : "alternatives"));
-    if (token.processed) stages.append(drawBars(panel, position, token, token.processed.top, "processed"));
+    if (token.top.length) stages.append(drawBars(panel, position, token, token.top, token.processed ? "Raw" : "Alternatives"));
+    if (token.processed) stages.append(drawBars(panel, position, token, token.processed.top, "Processed"));
     const heading = make("h2", { textContent: `“${visible(token.text ?? "")}”` });
     byId("detail").replaceChildren(heading, facts, stages);
   }
@@ -411,7 +485,7 @@
       const isBranch = alternative.id !== undefined && !isChosen;
       const label = [make("b", { textContent: visible(alternative.text) }), make("em", { textContent: percent(entry.logprob) })];
       const row = make(isBranch ? "button" : "span", {
-        className: `bar ${isChosen ? "chosen" : ""} ${title === "processed" ? "second" : ""}`,
+        className: `bar ${isChosen ? "chosen" : ""} ${title === "Processed" ? "second" : ""}`,
         title: `${number(entry.logprob, 4)} nats${isBranch ? "; continue from here with this token" : ""}`,
       }, ...label);
       row.style.setProperty("--p", `${100 * Math.exp(entry.logprob)}%`);
@@ -476,17 +550,24 @@
 
   function drawMembers(field) {
     if (!field.members?.length) return [];
-    const list = make("ul", { className: "bars", "aria-label": `Allowed values of ${field.pointer || "the answer"}` });
+    const sections = [drawShares(field, "Raw share", "share", "logprob", "")];
+    if ("grammar_share" in field.members[0]) {
+      sections.push(drawShares(field, "Share under the schema", "grammar_share", "grammar_logprob", "second"));
+    }
+    return [make("div", { className: "shares" }, ...sections)];
+  }
+
+  function drawShares(field, title, shareName, logprobName, style) {
+    const list = make("ul", { className: "bars", "aria-label": `${title} of the allowed values of ${field.pointer || "the answer"}` });
     for (const member of field.members) {
       const isSaid = JSON.stringify(member.value) === JSON.stringify(field.value);
-      const [logprob, share] = isProcessed() && "grammar_share" in member
-        ? [member.grammar_logprob, member.grammar_share] : [member.logprob, member.share];
-      const bar = make("span", { className: `bar ${isSaid ? "chosen" : ""}`, title: `${number(logprob, 4)} nats` },
+      const share = member[shareName] ?? 0;
+      const bar = make("span", { className: `bar ${isSaid ? "chosen" : ""} ${style}`, title: `${number(member[logprobName], 4)} nats` },
         make("b", { textContent: JSON.stringify(member.value) }), make("em", { textContent: `${(100 * share).toFixed(2)} %` }));
       bar.style.setProperty("--p", `${100 * share}%`);
       list.append(make("li", {}, bar));
     }
-    return [list];
+    return make("section", {}, make("h3", { textContent: title }), list);
   }
 
   function totalsOf(tokens) {
@@ -581,6 +662,7 @@
       byId("model-line").textContent = `exact token log-probabilities of ${models.data[0].id}`;
       byId("top").max = capabilities.max_logprobs;
       byId("top").value = Math.min(Number(byId("top").value), capabilities.max_logprobs);
+      openLink();
       document.body.dataset.ready = "true";
     } catch (error) {
       complain(error);
@@ -594,6 +676,9 @@
   byId("score").addEventListener("click", () => byId("ask").reportValidity() && ask(0));
   byId("stop").addEventListener("click", () => running?.abort());
   byId("compare").addEventListener("change", () => { byId("field-b").hidden = !byId("compare").checked; });
+  byId("chat").addEventListener("change", forgetTalk);
+  byId("reset").addEventListener("click", forgetTalk);
+  byId("link").addEventListener("click", copyLink);
   byId("stage").addEventListener("change", () => panels.forEach((panel) => panel.current && draw(panel)));
   byId("csv").addEventListener("click", saveCsv);
   byId("json").addEventListener("click", saveJson);

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from logprobe.server.http.decode import read
 from logprobe.server.openai.bodies import ChatBody
 from logprobe.server.openai.fields import chat_params, named_as_asked
-from logprobe.server.openai.prompts import encode_laid_out, layout_of, render_messages
+from logprobe.server.openai.prompts import encode_laid_out, kept_tokens, layout_of, render_messages
 from logprobe.server.openai.tools import NO_TOOLS, tools_of
 from logprobe.server.reply import ChoicesShape, Generation, answer, usage
 from logprobe.server.reply_channels import ReplyChannels, Splitter, text_of
@@ -19,6 +19,7 @@ from logprobe.server.rows import (
     num_field_tokens,
     prompt_extensions,
     reply_extensions,
+    stop_reason,
 )
 
 if TYPE_CHECKING:
@@ -60,9 +61,13 @@ def prepare(body: ChatBody, service: Service) -> ChatRequest:
         service.write_ids()
     has_tools = body.tools is not None or body.tool_choice is not None
     tools = tools_of(body, service.reply_form()) if has_tools else NO_TOOLS
-    prompt = render_messages(body.messages, service, layout_of(body, service, tools.functions))
+    layout, is_whole = layout_of(body, service, tools.functions), body.truncate_prompt_tokens is None
+    prompt = render_messages(body.messages, service, layout, is_whole=is_whole)
     ids = encode_laid_out(prompt, service, add_special_tokens=bool(body.add_special_tokens))
-    generation, splitter = admit_reply(service, body, prompt, ids, tools, chat_params, "chatcmpl")
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    ids = ids[kept_tokens(body, limit, service)]
+    reply_id = service.reply_id("chatcmpl", body.request_id)
+    generation, splitter = admit_reply(service, body, prompt, ids, tools, chat_params, reply_id)
     return ChatRequest(body, generation, splitter)
 
 
@@ -73,7 +78,7 @@ def admit_reply(
     ids: IntArray,
     tools: Tools,
     params_of: Callable[..., SamplingParams],
-    id_prefix: str,
+    reply_id: str,
 ) -> tuple[Generation, Splitter]:
     """Validate and admit the generation of a reply to a conversation.
 
@@ -84,14 +89,20 @@ def admit_reply(
         ids: token ids of `prompt`.
         tools: the request's tools.
         params_of: converts the body to sampling parameters: `chat_params` or `responses_params`.
-        id_prefix: prefix of the reply's id.
+        reply_id: id of the reply.
     """
     room = service.capabilities.max_model_len + 1 - len(ids)
     calls = None if tools.form is None else tools.call_format(prompt)
     with named_as_asked(body, is_call=calls is not None):
         params = params_of(body, service.settings, calls, room=room)
         members = body.field_logprobs == "members"
-        generation = Generation(service, service.new_id(id_prefix), [(ids, params)], wants_members=members)
+        generation = Generation(
+            service,
+            reply_id,
+            [(ids, params)],
+            wants_members=members,
+            shows_special=getattr(body, "skip_special_tokens", None) is False,
+        )
     is_formed = calls is None and params.response_format is not None
     return generation, Splitter(service, prompt, tools.functions, is_formed=is_formed)
 
@@ -123,7 +134,7 @@ class ChatShape(ChoicesShape[ChatBody]):
         """Yield one chunk per segment, with the segment's rows, and then a chunk with the finish reason."""
         extras = choice_extensions(self._body, piece)
         num_calls = self._splitter.num_calls(piece.index)
-        groups = [[segment] for segment in self._splitter.take(piece)]
+        groups = [[segment] for segment in self._reported(self._splitter.take(piece))]
         for segments in groups or [[]] * bool(extras and piece.num_rows):
             channels = ReplyChannels.of(segments)
             logprobs = chat_logprobs(self._service, self._generation, piece.completion, channels)
@@ -144,7 +155,7 @@ class ChatShape(ChoicesShape[ChatBody]):
         return sum(map(self._splitter.num_entries, pieces)) + num_field_tokens(self._body, pieces)
 
     def _choice(self, piece: CompletionPiece) -> dict[str, Any]:
-        channels = ReplyChannels.of(self._splitter.take(piece))
+        channels = ReplyChannels.of(self._reported(self._splitter.take(piece)))
         reason, ending = self._end(piece)
         return {
             "index": piece.index,
@@ -155,6 +166,11 @@ class ChatShape(ChoicesShape[ChatBody]):
             **ending,
         }
 
+    def _reported(self, segments: Sequence[ReplySegment]) -> list[ReplySegment]:
+        """Return the segments that the reply contains, which `include_reasoning` may leave out."""
+        has_all = self._body.include_reasoning is not False
+        return [segment for segment in segments if has_all or segment.channel != "reasoning"]
+
     def _end(self, piece: CompletionPiece) -> tuple[str | None, dict[str, Any]]:
         """Return the finish reason of a choice, and the fields of its last chunk."""
         channels = ReplyChannels.of(self._splitter.all_of(piece.index))
@@ -162,7 +178,7 @@ class ChatShape(ChoicesShape[ChatBody]):
         reason = "tool_calls" if has_called else piece.finish_reason
         is_split = self._splitter.is_split
         found = self._generation.found.get(piece.index)
-        return reason, ending_extensions(
+        return reason, {"stop_reason": stop_reason(piece)} | ending_extensions(
             self._service, self._body, piece, found, channels if is_split else None
         )
 

@@ -18,6 +18,7 @@ from logprobe.server.rows import (
     num_field_tokens,
     prompt_extensions,
     reply_extensions,
+    stop_reason,
 )
 from logprobe.text.pieces import TextWalk
 
@@ -50,18 +51,21 @@ def prepare(body: CompletionBody, service: Service) -> tuple[CompletionBody, lis
         service.write_ids()
     with named_as_asked(body):
         params = completion_params(body, service.settings)
-    prompts = read_prompts(
-        body.prompt,
-        service,
-        is_echoed=bool(body.echo),
-        add_special_tokens=body.add_special_tokens is not False,
-    )
+    prompts = read_prompts(body, params.max_tokens, service)
     limit = service.capabilities.max_model_len
     requests = [(prompt.token_ids, _fitting(params, body, prompt, limit)) for prompt in prompts]
     echoes = [b"".join(prompt.parts) for prompt in prompts] if body.echo else []
     with named_as_asked(body):
-        base, members = service.new_id("cmpl"), body.field_logprobs == "members"
-        return body, prompts, Generation(service, base, requests, echoes, wants_members=members)
+        base, members = service.reply_id("cmpl", body.request_id), body.field_logprobs == "members"
+        generation = Generation(
+            service,
+            base,
+            requests,
+            echoes,
+            wants_members=members,
+            shows_special=body.skip_special_tokens is False,
+        )
+        return body, prompts, generation
 
 
 def _fitting(params: SamplingParams, body: CompletionBody, prompt: Prompt, limit: int) -> SamplingParams:
@@ -120,6 +124,7 @@ class CompletionShape(ChoicesShape[CompletionBody]):
             "text": piece.text,
             "logprobs": legacy_logprobs(self._service, piece),
             "finish_reason": piece.finish_reason,
+            "stop_reason": stop_reason(piece),
             **choice_extensions(self._body, piece),
             **ending_extensions(self._service, self._body, piece, self._generation.found.get(piece.index)),
         }

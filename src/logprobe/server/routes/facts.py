@@ -7,7 +7,7 @@ import hashlib
 from dataclasses import asdict
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from starlette.responses import Response
@@ -28,6 +28,13 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
     from logprobe.server.service import Service
+
+
+PAGE_HEADERS: Final = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
 
 
 async def health(_: HttpRequest, service: Service) -> Response:
@@ -237,12 +244,7 @@ def _model(service: Service, name: str, folder: str | None) -> dict[str, Any]:
 async def page(_: HttpRequest, __: Service) -> Response:
     """Return the web page that shows the log-probabilities of a text's tokens."""
     html, policy = assemble()
-    headers = {
-        "Content-Security-Policy": policy,
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    }
+    headers = PAGE_HEADERS | {"Content-Security-Policy": policy}
     return Response(html, media_type="text/html", headers=headers)
 
 
@@ -257,8 +259,8 @@ def assemble() -> tuple[bytes, str]:
         "default-src": "'none'",
         "connect-src": "'self'",
         "img-src": "data:",
-        "script-src": _hashed(script),
-        "style-src": _hashed(style),
+        "script-src": hashed(script),
+        "style-src": hashed(style),
         "base-uri": "'none'",
         "form-action": "'none'",
         "frame-ancestors": "'none'",
@@ -266,5 +268,6 @@ def assemble() -> tuple[bytes, str]:
     return whole.encode(), "; ".join(f"{name} {value}" for name, value in rules.items())
 
 
-def _hashed(text: str) -> str:
+def hashed(text: str) -> str:
+    """Return the source expression of an inline script or style for a Content-Security-Policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

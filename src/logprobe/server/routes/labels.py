@@ -1,4 +1,4 @@
-"""`POST /v1/classify`, `/v1/judge` and `/v1/rerank`: probabilities of possible answers.
+"""`POST /v1/label`, `/v1/judge` and `/v1/rerank`: probabilities of possible answers.
 
 `analysis.labels` plans the requests and summarizes the scores. Each answer is one engine request; prefixes
 that several requests share are computed once.
@@ -20,10 +20,10 @@ from logprobe.server.http.decode import read
 from logprobe.server.http.errors import ApiError, as_api_error, bad_request
 from logprobe.server.http.replies import JSON_TYPE, while_connected
 from logprobe.server.limits import check_count, utf8_bytes
-from logprobe.server.openai.bodies import ClassifyBody, JudgeBody, RerankBody
+from logprobe.server.openai.bodies import JudgeBody, LabelBody, RerankBody
 from logprobe.server.openai.prompts import check_one_of, check_texts, render_messages
 from logprobe.server.reply import encode, num_cached, usage_of
-from logprobe.server.routes.score import SCORE_ENTRIES
+from logprobe.server.routes.loglikelihood import SCORE_ENTRIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     from logprobe.text.chat import Conversation
     from logprobe.transport.messages import Admitted
 
-    HasPrompts: TypeAlias = ClassifyBody | JudgeBody
+    HasPrompts: TypeAlias = LabelBody | JudgeBody
 
 T = TypeVar("T")
-B = TypeVar("B", ClassifyBody, JudgeBody, RerankBody)
+B = TypeVar("B", LabelBody, JudgeBody, RerankBody)
 
 
-async def classify(request: HttpRequest, service: Service) -> Response:
+async def label(request: HttpRequest, service: Service) -> Response:
     """Score whole labels after a text or a conversation: log-probabilities in nats, and shares."""
-    return await _answered(request, service, ClassifyBody, prepare_classify)
+    return await _answered(request, service, LabelBody, prepare_label)
 
 
 async def judge(request: HttpRequest, service: Service) -> Response:
@@ -108,9 +108,9 @@ def _admit(
 # -- labels and grades ---------------------------------------------------------------------------------------
 
 
-def prepare_classify(body: ClassifyBody, service: Service) -> AnswerRequest:
+def prepare_label(body: LabelBody, service: Service) -> AnswerRequest:
     """Validate and admit one request for each pair of a prompt and a label's text."""
-    prompts = _open(body, "classify", service)
+    prompts = _open(body, "label", service)
     has_empty = body.correction == "calibrated"
     count = (len(prompts) + has_empty) * body.num_answers
     check_count(service.settings, "max_requests", "labels", count, "texts of labels times prompts")
@@ -130,7 +130,7 @@ def prepare_classify(body: ClassifyBody, service: Service) -> AnswerRequest:
             read=lambda messages: _read(messages, body, len(texts), service),
         )
 
-    return _admit_answers("classify", lay_out, _classified, body, service)
+    return _admit_answers("label", lay_out, _labelled, body, service)
 
 
 def prepare_judge(body: JudgeBody, service: Service) -> AnswerRequest:
@@ -193,7 +193,7 @@ def _admit_answers(
         raise as_api_error(error, {"prompt": field, "prompts": field}) from error
 
 
-def _classified(one: Classification) -> dict[str, Any]:
+def _labelled(one: Classification) -> dict[str, Any]:
     return {
         "label": one.label,
         "labels": list(one.labels),

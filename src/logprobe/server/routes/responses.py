@@ -51,7 +51,9 @@ def prepare(body: ResponsesBody, service: Service, owner: bytes) -> ResponsesReq
     tools = tools_of(body, service.reply_form()) if has_tools else NO_TOOLS
     messages, prompt = read_conversation(body, service, owner, tools)
     ids = encode_laid_out(prompt, service)
-    generation, splitter = admit_reply(service, body, prompt, ids, tools, responses_params, "resp")
+    generation, splitter = admit_reply(
+        service, body, prompt, ids, tools, responses_params, service.new_id("resp")
+    )
     return ResponsesRequest(owner, body, messages, generation, splitter)
 
 
@@ -71,7 +73,7 @@ def read_conversation(
     system: Messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
     items = InputItems(body.input)
     messages = before + items.messages
-    variables = template_variables(body, service.template_variables())
+    variables = template_variables(body, service.template_variables(body))
     layout = Layout(tools=tools.functions, chat_template_kwargs=variables)
     try:
         text = render_messages(system + messages, service, layout, reasoning_field="input.reasoning")

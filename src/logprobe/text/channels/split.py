@@ -1,6 +1,7 @@
 """Split one completion into channels, with the bytes that each token contributes to each channel.
 
-Special tokens contribute no bytes to a channel, except within a tool call, whose text is reported as written.
+Special tokens contribute no bytes to a channel, except within a tool call, whose text is reported as written,
+and except those that the pieces show as text (`Piece.text_tokens`).
 White space before and after a marker is dropped with the marker; a reply without markers keeps all of its
 white space. A tool call must have a name, and arguments that are a JSON object. Any other text between call
 markers becomes content, together with the markers.
@@ -73,6 +74,7 @@ class Channels:
         self._calls_field = form.template.fields.get(CALLS)
         self._has_tools = bool(tools)
         self._source = TokenText(text)
+        self._special_token_ids = text.special_token_ids
         self._regions = Regions(form.template, tools or ())
         self._speech = _Speech()
         self._region: _Region | None = None  # open region of calls
@@ -86,6 +88,8 @@ class Channels:
         Each complete tool call is a further part. The piece with a finish reason returns all that is left.
         """
         is_last = piece.finish_reason is not None
+        ids, special = piece.completion.token_ids, self._special_token_ids
+        self._speech.shown.update(position for position in piece.text_tokens if ids[position] in special)
         self._follow(self._regions.advance(self._source.add(piece), final=is_last))
         if is_last:
             if rest := self._source.cut(self._source.num_chars):  # not covered by any step
@@ -192,13 +196,14 @@ class _Speech:
         self._bits: dict[Channel, list[Bit]] = {}  # not yet returned
         self._channel: Channel = "content"  # channel of the latest text
         self._is_after_mark = False
+        self.shown: set[int] = set()  # positions of the special tokens that the pieces show
 
     def say(self, channel: Channel, bits: Iterable[Bit]) -> None:
-        """Add text to a channel; special tokens are skipped."""
+        """Add text to a channel; special tokens that the pieces do not show are skipped."""
         self._channel = channel
         for position, data, is_special in bits:
             text = data.lstrip() if self._is_after_mark else data
-            if is_special or not text:
+            if (is_special and position not in self.shown) or not text:
                 continue
             self._is_after_mark = False
             words = text.rstrip()

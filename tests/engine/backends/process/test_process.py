@@ -19,10 +19,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from logprobe import LLM, AsyncLM, SamplingParams
+from logprobe import LLM, SamplingParams
 from logprobe.engine.backends.process import replica as replicas
 from logprobe.engine.backends.process.child import Child
 from logprobe.errors import ModelError, ParameterError, ProcessorError, require
+from logprobe.next_token import AsyncLM
 from logprobe.processors import LogitsProcessor
 from logprobe.testing import process_ids
 from logprobe.transport.messages import Admitted

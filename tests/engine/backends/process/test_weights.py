@@ -33,12 +33,12 @@ IDS = [4, 9, 17, 60, 31]
 @pytest.fixture(scope="module")
 def published(config: EngineConfig) -> EngineConfig:
     """A configuration whose weights can be replaced."""
-    return dataclasses.replace(config, weights="published")
+    return dataclasses.replace(config, weights="checkpoint")
 
 
 @pytest.fixture(scope="module")
 def replicas(start: Any) -> Iterator[Front]:
-    with start(data_parallel=2, weights="published") as engine:
+    with start(data_parallel=2, weights="checkpoint") as engine:
         yield engine
 
 
@@ -59,7 +59,7 @@ def state(published: EngineConfig) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def new_thread(start: Any, state: dict[str, torch.Tensor]) -> Iterator[Front]:
     """An engine in this process with the new weights."""
-    with start(process=False, weights="published") as engine:
+    with start(process=False, weights="checkpoint") as engine:
         engine.load_weights(state, finishes=True)
         yield engine
 

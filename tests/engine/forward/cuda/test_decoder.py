@@ -19,9 +19,12 @@ from logprobe.engine.forward.cuda.decoder import CudaDecoder, by_pieces
 from logprobe.engine.forward.cuda.plan import SpanPlan
 from logprobe.engine.forward.families import FAMILIES
 from logprobe.engine.forward.native import NativeForward
-from logprobe.engine.forward.native_decoder import describe, frequencies
-from logprobe.engine.forward.proof import Proof
+from logprobe.engine.forward.native_decoder import module_frequencies
+from logprobe.engine.forward.transformers_proof import TransformersProof, described
 from logprobe.errors import ParameterError, UnsupportedModelError
+from logprobe.kernels.layers.forms import PanelWeights, empty_panels, fill_blocks
+from logprobe.kernels.layers.layout import INT4, INT8
+from logprobe.kernels.triton.blocks import BlockWeight
 from logprobe.models import ModelFiles
 from logprobe.models.lazy import LazyModel
 from logprobe.models.lora import LoraWeights, LowRank
@@ -36,13 +39,12 @@ TOLERANCE = 2e-5  # nats
 
 def decoder_for(model: Any, **options: Any) -> CudaDecoder:
     """Make the decoder of a module on the CPU, without the verification that a load makes."""
-    proof = Proof(LazyModel.of(model), context_len=model.config.max_position_embeddings)
-    spec = describe(model, proof)
+    spec = described(model, TransformersProof(LazyModel.of(model)))
     assert not isinstance(spec, str), spec
     model.set_attn_implementation("eager")  # instead of the verification's
     state = {name: one.detach() for name, one in model.named_parameters()}
     tensors = parameters(StateSource(state), model, DEVICE)
-    tensors |= {name: one.to(DEVICE) for name, one in frequencies(model, spec).items()}
+    tensors |= {name: one.to(DEVICE) for name, one in module_frequencies(model, spec).items()}
     return CudaDecoder(spec, tensors, device=DEVICE, **options)
 
 
@@ -121,6 +123,48 @@ def test_cut_and_batched_texts_have_the_same_rows(texts: list[Any]) -> None:
             assert torch.equal(other, whole)
         else:
             assert float((other - whole).abs().max()) < TOLERANCE
+
+
+class QuantisedSource(StateSource):
+    """The weights of a module; the matrices of its layers are int4, or int8 for `v` and `down`."""
+
+    def __init__(self, model: Any) -> None:
+        self.made: dict[str, PanelWeights] = {}
+        rng = np.random.default_rng(0)
+        for name, weight in model.named_parameters():
+            if ".layers." in name and weight.dim() == 2:
+                form = INT8 if "v_proj" in name or "down" in name else INT4
+                outputs, blocks = len(weight), weight.shape[1] // 32
+                header = rng.normal(scale=0.02, size=(outputs, blocks, 2 if form is INT4 else 1))
+                if form is INT4:
+                    groups = rng.integers(0, 1 << 32, (outputs, blocks, 4), dtype=np.uint32)
+                else:
+                    groups = rng.integers(-9, 9, (outputs, blocks, 32), dtype=np.int8)
+                self.made[name] = panels = empty_panels(form, outputs, 32 * blocks)
+                fill_blocks(panels, 0, header.astype(np.float16), groups)
+                weight.data.copy_(torch.from_numpy(panels.rows(np.arange(outputs))))
+        super().__init__({name: one.detach() for name, one in model.named_parameters()})
+
+    def panels(self, name: str) -> PanelWeights | None:
+        return self.made.get(name)
+
+
+def test_quantised_layers_have_the_rows_of_the_same_floats(texts: list[Any]) -> None:
+    model = model_of("llama", hidden_size=64, intermediate_size=96)
+    source = QuantisedSource(model)
+    floats = decoder_for(model)
+    spec = floats.spec
+    tensors = parameters(source, model, DEVICE, quantised="model.layers.")
+    tensors |= {name: one.to(DEVICE) for name, one in module_frequencies(model, spec).items()}
+    decoder = CudaDecoder(spec, tensors, device=DEVICE)
+    first = decoder.layers[0]
+    assert isinstance(first.output.weight, BlockWeight)
+    assert isinstance(first.mlp.inner.weight, BlockWeight)  # two int4 matrices
+    assert isinstance(first.projection.weight, torch.Tensor)  # int4 and int8 together
+    assert torch.equal(rows(decoder, texts, cuts=[8]), rows(floats, texts, cuts=[8]))
+    own, state = dict(model.named_parameters()), decoder.state()
+    assert state.keys() == own.keys()
+    assert all(torch.equal(state[name], one) for name, one in own.items())
 
 
 @pytest.mark.parametrize(("inputs", "rank", "outputs"), [(20, 1, 7), (96, 16, 64), (96, 96, 96)])

@@ -34,7 +34,12 @@ def text() -> TextEdge:
 
 def test_results_name_a_cache_that_is_not_float32() -> None:
     layout = Layout(
-        weights="published", num_layers=2, why_transformers=None, rope_boundary=None, probe_difference=0
+        weights="checkpoint",
+        num_layers=2,
+        why_transformers=None,
+        rope_boundary=None,
+        probe_difference=0,
+        verified_against="reference",
     )
     assert layout.layers == "2 by the native decoder"
     assert replace(layout, kv_dtype="bfloat16").layers == "2 by the native decoder, bfloat16 keys and values"

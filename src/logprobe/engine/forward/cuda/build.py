@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from logprobe.engine.forward.native_decoder import describe, frequencies
-from logprobe.engine.forward.proof import Proof
+from logprobe.engine.forward.families import FAMILIES
+from logprobe.engine.forward.native_decoder import module_frequencies
+from logprobe.engine.forward.transformers_proof import TransformersProof, described
 from logprobe.errors import UnsupportedModelError
 from logprobe.models.lazy import LazyModel
 from logprobe.models.sources import made_ahead
 
 if TYPE_CHECKING:
-    from logprobe.engine.forward.cuda.decoder import CudaDecoder
+    from logprobe.engine.forward.cuda.decoder import CudaDecoder, Weight
     from logprobe.models.sources import Source
 
 BF16_TOLERANCE = 8e-2  # relative to the largest logit
-WEIGHTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def cuda_decoder(
     model: LazyModel,
-    proof: Proof,
+    proof: TransformersProof,
     *,
     device: str,
     arithmetic: str,
@@ -45,11 +45,12 @@ def cuda_decoder(
         return "the GPU decoder needs Triton; install logprobe[cuda]"
     from logprobe.engine.forward.cuda.decoder import CudaDecoder
 
-    spec = describe(model.module, proof)
+    spec = described(model.module, proof)
     if isinstance(spec, str):
         return spec
-    tensors = parameters(model.source, model.module, device)
-    tensors |= {name: tensor.to(device) for name, tensor in frequencies(model.module, spec).items()}
+    layers = f"{spec.path}.{FAMILIES[spec.family].layers}."
+    tensors = parameters(model.source, model.module, device, quantised=layers)
+    tensors |= {name: tensor.to(device) for name, tensor in module_frequencies(model.module, spec).items()}
     try:
         decoder = CudaDecoder(spec, tensors, device=device, arithmetic=arithmetic, kv_dtype=kv_dtype)
     except torch.OutOfMemoryError:
@@ -94,7 +95,7 @@ def decoder_of(
         model = LazyModel.of(module)
         decoder = cuda_decoder(
             model,
-            Proof(model, context_len=module.config.max_position_embeddings),
+            TransformersProof(model),
             device=str(module.device),
             arithmetic=arithmetic,
             kv_dtype=kv_dtype,
@@ -105,20 +106,27 @@ def decoder_of(
     return decoder
 
 
-def parameters(source: Source, module: Any, device: str) -> dict[str, torch.Tensor]:
+def parameters(
+    source: Source, module: Any, device: str, *, quantised: str | None = None
+) -> dict[str, Weight]:
     """Return a module's parameters on a device, by name; a shared parameter appears once.
 
-    Float parameters keep the checkpoint's dtype, except that float32 matrices and quantised weights are
-    converted to the first dtype in WEIGHTS that represents them exactly.
+    Float parameters keep the checkpoint's dtype, except that float32 matrices are converted to the smallest
+    dtype that represents them exactly. So are quantised matrices, unless their name starts with `quantised`.
     """
     names = [name for name, _ in module.named_parameters()]
-    read = (partial(_read, source, name, device) for name in names)
+    blocks = {name for name in names if quantised is not None and name.startswith(quantised)}
+    read = (partial(_read, source, name, device, keeps_blocks=name in blocks) for name in names)
     return dict(zip(names, made_ahead(read), strict=True))
 
 
-def _read(source: Source, name: str, device: str) -> torch.Tensor:
+def _read(source: Source, name: str, device: str, *, keeps_blocks: bool) -> Weight:
+    from logprobe.kernels.triton.blocks import from_panels
+    from logprobe.kernels.triton.products import narrowed
+
+    if keeps_blocks and (panels := source.panels(name)) is not None:
+        blocks = from_panels(panels, device)
+        if blocks is not None:
+            return blocks
     tensor = source.read(name).detach().to(device, copy=True)  # copied, so that the file can be unmapped
-    if tensor.dtype == torch.float32 and tensor.dim() > 1:
-        narrow = (tensor.to(dtype) for dtype in WEIGHTS)
-        tensor = next((part for part in narrow if torch.equal(part.float(), tensor)), tensor)
-    return tensor
+    return narrowed(tensor) if tensor.dtype == torch.float32 and tensor.dim() > 1 else tensor

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -21,9 +21,10 @@ from logprobe.engine.forward.lora import LoraRows
 from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.attention.api import ScoreRule
 from logprobe.kernels.triton.attention import attend
-from logprobe.kernels.triton.layers import gate, norm, rotate_and_store
+from logprobe.kernels.triton.blocks import BlockWeight, joined
+from logprobe.kernels.triton.layers import Norm, add, gate, norm, rotate_and_store
 from logprobe.kernels.triton.pieces import NUM_PIECES, join
-from logprobe.kernels.triton.products import linear
+from logprobe.kernels.triton.products import linear, linear_parts, narrowed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, MutableMapping, Sequence
@@ -37,31 +38,8 @@ if TYPE_CHECKING:
     from logprobe.models.lora import Dense, LoraWeights, LowRank
 
 EXACT: Final = "bf16x3"
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """LayerNorm or RMSNorm, applied to whole rows or to equal parts (heads) of each row."""
-
-    weight: Tensor  # (width,) float32
-    bias: Tensor | None
-    epsilon: float
-    is_centred: bool  # True: LayerNorm; False: RMSNorm
-
-    def __call__(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Write norm(`x`) + `residual` to `out` and return `out`.
-
-        `x` is (rows, parts * width) float32; `out` is float32 or bfloat16 pieces.
-        """
-        return norm(
-            x,
-            self.weight,
-            self.bias,
-            epsilon=self.epsilon,
-            is_centred=self.is_centred,
-            out=out,
-            residual=residual,
-        )
+Weight: TypeAlias = "Tensor | BlockWeight"
+"""A matrix in float32, float16 or bfloat16, or quantised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +47,12 @@ class Linear:
     """A linear layer, or several layers with the same input whose outputs are concatenated."""
 
     names: dict[str, int]  # module name of each layer → number of outputs
-    weight: Tensor  # (outputs, inputs), float32, float16 or bfloat16
+    weight: Weight  # (outputs, inputs)
     bias: Tensor | None  # (outputs,) float32
 
-    def __call__(self, x: Tensor, **options: Any) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """Return (rows, outputs) float32 for `x`, (num_pieces, rows, inputs) bfloat16."""
-        return linear(x, self.weight, self.bias, **options)
+        return linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +111,7 @@ def by_pieces(part: Dense | LowRank, x: Tensor) -> Tensor:
     """
     for matrix in part.matrices:
         pieces = x.new_empty(3, *x.shape, dtype=torch.bfloat16)
-        x = linear(norm(x.contiguous(), None, out=pieces), matrix.T.contiguous())
+        x = linear(norm(x.contiguous(), None, pieces), matrix.T.contiguous())
     return x
 
 
@@ -143,7 +121,7 @@ class CudaDecoder:
     def __init__(
         self,
         spec: DecoderSpec,
-        tensors: MutableMapping[str, Tensor],
+        tensors: MutableMapping[str, Weight],
         *,
         device: torch.device | str = "cuda",
         arithmetic: str = EXACT,
@@ -169,10 +147,10 @@ class CudaDecoder:
         self.loras = LoraRows(by_pieces)
         self._tensors = tensors
         self._parts: dict[str, tuple[Linear, int]] = {}  # by module name: layer and first output
-        self._own: dict[str, Tensor] = {}  # by parameter name: the tensors in use, or views of them
+        self._own: dict[str, Weight] = {}  # by parameter name: the tensors in use, or views of them
         self.embedding_name = f"{spec.path}.{self.family.embedding}"
         embedding = self._linear([self.embedding_name])
-        self.embedding = embedding.weight
+        self.embedding = _as_tensor(embedding.weight)
         is_tied = f"{spec.head}.weight" not in tensors
         self.lm_head = embedding if is_tied else self._linear([spec.head])
         if is_tied:
@@ -181,7 +159,9 @@ class CudaDecoder:
         self.positions = None if positions is None else self._take(f"{spec.path}.{positions}.weight")
         self.layers = [self._layer(index) for index in range(len(spec.rules))]
         self.last_norm = self._norm(f"{spec.path}.{self.family.last_norm}")
-        self.frequencies = {name: tensors.pop(name) for name in list(tensors) if "inv_freq." in name}
+        self.frequencies = {
+            name: _as_tensor(tensors.pop(name)) for name in list(tensors) if "inv_freq." in name
+        }
         self.unplaced = sorted(tensors)
         self.vocab_size, self.hidden_size = self.lm_head.weight.shape
         first = self.layers[0]
@@ -262,7 +242,7 @@ class CudaDecoder:
     @torch.inference_mode()
     def head(self, hidden: Tensor, lora: LoraWeights | None = None) -> Tensor:
         """Return (rows, vocabulary) float32 logits for (rows, hidden size) states, all with `lora`."""
-        logits = self.lm_head(norm(hidden, None, out=self._new_pieces(*hidden.shape)))
+        logits = self.lm_head(norm(hidden, None, self._new_pieces(*hidden.shape)))
         if lora is not None:
             with self.loras.only(lora, len(hidden), self.device):
                 self.loras.add_(self.spec.head, logits, hidden)
@@ -290,39 +270,29 @@ class CudaDecoder:
         normed, other = (self._new_pieces(num_rows, self.hidden_size) for _ in range(2))
         query = hidden.new_empty(num_rows, self.num_heads, self.spec.head_dim)
         attended = self._new_pieces(num_rows, self.widths[0])
+        norm(hidden, self.layers[0].before_attention, normed)
         for layer in self.layers:
-            _normed(layer.before_attention, hidden, normed)
             mlp_rows = normed
             if self.spec.is_parallel and layer.before_mlp is not None:
-                mlp_rows = _normed(layer.before_mlp, hidden, other)
-            projected = self._product(layer.projection, normed)
-            for head_norm, part in zip(
-                layer.head_norms, torch.split(projected, self.widths, dim=1), strict=False
-            ):
-                if head_norm is not None:
-                    head_norm(part, part)
+                mlp_rows = norm(hidden, layer.before_mlp, other)
             kept = pool.keys[layer.index], pool.values[layer.index]
-            rotate_and_store(
-                projected,
-                *self._head_places(),
-                None if layer.rotary is None else rotary[layer.rotary],
-                kept,
-                step.slots,
-                query,
-                is_paired=self.family.is_paired,
-                query_scales=scales,
-            )
+            self._project(layer, normed, rotary, kept, step.slots, query, scales)
             for tiles in step.tiles:
                 attend(query, kept, tiles, layer.rule, attended)
-            self._add(layer.output, attended, layer.after_attention, hidden)
-            if not self.spec.is_parallel:
-                mlp_rows = _normed(layer.before_mlp, hidden, normed)
-            self._feed_forward(layer, mlp_rows, hidden)
-        return self.last_norm(hidden, hidden)
+            if self.spec.is_parallel:
+                self._add(layer.output, attended, hidden, after=layer.after_attention)
+            else:
+                self._add(
+                    layer.output, attended, hidden, layer.before_mlp, normed, after=layer.after_attention
+                )
+            is_last = layer.index + 1 == len(self.layers)
+            following = None if is_last else self.layers[layer.index + 1].before_attention
+            self._feed_forward(layer, mlp_rows, hidden, following, None if is_last else normed)
+        return norm(hidden, self.last_norm, hidden)
 
     def state(self) -> dict[str, Tensor]:
         """Return float32 copies of the model's weights on the host, by name in transformers' module."""
-        return {name: tensor.to("cpu", torch.float32, copy=True) for name, tensor in self._own.items()}
+        return {name: _as_tensor(one).to("cpu", torch.float32, copy=True) for name, one in self._own.items()}
 
     def _embedded(self, ids: Tensor, places: Tensor) -> Tensor:
         rows = self.embedding.index_select(0, ids).float()
@@ -353,57 +323,95 @@ class CudaDecoder:
     def _new_pieces(self, num_rows: int, width: int) -> Tensor:
         return torch.empty(self.num_pieces, num_rows, width, dtype=torch.bfloat16, device=self.device)
 
-    def _product(self, layer: Linear, x: Tensor) -> Tensor:
-        """Return a layer's product for pieces `x`, including the LoRA product of each row."""
-        out = layer(x)
-        self._add_loras(layer, out, x)
-        return out
-
-    def _add(self, layer: Linear, x: Tensor, after: Norm | None, hidden: Tensor) -> None:
-        """Add a layer's product to the hidden states, in place; apply the norm `after` first, if any."""
-        if after is not None:
-            after(self._product(layer, x), hidden, hidden)
-            return
-        factor = self.spec.factors.residual
-        layer(x, out=hidden, residual=hidden, factor=factor)
-        self._add_loras(layer, hidden, x, factor=factor, is_sum=True)
-
-    def _add_loras(
-        self, layer: Linear, out: Tensor, x: Tensor, *, factor: float = 1.0, is_sum: bool = False
-    ) -> None:
-        """Add the LoRA product of each row of `x` to `out`, in place.
-
-        `is_sum` must be True if `out` holds more than the base layer's product.
-        """
+    def _product(self, layer: Linear, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the parts and the bias of a layer's product for pieces `x`, with each row's LoRA product."""
         if not self.loras.groups:
-            return
-        rows = join(x)
-
-        def own(inputs: Tensor) -> Tensor:
-            return layer(norm(inputs, None, out=self._new_pieces(*inputs.shape)))
-
+            return linear_parts(x, layer.weight), layer.bias
+        out, rows = layer(x), join(x)
         start = 0
         for name, width in layer.names.items():
-            part = out[:, start : start + width]
-            self.loras.add_(name, part, rows, factor=factor, linear=own if is_sum else None)
+            self.loras.add_(name, out[:, start : start + width], rows)
             start += width
+        return out[None], None
 
-    def _feed_forward(self, layer: Layer, x: Tensor, hidden: Tensor) -> None:
+    def _project(
+        self,
+        layer: Layer,
+        x: Tensor,
+        rotary: dict[str, tuple[Tensor, Tensor]],
+        kept: tuple[Tensor, Tensor],
+        slots: Tensor,
+        query: Tensor,
+        query_scales: Tensor | None,
+    ) -> None:
+        """Compute queries, keys and values from pieces `x`; store keys and values in their slots."""
+        norms = layer.head_norms
+        if any(one is not None and len(one.weight) != self.spec.head_dim for one in norms):  # over all heads
+            projected = self._whole(layer.projection, x)
+            for one, part in zip(norms, torch.split(projected, self.widths, dim=1), strict=False):
+                norm(part, one, part)
+            parts, bias, norms = projected[None], None, (None, None)
+        else:
+            parts, bias = self._product(layer.projection, x)
+        rotate_and_store(
+            parts,
+            bias,
+            *self._head_places(),
+            None if layer.rotary is None else rotary[layer.rotary],
+            kept,
+            slots,
+            query,
+            norms=norms,
+            is_paired=self.family.is_paired,
+            query_scales=query_scales,
+        )
+
+    def _add(
+        self,
+        layer: Linear,
+        x: Tensor,
+        hidden: Tensor,
+        following: Norm | None = None,
+        out: Tensor | None = None,
+        *,
+        after: Norm | None,
+    ) -> None:
+        """Add a layer's product to the hidden states, in place, after the norm `after`, if any.
+
+        The new hidden states are written to `out` as pieces, after the norm `following`, if any.
+        """
+        parts, bias = self._product(layer, x)
+        factor = 1.0 if after is not None else self.spec.factors.residual
+        add(parts, bias, hidden, factor=factor, after=after, following=following, out=out)
+
+    def _feed_forward(
+        self, layer: Layer, x: Tensor, hidden: Tensor, following: Norm | None, out: Tensor | None
+    ) -> None:
+        """Add the output of the MLP or the experts for pieces `x` to the hidden states, in place.
+
+        `following` and `out` are as in `_add`.
+        """
         if layer.experts is not None:
             self._add_experts(layer.experts, x, hidden)
-        if layer.mlp is None:
+        if layer.mlp is not None and layer.shared_gate is None:
+            inner = self._gated(*self._product(layer.mlp.inner, x))
+            self._add(layer.mlp.down, inner, hidden, following, out, after=layer.after_mlp)
             return
-        inner = self._gated(self._product(layer.mlp.inner, x))
-        if layer.shared_gate is None:
-            self._add(layer.mlp.down, inner, layer.after_mlp, hidden)
-        else:
-            gates = self._product(layer.shared_gate, x).double().sigmoid().float()
-            hidden += gates * self._product(layer.mlp.down, inner)
+        if layer.mlp is not None and layer.shared_gate is not None:
+            gates = self._whole(layer.shared_gate, x).double().sigmoid().float()
+            hidden += gates * self._whole(layer.mlp.down, self._gated(*self._product(layer.mlp.inner, x)))
+        if out is not None:
+            norm(hidden, following, out)
 
-    def _gated(self, inner: Tensor) -> Tensor:
+    def _whole(self, layer: Linear, x: Tensor) -> Tensor:
+        """Return a layer's product for pieces `x`, (rows, outputs), with each row's LoRA product."""
+        return self._product(layer, x)[0][0] if self.loras.groups else layer(x)
+
+    def _gated(self, parts: Tensor, bias: Tensor | None = None) -> Tensor:
         has_values = self.family.is_gated
-        out = self._new_pieces(len(inner), inner.shape[1] // (2 if has_values else 1))
-        return gate(inner, self.spec.activation, out, has_values=has_values)
+        _, num_rows, width = parts.shape
+        out = self._new_pieces(num_rows, width // (2 if has_values else 1))
+        return gate(parts, bias, self.spec.activation, out, has_values=has_values)
 
     def _add_experts(self, experts: Experts, x: Tensor, hidden: Tensor) -> None:
         """Add the weighted sum of each row's expert outputs to `hidden`, in order of the experts' numbers."""
@@ -413,7 +421,7 @@ class CudaDecoder:
         weights = weights.float()
         for number in torch.unique(chosen).tolist():
             rows, places = torch.where(chosen == number)
-            inner = self._gated(linear(x[:, rows].contiguous(), experts.inner[number]))
+            inner = self._gated(linear_parts(x[:, rows].contiguous(), experts.inner[number]))
             hidden.index_add_(0, rows, linear(inner, experts.down[number]) * weights[rows, places, None])
 
     def _layer(self, index: int) -> Layer:
@@ -460,16 +468,16 @@ class CudaDecoder:
 
     def _linear(self, names: Sequence[str], *, takes_lora: bool = True) -> Linear:
         """Join the linear layers with these module names, and remove their parameters from `tensors`."""
-        weights, biases = [], []
+        weights: list[Weight] = []
+        biases = []
         is_transposed = self.family.is_transposed and names[0].startswith(
             f"{self.spec.path}.{self.family.layers}."
         )
         for name in names:
             weight = self._tensors.pop(f"{name}.weight")
-            weights.append(weight.T if is_transposed else weight)
+            weights.append(_as_tensor(weight).T if is_transposed else weight)
             biases.append(self._vector(f"{name}.bias"))
-        dtype = max((weight.dtype for weight in weights), key=_digits)
-        weight = torch.cat([part.to(dtype) for part in weights]) if len(weights) > 1 else weights[0]
+        whole = _joined(weights)
         sizes = [len(part) for part in weights]
         bias = None
         if any(part is not None for part in biases):
@@ -479,18 +487,18 @@ class CudaDecoder:
                     for part, size in zip(biases, sizes, strict=True)
                 ]
             )
-        made = Linear(dict(zip(names, sizes, strict=True)), weight.contiguous(), bias)
+        made = Linear(dict(zip(names, sizes, strict=True)), whole, bias)
         start = 0
         for name, size in made.names.items():
             if takes_lora:
                 self._parts[name] = made, start
             own = made.weight[start : start + size]
-            self._own[f"{name}.weight"] = own.T if is_transposed else own
+            self._own[f"{name}.weight"] = own.T if is_transposed and isinstance(own, torch.Tensor) else own
             start += size
         return made
 
     def _take(self, name: str) -> Tensor:
-        self._own[name] = tensor = self._tensors.pop(name)
+        self._own[name] = tensor = _as_tensor(self._tensors.pop(name))
         return tensor
 
     def _vector(self, name: str) -> Tensor | None:
@@ -515,11 +523,21 @@ class CudaDecoder:
         return OwnLayer(made, start, bias)
 
 
+def _as_tensor(weight: Weight) -> Tensor:
+    """Return quantised weights as float32, and others as they are."""
+    return weight if isinstance(weight, torch.Tensor) else weight.float()
+
+
+def _joined(parts: Sequence[Weight]) -> Weight:
+    """Return one contiguous matrix with the outputs of all parts, in the smallest format that is exact."""
+    blocks = [part for part in parts if isinstance(part, BlockWeight)]
+    if len(blocks) == len(parts) and (whole := joined(blocks)) is not None:
+        return whole
+    floats = [part if isinstance(part, torch.Tensor) else narrowed(part.float()) for part in parts]
+    dtype = max((part.dtype for part in floats), key=_digits)
+    return torch.cat([part.to(dtype) for part in floats]).contiguous()
+
+
 def _digits(dtype: torch.dtype) -> int:
     """Return the precision rank of a weight dtype; joined layers use the dtype with the highest rank."""
     return (torch.bfloat16, torch.float16, torch.float32).index(dtype)
-
-
-def _normed(norm_: Norm | None, x: Tensor, out: Tensor) -> Tensor:
-    """Write the hidden states `x` to `out` as pieces, after the norm if there is one; return `out`."""
-    return norm(x, None, out=out) if norm_ is None else norm_(x, out)

@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: one launch for all kernels of a step.
 
-There is one graph for each batch size in ROWS and each number of attention segments that is a power of two;
-it is captured at its first use. A graph reads its inputs from buffers at fixed addresses. Steps are padded to
-the batch size with empty rows.
+There is one graph for each batch size in ROWS and each power of two, from MIN_KEYS up, that bounds the
+longest context; it is captured at its first use. A graph reads its inputs from buffers at fixed addresses.
+Steps are padded to the batch size with empty rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from logprobe.engine.forward.cuda.plan import StepArrays
-from logprobe.kernels.triton.attention import SEGMENT, Tiles
+from logprobe.kernels.triton.attention import Tiles
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from logprobe.engine.forward.kv_cache import KVPool
 
 ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
+MIN_KEYS: Final = 512
 MAX_CONTEXT_SLOTS: Final = 1 << 22  # total context tokens of a step; 16 MB of int32
 
 
@@ -55,7 +56,7 @@ class StepGraphs:
         """
         num_rows = len(plan.lengths)
         size = next(size for size in ROWS if size >= num_rows)
-        num_segments = 1 << (-(-plan.max_context // SEGMENT) - 1).bit_length()
+        max_keys = max(MIN_KEYS, 1 << (plan.max_context - 1).bit_length())
         columns = np.zeros((6, size), np.int32)
         columns[2, num_rows:] = -1
         lengths = [len(slots) for slots in plan.contexts]
@@ -64,7 +65,7 @@ class StepGraphs:
         columns[:5, :num_rows] = np.stack([token_ids, positions, plan.new_slots, begins, lengths])
         self._fill(self._columns, columns.ravel())
         self._fill(self._contexts, plan.flat_contexts)
-        key = size, num_segments, is_long
+        key = size, max_keys, is_long
         if key not in self._graphs:
             self._graphs[key] = self._capture(*key)
         graph, hidden = self._graphs[key]
@@ -75,7 +76,7 @@ class StepGraphs:
         host = torch.from_numpy(numbers).pin_memory()
         target[: len(numbers)].copy_(host, non_blocking=True)
 
-    def _capture(self, size: int, num_segments: int, is_long: bool) -> tuple[Any, Tensor]:
+    def _capture(self, size: int, max_keys: int, is_long: bool) -> tuple[Any, Tensor]:
         ids, positions, slots, begins, lengths, counts = torch.split(self._columns[: 6 * size], size)
         tiles = Tiles(
             tokens=self._numbers[:size],
@@ -84,7 +85,7 @@ class StepGraphs:
             lengths=lengths,
             slots=self._contexts,
             max_tokens=1,
-            num_segments=num_segments,
+            max_keys=max_keys,
         )
         step = StepArrays(ids, positions, slots, (tiles,))
         cuda: Any = torch.cuda  # its type annotations are incomplete

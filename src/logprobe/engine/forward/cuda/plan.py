@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from logprobe.kernels.triton.attention import SEGMENT, Tiles, tile_tokens
+from logprobe.kernels.triton.attention import Tiles, tile_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,8 +112,8 @@ def step_arrays(
     made = []
     for number, (_, max_tokens, is_short) in enumerate(kinds):
         tokens, counts, begins, lengths = own[4 * number : 4 * number + 4]
-        num_segments = -(-longest // SEGMENT) if is_short else 0
-        made.append(Tiles(tokens, counts, begins, lengths, contexts, max_tokens, num_segments))
+        max_keys = longest if is_short else 0
+        made.append(Tiles(tokens, counts, begins, lengths, contexts, max_tokens, max_keys))
     return StepArrays(ids, places, slots, tuple(made))
 
 

@@ -26,12 +26,12 @@ def mixture(settings: Settings, layer: Weights, facts: ExpertFacts, x: Array) ->
     shares = np.take_along_axis(probabilities, chosen, axis=-1)
     if settings.normalises_experts:
         shares /= shares.sum(axis=-1, keepdims=True)
-    gates = layer[facts.gates]  # (experts, 2 · width, hidden size)
-    down = layer[facts.down]  # (experts, hidden size, width)
     mixed = np.zeros_like(x)
     for expert in np.unique(chosen):
         rows, places = np.nonzero(chosen == expert)
-        outputs = inner(settings, x[rows] @ gates[expert].T) @ down[expert].T
+        gates = layer.rows(facts.gates, int(expert))  # (2 · width, hidden size)
+        down = layer.rows(facts.down, int(expert))  # (hidden size, width)
+        outputs = inner(settings, x[rows] @ gates.T) @ down.T
         mixed[rows] += shares[rows, places, None] * outputs
     if facts.shared_gate is None:
         return mixed

@@ -15,32 +15,43 @@ from logprobe.engine.forward.reference.settings import settings_of
 from logprobe.engine.forward.reference.weights import Weights
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from numpy.typing import ArrayLike, NDArray
 
     from logprobe.engine.forward.families import Family
     from logprobe.engine.forward.reference.settings import Settings
     from logprobe.engine.forward.reference.weights import Array
+    from logprobe.models.config_files import ModelConfig
 
 
-def logits(config: Mapping[str, Any], weights: Mapping[str, NDArray[Any]], token_ids: ArrayLike) -> Array:
+def logits(
+    config: ModelConfig,
+    weights: Mapping[str, NDArray[Any]],
+    token_ids: ArrayLike,
+    *,
+    start: int = 0,
+    rotary_dtype: type[np.floating[Any]] = np.float64,
+) -> Array:
     """Return the logits after each token of a text, (positions, vocabulary) float64.
 
     Args:
-        config: content of `config.json` with every default filled in.
+        config: configuration of the model.
         weights: dequantised arrays, by name in transformers' module.
-        token_ids: (positions,) integers; the first token is at position 0.
+        token_ids: (positions,) integers.
+        start: position of the first token.
+        rotary_dtype: dtype of rotary frequencies and angles; float32 gives transformers' numbers at late
+            positions.
 
     Raises:
         UnsupportedModelError: the model's family is not supported.
-        KeyError: a weight or a configuration key is missing or unknown.
+        KeyError: a weight or a rotary parameter is missing or unknown.
     """
-    settings = settings_of(config)
+    settings = settings_of(config, rotary_dtype)
     family, factors = settings.family, settings.factors
-    decoder = Weights(weights, _decoder_name(weights, family))
+    decoder = Weights(weights, decoder_name(weights, family))
     ids = np.asarray(token_ids, np.int64)
-    positions = np.arange(len(ids))
+    positions = start + np.arange(len(ids))
     hidden = factors.embedding * decoder.rows(f"{family.embedding}.weight", ids)
     if family.positions is not None:
         hidden += decoder.rows(f"{family.positions}.weight", positions)
@@ -48,9 +59,8 @@ def logits(config: Mapping[str, Any], weights: Mapping[str, NDArray[Any]], token
         layer = decoder.within(f"{family.layers}.{number}", is_transposed=family.is_transposed)
         hidden = run_layer(settings, layer, number, hidden, positions)
     hidden = _norm(settings, decoder, family.last_norm, hidden)
-    tied = f"{decoder.within(family.embedding).module}.weight"
-    head = next((name for name in weights if f".{name}".endswith(".lm_head.weight")), tied)
-    outputs = factors.logits * Weights(weights).linear(head.removesuffix(".weight"), hidden)
+    head = head_name(weights) or decoder.within(family.embedding).module
+    outputs = factors.logits * Weights(weights).linear(head, hidden)
     return outputs if factors.softcap is None else factors.softcap * np.tanh(outputs / factors.softcap)
 
 
@@ -119,13 +129,23 @@ def _norm(settings: Settings, module: Weights, name: str | None, x: Array) -> Ar
     return norm(settings.family.norm, x, weight, module.get(f"{name}.bias"), settings.epsilon)
 
 
-def _decoder_name(weights: Mapping[str, NDArray[Any]], family: Family) -> str:
-    """Return the module name of the decoder, which multimodal models nest deeper."""
+def decoder_name(names: Collection[str], family: Family) -> str:
+    """Return the module name of the decoder, which multimodal models nest deeper.
+
+    Raises:
+        KeyError: no module has an embedding and layers.
+    """
     embedding = f".{family.embedding}.weight"
-    for name in weights:
+    for name in names:
         module = f".{name}".removesuffix(embedding)
         if f".{name}".endswith(embedding) and any(
-            f".{other}".startswith(f"{module}.{family.layers}.0.") for other in weights
+            f".{other}".startswith(f"{module}.{family.layers}.0.") for other in names
         ):
             return module.removeprefix(".")
     raise KeyError(embedding)
+
+
+def head_name(names: Iterable[str]) -> str | None:
+    """Return the module name of the output head; None if it has no weight of its own."""
+    heads = (name.removesuffix(".weight") for name in names if f".{name}".endswith(".lm_head.weight"))
+    return next(heads, None)

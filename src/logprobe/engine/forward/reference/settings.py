@@ -1,14 +1,14 @@
 """Sizes and options of a decoder, read from the model's configuration.
 
-A configuration is the content of `config.json` with every default filled in, as `to_dict()` of a transformers
-configuration returns it. Module names and the structure of layers come from `families`.
+Module names and the structure of layers come from `families`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 from logprobe.engine.forward.config import Factors, Rule
 from logprobe.engine.forward.families import ACTIVATIONS, FAMILIES, Family
@@ -16,7 +16,7 @@ from logprobe.engine.forward.reference.rotary import Rotary
 from logprobe.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from logprobe.models.config_files import ModelConfig
 
 # Families with `sliding_window` in all layers, and those with it in layers of type `sliding_attention`.
 WINDOW_IN_ALL: Final = {"mistral", "ministral3", "mixtral", "phi3", "qwen3_moe", "starcoder2"}
@@ -26,12 +26,8 @@ WINDOW_BY_TYPE: Final = {
 }
 # Families that rotate only a part of each head; the others do not read the key.
 ROTATES_PART: Final = {"glm", "gpt_neox", "phi", "phi3", "stablelm"}
-GPT2_NAMES: Final = {
-    "n_embd": "hidden_size",
-    "n_head": "num_attention_heads",
-    "n_layer": "num_hidden_layers",
-    "n_positions": "max_position_embeddings",
-}
+# Families whose projections ignore `head_dim`.
+FIXED_HEAD_DIM: Final = {"gpt2", "gpt_neox"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,35 +48,53 @@ class Settings:
     normalises_experts: bool
 
 
-def settings_of(config: Mapping[str, Any]) -> Settings:
-    """Return the settings in a model's configuration; in a multimodal model, those of its text model."""
-    config = config.get("text_config") or config
-    if (kind := config["model_type"]) not in FAMILIES:
+def settings_of(config: ModelConfig, rotary_dtype: type[np.floating[Any]] = np.float64) -> Settings:
+    """Return the settings in a model's configuration.
+
+    Args:
+        config: configuration of the model.
+        rotary_dtype: dtype in which rotary frequencies and angles are computed.
+
+    Raises:
+        UnsupportedModelError: the model's family or activation is not supported.
+        KeyError: a rotary parameter is missing or unknown.
+        TypeError: a key that the family needs is missing.
+    """
+    values: Any = config  # a missing key is None, and using it raises TypeError
+    kind = config.model_type
+    if kind not in FAMILIES:
         raise UnsupportedModelError(f"config: no reference of model_type {kind!r}; use {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
-    values = SimpleNamespace(**{GPT2_NAMES.get(name, name): value for name, value in config.items()})
-    values.head_dim = getattr(values, "head_dim", None) or values.hidden_size // values.num_attention_heads
+    if (activation := ACTIVATIONS.get(getattr(values, family.activation))) is None:
+        raise UnsupportedModelError(f"{family.activation} of its configuration is not supported")
+    head_dim = values.hidden_size // values.num_attention_heads
+    rotary_head_dim = values.head_dim or head_dim
+    if kind not in FIXED_HEAD_DIM:
+        head_dim = rotary_head_dim
     layers = range(values.num_hidden_layers)
     return Settings(
         family=family,
         num_heads=values.num_attention_heads,
-        num_key_heads=getattr(values, "num_key_value_heads", None) or values.num_attention_heads,
-        head_dim=values.head_dim,
+        num_key_heads=values.num_key_value_heads or values.num_attention_heads,
+        head_dim=head_dim,
         epsilon=getattr(values, family.epsilon) if isinstance(family.epsilon, str) else family.epsilon,
-        activation=ACTIVATIONS[config[family.activation]],
+        activation=activation,
         is_parallel=family.is_parallel(values),
         factors=family.factors(values),
-        rules=[_rule(values, layer) for layer in layers],
-        rotary=[_rotary(values, layer) if family.rotates(values, layer) else None for layer in layers],
+        rules=[_rule(values, head_dim, layer) for layer in layers],
+        rotary=[
+            _rotary(values, rotary_head_dim, layer, rotary_dtype) if family.rotates(values, layer) else None
+            for layer in layers
+        ],
         experts_per_token=0 if family.experts is None else values.num_experts_per_tok,
         normalises_experts=family.experts is not None and family.experts.normalises(values),
     )
 
 
-def _rule(values: SimpleNamespace, layer: int) -> Rule:
+def _rule(values: Any, head_dim: int, layer: int) -> Rule:
     """Return the scale, window and soft cap of a layer's attention."""
     kind = values.model_type
-    scale, softcap, has_window = values.head_dim**-0.5, None, kind in WINDOW_IN_ALL
+    scale, softcap, has_window = head_dim**-0.5, None, kind in WINDOW_IN_ALL
     if kind in WINDOW_BY_TYPE:
         has_window = values.layer_types[layer] == "sliding_attention"
     if kind in {"gemma2", "gemma3_text"}:
@@ -95,15 +109,18 @@ def _rule(values: SimpleNamespace, layer: int) -> Rule:
     return Rule(scale, (values.sliding_window or None) if has_window else None, softcap)
 
 
-def _rotary(values: SimpleNamespace, layer: int) -> Rotary:
+def _rotary(values: Any, head_dim: int, layer: int, dtype: type[np.floating[Any]]) -> Rotary:
     outer = values.rope_parameters  # of all layers, or by layer type
-    parameters = outer if "rope_type" in outer else outer[values.layer_types[layer]]
+    name = None if "rope_type" in outer else values.layer_types[layer]
+    parameters = outer if name is None else outer[name]
     reads_part = values.model_type in ROTATES_PART or parameters["rope_type"] != "default"
     part = parameters.get("partial_rotary_factor", 1.0) if reads_part else 1.0
     return Rotary(
+        name=name,
         parameters=parameters,
-        head_dim=values.head_dim,
-        width=int(values.head_dim * part),
+        head_dim=head_dim,
+        width=int(head_dim * part),
         context_len=values.max_position_embeddings,
         is_truncated=outer.get("truncate", True),  # transformers does not look for it by layer type
+        dtype=dtype,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -14,12 +14,15 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
+PIECE_NUMBERS: Final = 1 << 22  # numbers of a matrix held as float64 at a time
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
     """Weights of one module; they are converted to float64 when they are read."""
 
-    arrays: Mapping[str, NDArray[Any]]  # every weight of the model, by full name
+    # Every weight of the model by full name: arrays, or objects that read what is indexed from a file.
+    arrays: Mapping[str, NDArray[Any]]
     module: str = ""  # names are relative to this module
     is_transposed: bool = False  # matrices are stored as (inputs, outputs), else as (outputs, inputs)
 
@@ -31,21 +34,27 @@ class Weights:
         return self._full(name) in self.arrays
 
     def __getitem__(self, name: str) -> Array:
-        return self.arrays[self._full(name)].astype(np.float64)
+        return self.arrays[self._full(name)][:].astype(np.float64)
 
     def get(self, name: str) -> Array | None:
         """Return the weight with this name; None if the model does not have it."""
-        array = self.arrays.get(self._full(name))
-        return None if array is None else array.astype(np.float64)
+        has_it = self._full(name) in self.arrays
+        return self[name] if has_it else None
 
-    def rows(self, name: str, indices: NDArray[np.int64]) -> Array:
-        """Return rows of a matrix, (len(indices), columns)."""
-        return self.arrays[self._full(name)][indices].astype(np.float64)
+    def rows(self, name: str, index: NDArray[np.int64] | slice | int) -> Array:
+        """Return the rows of an array that an index selects."""
+        return self.arrays[self._full(name)][index].astype(np.float64)
 
     def linear(self, name: str, x: Array) -> Array:
         """Return x · Wᵀ + b of the linear layer `name`: (positions, inputs) → (positions, outputs)."""
-        weight, bias = self[f"{name}.weight"], self.get(f"{name}.bias")
-        outputs = x @ (weight if self.is_transposed else weight.T)
+        matrix, bias = f"{name}.weight", self.get(f"{name}.bias")
+        if self.is_transposed:
+            outputs = x @ self[matrix]
+        else:
+            num_outputs, step = len(self.arrays[self._full(matrix)]), max(1, PIECE_NUMBERS // x.shape[1])
+            starts = range(0, num_outputs, step)
+            parts = [x @ self.rows(matrix, slice(start, start + step)).T for start in starts]
+            outputs = np.concatenate(parts, axis=-1)
         return outputs if bias is None else outputs + bias
 
     def _full(self, name: str) -> str:

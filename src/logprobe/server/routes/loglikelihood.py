@@ -1,4 +1,4 @@
-"""`POST /v1/score`: log-probabilities of continuations, given a context or a conversation.
+"""`POST /v1/loglikelihood`: log-probabilities of continuations, given a context or a conversation.
 
 Each continuation is one engine request; the context that they share is computed once.
 """
@@ -19,7 +19,7 @@ from logprobe.server.http.decode import read
 from logprobe.server.http.errors import as_api_error, bad_request
 from logprobe.server.http.replies import JSON_TYPE, while_connected
 from logprobe.server.limits import row_entries
-from logprobe.server.openai.bodies import ScoreBody
+from logprobe.server.openai.bodies import LoglikelihoodBody
 from logprobe.server.openai.prompts import as_ids, check_one_of, check_texts, layout_of, render_messages
 from logprobe.server.openai.tools import functions_of
 from logprobe.server.reply import encode, num_cached, usage_of
@@ -44,9 +44,9 @@ LAYOUT_FIELDS: Final = ("tools", "add_generation_prompt", "continue_final_messag
 SCORE_ENTRIES: Final = 32  # cost of one continuation's scores, in entries of a reply
 
 
-async def score(request: HttpRequest, service: Service) -> Response:
+async def loglikelihood(request: HttpRequest, service: Service) -> Response:
     """Score continuations: log-probability of each token and of the whole (nats), and normalized scores."""
-    prepared = await read(request, service, ScoreBody, prepare)
+    prepared = await read(request, service, LoglikelihoodBody, prepare)
     admitted = prepared.admitted
     work = service.run_splits(prepared.splits, admitted, prepared.requests, prepared.sampling)
     results = await while_connected(request.receive, work, service.check_engine)
@@ -60,7 +60,7 @@ async def score(request: HttpRequest, service: Service) -> Response:
 
 
 def _reply(
-    request: HttpRequest, service: Service, prepared: ScoreRequest, results: Sequence[SplitResult]
+    request: HttpRequest, service: Service, prepared: LoglikelihoodRequest, results: Sequence[SplitResult]
 ) -> Response:
     pairs = prepared.pairs
     bare = results[len(pairs) :]
@@ -73,10 +73,12 @@ def _reply(
     info = results[0][0].info
     assert info is not None, "prompt_logprobs were requested"
     if _wants_arrow(request):
-        return Response(_as_arrow(rows, info), media_type=ARROW_TYPE)
+        data = _as_arrow(rows, info)
+        service.metrics.bytes_out.inc(len(data))
+        return Response(data, media_type=ARROW_TYPE)
     reply = {
         "id": prepared.reply_id,
-        "object": "score",
+        "object": "loglikelihood",
         "model": prepared.model,
         "unit": "nats",
         "data": [{"index": index, **finite_fields(fields)} for index, fields in enumerate(rows)],
@@ -92,7 +94,7 @@ def _wants_arrow(request: HttpRequest) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreRequest:
+class LoglikelihoodRequest:
     """The engine requests: each continuation after its context and, for `unconditional`, without it."""
 
     reply_id: str
@@ -104,10 +106,10 @@ class ScoreRequest:
     sampling: SamplingParams | None
 
 
-def prepare(body: ScoreBody, service: Service) -> ScoreRequest:
+def prepare(body: LoglikelihoodBody, service: Service) -> LoglikelihoodRequest:
     """Validate and admit the requests that score a body's continuations."""
     service.choose_weights(body)
-    service.log_body("score", body)
+    service.log_body("loglikelihood", body)
     contexts = [body.context] if isinstance(body.context, str) else []
     continuations = [text for text in body.continuations if isinstance(text, str)]
     # The context is tokenized with each continuation.
@@ -117,7 +119,7 @@ def prepare(body: ScoreBody, service: Service) -> ScoreRequest:
         _split(laid_out, before, continuation, body.boundary, service) for continuation in body.continuations
     ]
     alone = [service.client.alone(pair) for pair in pairs] if body.unconditional else []
-    base, params = service.new_id("score"), service.params_for(body, max_tokens=0, prompt_logprobs=0)
+    base, params = service.new_id("loglikelihood"), service.params_for(body, max_tokens=0, prompt_logprobs=0)
     sampling = None if body.temperature is None else replace(params, temperature=body.temperature)
     asked = [*_with_named_ids(body, params, pairs, service), *[params] * len(alone)]
     requests, splits = service.of_one_call(), [*pairs, *alone]
@@ -127,25 +129,27 @@ def prepare(body: ScoreBody, service: Service) -> ScoreRequest:
         for one in admit_splits([split], own, requests, [f"{base}-{number}"], sampling=sampling)
     ]
     service.admit([request.request for request in admitted])
-    return ScoreRequest(base, service.name_of(body), pairs, splits, admitted, requests, sampling)
+    return LoglikelihoodRequest(base, service.name_of(body), pairs, splits, admitted, requests, sampling)
 
 
 def _with_named_ids(
-    body: ScoreBody, params: SamplingParams, pairs: Sequence[Split], service: Service
+    body: LoglikelihoodBody, params: SamplingParams, pairs: Sequence[Split], service: Service
 ) -> list[SamplingParams]:
     """Return the sampling parameters for each continuation, with the token ids to report for it."""
-    if body.token_ids is None:
+    if body.logprob_token_ids is None:
         return [params] * len(pairs)
-    if len(body.token_ids) != len(pairs):
-        message = f"must have one list per continuation, got {len(body.token_ids)} for {len(pairs)}"
-        raise bad_request("token_ids", message)
+    if len(body.logprob_token_ids) != len(pairs):
+        message = f"must have one list per continuation, got {len(body.logprob_token_ids)} for {len(pairs)}"
+        raise bad_request("logprob_token_ids", message)
     return [
-        service.client.with_named_ids(params, ids, pair)
-        for ids, pair in zip(body.token_ids, pairs, strict=True)
+        service.client.with_named_ids(params, ids, pair, name="logprob_token_ids")
+        for ids, pair in zip(body.logprob_token_ids, pairs, strict=True)
     ]
 
 
-def _read_context(body: ScoreBody, num_times: int, service: Service) -> tuple[str | None, str | IntArray]:
+def _read_context(
+    body: LoglikelihoodBody, num_times: int, service: Service
+) -> tuple[str | None, str | IntArray]:
     """Return the rendered conversation and its ids or, without messages, None and the context."""
     check_one_of(body, "context")
     for name in LAYOUT_FIELDS if body.messages is None else ():
@@ -191,7 +195,7 @@ def fields_of(score: Score, table: TokenTable) -> dict[str, Any]:
     """Return a continuation's fields in the reply; an impossible token has -inf, which is -9999 in JSON."""
     fields: dict[str, Any] = {
         "logprob": score.logprob,
-        "logprob_per_token": score.logprob_per_token,
+        "logprob_per_token": score.mean_logprob,
         "logprob_per_byte": score.logprob_per_byte,
         "logprob_per_char": score.logprob_per_char,
         "boundary": score.boundary,

@@ -1,4 +1,4 @@
-"""`/v1/score`, `/v1/next_token_logprobs`, the tokenizer routes and the server's information routes."""
+"""`/v1/loglikelihood`, `/v1/next_token_logprobs`, the tokenizer routes and the informational routes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from logprobe import FlatLogprobs, Logprob, SamplingParams, Score, __version__
 from logprobe.cli.app import run
 from logprobe.models import Vocabulary
 from logprobe.records.forms.finite import finite_fields
-from logprobe.server.routes.score import fields_of
+from logprobe.server.routes.loglikelihood import fields_of
 from server_process import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ CONTEXT, ANSWERS = "the cat and", [" the dog", " of", "s in the"]
 
 
 def test_continuations_score_as_offline(server: Any) -> None:
-    reply = server.post("/v1/score", context=CONTEXT, continuations=ANSWERS).json()
+    reply = server.post("/v1/loglikelihood", context=CONTEXT, continuations=ANSWERS).json()
     expected = server.llm.score([(CONTEXT, answer) for answer in ANSWERS])
     for found, score, answer in zip(reply["data"], expected, ANSWERS, strict=True):
         assert found["logprob"] == pytest.approx(score.logprob, abs=1e-4)
@@ -45,7 +45,7 @@ def test_python_http_and_the_command_line_give_the_same_score(
     assert run(("dataset", str(rows), *flags, "--model", str(tiny_model_folder))) == 0
     by_command = [json.loads(line) for line in scored.read_text().splitlines()]
     body = {"context": CONTEXT, "continuations": ANSWERS, "unconditional": True}
-    by_http = server.post("/v1/score", **body).json()["data"]
+    by_http = server.post("/v1/loglikelihood", **body).json()["data"]
     in_python = server.llm.score([(CONTEXT, answer) for answer in ANSWERS], unconditional=True)
     sums = ("logprob", "logprob_per_token", "logprob_per_byte", "logprob_per_char", "pmi")
     facts = ("num_tokens", "num_bytes", "is_greedy")
@@ -55,8 +55,10 @@ def test_python_http_and_the_command_line_give_the_same_score(
         assert row["token_ids"] == reply["token_ids"] == score.token_ids
         assert row["token_ranks"] == reply["ranks"] == score.ranks
         for name in sums:
-            assert reply[name] == pytest.approx(getattr(score, name), abs=5e-5), name
-            assert row[name] == pytest.approx(getattr(score, name), abs=5e-5), name
+            own = {"logprob_per_token": "mean_logprob"}.get(name, name)
+            want = getattr(score, own)
+            assert reply[name] == pytest.approx(want, abs=5e-5), name
+            assert row[own] == pytest.approx(want, abs=5e-5), name
         assert reply["token_logprobs"] == pytest.approx(score.token_logprobs, abs=5e-5)
         assert row["token_logprobs"] == pytest.approx(score.token_logprobs, abs=5e-5)
 
@@ -79,10 +81,10 @@ def test_answers_to_a_conversation_follow_its_template(server: Any) -> None:
     text = server.llm.text
     laid_out = text.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     before = text.encode(laid_out, add_special_tokens=False).tolist()
-    reply = server.post("/v1/score", messages=messages, continuations=[" of the", " a"]).json()
+    reply = server.post("/v1/loglikelihood", messages=messages, continuations=[" of the", " a"]).json()
     for found in reply["data"]:
         ids = found["token_ids"]
-        by_ids = server.post("/v1/score", context=before, continuations=[ids]).json()["data"][0]
+        by_ids = server.post("/v1/loglikelihood", context=before, continuations=[ids]).json()["data"][0]
         assert found["logprob"] == pytest.approx(by_ids["logprob"], abs=1e-4)
 
 
@@ -110,8 +112,8 @@ def test_a_message_that_is_gone_on_with_scores_as_its_tokens_by_hand(
     rows = as_echo(server, ids)
     for layout in (CONTINUED, {"continue_final_message": True}):
         asked = {"messages": messages, "continuations": [continuation, " a"], "unconditional": True}
-        found = server.post("/v1/score", **asked, **layout).json()["data"][0]
-        by_ids = server.post("/v1/score", context=before, continuations=[after], unconditional=True)
+        found = server.post("/v1/loglikelihood", **asked, **layout).json()["data"][0]
+        by_ids = server.post("/v1/loglikelihood", context=before, continuations=[after], unconditional=True)
         assert found["token_ids"] == after
         assert found["num_bytes"] == len(scored.encode())
         assert found["token_logprobs"] == pytest.approx(rows[-num:], abs=1e-4)
@@ -122,7 +124,7 @@ def test_a_message_that_is_gone_on_with_scores_as_its_tokens_by_hand(
 
 @pytest.mark.parametrize("asked", [{"context": "the dog an"}, {"messages": BEGUN, **CONTINUED}])
 def test_a_token_that_spans_the_boundary_is_summed_by_bytes(server: Any, asked: dict[str, Any]) -> None:
-    whole = server.post("/v1/score", continuations=["d of", "d"], unconditional=True, **asked).json()
+    whole = server.post("/v1/loglikelihood", continuations=["d of", "d"], unconditional=True, **asked).json()
     for found in whole["data"]:
         assert found["boundary"] == "bytes"
         assert -20 < found["logprob"] < 0
@@ -134,18 +136,20 @@ def test_a_token_that_spans_the_boundary_is_summed_by_bytes(server: Any, asked: 
         pairs = [("the dog an", "d of"), ("the dog an", "d")]
         for found, score in zip(whole["data"], server.llm.score(pairs), strict=True):
             assert found["logprob"] == pytest.approx(score.logprob, abs=5e-5)
-    cooler = server.post("/v1/score", continuations=["d of"], temperature=0.5, **asked).json()["data"][0]
+    cooler = server.post("/v1/loglikelihood", continuations=["d of"], temperature=0.5, **asked).json()[
+        "data"
+    ][0]
     assert cooler["boundary"] == "bytes"
     assert cooler["logprob"] != pytest.approx(longer["logprob"], abs=1e-3)
 
 
 def test_lm_evaluation_harness_splits_by_name(server: Any) -> None:
     asked = {"context": "the dog an", "continuations": ["d of"]}
-    found = server.post("/v1/score", boundary="token", **asked).json()["data"][0]
+    found = server.post("/v1/loglikelihood", boundary="token", **asked).json()["data"][0]
     (score,) = server.llm.score([("the dog an", "d of")], boundary="token")
     assert (found["boundary"], found["token_ids"]) == ("token", score.token_ids)
     assert found["logprob"] == pytest.approx(score.logprob, abs=5e-5)
-    refused = server.post("/v1/score", boundary="end", **asked)
+    refused = server.post("/v1/loglikelihood", boundary="end", **asked)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "boundary")
 
 
@@ -161,7 +165,7 @@ def as_echo(server: Any, ids: list[int]) -> list[float]:
 def test_ids_follow_a_message_that_is_gone_on_with(server: Any) -> None:
     before = server.post("/tokenize", messages=BEGUN, **CONTINUED).json()["tokens"]
     found, by_ids = (
-        server.post("/v1/score", continuations=[[7, 8]], **asked).json()["data"][0]
+        server.post("/v1/loglikelihood", continuations=[[7, 8]], **asked).json()["data"][0]
         for asked in ({"messages": BEGUN, **CONTINUED}, {"context": before})
     )
     assert found["token_logprobs"] == pytest.approx(by_ids["token_logprobs"], abs=1e-4)
@@ -169,17 +173,19 @@ def test_ids_follow_a_message_that_is_gone_on_with(server: Any) -> None:
 
 def test_what_lays_out_messages_is_refused_without_them(server: Any) -> None:
     for name, value in {**CONTINUED, "tools": [], "chat_template_kwargs": {}}.items():
-        reply = server.post("/v1/score", context="a", continuations=["b"], **{name: value})
+        reply = server.post("/v1/loglikelihood", context="a", continuations=["b"], **{name: value})
         assert reply.status_code == 400
         assert reply.json()["error"]["param"] == name
     both = {"continue_final_message": True, "add_generation_prompt": True}
-    refused = server.post("/v1/score", messages=BEGUN, continuations=["b"], **both)
+    refused = server.post("/v1/loglikelihood", messages=BEGUN, continuations=["b"], **both)
     assert refused.json()["error"]["param"] == "continue_final_message"
 
 
 def test_pointwise_information_subtracts_the_bare_score(server: Any) -> None:
-    reply = server.post("/v1/score", context=CONTEXT, continuations=ANSWERS, unconditional=True).json()
-    bare = server.post("/v1/score", context="", continuations=ANSWERS).json()
+    reply = server.post(
+        "/v1/loglikelihood", context=CONTEXT, continuations=ANSWERS, unconditional=True
+    ).json()
+    bare = server.post("/v1/loglikelihood", context="", continuations=ANSWERS).json()
     for found, alone in zip(reply["data"], bare["data"], strict=True):
         assert found["pmi"] == pytest.approx(found["logprob"] - alone["logprob"], abs=1e-4)
 
@@ -188,9 +194,9 @@ def test_scores_come_as_arrow_when_asked(server: Any) -> None:
     import pyarrow as pa
 
     asked = {"context": CONTEXT, "continuations": ANSWERS}
-    plain = server.post("/v1/score", **asked).json()["data"]
+    plain = server.post("/v1/loglikelihood", **asked).json()["data"]
     headers = {"accept": "application/vnd.apache.arrow.stream"}
-    reply = httpx.post(f"{server.url}/v1/score", json=asked, headers=headers, timeout=PATIENCE_S)
+    reply = httpx.post(f"{server.url}/v1/loglikelihood", json=asked, headers=headers, timeout=PATIENCE_S)
     rows = pa.ipc.open_stream(reply.content).read_all().to_pylist()
     # Two requests: the batch may change the last bit of a float32.
     for row, one in zip(rows, plain, strict=True):
@@ -198,7 +204,11 @@ def test_scores_come_as_arrow_when_asked(server: Any) -> None:
     assert rows[0].keys() == plain[0].keys() - {"index"}
 
 
-NAMED = {"context": [5, 60], "continuations": [[70, 71, 9], [8]], "token_ids": [[[3, 200], [], [7]], [5, 6]]}
+NAMED = {
+    "context": [5, 60],
+    "continuations": [[70, 71, 9], [8]],
+    "logprob_token_ids": [[[3, 200], [], [7]], [5, 6]],
+}
 
 
 @pytest.mark.parametrize("temperature", [None, 1.7])
@@ -208,11 +218,11 @@ def test_own_ids_at_each_position_come_as_offline(server: Any, temperature: floa
     from logprobe.records import LogprobsInfo
 
     asked = NAMED if temperature is None else NAMED | {"temperature": temperature}
-    reply = server.post("/v1/score", **asked).json()
+    reply = server.post("/v1/loglikelihood", **asked).json()
     pairs = [(NAMED["context"], continuation) for continuation in NAMED["continuations"]]
-    expected = server.llm.score(pairs, token_ids=NAMED["token_ids"], temperature=temperature)
+    expected = server.llm.score(pairs, logprob_token_ids=NAMED["logprob_token_ids"], temperature=temperature)
     headers = {"accept": "application/vnd.apache.arrow.stream"}
-    arrow = httpx.post(f"{server.url}/v1/score", json=asked, headers=headers, timeout=PATIENCE_S)
+    arrow = httpx.post(f"{server.url}/v1/loglikelihood", json=asked, headers=headers, timeout=PATIENCE_S)
     table = pa.ipc.open_stream(arrow.content).read_all()
     for row, told, score in zip(reply["data"], table.to_pylist(), expected, strict=True):
         entries = score.record.given.arrays
@@ -228,15 +238,29 @@ def test_own_ids_at_each_position_come_as_offline(server: Any, temperature: floa
     assert LogprobsInfo.from_json(table.schema.metadata[b"logprobe.info"]).temperature == temperature
 
 
+def test_replies_count_as_logprob_bytes_in_json_and_arrow(server: Any) -> None:
+    for accept in ("application/json", "application/vnd.apache.arrow.stream"):
+        before = server.service.metrics.registry.get_sample_value("logprobe_logprob_bytes_total")
+        reply = httpx.post(
+            f"{server.url}/v1/loglikelihood",
+            json={"context": "a", "continuations": ["b"]},
+            headers={"accept": accept},
+            timeout=PATIENCE_S,
+        )
+        after = server.service.metrics.registry.get_sample_value("logprobe_logprob_bytes_total")
+        assert reply.headers["content-type"] == accept
+        assert after - before == len(reply.content)
+
+
 def test_arrow_has_named_ids_also_where_the_first_continuation_names_none(server: Any) -> None:
     import pyarrow as pa
 
-    asked = NAMED | {"token_ids": [[], [5, 6]]}
+    asked = NAMED | {"logprob_token_ids": [[], [5, 6]]}
     headers = {"accept": "application/vnd.apache.arrow.stream"}
-    reply = httpx.post(f"{server.url}/v1/score", json=asked, headers=headers, timeout=PATIENCE_S)
+    reply = httpx.post(f"{server.url}/v1/loglikelihood", json=asked, headers=headers, timeout=PATIENCE_S)
     rows = pa.ipc.open_stream(reply.content).read_all().to_pylist()
     assert [row["given_ids"] for row in rows] == [[[], [], []], [[5, 6]]]
-    data = server.post("/v1/score", **asked).json()["data"]
+    data = server.post("/v1/loglikelihood", **asked).json()["data"]
     names = ("given_ids", "given_logprobs", "given_ranks")
     assert [data[0][name] for name in names] == [[[], [], []]] * 3
 
@@ -244,7 +268,7 @@ def test_arrow_has_named_ids_also_where_the_first_continuation_names_none(server
 def test_a_score_at_a_temperature_runs_on_the_lora_that_it_names(server: Any, adapter_folders: Any) -> None:
     server.llm.add_lora("teacher", adapter_folders["wide"])
     try:
-        found = server.post("/v1/score", **NAMED, temperature=2.0, lora="teacher").json()["data"][0]
+        found = server.post("/v1/loglikelihood", **NAMED, temperature=2.0, lora="teacher").json()["data"][0]
         pair = (NAMED["context"], NAMED["continuations"][0])
         (want,) = server.llm.with_lora("teacher").score([pair], temperature=2.0)
     finally:
@@ -256,7 +280,7 @@ def test_own_ids_at_each_position_of_prompts_and_completions(server: Any) -> Non
     ids = [5, 60, 70]
     body = {"prompt": ids, "max_tokens": 0, "prompt_logprobs": 0, "logprob_token_ids": [[], [3, 200], []]}
     [choice] = server.post("/v1/completions", **body).json()["choices"]
-    (score,) = server.llm.score([(ids[:1], ids[1:])], token_ids=[[[3, 200], []]])
+    (score,) = server.llm.score([(ids[:1], ids[1:])], logprob_token_ids=[[[3, 200], []]])
     first, second, third = choice["prompt_given"]
     assert (first, third) == (None, [])
     assert {one["token_id"]: one["rank"] for one in second} == {
@@ -270,13 +294,38 @@ def test_own_ids_at_each_position_of_prompts_and_completions(server: Any) -> Non
 @pytest.mark.parametrize(
     ("path", "body", "param", "said"),
     [
-        ("score", NAMED | {"token_ids": [[[3]]]}, "token_ids", "one list per continuation"),
-        ("score", NAMED | {"token_ids": [[[3]], [5]]}, "token_ids", "1 lists for the 3 tokens"),
-        ("score", NAMED | {"token_ids": [[99_999], [5]]}, "token_ids", "lies outside"),
-        ("score", NAMED | {"token_ids": [[[*range(257)], [], []], []]}, "token_ids", "max_logprob_token_ids"),
-        ("score", NAMED | {"token_ids": [[*range(257)], []]}, "token_ids", "max_logprob_token_ids"),
-        ("score", NAMED | {"token_ids": [[[]] * 70_000, []]}, None, "max_body_values"),
-        ("score", NAMED | {"temperature": 0}, "temperature", ""),
+        (
+            "loglikelihood",
+            NAMED | {"logprob_token_ids": [[[3]]]},
+            "logprob_token_ids",
+            "one list per continuation",
+        ),
+        (
+            "loglikelihood",
+            NAMED | {"logprob_token_ids": [[[3]], [5]]},
+            "logprob_token_ids",
+            "1 lists for the 3 tokens",
+        ),
+        (
+            "loglikelihood",
+            NAMED | {"logprob_token_ids": [[99_999], [5]]},
+            "logprob_token_ids",
+            "lies outside",
+        ),
+        (
+            "loglikelihood",
+            NAMED | {"logprob_token_ids": [[[*range(257)], [], []], []]},
+            "logprob_token_ids",
+            "max_logprob_token_ids",
+        ),
+        (
+            "loglikelihood",
+            NAMED | {"logprob_token_ids": [[*range(257)], []]},
+            "logprob_token_ids",
+            "max_logprob_token_ids",
+        ),
+        ("loglikelihood", NAMED | {"logprob_token_ids": [[[]] * 70_000, []]}, None, "max_body_values"),
+        ("loglikelihood", NAMED | {"temperature": 0}, "temperature", ""),
         (
             "completions",
             {"prompt": [5], "logprobs": 0, "logprob_token_ids": [[*range(257)]]},
@@ -312,7 +361,7 @@ def test_ids_that_cannot_be_are_refused_by_field(
     ],
 )
 def test_a_score_that_cannot_be_is_refused_by_field(server: Any, body: dict[str, Any], param: str) -> None:
-    reply = server.post("/v1/score", **body)
+    reply = server.post("/v1/loglikelihood", **body)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == param
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from logprobe.config import EngineConfig
 from logprobe.errors import UnknownParameterError, require
 from logprobe.next_token.batcher import check_batching
-from logprobe.next_token.lm import DEFAULT_CACHE_BYTES, NextTokenLM
+from logprobe.next_token.engine_lm import EngineLM
+from logprobe.next_token.lm import DEFAULT_CACHE_BYTES
 from logprobe.next_token.rows import Row, RowCache
-from logprobe.next_token.source import EngineRows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,11 +27,11 @@ class OpenModel(Protocol):
     """An object with a loaded model, such as `LLM`."""
 
     @property
-    def loaded(self) -> LoadedModel:
+    def _loaded(self) -> LoadedModel:
         """The engine and the tokenizer."""
 
 
-class AsyncLM(NextTokenLM[Row], ABC):
+class AsyncLM(EngineLM[Row], ABC):
     """A model in this process that returns next-token distributions; see `NextTokenLM` for its methods.
 
     Args:
@@ -42,7 +42,7 @@ class AsyncLM(NextTokenLM[Row], ABC):
         batch_size: number of pending requests at which an idle engine starts a step immediately.
         timeout: seconds after which an idle engine starts a step with fewer requests; a busy engine takes
             requests immediately.
-        owns_engine: whether `cleanup` also closes the engine; the default is True if `model` is a name.
+        owns_engine: whether `close` also closes the engine; the default is True if `model` is a name.
         settings: other fields of `EngineConfig`, if `model` is a name.
 
     Raises:
@@ -64,17 +64,16 @@ class AsyncLM(NextTokenLM[Row], ABC):
         check_batching(batch_size=batch_size, timeout=timeout)
         loaded = _loaded(model, settings)
         super().__init__(
-            EngineRows(loaded),
-            loaded.text,
+            loaded,
             as_caller=lambda rows: rows,
             cache=cache,
             batch_size=batch_size,
             timeout=timeout,
-            owns_source=isinstance(model, str | os.PathLike) if owns_engine is None else owns_engine,
+            owns_engine=isinstance(model, str | os.PathLike) if owns_engine is None else owns_engine,
         )
         lora = getattr(model, "lora", None)
         if lora is not None:
-            self.set_lora(name=lora)
+            self.set_lora(lora)
 
     @classmethod
     def from_name(
@@ -105,7 +104,7 @@ def _loaded(model: str | Path | LoadedModel | OpenModel, settings: dict[str, Any
         from logprobe.engine.backends.start import start_engine
 
         return start_engine(EngineConfig(model=os.fspath(model), **settings))
-    loaded: Any = getattr(model, "loaded", model)
+    loaded: Any = getattr(model, "_loaded", model)
     is_open = hasattr(loaded, "engine") and hasattr(loaded, "text")
     require(is_open, "model", "must be a name, a path or an open LLM", got=model)
     for name in settings:

@@ -1,4 +1,4 @@
-"""`RemoteLM`: next-token distributions from a server, with the interface of `AsyncLM`.
+"""`RemoteLLM`: next-token distributions from a server, with the interface of `AsyncLM`.
 
 `NextTokenLM` batches requests and caches rows; a server started by `logprobe serve` computes them.
 """
@@ -16,14 +16,15 @@ from logprobe.next_token.rows import Row, RowCache
 
 
 @final
-class RemoteLM(NextTokenLM[Row]):
+class RemoteLLM(NextTokenLM[Row]):
     """A model on a server that returns next-token distributions; see `NextTokenLM` for its methods.
 
     Rows have exactly the server's float32 values. Concurrent requests share an HTTP request, equal ones are
     computed once, and rows are cached locally; the server caches prefixes. While the server is full, requests
     wait. `tokenizer`, `byte_vocab` and `str_vocab` are fetched from the server on first use. `list_loras`
-    returns the LoRA adapters that the server had when this object was created. Loading weights, clearing the
-    prefix cache, and methods such as `classify` are not supported; use the server's routes instead.
+    returns the LoRA adapters that the server had when this object was created. Methods
+    that change the server's weights or caches are absent. For completions, scores and labels use the server's
+    routes, for example with OpenAI's client.
 
     Args:
         url: the server's address, with or without `/v1`.
