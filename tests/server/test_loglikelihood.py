@@ -33,7 +33,7 @@ def test_continuations_score_as_offline(server: Any) -> None:
         assert found["is_greedy"] == score.is_greedy
         assert found["num_bytes"] == len(answer.encode())
         assert found["logprob_per_byte"] == pytest.approx(found["logprob"] / found["num_bytes"])
-        assert found["logprob_per_token"] == pytest.approx(np.mean(found["token_logprobs"]))
+        assert found["mean_logprob"] == pytest.approx(np.mean(found["token_logprobs"]))
 
 
 def test_python_http_and_the_command_line_give_the_same_score(
@@ -47,7 +47,7 @@ def test_python_http_and_the_command_line_give_the_same_score(
     body = {"context": CONTEXT, "continuations": ANSWERS, "unconditional": True}
     by_http = server.post("/v1/loglikelihood", **body).json()["data"]
     in_python = server.llm.score([(CONTEXT, answer) for answer in ANSWERS], unconditional=True)
-    sums = ("logprob", "logprob_per_token", "logprob_per_byte", "logprob_per_char", "pmi")
+    sums = ("logprob", "mean_logprob", "logprob_per_byte", "logprob_per_char", "pmi")
     facts = ("num_tokens", "num_bytes", "is_greedy")
     for score, reply, row in zip(in_python, by_http, by_command, strict=True):
         assert [reply[name] for name in facts] == [getattr(score, name) for name in facts]
@@ -55,10 +55,9 @@ def test_python_http_and_the_command_line_give_the_same_score(
         assert row["token_ids"] == reply["token_ids"] == score.token_ids
         assert row["token_ranks"] == reply["ranks"] == score.ranks
         for name in sums:
-            own = {"logprob_per_token": "mean_logprob"}.get(name, name)
-            want = getattr(score, own)
+            want = getattr(score, name)
             assert reply[name] == pytest.approx(want, abs=5e-5), name
-            assert row[own] == pytest.approx(want, abs=5e-5), name
+            assert row[name] == pytest.approx(want, abs=5e-5), name
         assert reply["token_logprobs"] == pytest.approx(score.token_logprobs, abs=5e-5)
         assert row["token_logprobs"] == pytest.approx(score.token_logprobs, abs=5e-5)
 
@@ -69,7 +68,7 @@ def test_an_impossible_token_is_minus_infinity_but_in_json() -> None:
     assert (score.logprob, score.token_logprobs) == (-np.inf, [-0.5, -np.inf])
     fields = fields_of(score, Vocabulary([b"x"] * 7))
     told = finite_fields(fields)
-    for name in ("logprob", "logprob_per_token", "logprob_per_byte", "logprob_per_char", "pmi"):
+    for name in ("logprob", "mean_logprob", "logprob_per_byte", "logprob_per_char", "pmi"):
         assert fields[name] == -np.inf
         assert told[name] == -9999.0
     assert told["token_logprobs"] == [-0.5, -9999.0]

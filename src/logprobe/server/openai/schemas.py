@@ -515,7 +515,7 @@ class DrawnAnswer(Shape, kw_only=True):
     num_tokens: int
     logprob: float  # nats
     drawn_logprob: float  # nats
-    logprob_per_token: float  # nats
+    mean_logprob: float  # nats
     perplexity: float
     mean_token_entropy: float  # nats
     max_token_entropy: float  # nats

@@ -195,7 +195,7 @@ def fields_of(score: Score, table: TokenTable) -> dict[str, Any]:
     """Return a continuation's fields in the reply; an impossible token has -inf, which is -9999 in JSON."""
     fields: dict[str, Any] = {
         "logprob": score.logprob,
-        "logprob_per_token": score.mean_logprob,
+        "mean_logprob": score.mean_logprob,
         "logprob_per_byte": score.logprob_per_byte,
         "logprob_per_char": score.logprob_per_char,
         "boundary": score.boundary,
