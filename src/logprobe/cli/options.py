@@ -85,8 +85,8 @@ class LoadFlags:
     weights: Annotated[
         str,
         _model(
-            help="published (keep the precision of the model's file), plain (transformers' own modules), "
-            "or auto (published in float32 on a CPU with native kernels, else plain)."
+            help="checkpoint (keep the precision of the model's file), plain (transformers' own modules), "
+            "or auto (checkpoint in float32 on a CPU with native kernels, else plain)."
         ),
     ] = "auto"
 
