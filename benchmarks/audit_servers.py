@@ -2,7 +2,7 @@
 
 Each runs in a process and an environment of its own, on the default model's weights in float32 unless its
 name says otherwise, with no option that changes numbers but those that its name says. What was found of each
-goes into the day's results, and of the newest into the tables of docs/audit.md (`--page`: that alone). A
+goes into the day's results, and of the newest into the table of docs/audit.md (`--page`: that alone). A
 server that cannot be run is said to be so there.
 """
 
@@ -150,12 +150,21 @@ def version_of(contestant: Contestant) -> str:
 
 
 def tables(content: Mapping[str, Any]) -> str:
-    """Return a line a server, and the findings of each below."""
-    outcomes = [Outcome(**values) for values in content["outcomes"].values()]
-    lines = [HEADINGS, ("---",) * len(HEADINGS), *map(line_of, outcomes)]
+    """Return the table with a line per server."""
+    lines = [HEADINGS, ("---",) * len(HEADINGS), *map(line_of, outcomes_of(content))]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     where = f"Measured on {processor(content['machine'])}, commit {commit(content['machine'])}."
-    return "\n\n".join([table, where, *(section_of(outcome) for outcome in outcomes)]) + "\n"
+    return f"{table}\n\n{where}\n"
+
+
+def findings(content: Mapping[str, Any]) -> str:
+    """Return a section per server with its findings."""
+    return "\n\n".join(map(section_of, outcomes_of(content))) + "\n"
+
+
+def outcomes_of(content: Mapping[str, Any]) -> list[Outcome]:
+    """Return the outcome of each server of a run."""
+    return [Outcome(**values) for values in content["outcomes"].values()]
 
 
 def report_of(outcome: Outcome) -> AuditReport:
@@ -236,7 +245,7 @@ def main() -> None:
                 content = {"machine": machine_facts(), "outcomes": outcomes}
                 save(BENCH, content)
                 print(f"{contestant.name}: done", file=sys.stderr)
-    print(json.dumps(content) if asked.json else tables(content))
+    print(json.dumps(content) if asked.json else f"{tables(content)}\n{findings(content)}")
     write_page()
 
 

@@ -3,8 +3,8 @@
 Makes a text file of so many lines and a tiny random model, runs the command on them in a process of its own,
 and reads from outside how far into the file it is and how much of it is resident. With `--kill-at 0.5` the
 process is killed at that share of the rows, and another one resumes the run. The pool of keys and values is
-small, so that it is full before the first share is reached. docs/distil.md shows the tables; the tiny model
-is the tests', which `PYTHONPATH=tests` brings within reach.
+small, so that it is full before the first share is reached. docs/distil.md states the maximum of a run; the
+tiny model is the tests', which `PYTHONPATH=tests` brings within reach.
 """
 
 from __future__ import annotations

@@ -1,8 +1,22 @@
 """Baseline file format: a header, blocks of next-token distributions ("rows"), and an end record with counts.
 
-Each part is a length-prefixed JSON head followed by the data that it describes; see docs/compare.md. Files
-are untrusted: the sizes in a head are checked against limits before anything is allocated, and values are
-validated before they are used in comparisons.
+Files are untrusted: the sizes in a head are checked against limits before anything is allocated, and values
+are validated before they are used in comparisons.
+
+A file is the bytes `LPKL`, then parts. Each part begins with a JSON head, preceded by its length (4 bytes,
+little-endian). The first head describes the file, the last ends it and counts its positions and texts, and
+each other head describes a block of positions. After the head of a block come, in this order:
+
+1. `COLUMNS`, with one value per position. `cross` is the sum of (c / n)^2 log p, where the integer c
+   represents a probability p: c is near n sqrt(p), rounded at random so that the mean of (c / n)^2 is p,
+   and the factor n is as large as the size of the file allows. `low_logprob`, `blur`, `low_mass` and
+   `distance` are for the error bounds.
+2. For each text that begins in the block, three int32: its first position in the block, the token before
+   it, and the index of the text.
+3. The number of bits of each integer c, position by position: two numbers to a byte, compressed with
+   deflate. The number 15 means that p is 0.
+4. The bits of each c below its leading bit: the lowest bit of all integers, then the next bit of all, and
+   so on.
 """
 
 from __future__ import annotations
