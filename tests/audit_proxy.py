@@ -517,6 +517,7 @@ FAULTS: dict[str, Fault] = {
         "filled-in",
         "llama.cpp 27972: 0.0 for every drafted token",
         of_completions(lambda row, _: replace(row, number=0.0)),
+        also=FAR,
     ),
     "floor": Fault(
         "filled-in",

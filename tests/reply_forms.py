@@ -404,3 +404,9 @@ def form_of(reply: Reply, edge: TextEdge) -> ResponseForm:
     assert form is not None
     assert form.name == reply.name
     return form
+
+
+def stop_in(text: str) -> str:
+    """Return two characters of the later half of a text, whole ones: others are parts of a character."""
+    pairs = (text[at : at + 2] for at in range(len(text) // 2, len(text) - 1))
+    return next(pair for pair in pairs if "\ufffd" not in pair)

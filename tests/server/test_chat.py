@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from reply_forms import stop_in
+
 MESSAGES: Any = [{"role": "user", "content": "the cat and the dog"}]
 
 
@@ -132,7 +134,7 @@ def test_a_stream_opens_with_the_role_and_closes_with_the_reason_and_usage(clien
 def test_a_stop_string_cuts_text_and_rows_alike(client: Any) -> None:
     free = create(client, logprobs=True, seed=1, max_tokens=30).choices[0]
     text = free.message.content
-    stop = text[len(text) // 2 :][:2]
+    stop = stop_in(text)
     asked: dict[str, Any] = {"logprobs": True, "seed": 1, "max_tokens": 30, "stop": stop}
     whole, told = create(client, **asked).choices[0], fold(create(client, stream=True, **asked))
     assert whole.message.content == text[: text.index(stop)] == told["text"]

@@ -42,7 +42,7 @@ def harness_scores(choice: dict[str, Any], context_len: int) -> tuple[float, boo
 
 
 def test_arrays_are_parallel_and_offsets_exact(client: Any) -> None:
-    choice = create(client, logprobs=2, max_tokens=30, seed=4).choices[0]
+    choice = create(client, logprobs=2, max_tokens=30, seed=4, extra_body={"ignore_eos": True}).choices[0]
     rows = choice.logprobs
     assert (
         len(rows.tokens) == len(rows.token_logprobs) == len(rows.top_logprobs) == len(rows.text_offset) == 30

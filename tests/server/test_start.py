@@ -101,7 +101,7 @@ def test_a_server_whose_port_is_taken_ends_with_one_line(tiny_model_folder: Path
             str(server.port),
         ]
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     [*_, line] = ended.stderr.splitlines()
     assert f"cannot listen on 127.0.0.1:{server.port} (" in line
     assert json.dumps("Traceback") not in ended.stderr
@@ -117,7 +117,7 @@ def test_a_response_template_that_cannot_be_used_ends_it_with_one_line(
     ended = subprocess.run(
         [*command, "--response-template", str(path)], capture_output=True, text=True, check=False
     )
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     [*_, line] = ended.stderr.splitlines()
-    assert line.startswith("error: response_template: ")
+    assert "--response-template" in line
     assert "Traceback" not in ended.stderr

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from logprobe.server import service as service_module
+from reply_forms import stop_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,7 +52,7 @@ def test_the_stop_reason_is_the_stop_string_or_token_id(server: Any, path: str) 
     free = choice_of(server, path, **asked)
     assert (free["finish_reason"], free["stop_reason"]) == ("length", None)
     text = free["message"]["content"] if path == CHAT else free["text"]
-    stop = text[len(text) // 2 :][:2]
+    stop = stop_in(text)
     stopped = choice_of(server, path, **asked, stop=[stop])
     assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", stop)
     end = free["token_ids"][5]
