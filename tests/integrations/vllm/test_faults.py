@@ -98,15 +98,22 @@ class TestPromptLogprobsBesideThePrefixCache:
         return np.array(output.prompt_logprobs.logprobs, np.float64), output.num_cached_tokens
 
     def test_vllms_own_rows_are_not_those_of_the_prompt(self, on_vllm: LoadedModel) -> None:
-        engine, ids = on_vllm.engine, random_ids(1, self.LENGTH)
-        cold, num_cold = self.chosen_by_vllm(engine, ids, reads_cache=False)
-        self.chosen_by_vllm(engine, random_ids(2, self.LENGTH), reads_cache=False)  # reuses the memory
-        warm, num_warm = self.chosen_by_vllm(engine, ids, reads_cache=True)
-        assert (num_cold, num_warm > 0) == (0, True)
-        # Uninitialised memory may also hold NaN.
-        are_right = np.abs(warm[:num_warm] - cold[:num_warm]) <= 0.1
-        assert not are_right.all(), "vLLM has mended it: read the cache"
-        np.testing.assert_allclose(warm[num_warm:], cold[num_warm:], atol=TOLERANCE)
+        """The memory may by chance still hold the right rows, so several texts are tried."""
+        engine = on_vllm.engine
+        are_right = []
+        for seed in range(100, 180, 10):
+            ids = random_ids(seed, self.LENGTH)
+            cold, num_cold = self.chosen_by_vllm(engine, ids, reads_cache=False)
+            for other in range(1, 4):  # reuse the memory
+                self.chosen_by_vllm(engine, random_ids(seed + other, self.LENGTH), reads_cache=False)
+            warm, num_warm = self.chosen_by_vllm(engine, ids, reads_cache=True)
+            assert (num_cold, num_warm > 0) == (0, True)
+            np.testing.assert_allclose(warm[num_warm:], cold[num_warm:], atol=TOLERANCE)
+            # Uninitialised memory may also hold NaN.
+            are_right.append(bool((np.abs(warm[:num_warm] - cold[:num_warm]) <= 0.1).all()))
+            if not are_right[-1]:
+                return
+        raise AssertionError(f"vLLM has mended it: read the cache ({len(are_right)} texts were right)")
 
     def test_ours_are_the_same_cold_and_cached(self, on_vllm: LoadedModel, native: LoadedModel) -> None:
         ids = random_ids(1, self.LENGTH)
