@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from rich.console import Console
+    from rich.progress import Progress
 
     from logprobe.engine.request import RequestOutput
     from logprobe.transport.messages import Request
@@ -25,11 +26,8 @@ def can_draw(console: Console) -> bool:
 
 
 @contextmanager
-def byte_bar(num_bytes: int | None, *, shown: bool, unit: str = "tokens") -> Iterator[Advance | None]:
-    """Show a progress bar over `num_bytes`, or over an unknown number of bytes if None.
-
-    Yields a function to call with the numbers of further bytes and units, or None if no bar can be seen.
-    """
+def _bar(*, shown: bool) -> Iterator[Progress | None]:
+    """Show an empty progress bar on stderr, or yield None if it is not wanted or cannot be seen."""
     if not shown:
         yield None
         return
@@ -41,8 +39,21 @@ def byte_bar(num_bytes: int | None, *, shown: bool, unit: str = "tokens") -> Ite
         yield None
         return
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
-    num_units = 0
     with Progress(*columns, console=console, transient=True) as bar:
+        yield bar
+
+
+@contextmanager
+def byte_bar(num_bytes: int | None, *, shown: bool, unit: str = "tokens") -> Iterator[Advance | None]:
+    """Show a progress bar over `num_bytes`, or over an unknown number of bytes if None.
+
+    Yields a function to call with the numbers of further bytes and units, or None if no bar can be seen.
+    """
+    num_units = 0
+    with _bar(shown=shown) as bar:
+        if bar is None:
+            yield None
+            return
         task = bar.add_task(f"0 {unit}", total=num_bytes)
 
         def advance(more_bytes: int, more_units: int) -> None:
@@ -62,19 +73,11 @@ def progress_bar(
 
     Yields a function to call with each updated output, or None if no bar can be seen.
     """
-    if not shown:
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if not can_draw(console):
-        yield None
-        return
-    tally = Tally(requests)
-    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with _bar(shown=shown) as bar:
+        if bar is None:
+            yield None
+            return
+        tally = Tally(requests)
         task = bar.add_task(f"0/{tally.total:,} tokens", total=tally.total)
 
         def advance(output: RequestOutput) -> None:

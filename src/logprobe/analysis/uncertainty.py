@@ -397,7 +397,7 @@ def draw_plan(
     require(isinstance(asked, SamplingParams), "sampling_params", "must be SamplingParams", got=params)
     usual = SamplingParams()
     for name in SET_HERE:
-        remedy = "is set by uncertainty; leave it out of sampling_params (n is an argument of its own)"
+        remedy = "is set by uncertainty; leave it out of sampling_params (n is a separate argument)"
         require(getattr(asked, name) == getattr(usual, name), name, remedy)
     require(asked.max_tokens > 0, "max_tokens", "must be positive")
     remedy = "0 would sample the same answer each time; use a positive temperature or n=1"

@@ -44,6 +44,7 @@ def batch_logprobs_to_cpu_rust(
     """
     if tuple(logprobs.shape[: token_ids.ndim]) != tuple(token_ids.shape):
         raise ParameterError(
-            "token_ids", f"shape {tuple(token_ids.shape)} is no prefix of logprobs {tuple(logprobs.shape)}"
+            "token_ids",
+            f"shape {tuple(token_ids.shape)} is not a prefix of the shape of logprobs {tuple(logprobs.shape)}",
         )
     return host_array(logprobs), host_array(token_ids)

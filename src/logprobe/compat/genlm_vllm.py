@@ -1,4 +1,4 @@
-"""`AsyncVirtualLM` with genlm-backend's names; a module of its own, because it needs torch."""
+"""`AsyncVirtualLM` with genlm-backend's names; in a separate module, because it needs torch."""
 
 from __future__ import annotations
 

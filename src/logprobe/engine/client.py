@@ -311,7 +311,7 @@ def checked(outputs: list[Result], on_error: OnError) -> list[Result]:
 
 
 def _text_of(prompt: Prompt) -> str | None:
-    """Return the text of a prompt that was given as one, or beside its token ids."""
+    """Return the text of a prompt that is a text, or a dict with a text and token ids."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return text if isinstance(text, str) else None
 

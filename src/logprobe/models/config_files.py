@@ -231,19 +231,19 @@ def _rope_parameters(filled: Mapping[str, Any]) -> dict[str, Any] | None:
     theta, part = filled.get("rope_theta"), filled.get("partial_rotary_factor")
     if kind in _ROTARY_BY_TYPE:
         return _by_layer_type(filled)
-    beside = {"rope_theta": theta, "partial_rotary_factor": part}
-    beside = {key: value for key, value in beside.items() if value is not None}
-    if not given and not beside:
+    siblings = {"rope_theta": theta, "partial_rotary_factor": part}
+    siblings = {key: value for key, value in siblings.items() if value is not None}
+    if not given and not siblings:
         return None
     nested = [key for key in given if key in {_FULL, _SLIDING, *(filled.get("layer_types") or ())}]
     if nested:
         return {
-            key: {"rope_type": value.get("type", "default"), **beside, **value}
+            key: {"rope_type": value.get("type", "default"), **siblings, **value}
             if key in nested and isinstance(value, dict)
             else value
             for key, value in given.items()
         }
-    parameters: dict[str, Any] = beside | given
+    parameters: dict[str, Any] = siblings | given
     parameters.setdefault("rope_type", parameters.get("type", "default"))
     if kind == "phi3" and parameters["rope_type"] in {"su", "yarn"}:  # older names
         parameters["rope_type"] = "longrope"

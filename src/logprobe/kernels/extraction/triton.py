@@ -289,7 +289,7 @@ def _best_ranges(
 ) -> tl.tensor:
     """Return the first parts of the `top` ranges of `length` parts with the greatest maxima.
 
-    A first part of `num_parts` or more stands for no range.
+    A first part of `num_parts` or more means that there is no range.
     """
     places = firsts[:, None] + tl.arange(0, length)[None, :]
     heads = tl.load(maxima + places, mask=places < num_parts, other=float("-inf"))

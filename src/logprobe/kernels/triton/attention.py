@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 SEGMENT_BLOCKS: Final = 16  # blocks in a segment
 ENOUGH_PROGRAMS: Final = 256  # about two per multiprocessor, as many as run at a time
-MAX_BLOCKS: Final = 64  # up to this many blocks of a context, each may be a program of its own
+MAX_BLOCKS: Final = 64  # up to this many blocks of a context, each may be a separate program
 NO_WINDOW: Final = 1 << 30
 DECODE_ROWS: Final = 16  # rows of a tile: tokens times query heads per key/value head
 CHUNK_ROWS: Final = 32
