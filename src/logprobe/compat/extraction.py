@@ -43,8 +43,6 @@ def batch_logprobs_to_cpu_rust(
         ParameterError: the shape of `token_ids` is not a prefix of the shape of `logprobs`.
     """
     if tuple(logprobs.shape[: token_ids.ndim]) != tuple(token_ids.shape):
-        raise ParameterError(
-            "token_ids",
-            f"shape {tuple(token_ids.shape)} is not a prefix of the shape of logprobs {tuple(logprobs.shape)}",
-        )
+        whole, own = tuple(logprobs.shape), tuple(token_ids.shape)
+        raise ParameterError("token_ids", f"shape {own} is not a prefix of the shape of logprobs {whole}")
     return host_array(logprobs), host_array(token_ids)
