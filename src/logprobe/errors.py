@@ -10,11 +10,11 @@
     ├── InputError (ValueError)            a file or text that cannot be read as requested
     ├── OutputError (OSError)              a file that cannot be written
     ├── BusyError (RuntimeError)           a buffer is full and its consumer does not read
+    ├── MissingPackageError (ImportError)  a required package is not installed
     ├── ModelError                         the model cannot be loaded
     │   ├── ModelNotFoundError (LookupError)   no such name, folder or file
     │   ├── DownloadError (OSError)            the weights could not be downloaded or stored
     │   ├── ChecksumError                      downloaded files differ from the published ones
-    │   ├── MissingPackageError (ImportError)  a required package is not installed
     │   └── UnsupportedModelError              the model needs a feature that this engine lacks
     └── EngineError (RuntimeError)         the engine could not finish an accepted request
         ├── EngineClosedError                  used after `close()`
@@ -167,6 +167,13 @@ class BusyError(LogprobeError, RuntimeError):
     """
 
 
+class MissingPackageError(LogprobeError, ImportError):
+    """A required package is not installed; the message is the command that installs it.
+
+    Remedy: install the extra that the message names.
+    """
+
+
 class ModelError(LogprobeError):
     """A model cannot be loaded.
 
@@ -193,13 +200,6 @@ class ChecksumError(ModelError):
     """Downloaded files differ from the published ones.
 
     Remedy: run `pip cache purge` and pull again; if the error persists, use a folder that you trust.
-    """
-
-
-class MissingPackageError(ModelError, ImportError):
-    """A required package is not installed; the message is the command that installs it.
-
-    Remedy: install the extra that the message names.
     """
 
 

@@ -230,8 +230,7 @@ class Comparison:
         without BOS, the text's first token. For continuations in an output of `score_dataset`, position 1 is
         the first token after the context.
         """
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+        from logprobe._arrow import pa, pq
 
         columns: dict[str, Any] = {"text_index": self.text_indices, "position": self.positions}
         columns |= {"token_id": self.token_ids} if self.words is None else {"word": self.words}
@@ -573,10 +572,8 @@ def _stored(path: str | Path) -> Iterator[dict[str, Any]]:
     Raises:
         InputError: the file does not exist, or lacks the tokens or another column.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from logprobe.analysis.io.tables import reading
+    from logprobe._arrow import pa, pq
+    from logprobe.analysis.io.files import reading
     from logprobe.records.forms.arrow_validity import python_rows
 
     schema = pa.schema(

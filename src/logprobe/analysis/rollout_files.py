@@ -11,10 +11,10 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from logprobe.analysis.io.tables import INFO_KEY, parquet_rows, parquet_writer, reading
+from logprobe._arrow import pa, pq
+from logprobe.analysis.io.files import reading
+from logprobe.analysis.io.tables import INFO_KEY, parquet_rows, parquet_writer
 from logprobe.errors import InputError, ParameterError, require
 from logprobe.records.forms.arrow_validity import as_input_error
 from logprobe.records.info import LogprobsInfo

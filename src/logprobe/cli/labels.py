@@ -110,7 +110,7 @@ def _print_labels(found: Classification, *, as_json: bool) -> None:
 
 
 def _print_json(values: dict[str, Any]) -> None:
-    from logprobe.analysis.io.tables import json_line
+    from logprobe.analysis.io.files import json_line
 
     typer.echo(json_line(values))
 

@@ -6,9 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
+from logprobe._arrow import pa, pq
 from logprobe.errors import InputError
 from logprobe.records.flat import FlatLogprobs
 from logprobe.records.forms.arrow import batch_of, parts_of, required_fields, schema

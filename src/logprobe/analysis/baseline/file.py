@@ -39,7 +39,7 @@ from logprobe.analysis.baseline.rows import (
     kept_within,
     unpack,
 )
-from logprobe.analysis.io.tables import reading, writing
+from logprobe.analysis.io.files import reading, writing
 from logprobe.errors import InputError
 from logprobe.private_files import claim
 

@@ -10,8 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import numpy as np
-import pyarrow as pa
 
+from logprobe._arrow import pa
 from logprobe.analysis import measures
 from logprobe.analysis.datasets.settings import HITS, DataSettings, JudgeSettings, RerankSettings
 from logprobe.analysis.labels import (

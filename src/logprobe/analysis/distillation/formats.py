@@ -10,7 +10,8 @@ import math
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import pyarrow as pa
+
+from logprobe._arrow import pa
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

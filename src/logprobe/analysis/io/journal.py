@@ -18,19 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, Self, TypeVar
 
 import msgspec
-import pyarrow as pa
-import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
+from logprobe._arrow import pa, pq
+from logprobe.analysis.io.files import json_line, reading, write_durably, writing
 from logprobe.analysis.io.sources import BadRow  # noqa: TC001 - msgspec reads the field
-from logprobe.analysis.io.tables import (
-    INFO_KEY,
-    json_line,
-    parquet_writer,
-    reading,
-    write_durably,
-    writing,
-)
+from logprobe.analysis.io.tables import INFO_KEY, parquet_writer
 from logprobe.errors import InputError
 from logprobe.private_files import FOLDER_MODE, is_private
 from logprobe.records.forms.finite import IMPOSSIBLE

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 
+from logprobe._arrow import pa
 from logprobe.errors import InputError, ParameterError
 from logprobe.records.forms.arrow_validity import (
     as_input_error,
