@@ -18,9 +18,9 @@ from logprobe.errors import ParameterError, UnknownParameterError, require
         ("dtype", "float64"), ("dtype", "fp16"),
         ("weights", "int8"),
         ("max_model_len", 0), ("max_model_len", -1), ("max_model_len", "long"), ("max_model_len", 1.5),
-        ("kv_bytes", 0), ("kv_bytes", "1GiB"), ("kv_bytes", True),
-        ("max_batch_tokens", 0), ("max_batch_tokens", None), ("max_batch_tokens", "many"),
-        ("max_batch_rows", -3), ("max_batch_rows", 2.0),
+        ("kv_cache_memory_bytes", 0), ("kv_cache_memory_bytes", "1GiB"), ("kv_cache_memory_bytes", True),
+        ("max_num_batched_tokens", 0), ("max_num_batched_tokens", None), ("max_num_batched_tokens", "many"),
+        ("max_num_seqs", -3), ("max_num_seqs", 2.0),
         ("seed", "lucky"), ("seed", None), ("seed", 1.5),
         ("model", ""), ("model", None), ("model", 5),
     ],
@@ -33,7 +33,11 @@ def test_a_wrong_setting_is_refused_by_its_name(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("max_batch_token", "max_batch_tokens"), ("kvbytes", "kv_bytes"), ("modell", "model")],
+    [
+        ("max_batch_token", "max_num_batched_tokens"),
+        ("kv_cache_bytes", "kv_cache_memory_bytes"),
+        ("modell", "model"),
+    ],
 )
 def test_a_misspelt_setting_is_answered_with_the_nearest(name: str, nearest: str) -> None:
     with pytest.raises(UnknownParameterError, match=f"did you mean '{nearest}'"):

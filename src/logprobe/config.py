@@ -74,7 +74,7 @@ ENGINES: Final = {"vllm": "logprobe.integrations.vllm.start:start_vllm_engine"}
 """Additional engines by name, each with the `module:function` that starts it, which is imported when used."""
 Weights = Literal["auto", "plain", "checkpoint"]
 Arithmetic = Literal["auto", "fma", "bf16x3", "bf16"]
-KVDtype = Literal["float32", "bfloat16"]
+KVDtype = Literal["auto", "float32", "bfloat16"]
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 OTHER_DTYPES: Final = {"half": "float16", "float": "float32"}
 
@@ -91,10 +91,10 @@ class EngineConfig:
         dtype: `auto` (float32; bfloat16 if transformers' modules run the model on a GPU), `float32`,
             `bfloat16`, or `float16`; torch dtypes and their names are accepted as well.
         max_model_len: maximum sequence length in tokens; `None`: the model's context.
-        max_batch_tokens: maximum number of tokens per step.
-        max_batch_rows: maximum number of requests that run at once.
-        kv_bytes: size of the KV cache, including its hidden states, in bytes; `None`: a quarter of the memory
-            that the weights leave free, at most 1 GiB; on a GPU 70 % of it.
+        max_num_batched_tokens: maximum number of tokens per step.
+        max_num_seqs: maximum number of requests that run at once.
+        kv_cache_memory_bytes: size of the KV cache, including its hidden states, in bytes; `None`: a quarter
+            of the memory that the weights leave free, at most 1 GiB; on a GPU 70 % of it.
         weights: `auto` (`checkpoint` in float32 on a CPU where the native kernels run, else `plain`),
             `checkpoint` (weights stay in memory as in the model's file, or in the narrowest float type that
             represents them exactly, and are converted to float32 as they are used), or `plain` (transformers'
@@ -103,11 +103,11 @@ class EngineConfig:
             GPU `bf16x3` (each float32 activation as three bfloat16 numbers on tensor cores, accurate to
             float32) or `bf16` (activations rounded to bfloat16: faster for long prompts, less accurate).
             `auto`: `fma`, or `bf16x3`.
-        kv_dtype: dtype of cached keys and values: `float32`, or on a GPU `bfloat16` (half the memory, less
-            accurate).
+        kv_cache_dtype: dtype of cached keys and values: `float32` (`auto` means the same), or on a GPU
+            `bfloat16` (half the memory, less accurate).
         seed: base seed for requests without a seed.
-        overlap: run the next step while the results of the last one are copied and delivered; results are
-            the same.
+        async_scheduling: run the next step while the results of the last one are copied and delivered;
+            results are the same.
         speculate: guess the next tokens of a text that repeats itself or its prompt, and verify several in
             one step; tokens, seeds and results are the same.
         batch_invariant: reject a model whose results depend on the other requests in a batch. On a CPU, model
@@ -118,9 +118,9 @@ class EngineConfig:
             execution: names of built-ins or entry points, `module.path:ClassName` (also searched in the
             current folder), or classes; a string may list several names, separated by commas.
         process: run the engine in a separate process, so that it does not share an interpreter with this one.
-        data_parallel: number of engine processes, each with its share of the threads and a KV cache of
-            `kv_bytes` (`None`: the quarter is shared by all); each request runs on one of them. 2 or more
-            imply `process`.
+        data_parallel_size: number of engine processes, each with its share of the threads and a KV cache of
+            `kv_cache_memory_bytes` (`None`: the quarter is shared by all); each request runs on one of
+            them. 2 or more imply `process`.
         engine: `native`, or `vllm` (extra `vllm`).
         engine_options: vLLM's engine options, such as `tensor_parallel_size`; a dict or a JSON string.
     """
@@ -129,19 +129,19 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     max_model_len: int | None = None
-    max_batch_tokens: int = 512
-    max_batch_rows: int = 64
-    kv_bytes: int | None = None
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    kv_cache_memory_bytes: int | None = None
     weights: Weights = "auto"
     arithmetic: Arithmetic = "auto"
-    kv_dtype: KVDtype = "float32"
+    kv_cache_dtype: KVDtype = "float32"
     seed: int = 0
-    overlap: bool = False
+    async_scheduling: bool = False
     speculate: bool = False
     batch_invariant: bool = False
     logits_processors: tuple[str | type, ...] | list[str | type] = ()
     process: bool = False
-    data_parallel: int = 1
+    data_parallel_size: int = 1
     engine: str = "native"
     engine_options: Mapping[str, Any] | str | None = None
 
@@ -156,6 +156,8 @@ class EngineConfig:
             object.__setattr__(self, "model", os.fspath(self.model))
         _check_device(str(self.device))
         object.__setattr__(self, "device", str(self.device).removesuffix(":0"))
+        if self.kv_cache_dtype == "auto":
+            object.__setattr__(self, "kv_cache_dtype", "float32")
         dtype = str(self.dtype).removeprefix("torch.")
         object.__setattr__(self, "dtype", OTHER_DTYPES.get(dtype, dtype))
         require(self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
@@ -163,17 +165,17 @@ class EngineConfig:
         require(
             self.weights in weights, "weights", f"must be one of {', '.join(weights)}, got {self.weights!r}"
         )
-        for name, kind in (("arithmetic", Arithmetic), ("kv_dtype", KVDtype)):
+        for name, kind in (("arithmetic", Arithmetic), ("kv_cache_dtype", KVDtype)):
             value, known = getattr(self, name), get_args(kind)
             require(value in known, name, f"must be one of {', '.join(known)}, got {value!r}")
-        for name in ("max_model_len", "kv_bytes"):
+        for name in ("max_model_len", "kv_cache_memory_bytes"):
             value = getattr(self, name)
             is_limit = value is None or (_is_int(value) and value > 0)
             require(is_limit, name, f"must be a positive integer or None, got {value!r}")
-        for name in ("max_batch_tokens", "max_batch_rows", "data_parallel"):
+        for name in ("max_num_batched_tokens", "max_num_seqs", "data_parallel_size"):
             value = getattr(self, name)
             require(_is_int(value) and value > 0, name, f"must be a positive integer, got {value!r}")
-        for name in ("overlap", "speculate", "process"):
+        for name in ("async_scheduling", "speculate", "process"):
             value = getattr(self, name)
             require(isinstance(value, bool), name, f"must be True or False, got {value!r}")
         engines = ("native", *ENGINES)

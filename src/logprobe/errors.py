@@ -140,8 +140,8 @@ class ConflictingParametersError(ParameterError):
 class PromptTooLongError(ParameterError):
     """A prompt has more tokens than the model's context or the cache can hold.
 
-    Remedy: shorten it; or set `truncation="left"` or `"window"`; or raise `max_model_len` or `kv_bytes` if
-    the model's context is longer.
+    Remedy: shorten it; or set `truncation="left"` or `"window"`; or raise `max_model_len` or
+    `kv_cache_memory_bytes` if the model's context is longer.
     """
 
 
@@ -236,7 +236,8 @@ class EngineUnavailableError(EngineError):
 class ForwardError(EngineError):
     """The model's forward pass raised; the original error is the cause.
 
-    Remedy: read `error.__cause__`; if memory ran out, lower `max_batch_tokens` or `kv_bytes`, then retry.
+    Remedy: read `error.__cause__`; if memory ran out, lower `max_num_batched_tokens` or
+    `kv_cache_memory_bytes`, then retry.
     """
 
 

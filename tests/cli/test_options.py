@@ -86,8 +86,8 @@ def test_an_error_names_flags(group_app: typer.Typer) -> None:
 
 
 def test_a_plain_word_is_no_parameter() -> None:
-    flags = {"device": "--device", "kv_bytes": "--kv-cache-memory-bytes"}
-    message = "the device has no room; set kv_bytes or device='cpu'"
+    flags = {"device": "--device", "kv_cache_memory_bytes": "--kv-cache-memory-bytes"}
+    message = "the device has no room; set kv_cache_memory_bytes or device='cpu'"
     assert in_flags(message, flags) == ("the device has no room; set --kv-cache-memory-bytes or --device cpu")
     options = {"engine_options": "--engine-options", "detect": "--detect", "lora_ids": "--lora-ids"}
     assert in_flags("set engine_options={'lora_ids': N}", options) == (
@@ -119,12 +119,6 @@ def test_groups_have_the_fields_and_defaults_of_the_settings() -> None:
 
 
 VLLM = {  # names of vLLM's flags for our fields
-    "kv_bytes": "--kv-cache-memory-bytes",
-    "kv_dtype": "--kv-cache-dtype",
-    "max_batch_rows": "--max-num-seqs",
-    "max_batch_tokens": "--max-num-batched-tokens",
-    "overlap": "--async-scheduling",
-    "data_parallel": "--data-parallel-size",
     "lora": "--lora-modules",
     "cors_origin": "--allowed-origins",
     "log_requests": "--enable-log-requests",

@@ -41,7 +41,7 @@ def without_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 def opened(model: Any, folder: Path, *, weights: Any = "checkpoint") -> NativeForward:
     """Load a model's configuration from a folder and its weights from memory."""
     model.config.save_pretrained(folder)
-    config = EngineConfig(model="tiny", weights=weights, kv_bytes=1 << 20, device="cpu")
+    config = EngineConfig(model="tiny", weights=weights, kv_cache_memory_bytes=1 << 20, device="cpu")
     return NativeForward(config, ModelFiles("tiny", folder), as_state(model.state_dict()))
 
 
@@ -85,7 +85,7 @@ def test_names_in_a_file_may_lack_the_name_of_the_decoder(prefix: str, tmp_path:
     }
     state[f"{prefix}layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     save_state(state, tmp_path)
-    config = EngineConfig(model="tiny", weights="checkpoint", kv_bytes=1 << 20, device="cpu")
+    config = EngineConfig(model="tiny", weights="checkpoint", kv_cache_memory_bytes=1 << 20, device="cpu")
     forward = NativeForward(config, ModelFiles("tiny", tmp_path))
     again = NativeForward(config, ModelFiles("tiny", tmp_path))
     assert (forward.is_recalled, again.is_recalled) == (False, True)
@@ -151,7 +151,7 @@ def test_tensors_that_do_not_match_the_model_are_refused(change: Any, tmp_path: 
     model.config.save_pretrained(tmp_path)
     state = dict(model.state_dict())
     change(state)
-    config = EngineConfig(model="tiny", weights="checkpoint", kv_bytes=1 << 20, device="cpu")
+    config = EngineConfig(model="tiny", weights="checkpoint", kv_cache_memory_bytes=1 << 20, device="cpu")
     with pytest.raises(UnsupportedModelError):
         NativeForward(config, ModelFiles("tiny", tmp_path), as_state(state))
 
@@ -161,7 +161,7 @@ def test_a_model_is_loaded_and_generates_where_transformers_is_not_installed(tin
 import sys
 sys.modules["transformers"] = None  # as if it were not installed
 from logprobe import LLM, SamplingParams
-with LLM(sys.argv[1], kv_bytes=1 << 22, weights="checkpoint") as llm:
+with LLM(sys.argv[1], kv_cache_memory_bytes=1 << 22, weights="checkpoint") as llm:
     output = llm.generate(["the"], SamplingParams(max_tokens=2, temperature=0, logprobs=1))[0]
 print(output.outputs[0].logprobs.info.verified_against, len(output.outputs[0].token_ids))
 """

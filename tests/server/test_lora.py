@@ -47,7 +47,10 @@ ROUTES: dict[str, dict[str, Any]] = {
 def adapted(tiny_model_folder: Path, adapter_folders: dict[str, Path], serve_llm: Any) -> Iterator[Any]:
     given = tuple(f"{name}={folder}" for name, folder in adapter_folders.items())
     settings = {"model_name": "base", "lora": given}
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 20) as llm, serve_llm(llm, **settings) as running:
+    with (
+        LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 20) as llm,
+        serve_llm(llm, **settings) as running,
+    ):
         running.service.prepare()
         yield running
 

@@ -300,8 +300,8 @@ class Engine:
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(
             self.forward.num_slots,
-            max_batch_tokens=self.config.max_batch_tokens,
-            max_batch_rows=self.config.max_batch_rows,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_num_seqs=self.config.max_num_seqs,
             rope_boundary=self.forward.rope_boundary,
             gathers_calls=self.sampling.pipeline.gathers_calls,
             waits=self._durations["queue"],

@@ -69,7 +69,7 @@ def start_engine(config: EngineConfig) -> LoadedModel:
     if config.engine in ENGINES:
         start: Callable[[EngineConfig], LoadedModel] = resolve_name(ENGINES[config.engine])
         return start(config)
-    if not config.process and config.data_parallel == 1:
+    if not config.process and config.data_parallel_size == 1:
         return start_native_engine(config)
     from logprobe.engine.backends.process.engine import ProcessEngine
 
@@ -86,7 +86,7 @@ def start_native_engine(config: EngineConfig) -> LoadedModel:
         ParameterError: the settings do not fit the model.
     """
     parts = build_native_engine(config)
-    core = EngineThread(parts.engine, parts.capabilities, overlap=config.overlap)
+    core = EngineThread(parts.engine, parts.capabilities, overlap=config.async_scheduling)
 
     def load_module() -> Any:
         forward: Any = core.engine.forward  # of the weights in use at the time of the call
@@ -123,8 +123,8 @@ def build_native_engine(config: EngineConfig) -> NativeParts:
         vocab_size=forward.vocab_size,
         max_model_len=engine.max_len,
         num_slots=forward.num_slots,
-        max_batch_tokens=config.max_batch_tokens,
-        max_batch_rows=config.max_batch_rows,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
         prompt_logprobs_with_prefix_cache=True,
         stages=("raw_logprobs", "processed_logprobs"),
         speculate=config.speculate,
@@ -137,8 +137,8 @@ def build_native_engine(config: EngineConfig) -> NativeParts:
     keep_out_of_collections()
     if forward.device == "cpu" and forward.kv_bytes > free_bytes():
         logger.warning(
-            "kv_bytes: a KV cache of %s exceeds the %s of free memory; once it fills up, the weights are "
-            "evicted from memory and steps wait for the disk; reduce kv_bytes",
+            "kv_cache_memory_bytes: a KV cache of %s exceeds the %s of free memory; once it fills up, the "
+            "weights are evicted from memory and steps wait for the disk; reduce kv_cache_memory_bytes",
             in_words(forward.kv_bytes),
             in_words(free_bytes()),
         )

@@ -53,7 +53,7 @@ class NativeForward:
             weights=config.weights,
             state=state,
             arithmetic=config.arithmetic,
-            kv_dtype=getattr(torch, config.kv_dtype),
+            kv_dtype=getattr(torch, config.kv_cache_dtype),
         )
         self.decoder, self.layout, self.dtype = ready.decoder, ready.layout, ready.dtype
         if config.batch_invariant:
@@ -66,7 +66,7 @@ class NativeForward:
         if not ready.is_recalled:
             gc.collect()  # frees transformers' module if the native decoder runs
             return_freed()
-        self.kv_bytes = config.kv_bytes or self._default_kv_bytes(config.data_parallel)
+        self.kv_bytes = config.kv_cache_memory_bytes or self._default_kv_bytes(config.data_parallel_size)
         self._reserve_slots(self.kv_bytes, ready)
         self.decoder.record_on(self.pool, min(self.num_slots, self.context_len))
 
@@ -121,7 +121,7 @@ class NativeForward:
         self.num_slots = kv_bytes // slot_bytes
         if self.num_slots < 2:
             raise ParameterError(
-                "kv_bytes", f"one token takes {slot_bytes} bytes, and two must fit; raise it"
+                "kv_cache_memory_bytes", f"one token takes {slot_bytes} bytes, and two must fit; raise it"
             )
         self._memory = _reserve(kv_bytes) if self.device == "cpu" else None
         if self.device == "cuda":
@@ -129,7 +129,7 @@ class NativeForward:
             free_bytes, _ = torch.cuda.mem_get_info()
             what = f"{kv_bytes} bytes exceed the {free_bytes} bytes that are free on the GPU"
             remedy = "lower it (replacing weights briefly needs two caches)"
-            require(kv_bytes <= free_bytes, "kv_bytes", f"{what}; {remedy}")
+            require(kv_bytes <= free_bytes, "kv_cache_memory_bytes", f"{what}; {remedy}")
         self.pool = KVPool(self.num_slots)
         self.pool.lay_out(ready.kv_shapes, partial(self._new_zeros, dtype=ready.kv_dtype))
         self.hidden = self._new_zeros((self.num_slots, ready.hidden_size), dtype=self.dtype)
@@ -168,7 +168,7 @@ class NativeForward:
         if self.decoder is None:
             raise EngineClosedError("the engine was closed before the new weights were loaded")
         # Keep the cache size: admitted requests rely on it, and while both exist, less memory is free.
-        return NativeForward(replace(config, kv_bytes=self.kv_bytes), self._files, state)
+        return NativeForward(replace(config, kv_cache_memory_bytes=self.kv_bytes), self._files, state)
 
     def _default_kv_bytes(self, num_pools: int) -> int:
         if self.device == "cpu":
@@ -226,7 +226,9 @@ def _reserve(kv_bytes: int) -> PagedMemory:
     try:
         return PagedMemory(kv_bytes)  # no huge pages: a slot has parts in each layer, each would map one
     except OSError as error:
-        raise ParameterError("kv_bytes", f"cannot allocate {kv_bytes} bytes ({error}); lower it") from error
+        raise ParameterError(
+            "kv_cache_memory_bytes", f"cannot allocate {kv_bytes} bytes ({error}); lower it"
+        ) from error
 
 
 def _choose_device(device: str) -> str:
@@ -241,5 +243,5 @@ def _check_arithmetic(config: EngineConfig, device: str) -> None:
     known = ("auto", "fma") if device == "cpu" else ("auto", "bf16x3", "bf16")
     what = f"{config.arithmetic} is not supported on {device}; use one of {', '.join(known)}"
     require(config.arithmetic in known, "arithmetic", what)
-    has_dtype = device != "cpu" or config.kv_dtype == "float32"
-    require(has_dtype, "kv_dtype", f"{config.kv_dtype} is only supported on a GPU; use float32")
+    has_dtype = device != "cpu" or config.kv_cache_dtype == "float32"
+    require(has_dtype, "kv_cache_dtype", f"{config.kv_cache_dtype} is only supported on a GPU; use float32")

@@ -96,7 +96,7 @@ def make_ready(
 
     Raises:
         UnsupportedModelError: the model is not supported, or its logits differ from the reference's.
-        ParameterError: `weights`, `arithmetic` or `kv_dtype` is not available for this device or dtype.
+        ParameterError: `weights`, `arithmetic` or `kv_cache_dtype` is not available for this device or dtype.
     """
     why_plain = _why_plain(dtype or torch.float32, device)
     if device == "cuda":
@@ -106,7 +106,7 @@ def make_ready(
         why_plain = made
         remedy = f"the GPU decoder does not support this model: {made}; leave it out"
         require(arithmetic == "auto", "arithmetic", f"{arithmetic} is not available: {remedy}")
-        require(kv_dtype == torch.float32, "kv_dtype", f"{kv_dtype} is not available: {remedy}")
+        require(kv_dtype == torch.float32, "kv_cache_dtype", f"{kv_dtype} is not available: {remedy}")
         dtype = dtype or torch.bfloat16
         logger.warning("%s: using the transformers decoder in %s: %s", files.name, dtype, made)
     dtype = dtype or torch.float32

@@ -29,7 +29,8 @@ def settings(config: EngineConfig) -> dict[str, Any]:
     """Engine settings in the form that the public entry points take."""
     own = {field.name: getattr(config, field.name) for field in fields(config)}
     return {
-        name: own[name] for name in ("model", "kv_bytes", "max_batch_tokens", "max_batch_rows", "weights")
+        name: own[name]
+        for name in ("model", "kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs", "weights")
     }
 
 

@@ -245,7 +245,7 @@ def test_a_load_compares_the_decoder_with_transformers() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"arithmetic": "bf16x3"}, {"arithmetic": "bf16"}, {"kv_dtype": "bfloat16"}]
+    "settings", [{"arithmetic": "bf16x3"}, {"arithmetic": "bf16"}, {"kv_cache_dtype": "bfloat16"}]
 )
 def test_the_cpu_refuses_the_settings_of_a_gpu(settings: dict[str, Any]) -> None:
     with pytest.raises(ParameterError) as refused:
@@ -255,7 +255,7 @@ def test_the_cpu_refuses_the_settings_of_a_gpu(settings: dict[str, Any]) -> None
     assert [refused.value.parameter] == [*settings]
 
 
-@pytest.mark.parametrize("settings", [{"arithmetic": "fp8"}, {"kv_dtype": "float16"}])
+@pytest.mark.parametrize("settings", [{"arithmetic": "fp8"}, {"kv_cache_dtype": "float16"}])
 def test_unknown_values_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ParameterError) as refused:
         EngineConfig(model="tiny", **settings)

@@ -113,7 +113,7 @@ class Child:
             _check_model(config.model, start.weight_version)
         self._parts = build_native_engine(config)
         engine = self._parts.engine
-        self._thread = EngineThread(engine, self._parts.capabilities, overlap=engine.config.overlap)
+        self._thread = EngineThread(engine, self._parts.capabilities, overlap=engine.config.async_scheduling)
         for order in start.loads:
             self._ask(order)
             if isinstance(order, LoadWeights):

@@ -82,12 +82,12 @@ class ProcessEngine:
         self._creator = Creator()
         self._is_routing = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        threads = max(torch.get_num_threads() // config.data_parallel, 1)
-        self._router = Router(config.data_parallel)
+        threads = max(torch.get_num_threads() // config.data_parallel_size, 1)
+        self._router = Router(config.data_parallel_size)
         self._replicas: list[Replica] = []
         self._replicas += [
             Replica(name, self._context, threads, self._starting, self._accept, self._take)
-            for name in _names(config.data_parallel)
+            for name in _names(config.data_parallel_size)
         ]
         atexit.register(self._close_replicas)
         try:
@@ -96,13 +96,13 @@ class ProcessEngine:
             self._close_replicas()
             raise
         # Requests are admitted for the smallest KV cache; restarted processes use the same size.
-        self._settings["kv_bytes"] = ready.kv_bytes
+        self._settings["kv_cache_memory_bytes"] = ready.kv_bytes
         self._open(config, text, ready)
 
     def _open(self, config: EngineConfig, text: TextEdge, ready: Ready) -> None:
         """Set the capabilities and the admission of requests, from what a process has reported."""
         own = ready.capabilities
-        self._capabilities = replace(own, num_processes=config.data_parallel)
+        self._capabilities = replace(own, num_processes=config.data_parallel_size)
         facts = ModelFacts(
             vocab_size=own.vocab_size,
             eos_token_ids=frozenset(ready.eos_token_ids),
