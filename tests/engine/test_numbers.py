@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from logprobe import LLM, SamplingParams
+from logprobe.kernels import threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -115,10 +116,10 @@ def tiny_reference(tiny_model_folder: Path) -> Reference:
 @pytest.fixture(scope="module", autouse=True)
 def _two_threads() -> Iterator[None]:
     """Let engines started here use two threads, whatever this process's setting."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    before = threads.num_threads()
+    threads.set_num_threads(2)
     yield
-    torch.set_num_threads(before)
+    threads.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=["auto", "checkpoint"])

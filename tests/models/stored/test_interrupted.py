@@ -182,11 +182,12 @@ import torch
 
 from logprobe import LLM, SamplingParams
 from logprobe.engine.forward.native import NativeForward
+from logprobe.kernels import threads
 from logprobe.models import cache
 from logprobe.models.stored import panels, record, store
 
 folder, num_kills = sys.argv[1], int(sys.argv[2])
-torch.set_num_threads(1)
+threads.set_num_threads(1)
 
 
 def numbers():

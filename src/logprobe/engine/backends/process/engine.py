@@ -15,7 +15,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Self
 
-import torch
 import zmq
 
 from logprobe.engine.backends.process.admission import Admission, processor_names
@@ -31,6 +30,7 @@ from logprobe.errors import (
     LogprobeError,
     ModelError,
 )
+from logprobe.kernels.threads import num_threads
 from logprobe.models.loading import save_state
 from logprobe.models.lora import CONFIG, WEIGHTS, check_files
 from logprobe.processors import ModelFacts
@@ -82,7 +82,7 @@ class ProcessEngine:
         self._creator = Creator()
         self._is_routing = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        threads = max(torch.get_num_threads() // config.data_parallel_size, 1)
+        threads = max(num_threads() // config.data_parallel_size, 1)
         self._router = Router(config.data_parallel_size)
         self._replicas: list[Replica] = []
         self._replicas += [
