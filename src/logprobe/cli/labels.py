@@ -214,7 +214,7 @@ def rerank(
         _prompt(help="The model's answers (repeat the flag) for a relevant document and for another one."),
     ] = [*YES_NO],  # noqa: B006 - not modified
     top_n: Annotated[
-        int | None, typer.Option("--top-n", "--top", min=1, help="Print only this many best documents.")
+        int | None, typer.Option("--top-n", min=1, help="Print only this many best documents.")
     ] = None,
     model: ModelFlags,
 ) -> None:

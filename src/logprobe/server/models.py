@@ -84,7 +84,9 @@ class Models(ServerState):
         self._check()
 
     def _check(self) -> None:
-        known = {*self.first.own_names} | {setting.partition("=")[0] for setting in self.settings.lora}
+        known = {*self.first.own_names} | {
+            setting.partition("=")[0] for setting in self.settings.lora_modules
+        }
         for name, one in self.further.items():
             for own in (name, *one.names, *one.loras):
                 require(own not in known, "also_model", f"the name {own!r} is used twice; choose another")
