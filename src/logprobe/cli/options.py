@@ -229,7 +229,7 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def field_names(group: type) -> dict[str, str]:
-    """Return the field for each name of a group's flags, without the dashes in front."""
+    """Return the field's name for each flag of a group; the flags have no leading dashes."""
     names = {}
     for parameter in _options_of(group):
         option = parameter.annotation.__metadata__[0]
