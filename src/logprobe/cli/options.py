@@ -218,12 +218,12 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def field_names(group: type) -> dict[str, str]:
-    """Return the field for each flag of a group, without the dashes in front."""
+    """Return the field's name for each flag of a group; the flags have no leading dashes."""
     names = {}
     for parameter in _options_of(group):
         flag = parameter.annotation.__metadata__[
             0
-        ].default  # in Annotated, the name of a flag is the "default"
+        ].default  # the name of a flag is its "default" in Annotated
         name = flag.partition("/")[0] if isinstance(flag, str) else parameter.name.replace("_", "-")
         names[name.removeprefix("--")] = parameter.name
     return names

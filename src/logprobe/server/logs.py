@@ -33,7 +33,11 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """Formats records as JSON lines: time (UTC), level, logger, message, request_id, facts, traceback."""
+    """Formats log records as JSON lines.
+
+    A line has the keys time (UTC), level, logger and message, and where they exist request_id, the items of
+    the record's `facts`, and traceback.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """Format a record as one line of JSON."""

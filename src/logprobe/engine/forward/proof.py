@@ -145,7 +145,7 @@ class Proof:
 
 
 def special_ids(*contents: dict[str, Any]) -> set[int]:
-    """Return the token ids in configurations, given as the content of config.json."""
+    """Return the integer values of all keys that end in `token_id`, in the given contents of config.json."""
     return {
         value
         for content in contents

@@ -222,7 +222,10 @@ def _proven(
     why_plain: str | None,
     progress: LoadProgress,
 ) -> ReadyModel:
-    """Verify the native decoder against transformers, or the transformers decoder if it cannot be used."""
+    """Return the native decoder, verified against transformers, or else the verified transformers decoder.
+
+    The latter is used if the native decoder does not support the model, or if its logits differ.
+    """
     from logprobe.engine.forward.linear import matrices_of
     from logprobe.engine.forward.native_decoder import native_decoder, vectors_of
     from logprobe.engine.forward.transformers_proof import described
