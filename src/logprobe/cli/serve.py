@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from dataclasses import fields, make_dataclass, replace
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -98,7 +98,7 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     if not (isinstance(tables, dict) and all(isinstance(table, dict) for table in tables.values())):
         raise typer.BadParameter(f"{path}: models must be tables [models.NAME]", param_hint="--config")
     context.default_map = {flag.name: value for flag, value in _flags_in(entries, str(path), context)}
-    own = {"model_option", *OWN_SETTINGS, *(field.name for field in fields(EngineConfig))}
+    own = {"model_option", *OWN_SETTINGS, *EngineConfig().keywords()}
     context.obj = {}  # the tables, with values parsed as those of flags
     for name, table in tables.items():
         where = f"{path} [models.{name}]"

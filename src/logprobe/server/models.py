@@ -238,5 +238,6 @@ def named_in(data: bytes) -> tuple[str | None, ...]:
 
 def _size_of(config: EngineConfig) -> int:
     """Return the maximum size of a model in bytes: its weight files and its KV caches."""
-    pool = MAX_DEFAULT_BYTES if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes
-    return weight_bytes(resolve(config.model).folder) + config.data_parallel_size * pool
+    given, num_pools = config.cache_config.kv_cache_memory_bytes, config.parallel_config.data_parallel_size
+    pool = MAX_DEFAULT_BYTES if given is None else given
+    return weight_bytes(resolve(config.model).folder) + num_pools * pool
