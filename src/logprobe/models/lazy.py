@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
+import numpy as np
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -19,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from logprobe.config import ENGINES
 from logprobe.errors import UnsupportedModelError, in_one_line
 from logprobe.models.sources import EVERY, RenamedSource, StateSource, made_ahead
+from logprobe.models.tensors import as_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     from logprobe.models.sources import Rows, Source
 
 PIECE_NUMBERS = 1 << 22  # weights converted to float32 at a time; 16 MB fit in the CPU cache
-FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+FLOATS = {np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)}
 LOAD_ELSEWHERE = f"load it with engine={' or '.join(map(repr, ENGINES))}"
 UNUSED = "rotary_emb.inv_freq"  # frequencies in older files, which the module computes itself
 
@@ -39,7 +42,7 @@ class LazyModel:
     """A transformers module, and a source with the values of its parameters by name."""
 
     module: Any
-    source: Source
+    source: Source  # of arrays in main memory
     unread: dict[int, str]  # names of the parameters that have not been read, by `id`
 
     @classmethod
@@ -60,7 +63,8 @@ class LazyModel:
         """Read every unread parameter into memory."""
         for parameter in self.module.parameters():
             if (name := self.unread.pop(id(parameter), None)) is not None:
-                parameter.data = self.source.read(name).to(parameter.device, parameter.dtype, copy=True)
+                value = as_tensor(self.source.read(name))
+                parameter.data = value.to(parameter.device, parameter.dtype, copy=True)
 
 
 class _Reading(TorchFunctionMode):
@@ -83,7 +87,7 @@ class _Reading(TorchFunctionMode):
             return self._product(*args, **kwargs)
         if func is functional.embedding and len(args) > 1:
             ids, places = torch.unique(args[0], return_inverse=True)
-            return func(places, self._read(args[1], ids).to(args[1].dtype))
+            return func(places, self._read(args[1], ids.numpy()).to(args[1].dtype))
         if func is torch.Tensor.__getitem__:
             return self._read(args[0])[args[1]].to(args[0].dtype)
         return func(*map(self._whole, args), **{name: self._whole(one) for name, one in kwargs.items()})
@@ -117,7 +121,7 @@ class _Reading(TorchFunctionMode):
         return self._read(value).to(value.dtype) if id(value) in self._unread else value
 
     def _read(self, parameter: torch.Tensor, rows: Rows = EVERY) -> torch.Tensor:
-        return self._source.read(self._unread[id(parameter)], rows)
+        return as_tensor(self._source.read(self._unread[id(parameter)], rows))
 
 
 def check_causal(config: PreTrainedConfig) -> None:
@@ -172,7 +176,7 @@ def lazy_model(
         return None
     zero = torch.zeros((), dtype=dtype)
     state = {
-        name: zero.expand(shape) if len(shape) > 1 else source.read(name).to(dtype, copy=True)
+        name: zero.expand(shape) if len(shape) > 1 else as_tensor(source.read(name)).to(dtype, copy=True)
         for name, shape in source.shapes.items()
     }
     module = type(empty).from_pretrained(
@@ -195,7 +199,7 @@ def _own_names(empty: Any, source: Source) -> Mapping[str, str] | None:
         twice = {name: names.pop(name) for name in tied if name in names}
         found = {name: source.shapes[own] for name, own in names.items()}
         if found == wanted and all(
-            torch.equal(source.read(own), source.read(names[tied[name]])) for name, own in twice.items()
+            np.array_equal(source.read(own), source.read(names[tied[name]])) for name, own in twice.items()
         ):
             return names
     return None

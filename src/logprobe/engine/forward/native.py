@@ -48,14 +48,15 @@ class NativeForward:
         self._files, self._is_replaced = files, state is not None
         ready = make_ready(
             files,
-            dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
+            dtype=None if config.dtype == "auto" else config.dtype,
             device=self.device,
             weights=config.weights,
             state=state,
             arithmetic=config.arithmetic,
-            kv_dtype=getattr(torch, config.kv_cache_dtype),
+            kv_dtype=config.kv_cache_dtype,
         )
-        self.decoder, self.layout, self.dtype = ready.decoder, ready.layout, ready.dtype
+        self.decoder, self.layout = ready.decoder, ready.layout
+        self.dtype: torch.dtype = getattr(torch, ready.dtype)
         if config.batch_invariant:
             self._check_invariant()
         self.is_recalled = ready.is_recalled
@@ -117,7 +118,8 @@ class NativeForward:
 
     def _reserve_slots(self, kv_bytes: int, ready: ReadyModel) -> None:
         slot_numbers = sum(prod(shape) for shapes in ready.kv_shapes.values() for shape in shapes)
-        slot_bytes = slot_numbers * ready.kv_dtype.itemsize + ready.hidden_size * self.dtype.itemsize
+        kv_dtype: torch.dtype = getattr(torch, ready.kv_dtype)
+        slot_bytes = slot_numbers * kv_dtype.itemsize + ready.hidden_size * self.dtype.itemsize
         self.num_slots = kv_bytes // slot_bytes
         if self.num_slots < 2:
             raise ParameterError(
@@ -131,7 +133,7 @@ class NativeForward:
             remedy = "lower it (replacing weights briefly needs two caches)"
             require(kv_bytes <= free_bytes, "kv_cache_memory_bytes", f"{what}; {remedy}")
         self.pool = KVPool(self.num_slots)
-        self.pool.lay_out(ready.kv_shapes, partial(self._new_zeros, dtype=ready.kv_dtype))
+        self.pool.lay_out(ready.kv_shapes, partial(self._new_zeros, dtype=kv_dtype))
         self.hidden = self._new_zeros((self.num_slots, ready.hidden_size), dtype=self.dtype)
 
     def load_lora(self, name: str, path: str, number: int) -> LoraWeights:
