@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from logprobe.config import ENGINES
 from logprobe.errors import UnsupportedModelError, in_one_line
+from logprobe.models.lora import ModelModules
 from logprobe.models.sources import EVERY, RenamedSource, StateSource, made_ahead
 from logprobe.models.tensors import as_tensor
 
@@ -153,6 +155,32 @@ def empty_model(config: PreTrainedConfig, **options: Any) -> Any:
             f"model: model_type {config.model_type!r} cannot be built by transformers "
             f"({in_one_line(error)}); fix config.json, or {LOAD_ELSEWHERE}"
         ) from error
+
+
+def modules_of(config: PreTrainedConfig) -> ModelModules:
+    """Return the modules that LoRA weights may change in the model of a configuration.
+
+    Raises:
+        UnsupportedModelError: for the reasons given in `empty_model`, or the model has no embedding.
+    """
+    model = empty_model(config, attn_implementation="eager")
+    modules = dict(model.named_modules())
+    linear = {name: module for name, module in modules.items() if type(module) is nn.Linear}
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    embedding, head = (
+        next((name for name, module in modules.items() if module is end), None) for end in ends
+    )
+    if embedding is None or not isinstance(ends[0], nn.Embedding):
+        raise UnsupportedModelError(f"model: model_type {config.model_type!r} has no input embedding")
+    num_tokens, width = ends[0].weight.shape
+    return ModelModules(
+        linear={name: (module.out_features, module.in_features) for name, module in linear.items()},
+        biased={name for name, module in linear.items() if module.bias is not None},
+        embedding=embedding,
+        embedding_shape=(num_tokens, width),
+        head=head if head in linear else None,
+        is_tied=head is not None and ends[1].weight is ends[0].weight,
+    )
 
 
 def lazy_model(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from logprobe.engine.forward.decoder import Decoder
 from logprobe.engine.forward.kv_cache import KVPool
 from logprobe.engine.forward.process_memory import PagedMemory, give_back_memory, return_freed
 from logprobe.engine.forward.ready import make_ready
@@ -20,6 +21,7 @@ from logprobe.models import load_config, load_model
 from logprobe.models.given import is_copy
 from logprobe.models.loading import load_state
 from logprobe.models.lora import load_lora
+from logprobe.models.quiet import quiet_transformers
 
 if TYPE_CHECKING:
     from logprobe.config import EngineConfig
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from logprobe.engine.protocol import StepBatch
     from logprobe.models import ModelFiles
     from logprobe.models.loading import State
-    from logprobe.models.lora import LoraWeights
+    from logprobe.models.lora import LoraWeights, ModelModules
     from logprobe.records.values import IntArray
 
 GPU_SHARE = 0.7  # keys, values and hidden states get this share of the GPU memory left after loading
@@ -145,10 +147,18 @@ class NativeForward:
         """
         if self.decoder is None:
             raise EngineClosedError("the engine was closed before the LoRA weights were loaded")
-        config = load_config(self._files)
-        lora = load_lora(name, path, config, number, dtype=self.dtype, device=self.device)
+        lora = load_lora(name, path, self._modules(), number)
         self.decoder.check_lora(lora)
         return lora
+
+    def _modules(self) -> ModelModules:
+        """Return the modules that LoRA weights may change."""
+        if isinstance(self.decoder, Decoder):
+            return self.decoder.modules()
+        with quiet_transformers():
+            from logprobe.models.lazy import modules_of
+
+            return modules_of(load_config(self._files))
 
     def make_room(self, lora: LoraWeights) -> None:
         """Prepare `lora` for steps with this model's weights.
