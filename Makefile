@@ -68,7 +68,7 @@ test-sanitize: $(VENV)/.test  ## the kernels' tests on native libraries built wi
 	$(BIN)/python native/tests/sanitize.py
 
 # A machine with a card is often lent for minutes and has a Python with torch: nothing is installed there. Four processes
-# compile the kernels side by side. docs/gpu.md says which packages that Python needs.
+# compile the kernels side by side. docs/dev/gpu.md says which packages that Python needs.
 GPU_PYTHON ?= python3
 GPU_RESULTS := benchmarks/results/gpu.json
 GPU_TESTS := tests/gpu tests/kernels tests/transport/test_copy.py

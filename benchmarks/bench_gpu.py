@@ -6,7 +6,7 @@ nothing:
 
     python benchmarks/bench_gpu.py --out benchmarks/results/gpu.json
     python benchmarks/bench_gpu.py --only accuracy,bits --out accuracy.json
-    python benchmarks/bench_gpu.py --out accuracy.json --page docs/gpu.md  # writes its tables there
+    python benchmarks/bench_gpu.py --out accuracy.json --page docs/dev/gpu.md  # writes its tables there
 
 Models have random bfloat16 weights, made on the card. The exit status is 1 if a section failed.
 """
@@ -377,7 +377,7 @@ def _drawn_and_scored(run: Run, module: Any) -> None:
         parts = [scored.run([(span[0], start, end)], texts) for start, end in ((0, cut), (cut, span[2]))]
         rows.append(torch.cat(parts)[-new:])
     wanted = torch.stack(hidden, dim=1)  # (num, new, hidden size)
-    _add_bits(run, "drawn = scored, hidden", torch.stack(rows).flatten(0, 1), wanted.flatten(0, 1))
+    _add_bits(run, "sampled = scored, hidden states", torch.stack(rows).flatten(0, 1), wanted.flatten(0, 1))
     drawn_logits = torch.stack(logits, dim=1)  # (num, new, vocabulary)
     del logits
     num_rows, differing, largest = 0, 0, 0.0
@@ -387,7 +387,7 @@ def _drawn_and_scored(run: Run, module: Any) -> None:
         differing += int((numbers[0] != numbers[1]).any(-1).sum())
         largest = max(largest, float((numbers[0] - numbers[1]).abs().max()))
         num_rows += new
-    run.add("drawn = scored, log-probabilities", rows=num_rows, differing=differing, largest=largest)
+    run.add("sampled = scored, log-probabilities", rows=num_rows, differing=differing, largest=largest)
 
 
 def _add_bits(run: Run, name: str, found: torch.Tensor, wanted: torch.Tensor) -> None:

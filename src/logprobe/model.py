@@ -523,7 +523,7 @@ class Model:
 
     @cached_property
     def _rows(self) -> EngineLM[Row]:
-        """Computes next-token rows on the same engine; created on first use."""
+        """Computes whole next-token distributions on this LLM's engine; created on first use."""
         from logprobe.next_token.engine_lm import EngineLM
         from logprobe.next_token.rows import RowCache
 

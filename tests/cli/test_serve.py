@@ -86,19 +86,15 @@ def test_a_model_may_follow_processors(asked: Any) -> None:
 
 def test_flags_of_vllm_set_the_fields_of_their_names(asked: Any) -> None:
     flags = (
-        "--max-num-seqs",
-        "8",
-        "--kv-cache-memory-bytes",
-        "9",
-        "--async-scheduling",
-        "--data-parallel-size",
-        "2",
+        "--max-num-seqs 8 --kv-cache-memory-bytes 9 --kv-cache-dtype auto --async-scheduling "
+        "--data-parallel-size 2 --lora-modules a=b --enable-log-requests --served-model-name own"
     )
-    config, settings = asked("smollm2", *flags, "--lora", "a=b", "--log-requests", "--model-name", "own")
+    config, settings = asked("smollm2", *flags.split())
     assert config == EngineConfig(
         max_num_seqs=8, kv_cache_memory_bytes=9, async_scheduling=True, data_parallel_size=2
     )
-    assert (settings.lora, settings.log_requests, settings.served_model_name) == (("a=b",), True, ("own",))
+    assert (settings.lora_modules, settings.served_model_name) == (("a=b",), ("own",))
+    assert settings.enable_log_requests
 
 
 @pytest.mark.parametrize("origin", ['["*"]', "example.com", ""])
@@ -211,18 +207,23 @@ def test_a_file_says_what_neither_flags_nor_the_environment_say(asked: Any, tmp_
         1_000_000,
         (FIRST,),
     )
-    assert (settings.port, settings.drain_s, settings.log_requests) == (8123, 2.5, True)
+    assert (settings.port, settings.drain_s, settings.enable_log_requests) == (8123, 2.5, True)
     assert settings.allowed_host == ("a.example", "b.example")
     config, settings = asked("smollm2", "--port", "1", CONFIG=str(path), DRAIN_S="9")
-    assert (config.model, settings.port, settings.drain_s, settings.log_requests) == ("smollm2", 1, 9.0, True)
+    assert (config.model, settings.port, settings.drain_s, settings.enable_log_requests) == (
+        "smollm2",
+        1,
+        9.0,
+        True,
+    )
     assert asked("--config", str(path), MODEL="smollm2")[0].model == "smollm2"
 
 
-def test_a_file_may_have_underscores_and_older_names(asked: Any, tmp_path: Path) -> None:
+def test_a_file_may_have_underscores(asked: Any, tmp_path: Path) -> None:
     path = tmp_path / "server.toml"
-    path.write_text("kv_cache_memory_bytes = 7\nmax_num_seqs = 3\nlora = ['a=b']\n")
+    path.write_text("kv_cache_memory_bytes = 7\nmax_num_seqs = 3\nlora_modules = ['a=b']\n")
     config, settings = asked("--config", str(path))
-    assert (config.kv_cache_memory_bytes, config.max_num_seqs, settings.lora) == (7, 3, ("a=b",))
+    assert (config.kv_cache_memory_bytes, config.max_num_seqs, settings.lora_modules) == (7, 3, ("a=b",))
 
 
 def test_a_files_tables_are_further_models(cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -254,7 +255,7 @@ def test_a_files_tables_are_further_models(cli: Any, monkeypatch: pytest.MonkeyP
         9,
     )
     assert (judge.settings.logprobs_mode, plain.settings.logprobs_mode) == ("both", "raw_logprobs")
-    assert judge.settings.lora == plain.settings.lora == ()
+    assert judge.settings.lora_modules == plain.settings.lora_modules == ()
 
 
 @pytest.mark.parametrize(

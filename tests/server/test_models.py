@@ -234,7 +234,7 @@ def test_lora_weights_name_their_model(
     serve_several: Any, adapter_folders: dict[str, Path], tiny_model_folder: Path
 ) -> None:
     wide, narrow = (str(adapter_folders[name]) for name in ("wide", "narrow"))
-    further = {"twin": {"folder": tiny_model_folder, "lora": (f"wide={wide}",)}}
+    further = {"twin": {"folder": tiny_model_folder, "lora_modules": (f"wide={wide}",)}}
     key = "an-operators-own-key"
     with serve_several(further, operator_key=(key,)) as server:
         base = numbers(server.ask())
@@ -279,7 +279,7 @@ def test_a_model_that_breaks_is_told_and_the_others_go_on(
         ("base", {}, {}, "also_model"),
         ("default", {}, {}, "also_model"),
         ("other", {"served_model_name": ("base",)}, {}, "also_model"),
-        ("other", {"lora": ("other=x",)}, {}, "also_model"),
+        ("other", {"lora_modules": ("other=x",)}, {}, "also_model"),
         ("other", {}, {"max_models_bytes": 1000}, "also_model"),
         ("other", {}, {"preload": ("nobody",)}, "preload"),
     ],

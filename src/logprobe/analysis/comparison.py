@@ -586,7 +586,8 @@ def _stored(path: str | Path) -> Iterator[dict[str, Any]]:
     )
     with reading(path), pq.ParquetFile(path) as file:
         if missing := [name for name in schema.names if name not in file.schema_arrow.names]:
-            raise InputError(f"{path}: has no column {', '.join(missing)}; score the data with tokens")
+            columns = ", ".join(missing)
+            raise InputError(f"{path}: has no column {columns}; write it with `logprobe dataset --tokens`")
         for batch in file.iter_batches(columns=schema.names):
             for row in python_rows(batch.select(schema.names).cast(schema)):
                 _check_stored(path, row)

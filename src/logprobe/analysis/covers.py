@@ -36,7 +36,7 @@ TokenIds: TypeAlias = "tuple[int, ...]"
 
 
 class Cover(NamedTuple):
-    """Tokens that spell a prefix of the bytes, or all of them."""
+    """A complete or partial cover: tokens whose text begins with the first `num_bytes` of the given bytes."""
 
     token_ids: TokenIds
     num_bytes: int

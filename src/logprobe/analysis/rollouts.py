@@ -261,11 +261,11 @@ class _Entries:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Comparison in nats of n positions with one of the trainer's distributions."""
+    """The sampler's log-probabilities at n positions, compared with one of the trainer's distributions."""
 
     chosen: Floats  # (n,), the trainer's logprobs of the sampled tokens
-    distance: Floats  # (n,), mean |logprob q - logprob p| of the reported tokens
-    kl: Floats  # (n,)
+    distance: Floats  # (n,), nats, mean |logprob q - logprob p| of the reported tokens
+    kl: Floats  # (n,), nats
     total_variation: Floats  # (n,)
     is_whole: NDArray[np.bool_]  # (n,), True if the reported tokens have all of the sampler's probability
 

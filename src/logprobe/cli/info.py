@@ -77,7 +77,7 @@ def facts() -> dict[str, Any]:
 
 
 def model_facts(model: str, **engine: Any) -> dict[str, Any]:
-    """Load a model; return how its layers run, and the largest difference from transformers, in nats.
+    """Load a model; return its quantization, device, dtype, weights and decoder, and how it was verified.
 
     `engine` are fields of `EngineConfig`.
     """

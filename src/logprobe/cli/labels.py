@@ -135,14 +135,14 @@ def judge(
 ) -> None:
     """Grade texts on a scale, by the probability of each grade.
 
-    `expectation` and `spread` are the mean and the standard deviation of the grade, `probs` the share of
-    each grade in the order of the scale, and `logprobs` their log-probabilities (nats); `off_scale` is the
-    probability of any other answer. --prompt is the question about a text, including the scale; --chat asks
-    it as a user message.
+    `expectation` and `spread` are the mean and the standard deviation of the grade. `logprobs` are the
+    grades' log-probabilities (nats) under the model, in the order of the scale; `probs` are their
+    probabilities, normalized to sum to 1. `off_scale` is the probability of any other answer. --prompt is the
+    question about a text, including the scale; --chat sends it as a user message.
 
-    A text given with --text is printed as a table. Files are read as data sets, as by `logprobe dataset`: one
-    row of results per input row, as JSON lines or with -o in a file, bad rows in a side file. Exit code 1 if
-    a row was bad.
+    A text given with --text is printed as a table. Files are read as by `logprobe dataset`: each input row
+    gives one row of results, printed as a JSON line or written to the file of -o. Bad rows are written to a
+    second file, and the exit code is then 1.
 
     Examples:
         logprobe judge --chat --text "2 + 2 = 4" --prompt "Is this right, from 1 (no) to 5 (yes)? {text}"
@@ -214,7 +214,7 @@ def rerank(
         _prompt(help="The model's answers (repeat the flag) for a relevant document and for another one."),
     ] = [*YES_NO],  # noqa: B006 - not modified
     top_n: Annotated[
-        int | None, typer.Option("--top-n", "--top", min=1, help="Print only this many best documents.")
+        int | None, typer.Option("--top-n", min=1, help="Print only this many best documents.")
     ] = None,
     model: ModelFlags,
 ) -> None:

@@ -218,13 +218,14 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def field_names(group: type) -> dict[str, str]:
-    """Return the field for each name of a group's flags, without the dashes in front."""
+    """Return the field's name for each flag of a group; the flags have no leading dashes."""
     names = {}
     for parameter in _options_of(group):
-        option = parameter.annotation.__metadata__[0]
-        flags = [option.default, *(option.param_decls or ())]  # in Annotated, the first name is the "default"
-        for flag in flags if isinstance(option.default, str) else [parameter.name.replace("_", "-")]:
-            names[flag.partition("/")[0].removeprefix("--")] = parameter.name
+        flag = parameter.annotation.__metadata__[
+            0
+        ].default  # the name of a flag is its "default" in Annotated
+        name = flag.partition("/")[0] if isinstance(flag, str) else parameter.name.replace("_", "-")
+        names[name.removeprefix("--")] = parameter.name
     return names
 
 

@@ -46,7 +46,7 @@ class ServeCommand(Command):
 
     def make_parser(self, ctx: Any) -> Any:
         """Create the parser, in which several processors may follow one flag, as in FastDeploy and vLLM."""
-        parser = super().make_parser(ctx)
+        parser: Any = super().make_parser(ctx)
         option = parser._long_opt["--logits-processors"]  # noqa: SLF001 - see internals.py
         take_one = option.process
 
@@ -118,8 +118,8 @@ def _flags_in(entries: Mapping[str, Any], where: str, context: typer.Context) ->
     command: Any = context.command
     params = {param.name: param for param in command.params if param.name != "config"}
     flags = {
-        flag.removeprefix("--"): params[param.name]
-        for param in (*params.values(), *command.aliases)
+        flag.removeprefix("--"): param
+        for param in params.values()
         for flag in param.opts
         if flag.startswith("--")
     }

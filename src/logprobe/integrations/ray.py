@@ -161,7 +161,7 @@ class RayWorkers:
 def read_rows_here(
     start: pa.Table, folder: str, sources: Sequence[Source], settings: RowSettings
 ) -> Iterator[pa.Table]:
-    """Yield tables with one batch of checked rows each; an error that ends the reading is the last table."""
+    """Yield one table per batch of checked rows; if reading fails, the last table holds the error."""
     _go_to(folder)
     (skip,) = start["skip"].to_pylist()
     try:

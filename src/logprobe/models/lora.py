@@ -136,7 +136,10 @@ class LowRank:
 
     @cached_property
     def last(self) -> Dense:
-        """The matrix `up`, by which an embedding multiplies the rows that it looks up in `down`."""
+        """The second factor, `up`, as a dense weight.
+
+        For an embedding, the first factor is a row lookup in `down`, not a product.
+        """
         return Dense(self.up)
 
     def mapped(self, convert: Callable[[Array], Any]) -> LowRank:

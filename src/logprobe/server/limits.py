@@ -47,6 +47,12 @@ _ESCAPED_COMMA: Final = re.compile(rb"\\u002[cC]")
 MAX_DEPTH: Final = MAX_GRAMMAR_DEPTH  # nesting depth of values in a body
 
 
+UNITS: Final = {  # of the fields of `Cost`
+    "requests": "concurrent completions",
+    "tokens": "tokens",
+    "logprob_bytes": "bytes for log-probabilities",
+}
+
 LIMITS: Final = (
     "max_body_bytes",
     "max_body_values",
@@ -350,7 +356,11 @@ class Limits:
         for name, (limit, most) in self._max.items():
             amount = getattr(cost, name)
             if amount > most:
-                raise bad_request(None, f"the request needs up to {amount} {name}; at most {most} ({limit})")
+                raise bad_request(
+                    None,
+                    f"the request may need {amount} {UNITS[name]}, but the server allows {most} ({limit}); "
+                    "send a smaller request, or raise the limit",
+                )
         with self._lock:
             if (full := self._full(cost, caller)) is not None:
                 raise NoRoomError(full, cost)

@@ -84,7 +84,9 @@ class Models(ServerState):
         self._check()
 
     def _check(self) -> None:
-        known = {*self.first.own_names} | {setting.partition("=")[0] for setting in self.settings.lora}
+        known = {*self.first.own_names} | {
+            setting.partition("=")[0] for setting in self.settings.lora_modules
+        }
         for name, one in self.further.items():
             for own in (name, *one.names, *one.loras):
                 require(own not in known, "also_model", f"the name {own!r} is used twice; choose another")
@@ -122,8 +124,9 @@ class Models(ServerState):
         """Return the model that a request names, loading it if necessary; it stays loaded until `leave`.
 
         Raises:
-            ApiError: 413 or 408 because of the body, 429 if there is no memory for the model at the moment,
-                or 503 if the model cannot be loaded.
+            ApiError: 413 if the body, which is read for the model's name, is too large, 408 if the body
+                arrives too slowly, 429 if there is no memory for the model at the moment, or 503 if the model
+                cannot be loaded.
             ClientGoneError: the client disconnected before the model was loaded.
         """
         if not self.further:

@@ -140,4 +140,4 @@ def _json_text(value: Mapping[str, Any], where: str) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ParameterError(where, f"is not valid JSON: {error}") from error
+        raise ParameterError(where, f"cannot be written as JSON: {error}") from error

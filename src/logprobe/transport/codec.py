@@ -127,7 +127,7 @@ class Codec(Generic[T]):
 
 
 class _Outgoing:
-    """Collects the rows and arrays in one message while its value is encoded."""
+    """Collects the `HostRows` and NumPy arrays of one message while msgpack encodes the message."""
 
     def __init__(self) -> None:
         self._blocks: list[list[HostRows] | Array] = []

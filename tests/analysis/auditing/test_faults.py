@@ -56,7 +56,9 @@ def served(tmp_path_factory: pytest.TempPathFactory, new_serving: Any) -> Iterat
     }
     with LLM(str(folder), **room) as llm, LLM(str(other), **room) as new:
         llm.add_lora(LORA, adapters[LORA])
-        settings = ServerSettings(max_logprobs=-1, model_name="base", lora=(f"{LORA}={adapters[LORA]}",))
+        settings = ServerSettings(
+            max_logprobs=-1, model_name="base", lora_modules=(f"{LORA}={adapters[LORA]}",)
+        )
         with new_serving(llm, settings) as (url, app):
             app.state.service.prepare()
             yield Served(url, llm, llm.with_lora(LORA), new)

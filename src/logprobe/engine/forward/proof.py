@@ -158,7 +158,7 @@ def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def special_ids(*contents: dict[str, Any]) -> set[int]:
-    """Return the token ids in configurations, given as the content of config.json."""
+    """Return the integer values of all keys that end in `token_id`, in the given contents of config.json."""
     return {
         value
         for content in contents

@@ -136,7 +136,10 @@ def _proven(
     why_plain: str | None,
     progress: LoadProgress,
 ) -> ReadyModel:
-    """Verify the native decoder against transformers, or the transformers decoder if it cannot be used."""
+    """Return the native decoder, verified against transformers, or else the verified transformers decoder.
+
+    The latter is used if the native decoder does not support the model, or if its logits differ.
+    """
     if why_plain is not None:
         return _transformers_decoder(model, proof, {}, why_plain)
     module = model.module

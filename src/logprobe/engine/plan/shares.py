@@ -31,7 +31,10 @@ PLACES_PART: Final = 8
 
 
 class StepShare:
-    """Divides the tokens and prompt rows of one step between large calls and the others."""
+    """Divides the tokens of one step, and the prompt positions to score, between large calls and the others.
+
+    A large call has more work than one step holds.
+    """
 
     def __init__(self, active: Sequence[Sample], max_num_batched_tokens: int, *, is_shared: bool) -> None:
         self._large: set[str] = set()

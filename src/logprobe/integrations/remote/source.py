@@ -45,7 +45,7 @@ NOT_CARRIED: Final[dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Asked:
-    """A prefix and the future of its row."""
+    """A requested prefix, and the future of its next-token distribution."""
 
     prefix: Prefix
     begun: BegunRow

@@ -1,8 +1,8 @@
 """`VllmEngine`: implements `Core` with vLLM's `AsyncLLM`.
 
-Each sample is one vLLM request, whose tokens are sampled in vLLM's workers (`worker`). A single call
-fetches the results of all samples with new tokens. A paused sample is aborted in vLLM and later submitted
-again with its tokens in the prompt, most of which are in vLLM's prefix cache.
+Each sample is one vLLM request, whose tokens are sampled in vLLM's workers (`worker`). One RPC to the worker
+fetches the results of all samples that have new tokens. A paused sample is aborted in vLLM. It is later
+submitted again with its tokens in the prompt, most of which are in vLLM's prefix cache.
 """
 
 from __future__ import annotations

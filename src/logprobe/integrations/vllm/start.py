@@ -250,7 +250,9 @@ def adopt(llm: Any, bridge: LoopThread, config: EngineConfig, files: ModelFiles)
 
 
 def check_routes(engine: Front, llm: Any, bridge: LoopThread) -> float:
-    """Compare a captured row with the row that vLLM returns; return the largest difference in nats.
+    """Compare a row from our logits processor in vLLM's worker with the same row from vLLM's own logprobs.
+
+    Returns the largest difference, in nats.
 
     Raises:
         EngineError: the difference is larger than rounding can explain.

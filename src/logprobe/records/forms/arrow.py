@@ -179,7 +179,9 @@ def _byte_columns(byte_offsets: npt.ArrayLike | None, length: int) -> dict[str, 
         return {}
     bounds = np.asarray(byte_offsets, np.int64)
     if bounds.shape != (length + 1,):
-        raise ParameterError("byte_offsets", f"{bounds.shape} offsets for {length} positions; give n + 1")
+        raise ParameterError(
+            "byte_offsets", f"has shape {bounds.shape}, but {length} positions need shape {(length + 1,)}"
+        )
     return {"byte_start": bounds[:-1], "byte_end": bounds[1:]}
 
 

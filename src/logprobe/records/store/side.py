@@ -70,8 +70,10 @@ class IdRuns:
 def _checked_runs(offsets: npt.ArrayLike, token_ids: npt.ArrayLike) -> tuple[Array, Array]:
     """Return both as copied arrays; raise `ParameterError` if the offsets do not fit the number of ids."""
     bounds, ids = np.array(offsets, np.int64), np.array(token_ids)
-    if bounds.ndim != 1 or ids.shape != (int(bounds[-1] - bounds[0]),):
-        raise ParameterError("kept", f"offsets end at {bounds[-1:]}, but there are {ids.shape} ids")
+    if bounds.ndim != 1 or ids.ndim != 1:
+        raise ParameterError("kept", f"needs flat arrays, got shapes {bounds.shape} and {ids.shape}")
+    if len(ids) != (num_ids := int(bounds[-1] - bounds[0])):
+        raise ParameterError("kept", f"the offsets cover {num_ids} ids, but there are {len(ids)}")
     return bounds, ids
 
 

@@ -222,7 +222,10 @@ class TimedProtocol(HttpToolsProtocol):
             self._close()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Parse the request again without `Upgrade`, so that its body is not parsed as requests."""
+        """Parse the request again without its `Upgrade` header.
+
+        With the header, the parser stops after the headers and would read the body as further requests.
+        """
         self._bad_connections.count("a request to upgrade to another protocol", self.client)
         error, headers, parser = sys.exception(), self.headers, self.parser
         assert isinstance(error, httptools.HttpParserUpgrade), "uvicorn calls this while it handles one"

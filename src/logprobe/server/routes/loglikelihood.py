@@ -162,7 +162,7 @@ def _read_context(
     check_one_of(body, "context")
     for name in LAYOUT_FIELDS if body.messages is None else ():
         if getattr(body, name) is not None:
-            raise bad_request(name, "requires messages; set messages instead of context, or leave it out")
+            raise bad_request(name, f"applies only to messages; leave out {name}, or send messages instead")
     if isinstance(body.context, str):
         return None, body.context
     if body.messages is not None:

@@ -91,7 +91,7 @@ def _schema_text(tool: Tool, number: int) -> str:
         return json.dumps({"type": "object", **tool.parameters, "x-guidance": JSON_STYLE})
     except (TypeError, ValueError, RecursionError) as error:
         raise ParameterError(
-            f"tools[{number}].function.parameters", f"are not valid JSON: {error}"
+            f"tools[{number}].function.parameters", f"cannot be written as JSON: {error}"
         ) from error
 
 
