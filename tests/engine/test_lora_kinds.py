@@ -51,6 +51,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "both ends with DoRA": {"target_modules": ["embed_tokens", "lm_head", "v_proj"], "use_dora": True},
     "saved head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "saved ends": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+    "patterns": {
+        "target_modules": "all-linear",
+        "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\..*": 5},
+        "alpha_pattern": {r"layers\.\d+\.mlp\.down_proj": 9},
+    },
+    "some layers": {
+        "target_modules": r".*\.(q|v|up)_proj",
+        "exclude_modules": ["layers.0.self_attn.q_proj"],
+    },
+    "one layer": {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1], "lora_alpha": 4},
     "joined DoRA": {"target_modules": ["gate_up_proj", "qkv_proj", "down_proj"], "use_dora": True},
 }
 CASES = [

@@ -222,7 +222,7 @@ def test_weights_that_are_none_or_not_merged_are_refused_with_the_remedy(
         (peft, r"belongs to an unmerged PEFT model; give merge_and_unload\(\)\.state_dict\(\)"),
         (tmp_path, "belongs to an unmerged PEFT model"),
         (state | {f"{name}.weight": [1.0]}, "is a list; give a torch tensor or NumPy array"),
-        (state | {f"{name}.weight": np.array(["x"])}, "is not a dtype that torch supports"),
+        (state | {f"{name}.weight": np.array(["x"])}, "is not a dtype of weights"),
         ({7: state[f"{name}.weight"]}, "must have strings as keys, got 7"),
         (
             state | {f"_orig_mod.{name}.weight": state[f"{name}.weight"] + 1},

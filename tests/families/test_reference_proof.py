@@ -126,12 +126,12 @@ def test_every_start_position_is_compared(
 
 @pytest.mark.parametrize("row", REFUSED[:8], ids=lambda row: row.name)
 def test_a_family_without_a_native_decoder_asks_for_transformers(row: Row, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="pip install transformers"):
+    with pytest.raises(UnsupportedModelError, match=r"pip install 'logprobe\[torch\]'"):
         opened(model_of(row.kind, **copy.deepcopy(row.special)), tmp_path)
 
 
 def test_plain_weights_ask_for_transformers(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="pip install transformers"):
+    with pytest.raises(UnsupportedModelError, match=r"pip install 'logprobe\[torch\]'"):
         opened(model_of("llama"), tmp_path, weights="plain")
 
 

@@ -12,7 +12,7 @@ import torch
 
 from logprobe.config import EngineConfig
 from logprobe.engine.engine import Engine
-from logprobe.engine.forward import attention, native, ready
+from logprobe.engine.forward import attention, native, transformers_ready
 from logprobe.engine.output_builder import Describer, OutputBuilder
 from logprobe.models import ModelFiles
 from logprobe.records import LogprobsInfo
@@ -70,7 +70,7 @@ def load(model: Any, weights: str, **settings: Any) -> native.NativeForward:
     def copied(_files: Any, *, dtype: torch.dtype, **_: Any) -> Any:
         return copy.deepcopy(model).to(dtype)
 
-    with mock.patch.object(ready, "load_model", copied):
+    with mock.patch.object(transformers_ready, "load_model", copied):
         return native.NativeForward(config, ModelFiles("tiny", Path("/nowhere")))
 
 

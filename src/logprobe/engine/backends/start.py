@@ -161,7 +161,7 @@ def text_edge(files: ModelFiles) -> TextEdge:
             return TextEdge.of_fast(fast, partial(_load_tokenizer, files))
         if find_spec("transformers") is None:
             raise MissingPackageError(
-                f"{files.name}: {fast} of its {SETTINGS} needs transformers; pip install transformers"
+                f"{files.name}: {fast} of its {SETTINGS} needs transformers; pip install 'logprobe[torch]'"
             )
         return TextEdge.of(_load_tokenizer(files))
 

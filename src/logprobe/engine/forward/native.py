@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from logprobe.engine.forward.decoder import Decoder
 from logprobe.engine.forward.kv_cache import KVPool
 from logprobe.engine.forward.process_memory import PagedMemory, give_back_memory, return_freed
 from logprobe.engine.forward.ready import make_ready
@@ -20,6 +21,7 @@ from logprobe.models import load_config, load_model
 from logprobe.models.given import is_copy
 from logprobe.models.loading import load_state
 from logprobe.models.lora import load_lora
+from logprobe.models.quiet import quiet_transformers
 
 if TYPE_CHECKING:
     from logprobe.config import EngineConfig
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from logprobe.engine.protocol import StepBatch
     from logprobe.models import ModelFiles
     from logprobe.models.loading import State
-    from logprobe.models.lora import LoraWeights
+    from logprobe.models.lora import LoraWeights, ModelModules
     from logprobe.records.values import IntArray
 
 GPU_SHARE = 0.7  # keys, values and hidden states get this share of the GPU memory left after loading
@@ -48,14 +50,15 @@ class NativeForward:
         self._files, self._is_replaced = files, state is not None
         ready = make_ready(
             files,
-            dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
+            dtype=None if config.dtype == "auto" else config.dtype,
             device=self.device,
             weights=config.load_config.weights,
             state=state,
             arithmetic=config.load_config.arithmetic,
-            kv_dtype=getattr(torch, config.cache_config.kv_cache_dtype),
+            kv_dtype=config.cache_config.kv_cache_dtype,
         )
-        self.decoder, self.layout, self.dtype = ready.decoder, ready.layout, ready.dtype
+        self.decoder, self.layout = ready.decoder, ready.layout
+        self.dtype: torch.dtype = getattr(torch, ready.dtype)
         if config.batch_invariant:
             self._check_invariant()
         self.is_recalled = ready.is_recalled
@@ -118,7 +121,8 @@ class NativeForward:
 
     def _reserve_slots(self, kv_bytes: int, ready: ReadyModel) -> None:
         slot_numbers = sum(prod(shape) for shapes in ready.kv_shapes.values() for shape in shapes)
-        slot_bytes = slot_numbers * ready.kv_dtype.itemsize + ready.hidden_size * self.dtype.itemsize
+        kv_dtype: torch.dtype = getattr(torch, ready.kv_dtype)
+        slot_bytes = slot_numbers * kv_dtype.itemsize + ready.hidden_size * self.dtype.itemsize
         self.num_slots = kv_bytes // slot_bytes
         if self.num_slots < 2:
             raise ParameterError(
@@ -132,7 +136,7 @@ class NativeForward:
             remedy = "lower it (replacing weights briefly needs two caches)"
             require(kv_bytes <= free_bytes, "kv_cache_memory_bytes", f"{what}; {remedy}")
         self.pool = KVPool(self.num_slots)
-        self.pool.lay_out(ready.kv_shapes, partial(self._new_zeros, dtype=ready.kv_dtype))
+        self.pool.lay_out(ready.kv_shapes, partial(self._new_zeros, dtype=kv_dtype))
         self.hidden = self._new_zeros((self.num_slots, ready.hidden_size), dtype=self.dtype)
 
     def load_lora(self, name: str, path: str, number: int) -> LoraWeights:
@@ -144,10 +148,18 @@ class NativeForward:
         """
         if self.decoder is None:
             raise EngineClosedError("the engine was closed before the LoRA weights were loaded")
-        config = load_config(self._files)
-        lora = load_lora(name, path, config, number, dtype=self.dtype, device=self.device)
+        lora = load_lora(name, path, self._modules(), number)
         self.decoder.check_lora(lora)
         return lora
+
+    def _modules(self) -> ModelModules:
+        """Return the modules that LoRA weights may change."""
+        if isinstance(self.decoder, Decoder):
+            return self.decoder.modules()
+        with quiet_transformers():
+            from logprobe.models.lazy import modules_of
+
+            return modules_of(load_config(self._files))
 
     def make_room(self, lora: LoraWeights) -> None:
         """Prepare `lora` for steps with this model's weights.

@@ -188,8 +188,8 @@ def test_lora_weights_change_the_rows_that_name_them(texts: list[Any]) -> None:
     for name in layers:
         weight = model.get_parameter(name)
         parts[name.removesuffix(".weight")] = LowRank(
-            0.1 * torch.randn(weight.shape[1], 3, generator=generator).to(DEVICE),
-            0.1 * torch.randn(3, weight.shape[0], generator=generator).to(DEVICE),
+            0.1 * torch.randn(weight.shape[1], 3, generator=generator).numpy(),
+            0.1 * torch.randn(3, weight.shape[0], generator=generator).numpy(),
         )
     lora = LoraWeights("own", "", 1, parts)
     decoder.check_lora(lora)
@@ -200,7 +200,7 @@ def test_lora_weights_change_the_rows_that_name_them(texts: list[Any]) -> None:
     with torch.no_grad():
         for name in layers:
             part = parts[name.removesuffix(".weight")]
-            model.get_parameter(name).add_((part.down @ part.up).T.cpu())
+            model.get_parameter(name).add_(torch.from_numpy((part.down @ part.up).T))
         want = model.double()(torch.from_numpy(texts[0])[None]).logits[0].log_softmax(-1)
     assert float((got[: lengths[0]] - want).abs().max()) < TOLERANCE
     assert float((got[lengths[0] :] - without[lengths[0] :]).abs().max()) < TOLERANCE
@@ -210,7 +210,7 @@ def test_lora_weights_change_the_rows_that_name_them(texts: list[Any]) -> None:
 @pytest.mark.parametrize("name", ["mlp.gate", "mlp.experts.gate_up_proj"])
 def test_lora_weights_of_a_layer_that_takes_none_are_refused(name: str) -> None:
     decoder = decoder_for(model_of("qwen3_moe"))
-    part = LowRank(torch.zeros(4, 1), torch.zeros(1, 4))
+    part = LowRank(np.zeros((4, 1), np.float32), np.zeros((1, 4), np.float32))
     lora = LoraWeights("own", "", 1, {f"{decoder.spec.path}.layers.0.{name}": part})
     with pytest.raises(UnsupportedModelError, match=name):
         decoder.check_lora(lora)
