@@ -32,10 +32,10 @@ class Source(Protocol):
         """Shapes of the tensors by name."""
 
     def read(self, name: str, rows: Rows = EVERY) -> torch.Tensor:
-        """Read rows of one tensor in its stored dtype, or as float32 if the tensor is quantised."""
+        """Read rows of one tensor in its stored dtype, or as float32 if the tensor is quantized."""
 
     def panels(self, name: str) -> PanelWeights | None:
-        """Return a quantised matrix as panels; None for float tensors and types without a panel format."""
+        """Return a quantized matrix as panels; None for float tensors and types without a panel format."""
 
 
 class FolderSource:
@@ -114,7 +114,7 @@ class RenamedSource:
         return self._source.read(self._names[name], rows)
 
     def panels(self, name: str) -> PanelWeights | None:
-        """Return a quantised matrix as panels; see `Source.panels`."""
+        """Return a quantized matrix as panels; see `Source.panels`."""
         return self._source.panels(self._names[name])
 
 

@@ -91,7 +91,7 @@ class GgufSource:
                 ) from error
 
     def read(self, name: str, rows: Rows = EVERY) -> torch.Tensor:
-        """Read rows of one tensor, as float32 if the tensor is quantised, else in the file's dtype."""
+        """Read rows of one tensor, as float32 if the tensor is quantized, else in the file's dtype."""
         own, shape = self._own_names[name], self._shapes[name]
         raw, type_name = self._gguf.raw(own), self._gguf.type_name(own)
         chosen = rows.numpy() if isinstance(rows, torch.Tensor) else rows
@@ -125,7 +125,7 @@ class GgufSource:
         return np.arange(self._gguf.shapes[own][0]).reshape(heads[part], -1, 2).swapaxes(1, 2).ravel()
 
     def panels(self, name: str) -> PanelWeights | None:
-        """Repack a quantised matrix as panels; None for float tensors and types without a panel format."""
+        """Repack a quantized matrix as panels; None for float tensors and types without a panel format."""
         own = self._own_names[name]
         return panels_of_blocks(self._gguf.raw(own), self._gguf.type_name(own), self._order(own))
 
