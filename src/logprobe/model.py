@@ -458,7 +458,7 @@ class Model:
         *,
         progress: bool = False,
     ) -> list[Judgement]:
-        """Return the probability of each grade as the answer, with one judgement per prompt or conversation.
+        """Return the probability of each grade as the answer, with one judgment per prompt or conversation.
 
         An answer counts as the longest grade that it starts with: with grades 1 to 10, "10" counts as 10 and
         not as 1, whether the tokenizer has a token for 10 or splits it into 1 and 0.

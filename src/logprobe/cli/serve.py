@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class ServeCommand(Command):
-    """A command whose flags can also be set by environment variables: `--drain-s` by `LOGPROBE_DRAIN_S`."""
+    """A command whose flags can also be set by environment variables, such as `LOGPROBE_DRAIN_S`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -156,7 +156,7 @@ def serve(
 ) -> None:
     """Serve models with an OpenAI-compatible HTTP API.
 
-    Every flag can also be set by an environment variable: --drain-s by LOGPROBE_DRAIN_S. There, spaces
+    Every flag can also be set by an environment variable: --drain-s by LOGPROBE_DRAIN_S. Spaces in a variable
     separate the values of a repeated flag. On SIGTERM or Ctrl-C, the server finishes requests in progress
     before it exits.
 

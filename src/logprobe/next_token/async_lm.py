@@ -38,7 +38,7 @@ class AsyncLM(EngineLM[Row], ABC):
 
     Args:
         model: a name or path as in `EngineConfig.model`, or an open `LLM`, whose engine, processors, LoRA
-            adapters and prefix cache are shared. With a view (`LLM.with_lora`), the view's adapter is the
+            adapters and prefix cache are shared. For the result of `LLM.with_lora`, that adapter is the
             default.
         cache_bytes: size of the LRU cache of whole-vocabulary rows, in bytes; 0 disables the cache.
         batch_size: number of pending requests at which an idle engine starts a step immediately.

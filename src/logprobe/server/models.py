@@ -205,9 +205,7 @@ class Models(ServerState):
             may_leave = self.services.keys() & self._sizes.keys() - self.changed
             unused = [key for key in may_leave if not self._num_users[key]]
             if not unused:
-                raise server_full(
-                    f"{in_words(self._room)} for models, and every loaded one is in use or kept"
-                )
+                raise server_full(f"the loaded models use {in_words(self._room)} and cannot be unloaded now")
             longest = min(unused, key=lambda key: self._left_s.get(key, 0.0))
             logger.info("unloading %s to make room for %s", longest, name)
             await asyncio.to_thread(self.services.pop(longest).close)

@@ -1,4 +1,4 @@
-"""Start vLLM from an `EngineConfig`, and verify the rows that vLLM's workers capture."""
+"""Start vLLM from an `EngineConfig`, and verify the log-probabilities computed in vLLM's workers."""
 
 from __future__ import annotations
 
@@ -267,14 +267,14 @@ def check_routes(engine: Front, llm: Any, bridge: LoopThread) -> float:
     difference = float(np.abs(captured[is_finite] - own[is_finite]).max())
     if not difference <= TOLERANCES.get(capabilities.dtype, COARSE):
         raise EngineError(
-            f"a row captured in vLLM's worker differs by {difference:.2g} nats from vLLM's own; this version "
-            "of vLLM changes logits before its logits processors; please report it"
+            f"log-probabilities in vLLM's worker differ by {difference:.2g} nats from vLLM's own; this "
+            "version of vLLM changes logits before its logits processors; please report it"
         )
     return difference
 
 
 async def captured_row(engine: Front, ids: Array) -> Array:
-    """Return a next-token row that was captured by the logits processor: (V,) float32, nats."""
+    """Return a next-token row from our logits processor in the worker: (V,) float32, nats."""
     admitted = Requests(engine).admit(ids, SamplingParams(max_tokens=1), wants_row=True)
     engine.submit([admitted])
     [completion] = (await engine.result(admitted.request.request_id)).outputs
