@@ -136,7 +136,7 @@ def measure(text: str, num_tokens: int, window: int) -> dict[str, Any]:
     cut = list(windows([ids], window, window // 2))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "float32"
-        export_model(resolve(DEFAULT_MODEL), folder, dtype=torch.float32)
+        export_model(resolve(DEFAULT_MODEL), folder, dtype="float32")
         (reference,) = of_transformers(folder, torch.float64, cut, {"": log_softmax}).values()
         ways = {
             "transformers, float32": log_softmax,
