@@ -87,7 +87,7 @@ def make_ready(
         files: configuration, tokenizer and weights.
         dtype: dtype of hidden states and logits; None: float32, or bfloat16 for the transformers decoder on a
             GPU.
-        device: `cpu` or `cuda`.
+        device: `cpu`, `cuda` or `cuda:N`; a GPU is the current one of this thread.
         weights: `auto`, `checkpoint` or `plain`.
         state: weights to use instead of those in `files`, by parameter name; nothing is stored for later
             loads.
@@ -99,8 +99,8 @@ def make_ready(
         ParameterError: `weights`, `arithmetic` or `kv_cache_dtype` is not available for this device or dtype.
     """
     why_plain = _why_plain(dtype or torch.float32, device)
-    if device == "cuda":
-        made = _on_gpu(files, dtype, weights, state, arithmetic, kv_dtype)
+    if device != "cpu":
+        made = _on_gpu(files, device, dtype, weights, state, arithmetic, kv_dtype)
         if isinstance(made, ReadyModel):
             return made
         why_plain = made
@@ -150,6 +150,7 @@ def has_transformers() -> bool:
 
 def _on_gpu(
     files: ModelFiles,
+    device: str,
     dtype: torch.dtype | None,
     weights: Weights,
     state: State | None,
@@ -176,7 +177,7 @@ def _on_gpu(
                 decoder = cuda_decoder(
                     model,
                     proof,
-                    device="cuda",
+                    device=device,
                     arithmetic="bf16x3" if arithmetic == "auto" else arithmetic,
                     kv_dtype=kv_dtype,
                 )
