@@ -85,7 +85,7 @@ def make_ready(
         files: configuration, tokenizer and weights.
         dtype: dtype of hidden states and logits; None: float32, or bfloat16 for the transformers decoder on a
             GPU.
-        device: `cpu` or `cuda`.
+        device: `cpu`, `cuda` or `cuda:N`; a GPU is the current one of this thread.
         weights: `auto`, `checkpoint` or `plain`.
         state: weights to use instead of those in `files`, by parameter name; nothing is stored for later
             loads.
@@ -97,10 +97,10 @@ def make_ready(
         ParameterError: `weights`, `arithmetic` or `kv_cache_dtype` is not available for this device or dtype.
     """
     why_plain = _why_plain(dtype or "float32", device)
-    if device == "cuda":
+    if device != "cpu":
         with quiet_imports():
             from logprobe.engine.forward.transformers_ready import load_on_gpu
-        made = load_on_gpu(files, dtype, weights, state, arithmetic, kv_dtype)
+        made = load_on_gpu(files, device, dtype, weights, state, arithmetic, kv_dtype)
         if isinstance(made, ReadyModel):
             return made
         why_plain = made
