@@ -578,6 +578,7 @@ def _stored(path: str | Path) -> Iterator[dict[str, Any]]:
 
     from logprobe.analysis.io.tables import reading
     from logprobe.records.forms.arrow_validity import python_rows
+    from logprobe.records.forms.versions import check_parquet
 
     schema = pa.schema(
         {
@@ -588,6 +589,7 @@ def _stored(path: str | Path) -> Iterator[dict[str, Any]]:
         }
     )
     with reading(path), pq.ParquetFile(path) as file:
+        check_parquet(file.schema_arrow.metadata, path)
         if missing := [name for name in schema.names if name not in file.schema_arrow.names]:
             raise InputError(f"{path}: has no column {', '.join(missing)}; score the data with tokens")
         for batch in file.iter_batches(columns=schema.names):

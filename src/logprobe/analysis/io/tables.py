@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from logprobe.errors import InputError, LogprobeError, OutputError
-from logprobe.private_files import claim
+from logprobe.private_files import claim, sync
 from logprobe.records.forms.arrow import INFO_KEY
 from logprobe.records.forms.arrow_validity import UNREADABLE, python_rows
 from logprobe.records.forms.finite import finite_fields
@@ -41,9 +41,9 @@ def parquet_writer(
 ) -> Iterator[Callable[[pa.Table], None]]:
     """Open a zstd-compressed Parquet file and yield a function that writes a table as a row group.
 
-    `info` is a `LogprobsInfo` as JSON, which is stored in the file's metadata.
+    The file has the metadata of `schema`, and `info`, a `LogprobsInfo` as JSON.
     """
-    whole = schema.with_metadata(None if info is None else {INFO_KEY: info})
+    whole = schema.with_metadata((schema.metadata or {}) | ({} if info is None else {INFO_KEY: info}))
     with pq.ParquetWriter(path, whole, compression="zstd") as writer:
 
         def write(table: pa.Table) -> None:
@@ -92,15 +92,10 @@ def write_durably(path: Path, write: Callable[[Path], object]) -> None:
     try:
         claim(unfinished)
         write(unfinished)
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(unfinished)
         unfinished.replace(path)
     except BaseException:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync(path.parent)
