@@ -175,7 +175,7 @@ def total_variation(rows: npt.ArrayLike, others: npt.ArrayLike) -> Floats:
 
 
 def lumped(logprobs: npt.ArrayLike) -> Floats:
-    """Append to each row the log of the probability that all the tokens missing from it share.
+    """Append to each row the log of the total probability of all tokens that are missing from the row.
 
     The KL divergence or total variation between two lumped rows is a lower bound on the one between the whole
     rows. The appended probability is at least `MIN_REST`, because a zero that is only a rounding error would
@@ -202,7 +202,7 @@ def acceptance(rows: npt.ArrayLike, others: npt.ArrayLike) -> Floats:
 
 
 def log_mass(rows: npt.ArrayLike, is_member: npt.ArrayLike) -> Floats:
-    """Return the log of each row's total probability of the tokens that `is_member`, (V,) bool, marks."""
+    """Return the log of the total probability of the tokens in `is_member`, (V,) bool, for each row."""
     return logsumexp(np.asarray(rows, np.float64)[..., np.asarray(is_member, np.bool_)])
 
 
