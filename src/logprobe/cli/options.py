@@ -148,7 +148,7 @@ class EngineFlags(LoadFlags):
         _speed("--max-num-batched-tokens", "--max-batch-tokens", help="Maximum number of tokens per step."),
     ] = 512
     max_batch_rows: Annotated[
-        int, _speed("--max-num-seqs", "--max-batch-rows", help="Maximum number of requests that run at once.")
+        int, _speed("--max-num-seqs", "--max-batch-rows", help="Maximum number of concurrent requests.")
     ] = 64
     overlap: Annotated[
         bool,
