@@ -55,7 +55,7 @@ class Completions(list[CompletionOutput]):
 
 
 class LLM(llm.LLM):
-    """`logprobe.LLM` whose outputs have the attributes of a single completion: `output.outputs.text`."""
+    """`logprobe.LLM` with outputs on which the attributes of a single completion can be read directly."""
 
     def generate(self, *args: Any, **options: Any) -> list[RequestOutput]:
         """Call `logprobe.LLM.generate`, which has the parameters."""
