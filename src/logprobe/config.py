@@ -92,7 +92,7 @@ class EngineConfig:
             `bfloat16`, or `float16`; torch dtypes and their names are accepted as well.
         max_model_len: maximum sequence length in tokens; `None`: the model's context.
         max_batch_tokens: maximum number of tokens per step.
-        max_batch_rows: maximum number of requests that run at once.
+        max_batch_rows: maximum number of requests that run concurrently.
         kv_bytes: size of the KV cache, including its hidden states, in bytes; `None`: a quarter of the memory
             that the weights leave free, at most 1 GiB; on a GPU 70 % of it.
         weights: `auto` (`checkpoint` in float32 on a CPU where the native kernels run, else `plain`),
@@ -106,21 +106,21 @@ class EngineConfig:
         kv_dtype: dtype of cached keys and values: `float32`, or on a GPU `bfloat16` (half the memory, less
             accurate).
         seed: base seed for requests without a seed.
-        overlap: run the next step while the results of the last one are copied and delivered; results are
-            the same.
+        overlap: run the next step while the results of the last one are copied and delivered; the results do
+            not change.
         speculate: guess the next tokens of a text that repeats itself or its prompt, and verify several in
-            one step; tokens, seeds and results are the same.
+            one step; the results do not change.
         batch_invariant: reject a model whose results depend on the other requests in a batch. On a CPU, model
-            families that run without transformers' modules give bit-identical results in any batch, however
-            a prompt is chunked or cached, with or without this option: sampled tokens that are scored again
-            get the same bits.
+            families that run without transformers' modules give bit-identical results, with or without this
+            option, in any batch, however a prompt is chunked or cached, and when sampled tokens are scored
+            again.
         logits_processors: processors that requests may use with `logits_processors_args`, in order of
             execution: names of built-ins or entry points, `module.path:ClassName` (also searched in the
             current folder), or classes; a string may list several names, separated by commas.
         process: run the engine in a separate process, so that it does not share an interpreter with this one.
-        data_parallel: number of engine processes, each with its share of the threads and a KV cache of
-            `kv_bytes` (`None`: the quarter is shared by all); each request runs on one of them. 2 or more
-            imply `process`.
+        data_parallel: number of engine processes, among which the threads are divided. Each has a KV cache of
+            `kv_bytes` (`None`: all processes share the default size), and each request runs on one of them. 2
+            or more imply `process`.
         engine: `native`, or `vllm` (extra `vllm`).
         engine_options: vLLM's engine options, such as `tensor_parallel_size`; a dict or a JSON string.
     """
