@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def cut_to_mass(logprobs: npt.ArrayLike, chosen_ids: npt.ArrayLike, mass: float) -> FlatLogprobs:
-    """Keep the fewest top tokens of each row that together hold probability `mass`, and the chosen token.
+    """Keep the chosen token and, per row, the fewest top tokens whose total probability is at least `mass`.
 
     `logprobs` has shape (n, V), in nats, and `chosen_ids` has shape (n,). Of tokens with equal
     log-probabilities, the smaller id comes first. In the result, `other_logprob` is the log of the

@@ -147,7 +147,11 @@ def given_columns(given: Sequence[npt.ArrayLike]) -> Entries:
         ParameterError: the shapes do not match, an id or rank is negative, or a log-probability is +inf.
     """
     offsets, ids, logprobs, ranks = (np.asarray(column) for column in given)
-    if not ids.shape == logprobs.shape == ranks.shape == (int(offsets[-1] - offsets[0]),):
-        raise ParameterError("given", f"offsets end at {offsets[-1]}, but there are {ids.shape} ids")
+    num_ids = int(offsets[-1] - offsets[0])
+    if not ids.shape == logprobs.shape == ranks.shape == (num_ids,):
+        shapes = f"{ids.shape}, {logprobs.shape} and {ranks.shape}"
+        raise ParameterError(
+            "given", f"the offsets cover {num_ids} ids, but ids, logprobs and ranks have shapes {shapes}"
+        )
     check_not_negative(token_ids=ids, ranks=ranks)
     return Entries(offsets=offsets, token_ids=ids, logprobs=float_column(logprobs), ranks=ranks)
