@@ -56,8 +56,8 @@ class SamplingParams:
         max_tokens: maximum number of tokens to generate; 0 only scores the prompt.
         temperature: 0 picks the most likely token; otherwise logits are divided by it.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
-        top_p: keep the smallest set of most likely tokens with at least this mass (nucleus sampling,
-            Holtzman et al. 2020).
+        top_p: keep the smallest set of most likely tokens with at least this total probability (nucleus
+            sampling, Holtzman et al. 2020).
         min_p: keep tokens with at least this fraction of the most likely token's probability.
         seed: any integer; the same seed, prompt and parameters give the same tokens, whatever else runs.
         stop: strings that end the text; the text is truncated before them.
@@ -66,8 +66,9 @@ class SamplingParams:
         ignore_eos: continue after the model's end-of-sequence token.
         logprobs: number of alternatives per generated token, in addition to the chosen token (`None`: off;
             0: the chosen token only; -1: the whole vocabulary).
-        prompt_logprobs: the same per prompt token; raw, or with `processed_logprobs` at the temperature, the
-            only parameter that applies to prompts (0 counts as 1).
+        prompt_logprobs: number of alternatives per prompt token, as for `logprobs`. They are raw, or with
+            `processed_logprobs` at the temperature, the only parameter that applies to prompts (0 counts as
+            1).
         logprob_token_ids: report these ids, with their ranks, at every reported position. A list of lists
             gives the ids of each position: with `prompt_logprobs` one list per prompt token (empty for the
             first, which has no prediction), otherwise one list per generated token; positions after the last
@@ -75,15 +76,16 @@ class SamplingParams:
         logprobs_mode: `raw_logprobs`: the model's own distribution; `processed_logprobs`: the distribution
             that the token was sampled from; `both`: both.
         entropy: report the entropy of each reported distribution, in nats.
-        varentropy: report the variance of its surprisal, in nats squared.
-        margin: report the difference of its two highest logprobs, in nats.
+        varentropy: report the variance of the surprisal of each reported distribution, in nats squared.
+        margin: report the difference of the two highest logprobs of each distribution, in nats.
         kept_ids: report the token ids that masks and truncation kept, with each processed distribution.
         min_tokens: minimum number of tokens before the text may end (by EOS, `stop_token_ids` or `stop`).
         repetition_penalty: divide positive logits, and multiply negative ones, of tokens in the prompt or
             completion by this.
         presence_penalty: subtract this from the logits of generated tokens, in [-2, 2].
-        frequency_penalty: subtract this from them for each time they were generated, in [-2, 2].
-        logit_bias: token id → nats added to its logit.
+        frequency_penalty: subtract this from the logits of generated tokens once for each occurrence, in
+            [-2, 2].
+        logit_bias: a map from token id to nats added to the token's logit.
         allowed_token_ids: the only token ids that may be sampled.
         bad_words: texts that must not be generated, with or without a leading space; at most 256 characters
             each.
@@ -339,7 +341,7 @@ def _texts(name: str, values: Any) -> tuple[str, ...]:
     texts = tuple(map(plain, _items(name, values, "strings")))
     for text in texts:
         require(isinstance(text, str), name, f"must hold strings, got {text!r}")
-        require(text, name, "an empty string would stop at once; leave it out")
+        require(text, name, "an empty string would stop the text immediately; leave it out")
         _unicode(name, text)
     return texts
 
