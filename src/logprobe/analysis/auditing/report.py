@@ -315,7 +315,7 @@ class AuditReport:
         """
         version = values.get("version") if isinstance(values, dict) else None
         if version != VERSION:
-            raise InputError(f"audit report: version {VERSION} is read here, got {version!r:.60}")
+            raise InputError(f"audit report: has version {version!r:.60}; this release reads {VERSION}")
         try:
             return msgspec.convert(values, cls)
         except (msgspec.ValidationError, RecursionError) as error:
