@@ -622,7 +622,7 @@ class ModelRunnerOutput:
         if ids.ndim not in {1, 2} or not len(index) == len(req_ids) == len(ids):
             raise ParameterError(
                 "req_ids",
-                f"has {len(req_ids)} ids, {len(index)} unique, for rows {ids.shape}; give one per row",
+                f"has {len(req_ids)} ids ({len(index)} unique) for ids {ids.shape}; give one per row",
             )
         output = SamplerOutput(
             sampled_token_ids=ids, logprobs=logprobs, num_samples=ids.shape[1] if ids.ndim == 2 else 1
