@@ -69,7 +69,7 @@ class StepShare:
 
         Args:
             budget: number of tokens or rows to divide.
-            samples: the samples to divide them between.
+            samples: the samples that share the budget.
             wanted: returns the number that a sample can use.
 
         Returns:
