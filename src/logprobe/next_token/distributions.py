@@ -77,7 +77,7 @@ class Distributions(BaseLM, Generic[ArrayT]):
         Raises:
             ParameterError: `k` is outside [1, V], or for the reasons given in `next_token_logprobs`.
         """
-        require(0 < k <= self.vocab_size, "k", f"must lie in [1, {self.vocab_size}], got {k}")
+        require(0 < k <= self.vocab_size, "k", f"must be in [1, {self.vocab_size}], got {k}")
         [row] = await self._rows([token_ids], self._chosen_lora(lora))
         return top_tokens(row, k)
 
