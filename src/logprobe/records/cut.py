@@ -29,9 +29,9 @@ def cut_to_mass(logprobs: npt.ArrayLike, chosen_ids: npt.ArrayLike, mass: float)
     """
     rows, chosen = np.asarray(logprobs), np.asarray(chosen_ids)
     if not 0 < mass <= 1:
-        raise ParameterError("mass", f"must lie in (0, 1], got {mass}")
+        raise ParameterError("mass", f"must be in (0, 1], got {mass}")
     if rows.ndim != 2 or chosen.shape != rows.shape[:1]:
-        raise ParameterError("chosen_ids", f"{chosen.shape} ids for rows {rows.shape}; give one per row")
+        raise ParameterError("chosen_ids", f"has shape {chosen.shape} for rows {rows.shape}; one a row")
     if np.isnan(rows).any() or np.isposinf(rows).any():
         raise ParameterError("logprobs", "a value is NaN or +inf; remove its row first")
     record = FlatLogprobs()
