@@ -176,8 +176,8 @@ class SamplingParams:
     def _check_shape_of_distribution(self) -> None:
         require(self.temperature >= 0, "temperature", f"must be 0 or more, got {self.temperature}")
         require(self.top_k >= -1, "top_k", f"must be -1 or 0 (all) or positive, got {self.top_k}")
-        require(0 < self.top_p <= 1, "top_p", f"must lie in (0, 1], got {self.top_p}")
-        require(0 <= self.min_p <= 1, "min_p", f"must lie in [0, 1], got {self.min_p}")
+        require(0 < self.top_p <= 1, "top_p", f"must be in (0, 1], got {self.top_p}")
+        require(0 <= self.min_p <= 1, "min_p", f"must be in [0, 1], got {self.min_p}")
 
     def _check_reports(self) -> None:
         counts = {"logprobs": self.logprobs, "prompt_logprobs": self.prompt_logprobs}
