@@ -279,7 +279,7 @@ def _parts_of(arrays: Sequence[Array | None]) -> Parts:
 def _arrays_of(block: Array, count: int) -> list[Array | None]:
     if len(block) < count * LINE_BYTES:
         raise EngineError(
-            f"a block of {len(block)} bytes holds no table of {count} arrays; please report this"
+            f"a block of {len(block)} bytes is too short for {count} arrays; please report this"
         )
     arrays: list[Array | None] = []
     start = count * LINE_BYTES
