@@ -818,6 +818,11 @@ def _wait(process: subprocess.Popen[bytes], results: Results, deadline: float) -
             return "it was killed: it ran over its time"
 
 
+def _heading(column: str) -> str:
+    words = column.replace("_", " ")
+    return words.replace("tflop s", "TFLOP/s").replace("gb s", "GB/s")
+
+
 def tables(content: dict[str, Any]) -> Iterator[str]:
     """The results as Markdown."""
     facts = content.get("machine", {})
@@ -829,7 +834,7 @@ def tables(content: dict[str, Any]) -> Iterator[str]:
             if list(row) != columns:
                 columns = list(row)
                 yield ""
-                yield "| " + " | ".join(column.replace("_", " ") for column in columns) + " |"
+                yield "| " + " | ".join(map(_heading, columns)) + " |"
                 yield "|---" * len(columns) + "|"
             yield "| " + " | ".join(_shown(value) for value in row.values()) + " |"
         for kind in ("not_run", "skipped"):

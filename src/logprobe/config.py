@@ -255,9 +255,9 @@ class EngineConfig:
         max_model_len: maximum sequence length in tokens; `None`: the model's context.
         seed: base seed for requests without a seed.
         batch_invariant: reject a model whose results depend on the other requests in a batch. On a CPU, model
-            families that run without transformers' modules give bit-identical results in any batch, however
-            a prompt is chunked or cached, with or without this option: sampled tokens that are scored again
-            get the same bits.
+            families that run without transformers' modules give bit-identical results, with or without this
+            option, in any batch, however a prompt is chunked or cached, and when sampled tokens are scored
+            again.
         logits_processors: processors that requests may use with `logits_processors_args`, in order of
             execution: names of built-ins or entry points, `module.path:ClassName` (also searched in the
             current folder), or classes; a string may list several names, separated by commas.

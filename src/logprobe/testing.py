@@ -2,7 +2,7 @@
 
 `fake_model()` is a whole engine (scheduler, prefix cache, processors, sampler, records) on `FakeForward`, a
 forward pass whose logits are pseudo-random numbers seeded by the whole prefix. A test can therefore compute
-the exact log-probabilities (`FakeForward.logits_after`), and errors in caching, batching or chunking show.
+the exact log-probabilities (`FakeForward.logits_after`) and detect errors in caching, batching or chunking.
 
 The other functions inject faults into an engine, fake or real, and inspect its state.
 """
@@ -280,7 +280,7 @@ def open_requests(model: AnyModel) -> list[str]:
 
 
 def check_integrity(model: AnyModel) -> None:
-    """Wait until the engine is idle, and assert that each slot has one owner and each lock a request.
+    """Wait until the engine is idle; assert that each slot has one owner and each lock belongs to a request.
 
     Raises:
         ParameterError: the engine does not run on a thread of this process.

@@ -416,7 +416,7 @@ class LogprobsLists:
         return lists
 
     def in_sequences(self, rows: Array, num_sequences: int, num_positions: int) -> Self:
-        """Select rows, ordered by sequence, from arrays with `num_positions` rows per sequence."""
+        """Return selected rows, ordered by sequence, of arrays with `num_positions` rows per sequence."""
         columns = {name: getattr(self, name)[rows] for name in COLUMNS}
         lists = self.of_rows(**columns)
         lists.extras = {name: column[rows] for name, column in self.extras.items()}
@@ -549,7 +549,7 @@ def _token_texts(token_ids: Sequence[int], tokenizer: Any = None) -> list[str]:
 class SamplerOutput:
     """Tokens sampled in one step, one row per sequence.
 
-    If only some rows have log-probabilities, `logprobs_rows` maps each row to its row in `logprobs`, or -1.
+    If only some rows have log-probabilities, `logprobs_rows` maps each row to its index in `logprobs`, or -1.
     """
 
     sampled_token_ids: Any  # (B,) or (B, n) integers; lists and tensors are converted to a host array
@@ -622,7 +622,7 @@ class ModelRunnerOutput:
         if ids.ndim not in {1, 2} or not len(index) == len(req_ids) == len(ids):
             raise ParameterError(
                 "req_ids",
-                f"has {len(req_ids)} ids, {len(index)} unique, for rows {ids.shape}; give one per row",
+                f"has {len(req_ids)} ids ({len(index)} unique) for ids {ids.shape}; give one per row",
             )
         output = SamplerOutput(
             sampled_token_ids=ids, logprobs=logprobs, num_samples=ids.shape[1] if ids.ndim == 2 else 1

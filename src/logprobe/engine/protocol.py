@@ -79,7 +79,7 @@ class Capabilities:
     quantization: str | None = None  # of the checkpoint, such as `Q4_1`; None: not quantized
 
     def of_weights(self, layout: Layout, version: str) -> Capabilities:
-        """Return a copy for replaced weights, which have this layout and version."""
+        """Return a copy that describes new weights, of this layout and version."""
         return replace(self, weights=layout.weights, layout=layout, weight_version=version, quantization=None)
 
     def source(self) -> LogprobsInfo:

@@ -70,8 +70,8 @@ class SamplingParams:
         seed: any integer; the same seed, prompt and parameters give the same tokens, whatever else runs.
         temperature: 0 picks the most likely token; otherwise logits are divided by it.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
-        top_p: keep the smallest set of most likely tokens with at least this mass (nucleus sampling,
-            Holtzman et al. 2020).
+        top_p: keep the smallest set of most likely tokens with at least this total probability (nucleus
+            sampling, Holtzman et al. 2020).
         min_p: keep tokens with at least this fraction of the most likely token's probability.
         repetition_penalty: divide positive logits, and multiply negative ones, of tokens in the prompt or
             completion by this.
@@ -87,8 +87,9 @@ class SamplingParams:
         lora: name of the LoRA weights to use (`None`: the base model).
         logprobs: number of alternatives per generated token, in addition to the chosen token (`None`: off;
             0: the chosen token only; -1: the whole vocabulary).
-        prompt_logprobs: the same per prompt token; raw, or with `processed_logprobs` at the temperature, the
-            only parameter that applies to prompts (0 counts as 1).
+        prompt_logprobs: number of alternatives per prompt token, as for `logprobs`. They are raw, or with
+            `processed_logprobs` at the temperature, the only parameter that applies to prompts (0 counts as
+            1).
         logprob_token_ids: report these ids, with their ranks, at every reported position. A list of lists
             gives the ids of each position: with `prompt_logprobs` one list per prompt token (empty for the
             first, which has no prediction), otherwise one list per generated token; positions after the last
@@ -96,8 +97,8 @@ class SamplingParams:
         logprobs_mode: `raw_logprobs`: the model's own distribution; `processed_logprobs`: the distribution
             that the token was sampled from; `both`: both.
         entropy: report the entropy of each reported distribution, in nats.
-        varentropy: report the variance of its surprisal, in nats squared.
-        margin: report the difference of its two highest logprobs, in nats.
+        varentropy: report the variance of the surprisal of each reported distribution, in nats squared.
+        margin: report the difference of the two highest logprobs of each distribution, in nats.
         kept_ids: report the token ids that masks and truncation kept, with each processed distribution.
         explain: report how each processor changed the listed candidates, at every position.
     """
@@ -184,8 +185,8 @@ class SamplingParams:
     def _check_shape_of_distribution(self) -> None:
         require(self.temperature >= 0, "temperature", f"must be 0 or more, got {self.temperature}")
         require(self.top_k >= -1, "top_k", f"must be -1 or 0 (all) or positive, got {self.top_k}")
-        require(0 < self.top_p <= 1, "top_p", f"must lie in (0, 1], got {self.top_p}")
-        require(0 <= self.min_p <= 1, "min_p", f"must lie in [0, 1], got {self.min_p}")
+        require(0 < self.top_p <= 1, "top_p", f"must be in (0, 1], got {self.top_p}")
+        require(0 <= self.min_p <= 1, "min_p", f"must be in [0, 1], got {self.min_p}")
 
     def _check_reports(self) -> None:
         counts = {"logprobs": self.logprobs, "prompt_logprobs": self.prompt_logprobs}
@@ -349,7 +350,7 @@ def _texts(name: str, values: Any) -> tuple[str, ...]:
     texts = tuple(map(plain, _items(name, values, "strings")))
     for text in texts:
         require(isinstance(text, str), name, f"must hold strings, got {text!r}")
-        require(text, name, "an empty string would stop at once; leave it out")
+        require(text, name, "an empty string would stop the text immediately; leave it out")
         _unicode(name, text)
     return texts
 

@@ -32,7 +32,7 @@ Columns = dict[str, pa.Array]
 def table_of(rows: Sequence[TeacherRow], kind: TrainingFormat, vocabulary_size: int) -> pa.Table:
     """Return rows as a table in the format `kind`.
 
-    Columns for each row's origin, number of target positions, and probability outside the top k come first.
+    The first columns are each row's origin, number of target positions, and probability outside the top k.
     """
     columns: Columns = {"row": pa.array([row.row for row in rows], pa.int64())}
     if any(row.turn is not None for row in rows):

@@ -70,7 +70,7 @@ def extract(
 
 
 def extract_checked(logits: Tensor, requests: RowRequests) -> DeviceRows:
-    """Do the same as `extract`, with arguments that `check_requests` has validated."""
+    """Compute `extract` for arguments that `check_requests` has validated."""
     output = allocate(requests, logits.device)
     fill(logits, requests, output)
     return output

@@ -125,7 +125,7 @@ def parts_of(batch: pa.RecordBatch | pa.Table) -> Parts:
         columns = {field.name: valid_column(batch.column(field.name), field) for field in fields}
         found = set(columns["request_id"].unique().to_pylist())
     if len(found) > 1:
-        raise InputError(f"{len(found)} requests in one batch; read_parquet and iter_parquet separate them")
+        raise InputError(f"the batch has {len(found)} requests; read_parquet and iter_parquet separate them")
     metadata = batch.schema.metadata or {}
     info = LogprobsInfo.from_json(metadata[INFO_KEY]) if INFO_KEY in metadata else None
     return _parts_of(columns, info)

@@ -144,12 +144,13 @@ class Side:
         }
         for name, column in values.items():
             if column.shape != (num_new,):
-                raise ParameterError(name, f"{column.shape} values for {num_new} positions")
+                raise ParameterError(name, f"has shape {column.shape}, but there are {num_new} positions")
         ends = {"given": None if given is None else given.offsets, "kept": None if kept is None else kept[0]}
         for name, offsets in ends.items():
             if offsets is not None and len(np.asarray(offsets)) != num_new + 1:
                 raise ParameterError(
-                    name, f"{len(np.asarray(offsets))} offsets for {num_new} positions; give n + 1"
+                    name,
+                    f"has {len(np.asarray(offsets))} offsets, but {num_new} positions need {num_new + 1}",
                 )
         if kept is not None:
             kept = _checked_runs(*kept)
