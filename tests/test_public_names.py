@@ -11,15 +11,19 @@ import logprobe
 PUBLIC = {
     "__version__",
     "LLM",
+    "LoadConfig",
     "AsyncLLM",
+    "CacheConfig",
     "CompletionOutput",
     "EngineConfig",
     "FlatLogprobs",
     "Logprob",
     "LogprobeError",
+    "ParallelConfig",
     "RemoteLLM",
     "RequestOutput",
     "SamplingParams",
+    "SchedulerConfig",
     "Score",
 }
 KERNELS = {

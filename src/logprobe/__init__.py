@@ -13,7 +13,11 @@ from logprobe._version import __version__
 
 if TYPE_CHECKING:
     from logprobe.analysis import Score as Score
+    from logprobe.config import CacheConfig as CacheConfig
     from logprobe.config import EngineConfig as EngineConfig
+    from logprobe.config import LoadConfig as LoadConfig
+    from logprobe.config import ParallelConfig as ParallelConfig
+    from logprobe.config import SchedulerConfig as SchedulerConfig
     from logprobe.engine.request import CompletionOutput as CompletionOutput
     from logprobe.engine.request import RequestOutput as RequestOutput
     from logprobe.errors import LogprobeError as LogprobeError
@@ -31,6 +35,10 @@ _HOMES = {
     "RemoteLLM": "logprobe.integrations.remote.llm",
     "SamplingParams": "logprobe.sampling",
     "EngineConfig": "logprobe.config",
+    "CacheConfig": "logprobe.config",
+    "SchedulerConfig": "logprobe.config",
+    "ParallelConfig": "logprobe.config",
+    "LoadConfig": "logprobe.config",
     "RequestOutput": "logprobe.engine.request",
     "CompletionOutput": "logprobe.engine.request",
     "Logprob": "logprobe.records",

@@ -54,7 +54,7 @@ ENGINE: Final[dict[str, Keyword]] = {
     "disable_custom_all_reduce": ignored(ONE_DEVICE, SWITCH),
     "tensor_parallel_size": ignored(PARALLEL + "{'tensor_parallel_size': N}", (1,)),
     "pipeline_parallel_size": ignored(PARALLEL + "{'pipeline_parallel_size': N}", (1,)),
-    "quantization": ignored("the model's files determine the quantisation", (None,)),
+    "quantization": ignored("the model's files determine the quantization", (None,)),
     "load_format": ignored(
         "the format is detected from the files: safetensors or GGUF", ("auto", "safetensors")
     ),

@@ -21,7 +21,7 @@ class LLM(Model, Blocking):
             in the requested `dtype` and not modified.
         tokenizer: the fast tokenizer of a loaded model; leave it out for a model given by name.
         max_logprobs: maximum number of alternatives per token that a call may request; -1 means no limit.
-        settings: the other fields of `EngineConfig`.
+        settings: the other keywords of `EngineConfig`, such as `max_num_seqs=8`.
 
     Attributes:
         config: the `EngineConfig` that the model was loaded with.

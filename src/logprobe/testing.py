@@ -163,13 +163,14 @@ def fake_model(
         vocab_size=forward.vocab_size,
         max_model_len=engine.max_len,
         num_slots=forward.num_slots,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+        max_num_seqs=config.scheduler_config.max_num_seqs,
         prompt_logprobs_with_prefix_cache=True,
         stages=("raw_logprobs", "processed_logprobs"),
-        speculate=config.speculate,
+        speculate=config.scheduler_config.speculate,
     )
-    front = Front(EngineThread(engine, capabilities, overlap=config.async_scheduling), text.vocabulary)
+    core = EngineThread(engine, capabilities, overlap=config.scheduler_config.async_scheduling)
+    front = Front(core, text.vocabulary)
     return LoadedModel(front, text, None, engine.sampling.pipeline)
 
 

@@ -98,7 +98,7 @@ def test_a_parameter_can_be_named_by_another_flag() -> None:
 
 
 def test_groups_have_the_fields_and_defaults_of_the_settings() -> None:
-    config = asdict(EngineConfig())
+    config = EngineConfig().keywords()
     assert asdict(EngineFlags()) == {name: value for name, value in config.items() if name != "model"}
     scored = asdict(DataSettings()) | {"truncation": None}
     assert scored.items() >= asdict(ScoreFlags()).items()

@@ -202,7 +202,7 @@ def test_a_file_says_what_neither_flags_nor_the_environment_say(asked: Any, tmp_
     path = tmp_path / "server.toml"
     path.write_text(CONFIG)
     config, settings = asked("--config", str(path))
-    assert (config.model, config.kv_cache_memory_bytes, config.logits_processors) == (
+    assert (config.model, config.cache_config.kv_cache_memory_bytes, config.logits_processors) == (
         "gemma3-270m",
         1_000_000,
         (FIRST,),
@@ -223,7 +223,11 @@ def test_a_file_may_have_underscores(asked: Any, tmp_path: Path) -> None:
     path = tmp_path / "server.toml"
     path.write_text("kv_cache_memory_bytes = 7\nmax_num_seqs = 3\nlora_modules = ['a=b']\n")
     config, settings = asked("--config", str(path))
-    assert (config.kv_cache_memory_bytes, config.max_num_seqs, settings.lora_modules) == (7, 3, ("a=b",))
+    assert (
+        config.cache_config.kv_cache_memory_bytes,
+        config.scheduler_config.max_num_seqs,
+        settings.lora_modules,
+    ) == (7, 3, ("a=b",))
 
 
 def test_a_files_tables_are_further_models(cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -242,14 +246,18 @@ def test_a_files_tables_are_further_models(cli: Any, monkeypatch: pytest.MonkeyP
     [further] = told
     assert list(further) == ["plain", "judge"]
     judge, plain = further["judge"], further["plain"]
-    assert (judge.config.model, judge.config.kv_cache_memory_bytes) == ("gemma3-270m", 12)
+    assert (judge.config.model, judge.config.cache_config.kv_cache_memory_bytes) == ("gemma3-270m", 12)
     assert (judge.config.logits_processors, judge.settings.served_model_name) == (("a:B",), ("j",))
     assert (judge.settings.model_name, judge.settings.max_requests, judge.settings.max_logprobs) == (
         "judge",
         3,
         7,
     )
-    assert (plain.config.model, plain.config.kv_cache_memory_bytes, plain.settings.max_requests) == (
+    assert (
+        plain.config.model,
+        plain.config.cache_config.kv_cache_memory_bytes,
+        plain.settings.max_requests,
+    ) == (
         "smollm2",
         None,
         9,

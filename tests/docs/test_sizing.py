@@ -26,7 +26,7 @@ def test_the_page_holds_the_newest_table() -> None:
 
 
 def test_a_token_takes_what_the_table_says(real_llm: LLM) -> None:
-    kv_cache_memory_bytes = real_llm.config.kv_cache_memory_bytes
+    kv_cache_memory_bytes = real_llm.config.cache_config.kv_cache_memory_bytes
     assert kv_cache_memory_bytes is not None
     row = next(line for line in printed().splitlines() if "smollm2" in line).split(" | ")
     in_one_gib = int(row[2].replace(",", ""))

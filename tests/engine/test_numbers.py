@@ -187,7 +187,7 @@ def test_a_long_text_of_the_real_model_equals_transformers_in_every_state(
     text = "".join(f"{CODE.replace('gcd', f'gcd_{index}')}# {TEXTS[index % 5]}\n" for index in range(24))
     # Several whole chunks and a partial one.
     ids = real.text.encode(text).tolist()[:1100]
-    assert len(ids) == 1100 > 2 * real.config.max_num_batched_tokens
+    assert len(ids) == 1100 > 2 * real.config.scheduler_config.max_num_batched_tokens
     forget(real)
     cold = chosen(real.generate([ids], SCORED)[0])
     assert np.abs(cold - real_reference.logprobs(ids)).max() <= FROM_TRANSFORMERS

@@ -474,7 +474,7 @@ def common_units(a: ScoredText, b: ScoredText) -> Iterator[tuple[str, float, flo
 
 
 def _sums(text: ScoredText, bounds: Sequence[int]) -> list[float]:
-    """Return the logprob of the text between each two neighbouring bounds; NaN if a token is not scored."""
+    """Return the logprob of the text between each two neighboring bounds; NaN if a token is not scored."""
     words = text.words
     last_words = np.searchsorted([unit.end for unit in words], bounds[1:]).tolist()
     sums, first = [], 0

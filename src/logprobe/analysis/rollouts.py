@@ -2,7 +2,7 @@
 
 The rollouts come from the sampler (q). The trainer (p) is a model in this process or a second file. The
 trainer's target is the full softmax at the sampler's temperature. The sampler may have stored logprobs under
-that distribution, under the raw distribution, or renormalised after truncation, and a file often does not say
+that distribution, under the raw distribution, or renormalized after truncation, and a file often does not say
 which. All are tried, and the best match determines the correction.
 """
 
@@ -403,7 +403,7 @@ def _stored_numbers(
     """Return the trainer's stored logprobs by distribution.
 
     The distributions are the trainer's target and, if the sampler's kept mass is known, the target
-    renormalised after truncation.
+    renormalized after truncation.
     """
     numbers = trainer.at(sampler)
     target = "temperature" if shaping.divisor != 1 else "raw"
@@ -413,7 +413,7 @@ def _stored_numbers(
 
 
 def _renormalised(numbers: Floats, sampler: _Entries, mass: Floats) -> Floats:
-    """Renormalise logprobs over the tokens that the sampler kept, to which it gives more than -inf."""
+    """Renormalize logprobs over the tokens that the sampler kept, to which it gives more than -inf."""
     return np.where(np.isneginf(sampler.logprobs), -np.inf, numbers - mass[:, None])
 
 
@@ -465,7 +465,7 @@ def _correction(
 ) -> str | None:
     if distribution == "renormalised":
         held = "which the file has" if has_mass else "which the file lacks: let the sampler report it"
-        return f"add log_kept_mass to the sampler's logprobs ({held}): they are renormalised after truncation"
+        return f"add log_kept_mass to the sampler's logprobs ({held}): they are renormalized after truncation"
     if distribution == "scaled":
         return f"divide the trainer's logits by {scale:.4g}: the sampler's logprobs use that temperature"
     if distribution == "raw" != target:

@@ -251,7 +251,7 @@ class Uncertainty:
     def semantic_entropy(self) -> float:
         """Entropy of `shares`, in nats (Farquhar et al. 2024, https://doi.org/10.1038/s41586-024-07421-0).
 
-        Equals uqlm's `tokenprob_entropy_values` over the distinct answers without length normalisation.
+        Equals uqlm's `tokenprob_entropy_values` over the distinct answers without length normalization.
         """
         return _entropy(self.shares)
 

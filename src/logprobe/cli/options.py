@@ -91,7 +91,7 @@ class LoadFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags(LoadFlags, _NamedModel):
-    """Options of commands that load one model, which has a default."""
+    """Options of commands that load one model; without a name, the default model."""
 
     @contextmanager
     def open(self) -> Iterator[LLM]:
@@ -110,7 +110,7 @@ class EngineFlags(LoadFlags):
     arithmetic: Annotated[
         Literal["auto", "fma", "bf16x3", "bf16"],
         _model(
-            help="Products with weights. fma: float32 fused multiply-adds (on a CPU). bf16x3: each float32 "
+            help="Matrix products. fma: float32 fused multiply-adds (on a CPU). bf16x3: each float32 "
             "activation as three bfloat16 numbers on tensor cores, accurate to float32. bf16: activations "
             "rounded to bfloat16, faster for long prompts. auto: fma on a CPU, bf16x3 on a GPU."
         ),

@@ -1,4 +1,18 @@
-"""FastDeploy's offline interface and its documented logits processors."""
+"""FastDeploy's offline interface and its documented logits processors.
+
+Differences from FastDeploy:
+
+- `engine_worker_queue_port`, `cache_queue_port`, `--enable-logprob`: no effect; `--metrics-port` serves
+  metrics on loopback, without a key
+- `LogitsProcessor`: from `logprobe.compat.fastdeploy`; a base class is optional. `__init__(fd_config)` gets
+  an `EngineConfig` with `dtype` and `device`, without FastDeploy's nested fields
+- `logits_processors_args`: a key that no processor takes is rejected
+- `share_inputs["stop_flags"]`: (slots, 1) bool, all False
+- slot numbers: the slot of a request may change, so store state under `share_inputs["req_ids"]`
+- `apply(logits)`: changes to rows of requests that do not give the processor's arguments are discarded
+- `ThinkingBudgetLogitsProcessor`: the markers are `think_start` and `think_end`; no line break is forced
+  before the end of thinking
+"""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def _whole_rows(rows: list[SampleRow], logits: Tensor) -> dict[int, Array]:
     wanted = [index for index, row in enumerate(rows) if row.sample.request.wants_row]
     if not wanted:
         return {}
-    # Our own log-normaliser: torch's float32 log_softmax is off by 1e-5 on wide vocabularies.
+    # Our own log-normalizer: torch's float32 log_softmax is off by 1e-5 on wide vocabularies.
     lse = extract(logits[wanted], [0] * len(wanted), 0).lse
     (table,) = on_host([logits[wanted] - lse[:, None]])
     whole = {}

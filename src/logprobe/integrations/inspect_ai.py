@@ -164,7 +164,7 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # untyped without inspect-ai
 
     def max_connections(self) -> int:
         """Return the maximum number of concurrent samples, which is `max_num_seqs`."""
-        return self.llm.config.max_num_seqs
+        return self.llm.config.scheduler_config.max_num_seqs
 
     def connection_key(self) -> str:
         """Return the model's name, because each model has its own engine."""

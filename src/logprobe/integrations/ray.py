@@ -46,7 +46,7 @@ MESSAGE: Final = "message"  # the only column of all tables
 
 
 class RowBatch(msgspec.Struct, frozen=True, tag=True):
-    """Checked rows that one call to an actor scores."""
+    """Checked rows that an actor scores in one call."""
 
     rows: list[Question | BadRow]
 
@@ -100,7 +100,7 @@ class RayWorkers:
         self._cluster = cluster
 
     def source_of_numbers(self) -> dict[str, str | None]:
-        """Return an empty dict, since the actors load the model and each batch contains its source."""
+        """Return an empty dict, because each batch of results has the source of its own numbers."""
         return {}
 
     def scored(self, *, skip: int) -> Iterator[ScoredBatch]:

@@ -188,7 +188,7 @@ def lazy_model(
 ) -> LazyModel | None:
     """Build a model on the CPU whose vectors are in memory and whose matrices are read on demand.
 
-    Return None if the checkpoint is quantised, or if its tensors are not floats with the names and shapes of
+    Return None if the checkpoint is quantized, or if its tensors are not floats with the names and shapes of
     the module's parameters; only transformers can convert such a checkpoint.
 
     Raises:

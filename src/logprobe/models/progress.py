@@ -87,7 +87,7 @@ class CountedSource:
         return array
 
     def panels(self, name: str) -> PanelWeights | None:
-        """Return a quantised matrix as panels; see `Source.panels`."""
+        """Return a quantized matrix as panels; see `Source.panels`."""
         panels = self._source.panels(name)
         if panels is not None:
             self._progress.advance(panels.num_outputs * panels.num_inputs)

@@ -40,7 +40,7 @@ class Source(Protocol):
         """Read rows of one tensor in its stored dtype, or as float32 if the tensor is quantised."""
 
     def panels(self, name: str) -> PanelWeights | None:
-        """Return a quantised matrix as panels; None for float tensors and types without a panel format."""
+        """Return a quantized matrix as panels; None for float tensors and types without a panel format."""
 
 
 class FolderSource:
@@ -117,7 +117,7 @@ class RenamedSource:
         return self._source.read(self._names[name], rows)
 
     def panels(self, name: str) -> PanelWeights | None:
-        """Return a quantised matrix as panels; see `Source.panels`."""
+        """Return a quantized matrix as panels; see `Source.panels`."""
         return self._source.panels(self._names[name])
 
 

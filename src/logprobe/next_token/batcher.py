@@ -53,7 +53,7 @@ class LoopBatches(Generic[T]):
         batch.items.extend(items)
 
     def end(self) -> None:
-        """Hand over the items collected on this thread at once."""
+        """Hand over the items collected on this thread immediately."""
         batch: LoopBatch[T] | None = getattr(self._here, "batch", None)
         if batch is not None:
             self._end(batch)
@@ -164,7 +164,7 @@ class Batcher:
             self._timer = asyncio.get_running_loop().call_later(self.timeout_s, self._start)
 
     def _is_full(self) -> bool:
-        """Return True if at least `batch_size` requests wait; requests for the same row count separately."""
+        """Return True if at least `batch_size` requests wait; equal requests count separately."""
         waiting = (not waiter.cancelled() for computation in self._held for waiter in computation.waiters)
         return sum(waiting) >= self.batch_size
 

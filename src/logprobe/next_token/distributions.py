@@ -102,8 +102,7 @@ class Distributions(BaseLM, Generic[ArrayT]):
     ) -> dict[tuple[int, ...], ArrayT]:
         """Return a map from each non-empty prefix of `sequences` to the (V,) log-probabilities after it.
 
-        To get the row of the empty prefix, request it with `next_token_logprobs`. Common prefixes are
-        computed once.
+        For the empty prefix, use `next_token_logprobs`. Common prefixes are computed once.
         """
         whole = [tuple(as_token_ids(ids, "sequences").tolist()) for ids in sequences]
         nodes = {ids[:end] for ids in whole for end in range(1, len(ids) + 1)}

@@ -33,7 +33,7 @@ class LogprobsInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     # bit-identical results in all of its variants. "torch": torch's matmul. None: another engine.
     arithmetic: str | None = None
     weight_version: str | None = None  # a name chosen by the caller, or a digest or commit with its kind
-    quantization: str | None = None  # of the checkpoint, such as "Q4_1"; None if it is not quantised
+    quantization: str | None = None  # of the checkpoint, such as "Q4_1"; None if it is not quantized
     lora: str | None = None  # name of the LoRA adapter applied
     lora_version: str | None = None  # digest of the adapter's files
     layers: str | None = None  # decoder that ran the layers, such as "30 by the native decoder"

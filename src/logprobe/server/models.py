@@ -205,9 +205,7 @@ class Models(ServerState):
             may_leave = self.services.keys() & self._sizes.keys() - self.changed
             unused = [key for key in may_leave if not self._num_users[key]]
             if not unused:
-                raise server_full(
-                    f"{in_words(self._room)} for models, and every loaded one is in use or kept"
-                )
+                raise server_full(f"the loaded models use {in_words(self._room)} and cannot be unloaded now")
             longest = min(unused, key=lambda key: self._left_s.get(key, 0.0))
             logger.info("unloading %s to make room for %s", longest, name)
             await asyncio.to_thread(self.services.pop(longest).close)
@@ -238,5 +236,6 @@ def named_in(data: bytes) -> tuple[str | None, ...]:
 
 def _size_of(config: EngineConfig) -> int:
     """Return the maximum size of a model in bytes: its weight files and its KV caches."""
-    pool = MAX_DEFAULT_BYTES if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes
-    return weight_bytes(resolve(config.model).folder) + config.data_parallel_size * pool
+    given, num_pools = config.cache_config.kv_cache_memory_bytes, config.parallel_config.data_parallel_size
+    pool = MAX_DEFAULT_BYTES if given is None else given
+    return weight_bytes(resolve(config.model).folder) + num_pools * pool

@@ -321,7 +321,7 @@ def _causes(fitted: Fitted, used: NDArray[np.bool_]) -> Iterator[Cause]:
 
 
 def _shifts(fitted: Fitted) -> Iterator[Cause]:
-    """Yield the causes in which tokens have a neighbour's logprob, or one from a neighbouring row."""
+    """Yield the causes in which tokens have a neighbor's logprob, or one from a neighboring row."""
     for by in (1, -1):
         for is_row in (False, True):
             moved = np.full(len(fitted.theirs), np.nan)

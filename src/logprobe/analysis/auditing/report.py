@@ -27,11 +27,11 @@ Where: TypeAlias = Literal["prompt", "completion"]
 
 NUMBER_KINDS: Final[dict[str, str]] = {
     "temperature-unasked": "numbers are of a temperature of {detail} that was not asked ({extent})",
-    "renormalised-unasked": "numbers are renormalised over a part of the vocabulary{detail} ({extent})",
+    "renormalised-unasked": "numbers are renormalized over a part of the vocabulary{detail} ({extent})",
     "log-base": "numbers are logarithms to the base {detail}, not nats ({extent})",
     "probabilities": "numbers are probabilities, not their logarithms ({extent})",
     "rounded": "numbers are rounded to {detail}, up to {worst} nats",
-    "shifted": "rows are those of the neighbouring token ({count} of {of})",
+    "shifted": "rows are those of the neighboring token ({count} of {of})",
     "rows-missing": "{count} of {of} tokens have no row",
     "rows-repeated": "{count} of {of} tokens have two rows",
     "filled-in": "{count} of {of} numbers are filled in, zeros or a floor, up to {worst} nats off",

@@ -279,7 +279,7 @@ class Summary:
 
 
 class DataTally:
-    """Accumulates summary figures; for the AUC, keeps every value of each measure of labelled texts."""
+    """Accumulates summary figures; for the AUC, keeps every value of each measure of labeled texts."""
 
     def __init__(self) -> None:
         self._num_rows = 0

@@ -197,7 +197,7 @@ class Matrix:
     is_transposed: bool = False  # stored as (inputs, outputs)
 
     def panels(self, source: Source) -> PanelWeights:
-        """Read the matrix from `source` and pack it; blocks that are already quantised stay as they are."""
+        """Read the matrix from `source` and pack it; blocks that are already quantized stay as they are."""
         is_whole = self.expert is None and self.half is None and not self.is_transposed
         if is_whole and (blocks := source.panels(self.parameter)) is not None:
             return blocks

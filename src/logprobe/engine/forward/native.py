@@ -52,10 +52,10 @@ class NativeForward:
             files,
             dtype=None if config.dtype == "auto" else config.dtype,
             device=self.device,
-            weights=config.weights,
+            weights=config.load_config.weights,
             state=state,
-            arithmetic=config.arithmetic,
-            kv_dtype=config.kv_cache_dtype,
+            arithmetic=config.load_config.arithmetic,
+            kv_dtype=config.cache_config.kv_cache_dtype,
         )
         self.decoder, self.layout = ready.decoder, ready.layout
         self.dtype: torch.dtype = getattr(torch, ready.dtype)
@@ -69,7 +69,8 @@ class NativeForward:
         if not ready.is_recalled:
             gc.collect()  # frees transformers' module if the native decoder runs
             return_freed()
-        self.kv_bytes = config.kv_cache_memory_bytes or self._default_kv_bytes(config.data_parallel_size)
+        num_pools = config.parallel_config.data_parallel_size
+        self.kv_bytes = config.cache_config.kv_cache_memory_bytes or self._default_kv_bytes(num_pools)
         self._reserve_slots(self.kv_bytes, ready)
         self.decoder.record_on(self.pool, min(self.num_slots, self.context_len))
 
@@ -180,7 +181,8 @@ class NativeForward:
         if self.decoder is None:
             raise EngineClosedError("the engine was closed before the new weights were loaded")
         # Keep the cache size: admitted requests rely on it, and while both exist, less memory is free.
-        return NativeForward(replace(config, kv_cache_memory_bytes=self.kv_bytes), self._files, state)
+        cache = replace(config.cache_config, kv_cache_memory_bytes=self.kv_bytes)
+        return NativeForward(replace(config, cache_config=cache), self._files, state)
 
     def _default_kv_bytes(self, num_pools: int) -> int:
         if self.device == "cpu":
@@ -253,7 +255,8 @@ def _choose_device(device: str) -> str:
 def _check_arithmetic(config: EngineConfig, device: str) -> None:
     """Check that the device supports the requested arithmetic and KV dtype."""
     known = ("auto", "fma") if device == "cpu" else ("auto", "bf16x3", "bf16")
-    what = f"{config.arithmetic} is not supported on {device}; use one of {', '.join(known)}"
-    require(config.arithmetic in known, "arithmetic", what)
-    has_dtype = device != "cpu" or config.kv_cache_dtype == "float32"
-    require(has_dtype, "kv_cache_dtype", f"{config.kv_cache_dtype} is only supported on a GPU; use float32")
+    arithmetic, kv_dtype = config.load_config.arithmetic, config.cache_config.kv_cache_dtype
+    what = f"{arithmetic} is not supported on {device}; use one of {', '.join(known)}"
+    require(arithmetic in known, "arithmetic", what)
+    has_dtype = device != "cpu" or kv_dtype == "float32"
+    require(has_dtype, "kv_cache_dtype", f"{kv_dtype} is only supported on a GPU; use float32")

@@ -203,7 +203,7 @@ async def meet(link: Link) -> ServerFacts:
 
 
 class RowsSource(msgspec.Struct, frozen=True):
-    """The weights that a reply's rows were computed with, as reported by the server."""
+    """The weights that computed the rows of a reply, as reported by the server."""
 
     weight_version: str | None = None
     weights: str | None = None  # precision and layout

@@ -1,4 +1,4 @@
-"""Start vLLM from an `EngineConfig`, and verify the rows that vLLM's workers capture."""
+"""Start vLLM from an `EngineConfig`, and verify the log-probabilities computed in vLLM's workers."""
 
 from __future__ import annotations
 
@@ -115,17 +115,19 @@ async def _new_llm(args: Any) -> Any:
 
 def check_settings(config: EngineConfig) -> None:
     """Raise `ParameterError` for settings that only the native engine supports."""
+    load, cache, scheduler = config.load_config, config.cache_config, config.scheduler_config
+    parallel = config.parallel_config
     remedy = "is only supported by the native engine; leave it out, or use engine='native'"
-    require(config.weights == "auto", "weights", remedy)
-    require(config.arithmetic == "auto", "arithmetic", remedy)
+    require(load.weights == "auto", "weights", remedy)
+    require(load.arithmetic == "auto", "arithmetic", remedy)
     own = "is only supported by the native engine; set vLLM's as engine_options={'kv_cache_dtype': ...}"
-    require(config.kv_cache_dtype == "float32", "kv_cache_dtype", own)
-    require(not config.async_scheduling, "async_scheduling", f"{remedy}; vLLM overlaps steps by itself")
-    require(not config.speculate, "speculate", remedy)
+    require(cache.kv_cache_dtype == "float32", "kv_cache_dtype", own)
+    require(not scheduler.async_scheduling, "async_scheduling", f"{remedy}; vLLM overlaps steps by itself")
+    require(not scheduler.speculate, "speculate", remedy)
     require(not config.batch_invariant, "batch_invariant", remedy)
-    require(not config.process, "process", f"{remedy}; vLLM starts its own processes")
+    require(not parallel.process, "process", f"{remedy}; vLLM starts its own processes")
     require(
-        config.data_parallel_size == 1,
+        parallel.data_parallel_size == 1,
         "data_parallel_size",
         f"{remedy}; start one server per replica of vLLM",
     )
@@ -180,10 +182,10 @@ def _own_args(config: EngineConfig, files: ModelFiles, device: str) -> dict[str,
     }
     if has_gguf(files.folder):
         args["load_format"] = FORMAT
-    defaults = {field.name: field.default for field in fields(EngineConfig)}
+    given, defaults = config.keywords(), EngineConfig().keywords()
     for name in ("max_num_batched_tokens", "max_num_seqs", "kv_cache_memory_bytes"):
-        if getattr(config, name) != defaults[name]:
-            args[name] = getattr(config, name)
+        if given[name] != defaults[name]:
+            args[name] = given[name]
     if config.max_model_len is not None:
         args["max_model_len"] = config.max_model_len + 1  # the last generated token is never an input
     return args
@@ -265,14 +267,14 @@ def check_routes(engine: Front, llm: Any, bridge: LoopThread) -> float:
     difference = float(np.abs(captured[is_finite] - own[is_finite]).max())
     if not difference <= TOLERANCES.get(capabilities.dtype, COARSE):
         raise EngineError(
-            f"a row captured in vLLM's worker differs by {difference:.2g} nats from vLLM's own; this version "
-            "of vLLM changes logits before its logits processors; please report it"
+            f"log-probabilities in vLLM's worker differ by {difference:.2g} nats from vLLM's own; this "
+            "version of vLLM changes logits before its logits processors; please report it"
         )
     return difference
 
 
 async def captured_row(engine: Front, ids: Array) -> Array:
-    """Return a next-token row that was captured by the logits processor: (V,) float32, nats."""
+    """Return a next-token row from our logits processor in the worker: (V,) float32, nats."""
     admitted = Requests(engine).admit(ids, SamplingParams(max_tokens=1), wants_row=True)
     engine.submit([admitted])
     [completion] = (await engine.result(admitted.request.request_id)).outputs

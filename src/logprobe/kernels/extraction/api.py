@@ -200,7 +200,7 @@ def check_requests(
 def allocate(
     requests: RowRequests, device: torch.device, *, dtype: torch.dtype = torch.float32
 ) -> DeviceRows:
-    """Allocate the output for `requests`, uninitialised except for the extra columns.
+    """Allocate the output for `requests`, uninitialized except for the extra columns.
 
     Extra columns are filled with NaN, which remains if a kernel does not support a column.
     """

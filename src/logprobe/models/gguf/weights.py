@@ -122,7 +122,7 @@ class GgufSource:
         return np.arange(self._gguf.shapes[own][0]).reshape(heads[part], -1, 2).swapaxes(1, 2).ravel()
 
     def panels(self, name: str) -> PanelWeights | None:
-        """Repack a quantised matrix as panels; None for float tensors and types without a panel format."""
+        """Repack a quantized matrix as panels; None for float tensors and types without a panel format."""
         own = self._own_names[name]
         return panels_of_blocks(self._gguf.raw(own), self._gguf.type_name(own), self._order(own))
 

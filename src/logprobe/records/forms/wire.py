@@ -1,6 +1,31 @@
-"""Binary format of records: a JSON header, then raw columns aligned to 8 bytes (layout: docs/records.md).
+"""Binary format of records: a JSON header, then raw columns.
 
 The format is lossless by default. With 16-bit or 8-bit log-probabilities the header states the maximum error.
+
+The bytes are `LGPB`, the length of the header (4 bytes), the header (JSON) and the columns (raw arrays), all
+little-endian. Header and columns are each padded to a multiple of 8 bytes. The header has `version` (1),
+`rows` and `given` (`num_rows`, `num_none`, `k`, `repeats_chosen`, `texts`), `columns` (name, NumPy type
+string, shape, and offset from the end of the header), `info`, `precision` and `max_abs_error`; fields with
+their default value may be omitted. Positions come in this order: `num_none` that are None, n with a chosen
+token and the k likeliest, m with any number of entries. T is the number of all positions. The columns are:
+
+- `token_ids`, `logprobs`, (n, k + 1): the chosen token, then the k likeliest. With `repeats_chosen`, a chosen
+  token among the k likeliest is returned twice.
+- `ranks`, (n,): rank of the chosen token.
+- `entry_ids`, `entry_logprobs`, `entry_ranks`, (N,): the entries of the last m positions; a rank of -1 means
+  none. Only if m > 0.
+- `ends`, `is_none`, (m,): the number of entries up to the position's end, and whether it is None. Only if
+  m > 0.
+- `text_ids`, `text_since`, (u,): ids that have a text (the first u of `texts`), and the position from which
+  on it applies.
+- `text_apart`, (v, 2): position, and index within it, of each entry with another text (the last v of `texts`)
+  or none.
+- `entropy`, `varentropy`, `margin`, `log_kept_mass`, (T,): float32; NaN if not given.
+- `kept.offsets`, (T + 1,), `kept.token_ids`, (M,): the kept ids, ascending within a position, if they were
+  requested.
+- `given.*`: the same columns for the ids that the caller specified.
+- `logprobs.scale`, `entry_logprobs.scale`: `uint8` only: smallest magnitude and step (of 254) of each
+  position or group of 256 entries; 255 is -inf.
 """
 
 from __future__ import annotations

@@ -290,7 +290,7 @@ class Rows:
         """Size of the values in bytes, without texts."""
         return sum(block.nbytes for block in self._parts(0, self.num_rows))
 
-    # -- slicing and serialising -------------------------------------------------------------------------
+    # -- slicing and serializing -------------------------------------------------------------------------
 
     def cut(self, places: range) -> Rows:
         """Select rows; consecutive rows are not copied."""

@@ -124,7 +124,7 @@ class Gate:
     """Outermost ASGI middleware of the server."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, ended: Callable[[Call], object]) -> None:
-        """`ended` is called with the `Call` of each finished request."""
+        """Create the middleware; `ended` is called with the `Call` of each finished request."""
         self._app = app
         self._settings = settings
         self._ended = ended

@@ -202,7 +202,7 @@ class TimedProtocol(HttpToolsProtocol):
         self._end_after_replies(self._fault or NO_REQUEST)
 
     def _end_after_replies(self, refusal: bytes) -> None:
-        """Close the connection after the replies to complete requests; without any, send `refusal`."""
+        """Close the connection after the replies to complete requests; if there are none, send `refusal`."""
         self._stop_expecting()
         self._is_ending = True
         last: RequestResponseCycle | None = self.cycle

@@ -114,7 +114,7 @@ def parameters(
     """Return a module's parameters on a device, by name; a shared parameter appears once.
 
     Float parameters keep the checkpoint's dtype, except that float32 matrices are converted to the smallest
-    dtype that represents them exactly. So are quantised matrices, unless their name starts with `quantised`.
+    dtype that represents them exactly. So are quantized matrices, unless their name starts with `quantised`.
     """
     names = [name for name, _ in module.named_parameters()]
     blocks = {name for name in names if quantised is not None and name.startswith(quantised)}

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 EXACT: Final = "bf16x3"
 Weight: TypeAlias = "Tensor | BlockWeight"
-"""A matrix in float32, float16 or bfloat16, or quantised."""
+"""A matrix in float32, float16 or bfloat16, or quantized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -524,7 +524,7 @@ class CudaDecoder:
 
 
 def _as_tensor(weight: Weight) -> Tensor:
-    """Return quantised weights as float32, and others as they are."""
+    """Return quantized weights as float32, and others as they are."""
     return weight if isinstance(weight, torch.Tensor) else weight.float()
 
 
