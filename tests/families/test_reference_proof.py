@@ -21,7 +21,8 @@ from logprobe.engine.forward import ready, reference_proof
 from logprobe.engine.forward.native import NativeForward
 from logprobe.errors import UnsupportedModelError
 from logprobe.models import ModelFiles
-from logprobe.models.loading import as_state, save_state
+from logprobe.models.loading import as_state, read_state, save_state
+from logprobe.models.sources import FolderSource, host_array
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,6 +93,30 @@ def test_names_in_a_file_may_lack_the_name_of_the_decoder(prefix: str, tmp_path:
     assert again.layout == forward.layout
     assert forward.decoder.spec.path == "model"
     check_equal(forward.decoder, again.decoder)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
+def test_a_file_may_have_the_matrices_of_each_expert(kind: str, tmp_path: Path) -> None:
+    model = model_of(kind)
+    model.save_pretrained(tmp_path)
+    names = FolderSource(tmp_path).shapes
+    assert not any(name.endswith("experts.gate_up_proj") for name in names)
+    config = EngineConfig(model="tiny", weights="checkpoint", kv_cache_memory_bytes=1 << 20, device="cpu")
+    forward = NativeForward(config, ModelFiles("tiny", tmp_path))
+    state, want = forward.decoder.state(), dict(model.named_parameters())
+    assert state.keys() == want.keys()
+    for name, weight in state.items():
+        assert np.array_equal(host_array(weight), host_array(want[name])), name
+
+
+def test_a_file_that_lacks_a_matrix_of_an_expert_is_refused(tmp_path: Path) -> None:
+    model_of("mixtral").save_pretrained(tmp_path)
+    state = read_state(tmp_path)
+    del state["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+    save_state({name: np.array(weight) for name, weight in state.items()}, tmp_path)
+    config = EngineConfig(model="tiny", weights="checkpoint", kv_cache_memory_bytes=1 << 20, device="cpu")
+    with pytest.raises(UnsupportedModelError, match=r"experts of model\.layers\.1 lack matrices"):
+        NativeForward(config, ModelFiles("tiny", tmp_path))
 
 
 def test_a_decoder_that_computes_something_else_is_refused(

@@ -201,9 +201,10 @@ class Matrix:
         is_whole = self.expert is None and self.half is None and not self.is_transposed
         if is_whole and (blocks := source.panels(self.parameter)) is not None:
             return blocks
-        weight = source.read(self.parameter)
-        if self.expert is not None:
-            weight = weight[self.expert]
+        if self.expert is None:
+            weight = source.read(self.parameter)
+        else:
+            weight = source.read(self.parameter, slice(self.expert, self.expert + 1))[0]
         if self.is_transposed:
             weight = weight.T
         return pack_floats(as_tensor(weight if self.half is None else np.array_split(weight, 2)[self.half]))

@@ -21,6 +21,7 @@ from logprobe.engine.forward.reference import logits
 from logprobe.engine.forward.reference.model import decoder_name
 from logprobe.engine.forward.reference.rotary import ORIGINAL_LEN
 from logprobe.engine.forward.reference.settings import settings_of
+from logprobe.models.experts import with_joined_experts
 from logprobe.models.sources import EVERY, RenamedSource
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class PlainModel:
         family = FAMILIES.get(config.model_type)
         if family is None:
             return f"the model type {config.model_type} is not supported"
+        source = with_joined_experts(source, config.model_type)
         names = {name: name for name in source.shapes if UNUSED.search(name) is None}
         try:
             path = decoder_name(names, family)

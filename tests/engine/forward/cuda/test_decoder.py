@@ -29,6 +29,7 @@ from logprobe.models import ModelFiles
 from logprobe.models.lazy import LazyModel
 from logprobe.models.lora import LoraWeights, LowRank
 from logprobe.models.sources import StateSource
+from logprobe.models.tensors import as_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +45,7 @@ def decoder_for(model: Any, **options: Any) -> CudaDecoder:
     model.set_attn_implementation("eager")  # instead of the verification's
     state = {name: one.detach() for name, one in model.named_parameters()}
     tensors = parameters(StateSource(state), model, DEVICE)
-    tensors |= {name: one.to(DEVICE) for name, one in module_frequencies(model, spec).items()}
+    tensors |= {name: as_tensor(one).to(DEVICE) for name, one in module_frequencies(model, spec).items()}
     return CudaDecoder(spec, tensors, device=DEVICE, **options)
 
 
@@ -155,7 +156,7 @@ def test_quantised_layers_have_the_rows_of_the_same_floats(texts: list[Any]) -> 
     floats = decoder_for(model)
     spec = floats.spec
     tensors = parameters(source, model, DEVICE, quantised="model.layers.")
-    tensors |= {name: one.to(DEVICE) for name, one in module_frequencies(model, spec).items()}
+    tensors |= {name: as_tensor(one).to(DEVICE) for name, one in module_frequencies(model, spec).items()}
     decoder = CudaDecoder(spec, tensors, device=DEVICE)
     first = decoder.layers[0]
     assert isinstance(first.output.weight, BlockWeight)
