@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from logprobe.config import EngineConfig
-from logprobe.engine.forward import native, ready
+from logprobe.engine.forward import load, native, transformers_ready
 from logprobe.engine.forward.device import choose_device, on_device
 from logprobe.engine.forward.native import NativeForward
 from logprobe.engine.request import Requests
@@ -97,7 +97,7 @@ def test_a_model_is_loaded_on_its_gpu(
         raise UnsupportedModelError("a stand-in")
 
     monkeypatch.setattr("logprobe.engine.forward.cuda.build.cuda_decoder", cuda_decoder)
-    monkeypatch.setattr(ready, "load_model", load_model)
+    monkeypatch.setattr(transformers_ready, "load_model", load_model)
     folder = str(tiny_model_folder)
     with pytest.raises(UnsupportedModelError):
         NativeForward(EngineConfig(model=folder, device="cuda:2"), resolve(folder))
@@ -111,7 +111,7 @@ def test_the_cache_is_sized_by_the_memory_of_its_gpu(
         assert current[threading.get_ident()] == 1
         return 10, 10
 
-    made = ready.make_ready
+    made = load.make_ready
 
     def on_cpu(*args: Any, **options: Any) -> Any:
         assert options["device"] == "cuda:1"

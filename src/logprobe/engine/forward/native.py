@@ -14,8 +14,8 @@ import torch
 from logprobe.engine.forward.decoder import Decoder
 from logprobe.engine.forward.device import choose_device, on_device
 from logprobe.engine.forward.kv_cache import KVPool
+from logprobe.engine.forward.load import make_ready
 from logprobe.engine.forward.process_memory import PagedMemory, give_back_memory, return_freed
-from logprobe.engine.forward.ready import make_ready
 from logprobe.engine.forward.system_limits import default_kv_bytes
 from logprobe.errors import EngineClosedError, ParameterError, require
 from logprobe.models import load_config, load_model
