@@ -13,9 +13,10 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
 
 from logprobe.records.forms import frames, html, picture, wire
-from logprobe.records.store.entries import Entries, logs_outside_top, texts_of, with_holes
+from logprobe.records.store.entries import Entries, RowLists, logs_outside_top, texts_of, with_holes
 from logprobe.records.store.inputs import (
     given_columns,
+    lists_of,
     row_entries,
     row_from_columns,
     row_from_position,
@@ -183,7 +184,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
             return
         row = row_from_position(logprobs_one_position)
         step = step_row(row, self.rows.width - 1)
-        if step is None or not self.rows.append_step(step):
+        if step is None or not self.rows.append_step(*step, False):
             self.rows.append_entries(row_entries(row))
 
     def append_fast(
@@ -199,10 +200,10 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
             ParameterError: a column has too few values, an id or rank is negative, or a log-probability is
                 +inf. Nothing is added.
         """
-        row = row_from_columns(token_ids, logprobs, ranks, decoded_tokens)
-        has_step_ranks = row.ranks[1:] == [*range(1, len(row.ranks))]
-        if not (has_step_ranks and self.rows.append_step(row, repeats_chosen=True)):
-            self.rows.append_entries(row_entries(row))
+        ids, values, of_rank, texts = lists_of(token_ids, logprobs, ranks, decoded_tokens)
+        is_step = bool(ids) and of_rank[1:] == [*range(1, len(ids))]
+        if not (is_step and self.rows.append_step(ids, values, of_rank[0], texts, True)):
+            self.rows.append_entries(row_entries(RowLists(ids, values, of_rank, texts)))
 
     def append_rows(
         self,

@@ -85,6 +85,13 @@ class Column:
         if len(waiting) >= MAX_WAITING:
             self._add(np.empty(0))
 
+    def add(self, value: Any) -> None:
+        """Add a number to the write buffer; raise TypeError or OverflowError if its type does not hold it."""
+        waiting = self._held[2]
+        waiting.append(value)
+        if len(waiting) >= MAX_WAITING:
+            self._add(np.empty(0))
+
     def _pieces(self, start: int, stop: int) -> list[Array]:
         """Return numbers [start, stop), as views of the stored arrays and a copy of the write buffer."""
         pieces, starts, waiting = self._held

@@ -32,14 +32,25 @@ def row_from_columns(
     Raises:
         ParameterError: a column yields too few values.
     """
-    ids = [*token_ids]
+    return RowLists(*lists_of(token_ids, logprobs, ranks, decoded_tokens))
+
+
+def lists_of(
+    token_ids: Iterable[int],
+    logprobs: Iterable[float],
+    ranks: Iterable[int | None],
+    decoded_tokens: Iterable[str | None],
+) -> tuple[list[int], list[float], list[int | None], list[str | None] | None]:
+    """Do the same as `row_from_columns`; a list of the right length is not copied."""
+    ids = token_ids if type(token_ids) is list else [*token_ids]
     n = len(ids)
-    values, of_rank, texts = [*islice(logprobs, n)], [*islice(ranks, n)], [*islice(decoded_tokens, n)]
-    lengths = {"logprobs": len(values), "ranks": len(of_rank), "decoded_tokens": len(texts)}
-    for name, length in lengths.items():
-        if length < n:
-            raise ParameterError(name, f"{length} values for {n} token ids; give one for each")
-    return RowLists(ids, values, of_rank, None if texts.count(None) == n else texts)
+    values = logprobs if type(logprobs) is list and len(logprobs) == n else [*islice(logprobs, n)]
+    of_rank, texts = [*islice(ranks, n)], [*islice(decoded_tokens, n)]
+    if not len(values) == len(of_rank) == len(texts) == n:
+        lengths = {"logprobs": len(values), "ranks": len(of_rank), "decoded_tokens": len(texts)}
+        name = next(name for name, length in lengths.items() if length < n)
+        raise ParameterError(name, f"{lengths[name]} values for {n} token ids; give one for each")
+    return ids, values, of_rank, None if texts.count(None) == n else texts
 
 
 def row_from_position(position: Mapping[int, Logprob]) -> RowLists:
@@ -105,11 +116,12 @@ def spans_of(entries: Entries, starts: npt.ArrayLike, ends: npt.ArrayLike) -> En
     )
 
 
-def step_row(row: RowLists, k: int) -> RowLists | None:
-    """Convert a position with distinct tokens to a `Steps` row; return None if its ranks do not allow that.
+def step_row(row: RowLists, k: int) -> tuple[list[int], list[float], int, list[str | None] | None] | None:
+    """Convert a position with distinct tokens to ids, logprobs, the chosen token's rank and texts of `Steps`.
 
-    A `Steps` row holds the chosen token and the k most likely tokens. If the ranks do not tell whether the
-    chosen token is the last of the k or comes after them, `k` decides.
+    Return None if its ranks do not allow that. A row of `Steps` holds the chosen token and the k most likely
+    tokens. If the ranks do not tell whether the chosen token is the last of the k or comes after them, `k`
+    decides.
     """
     ids, logprobs, ranks, texts = row
     if not ranks or ranks[0] is None:
@@ -117,13 +129,13 @@ def step_row(row: RowLists, k: int) -> RowLists | None:
     width = len(ranks)
     gap = next((place for place, rank in enumerate(ranks[1:], 1) if rank != place), width)
     if gap == width and (k != width or ranks[0] != width):
-        return row
+        return ids, logprobs, ranks[0], texts
     if ranks[0] != gap or ranks[gap:] != list(range(gap + 1, width + 1)):
         return None
-    return RowLists(
+    return (
         [*ids[:gap], ids[0], *ids[gap:]],
         [*logprobs[:gap], logprobs[0], *logprobs[gap:]],
-        [ranks[0], *range(1, width + 1)],
+        ranks[0],
         texts and [*texts[:gap], texts[0], *texts[gap:]],
     )
 

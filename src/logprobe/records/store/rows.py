@@ -94,34 +94,39 @@ class Rows:
         self.num_rows += count
 
     def append_one(self, token_ids: Any, logprobs: Any, ranks: Any) -> bool:
-        """Add one row of a step's arrays if it has the width of the rows before it; else return False."""
+        """Add one row of a step's arrays to `Steps`; return False if it does not fit or is invalid."""
         if not (
             type(token_ids) is type(logprobs) is type(ranks) is _ndarray
-            and token_ids.shape == logprobs.shape
             and ranks.shape == _ONE
-            and len(token_ids) == 1
-            and token_ids.size <= MAX_ROW_WIDTH
+            and token_ids.shape == logprobs.shape == (1, self.width)
         ):
             return False
-        [ids], [values], of_rank = token_ids.tolist(), logprobs.tolist(), ranks.tolist()
-        return self.append_step(RowLists(ids, values, of_rank))
+        [ids], [values], [rank] = token_ids.tolist(), logprobs.tolist(), ranks.tolist()
+        return self.append_step(ids, values, rank, None, False)
 
-    def append_step(self, row: RowLists, *, repeats_chosen: bool = False) -> bool:
-        """Add one row with ranks [r, 1, 2, ...] to `Steps`; return False if it does not fit or is invalid."""
-        ids, logprobs, ranks, texts = row
-        width = len(ids)
-        if not self._takes_steps(width, repeats_chosen) or inf in logprobs:
+    def append_step(
+        self,
+        ids: list[int],
+        logprobs: list[float],
+        rank: Any,
+        texts: list[str | None] | None,
+        repeats_chosen: bool,
+    ) -> bool:
+        """Add one row with ranks [rank, 1, 2, ...] to `Steps`.
+
+        Return False, without adding anything, if the row does not fit or is invalid.
+        """
+        if not self._takes_steps(len(ids), repeats_chosen) or inf in logprobs or len(ids) > MAX_ROW_WIDTH:
             return False
-        rank: Any = ranks[0]
         try:  # unsigned, so that a negative number raises OverflowError
-            columns = array("I", ids), array("d", logprobs), array("I", (rank,))
+            columns = array("I", ids), array("d", logprobs)
+            self.ranks.add(rank)
         except (TypeError, OverflowError):
             return False
         if texts is not None or self.texts is not None:
-            self._write_texts(texts, width)
+            self._write_texts(texts, len(ids))
         self.ids.extend(columns[0])
         self.logprobs.extend(columns[1])
-        self.ranks.extend(columns[2])
         self.num_steps += 1
         self.num_rows += 1
         return True
@@ -220,8 +225,11 @@ class Rows:
         """Return True if rows of this form can be added to `Steps`; the first rows determine the form."""
         if self.num_rows == self.num_none and width:
             self.width, self.repeats_chosen = width, repeats_chosen
-        is_form = width == self.width and repeats_chosen is self.repeats_chosen
-        return is_form and self.num_rows == self.num_none + self.num_steps
+        return (
+            width == self.width
+            and repeats_chosen is self.repeats_chosen
+            and self.num_rows == self.num_none + self.num_steps
+        )
 
     def _write_texts(self, texts: list[str | None] | None, count: int) -> None:
         """Store the texts of entries that are about to be added."""
@@ -280,26 +288,26 @@ class Rows:
         place = row - self.num_none
         if place < 0:
             return None
-        width, texts = self.width, self.texts
-        if place < self.num_steps:
-            start, stop = place * width, (place + 1) * width
-            ranks = [*self.ranks.tolist(place, place + 1), *range(1, width)]
+        is_step = place < self.num_steps
+        if is_step:
+            start, stop = place * self.width, (place + 1) * self.width
+            ranks = [*self.ranks.tolist(place, place + 1), *range(1, self.width)]
         else:
             place -= self.num_steps
             if self.is_none.tolist(place, place + 1)[0]:
                 return None
-            first, last = self.end_of(place), self.end_of(place + 1)
-            ranks = ranks_of(self.ranks.tolist(self.num_steps + first, self.num_steps + last))
-            start, stop = self.num_steps * width + first, self.num_steps * width + last
-            place = -1
+            before, after, first = self.end_of(place), self.end_of(place + 1), self.num_steps * self.width
+            start, stop = first + before, first + after
+            ranks = ranks_of(self.ranks.tolist(self.num_steps + before, self.num_steps + after))
         ids, logprobs = self.ids.tolist(start, stop), self.logprobs.tolist(start, stop)
-        own_texts = texts and texts[start:stop]
-        if place >= 0 and not self.repeats_chosen:
+        texts = self.texts and self.texts[start:stop]
+        if is_step and not self.repeats_chosen:
             while ids.count(ids[0]) > 1:
-                repeat = ids.index(ids[0], 1)
-                for column in (ids, logprobs, ranks, own_texts or ids[:0]):
-                    del column[repeat : repeat + 1]
-        return RowLists(ids, logprobs, ranks, own_texts)
+                repeated = ids.index(ids[0], 1)
+                for column in (ids, logprobs, ranks, texts):
+                    if column is not None:
+                        del column[repeated]
+        return RowLists(ids, logprobs, ranks, texts)
 
     def top_lists(self, row: int) -> TopLists | None:
         """Return the chosen token and the k most likely tokens of one row; None if the row has no entries."""
