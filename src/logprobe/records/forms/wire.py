@@ -9,8 +9,8 @@ string, shape, and offset from the end of the header), `info`, `precision` and `
 their default value may be omitted. Positions come in this order: `num_none` that are None, n with a chosen
 token and the k likeliest, m with any number of entries. T is the number of all positions. The columns are:
 
-- `token_ids`, `logprobs`, (N,): n times the chosen token, then the k likeliest; then the entries of the last m
-  positions. With `repeats_chosen`, a chosen token among the k likeliest is returned twice.
+- `token_ids`, `logprobs`, (N,): n times the chosen token, then the k likeliest; then the entries of the last
+  m positions. With `repeats_chosen`, a chosen token among the k likeliest is returned twice.
 - `ranks`, (R,): the ranks of the n chosen tokens; then those of the entries of the last m positions, -1 for
   none.
 - `ends`, `is_none`, (m,): the number of entries of the last m positions up to the position's end, and whether
