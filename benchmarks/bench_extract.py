@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from harness import OURS, Figure, Measure, Options, Target, alternate, parse_options, publish
 
-from logprobe.kernels import extract
+from logprobe.kernels import extract, threads
 
 CHAIN, READ = "torch chain", "one sum pass"
 SAMPLE_S = 0.05
@@ -59,11 +59,11 @@ def figure(vocab_size: int, k: int, num_rows: int, rounds: int) -> Figure:
     if k == 20:
         targets.append(Target(against=READ, at_least=TIMES_READ))
     return Figure(
-        name=f"V={vocab_size} k={k} rows={num_rows} threads={torch.get_num_threads()}",
+        name=f"V={vocab_size} k={k} rows={num_rows} threads={threads.num_threads()}",
         unit="µs/row",
         better="lower",
         samples=samples,
-        targets=targets if torch.get_num_threads() == 1 else (),
+        targets=targets if threads.num_threads() == 1 else (),
         notes=notes,
     )
 
@@ -72,7 +72,7 @@ def figures(options: Options) -> Iterator[Figure]:
     """Every shape, on one thread and on two."""
     sizes = (1000,) if options.is_smoke else (49152, 151936)
     for num_threads in (1, 2):
-        torch.set_num_threads(num_threads)
+        threads.set_num_threads(num_threads)
         for vocab_size in sizes:
             for k in (20, 1000, -1):
                 for num_rows in (1, 32):

@@ -572,15 +572,15 @@ def engine(run: Run) -> None:
         is_small = run.device == "cpu"
         settings: dict[str, Any] = {
             "device": run.device,
-            "max_batch_rows": max(run.sizes.requests),
-            "max_batch_tokens": run.sizes.chunk,
-            "kv_bytes": 1 << 21 if is_small else 4 << 30,
+            "max_num_seqs": max(run.sizes.requests),
+            "max_num_batched_tokens": run.sizes.chunk,
+            "kv_cache_memory_bytes": 1 << 21 if is_small else 4 << 30,
             "max_model_len": 128 if is_small else 2048,
         }
         for overlap in (False, True):
             run.check()
             started = time.perf_counter()
-            with LLM(str(folder), overlap=overlap, **settings) as llm:
+            with LLM(str(folder), async_scheduling=overlap, **settings) as llm:
                 seconds = time.perf_counter() - started
                 run.add("load", overlap=overlap, seconds=seconds)
                 _generation(run, llm, overlap=overlap)

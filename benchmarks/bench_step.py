@@ -16,6 +16,7 @@ from harness import OURS, Figure, Options, alternate, parse_options, publish
 from logprobe.engine.backends.thread import EngineThread
 from logprobe.engine.output_builder import Describer, OutputBuilder
 from logprobe.engine.protocol import StepBatch
+from logprobe.kernels import threads
 from logprobe.records import LogprobsInfo
 from logprobe.sampling import SamplingParams
 from logprobe.testing import FakeForward, fake_model
@@ -107,7 +108,7 @@ def figures(options: Options) -> list[Figure]:
 def main() -> None:
     """Run all figures."""
     options = parse_options(__doc__ or "")
-    torch.set_num_threads(1)
+    threads.set_num_threads(1)
     publish(Path(__file__).stem, figures(options), options)
 
 

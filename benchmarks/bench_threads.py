@@ -22,6 +22,7 @@ from machine import read_bandwidth
 
 from logprobe.kernels.layers.norm import norm_stage
 from logprobe.kernels.stages import Series
+from logprobe.kernels.threads import set_num_threads
 
 NUM_STAGES, WIDTH = 1000, 16
 STAGES_A_LAYER = 8
@@ -31,7 +32,7 @@ CORES = (8, 32, 64)
 
 def stage_us(num_threads: int, _number: int) -> float:
     """Microseconds of a stage of one row a thread: the best of some series, as others may use the machine."""
-    torch.set_num_threads(num_threads)
+    set_num_threads(num_threads)
     rows, weight = torch.ones(num_threads, WIDTH), torch.ones(WIDTH)
     series = Series([norm_stage(rows, weight, torch.empty_like(rows), 1e-5) for _ in range(NUM_STAGES)])
     times = []

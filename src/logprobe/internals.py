@@ -42,16 +42,6 @@ INTERNALS = (
         without="models that need the transformers decoder cannot be loaded",
     ),
     Internals(
-        owner="transformers.utils.chat_parsing:ResponseParser",
-        names=(
-            *("_accumulate", "_open_explicit", "_close_current", "_process", "_reset_to_implicit"),
-            *("_coerce_tool_calls", "_buffer", "_current", "_implicit_name", "_opened", "_pos"),
-        ),
-        used_in=("text/channels/regions.py",),
-        purpose="finds the regions of a reply while it is generated, not only at its end",
-        without="replies are not split into content, reasoning and tool calls",
-    ),
-    Internals(
         owner="uvicorn.protocols.http.httptools_impl:HttpToolsProtocol",
         names=(
             *("_unsupported_upgrade_warning", "send_400_response", "cycle", "timeout_keep_alive_task"),

@@ -20,6 +20,7 @@ from logprobe.text.chat import Layout
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
     from pathlib import Path
+    from typing import Unpack
 
     import torch
     from transformers import PreTrainedModel
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from logprobe.analysis.texts import Boundary, NatsOrBits, ScoredText
     from logprobe.analysis.uncertainty import LowConfidence, Same, Uncertainty
     from logprobe.analysis.windows import Perplexity
+    from logprobe.config import EngineSettings
     from logprobe.engine.client import OnError
     from logprobe.engine.front import Front, OnRunning
     from logprobe.engine.request import RequestOutput
@@ -62,7 +64,7 @@ class Model:
         *,
         tokenizer: Any = None,
         max_logprobs: int = -1,
-        **settings: Any,
+        **settings: Unpack[EngineSettings],
     ) -> None:
         from logprobe.analysis.client import ScoringClient
         from logprobe.engine.backends.start import start_engine

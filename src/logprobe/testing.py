@@ -163,13 +163,14 @@ def fake_model(
         vocab_size=forward.vocab_size,
         max_model_len=engine.max_len,
         num_slots=forward.num_slots,
-        max_batch_tokens=config.max_batch_tokens,
-        max_batch_rows=config.max_batch_rows,
+        max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+        max_num_seqs=config.scheduler_config.max_num_seqs,
         prompt_logprobs_with_prefix_cache=True,
         stages=("raw_logprobs", "processed_logprobs"),
-        speculate=config.speculate,
+        speculate=config.scheduler_config.speculate,
     )
-    front = Front(EngineThread(engine, capabilities, overlap=config.overlap), text.vocabulary)
+    core = EngineThread(engine, capabilities, overlap=config.scheduler_config.async_scheduling)
+    front = Front(core, text.vocabulary)
     return LoadedModel(front, text, None, engine.sampling.pipeline)
 
 
@@ -301,7 +302,7 @@ def process_ids(model: AnyModel) -> list[int]:
     core = _front_of(model).core
     if not isinstance(core, ProcessEngine):
         raise ParameterError(
-            "model", "has no engine processes; create it with process=True or data_parallel=2"
+            "model", "has no engine processes; create it with process=True or data_parallel_size=2"
         )
     return [replica.pid for replica in core._replicas if replica.pid is not None]
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import logprobe
+from logprobe.kernels import threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +28,7 @@ def test_info_names_versions_devices_and_the_cache(
     assert found["native"].keys() == {"variant", "version", "compiler", "digest"}
     assert found["native"]["version"] == logprobe.__version__
     assert found["instructions"] == torch.backends.cpu.get_cpu_capability()
-    assert found["threads"] == torch.get_num_threads()
+    assert found["threads"] == threads.num_threads()
     assert found["devices"][0] == "cpu"
     assert found["cache"] == str(tmp_path)
 

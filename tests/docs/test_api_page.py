@@ -48,7 +48,7 @@ def operated(
     folder = save_tiny_llama(tmp_path_factory.mktemp("operated"))
     folders = {"/models/legal": adapter_folders["wide"], "/models/step-1200": folder}
     with (
-        LLM(str(folder), kv_bytes=1 << 21) as llm,
+        LLM(str(folder), kv_cache_memory_bytes=1 << 21) as llm,
         new_serving(llm, ServerSettings(operator_key=(OPERATOR_KEY,))) as (address, _),
     ):
         yield address, folders

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-import torch
 
 from logprobe import LLM, SamplingParams
+from logprobe.kernels import threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,11 +22,11 @@ KNOWN = ("c40b531fafa7d3a4", "f4f9aaa433ddfc23", "0519477a69b203dc")
 
 
 @pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
+def own_threads() -> Iterator[None]:
     """Restore the number of threads afterwards."""
-    own = torch.get_num_threads()
+    own = threads.num_threads()
     yield
-    torch.set_num_threads(own)
+    threads.set_num_threads(own)
 
 
 def digest(numbers: object) -> str:
@@ -34,7 +34,7 @@ def digest(numbers: object) -> str:
 
 
 def digests() -> tuple[str, str, str]:
-    with LLM("smollm2", kv_bytes=1 << 27) as llm:
+    with LLM("smollm2", kv_cache_memory_bytes=1 << 27) as llm:
         scored = llm.generate([TEXT], SamplingParams(max_tokens=0, prompt_logprobs=0))[0].prompt_logprobs
         greedy = SamplingParams(max_tokens=40, temperature=0, logprobs=0, ignore_eos=True)
         made = llm.generate(["The keeper of the light"], greedy)[0].outputs[0]
@@ -46,6 +46,6 @@ def digests() -> tuple[str, str, str]:
 def test_the_bits_are_those_that_are_stored_on_any_number_of_threads() -> None:
     found = []
     for number in (1, 3, 64):  # also more than there are cores
-        torch.set_num_threads(number)
+        threads.set_num_threads(number)
         found.append(digests())
     assert set(found) == {KNOWN}

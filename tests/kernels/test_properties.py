@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from logprobe.kernels import extract, stages
+from logprobe.kernels import extract, stages, threads
 from logprobe.kernels.attention.api import RowPlan, ScoreRule, attend_rows
 from logprobe.kernels.attention.chunk import attend_chunk
 from logprobe.kernels.draw.api import draw
@@ -62,14 +62,14 @@ def libraries() -> list[Library]:
 @contextmanager
 def running(library: Library, num_threads: int) -> Iterator[None]:
     """Run kernels with one variant and a given number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
+    before = threads.num_threads()
+    threads.set_num_threads(num_threads)
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(stages, "library", lambda: library)
             yield
     finally:
-        torch.set_num_threads(before)
+        threads.set_num_threads(before)
 
 
 def everywhere(compute: Callable[[], list[Tensor]]) -> list[Tensor]:

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from logprobe.kernels import threads
 from logprobe.kernels.layers.norm import norm_stage, rms_norm
 from logprobe.kernels.stages import Series, Stage
 
@@ -23,8 +24,8 @@ def chain(length: int) -> tuple[list[Stage], list[torch.Tensor]]:
 @pytest.mark.parametrize("length", [0, 1, 40])
 def test_each_stage_sees_all_of_the_one_before_it(length: int, num_threads: int) -> None:
     stages, rows = chain(length)
-    own = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
+    own = threads.num_threads()
+    threads.set_num_threads(num_threads)
     try:
         series = Series(stages)
         for _ in range(3):
@@ -33,7 +34,7 @@ def test_each_stage_sees_all_of_the_one_before_it(length: int, num_threads: int)
             series.run()
             assert torch.equal(torch.stack(rows[: length + 1]), torch.stack(rows[length + 1 :]))
     finally:
-        torch.set_num_threads(own)
+        threads.set_num_threads(own)
 
 
 def test_a_series_keeps_the_memory_that_it_writes() -> None:
@@ -49,10 +50,10 @@ def test_stages_of_one_item_run_in_order_however_many_threads_find_none() -> Non
     stages = [
         Stage("norm", "NormArgs", num_items=1, **stage.fields | {"block_rows": 200}) for stage in stages
     ]
-    own = torch.get_num_threads()
-    torch.set_num_threads(16)
+    own = threads.num_threads()
+    threads.set_num_threads(16)
     try:
         Series(stages).run()
     finally:
-        torch.set_num_threads(own)
+        threads.set_num_threads(own)
     assert torch.equal(rows[60], rows[-1])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from logprobe.kernels import threads
 from logprobe.kernels.layers.norm import norm_stage, rms_norm
 from logprobe.kernels.stages import Stage
 
@@ -64,8 +65,9 @@ def test_torch_computes_the_same_between_runs() -> None:
 
 FORK = """
 import os, sys, torch
+from logprobe.kernels import threads
 from logprobe.kernels.layers.norm import rms_norm
-torch.set_num_threads(3)
+threads.set_num_threads(3)
 x, weight = torch.randn(500, 64), torch.ones(64)
 want = rms_norm(x, weight, 1e-5)
 child = os.fork()
@@ -85,9 +87,10 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
 # locks there, and a forked child would wait forever for a lock that was held during the fork.
 FORK_WHILE_BUSY = """
 import os, threading, torch
+from logprobe.kernels import threads
 from logprobe.kernels.layers.norm import norm_stage
 from logprobe.kernels.stages import Series
-torch.set_num_threads(3)
+threads.set_num_threads(3)
 x, weight = torch.randn(500, 64), torch.ones(64)
 outs = [torch.zeros(500, 64) for _ in range(3)]
 series = [Series([norm_stage(x, weight, out, 1e-5)]) for out in outs]
@@ -129,25 +132,26 @@ def test_a_child_forked_while_other_threads_run_kernels_computes_the_same() -> N
     subprocess.run([sys.executable, "-c", FORK_WHILE_BUSY], check=True, timeout=300)
 
 
-def test_torchs_number_of_threads_may_change_between_runs() -> None:
+def test_the_number_of_threads_may_change_between_runs() -> None:
     x, weight = torch.randn(300, 64, generator=torch.Generator().manual_seed(1)), torch.ones(64)
     want = rms_norm(x, weight, 1e-5)
-    before = torch.get_num_threads()
+    before = threads.num_threads()
     try:
         for num_threads in (1, 5, 2, 33, 1, 3):
-            torch.set_num_threads(num_threads)
+            threads.set_num_threads(num_threads)
             for _ in range(10):
                 assert torch.equal(rms_norm(x, weight, 1e-5), want)
     finally:
-        torch.set_num_threads(before)
+        threads.set_num_threads(before)
 
 
 ONE_CORE = """
 import os, torch
+from logprobe.kernels import threads
 from logprobe.kernels.layers.norm import norm_stage
 from logprobe.kernels.stages import Series
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-torch.set_num_threads(4)
+threads.set_num_threads(4)
 rows = [torch.randn(500, 64), *(torch.zeros(500, 64) for _ in range(10))]
 stages = [norm_stage(x, torch.ones(64), out, 1e-5) for x, out in zip(rows, rows[1:])]
 for stage in stages:
@@ -170,7 +174,7 @@ def test_more_threads_than_the_one_core_of_a_process_end_their_work() -> None:
 LIMITED = """
 import resource, sys, torch
 from pathlib import Path
-from logprobe.kernels import extract
+from logprobe.kernels import extract, threads
 from logprobe.kernels.layers.norm import norm_stage
 def status(name):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -182,8 +186,8 @@ stage.run(num_threads=1)
 want = out.clone()
 out.zero_()
 extract(logits[:, :64], [0, 0], 1)
-threads = status("Threads")
-torch.set_num_threads(1)
+running = status("Threads")
+threads.set_num_threads(1)
 before = resource.getrlimit(resource.RLIMIT_AS)
 resource.setrlimit(resource.RLIMIT_AS, ((status("VmSize") << 10) + (1 << 20), before[1]))
 stage.run(num_threads=16)
@@ -193,11 +197,11 @@ try:
 except MemoryError:
     is_refused = True
 resource.setrlimit(resource.RLIMIT_AS, before)
-assert found == threads and torch.equal(out, want)
+assert found == running and torch.equal(out, want)
 assert is_refused
 assert extract(logits, [0, 0], 1).token_ids.tolist() == [[0, 0], [0, 0]]
 stage.run(num_threads=16)
-assert status("Threads") > threads and torch.equal(out, want)
+assert status("Threads") > running and torch.equal(out, want)
 """
 
 

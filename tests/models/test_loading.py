@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from logprobe.errors import UnsupportedModelError
+from logprobe.kernels import threads
 from logprobe.models import ModelFiles, load_config, load_model, load_tokenizer, resolve
 from logprobe.models.loading import load_lazily, load_state
 from logprobe.models.quiet import quiet_transformers
@@ -31,9 +32,9 @@ def files(tmp_path: Path, home: Path, write_gguf: Callable[..., Path]) -> ModelF
 
 
 def test_a_model_is_ready_for_inference_only(files: ModelFiles) -> None:
-    threads = torch.get_num_threads()
+    before = threads.num_threads()
     model = load_model(files, dtype=torch.bfloat16, attn_implementation="sdpa")
-    assert torch.get_num_threads() == threads
+    assert threads.num_threads() == before
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert model.dtype == torch.bfloat16

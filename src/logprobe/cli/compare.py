@@ -141,7 +141,7 @@ def _open(named: str, stack: ExitStack, engine: dict[str, Any]) -> LLM:
 
 
 def _write(comparison: Comparison, output: str | None, plot: str | None) -> None:
-    from logprobe.analysis.io.tables import writing
+    from logprobe.analysis.io.files import writing
 
     for path, write in ((output, comparison.to_parquet), (plot, comparison.plot)):
         if path is not None:

@@ -45,7 +45,7 @@ def distil(
     resume: ResumeOption = False,
     force: ForceOption = False,
     logprobs: Annotated[
-        int, typer.Option("--logprobs", "--top", help="Number of most likely tokens kept at each position.")
+        int, typer.Option("--logprobs", help="Number of most likely tokens kept at each position.")
     ] = 64,
     bos: BosOption = None,
     max_tokens: Annotated[

@@ -53,6 +53,7 @@ def facts() -> dict[str, Any]:
 
     from logprobe.kernels import kernel_info
     from logprobe.kernels.info import native_library
+    from logprobe.kernels.threads import num_threads
 
     native = native_library()
     return {
@@ -70,7 +71,7 @@ def facts() -> dict[str, Any]:
             "digest": native.digest,
         },
         "instructions": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
+        "threads": num_threads(),
         "cache": str(home()),
     }
 

@@ -110,7 +110,7 @@ def _print_labels(found: Classification, *, as_json: bool) -> None:
 
 
 def _print_json(values: dict[str, Any]) -> None:
-    from logprobe.analysis.io.tables import json_line
+    from logprobe.analysis.io.files import json_line
 
     typer.echo(json_line(values))
 
@@ -214,7 +214,7 @@ def rerank(
         _prompt(help="The model's answers (repeat the flag) for a relevant document and for another one."),
     ] = [*YES_NO],  # noqa: B006 - not modified
     top_n: Annotated[
-        int | None, typer.Option("--top-n", "--top", min=1, help="Print only this many best documents.")
+        int | None, typer.Option("--top-n", min=1, help="Print only this many best documents.")
     ] = None,
     model: ModelFlags,
 ) -> None:

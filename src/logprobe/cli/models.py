@@ -54,7 +54,7 @@ def pull(name: _Name = DEFAULT_MODEL, *, prepare: _Prepare = False) -> None:
     """
     files = resolve(name)
     if prepare:
-        from logprobe import LLM  # with all of torch
+        from logprobe import LLM
 
         LLM(files.name).close()
     typer.echo(files.folder)
@@ -218,12 +218,9 @@ def export(
     Examples:
         logprobe models export model.gguf ./model --dtype bfloat16
     """
-    files = resolve(name)
-    import torch
-
     from logprobe.models.export import export_model
 
-    export_model(files, folder, dtype=getattr(torch, dtype))
+    export_model(resolve(name), folder, dtype=dtype)
     typer.echo(folder)
 
 

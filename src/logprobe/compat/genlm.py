@@ -30,8 +30,8 @@ only instance, `llm.processors.registered["TheClass"]`. `GlobalLogprobsCapture` 
 - `apply(logits)`: gets every row of the step's logits in float32, also for greedy requests and before
   temperature
 - `get_logprobs(index)`: -1 is the last; any index without a distribution returns None
-- the distributions after a call: the prompts of one call run in one step. If they exceed `max_batch_rows` or
-  `kv_bytes`, the class has the distributions of the last step, and a warning is logged
+- the distributions after a call: the prompts of one call run in one step. If they exceed `max_num_seqs` or
+  `kv_cache_memory_bytes`, the class has the distributions of the last step, and a warning is logged
 """
 
 from __future__ import annotations

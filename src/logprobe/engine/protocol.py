@@ -68,8 +68,8 @@ class Capabilities:
     vocab_size: int
     max_model_len: int  # tokens, prompt and completion together
     num_slots: int  # KV cache size, tokens
-    max_batch_tokens: int
-    max_batch_rows: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
     prompt_logprobs_with_prefix_cache: bool
     stages: tuple[str, ...]
     layout: Layout | None = None  # how the layers run

@@ -38,7 +38,7 @@ class SamplingStage:
         self._sampler = Sampler()
         self._num_active = 0  # rows with processors in the last prepared step
         self._num_seen = 0  # rows that processors see: the active ones, or all if a processor sees all rows
-        self.chunk_rows = default_chunk_rows(model.vocab_size, config.device)
+        self.chunk_rows = default_chunk_rows(model.vocab_size, config.device.partition(":")[0])
 
     def admit(self, params: SamplingParams) -> dict[int, Any]:
         """Validate a request's processor arguments; thread-safe.

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
-import pyarrow as pa
 
+from logprobe._arrow import pa
 from logprobe.analysis.datasets.rows import Question  # noqa: TC001 - msgspec reads the field
 from logprobe.analysis.datasets.run import RowScorer, ScoredBatch, question_batches
 from logprobe.analysis.datasets.settings import RaySettings

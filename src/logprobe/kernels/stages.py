@@ -11,20 +11,23 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
+from logprobe.kernels import threads
+from logprobe.kernels.arrays import as_array
 from logprobe.kernels.native import declarations, library
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from logprobe.kernels.arrays import Array
+
 THREAD_ITEMS = 4  # desired work items per thread, so that all threads end at nearly the same time
 _DTYPES = {
-    "float": (torch.float32, np.float32),
-    "double": (torch.float64, np.float64),
-    "int32_t": (torch.int32, np.int32),
-    "int64_t": (torch.int64, np.int64),
-    "uint8_t": (torch.uint8, torch.bool, np.uint8, np.bool_),
+    "float": (np.float32,),
+    "double": (np.float64,),
+    "int32_t": (np.int32,),
+    "int64_t": (np.int64,),
+    "uint8_t": (np.uint8, np.bool_),
 }
 
 
@@ -36,8 +39,8 @@ class Stage:
         structure: name of the kernel's argument struct in `native/kernels.h`.
         num_items: number of work items, which threads share.
         is_small: `run` uses one thread, because waking others would take longer.
-        **fields: values of the struct's fields: a number; a tensor or array, to which the stage keeps a
-            reference; or None for a null pointer. The strides `x_row` and `x_head` of an array `x` are set
+        **fields: values of the struct's fields: a number; an array (or CPU tensor), to which the stage keeps
+            a reference; or None for a null pointer. The strides `x_row` and `x_head` of an array `x` are set
             automatically.
     """
 
@@ -49,11 +52,15 @@ class Stage:
         values: dict[str, Any] = {"work": {"num_items": num_items}}
         for name, value in fields.items():
             kind = names[name]
-            values[name] = _address(name, value, kind) if kind else value
-            if f"{name}_row" in names and value is not None:
-                values[f"{name}_row"] = _stride(value, 0)
+            if not kind or value is None:
+                values[name] = ffi.NULL if kind else value
+                continue
+            array = as_array(value)
+            values[name] = _address(name, array, kind)
+            if f"{name}_row" in names:
+                values[f"{name}_row"] = array.strides[0] // array.itemsize
             if f"{name}_head" in names:
-                values[f"{name}_head"] = _stride(value, 1)
+                values[f"{name}_head"] = array.strides[1] // array.itemsize
         self._args = ffi.new(f"{structure} *", values)
         self.call = (getattr(library().functions, f"logprobe_{kernel}"), self._args, 0)
 
@@ -63,8 +70,11 @@ class Stage:
         Raises:
             MemoryError: scratch memory cannot be allocated.
         """
-        threads = torch.get_num_threads() if num_threads is None else num_threads
-        _launch(_calls([self]), 1, 1 if self.is_small else min(threads, self.num_items))
+        if self.is_small:
+            num_threads = 1
+        elif num_threads is None:
+            num_threads = threads.num_threads()
+        _launch(_calls([self]), 1, min(num_threads, self.num_items))
 
 
 class Series:
@@ -80,7 +90,7 @@ class Series:
         Raises:
             MemoryError: scratch memory cannot be allocated.
         """
-        _launch(self._calls, len(self._stages), torch.get_num_threads())
+        _launch(self._calls, len(self._stages), threads.num_threads())
 
 
 def _calls(stages: list[Stage]) -> Any:
@@ -99,26 +109,17 @@ def _fields(structure: str) -> dict[str, str]:
     return {name: field.type.item.cname if field.type.kind == "pointer" else "" for name, field in fields}
 
 
-def _stride(value: Any, dim: int) -> int:
-    stride = value.stride(dim) if isinstance(value, torch.Tensor) else value.strides[dim] // value.itemsize
-    return int(stride)
-
-
-def _address(name: str, value: Any, kind: str) -> Any:
-    ffi = declarations()
-    if value is None:
-        return ffi.NULL
-    assert kind == "void" or value.dtype in _DTYPES[kind], (name, value.dtype)
-    is_tensor = isinstance(value, torch.Tensor)
-    return ffi.cast("void *", value.data_ptr() if is_tensor else value.__array_interface__["data"][0])
+def _address(name: str, array: Array, kind: str) -> Any:
+    assert kind == "void" or array.dtype in _DTYPES[kind], (name, array.dtype)
+    return declarations().cast("void *", array.__array_interface__["data"][0])
 
 
 def items_for_threads() -> int:
     """Return the number of work items to split a loop into: THREAD_ITEMS per thread, or 1 for one thread."""
-    num_threads = torch.get_num_threads()
+    num_threads = threads.num_threads()
     return THREAD_ITEMS * num_threads if num_threads > 1 else 1
 
 
 def block_rows(num_rows: int, most: int) -> int:
     """Return the number of rows per work item: at most `most`, and so few that every thread gets work."""
-    return max(1, min(most, num_rows // torch.get_num_threads()))
+    return max(1, min(most, num_rows // threads.num_threads()))

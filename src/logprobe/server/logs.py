@@ -1,7 +1,7 @@
 """Log formats of the server, text or JSON.
 
-Log lines contain no client input except the `X-Request-Id` and, with `log_requests`, request bodies. Control
-characters are escaped, so that a client cannot inject lines.
+Log lines contain no client input except the `X-Request-Id` and, with `enable_log_requests`, request bodies.
+Control characters are escaped, so that a client cannot inject lines.
 """
 
 from __future__ import annotations

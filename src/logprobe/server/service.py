@@ -189,10 +189,10 @@ class Service:
             ParameterError: an adapter has a model's name, or a name that is used twice.
         """
         known = self.own_names | self.models.names()
-        for setting in self.settings.lora:
+        for setting in self.settings.lora_modules:
             name, _, path = setting.partition("=")
             is_new = name not in known
-            require(is_new, "lora", f"{name!r} is a model's name or is used twice; choose another")
+            require(is_new, "lora_modules", f"{name!r} is a model's name or is used twice; choose another")
             known |= {name}
             self.engine.add_lora(name, path)
 
@@ -297,8 +297,8 @@ class Service:
         return int(time.time())
 
     def log_body(self, route: str, body: msgspec.Struct) -> None:
-        """Log a request's body if `log_requests` is set."""
-        if self.settings.log_requests and not self.has_waited:
+        """Log a request's body if `enable_log_requests` is set."""
+        if self.settings.enable_log_requests and not self.has_waited:
             logger.info("%s %s", route, msgspec.json.encode(body).decode())
 
     @staticmethod

@@ -98,7 +98,9 @@ class Codec(Generic[T]):
                 if isinstance(block, Span) and self._writer is not None:
                     self._writer.take_back(block)
             what = f"a message has {len(data):,} bytes, at most {MAX_MESSAGE_BYTES:,} can be sent"
-            raise ParameterError("message", f"{what}; request fewer alternatives, or lower max_batch_tokens")
+            raise ParameterError(
+                "message", f"{what}; request fewer alternatives, or lower max_num_batched_tokens"
+            )
         return data
 
     def decode(self, data: Any) -> T:

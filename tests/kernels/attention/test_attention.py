@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from logprobe.kernels import threads
 from logprobe.kernels.attention.api import RowPlanBuilder, ScoreRule, attend_rows
 from logprobe.kernels.attention.chunk import attend_chunk
 
@@ -22,10 +23,10 @@ NUM_SLOTS = 450
 
 @pytest.fixture(params=[1, 2, 4, 16])
 def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
+    before = threads.num_threads()
+    threads.set_num_threads(request.param)
     yield request.param
-    torch.set_num_threads(before)
+    threads.set_num_threads(before)
 
 
 def pools(kv_heads: int, key_dim: int, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,7 +92,7 @@ def test_each_row_attends_to_its_own_context(
 
 
 def test_any_number_of_threads_gives_the_same_as_torchs_attention(num_threads: int) -> None:
-    assert torch.get_num_threads() == num_threads
+    assert threads.num_threads() == num_threads
     heads, kv_heads, dim, context = 9, 3, 64, 250
     keys, values = pools(kv_heads, dim, dim)
     query = torch.randn(context, heads, dim, generator=torch.Generator().manual_seed(1))
@@ -201,7 +202,7 @@ def test_a_row_has_the_bits_that_a_chunk_gives_it(
 def test_a_rows_bits_do_not_depend_on_its_chunk_nor_on_threads(
     window: int | None, sinks: torch.Tensor | None, num_threads: int
 ) -> None:
-    assert torch.get_num_threads() == num_threads
+    assert threads.num_threads() == num_threads
     context, rule = 430, ScoreRule(0.3, window, sinks=sinks)
     keys, values = pools(2, 20, 12)
     slots = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(3))[:context]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from logprobe.errors import ParameterError
-from logprobe.kernels import extract
+from logprobe.kernels import extract, threads
 from logprobe.kernels.extraction import reference
 from logprobe.records.rows import KERNEL_EXTRAS, DeviceRows
 from logprobe.records.values import top_indices
@@ -185,12 +185,12 @@ def test_results_are_the_same_bits_for_every_batch_and_thread_count(num_threads:
     logits = normal((16, 9001), torch.Generator().manual_seed(3))
     chosen_ids = torch.arange(16)
     alone = [extract(logits[row : row + 1], chosen_ids[row : row + 1], 30, **ALL) for row in range(16)]
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
+    before = threads.num_threads()
+    threads.set_num_threads(num_threads)
     try:
         got = extract(logits, chosen_ids, 30, **ALL)
     finally:
-        torch.set_num_threads(before)
+        threads.set_num_threads(before)
     assert torch.equal(got.logprobs, torch.cat([one.logprobs for one in alone]))
     assert torch.equal(got.lse, torch.cat([one.lse for one in alone]))
     for name, column in got.extras.items():

@@ -74,8 +74,8 @@ def test_one_chunk_of_logits_is_held_at_a_time() -> None:
 
 MEASURE_PEAK = """
 import torch, resource, sys
-from logprobe.kernels import head_extract
-torch.set_num_threads(1)
+from logprobe.kernels import head_extract, threads
+threads.set_num_threads(1)
 vocab_size, rows = int(sys.argv[1]), int(sys.argv[2])
 head = torch.nn.Linear(8, vocab_size)
 def soft_cap(logits, _rows):

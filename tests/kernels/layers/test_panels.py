@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from logprobe.kernels import threads
 from logprobe.kernels.layers.forms import PanelWeights, empty_panels, fill_blocks, pack_floats
 from logprobe.kernels.layers.gate import ACTIVATIONS
 from logprobe.kernels.layers.layout import BFLOAT16, FLOAT16, FLOAT32, FORMS
@@ -203,7 +204,7 @@ def test_bias_and_residual_are_added_and_rows_may_lie_in_wider_arrays() -> None:
 def test_bits_do_not_depend_on_threads(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     panels, x = weights("int4"), activations(300)
     want, out = product(x, panels), torch.empty(300, OUTPUTS)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)  # more threads make more row blocks
+    monkeypatch.setattr(threads, "num_threads", lambda: num_threads)  # more threads make more row blocks
     panel_stage(x, panels, out).run()
     assert torch.equal(out, want)
 
@@ -216,7 +217,7 @@ def test_each_block_of_rows_is_multiplied_once_in_every_run(
     num_rows = 64 * (max_groups + 2)
     panels, x = weights("bfloat16"), activations(num_rows)
     want = torch.cat([product(part, panels) for part in x.split(64)])
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)  # the maximum number of blocks
+    monkeypatch.setattr(threads, "num_threads", lambda: 64)  # the maximum number of blocks
     summands = torch.zeros(num_rows, OUTPUTS)
     stage = panel_stage(x, panels, summands, Finish(residual=summands))  # repeated work would add up
     assert stage.num_items == 3 * (max_groups + 2)  # panels, and blocks
@@ -233,7 +234,7 @@ def test_each_block_of_rows_is_multiplied_once_in_every_run(
 def test_every_thread_has_several_items_of_whole_panels(
     num_threads: int, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    monkeypatch.setattr(threads, "num_threads", lambda: num_threads)
     for num_panels in (3, 300):
         panels = pack_floats(torch.ones(48 * num_panels, 32))
         stage = panel_stage(torch.ones(1, 32), panels, torch.empty(1, 48 * num_panels))

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from logprobe.errors import InputError, ParameterError
+from logprobe.records.forms.versions import check_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -314,8 +315,7 @@ class AuditReport:
             InputError: the values are not a report, or the report has another version.
         """
         version = values.get("version") if isinstance(values, dict) else None
-        if version != VERSION:
-            raise InputError(f"audit report: has version {version!r:.60}; this release reads {VERSION}")
+        check_version(version, VERSION, "audit report")
         try:
             return msgspec.convert(values, cls)
         except (msgspec.ValidationError, RecursionError) as error:

@@ -10,8 +10,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
-import pyarrow as pa
 
+from logprobe._arrow import pa
 from logprobe.analysis import measures
 from logprobe.analysis.datasets.rows import batches, checked
 from logprobe.analysis.datasets.settings import HITS, DataSettings

@@ -21,13 +21,15 @@ from logprobe.engine.forward.families import FAMILIES
 from logprobe.engine.forward.kv_cache import KVPool
 from logprobe.engine.forward.launch import MAX_ROWS, HostOperation, Launches, Step
 from logprobe.engine.forward.linear import HALVES, GatedPanels, Linear, embedded, state_of
-from logprobe.engine.forward.lora import LoraRows, by_panels
+from logprobe.engine.forward.lora import LoraRows
 from logprobe.errors import UnsupportedModelError
+from logprobe.kernels.arrays import as_array
 from logprobe.kernels.attention.api import ScoreRule
 from logprobe.kernels.layers.gate import gate_stage
 from logprobe.kernels.layers.norm import norm_stage
 from logprobe.kernels.layers.panels import panel_stage
 from logprobe.kernels.layers.rotary import Projections, rotary_stage
+from logprobe.models.lora import ModelModules
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -113,6 +115,11 @@ class PanelLayer:
     parts: list[PanelWeights]  # their outputs, concatenated, are the layer's
     bias: torch.Tensor | None
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the weight matrix, (outputs, inputs)."""
+        return sum(part.num_outputs for part in self.parts), self.parts[0].num_inputs
+
     def rows(self, start: int, end: int) -> torch.Tensor:
         """Return rows [start, end) of the weight matrix, (end - start, inputs) float32."""
         found = []
@@ -142,7 +149,7 @@ class Decoder:
         self.spec, self.family = spec, FAMILIES[spec.family]
         self.tensors, self._panels = tensors, panels
         self.device = torch.device("cpu")
-        self.loras = LoraRows(by_panels)
+        self.loras = LoraRows()
         self.names = {f"{spec.head}.weight"}  # tensors of transformers' module that this decoder uses
         self.launches: Launches | None = None  # recorded steps with few rows; set by `record_on`
         self.embedding_name = f"{spec.path}.{self.family.embedding}"
@@ -177,6 +184,31 @@ class Decoder:
         pool = KVPool(num_slots)
         pool.lay_out(self.kv_shapes, partial(torch.zeros, dtype=torch.float32))
         return pool
+
+    def modules(self) -> ModelModules:
+        """Return the modules that LoRA weights may change."""
+        layers = f"{self.spec.path}.{self.family.layers}."
+        names = {name for layer in self.layers for name in layer.names}
+        if self.family.is_transposed:  # not linear layers in transformers
+            names = {name for name in names if not name.startswith(layers)}
+        linear = {name: self._lora_base(name).shape for name in names}
+        linear[self.spec.head] = self.vocab_size, self.hidden_size
+        return ModelModules(
+            linear=linear,
+            biased={name for name in linear if f"{name}.bias" in self.tensors},
+            embedding=self.embedding_name,
+            embedding_shape=(self.embedding.num_outputs, self.hidden_size),
+            head=self.spec.head,
+            is_tied=not self._has_own_head,
+        )
+
+    @property
+    def _has_own_head(self) -> bool:
+        """False if the output head shares the embedding's weight."""
+        head = self._panels.get(self.spec.head)
+        return (
+            head is not None and as_array(head.data).ctypes.data != as_array(self.embedding.data).ctypes.data
+        )
 
     def check_lora(self, lora: LoraWeights) -> None:
         """Check that every layer that `lora` changes supports LoRA weights, and prepare `lora` for steps.

@@ -22,6 +22,7 @@ from logprobe.kernels.layers.forms import pack_floats
 from logprobe.kernels.layers.panels import PLAIN, Finish, panel_stage
 from logprobe.models.sources import made_ahead
 from logprobe.models.stored.panels import reading_order
+from logprobe.models.tensors import as_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -200,12 +201,13 @@ class Matrix:
         is_whole = self.expert is None and self.half is None and not self.is_transposed
         if is_whole and (blocks := source.panels(self.parameter)) is not None:
             return blocks
-        weight = source.read(self.parameter)
-        if self.expert is not None:
-            weight = weight[self.expert]
+        if self.expert is None:
+            weight = source.read(self.parameter)
+        else:
+            weight = source.read(self.parameter, slice(self.expert, self.expert + 1))[0]
         if self.is_transposed:
-            weight = weight.t()
-        return pack_floats(weight if self.half is None else weight.chunk(2)[self.half])
+            weight = weight.T
+        return pack_floats(as_tensor(weight if self.half is None else np.array_split(weight, 2)[self.half]))
 
 
 def matrices_of(model: nn.Module, *, with_experts: bool) -> list[Matrix]:

@@ -19,7 +19,7 @@ from torch import nn
 
 from logprobe.engine.forward.attention import NAME, all_attention_paths, plan_attention
 from logprobe.engine.forward.kv_cache import KVPool
-from logprobe.engine.forward.lora import LoraRoom, LoraRows
+from logprobe.engine.forward.transformers_lora import LoraRoom, TensorLoraRows
 from logprobe.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class TransformersDecoder:
         """Switch the model to attention over the KV cache; call `step.reach(model)` first."""
         self.model = model
         self.step = step
-        self.loras = LoraRows()
+        self.loras = TensorLoraRows(model.device, model.dtype)
         self._place = place
         model.set_attn_implementation(NAME)
         self._decoder = model.get_submodule(place.path)

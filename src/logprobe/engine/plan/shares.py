@@ -36,9 +36,9 @@ class StepShare:
     A large call has more work than one step holds.
     """
 
-    def __init__(self, active: Sequence[Sample], max_batch_tokens: int, *, is_shared: bool) -> None:
+    def __init__(self, active: Sequence[Sample], max_num_batched_tokens: int, *, is_shared: bool) -> None:
         self._large: set[str] = set()
-        self._most = max_batch_tokens
+        self._most = max_num_batched_tokens
         self._caller_work: Counter[str] = Counter()
         if not is_shared:
             return
@@ -48,9 +48,9 @@ class StepShare:
                 num_tokens = sample.num_tokens + sample.num_prompt_rows
                 work[sample.call] += num_tokens
                 self._caller_work[sample.caller] += num_tokens
-        self._large = {call for call, num_tokens in work.items() if num_tokens > max_batch_tokens}
+        self._large = {call for call, num_tokens in work.items() if num_tokens > max_num_batched_tokens}
         if any(sample.call not in self._large for sample in active):
-            self._most = max(max_batch_tokens // LARGE_PART, 1)
+            self._most = max(max_num_batched_tokens // LARGE_PART, 1)
 
     def is_large(self, sample: Sample) -> bool:
         """Return True if the sample's call has more work than one step holds."""

@@ -59,7 +59,7 @@ class Link(HttpClient):
     """HTTP client for the server at `url`; `timeout_s` includes retries while the server is full.
 
     Raises:
-        ModelError: httpx is not installed.
+        MissingPackageError: httpx is not installed.
         ParameterError: an argument is invalid.
     """
 

@@ -56,7 +56,7 @@ class ServerRows:
     """`RowSource` that uses the server at `url`; HTTP requests run on the event loop of `bridge`.
 
     Raises:
-        ModelError: httpx is not installed.
+        MissingPackageError: httpx is not installed.
         ParameterError: an argument is invalid, or the server rejects the API key.
         ServerError: the server cannot be reached, or failed.
     """

@@ -115,13 +115,22 @@ async def _new_llm(args: Any) -> Any:
 
 def check_settings(config: EngineConfig) -> None:
     """Raise `ParameterError` for settings that only the native engine supports."""
+    load, cache, scheduler = config.load_config, config.cache_config, config.scheduler_config
+    parallel = config.parallel_config
     remedy = "is only supported by the native engine; leave it out, or use engine='native'"
-    require(config.weights == "auto", "weights", remedy)
-    require(not config.overlap, "overlap", f"{remedy}; vLLM overlaps steps by itself")
-    require(not config.speculate, "speculate", remedy)
+    require(load.weights == "auto", "weights", remedy)
+    require(load.arithmetic == "auto", "arithmetic", remedy)
+    own = "is only supported by the native engine; set vLLM's as engine_options={'kv_cache_dtype': ...}"
+    require(cache.kv_cache_dtype == "float32", "kv_cache_dtype", own)
+    require(not scheduler.async_scheduling, "async_scheduling", f"{remedy}; vLLM overlaps steps by itself")
+    require(not scheduler.speculate, "speculate", remedy)
     require(not config.batch_invariant, "batch_invariant", remedy)
-    require(not config.process, "process", f"{remedy}; vLLM starts its own processes")
-    require(config.data_parallel == 1, "data_parallel", f"{remedy}; start one server per replica of vLLM")
+    require(not parallel.process, "process", f"{remedy}; vLLM starts its own processes")
+    require(
+        parallel.data_parallel_size == 1,
+        "data_parallel_size",
+        f"{remedy}; start one server per replica of vLLM",
+    )
 
 
 def engine_args(config: EngineConfig, files: ModelFiles) -> Any:
@@ -173,13 +182,10 @@ def _own_args(config: EngineConfig, files: ModelFiles, device: str) -> dict[str,
     }
     if has_gguf(files.folder):
         args["load_format"] = FORMAT
-    defaults = {field.name: field.default for field in fields(EngineConfig)}
-    names = {"max_batch_tokens": "max_num_batched_tokens", "max_batch_rows": "max_num_seqs"}
-    for name, theirs in names.items():
-        if getattr(config, name) != defaults[name]:
-            args[theirs] = getattr(config, name)
-    if config.kv_bytes is not None:
-        args["kv_cache_memory_bytes"] = config.kv_bytes
+    given, defaults = config.keywords(), EngineConfig().keywords()
+    for name in ("max_num_batched_tokens", "max_num_seqs", "kv_cache_memory_bytes"):
+        if given[name] != defaults[name]:
+            args[name] = given[name]
     if config.max_model_len is not None:
         args["max_model_len"] = config.max_model_len + 1  # the last generated token is never an input
     return args
@@ -301,8 +307,8 @@ def _capabilities(llm: Any, files: ModelFiles) -> Capabilities:
         vocab_size=model.get_vocab_size(),
         max_model_len=model.max_model_len - 1,
         num_slots=(cache.num_gpu_blocks or 0) * cache.block_size,
-        max_batch_tokens=scheduler.max_num_batched_tokens,
-        max_batch_rows=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_num_seqs=scheduler.max_num_seqs,
         prompt_logprobs_with_prefix_cache=False,
         stages=("raw_logprobs", "processed_logprobs"),
         num_processes=1,

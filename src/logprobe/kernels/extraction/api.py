@@ -81,7 +81,8 @@ def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
 
     Uses the kernel for the device of the logits.
     """
-    _kernel(logits.device.type).fill(logits, requests, output)
+    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]  # Triton launches on the current GPU
+        _kernel(logits.device.type).fill(logits, requests, output)
 
 
 @functools.cache

@@ -50,6 +50,7 @@ from logprobe.records.forms.validity import (
     known_columns,
     require,
 )
+from logprobe.records.forms.versions import Versioned, check_version
 from logprobe.records.info import LogprobsInfo  # noqa: TC001 - msgspec reads the annotation
 from logprobe.records.rows import EXTRAS
 from logprobe.records.store.rows import Rows
@@ -158,11 +159,10 @@ def read_header(data: bytes | memoryview) -> tuple[Header, memoryview]:
         raise InputError(f"not a record: it must start with {MAGIC!r}, got {bytes(view[: len(MAGIC)])!r}")
     stop = start + int.from_bytes(view[len(MAGIC) : start], "little")
     try:
+        check_version(msgspec.json.decode(view[start:stop], type=Versioned).version, VERSION, "the record")
         header = msgspec.json.decode(view[start:stop], type=Header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"the record's header cannot be read: {error}") from error
-    if header.version != VERSION:
-        raise InputError(f"the record has version {header.version}, but only version {VERSION} is supported")
     return header, view[stop:]
 
 

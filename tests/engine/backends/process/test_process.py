@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from logprobe import LLM, SamplingParams
 from logprobe.engine.backends.process import replica as replicas
 from logprobe.engine.backends.process.child import Child
 from logprobe.errors import ModelError, ParameterError, ProcessorError, require
+from logprobe.kernels import threads
 from logprobe.next_token import AsyncLM
 from logprobe.processors import LogitsProcessor
 from logprobe.testing import process_ids
@@ -72,7 +72,7 @@ class RaiseOneLogitsProcessor(LogitsProcessor):
     def apply(self, logits: Tensor) -> Tensor:
         for place, row in enumerate(self.rows):
             others = [thread.name for thread in threading.enumerate() if "publish" in thread.name]
-            found = f"{' '.join(others)} with {torch.get_num_threads()} threads"
+            found = f"{' '.join(others)} with {threads.num_threads()} threads"
             require(row.args.by < 100, "by", f"is too much, beside {found}")
             logits[place, row.args.raised] += row.args.by
         return logits
@@ -93,7 +93,7 @@ def shared_bytes() -> set[int]:
 
 def test_it_says_where_it_runs_and_what_it_does(engine: Front, teller: Any, until: Until) -> None:
     facts = engine.capabilities()
-    assert (facts.engine, facts.num_processes, facts.max_batch_rows, facts.device) == ("native", 1, 16, "cpu")
+    assert (facts.engine, facts.num_processes, facts.max_num_seqs, facts.device) == ("native", 1, 16, "cpu")
     assert facts.layout is not None
     before = engine.stats()
     assert before.free_slots == facts.num_slots
@@ -157,8 +157,8 @@ def other(start: Any) -> Iterator[Front]:
     resource = pytest.importorskip("resource")  # only POSIX has process limits
     limit = 1 << 20  # bytes per file, less than the pages need
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MKL_NUM_THREADS", "1" if torch.get_num_threads() > 1 else "2")
-        with start(overlap=True, logits_processors=[RaiseOneLogitsProcessor]) as one:
+        patch.setenv("MKL_NUM_THREADS", "1" if threads.num_threads() > 1 else "2")
+        with start(async_scheduling=True, logits_processors=[RaiseOneLogitsProcessor]) as one:
             resource.prlimit(*process_ids(one), resource.RLIMIT_FSIZE, (limit, limit))
             yield one
 
@@ -174,7 +174,7 @@ def test_steps_overlap_over_there_with_the_same_numbers(engine: Front, other: Fr
             assert (one.token_ids, one.logprobs) == (want.token_ids, want.logprobs)
     told = teller.ask(other, logits_processors_args={"raised": 65, "by": 100.0}).error
     assert "beside logprobe-publish" in str(told.__cause__)
-    assert f"with {torch.get_num_threads()} threads" in str(told.__cause__), "its share, whatever MKL is told"
+    assert f"with {threads.num_threads()} threads" in str(told.__cause__), "its share, whatever MKL is told"
 
 
 def test_wide_rows_share_memory_and_where_that_is_full_they_come_in_messages(

@@ -8,10 +8,10 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from logprobe.errors import EngineError
+from logprobe.kernels import threads
 from logprobe.server.metrics import Metrics
 from logprobe.testing import process_ids
 
@@ -43,7 +43,7 @@ def test_there_are_two_processes_that_share_the_threads(replicas: Front) -> None
     assert list(replicas.stats().replicas) == NAMES
     assert replicas.stats().free_slots == 2 * replicas.capabilities().num_slots
     assert [replica._threads for replica in replicas.core._replicas] == [
-        max(torch.get_num_threads() // 2, 1)
+        max(threads.num_threads() // 2, 1)
     ] * 2
 
 

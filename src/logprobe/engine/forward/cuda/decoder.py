@@ -17,7 +17,7 @@ from logprobe.engine.forward.cuda.graphs import StepGraphs
 from logprobe.engine.forward.cuda.plan import SpanPlan, step_arrays
 from logprobe.engine.forward.families import FAMILIES
 from logprobe.engine.forward.kv_cache import KVPool
-from logprobe.engine.forward.lora import LoraRows
+from logprobe.engine.forward.transformers_lora import TensorLoraRows
 from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.attention.api import ScoreRule
 from logprobe.kernels.triton.attention import attend
@@ -144,7 +144,7 @@ class CudaDecoder:
         self.spec, self.family = spec, FAMILIES[spec.family]
         self.device, self.arithmetic, self.kv_dtype = torch.device(device), arithmetic, kv_dtype
         self.num_pieces = NUM_PIECES[arithmetic]
-        self.loras = LoraRows(by_pieces)
+        self.loras = TensorLoraRows(self.device, torch.float32, by_pieces)
         self._tensors = tensors
         self._parts: dict[str, tuple[Linear, int]] = {}  # by module name: layer and first output
         self._own: dict[str, Weight] = {}  # by parameter name: the tensors in use, or views of them

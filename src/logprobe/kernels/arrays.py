@@ -1,0 +1,28 @@
+"""NumPy arrays as the input of kernels, and the conversion of CPU tensors to arrays without a copy."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array: TypeAlias = NDArray[Any]
+
+
+def as_array(values: Any) -> Array:
+    """Return an array itself, or a torch tensor on the CPU as an array that shares its memory.
+
+    NumPy has no bfloat16 of its own; the dtype of such an array is `ml_dtypes.bfloat16`.
+    """
+    if isinstance(values, np.ndarray):
+        return values
+    tensor = values.detach()
+    if str(tensor.dtype) != "torch.bfloat16":
+        array: Array = tensor.numpy()
+        return array
+    import ml_dtypes
+
+    bits: Array = tensor.view(sys.modules["torch"].int16).numpy()
+    return bits.view(ml_dtypes.bfloat16)
