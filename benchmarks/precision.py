@@ -64,7 +64,7 @@ def in_float64(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 
 def extracted(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """The same logits through our kernel."""
-    return extract(logits, chosen.to(torch.int32), 0).logprobs[:, 0]
+    return torch.from_numpy(extract(logits, chosen.to(torch.int32), 0).logprobs[:, 0])
 
 
 def rows_of(model: Any, window: Window) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import ast
 import importlib
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -72,12 +70,6 @@ def test_a_kernels_name_can_be_imported(name: str) -> None:
 def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'LMM'"):
         _ = logprobe.LMM  # type: ignore[attr-defined]
-
-
-def test_ray_pool_is_found_by_the_path_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = object()
-    monkeypatch.setitem(sys.modules, "logprobe.integrations.ray", SimpleNamespace(RayPool=pool))
-    assert importlib.import_module("logprobe.analysis.ray").RayPool is pool
 
 
 def test_every_error_is_of_one_tree_and_drawn_in_it() -> None:

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     import msgspec
     import numpy as np
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from logprobe.config import EngineConfig
     from logprobe.processors.batch import BatchRow, BatchState
@@ -125,8 +124,12 @@ class LogitsProcessor(ABC):
         """Receive the rows of the next step, in the order of the logits; called before each forward pass."""
 
     @abstractmethod
-    def apply(self, logits: Tensor) -> Tensor:
-        """Return the changed logits, (rows, V) float32, modified in place or not; must not change state."""
+    def apply(self, logits: Any) -> Any:
+        """Return the changed logits, (rows, V) float32, modified in place or not; must not change state.
+
+        `logits` is a NumPy array if the model runs on the CPU, and a torch tensor if it runs on a GPU. The
+        result has the same type.
+        """
 
 
 class MaskLogitsProcessor(LogitsProcessor):
