@@ -2,7 +2,7 @@
 
 Each runs in a process and an environment of its own, on the default model's weights in float32 unless its
 name says otherwise, with no option that changes numbers but those that its name says. What was found of each
-goes into the day's results, and of the newest into the table of docs/audit.md (`--page`: that alone). A
+goes into the day's results, and of the newest into the table of docs/dev/audits.md (`--page`: that alone). A
 server that cannot be run is said to be so there.
 """
 
@@ -35,7 +35,7 @@ from logprobe.analysis.auditing.words import (
 from logprobe.errors import LogprobeError
 
 BENCH = "audit_servers"
-PAGE = ROOT / "docs" / "audit.md"
+PAGE = ROOT / "docs" / "dev" / "audits.md"
 BEGIN, END = "<!-- made by benchmarks/audit_servers.py -->\n", "<!-- so far -->\n"
 LLAMA_CPP, TRANSFORMERS, VLLM = (ENVIRONMENTS / name for name in ("llama_cpp", "transformers_serve", "vllm"))
 VLLM_START_LIMIT_S = 900.0  # it compiles at its first start, which takes its time on a busy machine
