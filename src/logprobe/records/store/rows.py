@@ -6,7 +6,6 @@ positions (`Entries`). Step rows that follow a position of another form are stor
 
 from __future__ import annotations
 
-from array import array
 from itertools import repeat
 from math import inf
 from typing import TYPE_CHECKING, Any, Final
@@ -15,7 +14,7 @@ import numpy as np
 
 from logprobe.errors import ParameterError
 from logprobe.records.rows import EXTRAS
-from logprobe.records.store.columns import Column, pack_integers, spans
+from logprobe.records.store.columns import MAX_WAITING, Column, pack_integers, spans
 from logprobe.records.store.entries import (
     Entries,
     RowLists,
@@ -116,19 +115,26 @@ class Rows:
 
         Return False, without adding anything, if the row does not fit or is invalid.
         """
-        if not self._takes_steps(len(ids), repeats_chosen) or inf in logprobs or len(ids) > MAX_ROW_WIDTH:
+        width = len(ids)
+        if inf in logprobs or width > MAX_ROW_WIDTH or not self._takes_steps(width, repeats_chosen):
             return False
-        try:  # unsigned, so that a negative number raises OverflowError
-            columns = array("I", ids), array("d", logprobs)
-            self.ranks.add(rank)
-        except (TypeError, OverflowError):
-            return False
+        try:  # to unsigned buffers, so that a negative number raises OverflowError
+            self.ids.waiting.fromlist(ids)
+            self.logprobs.waiting.fromlist(logprobs)
+            self.ranks.waiting.append(rank)
+        except BaseException as error:  # also one raised by the caller's number types, or an interrupt
+            self.ids.truncate(self.num_steps * width)
+            self.logprobs.truncate(self.num_steps * width)
+            if isinstance(error, TypeError | OverflowError):
+                return False
+            raise
         if texts is not None or self.texts is not None:
-            self._write_texts(texts, len(ids))
-        self.ids.extend(columns[0])
-        self.logprobs.extend(columns[1])
+            self._write_texts(texts, self.num_steps * width, width)
         self.num_steps += 1
         self.num_rows += 1
+        if len(self.ids.waiting) >= MAX_WAITING:
+            for column in (self.ids, self.logprobs, self.ranks):
+                column.flush_full()
         return True
 
     def append_steps(self, steps: Steps) -> None:
@@ -139,7 +145,7 @@ class Rows:
         if not self._takes_steps(width, steps.repeats_chosen):
             self.append_entries(steps.entries())
             return
-        self._write_texts(steps.texts, steps.token_ids.size)
+        self._write_texts(steps.texts, len(self.ids), steps.token_ids.size)
         self.ids.append(steps.token_ids.ravel())
         self.logprobs.append(steps.logprobs.ravel())
         self.ranks.append(steps.ranks)
@@ -151,7 +157,7 @@ class Rows:
         if not entries.num_rows:
             return
         num_before = len(self.ids) - self.num_steps * self.width
-        self._write_texts(entries.texts, len(entries.token_ids))
+        self._write_texts(entries.texts, len(self.ids), len(entries.token_ids))
         self.ids.append(entries.token_ids)
         self.logprobs.append(entries.logprobs)
         self.ranks.append(entries.ranks)
@@ -231,12 +237,12 @@ class Rows:
             and self.num_rows == self.num_none + self.num_steps
         )
 
-    def _write_texts(self, texts: list[str | None] | None, count: int) -> None:
-        """Store the texts of entries that are about to be added."""
+    def _write_texts(self, texts: list[str | None] | None, num_before: int, count: int) -> None:
+        """Store the texts of `count` entries that follow `num_before` entries."""
         if self.texts is not None:
             self.texts += texts or [None] * count
         elif texts is not None:
-            self.texts = [*repeat(None, len(self.ids)), *texts]
+            self.texts = [*repeat(None, num_before), *texts]
 
     # -- reading -----------------------------------------------------------------------------------------
 
