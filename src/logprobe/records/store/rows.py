@@ -98,6 +98,7 @@ class Rows:
             type(token_ids) is type(logprobs) is type(ranks) is _ndarray
             and ranks.shape == _ONE
             and token_ids.shape == logprobs.shape == (1, self.width)
+            and self.width <= MAX_ROW_WIDTH
         ):
             return False
         [ids], [values], [rank] = token_ids.tolist(), logprobs.tolist(), ranks.tolist()
@@ -116,7 +117,7 @@ class Rows:
         Return False, without adding anything, if the row does not fit or is invalid.
         """
         width = len(ids)
-        if inf in logprobs or width > MAX_ROW_WIDTH or not self._takes_steps(width, repeats_chosen):
+        if inf in logprobs or not self._takes_steps(width, repeats_chosen):
             return False
         try:  # to unsigned buffers, so that a negative number raises OverflowError
             self.ids.waiting.fromlist(ids)
