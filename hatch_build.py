@@ -82,7 +82,7 @@ class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
         build_data["tag"] = f"py3-none-{target or own.replace('-', '_').replace('.', '_')}"
         build_data["artifacts"].append("src/logprobe/kernels/_native/*")
         if version == "standard":
-            self._folder = tempfile.TemporaryDirectory()
+            self._folder = tempfile.TemporaryDirectory()  # removed by `finalize`
             file = Path(self._folder.name) / "logprobe-native.cdx.json"
             file.write_text(sbom(self.metadata.version, system if "ziglang" in compiler else None), "utf-8")
             build_data.setdefault("sbom_files", []).append(str(file))

@@ -385,7 +385,7 @@ def _drawn_and_scored(run: Run, module: Any) -> None:
         chosen = texts[text][prompt_lens[text] : prompt_lens[text] + new]
         numbers = [extract(part, chosen, TOP).logprobs for part in (scored.head(own), drawn_logits[text])]
         differing += int((numbers[0] != numbers[1]).any(-1).sum())
-        largest = max(largest, float((numbers[0] - numbers[1]).abs().max()))
+        largest = max(largest, float(abs(numbers[0] - numbers[1]).max()))
         num_rows += new
     run.add("sampled = scored, log-probabilities", rows=num_rows, differing=differing, largest=largest)
 
@@ -662,7 +662,8 @@ def _prompts(run: Run, llm: Any) -> None:
 
 def extract(run: Run) -> None:
     """Time extraction from logits; compare with PyTorch and with one read of the logits."""
-    from logprobe.kernels.extraction.api import allocate, check_requests, check_rows, fill
+    from logprobe.kernels.extraction.api import check_requests, check_rows, fill
+    from logprobe.kernels.extraction.device import allocate, requests_on
 
     most, vocab_size = max(run.sizes.extract_rows), run.sizes.vocab_size
     base = 3 * torch.randn(most, vocab_size, device=run.device)
@@ -674,7 +675,7 @@ def extract(run: Run) -> None:
         for k in run.sizes.extract_ks:
             run.check()
             asked = check_requests(check_rows(pieces[0]), chosen, k)
-            requests = asked.to(torch.device(run.device))
+            requests = requests_on(asked, torch.device(run.device))
             output = allocate(requests, torch.device(run.device))
             milliseconds = median_ms(
                 lambda number, pieces=pieces, requests=requests, output=output: fill(
@@ -708,10 +709,11 @@ def _extracted_as_wanted(logits: torch.Tensor, asked: Any, k: int) -> Row:
 
     few = min(len(logits), 32)
     found = extract_checked(logits[:few], asked.rows(0, few))
+    logprobs, token_ids = torch.as_tensor(found.logprobs), torch.as_tensor(found.token_ids)
     wanted = logits[:few].double().log_softmax(-1)
-    largest = (found.logprobs.double() - wanted.gather(1, found.token_ids.long())).abs().max()
-    ids = logits[:few].topk(k, dim=-1).indices if k else found.token_ids[:, 1:]
-    return {"largest_nats": float(largest), "other_ids": int((ids != found.token_ids[:, 1:]).sum())}
+    largest = (logprobs.double() - wanted.gather(1, token_ids.long())).abs().max()
+    ids = logits[:few].topk(k, dim=-1).indices if k else token_ids[:, 1:]
+    return {"largest_nats": float(largest), "other_ids": int((ids != token_ids[:, 1:]).sum())}
 
 
 # The run
@@ -818,6 +820,11 @@ def _wait(process: subprocess.Popen[bytes], results: Results, deadline: float) -
             return "it was killed: it ran over its time"
 
 
+def _heading(column: str) -> str:
+    words = column.replace("_", " ")
+    return words.replace("tflop s", "TFLOP/s").replace("gb s", "GB/s")
+
+
 def tables(content: dict[str, Any]) -> Iterator[str]:
     """The results as Markdown."""
     facts = content.get("machine", {})
@@ -829,7 +836,7 @@ def tables(content: dict[str, Any]) -> Iterator[str]:
             if list(row) != columns:
                 columns = list(row)
                 yield ""
-                yield "| " + " | ".join(column.replace("_", " ") for column in columns) + " |"
+                yield "| " + " | ".join(map(_heading, columns)) + " |"
                 yield "|---" * len(columns) + "|"
             yield "| " + " | ".join(_shown(value) for value in row.values()) + " |"
         for kind in ("not_run", "skipped"):

@@ -64,7 +64,7 @@ def in_float64(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 
 def extracted(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """The same logits through our kernel."""
-    return extract(logits, chosen.to(torch.int32), 0).logprobs[:, 0]
+    return torch.from_numpy(extract(logits, chosen.to(torch.int32), 0).logprobs[:, 0])
 
 
 def rows_of(model: Any, window: Window) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -136,7 +136,7 @@ def measure(text: str, num_tokens: int, window: int) -> dict[str, Any]:
     cut = list(windows([ids], window, window // 2))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "float32"
-        export_model(resolve(DEFAULT_MODEL), folder, dtype=torch.float32)
+        export_model(resolve(DEFAULT_MODEL), folder, dtype="float32")
         (reference,) = of_transformers(folder, torch.float64, cut, {"": log_softmax}).values()
         ways = {
             "transformers, float32": log_softmax,

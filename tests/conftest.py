@@ -289,7 +289,6 @@ def real_llm() -> Iterator[LLM]:
 @pytest.fixture(scope="session")
 def smollm2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2-135M-Instruct as float32 safetensors for other programs; written once per run."""
-    import torch
     from filelock import FileLock
 
     from logprobe.errors import ModelError
@@ -301,7 +300,7 @@ def smollm2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with FileLock(folder.with_suffix(".lock")):
         if not folder.exists():
             try:
-                export_model(resolve("smollm2"), folder, dtype=torch.float32)
+                export_model(resolve("smollm2"), folder, dtype="float32")
             except ModelError as error:
                 pytest.skip(f"smollm2 cannot be had: {error}")
     return folder

@@ -30,7 +30,7 @@ GROUPS: dict[str, type] = {
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("device", "gpu"), ("device", None), ("device", "mps"), ("device", "cuda:1"), ("device", "cuda:x"),
+        ("device", "gpu"), ("device", None), ("device", "mps"), ("device", "cuda:x"),
         ("dtype", "float64"), ("dtype", "fp16"),
         ("weights", "int8"),
         ("max_model_len", 0), ("max_model_len", -1), ("max_model_len", "long"), ("max_model_len", 1.5),
@@ -61,9 +61,6 @@ def test_a_misspelt_setting_is_answered_with_the_nearest(name: str, nearest: str
 
 
 def test_a_device_that_is_not_supported_is_answered_with_what_to_do() -> None:
-    assert EngineConfig(device="cuda:0").device == "cuda"
-    with pytest.raises(ParameterError, match="CUDA_VISIBLE_DEVICES=3"):
-        EngineConfig(device="cuda:3")
     with pytest.raises(ParameterError, match=r"mps.*use cpu"):
         EngineConfig(device="mps")
 

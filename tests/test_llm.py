@@ -155,7 +155,7 @@ def spelling_llm(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         script = iter(tiny_llm.text.encode(text, add_special_tokens=False).tolist() + [1] * 20)
 
         def draw(logits: Any, asked: Any, uniforms: Any, changed: Any = None, forced: Any = ()) -> Any:
-            logits = logits.clone().fill_(-1.0)
+            logits = np.full_like(logits, -1.0)
             logits[:, next(script)] = 10.0
             return plain(logits, asked, uniforms, changed, forced)
 

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
+import ast
 import importlib
-import sys
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +41,18 @@ def test_the_public_names_are_these() -> None:
     assert set(dir(logprobe)) == PUBLIC
 
 
+@pytest.mark.parametrize("name", sorted(PUBLIC - {"__version__"}))
+def test_the_typing_tests_use_the_whole_interface(name: str) -> None:
+    tree = ast.parse((Path(__file__).parent / "typing/public_api.py").read_text(encoding="utf-8"))
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    imported = {
+        alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert name in imported
+    if name in {"LLM", "AsyncLLM", "RemoteLLM"}:
+        assert {member for member in dir(getattr(logprobe, name)) if member[0] != "_"} <= used
+
+
 def test_the_kernels_names_are_these() -> None:
     assert set(importlib.import_module("logprobe.kernels").__all__) == KERNELS
 
@@ -58,12 +70,6 @@ def test_a_kernels_name_can_be_imported(name: str) -> None:
 def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'LMM'"):
         _ = logprobe.LMM  # type: ignore[attr-defined]
-
-
-def test_ray_pool_is_found_by_the_path_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = object()
-    monkeypatch.setitem(sys.modules, "logprobe.integrations.ray", SimpleNamespace(RayPool=pool))
-    assert importlib.import_module("logprobe.analysis.ray").RayPool is pool
 
 
 def test_every_error_is_of_one_tree_and_drawn_in_it() -> None:

@@ -6,6 +6,7 @@ Data flows through the folders in this order: `cli` → `llm` → `engine` → `
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from logprobe._lazy import lazy_names
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
     from logprobe.records import FlatLogprobs as FlatLogprobs
     from logprobe.records import Logprob as Logprob
     from logprobe.sampling import SamplingParams as SamplingParams
+
+if "free-threading" in sys.version:
+    raise ImportError(
+        "logprobe does not support free-threaded builds of Python, because its caches rely on the GIL; "
+        "use the default build, such as python3.14 in place of python3.14t"
+    )
 
 # Public name -> module that defines it.
 _HOMES = {

@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, TypeVar, get_args
@@ -247,16 +248,16 @@ class EngineConfig:
 
     Args:
         model: a known name (`smollm2`), a Hugging Face id, a local folder, or a `.gguf` file.
-        device: `auto` (a GPU if there is one), `cpu`, or `cuda` (the first visible GPU; the environment
-            variable `CUDA_VISIBLE_DEVICES` chooses another one).
+        device: `auto` (a GPU if there is one), `cpu`, `cuda` (the first visible GPU), or `cuda:N` (the one
+            with index N).
         dtype: `auto` (float32; bfloat16 if transformers' modules run the model on a GPU), `float32`,
             `bfloat16`, or `float16`; torch dtypes and their names are accepted as well.
         max_model_len: maximum sequence length in tokens; `None`: the model's context.
         seed: base seed for requests without a seed.
         batch_invariant: reject a model whose results depend on the other requests in a batch. On a CPU, model
-            families that run without transformers' modules give bit-identical results in any batch, however
-            a prompt is chunked or cached, with or without this option: sampled tokens that are scored again
-            get the same bits.
+            families that run without transformers' modules give bit-identical results, with or without this
+            option, in any batch, however a prompt is chunked or cached, and when sampled tokens are scored
+            again.
         logits_processors: processors that requests may use with `logits_processors_args`, in order of
             execution: names of built-ins or entry points, `module.path:ClassName` (also searched in the
             current folder), or classes; a string may list several names, separated by commas.
@@ -318,15 +319,11 @@ class EngineConfig:
 
 
 def _check_device(device: str) -> None:
-    name, _, index = device.partition(":")
-    if name == "mps":
+    if device.partition(":")[0] == "mps":
         remedy = "the kernels run on CPUs and NVIDIA GPUs; use cpu"
         raise ParameterError("device", f"mps is not supported: {remedy}")
-    if name == "cuda" and index not in {"", "0"} and index.isdecimal():
-        remedy = f"set CUDA_VISIBLE_DEVICES={index} and use device='cuda'"
-        raise ParameterError("device", f"{device} is not supported: the first visible GPU is used; {remedy}")
-    is_known = device in {"auto", "cpu", "cuda", "cuda:0"}
-    require(is_known, "device", f"must be auto, cpu, cuda or cuda:0, got {device!r}")
+    is_known = re.fullmatch("auto|cpu|cuda(:(0|[1-9][0-9]*))?", device)
+    require(is_known, "device", f"must be auto, cpu, cuda or cuda:N, got {device!r}")
 
 
 def _options(given: Mapping[str, Any] | str | None) -> dict[str, Any] | None:

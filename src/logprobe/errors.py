@@ -117,8 +117,8 @@ class UnknownParameterError(ParameterError, TypeError):
 class ConflictingParametersError(ParameterError):
     """Parameters of one request leave no token to sample; `.parameters` and `.processors` name all involved.
 
-    Raised before anything runs if the request alone shows the conflict. Otherwise the request ends with it
-    during generation, and its output keeps the tokens sampled so far.
+    Raised before anything runs if the request alone shows the conflict. Otherwise the request ends with this
+    error during generation, and its output keeps the tokens sampled so far.
 
     Remedy: change or leave out one of the parameters that the message names.
     """

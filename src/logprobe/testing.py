@@ -2,7 +2,7 @@
 
 `fake_model()` is a whole engine (scheduler, prefix cache, processors, sampler, records) on `FakeForward`, a
 forward pass whose logits are pseudo-random numbers seeded by the whole prefix. A test can therefore compute
-the exact log-probabilities (`FakeForward.logits_after`), and errors in caching, batching or chunking show.
+the exact log-probabilities (`FakeForward.logits_after`) and detect errors in caching, batching or chunking.
 
 The other functions inject faults into an engine, fake or real, and inspect its state.
 """
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
 import numpy as np
-import torch
 
 from logprobe.config import EngineConfig
 from logprobe.engine.backends.process.engine import ProcessEngine
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from logprobe.engine.protocol import ForwardBackend, Layout, StepBatch
+    from logprobe.kernels.arrays import Array
     from logprobe.model import Model
     from logprobe.models.loading import State
     from logprobe.models.lora import LoraWeights
@@ -74,12 +74,12 @@ class FakeForward:
         self, vocab_size: int = 258, num_slots: int = 4096, context_len: int = 512, seed: int = 0
     ) -> None:
         self.vocab_size, self.num_slots, self.context_len = vocab_size, num_slots, context_len
-        self.dtype = torch.float32
+        self.dtype = np.dtype(np.float32)
         self.rope_boundary: int | None = None
         self.layout: Layout | None = None
         self._seed = seed
         self._token_ids: IntArray = np.zeros(num_slots, np.int32)
-        self._states = torch.zeros((num_slots, 1))
+        self._states = np.zeros((num_slots, 1), np.float32)
 
     def run(self, batch: StepBatch) -> None:
         """Store the tokens in a step, and the state of the prefix that ends with each token."""
@@ -91,18 +91,18 @@ class FakeForward:
             for place, slot in enumerate(batch.slots[span].tolist(), start=num_known + 1):
                 self._states[slot] = self._state_of(prefix[:place])
 
-    def hidden_rows(self, slots: IntArray) -> torch.Tensor:
+    def hidden_rows(self, slots: IntArray) -> Array:
         """Return the states of the prefixes that end in these slots, (len(slots), 1) float32."""
-        return self._states[torch.from_numpy(slots.astype(np.int64))]
+        return self._states[slots]
 
     def head(
         self,
-        hidden: torch.Tensor,
+        hidden: Array,
         lora: LoraWeights | None = None,  # noqa: ARG002 - the interface
-    ) -> torch.Tensor:
+    ) -> Array:
         """Return logits (rows, vocab_size) float32 for hidden states (rows, 1)."""
         rows = [self._logits_of(int(state)) for state in hidden[:, 0].tolist()]
-        return torch.from_numpy(np.stack(rows)) if rows else torch.empty((0, self.vocab_size))
+        return np.stack(rows) if rows else np.empty((0, self.vocab_size), np.float32)
 
     def load_lora(self, name: str, path: str, number: int) -> LoraWeights:  # noqa: ARG002 - the interface
         """Raise `ParameterError`: not supported."""
@@ -280,7 +280,7 @@ def open_requests(model: AnyModel) -> list[str]:
 
 
 def check_integrity(model: AnyModel) -> None:
-    """Wait until the engine is idle, and assert that each slot has one owner and each lock a request.
+    """Wait until the engine is idle; assert that each slot has one owner and each lock belongs to a request.
 
     Raises:
         ParameterError: the engine does not run on a thread of this process.

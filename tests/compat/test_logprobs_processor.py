@@ -27,12 +27,14 @@ def row_of(rng: np.random.Generator, vocab_size: int) -> np.ndarray:
     return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
 
 
+@pytest.mark.parametrize("device", [None, "cpu"])
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize(("vocab_size", "k"), [(1000, 5), (5, 5), (3, 5), (1, 5), (40, 0), (40, 1)])
 def test_the_chosen_token_and_its_rank_are_kept_in_both_forms(
-    rng: np.random.Generator, sparse: Any, vocab_size: int, k: int
+    rng: np.random.Generator, sparse: Any, vocab_size: int, k: int, device: str | None
 ) -> None:
-    tensors = LogprobsTensors.create_empty(2, 3, vocab_size, top_k=k, sparse=sparse)
+    tensors = LogprobsTensors.create_empty(2, 3, vocab_size, top_k=k, sparse=sparse, device=device)
+    assert isinstance(tensors.logprobs, np.ndarray if device is None else torch.Tensor)
     assert tensors.is_sparse is sparse
     values = row_of(rng, vocab_size)
     token_id = int(np.argmin(values))
@@ -261,9 +263,9 @@ def test_rows_and_requests_must_match(req_ids: Any) -> None:
 def test_a_further_column_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EXTRAS, "novelty", np.dtype(np.float32))
     rows = extract(torch.tensor([[0.0, 1.0], [2.0, 0.0]]), [0, 1], 1, entropy=True)
-    novelties = torch.tensor([1.0, 2.0])
+    novelties = np.array([1.0, 2.0], np.float32)
     tensors = LogprobsTensors.of(replace(rows, extras={**rows.extras, "novelty": novelties}))
-    assert torch.equal(tensors.extras["novelty"], novelties)
+    assert np.array_equal(tensors.extras["novelty"], novelties)
     assert tensors.to_lists().novelty.tolist() == [1.0, 2.0]
     assert tensors.entropy is not None
 

@@ -11,6 +11,7 @@ import pytest
 from logprobe.config import EngineConfig
 from logprobe.engine.engine import Engine
 from logprobe.engine.output_builder import Describer, OutputBuilder
+from logprobe.kernels.placement import copied
 from logprobe.records import LogprobsInfo
 from logprobe.sampling import SamplingParams
 from logprobe.transport.messages import Abort, Request, Submit
@@ -58,7 +59,7 @@ class WatchedForward:
         """Do nothing, as others use the same model."""
 
     def hidden_rows(self, slots: Any) -> Any:
-        rows = self._forward.hidden_rows(slots).clone()
+        rows = copied(self._forward.hidden_rows(slots))
         self.spoil(slots, rows)
         return rows
 

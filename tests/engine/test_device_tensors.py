@@ -155,12 +155,12 @@ class DeviceForward:
         return getattr(self._forward, name)
 
     def hidden_rows(self, slots: Any) -> Any:
-        return on_device(self._forward.hidden_rows(slots))
+        return on_device(torch.as_tensor(self._forward.hidden_rows(slots)))
 
     def head(self, hidden: Any) -> Any:
         assert isinstance(hidden, DeviceTensor)
         with torch._C.DisableTorchFunctionSubclass():
-            return on_device(self._forward.head(on_host(hidden)))
+            return on_device(torch.as_tensor(self._forward.head(on_host(hidden))))
 
 
 class Doubling(LogitsProcessor):

@@ -17,7 +17,7 @@ from families.test_reference import ROWS
 from families.tiny import model_of
 from families.trials import TOLERANCE, Truth, load, quick_differences
 from logprobe.config import EngineConfig
-from logprobe.engine.forward import ready, reference_proof
+from logprobe.engine.forward import reference_proof
 from logprobe.engine.forward.native import NativeForward
 from logprobe.errors import UnsupportedModelError
 from logprobe.models import ModelFiles
@@ -35,7 +35,7 @@ REFUSED = [row for row in RIGHT if row.layers == "transformers"]
 
 @pytest.fixture(autouse=True)
 def without_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(ready, "has_transformers", lambda: False)
+    monkeypatch.setattr("logprobe.engine.forward.load.has_transformers", lambda: False)
     monkeypatch.setenv("LOGPROBE_HOME", str(tmp_path / "home"))
 
 

@@ -163,3 +163,16 @@ def test_settings_of_steps_change_no_bit(special: dict[str, Any], tmp_path: Path
             + [bits(one.outputs[0].logprobs) for one in drawn]
         )
     assert found[0] == found[1]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_at_once_give_the_same_bits(tmp_path: Path) -> None:
+    prompts = texts(save(tmp_path, LLAMA, "bfloat16"))
+    with (
+        LLM(str(tmp_path), device="cuda:0", **SETTINGS) as first,
+        LLM(str(tmp_path), device="cuda:1", **SETTINGS) as second,
+    ):
+        found = [llm.generate(prompts, DRAWN) for llm in (first, second)]
+        assert second.engine.capabilities().device == "cuda:1"
+    bits_of = [[bits(one.outputs[0].logprobs) for one in outputs] for outputs in found]
+    assert bits_of[0] == bits_of[1]

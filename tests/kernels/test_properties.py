@@ -556,10 +556,11 @@ def test_extraction(
     def compute(extract: Any, start: int = 0, stop: int = num_rows, **more: Any) -> list[Tensor]:
         got = extract(logits[start:stop], chosen[start:stop], k, given_ids=given_ids, **columns, **more)
         found = [got.is_valid, got.ranks, got.token_ids, got.logprobs, got.lse, *got.extras.values()]
-        return found + ([] if got.given is None else [got.given.ranks, got.given.logprobs])
+        found += [] if got.given is None else [got.given.ranks, got.given.logprobs]
+        return [torch.from_numpy(column) for column in found]
 
     found = everywhere(lambda: compute(extract))
-    for got, want in zip(found, compute(reference.extract, dtype=torch.float64), strict=True):
+    for got, want in zip(found, compute(reference.extract, dtype=np.float64), strict=True):
         torch.testing.assert_close(got.double(), want.double(), rtol=1.2e-7, atol=2e-6, equal_nan=True)
     if num_rows:
         for got, together in zip(compute(extract, num_rows - 1), found, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
     from logprobe import LLM
+
+    Floats = NDArray[np.float32]
 
 VOCAB_SIZE = 10
 
@@ -73,30 +78,32 @@ def row() -> Callable[..., BatchRow]:
 
 
 @pytest.fixture
-def run() -> Callable[..., torch.Tensor]:
-    """Update a processor with rows and apply it to fixed logits; a second run must give the same."""
+def run() -> Callable[..., Floats]:
+    """Update a processor with rows and apply it to fixed logits; tensors and a second run give the same."""
     previous: dict[int, tuple[BatchRow, ...]] = {}
 
-    def run_once(processor: Any, rows: list[BatchRow], logits: torch.Tensor | None = None) -> torch.Tensor:
+    def run_once(processor: Any, rows: list[BatchRow], logits: Floats | None = None) -> Floats:
         batch = BatchState(rows, previous.get(id(processor), ()))
         previous[id(processor)] = batch.rows
         processor.update_state(batch)
         logits = fixed_logits(len(rows)) if logits is None else logits
-        first, second = processor.apply(logits.clone()), processor.apply(logits.clone())
-        assert torch.equal(first, second), "apply is idempotent"
-        result: torch.Tensor = first
-        return result
+        tensor = processor.apply(torch.from_numpy(logits.copy()))
+        assert isinstance(tensor, torch.Tensor), "as on a GPU"
+        first: Floats = processor.apply(logits.copy())
+        np.testing.assert_array_equal(first, processor.apply(logits.copy()))
+        np.testing.assert_array_equal(first, tensor)
+        return first
 
     return run_once
 
 
-def fixed_logits(num_rows: int, width: int = VOCAB_SIZE) -> torch.Tensor:
+def fixed_logits(num_rows: int, width: int = VOCAB_SIZE) -> Floats:
     generator = torch.Generator().manual_seed(num_rows)
-    return torch.randn(num_rows, width, generator=generator)
+    return torch.randn(num_rows, width, generator=generator).numpy()
 
 
 @pytest.fixture
-def logits() -> Callable[..., torch.Tensor]:
+def logits() -> Callable[..., Floats]:
     return fixed_logits
 
 

@@ -41,7 +41,7 @@ class YourLogitsProcessor(LogitsProcessor):
         args = [a for a, f in zip(args, stop_flags, strict=True) if not f]
         self.enabled = [a.enable_your_logits_processor for a in args]
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+    def apply(self, logits: Any) -> Any:
         for i, enabled in enumerate(self.enabled):
             if enabled:
                 logits[i, 77] = 1000.0
@@ -74,11 +74,11 @@ class FollowLogitsProcessor(LogitsProcessor):
             self.states[row.key] = len(row.output_token_ids)
         self.rows = [(self.states[row.key], self.states[row.key] == row.args.fail_at) for row in batch.rows]
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+    def apply(self, logits: Any) -> Any:
         if any(is_failing for _, is_failing in self.rows):
             raise RuntimeError("told to fail")
         for row, (count, _) in zip(logits, self.rows, strict=True):
-            row[:] = -torch.inf
+            row[:] = -np.inf
             row[100 + count % 100] = 0.0
         return logits
 
@@ -238,7 +238,11 @@ def test_a_processor_that_raises_fails_its_request_and_the_batch_goes_on(llm: LL
 
 def test_a_model_that_gives_nan_is_not_blamed_on_a_processor(llm: LLM, monkeypatch: Any) -> None:
     forward = llm.engine.core.engine.forward  # type: ignore[attr-defined]
-    monkeypatch.setattr(forward, "head", lambda hidden: torch.full((len(hidden), VOCAB_SIZE), torch.nan))
+
+    def head(hidden: Any) -> Any:
+        return np.full((len(hidden), VOCAB_SIZE), np.nan, np.float32)
+
+    monkeypatch.setattr(forward, "head", head)
     out = llm.generate([[5, 6]], SamplingParams(max_tokens=2, logit_bias={3: 1.0}), on_error="return")[0]
     assert isinstance(out.error, NonFiniteLogitsError)
 

@@ -1,9 +1,10 @@
-"""Records of different lengths, padded to tensors of one shape."""
+"""Records of different lengths, padded to arrays of one shape."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -31,13 +32,17 @@ def test_shorter_records_are_filled_up_and_masked(records: list[FlatLogprobs]) -
     assert padded.logprobs.tolist() == [[-1, -2], [-3, 0], [0, 0]]
     assert padded.mask.tolist() == [[True, True], [True, False], [False, False]]
     assert padded.entropy is None  # the last record has none
-    assert (padded.token_ids.dtype, padded.logprobs.dtype) == (torch.int64, torch.float32)
+    assert (padded.token_ids.dtype, padded.logprobs.dtype) == (np.int64, np.float32)
 
 
 def test_the_padding_may_stand_left_and_be_wider(records: list[FlatLogprobs]) -> None:
-    padded = to_padded(records[:2], length=3, side="left").to("cpu")
+    padded = to_padded(records[:2], length=3, side="left")
     assert padded.token_ids.tolist() == [[0, 7, 8], [0, 0, 9]]
     assert padded.mask.sum(1).tolist() == [2, 1]
+    tensors = padded.to("cpu")
+    assert torch.equal(tensors.token_ids, torch.tensor([[0, 7, 8], [0, 0, 9]]))
+    assert tensors.mask.dtype == torch.bool
+    assert tensors.extras["entropy"].dtype == torch.float32
     assert padded.entropy is not None
     assert padded.entropy.tolist() == [[0, 1.5, 2.5], [0, 0, 0.5]]
 
@@ -68,4 +73,4 @@ def test_the_numbers_are_those_of_the_completions(tiny_llm: LLM) -> None:
     assert padded.entropy is not None
     for row, one in enumerate(completions):
         assert padded.token_ids[row][padded.mask[row]].tolist() == one.token_ids
-        assert padded.logprobs[row].double().sum().item() == pytest.approx(one.cumulative_logprob, abs=1e-4)
+        assert padded.logprobs[row].sum(dtype=np.float64) == pytest.approx(one.cumulative_logprob, abs=1e-4)

@@ -575,6 +575,7 @@ def _stored(path: str | Path) -> Iterator[dict[str, Any]]:
     from logprobe._arrow import pa, pq
     from logprobe.analysis.io.files import reading
     from logprobe.records.forms.arrow_validity import python_rows
+    from logprobe.records.forms.versions import check_parquet
 
     schema = pa.schema(
         {
@@ -585,6 +586,7 @@ def _stored(path: str | Path) -> Iterator[dict[str, Any]]:
         }
     )
     with reading(path), pq.ParquetFile(path) as file:
+        check_parquet(file.schema_arrow.metadata, path)
         if missing := [name for name in schema.names if name not in file.schema_arrow.names]:
             columns = ", ".join(missing)
             raise InputError(f"{path}: has no column {columns}; write it with `logprobe dataset --tokens`")

@@ -87,13 +87,15 @@ class MaskedLM:
     Raises:
         ModelNotFoundError: the model does not exist, or a file is missing.
         UnsupportedModelError: the model has no masked-LM head or mask token, or needs remote code.
+        MissingPackageError: torch is not installed.
     """
 
     def __init__(self, model: str) -> None:
-        import torch
-        from transformers import AutoModelForMaskedLM, AutoTokenizer
-
+        from logprobe.kernels.placement import torch_for
         from logprobe.models import resolve
+
+        torch = torch_for("masked models")
+        from transformers import AutoModelForMaskedLM, AutoTokenizer
 
         files = resolve(model)
         kind = {"local_files_only": True, "trust_remote_code": False}

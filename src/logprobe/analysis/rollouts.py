@@ -319,10 +319,10 @@ class _Table:
             self._shaping, self._has_mass = shaping, has_mass
         if shaping != self._shaping:
             raise InputError(
-                f"{rollout.name}: sampled with {shaping}, others with {self._shaping}; compare separately"
+                f"{rollout.name}: sampled with {shaping}, others with {self._shaping}; compare them apart"
             )
         if has_mass != self._has_mass:
-            raise InputError(f"{rollout.name}: only some completions have log_kept_mass; compare separately")
+            raise InputError(f"{rollout.name}: only some completions have log_kept_mass; compare them apart")
         return shaping
 
     def _model_numbers(
@@ -420,7 +420,7 @@ def _renormalised(numbers: Floats, sampler: _Entries, mass: Floats) -> Floats:
 def _scale(
     rows: Floats, sampler: _Entries, numbers: Mapping[str, Floats], few: NDArray[np.intp]
 ) -> float | None:
-    """Fit a temperature to a few positions, and return it if it fits far better than all `numbers`."""
+    """Fit a temperature to the positions `few`; return None unless it fits far better than all `numbers`."""
     reported = np.where(sampler.is_there, sampler.logprobs, -np.inf)[few]
     given = np.isfinite(reported)
     if not given.any():

@@ -104,7 +104,7 @@ def effective_share(logs: Floats) -> float:
 # -- llama.cpp's metrics -------------------------------------------------------------------------------------
 # The metrics that `llama-perplexity --kl-divergence` prints, with the same names and units. Q is the model
 # under test and base the reference. Standard errors assume independent positions. The formulas are the ones
-# in # llama.cpp's `tools/perplexity/perplexity.cpp`, which writes them as sums.
+# in llama.cpp's `tools/perplexity/perplexity.cpp`, which writes them as sums.
 
 
 class Figure(NamedTuple):

@@ -65,7 +65,7 @@ class _NamedModel:
 class LoadFlags:
     """Options of every command that loads a model; each is a field of `EngineConfig`."""
 
-    device: Annotated[str, _model(help="auto (a GPU if there is one), cpu or cuda.")] = "auto"
+    device: Annotated[str, _model(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")] = "auto"
     dtype: Annotated[
         str,
         _model(

@@ -55,18 +55,18 @@ class Completions(list[CompletionOutput]):
 
 
 class LLM(llm.LLM):
-    """`logprobe.LLM` whose outputs have the attributes of a single completion: `output.outputs.text`."""
+    """`logprobe.LLM` with outputs on which the attributes of a single completion can be read directly."""
 
     def generate(self, *args: Any, **options: Any) -> list[RequestOutput]:
-        """Call `logprobe.LLM.generate`, which has the parameters."""
+        """Call `logprobe.LLM.generate` with these arguments."""
         return [_with_attributes(output) for output in super().generate(*args, **options)]
 
     def chat(self, *args: Any, **options: Any) -> list[RequestOutput]:
-        """Call `logprobe.LLM.chat`, which has the parameters."""
+        """Call `logprobe.LLM.chat` with these arguments."""
         return [_with_attributes(output) for output in super().chat(*args, **options)]
 
     def stream(self, *args: Any, **options: Any) -> Generator[RequestOutput]:
-        """Call `logprobe.LLM.stream`, which has the parameters."""
+        """Call `logprobe.LLM.stream` with these arguments."""
         for output in super().stream(*args, **options):
             yield _with_attributes(output)
 

@@ -30,6 +30,7 @@ import numpy as np
 
 from logprobe._lazy import lazy_names
 from logprobe.errors import ParameterError
+from logprobe.kernels.placement import like
 from logprobe.records.flat import FlatLogprobs
 from logprobe.records.rows import EXTRAS, GivenLists, host_array, on_host
 from logprobe.records.values import top_indices
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
     from logprobe.compat.collector import StreamingLogprobsCollector
     from logprobe.compat.extraction import batch_logprobs_to_cpu_rust, extract_top_k_logprobs_rust
-    from logprobe.records.rows import DeviceRows, GivenLogprobs
+    from logprobe.records.rows import Column, DeviceRows, GivenLogprobs
     from logprobe.transport.copy import AsyncCPUTransfer
 
     Array: TypeAlias = npt.NDArray[Any]
@@ -61,7 +62,7 @@ __all__ = [
     "extract_top_k_logprobs_rust",
 ]
 
-# Imported on first use, because the modules need torch or asyncio.
+# Imported on first use, because the modules need kernels, threads or asyncio.
 _HOMES = {
     "AsyncCPUTransfer": "logprobe.transport.copy",
     "StreamingLogprobsCollector": "logprobe.compat.collector",
@@ -158,25 +159,26 @@ class LogprobsTensors:
     """Log-probabilities of the chosen token (column 0) and the k most likely tokens, one row per position.
 
     With several positions per sequence (`create_empty`), position p of sequence b is row b * max_seq_len + p.
+    The fields are NumPy arrays, or torch tensors if the rows are on a device.
     """
 
-    token_ids: Tensor  # (B, k + 1) int32; row b has num_logprobs[b] + 1 entries, the others are undefined
-    logprobs: Tensor  # (B, k + 1) float32, nats
-    ranks: Tensor  # (B,) int32, of the chosen token: 1 + number of strictly greater logits
-    lse: Tensor  # (B,) float32, log-sum-exp of the row's logits
-    num_logprobs: Tensor  # (B,) int32, k of each row
-    is_valid: Tensor  # (B,) bool; False where the logits had NaN or +inf, or only -inf
-    extras: Mapping[str, Tensor] = field(default_factory=dict)  # (B,) each; requested columns from EXTRAS
+    token_ids: Column  # (B, k + 1) int32; row b has num_logprobs[b] + 1 entries, the others are undefined
+    logprobs: Column  # (B, k + 1) float32, nats
+    ranks: Column  # (B,) int32, of the chosen token: 1 + number of strictly greater logits
+    lse: Column  # (B,) float32, log-sum-exp of the row's logits
+    num_logprobs: Column  # (B,) int32, k of each row
+    is_valid: Column  # (B,) bool; False where the logits had NaN or +inf, or only -inf
+    extras: Mapping[str, Column] = field(default_factory=dict)  # (B,) each; requested columns from EXTRAS
     given: GivenLogprobs | None = None
     max_seq_len: int = 1  # rows per sequence
-    is_set: Tensor | None = None  # (B,) bool, True for rows that have been set; None if all have
-    dense_logprobs: Tensor | None = None  # (B, V) float32, whole rows in nats; None if sparse
+    is_set: Column | None = None  # (B,) bool, True for rows that have been set; None if all have
+    dense_logprobs: Column | None = None  # (B, V) float32, whole rows in nats; None if sparse
 
     def __repr__(self) -> str:
         return f"<LogprobsTensors: {len(self.ranks)} rows, k = {self.token_ids.shape[1] - 1}>"
 
     @property
-    def entropy(self) -> Tensor | None:
+    def entropy(self) -> Column | None:
         """(B,) float32, nats; None if not requested."""
         return self.extras.get("entropy")
 
@@ -226,31 +228,35 @@ class LogprobsTensors:
         *,
         device: torch.device | str | None = None,
     ) -> LogprobsTensors:
-        """Allocate `max_seq_len` positions per sequence on `device`, to be filled with `set_position`.
+        """Allocate `max_seq_len` positions per sequence, to be filled with `set_position`.
+
+        They are NumPy arrays, or torch tensors on `device` if it is given.
 
         Raises:
             ParameterError: a size is negative, or `vocab_size` is 0.
         """
-        import torch
-
         sizes = {"batch_size": batch_size, "max_seq_len": max_seq_len, "top_k": top_k}
         for name, size in {**sizes, "vocab_size": vocab_size - 1}.items():
             if size < 0:
                 raise ParameterError(name, "is too small; vocab_size must be >= 1, the other sizes >= 0")
         num_rows, width = batch_size * max_seq_len, min(top_k, vocab_size) + 1
-        with torch.device("cpu" if device is None else device):
-            return cls(
-                token_ids=torch.zeros((num_rows, width), dtype=torch.int32),
-                logprobs=torch.full((num_rows, width), -torch.inf),
-                ranks=torch.zeros(num_rows, dtype=torch.int32),
-                lse=torch.zeros(num_rows),
-                num_logprobs=torch.full((num_rows,), width - 1, dtype=torch.int32),
-                is_valid=torch.zeros(num_rows, dtype=torch.bool),
-                max_seq_len=max_seq_len,
-                is_set=torch.zeros(num_rows, dtype=torch.bool),
-                # Not initialized, since untouched pages use no memory; `is_set` marks the rows with values.
-                dense_logprobs=None if sparse else torch.empty((num_rows, vocab_size)),
-            )
+        columns: dict[str, Any] = {
+            "token_ids": np.zeros((num_rows, width), np.int32),
+            "logprobs": np.full((num_rows, width), -np.inf, np.float32),
+            "ranks": np.zeros(num_rows, np.int32),
+            "lse": np.zeros(num_rows, np.float32),
+            "num_logprobs": np.full(num_rows, width - 1, np.int32),
+            "is_valid": np.zeros(num_rows, np.bool_),
+            "is_set": np.zeros(num_rows, np.bool_),
+        }
+        # Not initialised, since untouched pages use no memory; `is_set` marks the rows with values.
+        dense: Any = None if sparse or device is not None else np.empty((num_rows, vocab_size), np.float32)
+        if device is not None:
+            import torch
+
+            columns = {name: torch.from_numpy(column).to(device) for name, column in columns.items()}
+            dense = None if sparse else torch.empty((num_rows, vocab_size), device=device)
+        return cls(**columns, dense_logprobs=dense, max_seq_len=max_seq_len)
 
     def set_position(
         self, batch_idx: int, position: int, logprobs: npt.ArrayLike | Tensor, token_id: int
@@ -262,8 +268,6 @@ class LogprobsTensors:
         Raises:
             ParameterError: an index or id is out of range, the row has a different width, or a value is +inf.
         """
-        import torch
-
         row = self._row_of(batch_idx, position)
         values = np.asarray(host_array(logprobs), np.float32)
         self._check_row(values, token_id)
@@ -271,13 +275,13 @@ class LogprobsTensors:
         best = top_indices(values, int(self.num_logprobs[row]) if is_valid else 0)
         columns = np.array([token_id, *best], np.int32)
         entries = values[columns] if is_valid else np.full(len(columns), np.nan, np.float32)
-        self.token_ids[row, : len(columns)] = torch.from_numpy(columns)
-        self.logprobs[row, : len(columns)] = torch.from_numpy(entries)
+        self.token_ids[row, : len(columns)] = like(columns, self.token_ids)
+        self.logprobs[row, : len(columns)] = like(entries, self.logprobs)
         self.ranks[row] = 1 + int(np.count_nonzero(values > values[token_id])) if is_valid else 0
         self.lse[row] = float(np.log(np.exp(values, dtype=np.float64).sum())) if is_valid else float("nan")
         self.is_valid[row] = is_valid
         if self.dense_logprobs is not None:
-            self.dense_logprobs[row] = torch.from_numpy(values)
+            self.dense_logprobs[row] = like(values, self.dense_logprobs)
         if self.is_set is not None:
             self.is_set[row] = True
 
@@ -289,13 +293,12 @@ class LogprobsTensors:
         """
         return self._as_lists(on_host(list(self._parts().values())), tokenizer)
 
-    def _parts(self) -> dict[str, Tensor]:
-        names = ["token_ids", "logprobs", "ranks", "lse", "num_logprobs", "is_valid"]
-        tensors: dict[str, Tensor] = {name: getattr(self, name) for name in names} | dict(self.extras)
+    def _parts(self) -> dict[str, Column]:
+        parts: dict[str, Column] = {name: getattr(self, name) for name in COLUMNS} | dict(self.extras)
         if self.given is not None:
             for name in ("offsets", "token_ids", "logprobs", "ranks"):
-                tensors[f"given.{name}"] = getattr(self.given, name)
-        return tensors
+                parts[f"given.{name}"] = getattr(self.given, name)
+        return parts
 
     def _as_lists(self, values: Sequence[Array], tokenizer: Any) -> LogprobsLists:
         arrays: dict[str, Any] = dict(zip(self._parts(), values, strict=True))
@@ -330,10 +333,7 @@ class LogprobsTensors:
             )
 
     def _set_rows(self) -> Array:
-        is_set: Array = (
-            np.ones(len(self.ranks), np.bool_) if self.is_set is None else self.is_set.cpu().numpy()
-        )
-        return is_set
+        return np.ones(len(self.ranks), np.bool_) if self.is_set is None else host_array(self.is_set)
 
     def _top_of(self, row: int, tokenizer: Any) -> TopLogprobs:
         k = int(self.num_logprobs[row]) if self.is_valid[row] else 0
@@ -416,7 +416,7 @@ class LogprobsLists:
         return lists
 
     def in_sequences(self, rows: Array, num_sequences: int, num_positions: int) -> Self:
-        """Select rows, ordered by sequence, from arrays with `num_positions` rows per sequence."""
+        """Return selected rows, ordered by sequence, of arrays with `num_positions` rows per sequence."""
         columns = {name: getattr(self, name)[rows] for name in COLUMNS}
         lists = self.of_rows(**columns)
         lists.extras = {name: column[rows] for name, column in self.extras.items()}
@@ -549,7 +549,7 @@ def _token_texts(token_ids: Sequence[int], tokenizer: Any = None) -> list[str]:
 class SamplerOutput:
     """Tokens sampled in one step, one row per sequence.
 
-    If only some rows have log-probabilities, `logprobs_rows` maps each row to its row in `logprobs`, or -1.
+    If only some rows have log-probabilities, `logprobs_rows` maps each row to its index in `logprobs`, or -1.
     """
 
     sampled_token_ids: Any  # (B,) or (B, n) integers; lists and tensors are converted to a host array
@@ -622,7 +622,7 @@ class ModelRunnerOutput:
         if ids.ndim not in {1, 2} or not len(index) == len(req_ids) == len(ids):
             raise ParameterError(
                 "req_ids",
-                f"has {len(req_ids)} ids, {len(index)} unique, for rows {ids.shape}; give one per row",
+                f"has {len(req_ids)} ids ({len(index)} unique) for ids {ids.shape}; give one per row",
             )
         output = SamplerOutput(
             sampled_token_ids=ids, logprobs=logprobs, num_samples=ids.shape[1] if ids.ndim == 2 else 1

@@ -10,9 +10,9 @@ import itertools
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 
 from logprobe.engine.durations import Durations
 from logprobe.engine.forward.process_memory import give_back_later_memory
@@ -24,6 +24,7 @@ from logprobe.engine.recorder import Drawn, Recorder, StepDeltas
 from logprobe.engine.request import check_request
 from logprobe.engine.sampling_stage import SamplingStage
 from logprobe.errors import EngineError, ForwardError, LogprobeError, WeightsReplacedError
+from logprobe.kernels.placement import as_rows, inference_mode
 from logprobe.models.loading import copied, read_state
 from logprobe.processors import ModelFacts
 from logprobe.transport.messages import (
@@ -381,32 +382,32 @@ class Engine:
         samples = self.scheduler.samples()
         return [sample for sample in samples if sample.request.request_id == request_id]
 
-    @torch.inference_mode()
     def _draw(self, rows: list[SampleRow], slots: IntArray) -> list[Drawn]:
         """Sample a token for each row from the logits after the token in the row's entry of `slots`."""
         drawn: list[Drawn] = []
         for chunk in self.sampling.chunks(rows):
-            logits = self._logits(rows[chunk], slots[chunk])
-            sampled = self.sampling.draw(rows[chunk], logits)
+            logits = as_rows(self._logits(rows[chunk], slots[chunk]))
+            with inference_mode(logits):
+                sampled = self.sampling.draw(rows[chunk], logits)
             drawn += [Drawn(row, sampled, index) for index, row in enumerate(rows[chunk])]
         return drawn
 
-    def _logits(self, rows: list[SampleRow], slots: IntArray) -> torch.Tensor:
+    def _logits(self, rows: list[SampleRow], slots: IntArray) -> Any:
         """Return (rows, vocabulary) logits after the tokens in `slots`, each row with its sample's LoRA."""
         hidden = self.forward.hidden_rows(slots)
         loras = [row.sample.head_lora for row in rows]
         if not any(loras):
             return self.forward.head(hidden)
-        logits: torch.Tensor | None = None
+        logits: Any = None
         for lora in dict.fromkeys(loras):
-            indices = torch.tensor(
-                [index for index, own in enumerate(loras) if own is lora], device=hidden.device
-            )
-            made = self.forward.head(hidden.index_select(0, indices), lora)
+            indices = [index for index, own in enumerate(loras) if own is lora]
+            part: Any = as_rows(self.forward.head(hidden[indices], lora))
             if logits is None:
-                logits = made.new_empty(len(loras), made.shape[1])
-            logits.index_copy_(0, indices, made)
-        assert logits is not None
+                shape = (len(loras), part.shape[1])
+                logits = (
+                    np.empty(shape, part.dtype) if isinstance(part, np.ndarray) else part.new_empty(shape)
+                )
+            logits[indices] = part
         return logits
 
     def _retire(self, samples: set[Sample]) -> None:

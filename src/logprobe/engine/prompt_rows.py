@@ -7,13 +7,12 @@ cached by that position's slot. Scoring the same prompt again runs neither the m
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from logprobe.kernels import head_extract
-from logprobe.kernels.extraction.head import default_chunk_rows
+from logprobe.kernels.extraction.head import default_chunk_rows, head_extract
+from logprobe.kernels.placement import as_rows, inference_mode
 from logprobe.records.rows import EXTRAS, HostRows
 from logprobe.sampling import Sampler
 from logprobe.sampling.params import extras_of
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 
     from logprobe.engine.plan.scheduler import Span
     from logprobe.engine.protocol import ForwardBackend
+    from logprobe.kernels.placement import Rows
     from logprobe.models.lora import LoraWeights
     from logprobe.records.store.columns import Array
     from logprobe.records.values import IntArray
@@ -113,7 +113,6 @@ class PromptScorer:
             return None
         return self._known.recall(slots, k, extras)
 
-    @torch.inference_mode()
     def _processed(self, span: Span, params: SamplingParams) -> HostRows:
         """Score a span under the distribution that `params` would sample from; the rows are not cached."""
         size = default_chunk_rows(self._forward.vocab_size)
@@ -121,11 +120,12 @@ class PromptScorer:
         parts = []
         for start in range(0, len(slots), size):
             hidden = self._forward.hidden_rows(slots[start : start + size])
-            logits = _head(self._forward, span.sample.head_lora)(hidden)
+            logits = as_rows(_head(self._forward, span.sample.head_lora)(hidden))
             count = len(logits)
             forced = next_ids[start : start + size]
             ids = named[start : start + size]
-            output = self._sampler.sample(logits, [params] * count, np.zeros(count), None, forced, ids)
+            with inference_mode(logits):
+                output = self._sampler.sample(logits, [params] * count, np.zeros(count), None, forced, ids)
             assert output.processed_logprobs is not None
             parts.append(output.processed_logprobs)
         return HostRows.joined(parts)
@@ -155,7 +155,7 @@ class PromptScorer:
         return rows
 
 
-def _head(forward: ForwardBackend, lora: LoraWeights | None) -> Callable[[torch.Tensor], torch.Tensor]:
+def _head(forward: ForwardBackend, lora: LoraWeights | None) -> Callable[[Any], Rows]:
     return forward.head if lora is None else partial(forward.head, lora=lora)
 
 

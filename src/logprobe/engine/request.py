@@ -181,7 +181,7 @@ class Requests:
         self._numbers = itertools.count()
 
     def of_one_call(self, caller: str = "") -> Requests:
-        """Return a factory whose requests share the engine with others as one call by `caller`."""
+        """Return a factory whose requests count as one call by `caller` in fair sharing."""
         return Requests(self._engine, f"{self._prefix}-{next(self._numbers)}", caller)
 
     def admit(

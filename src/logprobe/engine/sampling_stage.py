@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from logprobe.kernels import extract
+from logprobe.kernels.extraction.api import extract
 from logprobe.kernels.extraction.head import default_chunk_rows
+from logprobe.kernels.placement import as_rows
 from logprobe.processors.batch import BatchRow
 from logprobe.processors.pipeline import NO_ARGS, Pipeline
-from logprobe.records.rows import HostRows, on_host
+from logprobe.records.rows import HostRows, host_array, on_host
 from logprobe.sampling import Sampler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor
-
     from logprobe.config import EngineConfig
     from logprobe.engine.plan.sample import Sample, SampleRow
     from logprobe.errors import ConflictingParametersError
+    from logprobe.kernels.placement import Rows
     from logprobe.processors.effects import ProcessorEffect, RowEffect
     from logprobe.processors.interface import ModelFacts
     from logprobe.processors.pipeline import ActiveSample, ProcessedRows
@@ -38,7 +38,7 @@ class SamplingStage:
         self._sampler = Sampler()
         self._num_active = 0  # rows with processors in the last prepared step
         self._num_seen = 0  # rows that processors see: the active ones, or all if a processor sees all rows
-        self.chunk_rows = default_chunk_rows(model.vocab_size, config.device)
+        self.chunk_rows = default_chunk_rows(model.vocab_size, config.device.partition(":")[0])
 
     def admit(self, params: SamplingParams) -> dict[int, Any]:
         """Validate a request's processor arguments; thread-safe.
@@ -92,13 +92,14 @@ class SamplingStage:
             yield slice(start, end)
             start = end
 
-    def draw(self, chunk: list[SampleRow], logits: Tensor) -> SampledRows:
+    def draw(self, chunk: list[SampleRow], logits: Rows) -> SampledRows:
         """Sample a token from each row of logits and compute the requested log-probabilities.
 
         Args:
             chunk: rows of one slice of `chunks`.
-            logits: (rows, V) float32; not modified.
+            logits: (rows, V) float32, an array or a tensor; not modified.
         """
+        logits = as_rows(logits)
         params = [row.sample.request.params for row in chunk]
         uniforms = np.array([row.sample.uniform(row.ahead) for row in chunk])
         if all(row.sample.is_plain for row in chunk):
@@ -115,13 +116,13 @@ class SamplingStage:
         output.whole_rows.update(_whole_rows(chunk, logits))
         return output
 
-    def _apply(self, chunk: list[SampleRow], logits: Tensor) -> ProcessedRows | None:
+    def _apply(self, chunk: list[SampleRow], logits: Rows) -> ProcessedRows | None:
         """Run the processors on the rows of a chunk that they see; None if no row has processors."""
         has_active = any(row.sample.active is not None for row in chunk)
         return self.pipeline.apply(logits[: self._num_seen]) if has_active else None
 
     def _note_processed(
-        self, chunk: list[SampleRow], logits: Tensor, run: ProcessedRows | None, output: SampledRows
+        self, chunk: list[SampleRow], logits: Rows, run: ProcessedRows | None, output: SampledRows
     ) -> None:
         """Set `error` on rows whose processors failed, and `effects` on the others if requested."""
         for index, row in enumerate(chunk):
@@ -131,9 +132,9 @@ class SamplingStage:
                 effects = run.effects.get(index, []) if run is not None else []
                 row.effects = _explained(effects, output, index)
 
-    def _dead_end(self, index: int, logits: Tensor, output: SampledRows) -> ConflictingParametersError | None:
+    def _dead_end(self, index: int, logits: Rows, output: SampledRows) -> ConflictingParametersError | None:
         """Return an error if the processors together removed every token of a row, else None."""
-        if output.is_valid[index] or not bool(logits[index].amax().cpu().isfinite()):
+        if output.is_valid[index] or not np.isfinite(host_array(logits[index].max())):
             return None
         return self.pipeline.dead_end(index)
 
@@ -187,7 +188,7 @@ def _explained(effects: list[RowEffect], output: SampledRows, index: int) -> lis
     return [effect.among(listed) for effect in effects]
 
 
-def _whole_rows(rows: list[SampleRow], logits: Tensor) -> dict[int, Array]:
+def _whole_rows(rows: list[SampleRow], logits: Rows) -> dict[int, Array]:
     """Return row index → (V,) float32 log-probabilities in nats, for requests with `wants_row`.
 
     The arrays are read-only copies.
@@ -195,9 +196,10 @@ def _whole_rows(rows: list[SampleRow], logits: Tensor) -> dict[int, Array]:
     wanted = [index for index, row in enumerate(rows) if row.sample.request.wants_row]
     if not wanted:
         return {}
-    # Our own log-normalizer: torch's float32 log_softmax is off by 1e-5 on wide vocabularies.
+    # Our own log-normaliser: a plain float32 log_softmax is off by 1e-5 on wide vocabularies.
     lse = extract(logits[wanted], [0] * len(wanted), 0).lse
-    (table,) = on_host([logits[wanted] - lse[:, None]])
+    with np.errstate(invalid="ignore"):  # of invalid rows
+        (table,) = on_host([logits[wanted] - lse[:, None]])
     whole = {}
     for index, values in zip(wanted, table, strict=True):
         whole[index] = values.copy()

@@ -114,7 +114,7 @@ class BaseLM:
 
     @property
     def batch_size(self) -> int:
-        """Number of waiting requests at which an idle engine starts a step at once; settable."""
+        """Number of waiting requests at which an idle engine starts a step immediately; settable."""
         return self._batcher.batch_size
 
     @batch_size.setter

@@ -87,7 +87,7 @@ class Ask:
 
     prefix: Prefix
     waiter: Waiter
-    is_urgent: bool  # start at once: the caller sends nothing more until the row arrives
+    is_urgent: bool  # start immediately: the caller sends nothing more until the row arrives
     uses_cache: bool  # read and write the row cache
 
 
@@ -105,8 +105,8 @@ class Computation:
 class Batcher:
     """Collect row requests and start them together, computing each distinct prefix once.
 
-    Requests start at once if the source is busy; otherwise, when `batch_size` requests wait or `timeout_s`
-    seconds after the first. Both limits can be changed at any time and apply to later requests.
+    Requests start immediately if the source is busy; otherwise, when `batch_size` requests wait or
+    `timeout_s` seconds after the first. Both limits can be changed at any time and apply to later requests.
     """
 
     def __init__(

@@ -78,7 +78,7 @@ class SpellingTools:
 
         mask = matcher.mask()
         if mask is not None:
-            allowed: Allowed = allowed_tokens(mask, self.vocab_size).numpy()
+            allowed: Allowed = allowed_tokens(mask, self.vocab_size)
             return allowed
         ended = np.zeros(self.vocab_size, np.bool_)
         ended[self.index.special_ids] = True

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
-import torch
+import numpy as np
 
+from logprobe.kernels.placement import torch_for
 from logprobe.processors.arguments import keys_of, plain, to_args
 
 if TYPE_CHECKING:
     import msgspec
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from logprobe.processors.arguments import RequestParams
@@ -22,7 +24,7 @@ RowKey: TypeAlias = tuple[str, int, int]
 
 @final
 class ArgsView(Mapping[str, Any]):
-    """A request's processor arguments as plain values; `a["x"]` and `a.x` are the same, None if missing."""
+    """A request's processor arguments as plain values; `a["x"]` and `a.x` return a value, or None."""
 
     def __init__(self, values: Mapping[str, Any] | None = None) -> None:
         self._values = dict(values or {})
@@ -80,7 +82,8 @@ class BatchRow:
 class BatchState(Mapping[str, Any]):
     """The rows of a step, in the order of the logits' rows, and the changes since the previous step.
 
-    It is also a mapping in the format of slot-based engines, with the keys `stop_flags` (B, 1) bool, all
+    It is also a mapping in the format of slot-based engines, with torch tensors and lists as values. Its keys
+    are `stop_flags` (B, 1) bool, all
     False; `req_ids`, B strings; `logits_processors_args`, B `ArgsView`s; `prompt_ids` (B, longest) int64,
     padded with -1; `prompt_lens` (B, 1); `pre_ids`, the generated tokens, (B, longest) int64, padded with
     -1; `next_tokens` (B, 1), the last generated token or -1; and `step_idx` (B, 1), the number of generated
@@ -170,18 +173,23 @@ def _first(value: Any) -> Any:
 
 def _padded(lists: Sequence[Sequence[int]]) -> Tensor:
     longest = max((len(ids) for ids in lists), default=0)
-    padded = torch.full((len(lists), longest), -1, dtype=torch.int64)
+    padded = np.full((len(lists), longest), -1, np.int64)
     for index, ids in enumerate(lists):
-        padded[index, : len(ids)] = torch.as_tensor(ids, dtype=torch.int64)
-    return padded
+        padded[index, : len(ids)] = ids
+    return _tensor(padded)
 
 
 def _column(values: Sequence[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64).reshape(-1, 1)
+    return _tensor(np.array(values, np.int64).reshape(-1, 1))
+
+
+def _tensor(values: NDArray[Any]) -> Tensor:
+    tensor: Tensor = torch_for("processors of slot-based engines").from_numpy(values)
+    return tensor
 
 
 _VIEWS: dict[str, Callable[[Sequence[BatchRow]], Any]] = {
-    "stop_flags": lambda rows: torch.zeros((len(rows), 1), dtype=torch.bool),
+    "stop_flags": lambda rows: _tensor(np.zeros((len(rows), 1), np.bool_)),
     "req_ids": lambda rows: [row.name for row in rows],
     "logits_processors_args": lambda rows: [row.arguments for row in rows],
     "prompt_ids": lambda rows: _padded([row.prompt_token_ids for row in rows]),

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch import Tensor
+    from numpy.typing import NDArray
 
 
 class ProcessorEffect(msgspec.Struct, frozen=True):
@@ -26,19 +27,23 @@ class ProcessorEffect(msgspec.Struct, frozen=True):
 
 
 class RowEffect(msgspec.Struct):
-    """A row of logits before and after one processor, (V,) float32 each."""
+    """A row of logits before and after one processor, (V,) float32 each, on the host."""
 
     processor: str
-    before: Tensor
-    after: Tensor
+    before: NDArray[np.float32]
+    after: NDArray[np.float32]
 
     def among(self, token_ids: Iterable[int]) -> ProcessorEffect:
         """Return the effect, with `changes` for these candidates; ids may repeat, in any order."""
-        import torch
+        ids = np.array(sorted(set(token_ids)), np.int64)
+        ids = ids[self.before[ids] != self.after[ids]]
+        changes = zip(ids.tolist(), (self.after[ids] - self.before[ids]).tolist(), strict=True)
+        moved = _softmax(self.before) - _softmax(self.after)
+        return ProcessorEffect(self.processor, dict(changes), float(np.abs(moved).sum() / 2))
 
-        ids = torch.tensor(sorted(set(token_ids)), dtype=torch.int64)
-        before, after = self.before[ids].cpu(), self.after[ids].cpu()
-        is_changed = before != after
-        changes = zip(ids[is_changed].tolist(), (after - before)[is_changed].tolist(), strict=True)
-        moved = self.before.softmax(0, dtype=torch.float64) - self.after.softmax(0, dtype=torch.float64)
-        return ProcessorEffect(self.processor, dict(changes), float(moved.abs().sum().cpu() / 2))
+
+def _softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    with np.errstate(invalid="ignore"):  # of a row without a possible token
+        weights: NDArray[np.float64] = np.exp(logits.astype(np.float64) - logits.max())
+        weights /= weights.sum()
+        return weights

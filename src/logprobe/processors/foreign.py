@@ -1,7 +1,8 @@
 """Adapters for processors from other libraries: one instance per request, applied to a copy of its row.
 
 The caller's factory creates the instance from the request's arguments. The adapters return a
-`LogitsProcessor` class to register. State of different requests is never shared, and the raw logits are
+`LogitsProcessor` class to register. Processors get torch tensors, except for matchers, so that all but
+`adapt_matcher` need torch. State of different requests is never shared, and the raw logits are
 never modified.
 """
 
@@ -11,9 +12,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, final
 
-import torch
+import numpy as np
 
 from logprobe.errors import require
+from logprobe.kernels.placement import as_rows, as_tensor, copied, inference_mode, like, torch_for
 from logprobe.processors.batch import BatchRow, BatchState, RowKey
 from logprobe.processors.builtin.matchers import allowed_tokens, as_matcher
 from logprobe.processors.interface import LogitsProcessor, ModelFacts, OverruledError
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
     from logprobe.config import EngineConfig
 
+_PURPOSE = "logits processors of vLLM and transformers"
 Factory: TypeAlias = Callable[[Any], Any]
 """Function that creates a request's processor from its arguments (the `args` type, or an `ArgsView`)."""
 
@@ -36,7 +39,7 @@ class Rule(Protocol):
         """Process the tokens generated so far; called once per step."""
         ...
 
-    def change(self, row: BatchRow, scores: Tensor) -> Tensor:
+    def change(self, row: BatchRow, scores: Any) -> Any:
         """Apply the processor to a private copy of the row's logits, (1, V), and return the result."""
         ...
 
@@ -55,7 +58,7 @@ def adapt_transformers(
 
         def call(row: BatchRow, scores: Tensor) -> Tensor:
             ids = [*map(int, row.prompt_token_ids), *row.output_token_ids]
-            return processor(torch.tensor([ids], device=scores.device), scores)  # type: ignore[no-any-return]
+            return processor(like(np.array([ids], np.int64), scores), scores)  # type: ignore[no-any-return]
 
         return _CallRule(call)
 
@@ -96,7 +99,7 @@ def adapt_matcher(
     def make(row: BatchRow, model: ModelFacts) -> Rule:
         return _MatcherRule(factory(row.args), model)
 
-    return _adapted(name, args, make)
+    return _adapted(name, args, make, needs_torch=False)
 
 
 def adapt_vllm(
@@ -110,7 +113,7 @@ def adapt_vllm(
     """
 
     def make(row: BatchRow, model: ModelFacts) -> Rule:
-        return _BatchOfOne(processor(model, torch.device("cpu"), False), row)
+        return _BatchOfOne(processor(model, torch_for(_PURPOSE).device("cpu"), False), row)
 
     own_check = getattr(processor, "validate_params", lambda _: None)
     return _adapted(name or processor.__name__, args, make, lambda values: own_check(_params(values)))
@@ -134,8 +137,10 @@ class _CallRule:
     def observe(self, row: BatchRow) -> None:
         """Do nothing, since each call gets all tokens."""
 
-    def change(self, row: BatchRow, scores: Tensor) -> Tensor:
-        return self._call(row, scores)
+    def change(self, row: BatchRow, scores: Any) -> Any:
+        tensor = as_tensor(scores)
+        with inference_mode(tensor):
+            return self._call(row, tensor)
 
 
 @final
@@ -154,16 +159,17 @@ class _MatcherRule:
                 raise OverruledError(f"the matcher does not accept token {token_id}")
         self._num_observed = len(row.output_token_ids)
 
-    def change(self, row: BatchRow, scores: Tensor) -> Tensor:
+    def change(self, row: BatchRow, scores: Any) -> Any:
         """Mask the tokens that are not allowed next; after the text's end, all except EOS tokens."""
         del row
         mask = self._matcher.mask()
         if mask is None:
-            allowed = torch.zeros(self._model.vocab_size, dtype=torch.bool)
+            allowed = np.zeros(self._model.vocab_size, np.bool_)
             allowed[sorted(self._model.eos_token_ids)] = True
         else:
             allowed = allowed_tokens(mask, self._model.vocab_size)
-        return scores.masked_fill_(~allowed.to(scores.device), -torch.inf)
+        scores[:, like(~allowed, scores)] = -np.inf
+        return scores
 
 
 @final
@@ -177,14 +183,16 @@ class _BatchOfOne:
         self._update: BatchUpdate | None = BatchUpdate(1, (), (added,), ())
 
     def observe(self, row: BatchRow) -> None:
-        """Pass the request as added at its first step, and None, for no change, at later steps."""
+        """At the request's first step, tell the processor that it was added; later, that nothing changed."""
         del row
         self._processor.update_state(self._update)
         self._update = None
 
-    def change(self, row: BatchRow, scores: Tensor) -> Tensor:
+    def change(self, row: BatchRow, scores: Any) -> Any:
         del row
-        return self._processor.apply(scores)  # type: ignore[no-any-return]
+        tensor = as_tensor(scores)
+        with inference_mode(tensor):
+            return self._processor.apply(tensor)
 
 
 class PerRequestProcessor(LogitsProcessor):
@@ -192,9 +200,12 @@ class PerRequestProcessor(LogitsProcessor):
 
     make_rule: ClassVar[MakeRule]
     own_check: ClassVar[Callable[[Any], object]]
+    needs_torch: ClassVar[bool]
 
     def __init__(self, config: EngineConfig) -> None:
         del config
+        if self.needs_torch:
+            torch_for(_PURPOSE)
         self._model: ModelFacts | None = None
         self._rows: tuple[BatchRow, ...] = ()
         self._rules: dict[RowKey, Rule] = {}
@@ -215,14 +226,14 @@ class PerRequestProcessor(LogitsProcessor):
             self._rules[row.key] = known.get(row.key) or type(self).make_rule(row, self._model)
             self._rules[row.key].observe(row)
 
-    def apply(self, logits: Tensor) -> Tensor:
+    def apply(self, logits: Any) -> Any:
         """Apply each rule to its row."""
         for index, row in enumerate(self._rows):
-            scores = logits[index : index + 1].clone()
+            scores = copied(logits[index : index + 1])
             changed = self._rules[row.key].change(row, scores)
             if changed.shape != scores.shape:
                 raise ValueError(f"returned a row of shape {tuple(changed.shape)}")
-            logits[index : index + 1] = changed
+            logits[index : index + 1] = as_rows(changed) if isinstance(logits, np.ndarray) else changed
         return logits
 
 
@@ -231,12 +242,15 @@ def _adapted(
     args: type[msgspec.Struct] | None,
     make: MakeRule,
     check: Callable[[Any], object] = lambda _: None,
+    *,
+    needs_torch: bool = True,
 ) -> type[LogitsProcessor]:
     members = {
         "__doc__": f"Runs one instance of {name} per request.",
         "Args": args,
         "make_rule": staticmethod(make),
         "own_check": staticmethod(check),
+        "needs_torch": needs_torch,
     }
     return type(name, (PerRequestProcessor,), members)
 

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     import msgspec
     import numpy as np
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from logprobe.config import EngineConfig
     from logprobe.processors.batch import BatchRow, BatchState
@@ -89,7 +88,7 @@ class LogitsProcessor(ABC):
     """Base class of logits processors; a processor only gets rows of requests that set its arguments.
 
     One instance serves all requests. State about a request must be derivable from the request's row
-    (arguments, prompt, output tokens), because a preempted request resumes with all of its tokens at once.
+    (arguments, prompt, output tokens), because a preempted request resumes with all of its tokens.
     `Args` declares typed arguments: its fields are keys of `logits_processors_args`. `arg_names` declares
     only names. A processor with neither runs on requests that set a key which no other registered processor
     has.
@@ -125,8 +124,12 @@ class LogitsProcessor(ABC):
         """Receive the rows of the next step, in the order of the logits; called before each forward pass."""
 
     @abstractmethod
-    def apply(self, logits: Tensor) -> Tensor:
-        """Return the changed logits, (rows, V) float32, modified in place or not; must not change state."""
+    def apply(self, logits: Any) -> Any:
+        """Return the changed logits, (rows, V) float32, modified in place or not; must not change state.
+
+        `logits` is a NumPy array if the model runs on the CPU, and a torch tensor if it runs on a GPU. The
+        result has the same type.
+        """
 
 
 class MaskLogitsProcessor(LogitsProcessor):

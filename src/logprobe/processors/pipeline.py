@@ -8,21 +8,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
+import numpy as np
 
 from logprobe.errors import ParameterError, ProcessorError
+from logprobe.kernels.placement import as_rows, copied, is_array
 from logprobe.processors.batch import ArgsView, BatchRow, BatchState
 from logprobe.processors.effects import RowEffect
 from logprobe.processors.interface import OverruledError
 from logprobe.processors.stages import Stage, Stages
+from logprobe.records.rows import host_array
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from torch import Tensor
+    from numpy.typing import NDArray
 
     from logprobe.config import EngineConfig
     from logprobe.errors import ConflictingParametersError, LogprobeError
+    from logprobe.kernels.placement import Rows
     from logprobe.processors.interface import LogitsProcessor, ModelFacts, ProcessorCounter
 
 logger = logging.getLogger("logprobe")
@@ -51,7 +54,7 @@ class ActiveSample:
 class ProcessedRows:
     """Logits after all processors of a step; a failed row has the raw logits."""
 
-    logits: Tensor  # (R, V) float32
+    logits: Any  # (R, V) float32, an array or a tensor
     errors: dict[int, LogprobeError] = field(default_factory=dict)
     effects: dict[int, list[RowEffect]] = field(default_factory=dict)  # by row, for requests with `explain`
 
@@ -65,17 +68,17 @@ class Pipeline:
     2. masks: allowed tokens, banned words, minimum length, grammar;
     3. bias on single tokens;
     4. registered processors, in the order of declaration;
-    5. penalties on tokens seen already;
+    5. penalties on tokens that occurred already;
     6. temperature;
     7. top-k;
     8. top-p;
     9. min-p;
-    10. the rest, renormalized, is *processed*;
+    10. the renormalized result is *processed*;
     11. one uniform number from the request's own generator picks the token.
 
-    A batch that fails in a processor (an exception, a wrong shape or dtype, a NaN, no token left) is rerun
-    row by row, and only rows that fail on their own are failed. Every `BaseException` counts: on the engine
-    thread `SystemExit` and `KeyboardInterrupt` can only come from a processor.
+    If a batch fails in a processor (an exception, a wrong shape or dtype, NaN, no token left), its rows are
+    rerun one by one, and only the requests of failing rows end. Every `BaseException` counts as a failure: on
+    the engine thread, `SystemExit` and `KeyboardInterrupt` can only come from a processor.
     """
 
     def __init__(self, config: EngineConfig, model: ModelFacts) -> None:
@@ -149,21 +152,24 @@ class Pipeline:
                 if not members:  # there is no request to fail
                     logger.warning("%s failed to release its rows: %r", stage.name, error)
 
-    def apply(self, raw: Tensor) -> ProcessedRows:
+    def apply(self, raw: Rows) -> ProcessedRows:
         """Run the processors on the logits of the prepared rows, (R, V) float32; `raw` is not modified.
+
+        Processors get NumPy arrays, or tensors if the logits are on another device than the CPU.
 
         The result has no rows for `others`, which the processors only read.
         """
+        raw = as_rows(raw)
         run = ProcessedRows(raw)
         explained = {row for row, sample in enumerate(self._samples) if sample.is_explained}
         for index, members in self._members.items():
             stage = self._stages.ordered[index]
             explained_members = [row for row in members if row in explained]
-            before = {row: run.logits[row].clone() for row in explained_members}
-            with timed(stage.counter):
+            before = {row: host_array(run.logits[row]).copy() for row in explained_members}
+            with timed(stage.counter), np.errstate(all="ignore"):  # results are checked below
                 self._run(index, run, raw)
             for row in explained_members:
-                effect = RowEffect(stage.name, before[row], run.logits[row].clone())
+                effect = RowEffect(stage.name, before[row], host_array(run.logits[row]).copy())
                 run.effects.setdefault(row, []).append(effect)
         for row in run.errors:
             run.logits[row] = raw[row]
@@ -195,7 +201,7 @@ class Pipeline:
             stage.show(batch)
         stage.previous = batch.rows
 
-    def _run(self, index: int, run: ProcessedRows, raw: Tensor) -> None:
+    def _run(self, index: int, run: ProcessedRows, raw: Rows) -> None:
         """Run one stage; the logits change only if it succeeds."""
         stage, members = self._stages.ordered[index], self._members[index]
         if index in self._broken:
@@ -203,7 +209,7 @@ class Pipeline:
             return
         if stage.is_own:
             if run.logits is raw:
-                run.logits = raw.clone()
+                run.logits = copied(raw)
             _apply_own(stage, run.logits, members)
             return
         try:
@@ -213,7 +219,7 @@ class Pipeline:
             return
         _put(run, raw, members, changed)
 
-    def _run_one_by_one(self, index: int, run: ProcessedRows, raw: Tensor) -> None:
+    def _run_one_by_one(self, index: int, run: ProcessedRows, raw: Rows) -> None:
         stage = self._stages.ordered[index]
         for row in self._members[index]:
             batch_row = self._samples[row].rows[index]
@@ -229,7 +235,7 @@ class Pipeline:
                 continue
             _put(run, raw, [row], changed)
 
-    def _failure(self, index: int, row: int, error: BaseException, raw: Tensor) -> LogprobeError:
+    def _failure(self, index: int, row: int, error: BaseException, raw: Rows) -> LogprobeError:
         """Return the error for a row: a fault of the processor, or parameters that contradict each other."""
         stage, rows = self._stages.ordered[index], self._samples[row].rows
         involved: list[int] = []
@@ -281,7 +287,7 @@ def _row_for(row: BatchRow, args: Any, all_args: ArgsView) -> BatchRow:
 
 
 def _row_of(sample: ActiveSample, index: int) -> BatchRow:
-    """Return a sample's row for a stage; if the stage does not apply to the sample, without arguments."""
+    """Return a sample's row for a stage; the row has no arguments if the stage does not apply to it."""
     row = sample.rows.get(index)
     return replace(next(iter(sample.rows.values())), args=NO_ARGS) if row is None else row
 
@@ -306,7 +312,7 @@ class _NoTokenError(_UnusableLogitsError):
     """A processor left a row without a token to sample."""
 
 
-def _leaves_some(stage: Stage, raw: Tensor, row: int) -> bool:
+def _leaves_some(stage: Stage, raw: Rows, row: int) -> bool:
     """Return True if the stage alone, updated with this row, leaves tokens to sample from the raw logits."""
     try:
         _checked_apply(stage, raw, [row])
@@ -315,7 +321,7 @@ def _leaves_some(stage: Stage, raw: Tensor, row: int) -> bool:
     return True
 
 
-def _apply_own(stage: Stage, logits: Tensor, members: list[int]) -> None:
+def _apply_own(stage: Stage, logits: Any, members: list[int]) -> None:
     """Run a built-in processor in place; rows that are not contiguous are copied out and back."""
     start, end = members[0], members[-1] + 1
     if end - start == len(members):
@@ -324,12 +330,14 @@ def _apply_own(stage: Stage, logits: Tensor, members: list[int]) -> None:
         logits[members] = stage.processor.apply(logits[members])
 
 
-def _checked_apply(stage: Stage, logits: Tensor, members: list[int], *, shows_all: bool = False) -> Tensor:
+def _checked_apply(stage: Stage, logits: Any, members: list[int], *, shows_all: bool = False) -> Any:
     """Return a stage's logits for some rows, computed on a private copy; raise if they are invalid."""
-    before = logits.clone() if shows_all else logits[members]
-    changed: Any = stage.processor.apply(before)
-    if not isinstance(changed, torch.Tensor):
-        raise _UnusableLogitsError(f"apply returned {type(changed).__name__}, not a tensor")
+    before = copied(logits) if shows_all else logits[members]
+    changed = stage.apply(before)
+    if not is_array(changed):
+        wanted = "an array" if isinstance(before, np.ndarray) and not stage.takes_tensors else "a tensor"
+        raise _UnusableLogitsError(f"apply returned {type(changed).__name__}, not {wanted}")
+    changed = as_rows(changed)
     if changed.shape != before.shape:
         raise _UnusableLogitsError(
             f"apply returned the shape {tuple(changed.shape)} instead of {tuple(before.shape)}"
@@ -338,23 +346,28 @@ def _checked_apply(stage: Stage, logits: Tensor, members: list[int], *, shows_al
         raise _UnusableLogitsError(f"apply returned {changed.dtype} instead of {before.dtype}")
     if shows_all:
         changed = before = changed[members]
-    best = changed.amax(1).cpu()  # NaN if the row contains one
-    if not bool(best.isfinite().all()):
+    is_valid = np.isfinite(best := _best(changed))
+    if not is_valid.all():
         # A row that was already invalid is not this processor's fault.
-        is_new = ~best.isfinite() & logits[members].amax(1).cpu().isfinite()
-        if bool(is_new.any()):
+        is_new = ~is_valid & np.isfinite(_best(logits[members]))
+        if is_new.any():
             kind = float(best[is_new][0])
-            if kind == -torch.inf:
+            if kind == -np.inf:
                 raise _NoTokenError("apply returned a row with no possible token")
-            raise _UnusableLogitsError(f"apply returned {'+inf' if kind == torch.inf else 'NaN'}")
-    # The processor may keep a reference to the tensor, so later stages must not modify it.
-    return changed if changed is before else changed.clone(memory_format=torch.contiguous_format)
+            raise _UnusableLogitsError(f"apply returned {'+inf' if kind == np.inf else 'NaN'}")
+    # The processor may keep a reference to the rows, so later stages must not modify them.
+    return changed if changed is before else copied(changed)
 
 
-def _put(run: ProcessedRows, raw: Tensor, members: list[int], changed: Tensor) -> None:
+def _best(logits: Any) -> NDArray[np.float32]:
+    """Return the largest logit of each row, (rows,) on the host; NaN if the row contains one."""
+    return host_array(logits.max(1) if isinstance(logits, np.ndarray) else logits.amax(1))
+
+
+def _put(run: ProcessedRows, raw: Rows, members: list[int], changed: Any) -> None:
     if len(members) == len(raw):
         run.logits = changed
         return
     if run.logits is raw:
-        run.logits = raw.clone()
+        run.logits = copied(raw)
     run.logits[members] = changed

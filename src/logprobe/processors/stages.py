@@ -10,16 +10,18 @@ import msgspec
 
 from logprobe.errors import (
     ConflictingParametersError,
+    MissingPackageError,
     ParameterError,
     ProcessorError,
     closest,
     shortened,
 )
+from logprobe.kernels.placement import as_tensor, inference_mode
 from logprobe.processors import conflicts, registry
 from logprobe.processors.arguments import check_token_ids, field_args, keys_of, to_args
 from logprobe.processors.batch import ArgsView, BatchRow
 from logprobe.processors.interface import MaskLogitsProcessor, ProcessorCounter
-from logprobe.processors.styles import SlotStyle, StyledParams, Updates, UpdateStyle
+from logprobe.processors.styles import SlotStyle, StyledParams, Updates, UpdateStyle, needs_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -55,9 +57,19 @@ class Stage:
     is_own: bool  # True for built-ins, whose output is not checked
     is_invariant: bool  # result of the processor's `is_argmax_invariant`
     is_read: bool  # True if argmax-invariant and `keeps_rows`
+    takes_tensors: bool  # True if the processor gets torch tensors on the CPU too
     counter: ProcessorCounter
     show: Callable[[BatchState], object]  # calls `update_state` in the style that the processor uses
     previous: tuple[BatchRow, ...] = ()  # rows of the latest update
+
+    def apply(self, logits: Any) -> Any:
+        """Call the processor's `apply` with rows of logits; return `logits` if it changed them in place."""
+        if not self.takes_tensors:
+            return self.processor.apply(logits)
+        tensor = as_tensor(logits)
+        with inference_mode(tensor):
+            changed = self.processor.apply(tensor)
+        return logits if changed is tensor else changed
 
     @property
     def sees_all(self) -> bool:
@@ -95,6 +107,7 @@ class Stages:
 
         Raises:
             ParameterError: a registered processor cannot be loaded or created.
+            MissingPackageError: a processor needs torch, which is not installed.
         """
         stages = cls([], model)
         for name in BEFORE_CUSTOM:
@@ -208,6 +221,9 @@ class Stages:
             processor = registry.make_processor(processor_type, config)
             processor.bind(self.model)
             is_invariant = bool(processor.is_argmax_invariant())
+            takes_tensors = needs_tensors(processor)
+        except MissingPackageError:
+            raise
         except Exception as error:
             raise ParameterError("logits_processors", f"cannot create {name}: {error!r}") from error
         # A built-in processor that is both registered and used by request fields has one counter.
@@ -223,6 +239,7 @@ class Stages:
             is_own,
             is_invariant,
             is_invariant and processor.keeps_rows,
+            takes_tensors,
             counter,
             show,
         )

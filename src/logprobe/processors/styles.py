@@ -3,7 +3,8 @@
 The name of `update_state`'s argument selects the style. `batch` is this library's style. With
 `batch_update` (vLLM), the processor gets the changes of the batch, and every row. With `share_inputs`
 (slot-based engines), it gets all running slots, and changes the rows of requests that set its arguments.
-The class need not import this library: `styled` derives the class that the pipeline runs.
+The class need not import this library: `styled` derives the class that the pipeline runs. Such classes get
+torch tensors, which on a CPU share the memory of the rows.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from logprobe.errors import ParameterError
+from logprobe.kernels.placement import torch_for
 from logprobe.processors.interface import LogitsProcessor
 
 if TYPE_CHECKING:
@@ -70,7 +72,7 @@ class StyledParams:
 
 
 class UpdateStyle(LogitsProcessor):
-    """Base class of processors that get the changes of the batch (`batch_update`), and every row."""
+    """Base class of processors that receive every row and the changes of the batch (`batch_update`)."""
 
     applies_to_all: ClassVar[bool] = True
     keeps_rows: ClassVar[bool] = True  # this style cannot declare it, so assume that rows are recorded
@@ -90,6 +92,7 @@ class SlotStyle(LogitsProcessor):
         """Accept any arguments, as in `UpdateStyle`."""
 
 
+_PURPOSE = "logits processors in the style of vLLM or of slot-based engines"
 STYLES: dict[str, Any] = {"batch_update": UpdateStyle, "share_inputs": SlotStyle}
 
 
@@ -107,9 +110,7 @@ def styled(kind: Any) -> Any:
 
 def arguments_of(kind: type, config: EngineConfig) -> list[Any]:
     """Return those of (config, device, is_pin_memory) that the `__init__` of an `UpdateStyle` class takes."""
-    import torch
-
-    device = torch.device("cpu" if config.device == "auto" else config.device)
+    device = torch_for(_PURPOSE).device("cpu" if config.device == "auto" else config.device)
     in_order = (config, device, False)
     by_name = {"device": device, "is_pin_memory": False}
     values: list[Any] = []
@@ -123,6 +124,11 @@ def arguments_of(kind: type, config: EngineConfig) -> list[Any]:
             break
         values.append(by_name.get(parameter.name, in_order[index]))
     return values
+
+
+def needs_tensors(processor: LogitsProcessor) -> bool:
+    """Return True if a processor gets torch tensors, which are then imported."""
+    return isinstance(processor, UpdateStyle | SlotStyle) and torch_for(_PURPOSE) is not None
 
 
 class Updates:

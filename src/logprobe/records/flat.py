@@ -7,24 +7,25 @@ that vLLM's class of this name has.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
 
 from logprobe.records.forms import frames, html, picture, wire
-from logprobe.records.store.entries import Entries, texts_of, with_holes
+from logprobe.records.store.entries import Entries, RowLists, logs_outside_top, texts_of, with_holes
 from logprobe.records.store.inputs import (
     given_columns,
+    lists_of,
     row_entries,
     row_from_columns,
     row_from_position,
     spans_of,
+    step_row,
 )
 from logprobe.records.store.rows import Rows
-from logprobe.records.store.side import NOTHING, IdRuns, Parts, Side
 from logprobe.records.store.steps import Steps
-from logprobe.records.values import Logprob, LogprobsOnePosition
+from logprobe.records.values import IdLists, Logprob, LogprobsOnePosition
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -94,7 +95,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         Entries.text_list, "Text of each entry: the given one, else the table's, else None."
     )
 
-    __slots__ = ("_lists", "_side", "info", "rows", "table")
+    __slots__ = ("_lists", "rows", "table")
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(
@@ -117,10 +118,8 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         Raises:
             ParameterError: for the reasons given in `append` and `from_columns`.
         """
-        self.rows = Rows()
-        self._side = NOTHING
+        self.rows = Rows(info)
         self.table = table
-        self.info = info
         self._lists: dict[str, tuple[int, TokenTable | None, list[Any]]] = {}  # cache of `ListColumn`
         columns = (end_indices, token_ids, logprobs, ranks, decoded_tokens)
         if start_indices is None and all(column is None for column in columns):
@@ -134,20 +133,24 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         )
         starts: Any = positions if start_indices is None else start_indices
         ends: Any = () if end_indices is None else end_indices
-        self.rows.append_given(spans_of(row_entries(row), starts, ends))
+        self.rows.append_entries(spans_of(row_entries(row), starts, ends))
 
     @classmethod
-    def of(cls, parts: Parts) -> FlatLogprobs:
-        """Create a record from the result of `parts`, without copying arrays."""
-        record = cls(info=parts.info)
-        kept = None if parts.kept is None else IdRuns(*parts.kept)
-        record.rows, record._side = parts.rows, Side(parts.extras, parts.given, kept)
+    def of(cls, rows: Rows, table: TokenTable | None = None) -> FlatLogprobs:
+        """Create a record of the given rows, without copying them."""
+        record = cls.__new__(cls)
+        record.rows, record.table = rows, table
+        record._lists = {}  # noqa: SLF001 - own class
         return record
 
-    def parts(self) -> Parts:
-        """Return everything in the record except its token table, for serialization, without copies."""
-        length = len(self)  # read once: another thread may append meanwhile
-        return Parts(self.rows.cut(range(length)), *self._side.columns(length), self.info)
+    @property
+    def info(self) -> LogprobsInfo | None:
+        """Metadata of the record."""
+        return self.rows.info
+
+    @info.setter
+    def info(self, info: LogprobsInfo | None) -> None:
+        self.rows.info = info
 
     @classmethod
     def from_columns(
@@ -177,12 +180,12 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
             ParameterError: an id or rank is negative, or a log-probability is +inf. Nothing is added.
         """
         if logprobs_one_position is None:
-            self._add_nothing_beside(1)
             self.rows.append_none()
             return
-        entries = row_entries(row := row_from_position(logprobs_one_position))
-        self._add_nothing_beside(1)
-        self.rows.append_position(row, entries)
+        row = row_from_position(logprobs_one_position)
+        step = step_row(row, self.rows.width - 1)
+        if step is None or not self.rows.append_step(*step, False):
+            self.rows.append_entries(row_entries(row))
 
     def append_fast(
         self,
@@ -197,13 +200,10 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
             ParameterError: a column has too few values, an id or rank is negative, or a log-probability is
                 +inf. Nothing is added.
         """
-        if self._side.is_empty:
-            row = self.rows.append_soon(token_ids, logprobs, ranks, decoded_tokens)
-            if row is None:
-                return
-        else:
-            row = row_from_columns(token_ids, logprobs, ranks, decoded_tokens)
-        self.append_entries(row_entries(row))
+        ids, values, of_rank, texts = lists_of(token_ids, logprobs, ranks, decoded_tokens)
+        is_step = bool(ids) and of_rank[1:] == [*range(1, len(ids))]
+        if not (is_step and self.rows.append_step(ids, values, of_rank[0], texts, True)):
+            self.rows.append_entries(row_entries(RowLists(ids, values, of_rank, texts)))
 
     def append_rows(
         self,
@@ -231,48 +231,26 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
             ParameterError: the shapes do not match, an id or rank is negative, a log-probability is +inf,
                 or a column is unknown. Nothing is added.
         """
-        is_bare = self._side.is_empty and not extras and given is None and kept is None
+        is_bare = not extras and given is None and kept is None
         if is_bare and self.rows.append_one(token_ids, logprobs, ranks):  # fast path, called for every token
             return
         steps = Steps.of(token_ids, logprobs, ranks)
         if not is_bare:
             named = None if given is None else given_columns(given)
-            self._add_beside(steps.num_rows, extras, named, kept)
-        self.rows.append_step(steps)
-
-    def _add_beside(
-        self,
-        num_new: int,
-        extras: Mapping[str, npt.ArrayLike | None],
-        named: Entries | None,
-        kept: tuple[npt.ArrayLike, npt.ArrayLike] | None,
-    ) -> None:
-        if self._side is NOTHING:
-            self._side = Side()
-        self._side.append(len(self), num_new, extras, named, kept)
-
-    def _add_nothing_beside(self, num_new: int) -> None:
-        if not self._side.is_empty:
-            self._side.append(len(self), num_new, {})
+            self.rows.append_beside(len(steps.ranks), extras, named, kept)
+        self.rows.append_steps(steps)
 
     def append_entries(self, entries: Entries) -> None:
         """Append consecutive positions exactly as given."""
-        self._add_nothing_beside(len(entries.offsets) - 1)
         self.rows.append_entries(entries)
 
     def extend(self, values: Iterable[LogprobsOnePosition | None]) -> None:
         """Append positions; another `FlatLogprobs` is appended column by column."""
-        if not isinstance(values, FlatLogprobs):
-            for position in values:
-                self.append(position)
+        if isinstance(values, FlatLogprobs):
+            self.rows.extend(values.copy().rows)
             return
-        added = values[:]
-        beside = added._side  # noqa: SLF001 - same class
-        if not (self._side.is_empty and beside.is_empty):
-            extras, given, kept = beside.columns(len(added))
-            named = None if given is None else given.entries(0, given.num_rows)
-            self._add_beside(len(added), extras, named, kept)
-        self.rows.extend(added.rows)
+        for position in values:
+            self.append(position)
 
     def _refuse(self, *_: object) -> NoReturn:
         raise TypeError(
@@ -291,7 +269,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
     def __getitem__(self, index: int | slice) -> LogprobsOnePosition | FlatLogprobs | None:
         places = range(self.rows.num_rows)
         if isinstance(index, slice):
-            return self._cut(places[index])
+            return FlatLogprobs.of(self.rows.cut(places[index]), self.table)
         return self._position(places[operator.index(index)])
 
     def __iter__(self) -> Iterator[LogprobsOnePosition | None]:
@@ -320,9 +298,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
 
     def with_table(self, table: TokenTable | None) -> FlatLogprobs:
         """Return a record with the same rows whose token texts come from `table`."""
-        joined = self[:]
-        joined.table = table
-        return joined
+        return FlatLogprobs.of(self.copy().rows, table)
 
     def chosen(self, index: int) -> tuple[int, Logprob] | None:
         """Return the id and `Logprob` of the chosen token at a position; None if the position is empty."""
@@ -341,20 +317,13 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         texts = texts_of(row.token_ids, row.texts, self.table)
         return dict(zip(row.token_ids, map(Logprob, row.logprobs, row.ranks, texts), strict=True))
 
-    def _cut(self, places: range) -> FlatLogprobs:
-        part = FlatLogprobs(table=self.table, info=self.info)
-        part.rows = self.rows.cut(places)
-        if not self._side.is_empty:
-            part._side = self._side.cut(places, len(self))
-        return part
-
     def to_bytes(self, precision: Precision = "float32") -> bytes:
         """Serialize the record to bytes, without loss if `precision` is "float32".
 
         Raises:
             ParameterError: `precision` is unknown, or it is below float32 and a value is NaN or positive.
         """
-        return wire.encode(self.parts(), precision)
+        return wire.encode(self.copy().rows, precision)
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> FlatLogprobs:
@@ -367,23 +336,23 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
 
     def to_arrow(self) -> pa.Table:
         """Return a table for inspection with one row per position; to write files, use `records.to_arrow`."""
-        return frames.table(self.parts(), self.table)
+        return frames.table(self.copy().rows, self.table)
 
     def to_pandas(self) -> Any:
         """Return `to_arrow` as a pandas data frame; raises `ParameterError` if pandas is not installed."""
-        return frames.to_pandas(self.parts(), self.table)
+        return frames.to_pandas(self.copy().rows, self.table)
 
     def to_polars(self) -> Any:
         """Return `to_arrow` as a polars data frame; raises `ParameterError` if polars is not installed."""
-        return frames.to_polars(self.parts(), self.table)
+        return frames.to_polars(self.copy().rows, self.table)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict of plain values: `info`, and the rows of `to_arrow` under `positions`."""
-        return frames.to_dict(self.parts(), self.table)
+        return frames.to_dict(self.copy().rows, self.table)
 
     def to_json(self) -> str:
         """Return `to_dict` as JSON. -inf becomes -9999, inf (in extra columns only) 9999, and NaN null."""
-        return frames.to_json(self.parts(), self.table)
+        return frames.to_json(self.copy().rows, self.table)
 
     def plot(self) -> Picture:
         """Plot surprisals and calibration; needs matplotlib (`pip install 'logprobe[plot]'`).
@@ -391,7 +360,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         Raises:
             ParameterError: matplotlib is not installed, or the record has no tokens.
         """
-        return picture.draw_record(self.parts(), self.table)
+        return picture.draw_record(self.copy().rows, self.table)
 
     def __reduce__(self) -> tuple[Callable[[bytes], FlatLogprobs], tuple[bytes]]:
         return FlatLogprobs.from_bytes, (self.to_bytes(),)
@@ -399,12 +368,12 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
     @property
     def extras(self) -> dict[str, Array]:
         """Extra columns by name, each of shape (T,); NaN where a value is missing."""
-        return {} if self._side is NOTHING else self._side.extras(len(self))
+        return self.rows.extras(len(self))
 
     @property
     def entropy(self) -> Array | None:
         """Entropy of each position's whole distribution, (T,) float32 in nats; NaN where missing."""
-        return self._side.column("entropy", len(self))
+        return self.extras.get("entropy")
 
     @property
     def log_kept_mass(self) -> Array | None:
@@ -414,21 +383,18 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         requests). None for raw records. If only masks and truncation changed a row, a kept token's raw
         logprob at that temperature is the sum of its processed logprob and this value.
         """
-        return self._side.column("log_kept_mass", len(self))
+        return self.extras.get("log_kept_mass")
 
     @property
-    def kept(self) -> IdRuns | None:
+    def kept(self) -> IdLists | None:
         """Token ids that masks and truncation kept at each position, ascending; None if not requested."""
-        return self._side.kept
+        return self.rows.kept(len(self))
 
     @property
     def given(self) -> FlatLogprobs | None:
         """Record of the caller-specified token ids at each position; None if there are none."""
-        return (
-            None
-            if self._side.given is None
-            else FlatLogprobs.of(Parts(self._side.given, {}, None, None, None))
-        )
+        rows = self.rows.given(len(self))
+        return None if rows is None else FlatLogprobs.of(rows)
 
     @property
     def is_valid(self) -> Array:
@@ -461,7 +427,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
 
         The entries are the k most likely tokens and the chosen token. NaN for positions without a prediction.
         """
-        return self.rows.other_logprobs(0, len(self))
+        return self._logs_outside_top(with_chosen=True)
 
     @property
     def outside_top_logprob(self) -> Array:
@@ -469,12 +435,17 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
 
         The chosen token makes no difference. NaN for positions without a prediction.
         """
-        return self.rows.outside_top_logprobs(0, len(self))
+        return self._logs_outside_top(with_chosen=False)
+
+    def _logs_outside_top(self, *, with_chosen: bool) -> Array:
+        length = len(self)  # read once: another thread may append meanwhile
+        chosen, top = self.rows.chosen_entries(0, length), self.rows.top_entries(0, length)
+        return logs_outside_top(chosen, top, with_chosen=with_chosen)
 
     @property
     def nbytes(self) -> int:
         """Size of the stored values in bytes; texts and unused capacity are not counted."""
-        return self.rows.nbytes + self._side.nbytes(len(self))
+        return self.rows.nbytes
 
     @property
     def num_entries(self) -> int:

@@ -1,4 +1,4 @@
-"""Pad records of different lengths into (B, T) tensors with a mask, for batched losses."""
+"""Pad records of different lengths into (B, T) arrays with a mask, for batched losses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
-from logprobe.errors import require
+from logprobe.errors import MissingPackageError, require
 from logprobe.records.rows import EXTRAS
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from logprobe.records.flat import FlatLogprobs
+    from logprobe.records.rows import Column
     from logprobe.records.store.columns import Array
 
 Padding: TypeAlias = Literal["right", "left"]
@@ -24,31 +25,41 @@ Padding: TypeAlias = Literal["right", "left"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedLogprobs:
-    """Chosen tokens of B records, padded to T columns; the padding is 0 (`pad_token_id` in `token_ids`)."""
+    """Chosen tokens of B records, padded to T columns; the padding is 0 (`pad_token_id` in `token_ids`).
 
-    token_ids: torch.Tensor  # (B, T) int64, `pad_token_id` where `mask` is False
-    logprobs: torch.Tensor  # (B, T) float32, nats
-    mask: torch.Tensor  # (B, T) bool, True at real tokens
-    # (B, T) each; columns that all records have
-    extras: dict[str, torch.Tensor] = field(default_factory=dict)
+    The fields are NumPy arrays; `to` returns them as torch tensors.
+    """
+
+    token_ids: Column  # (B, T) int64, `pad_token_id` where `mask` is False
+    logprobs: Column  # (B, T) float32, nats
+    mask: Column  # (B, T) bool, True at real tokens
+    extras: dict[str, Column] = field(default_factory=dict)  # (B, T) each; columns that all records have
 
     @property
-    def entropy(self) -> torch.Tensor | None:
+    def entropy(self) -> Column | None:
         """(B, T) float32, nats; None if any record lacks it."""
         return self.extras.get("entropy")
 
     @property
-    def log_kept_mass(self) -> torch.Tensor | None:
+    def log_kept_mass(self) -> Column | None:
         """(B, T) float32, nats; None if any record lacks it."""
         return self.extras.get("log_kept_mass")
 
     def to(self, device: torch.device | str) -> PaddedLogprobs:
-        """Copy all tensors to a device."""
+        """Return all columns as torch tensors on a device; on the CPU they share the arrays' memory.
+
+        Raises:
+            MissingPackageError: torch is not installed.
+        """
+        try:
+            import torch
+        except ImportError as error:
+            raise MissingPackageError("tensors need torch; pip install 'logprobe[torch]'") from error
         return PaddedLogprobs(
-            token_ids=self.token_ids.to(device),
-            logprobs=self.logprobs.to(device),
-            mask=self.mask.to(device),
-            extras={name: values.to(device) for name, values in self.extras.items()},
+            token_ids=torch.as_tensor(self.token_ids, device=device),
+            logprobs=torch.as_tensor(self.logprobs, device=device),
+            mask=torch.as_tensor(self.mask, device=device),
+            extras={name: torch.as_tensor(column, device=device) for name, column in self.extras.items()},
         )
 
 
@@ -59,7 +70,7 @@ def to_padded(
     side: Padding = "right",
     pad_token_id: int = 0,
 ) -> PaddedLogprobs:
-    """Stack the chosen tokens of records and their log-probabilities into padded tensors of one shape.
+    """Stack the chosen tokens of records and their log-probabilities into padded arrays of one shape.
 
     Args:
         records: records of completions or scores. Every position must have entries; a prompt's first
@@ -71,8 +82,6 @@ def to_padded(
     Raises:
         ParameterError: a record is longer than `length`, a position has no entries, or `side` is unknown.
     """
-    import torch
-
     require(side in ("right", "left"), "side", f"must be right or left, got {side!r}")
     for number, record in enumerate(records):
         is_whole = bool((np.diff(record.arrays.offsets) > 0).all())
@@ -81,20 +90,20 @@ def to_padded(
     width = longest if length is None else length
     require(longest <= width, "length", f"is {width}, but a record has {longest} positions")
 
-    def tensor(columns: Sequence[Array], dtype: npt.DTypeLike, fill: int = 0) -> torch.Tensor:
+    def padded(columns: Sequence[Array], dtype: npt.DTypeLike, fill: int = 0) -> Array:
         table = np.full((len(records), width), fill, dtype)
         for row, values in zip(table, columns, strict=True):
             row[slice(len(values)) if side == "right" else slice(width - len(values), None)] = values
-        return torch.from_numpy(table)
+        return table
 
     extras = [record.extras for record in records]
     chosen = [record.chosen_entries() for record in records]
     return PaddedLogprobs(
-        token_ids=tensor([entries.token_ids for entries in chosen], np.int64, pad_token_id),
-        logprobs=tensor([entries.logprobs for entries in chosen], np.float32),
-        mask=tensor([np.ones(len(record), np.bool_) for record in records], np.bool_),
+        token_ids=padded([entries.token_ids for entries in chosen], np.int64, pad_token_id),
+        logprobs=padded([entries.logprobs for entries in chosen], np.float32),
+        mask=padded([np.ones(len(record), np.bool_) for record in records], np.bool_),
         extras={
-            name: tensor([columns[name] for columns in extras], dtype)
+            name: padded([columns[name] for columns in extras], dtype)
             for name, dtype in EXTRAS.items()
             if extras and all(name in columns for columns in extras)
         },

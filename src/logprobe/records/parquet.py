@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Self
 from logprobe._arrow import pa, pq
 from logprobe.errors import InputError
 from logprobe.records.flat import FlatLogprobs
-from logprobe.records.forms.arrow import batch_of, parts_of, required_fields, schema
+from logprobe.records.forms.arrow import batch_of, required_fields, rows_of, schema
 from logprobe.records.forms.arrow_validity import as_input_error, check_counts, check_names
+from logprobe.records.forms.versions import check_parquet
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -43,7 +44,7 @@ def to_arrow(
         ParameterError: `byte_offsets` or `token_ids` has the wrong length, or the ids differ from the
             record's.
     """
-    return batch_of(record.parts(), request_id, byte_offsets=byte_offsets, token_ids=token_ids)
+    return batch_of(record.copy().rows, request_id, byte_offsets=byte_offsets, token_ids=token_ids)
 
 
 def from_arrow(batch: pa.RecordBatch | pa.Table) -> FlatLogprobs:
@@ -52,7 +53,7 @@ def from_arrow(batch: pa.RecordBatch | pa.Table) -> FlatLogprobs:
     Raises:
         InputError: a column is missing or malformed, or the rows belong to several requests.
     """
-    return FlatLogprobs.of(parts_of(batch))
+    return FlatLogprobs.of(rows_of(batch))
 
 
 def write_parquet(path: str | Path, records: Mapping[str, FlatLogprobs]) -> None:
@@ -88,6 +89,7 @@ def iter_parquet(path: str | Path) -> Iterator[tuple[str, FlatLogprobs]]:
     """
     waiting: list[pa.RecordBatch] = []
     with as_input_error(path), pq.ParquetFile(path) as file:
+        check_parquet(file.schema_arrow.metadata, "the file")
         check_names(file.schema_arrow, required_fields())
         check_counts(file.metadata.num_rows, Path(path).stat().st_size)
         for batch in file.iter_batches(batch_size=ROWS_A_GROUP):

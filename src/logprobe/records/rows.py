@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from logprobe.records.store.columns import Array
 
+Column: TypeAlias = "Array | Tensor"
+"""A NumPy array if the compute device is the CPU, otherwise a torch tensor."""
 Send: TypeAlias = "Callable[[Tensor], Callable[[], Tensor]]"
 """Function that starts copying a tensor to the host and returns a function that waits for the copy."""
 EXTRAS: Final[dict[str, np.dtype[Any]]] = {
@@ -39,10 +41,10 @@ KERNEL_EXTRAS: Final = tuple(name for name in EXTRAS if name != "log_kept_mass")
 class GivenLogprobs:
     """Log-probabilities of caller-specified token ids, any number per row."""
 
-    offsets: Tensor  # (B + 1,) int64: row b owns entries [offsets[b], offsets[b + 1])
-    token_ids: Tensor  # (N,) int32
-    logprobs: Tensor  # (N,) float32, nats
-    ranks: Tensor  # (N,) int32: 1 + number of strictly greater logits
+    offsets: Column  # (B + 1,) int64: row b owns entries [offsets[b], offsets[b + 1])
+    token_ids: Column  # (N,) int32
+    logprobs: Column  # (N,) float32, nats
+    ranks: Column  # (N,) int32: 1 + number of strictly greater logits
 
     def rows(self, start: int, stop: int) -> GivenLogprobs:
         """Return rows [start, stop); the entry arrays are shared whole, so the offsets stay valid."""
@@ -56,22 +58,25 @@ class GivenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRows:
-    """Log-probabilities and other values computed from rows of logits; column 0 is the chosen token."""
+    """Log-probabilities and other values computed from rows of logits; column 0 is the chosen token.
 
-    token_ids: Tensor  # (B, k + 1) int32; row b has num_logprobs[b] + 1 entries, the others are undefined
-    logprobs: Tensor  # (B, k + 1) float32, nats
-    ranks: Tensor  # (B,) int32, of the chosen token: 1 + number of strictly greater logits
-    lse: Tensor  # (B,) float32, log-sum-exp of the row's logits
-    num_logprobs: Tensor  # (B,) int32, k of each row
-    is_valid: Tensor  # (B,) bool; False if the row's logits had NaN or +inf, or only -inf
-    extras: Mapping[str, Tensor] = field(default_factory=dict)  # (B,) each; requested columns from EXTRAS
+    The fields are NumPy arrays if the logits are on the CPU, otherwise torch tensors on their device.
+    """
+
+    token_ids: Column  # (B, k + 1) int32; row b has num_logprobs[b] + 1 entries, the others are undefined
+    logprobs: Column  # (B, k + 1) float32, nats
+    ranks: Column  # (B,) int32, of the chosen token: 1 + number of strictly greater logits
+    lse: Column  # (B,) float32, log-sum-exp of the row's logits
+    num_logprobs: Column  # (B,) int32, k of each row
+    is_valid: Column  # (B,) bool; False if the row's logits had NaN or +inf, or only -inf
+    extras: Mapping[str, Column] = field(default_factory=dict)  # (B,) each; requested columns from EXTRAS
     given: GivenLogprobs | None = None  # caller-specified ids; None if there are none
 
     def __repr__(self) -> str:
         return f"<DeviceRows: {len(self.ranks)} rows, k = {self.token_ids.shape[1] - 1}>"
 
     @property
-    def entropy(self) -> Tensor | None:
+    def entropy(self) -> Column | None:
         """(B,) float32, nats; None if not requested."""
         return self.extras.get("entropy")
 
@@ -90,15 +95,15 @@ class DeviceRows:
         )
 
     def to_host(self) -> HostRows:
-        """Return the rows on the host: as views of CPU tensors, or as one packed copy from another device."""
+        """Return the rows on the host: the arrays themselves, or one packed copy from another device."""
         return self.arriving(lambda packed: packed.cpu)()
 
     def arriving(self, send: Send) -> Callable[[], HostRows]:
         """Start the copy of `to_host` and return a function that waits for it and returns the rows."""
-        tensors = [self.token_ids, self.logprobs, self.ranks, *self.extras.values()]
+        columns = [self.token_ids, self.logprobs, self.ranks, *self.extras.values()]
         if self.given is not None:
-            tensors += [self.given.offsets, self.given.token_ids, self.given.logprobs, self.given.ranks]
-        arrive = arriving(tensors, send)
+            columns += [self.given.offsets, self.given.token_ids, self.given.logprobs, self.given.ranks]
+        arrive = arriving(columns, send)
 
         def rows() -> HostRows:
             token_ids, logprobs, ranks, *others = arrive()
@@ -299,24 +304,30 @@ def _joined_extras(parts: Sequence[HostRows]) -> dict[str, Array]:
 def host_array(values: npt.ArrayLike | Tensor) -> Array:
     """Convert a list, an array, or a tensor on any device to a NumPy array; bfloat16 becomes float32."""
     if not hasattr(values, "detach"):
-        return np.asarray(values)
-    import torch
-
+        array = np.asarray(values)
+        return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
     tensor: Tensor = values.detach().cpu()
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
 
 
-def on_host(tensors: Sequence[Tensor]) -> list[Array]:
-    """Return tensors as NumPy arrays: as views of CPU tensors, or as one packed copy from another device."""
-    return arriving(tensors, lambda packed: packed.cpu)()
+def on_host(columns: Sequence[Column]) -> list[Array]:
+    """Return arrays, or tensors on one device, as NumPy arrays; only tensors off the CPU are copied."""
+    return arriving(columns, lambda packed: packed.cpu)()
 
 
-def arriving(tensors: Sequence[Tensor], send: Send) -> Callable[[], list[Array]]:
-    """Start the copy of `on_host` and return a function that waits for it and returns the arrays."""
+def arriving(columns: Sequence[Column], send: Send) -> Callable[[], list[Array]]:
+    """Start the copy of `on_host` and return a function that waits for it and returns the arrays.
+
+    Tensors on another device than the CPU become one packed copy.
+    """
+    if all(isinstance(column, np.ndarray) or column.device.type == "cpu" for column in columns):
+        return lambda: [column if isinstance(column, np.ndarray) else column.numpy() for column in columns]
+    return _arriving(columns, send)
+
+
+def _arriving(tensors: Sequence[Any], send: Send) -> Callable[[], list[Array]]:
     import torch
 
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        return lambda: [tensor.numpy() for tensor in tensors]
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     # Start each tensor at a multiple of 8 bytes, so that its view is aligned.
     starts = np.cumsum([0, *(-(-size // 8) * 8 for size in sizes)]).tolist()

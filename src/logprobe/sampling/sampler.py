@@ -8,14 +8,14 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from logprobe.kernels.draw.api import draw, truncated_
 from logprobe.kernels.draw.params import Drawn, DrawParams
 from logprobe.kernels.extraction.api import check_requests, extract_checked
+from logprobe.kernels.placement import as_rows
 from logprobe.records.rows import DeviceRows, HostRows
 from logprobe.sampling.kept import kept_ids, log_kept_mass
 from logprobe.sampling.params import extras_of
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from logprobe.kernels.draw.params import FloatArray
+    from logprobe.kernels.placement import Rows
     from logprobe.records.rows import Send
     from logprobe.records.store.columns import Array
     from logprobe.sampling.params import NamedIds, SamplingParams
@@ -101,7 +101,7 @@ class Sampler:
     5. penalties on tokens seen already;
     6. temperature: logits / temperature (0: the most likely token, without sampling or steps 7-9);
     7. top-k: the k largest, ties by ascending id;
-    8. top-p: of these, the smallest set of most likely tokens with at least that share of their mass;
+    8. top-p: of these, the smallest set of most likely tokens whose normalized probabilities sum to top-p;
     9. min-p: of these, the tokens at least min-p times as likely as the most likely one;
     10. the rest, renormalized, is *processed*;
     11. one uniform number from the request's own generator picks the token.
@@ -112,17 +112,17 @@ class Sampler:
 
     def sample(
         self,
-        logits: Tensor,
+        logits: Rows,
         params: Sequence[SamplingParams],
         uniforms: NDArray[np.float64],
-        changed: Tensor | None = None,
+        changed: Rows | None = None,
         forced: Sequence[int | None] = (),
         named: Sequence[NamedIds] | None = None,
     ) -> SampledRows:
         """Sample one token per row.
 
         Args:
-            logits: (B, V) float32 logits of the model.
+            logits: (B, V) float32 logits of the model; an array, or a tensor.
             params: parameters of each row.
             uniforms: (B,) random numbers in [0, 1), one for each row.
             changed: (R, V) logits of the first R rows after the processors; None: no processors ran.
@@ -133,14 +133,15 @@ class Sampler:
 
     def draw(
         self,
-        logits: Tensor,
+        logits: Rows,
         params: Sequence[SamplingParams],
         uniforms: NDArray[np.float64],
-        changed: Tensor | None = None,
+        changed: Rows | None = None,
         forced: Sequence[int | None] = (),
         named: Sequence[NamedIds] | None = None,
     ) -> SampledRows:
         """Do the same as `sample`, but leave the raw log-probabilities on the device of the logits."""
+        logits, changed = as_rows(logits), None if changed is None else as_rows(changed)
         settings = self._settings
         if named is not None:  # ids of this step only: not reusable
             settings = _BatchSettings(params, logits.shape[1], named)
@@ -211,19 +212,19 @@ class _Report:
             **extras_of(*reported),
         )
 
-    def of(self, logits: Tensor, drawn: Drawn) -> DeviceRows:
+    def of(self, logits: Rows, drawn: Drawn) -> DeviceRows:
         """Compute the log-probabilities from the logits of all rows of the batch."""
         return self.of_own(logits if self.is_whole else logits[self.rows], drawn)
 
-    def of_own(self, logits: Tensor, drawn: Drawn) -> DeviceRows:
+    def of_own(self, logits: Rows, drawn: Drawn) -> DeviceRows:
         """Compute the log-probabilities from logits of the reported rows only."""
         chosen = drawn.token_ids if self.is_whole else drawn.token_ids[self.rows]
-        return extract_checked(logits, self._requests.of_tokens(torch.from_numpy(chosen)))
+        return extract_checked(logits, self._requests.of_tokens(chosen))
 
 
 def _processed(
-    logits: Tensor,
-    changed: Tensor | None,
+    logits: Rows,
+    changed: Rows | None,
     drawn: Drawn,
     report: _Report,
     temperatures: FloatArray,
@@ -263,7 +264,7 @@ def _wants_processed(params: SamplingParams) -> bool:
     return params.logprobs is not None and params.logprobs_mode != "raw_logprobs"
 
 
-def _draw(logits: Tensor, changed: Tensor | None, settings: DrawParams) -> Drawn:
+def _draw(logits: Rows, changed: Rows | None, settings: DrawParams) -> Drawn:
     if changed is None:
         return draw(logits, settings)
     first, rest = slice(0, len(changed)), slice(len(changed), None)
@@ -274,13 +275,14 @@ def _draw(logits: Tensor, changed: Tensor | None, settings: DrawParams) -> Drawn
     return drawn
 
 
-def _copied(logits: Tensor, changed: Tensor | None, rows: list[int]) -> Tensor:
+def _copied(logits: Rows, changed: Rows | None, rows: list[int]) -> Any:
     """Return copies of some rows: from `changed`, which has the first rows, otherwise from `logits`."""
     num_changed = 0 if changed is None else len(changed)
-    parts = [logits[[row for row in rows if row >= num_changed]]]
+    copied: Any = logits[rows]
     if changed is not None:
-        parts.insert(0, changed[[row for row in rows if row < num_changed]])
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+        own = [row for row in rows if row < num_changed]  # the first ones
+        copied[: len(own)] = changed[own]
+    return copied
 
 
 def _columns(params: Sequence[SamplingParams]) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:

@@ -116,10 +116,10 @@ def field_members(service: Service, params: SamplingParams, num_choices: int) ->
     form = None if params.response_format is None else format_args(params.response_format)
     schema = None if form is None else form.json_schema
     if schema is None:
-        what = '"members" requires a JSON schema; set response_format to a json_schema, or use true'
+        what = '"members" requires a JSON schema; set response_format to a json_schema, or send true'
         raise bad_request(FIELD, what)
     if params.logprobs_mode == "processed_logprobs":
-        what = '"members" requires raw logprobs; set logprobs_mode to raw_logprobs or both, or use true'
+        what = '"members" requires raw logprobs; set logprobs_mode to raw_logprobs or both, or send true'
         raise bad_request(FIELD, what)
     check_count(service.settings, "max_field_rows", FIELD, num_choices, "choices, which need a row each")
     known = Schema(schema)
@@ -127,5 +127,5 @@ def field_members(service: Service, params: SamplingParams, num_choices: int) ->
         known.check()
     except ParameterError as error:
         what = str(error).removeprefix(f"{error.parameter}: ")
-        raise bad_request(FIELD, f'"members" does not support this schema: {what}; or use true') from error
+        raise bad_request(FIELD, f'"members" does not support this schema: {what}; send true') from error
     return FieldMembers(service, num_choices) if known.has_members() else None

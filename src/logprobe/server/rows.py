@@ -250,7 +250,7 @@ def _values(
 ) -> list[tuple[Field, ...]] | None:
     """Return the fields in a JSON text, each as one `Field` per record, or None if it is not complete JSON.
 
-    `parts` has the bytes of each token of which only a part belongs to the text, by position.
+    If only a part of a token belongs to the text, `parts` maps its position to the bytes of that part.
     """
     record, own = records[0], parts or {}
     assert record.table is not None, "records of replies have a token table"

@@ -183,8 +183,8 @@ class ServerSettings:
     max_waiting: Annotated[
         int,
         _limit(
-            help="Maximum requests of one client that wait for capacity; further ones get 429 at once. 0: "
-            "no request waits."
+            help="Maximum requests of one client that wait for capacity; further ones get 429. 0: no request "
+            "waits."
         ),
     ] = 64
     max_field_rows: Annotated[

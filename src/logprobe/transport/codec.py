@@ -212,7 +212,9 @@ class _Incoming:
 
     def _block(self, number: int) -> Array:
         if not 0 <= number < len(self._blocks):
-            raise EngineError(f"a message of {len(self._blocks)} blocks has no block {number}; report this")
+            raise EngineError(
+                f"a message of {len(self._blocks)} blocks has no block {number}; please report this"
+            )
         block = self._blocks[number]
         if isinstance(block, bytes):
             return np.frombuffer(block, np.uint8)
@@ -278,7 +280,9 @@ def _parts_of(arrays: Sequence[Array | None]) -> Parts:
 
 def _arrays_of(block: Array, count: int) -> list[Array | None]:
     if len(block) < count * LINE_BYTES:
-        raise EngineError(f"a block of {len(block)} bytes holds no table of {count} arrays; report this")
+        raise EngineError(
+            f"a block of {len(block)} bytes is too short for {count} arrays; please report this"
+        )
     arrays: list[Array | None] = []
     start = count * LINE_BYTES
     for kind, length, width in block[:start].view(np.int64).reshape(count, 3).tolist():

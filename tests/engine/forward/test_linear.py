@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from logprobe.config import EngineConfig
-from logprobe.engine.forward import ready
+from logprobe.engine.forward import load
 from logprobe.engine.forward.linear import (
     GatedPanels,
     Linear,
@@ -217,7 +217,7 @@ def test_a_module_reads_the_weight_of_a_layer_as_it_was_and_one_of_its_own_class
 def test_a_machine_without_the_kernels_runs_plain_weights_alone(
     tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, weights: Any
 ) -> None:
-    monkeypatch.setattr(ready, "native_library", lambda: None)
+    monkeypatch.setattr(load, "native_library", lambda: None)
     name = str(tiny_model_folder)
     config = EngineConfig(model=name, weights=weights, kv_cache_memory_bytes=1 << 20)
     if weights == "checkpoint":

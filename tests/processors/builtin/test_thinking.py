@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
-import torch
 
 from logprobe.config import EngineConfig
 from logprobe.errors import ParameterError
@@ -13,7 +13,11 @@ from logprobe.processors.arguments import ThinkingBudgetArgs
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from numpy.typing import NDArray
+
     from logprobe import LLM
+
+    Floats = NDArray[np.float32]
 
 START, END = [0], [1]  # one token each
 LONG_START, LONG_END = [0, 2], [3, 2, 1, 4]
@@ -28,16 +32,16 @@ def args(budget: int | None, sentence: str = "", *, is_long: bool = False) -> Th
     )
 
 
-def forced(after: torch.Tensor, before: torch.Tensor) -> list[int | None]:
+def forced(after: Floats, before: Floats) -> list[int | None]:
     """Return the forced token of each row; rows without one must be unchanged."""
     found: list[int | None] = []
     for row, untouched in zip(after, before, strict=True):
-        places = row.isfinite().nonzero().flatten().tolist()
+        places = np.flatnonzero(np.isfinite(row)).tolist()
         if len(places) == 1:
             assert row[places[0]] == 0.0
             found.append(places[0])
         else:
-            assert torch.equal(row, untouched)
+            assert np.array_equal(row, untouched)
             found.append(None)
     return found
 
@@ -170,8 +174,8 @@ def test_a_start_marker_of_a_prompt_is_found_behind_a_space(tiny_llm: LLM, befor
         request_id="x", args=asked, prompt_token_ids=facts.encode(before + start), output_token_ids=[]
     )
     processor.update_state(BatchState([row]))
-    after = processor.apply(torch.zeros(1, facts.vocab_size))
-    assert after[0].isfinite().nonzero().flatten().tolist() == facts.encode(end)[:1]
+    after = processor.apply(np.zeros((1, facts.vocab_size), np.float32))
+    assert np.flatnonzero(np.isfinite(after[0])).tolist() == facts.encode(end)[:1]
 
 
 def test_three_requests_with_budgets_two_none_and_one(

@@ -151,11 +151,11 @@ def test_what_travels_of_a_record_is_what_it_held_when_asked(step: Any, is_besid
 
     for _ in range(3):
         grow()
-    before, parts = record.to_bytes(), record.parts()
+    before, copied = record.to_bytes(), record.copy()
     for _ in range(3):
         grow()
     record.append_fast([7, 8], [-1.0, -2.0], [1, 2], ["a", "b"])
-    assert FlatLogprobs.of(parts).to_bytes() == before
+    assert copied.to_bytes() == before
     assert len(record) == 8
     grow()
     back = FlatLogprobs.from_bytes(record.to_bytes())

@@ -394,7 +394,7 @@ def judge(fitted: Fitted, findings: Findings, max_nats: float) -> None:
         add(
             "does-not-fit",
             off,
-            "{count} of {of} numbers are of no distribution that was asked, up to {worst} nats off",
+            "{count} of {of} numbers fit no distribution that was tried, off by up to {worst} nats",
         )
         return
     add(cause.kind, off, cause.detail, cause.correction)

@@ -367,7 +367,7 @@ class Steady:
         return Ask(form=form, prompt=self._cut(text), max_tokens=max_tokens, params=params)
 
     def _cut(self, text: str, share: int = 2) -> str:
-        """Return the beginning of a text, cut to at most 1 / `share` of the server's context."""
+        """Return the beginning of a text, cut to at most the server's context length / `share`."""
         return self.comparison.reader.tokens.cut(text, self.max_len // share)
 
     def _prompt_ask(self, ids: tuple[int, ...]) -> Ask:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from logprobe.errors import InputError, LogprobeError, OutputError
-from logprobe.private_files import claim
+from logprobe.private_files import claim, sync
 from logprobe.records.forms.finite import finite_fields
 
 if TYPE_CHECKING:
@@ -59,18 +59,13 @@ def write_durably(path: Path, write: Callable[[Path], object]) -> None:
     try:
         claim(unfinished)
         write(unfinished)
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(unfinished)
         unfinished.replace(path)
     except BaseException:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync(path.parent)
 
 
 def _unreadable() -> tuple[type[Exception], ...]:

@@ -26,9 +26,9 @@ def parquet_writer(
 ) -> Iterator[Callable[[pa.Table], None]]:
     """Open a zstd-compressed Parquet file and yield a function that writes a table as a row group.
 
-    `info` is a `LogprobsInfo` as JSON, which is stored in the file's metadata.
+    The file has the metadata of `schema`, and `info`, a `LogprobsInfo` as JSON.
     """
-    whole = schema.with_metadata(None if info is None else {INFO_KEY: info})
+    whole = schema.with_metadata((schema.metadata or {}) | ({} if info is None else {INFO_KEY: info}))
     with pq.ParquetWriter(path, whole, compression="zstd") as writer:
 
         def write(table: pa.Table) -> None:

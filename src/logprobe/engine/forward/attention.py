@@ -271,7 +271,7 @@ def score_rule(query: torch.Tensor, options: dict[str, Any], window: int | None)
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, rule: ScoreRule
 ) -> torch.Tensor:
-    """Do the same as `attend_chunk`, with torch operations on any device and dtype.
+    """Compute `attend_chunk` with torch operations, on any device and dtype.
 
     Args:
         query: (heads, rows, key_dim).

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from logprobe.engine.forward.decoder import Decoder
+from logprobe.engine.forward.device import choose_device, on_device
 from logprobe.engine.forward.kv_cache import KVPool
+from logprobe.engine.forward.load import make_ready
 from logprobe.engine.forward.process_memory import PagedMemory, give_back_memory, return_freed
-from logprobe.engine.forward.ready import make_ready
 from logprobe.engine.forward.system_limits import default_kv_bytes
 from logprobe.errors import EngineClosedError, ParameterError, require
 from logprobe.models import load_config, load_model
@@ -45,11 +46,15 @@ class NativeForward:
 
     def __init__(self, config: EngineConfig, files: ModelFiles, state: State | None = None) -> None:
         """Load the model in `files`, with the weights in `state` if given (name → tensor)."""
-        self.device = _choose_device(config.device)
+        self.device = choose_device(config.device)
         _check_arithmetic(config, self.device)
         self._files, self._is_replaced = files, state is not None
+        with on_device(self.device):
+            self._load(config, state)
+
+    def _load(self, config: EngineConfig, state: State | None) -> None:
         ready = make_ready(
-            files,
+            self._files,
             dtype=None if config.dtype == "auto" else config.dtype,
             device=self.device,
             weights=config.load_config.weights,
@@ -116,7 +121,7 @@ class NativeForward:
             self._memory.release()
             self._memory = None
         give_back_memory()
-        if self.device == "cuda":
+        if self.device != "cpu":
             torch.cuda.empty_cache()
 
     def _reserve_slots(self, kv_bytes: int, ready: ReadyModel) -> None:
@@ -129,7 +134,7 @@ class NativeForward:
                 "kv_cache_memory_bytes", f"one token takes {slot_bytes} bytes, and two must fit; raise it"
             )
         self._memory = _reserve(kv_bytes) if self.device == "cpu" else None
-        if self.device == "cuda":
+        if self.device != "cpu":
             torch.cuda.empty_cache()
             free_bytes, _ = torch.cuda.mem_get_info()
             what = f"{kv_bytes} bytes exceed the {free_bytes} bytes that are free on the GPU"
@@ -243,13 +248,6 @@ def _reserve(kv_bytes: int) -> PagedMemory:
         raise ParameterError(
             "kv_cache_memory_bytes", f"cannot allocate {kv_bytes} bytes ({error}); lower it"
         ) from error
-
-
-def _choose_device(device: str) -> str:
-    has_gpu = torch.cuda.is_available()
-    if device == "cuda" and not has_gpu:
-        raise ParameterError("device", "cuda is not available: torch finds no GPU; use cpu or auto")
-    return ("cuda" if has_gpu else "cpu") if device == "auto" else device
 
 
 def _check_arithmetic(config: EngineConfig, device: str) -> None:

@@ -163,7 +163,7 @@ class TransformersDecoder:
         return self._place.rows(out)[0]
 
     def head(self, hidden: Tensor, lora: LoraWeights | None = None) -> Tensor:
-        """Return (rows, vocabulary) float32 logits for (rows, hidden size) states, all with `lora`."""
+        """Return (rows, vocabulary) float32 logits for (rows, hidden size) states; `lora` applies to all."""
         with self.loras.only(lora, len(hidden), hidden.device):
             return self._head(hidden)
 

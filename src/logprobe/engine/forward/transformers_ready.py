@@ -50,7 +50,7 @@ def load_with_transformers(
     Args:
         files: configuration, tokenizer and weights.
         dtype: dtype of hidden states and logits.
-        device: `cpu` or `cuda`.
+        device: `cpu`, `cuda` or `cuda:N`.
         state: weights to use instead of those in `files`, by parameter name.
         store: cached files of the model; None: nothing is stored.
         why_plain: why the native decoder and weight panels cannot be used; None if they can.
@@ -77,6 +77,7 @@ def load_with_transformers(
 
 def load_on_gpu(
     files: ModelFiles,
+    device: str,
     dtype: str | None,
     weights: Weights,
     state: State | None,
@@ -102,7 +103,7 @@ def load_on_gpu(
                 decoder = cuda_decoder(
                     model,
                     proof,
-                    device="cuda",
+                    device=device,
                     arithmetic="bf16x3" if arithmetic == "auto" else arithmetic,
                     kv_dtype=getattr(torch, kv_dtype),
                 )

@@ -69,7 +69,7 @@ class StepShare:
 
         Args:
             budget: number of tokens or rows to divide.
-            samples: the samples to divide them between.
+            samples: the samples that share the budget.
             wanted: returns the number that a sample can use.
 
         Returns:
@@ -141,7 +141,7 @@ class FairShares:
     def next_in_line(self, waiting: Iterable[Sample], running: Sequence[Sample]) -> Sample | None:
         """Return the next waiting sample to start, or None.
 
-        Passes over callers and calls that already hold their share of places if another does not.
+        Skips callers and calls that already hold their share of places, if another does not.
         """
         first = next((sample for sample in waiting if not sample.is_paused), None)
         if first is None or not self.is_shared:
@@ -218,9 +218,9 @@ def _places(total: int, parties: int) -> int:
 
 
 def _in_turn(first: Sample, line: Iterable[Sample], active: Sequence[Sample], level: _Level) -> Sample:
-    """Return `first`, or the first sample in `line` whose party has less than its share.
+    """Return `first`; if its party has its share, the first sample whose party has less than its share.
 
-    The second applies if the party of `first` (its caller or call, as `level` says) has its share.
+    A party is a caller or a call, as `level` says.
     """
     held = Counter(map(level.name, active))
     waits = any(held[name] < min(level.num_places, count) for name, count in level.num_samples.items())

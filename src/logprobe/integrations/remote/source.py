@@ -128,7 +128,7 @@ class ServerRows:
         """Sample with one HTTP request.
 
         Raises:
-            ParameterError: a field is set that is not sent to servers, or the request cannot be served.
+            ParameterError: a field is set that is not sent to servers, or the server rejects the request.
             LogprobeError: the request failed.
         """
         for name, default in NOT_CARRIED.items():

@@ -51,12 +51,12 @@ OWN_OPTIONS: Final = {
     "additional_config": "is set by this library; leave it out",
     "max_logprobs": "is unlimited here; leave it out (servers have their own limits)",
     "logprobs_mode": "is set per request; use SamplingParams.logprobs_mode",
-    "speculative_config": "is not supported with the capture of rows; leave it out",
-    "return_sampling_mask": "is not supported with the capture of rows; leave it out",
+    "speculative_config": "is not supported with this library's logits processor; leave it out",
+    "return_sampling_mask": "is not supported with this library's logits processor; leave it out",
     "data_parallel_size": "is not supported: only vLLM's first engine returns rows; use a server per replica",
     "skip_tokenizer_init": "is not supported: texts need the tokenizer; leave it out",
 }
-TOLERANCES: Final = {"float32": 1e-4}  # nats, maximum difference of a captured row and the row from vLLM
+TOLERANCES: Final = {"float32": 1e-4}  # nats, maximum difference between the processor's row and vLLM's
 COARSE: Final = 0.1  # nats, for narrower dtypes, as two forward passes may round differently
 CHECKED_PROMPT: Final = (5, 6)
 # Tokens per cache block. vLLM's default on a CPU is 128, but prefixes are only reused in whole blocks; its

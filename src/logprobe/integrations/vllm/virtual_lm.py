@@ -230,7 +230,8 @@ def _as_tensor(rows: npt.NDArray[np.float32]) -> torch.Tensor:
 
 def _shown_to(capture: Capture) -> Callable[[list[Row]], object]:
     """Return a function that passes the rows of a result to a capture."""
-    return getattr(capture, "keep", None) or partial(_apply, capture)
+    keep = getattr(capture, "keep", None)
+    return partial(_apply, capture) if keep is None else lambda rows: keep([_as_tensor(row) for row in rows])
 
 
 def _apply(capture: Capture, rows: list[Row]) -> None:

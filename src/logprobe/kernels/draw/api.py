@@ -8,14 +8,14 @@ is stored as its logit and id.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from logprobe.kernels.draw.params import Drawn
 from logprobe.kernels.draw.reference import draw_reference
 from logprobe.kernels.info import kernel_of, native_library
+from logprobe.kernels.placement import as_rows, like
 from logprobe.kernels.stages import Stage
 
 if TYPE_CHECKING:
@@ -23,16 +23,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from logprobe.kernels.draw.params import DrawParams, FloatArray
+    from logprobe.kernels.placement import Rows
 
 
-def draw(logits: Tensor, params: DrawParams) -> Drawn:
+def draw(logits: Rows, params: DrawParams) -> Drawn:
     """Sample one token per row from (B, V) float32 logits.
 
     On a GPU with Triton, rows without truncation are sampled on the GPU; other rows are copied to the host.
     """
+    logits = as_rows(logits)
+    if isinstance(logits, np.ndarray):
+        return _draw_on_host(logits, params)
     if kernel_of(logits.device.type) == "triton":
-        return _draw_on_gpu(logits, params)
-    return _draw_on_host(logits, params)
+        from torch.cuda import device_of
+
+        with device_of(logits):  # type: ignore[no-untyped-call]  # Triton launches on the current GPU
+            return _draw_on_gpu(logits, params)
+    return _draw_on_host(_copied(logits), params)
 
 
 def _draw_on_gpu(logits: Tensor, params: DrawParams) -> Drawn:
@@ -41,20 +48,28 @@ def _draw_on_gpu(logits: Tensor, params: DrawParams) -> Drawn:
     if not params.is_truncated.any():
         return draw_rows(logits, params)
     drawn = Drawn.empty(len(logits))
-    for is_own, draw_own in ((~params.is_truncated, draw_rows), (params.is_truncated, _draw_on_host)):
-        if len(rows := is_own.nonzero()[0]):
-            own = logits.index_select(0, torch.from_numpy(rows).to(logits.device))
-            drawn.put(rows, draw_own(own, params.rows(rows)))
+    if len(rows := np.flatnonzero(~params.is_truncated)):
+        drawn.put(rows, draw_rows(logits[like(rows, logits)], params.rows(rows)))
+    rows = np.flatnonzero(params.is_truncated)
+    drawn.put(rows, _draw_on_host(_copied(logits[like(rows, logits)]), params.rows(rows)))
     return drawn
 
 
-def _draw_on_host(logits: Tensor, params: DrawParams) -> Drawn:
-    if logits.is_cuda:  # copies to pinned memory are several times faster
-        logits = torch.empty(logits.shape, dtype=logits.dtype, pin_memory=True).copy_(logits)
+def _copied(logits: Tensor) -> NDArray[np.float32]:
+    """Copy logits to the host; from a GPU to pinned memory, which is several times faster."""
+    if not logits.is_cuda:
+        return logits.numpy(force=True)
+    import torch
+
+    pinned = torch.empty(logits.shape, dtype=logits.dtype, pin_memory=True)
+    return pinned.copy_(logits).numpy()
+
+
+def _draw_on_host(logits: NDArray[np.float32], params: DrawParams) -> Drawn:
     if native_library() is None:
         return draw_reference(logits, params)
     drawn = Drawn.empty(len(logits))
-    _draw_rows(logits.numpy(force=True), params, drawn)
+    _draw_rows(logits, params, drawn)
     return drawn
 
 
@@ -78,7 +93,7 @@ def _draw_rows(logits: NDArray[np.float32], params: DrawParams, drawn: Drawn) ->
     ).run()
 
 
-def truncated_(logits: Tensor, drawn: Drawn, rows: list[int], temperatures: FloatArray) -> Tensor:
+def truncated_(logits: Rows, drawn: Drawn, rows: list[int], temperatures: FloatArray) -> Rows:
     """Convert logits to the logits that tokens were sampled from, in place; return them.
 
     Tokens that truncation excluded get -inf. If the temperature is not 0, the row's maximum is subtracted
@@ -90,12 +105,15 @@ def truncated_(logits: Tensor, drawn: Drawn, rows: list[int], temperatures: Floa
         rows: for each row of `logits`, its index in the batch.
         temperatures: (B,), for the whole batch.
     """
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    for position, row in enumerate(rows):
-        cut, cut_id = float(drawn.cut_logits[row]), int(drawn.cut_ids[row])
-        values = logits[position]
-        values.masked_fill_((values < cut) | ((values == cut) & (ids > cut_id)), -torch.inf)
-        if temperatures[row] > 0:
-            # Subtract the maximum first, so that a small temperature causes no overflow to +inf.
-            values.sub_(values.max()).div_(float(temperatures[row]))
+    ids = like(np.arange(logits.shape[1]), logits)
+    with np.errstate(invalid="ignore", over="ignore"):  # of invalid rows, and of quotients below -3.4e38
+        for position, row in enumerate(rows):
+            cut, cut_id = float(drawn.cut_logits[row]), int(drawn.cut_ids[row])
+            values: Any = logits[position]
+            if cut > -np.inf:
+                values[(values < cut) | ((values == cut) & (ids > cut_id))] = -np.inf
+            if temperatures[row] > 0:
+                # Subtract the maximum first, so that a small temperature causes no overflow to +inf.
+                values -= values.max()
+                values /= float(temperatures[row])
     return logits

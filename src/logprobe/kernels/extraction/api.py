@@ -1,43 +1,40 @@
 """Computes log-probabilities, ranks, top-k and extra columns from rows of logits.
 
 Arguments are validated once, before anything is computed; kernels do not check them again. The device of the
-logits selects the kernel.
+logits selects the kernel: NumPy arrays and tensors on the CPU are computed in NumPy's memory by the native
+library, tensors on other devices by `kernels.extraction.device`, which needs torch.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
-from importlib import import_module
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from logprobe.errors import ParameterError
-from logprobe.kernels.info import kernel_of
-from logprobe.records.rows import KERNEL_EXTRAS, DeviceRows, GivenLogprobs
+from logprobe.kernels.info import native_library
+from logprobe.kernels.placement import as_rows, is_array
+from logprobe.records.rows import KERNEL_EXTRAS, DeviceRows, GivenLogprobs, host_array
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from types import ModuleType
 
+    import numpy.typing as npt
     from numpy.typing import NDArray
+    from torch import Tensor
+
+    from logprobe.kernels.placement import Rows
+    from logprobe.records.rows import Column
 
 IdsLike: TypeAlias = "Tensor | NDArray[np.integer] | Sequence[int]"
 GivenLike: TypeAlias = "IdsLike | Sequence[IdsLike | None] | None"
 
-LOGITS_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_MODULES = {
-    "native": "logprobe.kernels.extraction.cpu",
-    "triton": "logprobe.kernels.extraction.triton",
-    "torch": "logprobe.kernels.extraction.reference",
-}
+LOGITS_DTYPES = ("float32", "float16", "bfloat16")
 
 
 def extract(
-    logits: Tensor,
+    logits: Rows,
     chosen_ids: IdsLike,
     k: int | IdsLike,
     *,
@@ -52,13 +49,17 @@ def extract(
     other rows.
 
     Args:
-        logits: (B, V) float32, float16 or bfloat16, any strides.
+        logits: (B, V) float32, float16 or bfloat16, any strides: a torch tensor or a NumPy array, whose
+            bfloat16 is that of `ml_dtypes`.
         chosen_ids: (B,) token ids, one per row, reported in column 0.
         k: number of most probable tokens to report: one number, or (B,) numbers, one per row. 0: the chosen
             token only; -1 or more than V: the whole vocabulary.
         given_ids: further token ids to report with log-probability and rank: a 1-D array for all rows, or a
             sequence of B arrays (or None), one per row.
         **extras: extra columns to compute, by name, such as `entropy=True`.
+
+    Returns:
+        NumPy arrays, or tensors on the logits' device if that is not the CPU.
 
     Raises:
         ParameterError: an argument has a wrong shape or dtype, an id is outside the vocabulary, k < -1, or an
@@ -69,36 +70,47 @@ def extract(
     )
 
 
-def extract_checked(logits: Tensor, requests: RowRequests) -> DeviceRows:
+def extract_checked(logits: Rows, requests: RowRequests) -> DeviceRows:
     """Do the same as `extract`, with arguments that `check_requests` has validated."""
-    output = allocate(requests, logits.device)
+    logits = as_rows(logits)
+    output = allocate_for(logits, requests)
     fill(logits, requests, output)
     return output
 
 
-def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
-    """Compute what `requests` ask for from (B, V) logits, and write it to `output`.
+def fill(logits: Rows, requests: RowRequests, output: DeviceRows) -> None:
+    """Compute what `requests` ask for from (B, V) logits, and write it to `output` on the same device.
 
     Uses the kernel for the device of the logits.
     """
-    _kernel(logits.device.type).fill(logits, requests, output)
+    logits = as_rows(logits)
+    if not isinstance(logits, np.ndarray):
+        from logprobe.kernels.extraction import device
 
+        device.fill(logits, requests, output)
+    elif native_library() is None:
+        from logprobe.kernels.extraction import reference
 
-@functools.cache
-def _kernel(device_type: str) -> ModuleType:
-    return import_module(_MODULES[kernel_of(device_type)])
+        reference.fill(logits, requests, output)
+    else:
+        from logprobe.kernels.extraction import cpu
+
+        cpu.fill(logits, requests, output)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRequests:
-    """What to compute for each of B rows of logits; validated."""
+    """What to compute for each of B rows of logits; validated.
+
+    The fields are NumPy arrays, or tensors if `device.requests_on` has copied them to a device.
+    """
 
     vocab_size: int
-    chosen_ids: Tensor  # (B,) int32
-    num_logprobs: Tensor  # (B,) int32, each in [0, vocab_size]
+    chosen_ids: Column  # (B,) int32
+    num_logprobs: Column  # (B,) int32, each in [0, vocab_size]
     width: int  # columns of the rectangular output: max(num_logprobs) + 1
-    given_offsets: Tensor | None  # (B + 1,) int64 into given_ids, which `rows` does not slice
-    given_ids: Tensor | None  # (N,) int32, the ids of all rows, concatenated
+    given_offsets: Column | None  # (B + 1,) int64 into given_ids, which `rows` does not slice
+    given_ids: Column | None  # (N,) int32, the ids of all rows, concatenated
     extras: tuple[str, ...]  # requested columns, in the order of KERNEL_EXTRAS
 
     def rows(self, start: int, stop: int) -> RowRequests:
@@ -114,45 +126,30 @@ class RowRequests:
             extras=self.extras,
         )
 
-    def of_tokens(self, chosen_ids: Tensor) -> RowRequests:
+    def of_tokens(self, chosen_ids: NDArray[np.int32]) -> RowRequests:
         """Return the same requests with other chosen tokens: (B,) int32 ids, which are not checked."""
         return replace(self, chosen_ids=chosen_ids)
 
-    def to(self, device: torch.device) -> RowRequests:
-        """Return the same requests with every array on `device`."""
-        if device.type == "cpu":
-            return self
-        return RowRequests(
-            vocab_size=self.vocab_size,
-            chosen_ids=copy_to(self.chosen_ids, device),
-            num_logprobs=copy_to(self.num_logprobs, device),
-            width=self.width,
-            given_offsets=None if self.given_offsets is None else copy_to(self.given_offsets, device),
-            given_ids=None if self.given_ids is None else copy_to(self.given_ids, device),
-            extras=self.extras,
-        )
 
-
-def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy `tensor` to `device`; a copy from the host to a GPU is asynchronous, through pinned memory."""
-    if tensor.device.type == "cpu" and device.type == "cuda" and tensor.numel():
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
-
-
-def check_rows(rows: Tensor, parameter: str = "logits") -> tuple[int, int]:
-    """Return the number of rows and the vocabulary size of a (B, V) tensor.
+def check_rows(rows: Rows, parameter: str = "logits") -> tuple[int, int]:
+    """Return the number of rows and the vocabulary size of (B, V) rows.
 
     Raises:
-        ParameterError: `rows` is not a (B, V) tensor of float32, float16 or bfloat16 with V >= 1.
+        ParameterError: `rows` is no array or tensor of shape (B, V), V >= 1, with float32, float16 or
+            bfloat16.
     """
-    if not isinstance(rows, Tensor):
-        raise ParameterError(parameter, f"must be a torch tensor, not {type(rows).__name__}")
-    if rows.dtype not in LOGITS_DTYPES:
+    if not is_array(rows):
+        raise ParameterError(parameter, f"must be a NumPy array or torch tensor, not {type(rows).__name__}")
+    if dtype_of(rows) not in LOGITS_DTYPES:
         raise ParameterError(parameter, f"must be float32, float16 or bfloat16, not {rows.dtype}")
     if rows.ndim != 2 or rows.shape[1] < 1:
         raise ParameterError(parameter, f"must have shape (B, V) with V >= 1, not {tuple(rows.shape)}")
     return rows.shape[0], rows.shape[1]
+
+
+def dtype_of(values: Rows) -> str:
+    """Return the name of the dtype of an array or tensor, such as `float32`."""
+    return str(values.dtype).removeprefix("torch.")
 
 
 def check_ids(ids: object, vocab_size: int, parameter: str) -> NDArray[np.int32]:
@@ -188,8 +185,8 @@ def check_requests(
     offsets, given = _check_given(given_ids, num_rows, vocab_size)
     return RowRequests(
         vocab_size=vocab_size,
-        chosen_ids=torch.from_numpy(_check_chosen(chosen_ids, num_rows, vocab_size)),
-        num_logprobs=torch.from_numpy(num_logprobs),
+        chosen_ids=_check_chosen(chosen_ids, num_rows, vocab_size),
+        num_logprobs=num_logprobs,
         width=1 + int(num_logprobs.max(initial=0)),
         given_offsets=offsets,
         given_ids=given,
@@ -197,10 +194,17 @@ def check_requests(
     )
 
 
-def allocate(
-    requests: RowRequests, device: torch.device, *, dtype: torch.dtype = torch.float32
-) -> DeviceRows:
-    """Allocate the output for `requests`, uninitialized except for the extra columns.
+def allocate_for(logits: Rows, requests: RowRequests) -> DeviceRows:
+    """Allocate the output for `requests` on the device of the logits; see `allocate`."""
+    if isinstance(logits, np.ndarray):
+        return allocate(requests)
+    from logprobe.kernels.extraction import device
+
+    return device.allocate(requests, logits.device)
+
+
+def allocate(requests: RowRequests, *, dtype: npt.DTypeLike = np.float32) -> DeviceRows:
+    """Allocate NumPy arrays for `requests`, uninitialised except for the extra columns.
 
     Extra columns are filled with NaN, which remains if a kernel does not support a column.
     """
@@ -208,21 +212,19 @@ def allocate(
     given = None
     if requests.given_ids is not None and requests.given_offsets is not None:
         given = GivenLogprobs(
-            offsets=copy_to(requests.given_offsets, device),
-            token_ids=copy_to(requests.given_ids, device),
-            logprobs=torch.empty(len(requests.given_ids), dtype=dtype, device=device),
-            ranks=torch.empty(len(requests.given_ids), dtype=torch.int32, device=device),
+            offsets=requests.given_offsets,
+            token_ids=requests.given_ids,
+            logprobs=np.empty(len(requests.given_ids), dtype),
+            ranks=np.empty(len(requests.given_ids), np.int32),
         )
     return DeviceRows(
-        token_ids=torch.empty((num_rows, requests.width), dtype=torch.int32, device=device),
-        logprobs=torch.empty((num_rows, requests.width), dtype=dtype, device=device),
-        ranks=torch.empty(num_rows, dtype=torch.int32, device=device),
-        lse=torch.empty(num_rows, dtype=dtype, device=device),
-        num_logprobs=copy_to(requests.num_logprobs, device),
-        is_valid=torch.empty(num_rows, dtype=torch.bool, device=device),
-        extras={
-            name: torch.full((num_rows,), torch.nan, dtype=dtype, device=device) for name in requests.extras
-        },
+        token_ids=np.empty((num_rows, requests.width), np.int32),
+        logprobs=np.empty((num_rows, requests.width), dtype),
+        ranks=np.empty(num_rows, np.int32),
+        lse=np.empty(num_rows, dtype),
+        num_logprobs=requests.num_logprobs,
+        is_valid=np.empty(num_rows, np.bool_),
+        extras={name: np.full(num_rows, np.nan, dtype) for name in requests.extras},
         given=given,
     )
 
@@ -252,26 +254,29 @@ def _check_k(k: int | IdsLike, num_rows: int, vocab_size: int) -> NDArray[np.int
     return np.full(num_rows, clipped, dtype=np.int32)
 
 
-def _check_given(given_ids: GivenLike, num_rows: int, vocab_size: int) -> tuple[Tensor | None, Tensor | None]:
+def _check_given(
+    given_ids: GivenLike, num_rows: int, vocab_size: int
+) -> tuple[NDArray[np.int64] | None, NDArray[np.int32] | None]:
     if given_ids is None:
         return None, None
     if _is_shared(given_ids):
         shared = check_ids(_flat_ids(given_ids), vocab_size, "given_ids")
         offsets = np.arange(num_rows + 1, dtype=np.int64) * len(shared)
-        return torch.from_numpy(offsets), torch.from_numpy(np.tile(shared, num_rows))
+        return offsets, np.tile(shared, num_rows)
     rows = [np.empty(0, np.int32) if ids is None else _flat_ids(ids) for ids in given_ids]
     if len(rows) != num_rows:
         raise ParameterError("given_ids", f"must have one entry for each of {num_rows} rows, not {len(rows)}")
     flat = check_ids(np.concatenate(rows) if rows else np.empty(0, np.int32), vocab_size, "given_ids")
     offsets = np.zeros(num_rows + 1, dtype=np.int64)
     np.cumsum([len(row) for row in rows], out=offsets[1:])
-    return torch.from_numpy(offsets), torch.from_numpy(flat)
+    return offsets, flat
 
 
 def _is_shared(given_ids: GivenLike) -> bool:
     """Return True if `given_ids` is one list of ids for all rows."""
-    if isinstance(given_ids, (Tensor, np.ndarray)):
-        return given_ids.ndim == 1 and given_ids.dtype != object
+    if is_array(given_ids):
+        array: Any = given_ids
+        return bool(array.ndim == 1 and array.dtype != object)
     return all(isinstance(entry, (int, np.integer)) for entry in given_ids or ())
 
 
@@ -282,8 +287,8 @@ def _flat_ids(ids: object) -> NDArray[np.integer]:
     return flat
 
 
-def _int_array(values: object, parameter: str) -> NDArray[np.integer]:
-    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+def _int_array(values: Any, parameter: str) -> NDArray[np.integer]:
+    array = host_array(values)
     if array.size == 0:
         return array.astype(np.int32)
     if not np.issubdtype(array.dtype, np.integer):

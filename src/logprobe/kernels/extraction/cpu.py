@@ -4,34 +4,32 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
 from logprobe.kernels.stages import Stage
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from logprobe.kernels.arrays import Array
     from logprobe.kernels.extraction.api import RowRequests
     from logprobe.records.rows import DeviceRows
 
 PARALLEL_FROM = 2**15  # number of logits from which more than one thread is faster
-KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 
-def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
+def fill(logits: Array, requests: RowRequests, output: DeviceRows) -> None:
     """Compute what `requests` ask for from (B, V) logits, and write it to `output`; all on the CPU."""
-    logits = logits.detach()
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
+    if logits.strides[1] != logits.itemsize:
+        logits = np.ascontiguousarray(logits)
     given = output.given
     Stage(
         "extract",
         "ExtractArgs",
         num_items=len(logits),
-        is_small=logits.numel() < PARALLEL_FROM,
+        is_small=logits.size < PARALLEL_FROM,
         logits=logits,
         vocab_size=requests.vocab_size,
-        kind=KINDS[logits.dtype],
+        kind=KINDS[logits.dtype.name],
         chosen=requests.chosen_ids,
         num_logprobs=requests.num_logprobs,
         token_ids=output.token_ids,

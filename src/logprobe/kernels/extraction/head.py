@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 
 from logprobe.errors import ParameterError
-from logprobe.kernels.extraction.api import allocate, check_requests, check_rows, fill
+from logprobe.kernels.extraction.api import allocate_for, check_requests, check_rows, fill
+from logprobe.kernels.placement import as_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch import Tensor
+    from contextlib import AbstractContextManager
 
     from logprobe.kernels.extraction.api import GivenLike, IdsLike
+    from logprobe.kernels.placement import Rows
     from logprobe.records.rows import DeviceRows
 
 CHUNK_BYTES = 8 * 2**20
@@ -23,22 +25,21 @@ MAX_CHUNK_BYTES = 32 * 2**20
 GPU_CHUNK_BYTES = 128 * 2**20  # larger than on a CPU, to launch fewer kernels; caches would not help
 
 
-@torch.no_grad()
 def head_extract(
-    hidden: Tensor,
-    head: Callable[[Tensor], Tensor],
+    hidden: Rows,
+    head: Callable[[Any], Rows],
     chosen_ids: IdsLike,
     k: int | IdsLike,
     *,
     given_ids: GivenLike = None,
     chunk_rows: int | None = None,
-    transform: Callable[[Tensor, slice], Tensor] | None = None,
+    transform: Callable[[Any, slice], Rows] | None = None,
     **extras: bool,
 ) -> DeviceRows:
     """Return `extract(head(hidden), ...)`, but hold only one chunk of logits at a time.
 
     Args:
-        hidden: (T, H) final hidden states.
+        hidden: (T, H) final hidden states, an array or a torch tensor, as `head` takes it.
         head: computes (rows, V) logits from (rows, H) hidden states, including the model's scale and soft
             cap. The first chunk has 32 rows if `chunk_rows` is None and `head` has no attribute
             `out_features` (`nn.Linear` has one).
@@ -58,19 +59,21 @@ def head_extract(
     num_rows = _check_hidden(hidden)
     if chunk_rows is not None and chunk_rows < 1:
         raise ParameterError("chunk_rows", f"must be 1 or more, not {chunk_rows}")
-    device = hidden.device.type
+    device = "cpu" if isinstance(hidden, np.ndarray) else hidden.device.type
     size = chunk_rows or default_chunk_rows(getattr(head, "out_features", None), device)
     output = None
     start = 0
     while output is None or start < num_rows:
         rows = slice(start, min(start + size, num_rows))
-        logits = head(hidden[rows])
-        if transform is not None:
-            logits = transform(logits, rows)
+        with _no_grad(hidden):
+            logits = head(hidden[rows])
+            if transform is not None:
+                logits = transform(logits, rows)
+        logits = as_rows(logits)
         if output is None:
             shape = (num_rows, check_rows(logits)[1])
             requests = check_requests(shape, chosen_ids, k, given_ids=given_ids, **extras)
-            output = allocate(requests, logits.device)
+            output = allocate_for(logits, requests)
             size = chunk_rows or default_chunk_rows(shape[1], device)
         fill(logits, requests.rows(rows.start, rows.stop), output.rows(rows.start, rows.stop))
         start = rows.stop
@@ -96,7 +99,15 @@ def default_chunk_rows(vocab_size: int | None, device_type: str = "cpu") -> int:
     return max(rows, 1)
 
 
-def _check_hidden(hidden: Tensor) -> int:
+def _no_grad(hidden: Rows) -> AbstractContextManager[Any]:
+    if isinstance(hidden, np.ndarray):
+        return nullcontext()
+    import torch
+
+    return torch.no_grad()
+
+
+def _check_hidden(hidden: Rows) -> int:
     if hidden.ndim != 2:
         raise ParameterError("hidden", f"must have shape (T, H), not {tuple(hidden.shape)}")
     return hidden.shape[0]

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from logprobe.errors import ParameterError
-from logprobe.kernels.extraction.api import LOGITS_DTYPES, check_ids, check_rows, extract
+from logprobe.kernels.extraction.api import (
+    LOGITS_DTYPES,
+    check_ids,
+    check_requests,
+    dtype_of,
+    extract_checked,
+)
+from logprobe.kernels.placement import as_rows, as_tensor, is_array, like
+from logprobe.records.rows import host_array
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from logprobe.kernels.extraction.api import IdsLike
+    from logprobe.kernels.placement import Rows
 
     Array = NDArray[Any]
 
+Same = TypeVar("Same", "Tensor", "Array")
 
-@overload
-def extract_top_k_logprobs(
-    logprobs: Tensor, k: int, *, logprobs_first: bool = False
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def extract_top_k_logprobs(
-    logprobs: Array, k: int, *, logprobs_first: bool = False
-) -> tuple[Array, Array]: ...
-def extract_top_k_logprobs(
-    logprobs: Tensor | Array, k: int, *, logprobs_first: bool = False
-) -> tuple[Tensor, Tensor] | tuple[Array, Array]:
+
+def extract_top_k_logprobs(logprobs: Same, k: int, *, logprobs_first: bool = False) -> tuple[Same, Same]:
     """Return the ids and log-probabilities of the k most probable tokens in each row.
 
     Tokens are ordered by descending log-probability, and by ascending id among equals.
@@ -49,22 +49,23 @@ def extract_top_k_logprobs(
         ParameterError: `logprobs` has a wrong shape or dtype, or k < -1.
     """
     rows = _rows(logprobs)
-    narrow = rows if rows.dtype in LOGITS_DTYPES else rows.float()
-    top = extract(narrow, np.zeros(check_rows(narrow, "logprobs")[0], np.int32), int(k))
-    ids, is_valid = top.token_ids[:, 1:], top.is_valid
-    if rows.dtype == torch.float64:
-        # Different values may be equal in float32, so sort whole rows in float64.
-        is_valid = (rows < torch.inf).all(1) & (rows > -torch.inf).any(1)
-        order = rows.sort(dim=1, descending=True, stable=True).indices[:, : ids.shape[1]]
-        ids = order.to(torch.int32).masked_fill(~is_valid[:, None], 0)
-    values = rows.gather(1, ids.long()).masked_fill(~is_valid[:, None], torch.nan)
+    requests = check_requests((len(rows), rows.shape[1]), np.zeros(len(rows), np.int32), int(k))
+    if dtype_of(rows) == "float64":
+        ids, is_valid = _sorted(rows, requests.width - 1)
+    else:
+        top = extract_checked(rows, requests)
+        ids, is_valid = top.token_ids[:, 1:], top.is_valid
+    values = rows[like(np.arange(len(rows))[:, None], rows), ids]
+    values[~is_valid] = np.nan
     found = [ids, values] if logprobs.ndim == 2 else [ids[0], values[0]]
+    if not isinstance(logprobs, np.ndarray):
+        found = [as_tensor(part) for part in found]
     first, second = reversed(found) if logprobs_first else found
-    return (first, second) if isinstance(logprobs, Tensor) else (first.numpy(), second.numpy())
+    return first, second
 
 
 def batch_logprobs_to_host(
-    logprobs: Tensor | Array, token_ids: IdsLike
+    logprobs: Rows, token_ids: IdsLike
 ) -> tuple[NDArray[np.int32], NDArray[np.floating]]:
     """Return the log-probabilities of given token ids as NumPy arrays.
 
@@ -89,30 +90,36 @@ def batch_logprobs_to_host(
     if ids.ndim not in ({1} if is_one_row else {1, 2}) or (not is_one_row and len(ids) != num_rows):
         expected = "(n,)" if is_one_row else f"({num_rows}, n) or ({num_rows},)"
         raise ParameterError("token_ids", f"must have shape {expected}, not {ids.shape}")
-    index = torch.from_numpy(ids.astype(np.int64).reshape(num_rows, -1)).to(rows.device)
-    values = rows.gather(1, index)
-    values = values if rows.dtype == torch.float64 else values.float()
-    return ids, values.cpu().numpy().reshape(ids.shape)
+    index = ids.reshape(num_rows, -1)
+    values = host_array(rows[like(np.arange(num_rows)[:, None], rows), like(index, rows)])
+    return ids, values.astype(np.result_type(values, np.float32)).reshape(ids.shape)
 
 
-def _rows(logprobs: object) -> Tensor:
-    """Convert (B, V) or (V,) log-probabilities to a (B, V) tensor.
+def _sorted(rows: Any, num: int) -> tuple[Any, Any]:
+    """Return the ids of the `num` largest values in each row, and which rows are valid, by sorting them.
+
+    Different values may be equal in float32, in which the kernels compute.
+    """
+    values = host_array(rows)
+    is_valid: NDArray[np.bool_] = np.isfinite(values.max(1))  # NaN if the row contains one
+    ids = np.argsort(-values, axis=1, kind="stable")[:, :num].astype(np.int32)
+    ids[~is_valid] = 0
+    return like(ids, rows), like(is_valid, rows)
+
+
+def _rows(logprobs: Any) -> Any:
+    """Convert (B, V) or (V,) log-probabilities to (B, V) rows.
 
     Raises:
         ParameterError: `logprobs` is not an array of floats with one or two dimensions and V >= 1.
     """
-    if not isinstance(logprobs, Tensor | np.ndarray):
+    if not is_array(logprobs):
         raise ParameterError("logprobs", f"must be a torch or NumPy array, not {type(logprobs).__name__}")
-    kinds = (*LOGITS_DTYPES, torch.float64, np.float16, np.float32, np.float64)
-    if logprobs.dtype not in kinds:
+    if dtype_of(logprobs) not in (*LOGITS_DTYPES, "float64"):
         raise ParameterError(
             "logprobs", f"must be float16, bfloat16, float32 or float64, not {logprobs.dtype}"
         )
     if logprobs.ndim not in {1, 2} or not logprobs.shape[-1]:
         raise ParameterError("logprobs", f"must be (B, V) or (V,) with V >= 1, not {tuple(logprobs.shape)}")
-    rows = (
-        logprobs.detach()
-        if isinstance(logprobs, Tensor)
-        else torch.from_numpy(np.ascontiguousarray(logprobs))
-    )
+    rows = as_rows(logprobs if isinstance(logprobs, np.ndarray) else logprobs.detach())
     return rows if rows.ndim == 2 else rows[None]

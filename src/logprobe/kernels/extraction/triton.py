@@ -16,19 +16,18 @@ alone and in any batch. Triton's interpreter runs the same code on the CPU, slow
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 
-from logprobe.kernels.extraction.api import copy_to
+from logprobe.kernels.extraction.device import copy_to
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from logprobe.kernels.extraction.api import RowRequests
-    from logprobe.records.rows import DeviceRows
 
 SPLIT = 2048
 PART = 16
@@ -41,11 +40,11 @@ NOTHING = tl.constexpr(-(2**63))  # below every packed pair
 LOW_BITS = tl.constexpr(2**31 - 1)
 
 
-def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
-    """Compute what `requests` ask for from (B, V) logits, and write it to `output`, all on one device.
+def fill(logits: Tensor, requests: RowRequests, output: Any) -> None:
+    """Compute what `requests` ask for from (B, V) logits, and write it to `output`, `DeviceRows` of tensors.
 
-    The host never waits for the device. A CUDA graph can capture this call if the requests are on the device
-    and have no given ids.
+    All are on one device; only the requests may be on the host, which never waits for the device. A CUDA
+    graph can capture this call if the requests are on the device and have no given ids.
     """
     num_rows, vocab_size = logits.shape
     if num_rows == 0:
@@ -107,7 +106,7 @@ def aligned(logits: Tensor) -> Tensor:
     return logits.clone(memory_format=torch.contiguous_format)
 
 
-def _fill_top(logits: Tensor, num_top: int, maxima: Tensor, lses: Tensor, output: DeviceRows) -> None:
+def _fill_top(logits: Tensor, num_top: int, maxima: Tensor, lses: Tensor, output: Any) -> None:
     vocab_size = logits.shape[1]
     for top, num_warps in TOPS.items():
         num_ranges = max(triton.next_power_of_2(triton.cdiv(vocab_size, PART * LEVELS[0])), top)
@@ -141,7 +140,7 @@ def _fill_top(logits: Tensor, num_top: int, maxima: Tensor, lses: Tensor, output
         )
 
 
-def _sort_rows(logits: Tensor, num_top: int, lses: Tensor, output: DeviceRows) -> None:
+def _sort_rows(logits: Tensor, num_top: int, lses: Tensor, output: Any) -> None:
     num_rows, vocab_size = logits.shape
     pairs = logits.new_empty((num_rows, vocab_size), dtype=torch.int64)
     grid = (num_rows, triton.cdiv(vocab_size, SPLIT))

@@ -1,6 +1,6 @@
 """`LoadStore`: reads and writes the files that loading a model stores in the cache.
 
-`engine.forward.ready` uses it to skip packing and verification after the first load.
+`engine.forward.load` uses it to skip packing and verification after the first load.
 """
 
 from __future__ import annotations

@@ -8,19 +8,18 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from logprobe.errors import require
-from logprobe.kernels import extract
+from logprobe.kernels.extraction.api import dtype_of, extract
+from logprobe.kernels.placement import as_rows, as_tensor, copied, like
 from logprobe.processors.arguments import CaptureArgs, NoArgs
 from logprobe.processors.batch import BatchState, as_batch
 from logprobe.processors.interface import LogitsProcessor
+from logprobe.records.rows import host_array
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torch import Tensor
 
     from logprobe.config import EngineConfig
 
@@ -28,7 +27,6 @@ logger = logging.getLogger("logprobe")
 
 FloatArray: TypeAlias = NDArray[np.float32]
 Row = TypeVar("Row")
-Rows = TypeVar("Rows", "Tensor", "Tensor | Sequence[FloatArray]")
 DEFAULT_MAX_BYTES = 256 << 20
 
 
@@ -36,9 +34,9 @@ DEFAULT_MAX_BYTES = 256 << 20
 class CaptureLogitsProcessor(LogitsProcessor):
     """Records the log-softmax of every row of requests that set `capture`, without changing the logits.
 
-    Rows are recorded as they are at this processor's position in the order. The store is bounded: the rows of
-    the least recently captured request are dropped first. All methods are thread-safe. A row is stored whole
-    or not at all, and is read-only.
+    Rows are recorded before the processors that come later in the order change them. The store is bounded:
+    the rows of the least recently captured request are dropped first. All methods are thread-safe. A row is
+    stored completely or not at all, and is read-only.
     """
 
     Args = CaptureArgs
@@ -74,12 +72,12 @@ class CaptureLogitsProcessor(LogitsProcessor):
             if row.args.capture
         ]
 
-    def apply(self, logits: Tensor) -> Tensor:
+    def apply(self, logits: Any) -> Any:
         """Store the rows and return the logits unchanged."""
         if not self._targets:
             return logits
-        part = logits[[index for index, _, _ in self._targets]].float()
-        rows = [row.numpy(force=True).copy() for row in _log_softmax(part)]
+        part = logits[[index for index, _, _ in self._targets]]
+        rows = [row.astype(np.float32) for row in host_array(_log_softmax(part))]  # copies
         with self._lock:
             self._last = rows
             for (_, name, position), row in zip(self._targets, rows, strict=True):
@@ -138,9 +136,9 @@ class CaptureLogitsProcessor(LogitsProcessor):
 class GlobalLogprobsCapture(LogitsProcessor):
     """Records the log-softmax of every row of the latest step, without changing the logits.
 
-    The class and its subclasses can be created without arguments. Rows are tensors with the logits' dtype and
-    device, and each caller gets copies. A step replaces the previous one as a whole. If a step exceeds
-    `max_bytes`, only its first rows are kept. All methods are thread-safe.
+    The class and its subclasses can be created without arguments. Rows are like the logits: NumPy arrays, or
+    tensors of the same dtype on the same device. Each caller gets copies. A step replaces the previous one as
+    a whole. If a step exceeds `max_bytes`, only its first rows are kept. All methods are thread-safe.
     """
 
     Args = NoArgs
@@ -152,7 +150,7 @@ class GlobalLogprobsCapture(LogitsProcessor):
         self._max_bytes = _checked(max_bytes)
         self._has_warned = False
         self._lock = threading.Lock()
-        self._captured_batch: Sequence[Tensor | FloatArray] = ()  # guarded by `_lock`; never modified
+        self._captured_batch: Sequence[Any] = ()  # guarded by `_lock`; never modified
 
     def is_argmax_invariant(self) -> bool:
         """Return True: nothing changes."""
@@ -161,35 +159,44 @@ class GlobalLogprobsCapture(LogitsProcessor):
     def update_state(self, batch_update: Any = None) -> None:
         """Do nothing: rows are identified by their index only."""
 
-    def apply(self, logits: Tensor) -> Tensor:
+    def apply(self, logits: Any) -> Any:
         """Store the rows of the step and return the logits unchanged."""
         self.keep(_log_softmax(self._kept_part(logits)))
         return logits
 
-    def keep(self, logprobs: Tensor | Sequence[FloatArray]) -> None:
-        """Store n (V,) rows of log-probabilities (nats) as the latest step; do not modify them later."""
+    def keep(self, logprobs: Any) -> None:
+        """Store n (V,) rows of log-probabilities in nats, arrays or tensors, as the latest step.
+
+        Do not modify them later.
+        """
         rows = tuple(self._kept_part(logprobs))
         with self._lock:
             self._captured_batch = rows
 
-    def get_logprobs(self, batch_index: int = 0) -> Tensor | None:
+    def get_logprobs(self, batch_index: int = 0) -> Any:
         """Return one row of the latest step, (V,) nats; -1 is the last row. None if out of range."""
         with self._lock:
             row = _at(self._captured_batch, batch_index)
-        return None if row is None else _own(row)
+        return None if row is None else copied(row)
 
-    def get_all_logprobs(self) -> Tensor | None:
+    def get_all_logprobs(self) -> Any:
         """Return all rows of the latest step, (n, V) nats; None if there are none."""
         with self._lock:
             latest = self._captured_batch
-        return torch.stack([_own(row) for row in latest]) if len(latest) else None
+        if not latest:
+            return None
+        if isinstance(latest[0], np.ndarray):
+            return np.stack(latest)
+        import torch
+
+        return torch.stack([*latest])
 
     def clear(self) -> None:
         """Delete the rows of the latest step."""
         with self._lock:
             self._captured_batch = ()
 
-    def _kept_part(self, rows: Rows) -> Rows:
+    def _kept_part(self, rows: Any) -> Any:
         """Return the first rows that fit in `max_bytes`."""
         num_kept = self._max_bytes // rows[0].nbytes if len(rows) else 0
         if num_kept < len(rows) and not self._has_warned:
@@ -204,21 +211,26 @@ class GlobalLogprobsCapture(LogitsProcessor):
         return rows[:num_kept]
 
 
-def _log_softmax(logits: Tensor) -> Tensor:
-    """Return the log-softmax of each row, in the logits' dtype."""
-    if logits.dtype == torch.float64:
-        return torch.log_softmax(logits, -1)
-    # torch's float32 log_softmax is off by 1e-5 for large vocabularies, so use our own log-sum-exp.
-    lse = extract(logits, [0] * len(logits), 0).lse
-    return (logits.float() - lse[:, None]).to(logits.dtype)
+def _log_softmax(logits: Any) -> Any:
+    """Return the log-softmax of each row, in the logits' type and dtype."""
+    rows, dtype = as_rows(logits), logits.dtype
+    with np.errstate(invalid="ignore", divide="ignore"):  # of invalid rows
+        if dtype_of(rows) == "float64":
+            values = host_array(rows)
+            best = values.max(1, keepdims=True)
+            logprobs = rows - like(best + np.log(np.exp(values - best).sum(1, keepdims=True)), rows)
+        else:
+            # A float32 log-softmax is off by 1e-5 for large vocabularies, so use our own log-sum-exp.
+            lse = extract(rows, [0] * len(rows), 0).lse
+            if isinstance(rows, np.ndarray):
+                logprobs = (rows.astype(np.float32, copy=False) - lse[:, None]).astype(rows.dtype, copy=False)
+            else:
+                logprobs = (rows.float() - lse[:, None]).to(dtype)
+    return logprobs if isinstance(logits, np.ndarray) else as_tensor(logprobs)
 
 
 def _at(rows: Sequence[Row], index: int) -> Row | None:
     return rows[index] if -len(rows) <= index < len(rows) else None
-
-
-def _own(row: Tensor | FloatArray) -> Tensor:
-    return row.clone() if isinstance(row, torch.Tensor) else torch.tensor(row)
 
 
 def _checked(max_bytes: int) -> int:

@@ -15,9 +15,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 import msgspec
-import torch
+import numpy as np
 
 from logprobe.errors import ParameterError, require
+from logprobe.kernels.placement import like
 from logprobe.processors.arguments import GrammarArgs
 from logprobe.processors.batch import BatchRow, BatchState, RowKey, as_batch
 from logprobe.processors.builtin.matchers import LlguidanceMatcher, Matcher, allowed_tokens, problem_of
@@ -26,9 +27,7 @@ from logprobe.processors.interface import MaskLogitsProcessor, ModelFacts, Overr
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy as np
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from logprobe.config import EngineConfig
 
@@ -69,7 +68,7 @@ class GrammarLogitsProcessor(MaskLogitsProcessor):
         del config
         self._model: ModelFacts | None = None
         self._states: dict[RowKey, GrammarState] = {}
-        self._masks: list[tuple[int, Tensor]] = []
+        self._masks: list[tuple[int, NDArray[np.bool_]]] = []
         # guards the next two attributes, since requests are checked on other threads
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, Any] = OrderedDict()
@@ -89,15 +88,15 @@ class GrammarLogitsProcessor(MaskLogitsProcessor):
         self._states = {row.key: self._states.get(row.key) or self._new_state(row) for row in batch.rows}
         self._masks = [(index, self._states[row.key].next_mask(row)) for index, row in enumerate(batch.rows)]
 
-    def apply(self, logits: Tensor) -> Tensor:
+    def apply(self, logits: Any) -> Any:
         """Set the logits of tokens that the grammar does not allow to -inf."""
         for index, forbidden in self._masks:
-            logits[index].masked_fill_(forbidden.to(logits.device), -torch.inf)
+            logits[index][like(forbidden, logits)] = -np.inf
         return logits
 
     def forbid(self, row: BatchRow, possible: NDArray[np.bool_]) -> None:
         """Set tokens that the grammar does not allow to False in `possible`."""
-        possible &= self._new_state(row).allowed(row).numpy()
+        possible &= self._new_state(row).allowed(row)
 
     def matcher(self, args: GrammarArgs) -> LlguidanceMatcher:
         """Return a matcher at the start of the grammar; raises `ParameterError` if the grammar is invalid."""
@@ -143,11 +142,11 @@ class GrammarState:
         self._model = model
         self._num_observed = 0
 
-    def next_mask(self, row: BatchRow) -> Tensor:
+    def next_mask(self, row: BatchRow) -> NDArray[np.bool_]:
         """Return the tokens that are forbidden after the row's output, (vocab_size,) bool."""
         return ~self.allowed(row)
 
-    def allowed(self, row: BatchRow) -> Tensor:
+    def allowed(self, row: BatchRow) -> NDArray[np.bool_]:
         """Return the tokens that are allowed after the row's output, (vocab_size,) bool.
 
         Raises:
@@ -161,7 +160,7 @@ class GrammarState:
         mask = self._matcher.mask()
         if mask is not None:
             return allowed_tokens(mask, self._model.vocab_size)
-        allowed = torch.zeros(self._model.vocab_size, dtype=torch.bool)
+        allowed = np.zeros(self._model.vocab_size, np.bool_)
         allowed[sorted(self._model.eos_token_ids)] = True
         return allowed
 

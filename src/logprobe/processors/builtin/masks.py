@@ -1,6 +1,6 @@
 """Masks and biases: allowed tokens, banned words, minimum length, and OpenAI's `logit_bias`.
 
-Except for the allowed tokens, they change single logits through flat index tensors, in one operation per
+Except for the allowed tokens, they change single logits through flat index arrays, in one operation per
 step.
 """
 
@@ -11,9 +11,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
-import torch
 
 from logprobe.errors import require, shortened
+from logprobe.kernels.placement import like
 from logprobe.processors.arguments import AllowedTokensArgs, BannedWordsArgs, LogitBiasArgs, MinTokensArgs
 from logprobe.processors.batch import BatchRow, BatchState, as_batch
 from logprobe.processors.interface import LogitsProcessor, MaskLogitsProcessor, ModelFacts
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from logprobe.config import EngineConfig
+    from logprobe.kernels.placement import Rows
 
 
 @dataclass(frozen=True, slots=True)
 class Cells:
     """Indices of n logits: row indices, (n,) int64, and token ids, (n,) int64."""
 
-    rows: Tensor
-    token_ids: Tensor
+    rows: NDArray[np.int64]
+    token_ids: NDArray[np.int64]
 
     @classmethod
     def of(cls, ids_by_row: Sequence[Sequence[int] | NDArray[Any]]) -> Cells | None:
@@ -42,11 +42,11 @@ class Cells:
             return None
         rows = np.repeat(np.arange(len(counts)), counts)
         ids = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in ids_by_row if len(ids)])
-        return cls(torch.from_numpy(rows), torch.from_numpy(ids))
+        return cls(rows, ids)
 
-    def on(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the index tensors on the device of the logits."""
-        return self.rows.to(logits.device), self.token_ids.to(logits.device)
+    def on(self, logits: Rows) -> tuple[Any, Any]:
+        """Return the indices, as tensors on the device of the logits if these are a tensor."""
+        return like(self.rows, logits), like(self.token_ids, logits)
 
 
 @final
@@ -58,21 +58,21 @@ class AllowedTokensLogitsProcessor(MaskLogitsProcessor):
 
     def __init__(self, config: EngineConfig) -> None:
         del config
-        self._allowed: list[tuple[int, Tensor]] = []
+        self._allowed: list[tuple[int, NDArray[np.int64]]] = []
 
     def update_state(self, batch: BatchState) -> None:
         """Remember the allowed tokens of each row."""
         batch = as_batch(batch, AllowedTokensArgs)
         if not batch.is_same:
             asked = [(index, row.args.allowed_token_ids) for index, row in enumerate(batch.rows)]
-            self._allowed = [(index, torch.tensor(ids)) for index, ids in asked if ids is not None]
+            self._allowed = [(index, np.array(ids)) for index, ids in asked if ids is not None]
 
-    def apply(self, logits: Tensor) -> Tensor:
+    def apply(self, logits: Any) -> Any:
         """Set all logits except those of the allowed tokens to -inf, in place."""
         for index, ids in self._allowed:
-            ids_here = ids.to(logits.device)
+            ids_here = like(ids, logits)
             kept = logits[index, ids_here]
-            logits[index] = -torch.inf
+            logits[index] = -np.inf
             logits[index, ids_here] = kept
         return logits
 
@@ -109,7 +109,7 @@ class MinTokensLogitsProcessor(MaskLogitsProcessor):
         batch = as_batch(batch, MinTokensArgs)
         self._cells = Cells.of([self._ends(row) for row in batch.rows])
 
-    def apply(self, logits: Tensor) -> Tensor:
+    def apply(self, logits: Any) -> Any:
         """Set the logits of end tokens to -inf in these rows."""
         return banned_(logits, self._cells)
 
@@ -155,7 +155,7 @@ class BannedWordsLogitsProcessor(MaskLogitsProcessor):
         batch = as_batch(batch, BannedWordsArgs)
         self._cells = Cells.of([self._completing(row.args, row.output_token_ids) for row in batch.rows])
 
-    def apply(self, logits: Tensor) -> Tensor:
+    def apply(self, logits: Any) -> Any:
         """Set the logits of tokens that would complete a banned sequence to -inf, in place."""
         return banned_(logits, self._cells)
 
@@ -195,10 +195,10 @@ def _continuing(model: ModelFacts, text: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def banned_(logits: Tensor, cells: Cells | None) -> Tensor:
+def banned_(logits: Any, cells: Cells | None) -> Any:
     """Set the logits at the given indices to -inf, in place."""
     if cells is not None:
-        logits[cells.on(logits)] = -torch.inf
+        logits[cells.on(logits)] = -np.inf
     return logits
 
 
@@ -220,7 +220,7 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
     def __init__(self, config: EngineConfig) -> None:
         del config
         self._cells: Cells | None = None
-        self._biases = torch.empty(0)
+        self._biases = np.empty(0, np.float32)
 
     def update_state(self, batch: BatchState) -> None:
         """Collect the indices and biases, unless rows and arguments are unchanged."""
@@ -229,12 +229,10 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
             return
         biases = [row.args.logit_bias for row in batch.rows]
         self._cells = Cells.of([list(bias) for bias in biases])
-        self._biases = torch.tensor(
-            [value for bias in biases for value in bias.values()], dtype=torch.float32
-        )
+        self._biases = np.array([value for bias in biases for value in bias.values()], np.float32)
 
-    def apply(self, logits: Tensor) -> Tensor:
+    def apply(self, logits: Any) -> Any:
         """Add the biases in place."""
         if self._cells is not None:
-            logits[self._cells.on(logits)] += self._biases.to(logits)
+            logits[self._cells.on(logits)] += like(self._biases, logits)
         return logits

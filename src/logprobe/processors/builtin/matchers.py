@@ -7,13 +7,11 @@ import re
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
 
 from logprobe.errors import ParameterError, shortened
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from torch import Tensor
 
 logger = logging.getLogger("logprobe")
 
@@ -70,6 +68,8 @@ class XgrammarMatcher:
     """Wrapper of an `xgrammar.GrammarMatcher`."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
+        import torch  # xgrammar needs it too
+
         self._matcher = matcher
         self._bits = torch.empty((1, -(-vocab_size // BITS)), dtype=torch.int32)
 
@@ -83,7 +83,8 @@ class XgrammarMatcher:
             return None
         self._bits.fill_(-1)  # xgrammar does not write the mask if every token is allowed
         self._matcher.fill_next_token_bitmask(self._bits, 0)
-        return self._bits[0].numpy().view(np.uint8)
+        bits: NDArray[np.uint8] = self._bits[0].numpy().view(np.uint8)
+        return bits
 
 
 def problem_of(matcher: Any) -> str | None:
@@ -115,9 +116,9 @@ def as_matcher(matcher: Any, vocab_size: int) -> Matcher:
     )
 
 
-def allowed_tokens(mask: NDArray[np.uint8], vocab_size: int) -> Tensor:
+def allowed_tokens(mask: NDArray[np.uint8], vocab_size: int) -> NDArray[np.bool_]:
     """Convert a bitmask to (vocab_size,) bool; ids beyond the mask are not allowed."""
     bits = np.unpackbits(mask, count=min(vocab_size, 8 * len(mask)), bitorder="little")
     allowed = np.zeros(vocab_size, dtype=np.bool_)
     allowed[: len(bits)] = bits
-    return torch.from_numpy(allowed)
+    return allowed

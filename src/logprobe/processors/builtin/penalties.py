@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
-import torch
 
+from logprobe.kernels.placement import like
 from logprobe.processors.arguments import PenaltiesArgs
 from logprobe.processors.batch import BatchRow, BatchState, RowKey, as_batch
 from logprobe.processors.builtin.masks import Cells
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from logprobe.config import EngineConfig
 
@@ -37,7 +36,7 @@ class PenaltiesLogitsProcessor(LogitsProcessor):
         del config
         self._seen: dict[RowKey, SeenTokens] = {}
         self._cells: Cells | None = None
-        self._repetition = self._minus = torch.empty(0)
+        self._repetition = self._minus = np.empty(0, np.float32)
 
     def update_state(self, batch: BatchState) -> None:
         """Count the tokens observed since the previous step."""
@@ -55,16 +54,19 @@ class PenaltiesLogitsProcessor(LogitsProcessor):
             np.repeat(np.array([getattr(row.args, name) for row in batch.rows], dtype=np.float32), sizes)
             for name in PenaltiesArgs.__struct_fields__
         )
-        self._repetition = torch.from_numpy(repetition)
-        self._minus = torch.from_numpy(frequency * counts + presence * (counts > 0))
+        self._repetition = repetition
+        self._minus = frequency * counts + presence * (counts > 0)
 
-    def apply(self, logits: Tensor) -> Tensor:
+    def apply(self, logits: Any) -> Any:
         """Penalize the logits of tokens that already occurred, in place."""
         if self._cells is not None:
             cells = self._cells.on(logits)
-            values, repetition = logits[cells], self._repetition.to(logits)
-            values = torch.where(values > 0, values / repetition, values * repetition)
-            logits[cells] = values - self._minus.to(logits)
+            values = logits[cells]
+            is_positive = values > 0
+            repetition = like(self._repetition, logits)
+            values[is_positive] /= repetition[is_positive]
+            values[~is_positive] *= repetition[~is_positive]
+            logits[cells] = values - like(self._minus, logits)
         return logits
 
 

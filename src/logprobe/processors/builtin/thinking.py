@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias, final
-
-import torch
 
 from logprobe.errors import require
 from logprobe.processors.arguments import ThinkingBudgetArgs
@@ -15,8 +14,6 @@ from logprobe.processors.interface import LogitsProcessor, ModelFacts, Overruled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from torch import Tensor
 
     from logprobe.config import EngineConfig
 
@@ -170,10 +167,10 @@ class ThinkingBudgetLogitsProcessor(LogitsProcessor):
         ]
         self._forced = [(index, token_id) for index, token_id in forced if token_id is not None]
 
-    def apply(self, logits: Tensor) -> Tensor:
-        """In each row whose next token is forced, mask all other tokens, in place."""
+    def apply(self, logits: Any) -> Any:
+        """Mask all tokens except the forced one in each of these rows, in place."""
         for index, token_id in self._forced:
-            logits[index] = -torch.inf
+            logits[index] = -math.inf
             logits[index, token_id] = 0.0
         return logits
 

@@ -19,13 +19,13 @@ from logprobe.records.forms.arrow_validity import (
     check_names,
     valid_column,
 )
+from logprobe.records.forms.versions import check_parquet, parquet_metadata
 from logprobe.records.info import LogprobsInfo
 from logprobe.records.rows import EXTRAS
-from logprobe.records.store.columns import narrowed
-from logprobe.records.store.entries import NO_RANK, Entries
+from logprobe.records.store.entries import NO_RANK, Entries, logs_outside_top
 from logprobe.records.store.rows import Rows
-from logprobe.records.store.side import Parts
 from logprobe.records.store.steps import Steps
+from logprobe.records.values import IdLists
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -73,59 +73,69 @@ def required_fields() -> list[pa.Field]:
 
 
 def schema(info: LogprobsInfo | None = None) -> pa.Schema:
-    """Return the Arrow schema of records; `info`, if given, is in its metadata under `logprobe.info`."""
-    return pa.schema(_fields(), None if info is None else {INFO_KEY: info.to_json().encode()})
+    """Return the Arrow schema of records; its metadata has the format and, if given, the `info`."""
+    about = {} if info is None else {INFO_KEY: info.to_json().encode()}
+    return pa.schema(_fields(), parquet_metadata("records") | about)
 
 
 def batch_of(
-    parts: Parts,
+    rows: Rows,
     request_id: str = "",
     *,
     byte_offsets: npt.ArrayLike | None = None,
     token_ids: npt.ArrayLike | None = None,
 ) -> pa.RecordBatch:
-    """Convert the parts of a record to T rows; arguments and errors are those of `records.to_arrow`."""
-    rows, length = parts.rows, parts.rows.num_rows
-    entries, chosen = rows.entries(0, length), rows.chosen_entries(0, length)
+    """Convert a record to a batch of T rows; arguments and errors are those of `records.to_arrow`."""
+    length = rows.num_rows
+    entries, chosen, top = (
+        rows.entries(0, length),
+        rows.chosen_entries(0, length),
+        rows.top_entries(0, length),
+    )
     has_chosen = np.diff(chosen.offsets) > 0
     has_wide_ids = entries.token_ids.max(initial=0) > np.iinfo(np.int32).max
-    _, steps, others = rows.layout()
-    is_regular = others is None and not (steps.repeats_chosen or entries.texts or has_wide_ids)
-    given = None if parts.given is None else parts.given.entries(0, parts.given.num_rows)
+    _, steps, others = rows.split(0, length)
+    has_wide_logprobs = steps.logprobs.dtype != np.float32
+    is_regular = not (
+        others.num_rows or steps.repeats_chosen or entries.texts or has_wide_ids or has_wide_logprobs
+    )
+    given_rows, kept = rows.given(length), rows.kept(length)
+    given = None if given_rows is None else given_rows.entries(0, length)
     columns = {
         "request_id": pa.repeat(pa.scalar(request_id, pa.string()), length),
         "position": np.arange(length),
         "token_id": _id_column(chosen.token_ids, has_chosen, token_ids),
         "logprob": _spread(chosen.logprobs.astype(np.float32), has_chosen),
         "rank": _spread(chosen.ranks, has_chosen, missing=NO_RANK),
-        **{name: pa.array(values, mask=np.isnan(values)) for name, values in parts.extras.items()},
-        "other_logprob": pa.array(rows.other_logprobs(0, length), mask=_none_of(entries)),
-        **_top_columns(rows, entries),
+        **{name: pa.array(values, mask=np.isnan(values)) for name, values in rows.extras(length).items()},
+        "other_logprob": pa.array(logs_outside_top(chosen, top, with_chosen=True), mask=entries.none_flags()),
+        **_top_columns(chosen, top),
         **_byte_columns(byte_offsets, length),
         **_list_columns("given", given, length),
-        **_kept_column(parts.kept, length),
+        **_kept_column(kept, length),
         **_list_columns("entry", None if is_regular else entries, length),
     }
-    target = schema(parts.info)
+    target = schema(rows.info)
     return pa.record_batch([_cast(columns.get(field.name), field, length) for field in target], schema=target)
 
 
-def parts_of(batch: pa.RecordBatch | pa.Table) -> Parts:
-    """Convert the rows of one request, as written by `batch_of`, back to the parts of a record.
+def rows_of(batch: pa.RecordBatch | pa.Table) -> Rows:
+    """Convert the rows of one request, as written by `batch_of`, back to the rows of a record.
 
     Raises:
         InputError: a column is missing or malformed, or the rows belong to several requests.
     """
+    check_parquet(batch.schema.metadata, "the record")
     check_names(batch.schema, required_fields())
     fields = [field for field in _fields() if field.name in batch.schema.names]
     with as_input_error("the record"):
         columns = {field.name: valid_column(batch.column(field.name), field) for field in fields}
         found = set(columns["request_id"].unique().to_pylist())
     if len(found) > 1:
-        raise InputError(f"{len(found)} requests in one batch; read_parquet and iter_parquet separate them")
+        raise InputError(f"the batch has {len(found)} requests; read_parquet and iter_parquet separate them")
     metadata = batch.schema.metadata or {}
     info = LogprobsInfo.from_json(metadata[INFO_KEY]) if INFO_KEY in metadata else None
-    return _parts_of(columns, info)
+    return _rows_of(columns, info)
 
 
 # -- towards Arrow -------------------------------------------------------------------------------------------
@@ -150,27 +160,20 @@ def _id_column(chosen: Array, has_chosen: Array, token_ids: npt.ArrayLike | None
     return pa.array(ids)
 
 
-def _kept_column(kept: tuple[Array, Array] | None, length: int) -> dict[str, pa.Array]:
+def _kept_column(kept: IdLists | None, length: int) -> dict[str, pa.Array]:
     if kept is None:
         return {}
-    offsets, ids = kept
-    return {"kept_ids": _lists(offsets, ids.astype(np.int32), np.zeros(length, np.bool_))}
+    return {"kept_ids": _lists(kept.offsets, kept.token_ids.astype(np.int32), np.zeros(length, np.bool_))}
 
 
-def _none_of(entries: Entries) -> Array:
-    return np.zeros(len(entries.offsets) - 1, np.bool_) if entries.is_none is None else entries.is_none
-
-
-def _top_columns(rows: Rows, entries: Entries) -> dict[str, pa.Array]:
-    top = rows.top_entries(0, rows.num_rows)
+def _top_columns(chosen: Entries, top: Entries) -> dict[str, pa.Array]:
     if top.token_ids.max(initial=0) > np.iinfo(np.int32).max:
         return {}  # ids beyond int32 go to the `entry_*` columns only
-    is_none = _none_of(entries)
-    outside = rows.outside_top_logprobs(0, rows.num_rows)
+    outside = logs_outside_top(chosen, top, with_chosen=False)
     return {
         "outside_top_logprob": pa.array(outside, mask=np.diff(top.offsets) == 0),
-        "top_ids": _lists(top.offsets, top.token_ids.astype(np.int32), is_none),
-        "top_logprobs": _lists(top.offsets, top.logprobs.astype(np.float32), is_none),
+        "top_ids": _lists(top.offsets, top.token_ids.astype(np.int32), top.none_flags()),
+        "top_logprobs": _lists(top.offsets, top.logprobs.astype(np.float32), top.none_flags()),
     }
 
 
@@ -188,7 +191,7 @@ def _byte_columns(byte_offsets: npt.ArrayLike | None, length: int) -> dict[str, 
 def _list_columns(prefix: str, entries: Entries | None, length: int) -> dict[str, pa.Array]:
     if entries is None or not length:
         return {}
-    is_none = _none_of(entries)
+    is_none = entries.none_flags()
     ranks = pa.array(entries.ranks, mask=entries.ranks == NO_RANK)
     columns = {
         f"{prefix}_ids": _lists(entries.offsets, entries.token_ids.astype(np.int64), is_none),
@@ -216,29 +219,33 @@ def _cast(column: Any, field: pa.Field, length: int) -> pa.Array:
 # -- from Arrow ----------------------------------------------------------------------------------------------
 
 
-def _parts_of(columns: dict[str, pa.Array], info: LogprobsInfo | None) -> Parts:
-    rows = Rows()
+def _rows_of(columns: dict[str, pa.Array], info: LogprobsInfo | None) -> Rows:
+    rows, given, kept = Rows(info), None, None
     has_entries = np.asarray(columns["entry_ids"].is_valid())
     is_none = ~has_entries & np.asarray(columns["top_ids"].is_null())
     check_columns(columns, has_entries, is_none)
     if has_entries.any():
-        rows.append_entries(_entries_of(columns, "entry", is_none))
+        _append_entries(rows, columns, "entry", is_none)
     else:
         _append_regular(rows, columns, is_none)
-    given = kept = None
     if columns["given_ids"].null_count < len(is_none):
         given = Rows()
-        given.append_entries(_entries_of(columns, "given", np.asarray(columns["given_ids"].is_null())))
+        _append_entries(given, columns, "given", np.asarray(columns["given_ids"].is_null()))
     ids = columns["kept_ids"]
     if ids.null_count < len(is_none):
-        widths = np.asarray(ids.value_lengths().fill_null(0))
-        kept = (np.concatenate([[0], np.cumsum(widths, dtype=np.int64)]), np.asarray(ids.flatten()))
+        kept = IdLists(_offsets_of(ids), np.asarray(ids.flatten()))
     extras = {
         name: np.asarray(columns[name].fill_null(np.nan))
         for name in EXTRAS
         if name in columns and columns[name].null_count < len(columns[name])
     }
-    return Parts(rows, extras, given, kept, info)
+    rows.set_beside(extras, given, kept)
+    return rows
+
+
+def _offsets_of(lists: pa.Array) -> Array:
+    widths = np.asarray(lists.value_lengths().fill_null(0))
+    return np.concatenate([[0], np.cumsum(widths, dtype=np.int64)])
 
 
 def _append_regular(rows: Rows, columns: dict[str, pa.Array], is_none: Array) -> None:
@@ -254,20 +261,20 @@ def _append_regular(rows: Rows, columns: dict[str, pa.Array], is_none: Array) ->
 
     ids = matrix("token_id", "top_ids").astype(np.int64)
     logprobs = matrix("logprob", "top_logprobs").astype(np.float32)
-    rows.append_step(Steps(ids, logprobs, np.asarray(columns["rank"])[num_none:].astype(np.int64)))
+    rows.append_steps(Steps(ids, logprobs, np.asarray(columns["rank"])[num_none:].astype(np.int64)))
 
 
-def _entries_of(columns: dict[str, pa.Array], prefix: str, is_none: Array) -> Entries:
+def _append_entries(rows: Rows, columns: dict[str, pa.Array], prefix: str, is_none: Array) -> None:
     ids = columns[f"{prefix}_ids"]
-    widths = np.asarray(ids.value_lengths().fill_null(0))
-    logprobs = np.asarray(columns[f"{prefix}_logprobs"].flatten())
     tokens = columns.get(f"{prefix}_tokens")
-    texts = None if tokens is None or tokens.null_count == len(tokens) else tokens.flatten().to_pylist()
-    return Entries(
-        offsets=np.concatenate([[0], np.cumsum(widths, dtype=np.int64)]),
+    entries = Entries(
+        offsets=_offsets_of(ids),
         token_ids=np.asarray(ids.flatten()),
-        logprobs=narrowed(logprobs),
+        logprobs=np.asarray(columns[f"{prefix}_logprobs"].flatten()),
         ranks=np.asarray(columns[f"{prefix}_ranks"].flatten().fill_null(NO_RANK)),
-        is_none=is_none if is_none.any() else None,
-        texts=texts,
+        is_none=is_none,
+        texts=None if tokens is None or tokens.null_count == len(tokens) else tokens.flatten().to_pylist(),
     )
+    num_none = int(np.argmin([*is_none, False]))
+    rows.append_none(num_none)
+    rows.append_entries(entries.take(np.arange(num_none, len(is_none))))

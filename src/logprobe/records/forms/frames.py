@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from logprobe._arrow import pa
-    from logprobe.records.store.side import Parts
+    from logprobe.records.store.rows import Rows
     from logprobe.records.values import TokenTable
 
 ALWAYS: Final = ("position", "token_id", "token", "logprob", "rank")
@@ -36,7 +36,7 @@ OFTEN: Final = (
 )
 
 
-def table(parts: Parts, tokens: TokenTable | None) -> pa.Table:
+def table(rows: Rows, tokens: TokenTable | None) -> pa.Table:
     """Return a table with one row per position; `info` is in the metadata.
 
     Columns: `ALWAYS`, then the non-empty ones of `EXTRAS` and `OFTEN`.
@@ -44,15 +44,15 @@ def table(parts: Parts, tokens: TokenTable | None) -> pa.Table:
     from logprobe._arrow import pa
     from logprobe.records.forms.arrow import batch_of
 
-    batch = batch_of(parts)
+    batch = batch_of(rows)
     columns = {name: batch.column(name) for name in batch.schema.names}
-    columns |= {name: pa.array(texts, kind) for name, (texts, kind) in _texts(parts, tokens, columns).items()}
+    columns |= {name: pa.array(texts, kind) for name, (texts, kind) in _texts(rows, tokens, columns).items()}
     names = [name for name in (*EXTRAS, *OFTEN) if name in columns and _holds_something(columns[name])]
     shown = pa.table({name: columns[name] for name in (*ALWAYS, *names)})
     return shown.replace_schema_metadata(batch.schema.metadata)
 
 
-def to_pandas(parts: Parts, tokens: TokenTable | None) -> Any:
+def to_pandas(rows: Rows, tokens: TokenTable | None) -> Any:
     """Return `table` as a pandas data frame; integer columns with nulls use pandas' nullable dtypes."""
     try:
         import pandas as pd
@@ -61,7 +61,7 @@ def to_pandas(parts: Parts, tokens: TokenTable | None) -> Any:
     from logprobe._arrow import pa
 
     whole = {pa.int64(): pd.Int64Dtype(), pa.int32(): pd.Int32Dtype()}
-    return table(parts, tokens).to_pandas(types_mapper=whole.get)
+    return table(rows, tokens).to_pandas(types_mapper=whole.get)
 
 
 def frame_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], *, floats: Sequence[str]) -> Any:
@@ -76,24 +76,24 @@ def frame_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], *, float
     return pd.DataFrame(rows, columns=list(columns)).astype(dict.fromkeys(floats, "float64"))
 
 
-def to_polars(parts: Parts, tokens: TokenTable | None) -> Any:
+def to_polars(rows: Rows, tokens: TokenTable | None) -> Any:
     """Return `table` as a polars data frame."""
     try:
         import polars as pl
     except ImportError as error:
         raise _missing("polars") from error
-    return pl.from_arrow(table(parts, tokens))
+    return pl.from_arrow(table(rows, tokens))
 
 
-def to_dict(parts: Parts, tokens: TokenTable | None) -> dict[str, Any]:
+def to_dict(rows: Rows, tokens: TokenTable | None) -> dict[str, Any]:
     """Return a dict of plain values: `info`, and the rows of `table` under `positions`."""
-    info = None if parts.info is None else parts.info.to_dict()
-    return {"info": info, "positions": table(parts, tokens).to_pylist()}
+    info = None if rows.info is None else rows.info.to_dict()
+    return {"info": info, "positions": table(rows, tokens).to_pylist()}
 
 
-def to_json(parts: Parts, tokens: TokenTable | None) -> str:
+def to_json(rows: Rows, tokens: TokenTable | None) -> str:
     """Return `to_dict` as JSON; -inf is written as -9999, which the field `floor` states, and NaN as null."""
-    values = to_dict(parts, tokens)
+    values = to_dict(rows, tokens)
     positions = [finite_fields(row) for row in values["positions"]]
     return json.dumps(
         {"info": values["info"], "floor": IMPOSSIBLE, "positions": positions}, ensure_ascii=False
@@ -112,12 +112,12 @@ def _holds_something(column: pa.Array) -> bool:
 
 
 def _texts(
-    parts: Parts, tokens: TokenTable | None, columns: dict[str, pa.Array]
+    rows: Rows, tokens: TokenTable | None, columns: dict[str, pa.Array]
 ) -> dict[str, tuple[list[Any], Any]]:
     """Return the columns of token texts with their Arrow types; unknown texts are None."""
     from logprobe._arrow import pa
 
-    known = _known_texts(parts, tokens)
+    known = _known_texts(rows, tokens)
     own = [
         texts.get(token_id) for texts, token_id in zip(known, columns["token_id"].to_pylist(), strict=True)
     ]
@@ -137,9 +137,9 @@ def _texts(
     return made
 
 
-def _known_texts(parts: Parts, tokens: TokenTable | None) -> list[dict[int, str | None]]:
+def _known_texts(rows: Rows, tokens: TokenTable | None) -> list[dict[int, str | None]]:
     """Return the texts of each position's entries, by token id."""
-    entries = parts.rows.entries(0, parts.rows.num_rows)
+    entries = rows.entries(0, rows.num_rows)
     ids, texts = entries.token_ids.tolist(), entries.text_list(tokens)
     return [
         dict(zip(ids[start:stop], texts[start:stop], strict=True))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from logprobe.records.store.columns import Array
-    from logprobe.records.store.side import Parts
+    from logprobe.records.store.rows import Rows
     from logprobe.records.values import TokenTable
 
 TOKENS_A_LINE: Final = 12
@@ -47,27 +47,27 @@ class Picture:
         return data.getvalue()
 
 
-def draw_record(parts: Parts, table: TokenTable | None) -> Picture:
+def draw_record(rows: Rows, table: TokenTable | None) -> Picture:
     """Plot shaded tokens, surprisal by position and, if all positions have alternatives, calibration.
 
     Raises:
         ParameterError: matplotlib is not installed, or no position has a token.
     """
-    chosen = parts.rows.chosen_entries(0, parts.rows.num_rows)
+    chosen = rows.chosen_entries(0, rows.num_rows)
     if not len(chosen.token_ids):
         raise ParameterError("record", "has no tokens to plot; request logprobs=0 or more")
     positions = np.flatnonzero(np.diff(chosen.offsets) > 0)
-    sure = _confidence(parts, positions, chosen.token_ids)
+    sure = _confidence(rows, positions, chosen.token_ids)
     num_lines = min(-(-len(positions) // TOKENS_A_LINE), MAX_LINES)
     heights = [0.4 * num_lines + 0.4, 2.6]
     figure = _new_figure(figsize=(10, sum(heights)), layout="constrained")
     strip, below = figure.subfigures(2, 1, height_ratios=heights)
-    labels = _labels(parts, positions[: TOKENS_A_LINE * MAX_LINES], table)
+    labels = _labels(rows, positions[: TOKENS_A_LINE * MAX_LINES], table)
     _draw_strip(strip.subplots(), labels, chosen.logprobs)
     axes = np.atleast_1d(
         below.subplots(1, 1 if sure is None else 2, width_ratios=None if sure is None else (2, 1))
     )
-    _draw_lines(axes[0], positions, chosen.logprobs, parts.extras.get("entropy"))
+    _draw_lines(axes[0], positions, chosen.logprobs, rows.extras(rows.num_rows).get("entropy"))
     if sure is not None:
         _draw_calibration(axes[1], *sure)
     return Picture(figure)
@@ -100,10 +100,10 @@ def _draw_strip(axes: Any, labels: list[str], logprobs: Array) -> None:
     axes.axis("off")
 
 
-def _labels(parts: Parts, positions: Array, table: TokenTable | None) -> list[str]:
+def _labels(rows: Rows, positions: Array, table: TokenTable | None) -> list[str]:
     """Return the label of the chosen token of each position."""
-    rows = [row for position in positions.tolist() if (row := parts.rows.row(position)) is not None]
-    return [_label(row.token_ids[0], *texts_of(row.token_ids[:1], row.texts, table)) for row in rows]
+    lists = [row for position in positions.tolist() if (row := rows.row(position)) is not None]
+    return [_label(row.token_ids[0], *texts_of(row.token_ids[:1], row.texts, table)) for row in lists]
 
 
 def _label(token_id: int, text: str | None) -> str:
@@ -136,12 +136,12 @@ def _draw_lines(axes: Any, positions: Array, logprobs: Array, entropy: Array | N
     axes.set(xlabel="position", ylabel="nats", ylim=(0, None))
 
 
-def _confidence(parts: Parts, positions: Array, token_ids: Array) -> tuple[Array, Array] | None:
+def _confidence(rows: Rows, positions: Array, token_ids: Array) -> tuple[Array, Array] | None:
     """Return the most likely token's probability at each position, and whether that token was chosen.
 
     Return None if a position does not list its most likely token.
     """
-    top = parts.rows.top_entries(0, parts.rows.num_rows)
+    top = rows.top_entries(0, rows.num_rows)
     widths = np.diff(top.offsets)[positions]
     if not widths.all():
         return None

@@ -9,23 +9,19 @@ string, shape, and offset from the end of the header), `info`, `precision` and `
 their default value may be omitted. Positions come in this order: `num_none` that are None, n with a chosen
 token and the k likeliest, m with any number of entries. T is the number of all positions. The columns are:
 
-- `token_ids`, `logprobs`, (n, k + 1): the chosen token, then the k likeliest. With `repeats_chosen`, a chosen
-  token among the k likeliest is returned twice.
-- `ranks`, (n,): rank of the chosen token.
-- `entry_ids`, `entry_logprobs`, `entry_ranks`, (N,): the entries of the last m positions; a rank of -1 means
-  none. Only if m > 0.
-- `ends`, `is_none`, (m,): the number of entries up to the position's end, and whether it is None. Only if
-  m > 0.
-- `text_ids`, `text_since`, (u,): ids that have a text (the first u of `texts`), and the position from which
-  on it applies.
-- `text_apart`, (v, 2): position, and index within it, of each entry with another text (the last v of `texts`)
-  or none.
+- `token_ids`, `logprobs`, (N,): n times the chosen token, then the k likeliest; then the entries of the last
+  m positions. With `repeats_chosen`, a chosen token among the k likeliest is returned twice.
+- `ranks`, (R,): the ranks of the n chosen tokens; then those of the entries of the last m positions, -1 for
+  none.
+- `ends`, `is_none`, (m,): the number of entries of the last m positions up to the position's end, and whether
+  it is None. Only if m > 0.
+- `texts`, (N,): the index in the header's `texts` of the text given with an entry. Only if there are any.
 - `entropy`, `varentropy`, `margin`, `log_kept_mass`, (T,): float32; NaN if not given.
 - `kept.offsets`, (T + 1,), `kept.token_ids`, (M,): the kept ids, ascending within a position, if they were
   requested.
 - `given.*`: the same columns for the ids that the caller specified.
-- `logprobs.scale`, `entry_logprobs.scale`: `uint8` only: smallest magnitude and step (of 254) of each
-  position or group of 256 entries; 255 is -inf.
+- `logprobs.scale`: `uint8` only: smallest magnitude and step (of 254) of each group of 64 entries; 255 is
+  -inf.
 """
 
 from __future__ import annotations
@@ -39,7 +35,6 @@ import numpy as np
 from logprobe.errors import InputError, ParameterError
 from logprobe.records.forms.validity import (
     GROUP,
-    LOSSY,
     MAX_COUNTED,
     ColumnHeader,
     RowsHeader,
@@ -50,10 +45,11 @@ from logprobe.records.forms.validity import (
     known_columns,
     require,
 )
+from logprobe.records.forms.versions import Versioned, check_version
 from logprobe.records.info import LogprobsInfo  # noqa: TC001 - msgspec reads the annotation
 from logprobe.records.rows import EXTRAS
 from logprobe.records.store.rows import Rows
-from logprobe.records.store.side import Parts
+from logprobe.records.values import IdLists
 
 if TYPE_CHECKING:
     from logprobe.records.store.columns import Array
@@ -62,7 +58,6 @@ MAGIC, VERSION, ALIGNMENT = b"LGPB", 1, 8
 
 Precision: TypeAlias = Literal["float32", "float16", "uint8"]
 
-KEPT = ("kept.offsets", "kept.token_ids")
 NUM_STEPS = 254  # 8-bit codes 0..254 span a group's finite values; 255 means -inf
 INFINITE = 255
 
@@ -79,21 +74,22 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_abs_error: float = 0.0  # nats, of the finite logprobs, compared with the original record
 
 
-def encode(parts: Parts, precision: Precision = "float32") -> bytes:
-    """Serialize a record, without loss for "float32"; otherwise the header has the maximum error.
+def encode(rows: Rows, precision: Precision = "float32") -> bytes:
+    """Serialize the rows of a record, without loss for "float32"; otherwise the header has the maximum error.
 
     Raises:
         ParameterError: `precision` is unknown, or it is below float32 and a value is NaN or positive.
     """
-    scalars, columns = parts.rows.state(MAX_COUNTED)
-    given_header = None
-    columns |= parts.extras
-    if parts.kept is not None:
-        columns |= dict(zip(KEPT, parts.kept, strict=True))
-    if parts.given is not None:
-        given_scalars, given = parts.given.state(MAX_COUNTED)
+    length = rows.num_rows
+    scalars, columns = rows.state(MAX_COUNTED)
+    given, kept, given_header = rows.given(length), rows.kept(length), None
+    columns |= rows.extras(length)
+    if kept is not None:
+        columns |= {"kept.offsets": kept.offsets, "kept.token_ids": kept.token_ids}
+    if given is not None:
+        given_scalars, given_columns = given.state(MAX_COUNTED)
         given_header = RowsHeader(**given_scalars)
-        columns |= {f"given.{name}": column for name, column in given.items()}
+        columns |= {f"given.{name}": column for name, column in given_columns.items()}
     columns, max_abs_error = _quantise(columns, precision)
     placed, body = _place(columns)
     header = Header(
@@ -101,7 +97,7 @@ def encode(parts: Parts, precision: Precision = "float32") -> bytes:
         rows=RowsHeader(**scalars),
         columns=placed,
         given=given_header,
-        info=parts.info,
+        info=rows.info,
         precision=precision,
         max_abs_error=max_abs_error,
     )
@@ -110,7 +106,7 @@ def encode(parts: Parts, precision: Precision = "float32") -> bytes:
     return b"".join([MAGIC, len(head).to_bytes(4, "little"), head, *body])
 
 
-def decode(data: bytes | memoryview) -> Parts:
+def decode(data: bytes | memoryview) -> Rows:
     """Deserialize the output of `encode`. Lossless columns without NaN are views of `data`.
 
     Safe for untrusted data: the data is validated, and its size bounds the memory that is allocated.
@@ -121,29 +117,24 @@ def decode(data: bytes | memoryview) -> Parts:
     header, body = read_header(data)
     check_places(header.columns, len(body), ALIGNMENT, known_columns())
     columns = _restore(_read_columns(header, body))
+    num_rows = header.rows.num_rows
     extras = {name: columns.pop(name) for name in EXTRAS if name in columns}
     for name, values in extras.items():
-        require(values.shape == (header.rows.num_rows,), f"{name} does not match the rows in number")
-    kept = _kept_of(columns, header.rows.num_rows)
-    named = {name: columns.pop(name) for name in [*columns] if name.startswith("given.")}
+        require(values.shape == (num_rows,), f"{name} does not match the rows in number")
+    kept = [columns.pop(name) for name in ("kept.offsets", "kept.token_ids") if name in columns]
+    check_runs(kept, num_rows)
+    named = {
+        name.removeprefix("given."): columns.pop(name) for name in [*columns] if name.startswith("given.")
+    }
     require(not named or header.given is not None, "columns of given ids, but none in the header")
-    rows, given = _rows_from(header.rows, columns), None
+    given = None
     if header.given is not None:
-        require(header.given.num_rows == header.rows.num_rows, "given ids do not match the rows in number")
-        own = {name.removeprefix("given."): column for name, column in named.items()}
-        given = _rows_from(header.given, own)
-    return Parts(rows, extras, given, kept, header.info)
-
-
-def _kept_of(columns: dict[str, Array], num_rows: int) -> tuple[Array, Array] | None:
-    offsets, ids = (columns.pop(name, None) for name in KEPT)
-    if offsets is None and ids is None:
-        return None
-    require(offsets is not None and ids is not None, "a column of the kept ids is missing")
-    assert offsets is not None
-    assert ids is not None
-    check_runs(offsets, ids, num_rows)
-    return offsets, ids
+        require(header.given.num_rows == num_rows, "given ids do not match the rows in number")
+        given = _rows_from(header.given, named)
+    rows = _rows_from(header.rows, columns)
+    rows.info = header.info
+    rows.set_beside(extras, given, IdLists(*kept) if kept else None)
+    return rows
 
 
 def read_header(data: bytes | memoryview) -> tuple[Header, memoryview]:
@@ -158,11 +149,10 @@ def read_header(data: bytes | memoryview) -> tuple[Header, memoryview]:
         raise InputError(f"not a record: it must start with {MAGIC!r}, got {bytes(view[: len(MAGIC)])!r}")
     stop = start + int.from_bytes(view[len(MAGIC) : start], "little")
     try:
+        check_version(msgspec.json.decode(view[start:stop], type=Versioned).version, VERSION, "the record")
         header = msgspec.json.decode(view[start:stop], type=Header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"the record's header cannot be read: {error}") from error
-    if header.version != VERSION:
-        raise InputError(f"the record has version {header.version}, but only version {VERSION} is supported")
     return header, view[stop:]
 
 
@@ -199,15 +189,15 @@ def _read_columns(header: Header, body: memoryview) -> dict[str, Array]:
 def _quantise(columns: dict[str, Array], precision: Precision) -> tuple[dict[str, Array], float]:
     """Reduce the precision of log-probabilities; also return the largest error of a finite value, in nats.
 
-    float16 rounds each value. uint8 divides a range of finite values into 254 equal steps: the range of each
-    row in fixed-width columns, and of each 256 consecutive values in flat columns.
+    float16 rounds each value. uint8 divides the range of the finite values among each `GROUP` consecutive
+    values into 254 equal steps.
     """
     if precision not in {"float32", "float16", "uint8"}:
         raise ParameterError("precision", f"{precision!r} is not one of 'float32', 'float16', 'uint8'")
     if precision == "float32":
         return columns, 0.0
     smaller, max_abs_error = dict(columns), 0.0
-    for name in (*LOSSY, *(f"given.{name}" for name in LOSSY)):
+    for name in ("logprobs", "given.logprobs"):
         if name in columns:
             exact = columns[name]
             if not (exact <= 0).all():
@@ -249,7 +239,7 @@ def _smaller(name: str, column: Array, precision: Precision) -> dict[str, Array]
     codes = np.rint((np.where(is_finite, groups, low[:, None]) - low[:, None]) / step[:, None])
     codes = np.where(is_finite, codes, INFINITE).astype(np.uint8).ravel()[: magnitudes.size]
     scale = np.stack([low, step], axis=1).astype(np.float32)
-    return {name: codes.reshape(magnitudes.shape), f"{name}.scale": scale}
+    return {name: codes, f"{name}.scale": scale}
 
 
 def _restored(name: str, columns: dict[str, Array]) -> Array:
@@ -261,13 +251,11 @@ def _restored(name: str, columns: dict[str, Array]) -> Array:
     groups = _groups(column)
     with np.errstate(over="ignore"):  # a sender's scale may overflow to infinity
         values = np.where(groups == INFINITE, np.float32(np.inf), scale[:, :1] + groups * scale[:, 1:])
-    return np.float32(0) - values.ravel()[: column.size].reshape(column.shape).astype(np.float32)
+    return np.float32(0) - values.ravel()[: column.size].astype(np.float32)
 
 
 def _groups(column: Array) -> Array:
-    """Return a matrix unchanged; split a flat column into rows of GROUP values, padding the last row."""
-    if column.ndim == 2:
-        return column
+    """Split a column into rows of GROUP values, padding the last row."""
     if not len(column):
         return column.reshape(0, GROUP)
     padded: Array = np.pad(column, (0, -len(column) % GROUP), mode="edge")

@@ -2,45 +2,143 @@
 
 from __future__ import annotations
 
-from typing import Any
+from array import array
+from bisect import bisect_right
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from logprobe.errors import ParameterError
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 Array = npt.NDArray[Any]
+Numbers: TypeAlias = "array[int] | array[float]"
+
+MAX_WAITING: Final = 4096  # numbers in a column's write buffer
+FEW: Final = 32  # up to this many numbers, an array is added to the write buffer
+MAX_MERGED_BYTES: Final = 1 << 16  # a larger array is not copied to be merged with the next one
 
 
 class Column:
-    """Append-only column of numbers, stored as a list of immutable arrays so that readers need no lock.
+    """Append-only column of numbers that one thread may extend while others read.
 
-    An append merges trailing arrays that are not longer than the new one. The number of arrays, and the
-    number of times that a value is copied, are therefore logarithmic in the length.
+    It holds arrays that never change, and a write buffer for single rows, because NumPy takes as long for
+    one row as for a hundred. An append merges trailing small arrays that are not longer than the new one.
     """
 
-    __slots__ = ("_parts",)
+    __slots__ = ("_held", "_typecode")
 
-    def __init__(self, values: Array) -> None:
-        self._parts: tuple[Array, ...] = (values,)
+    def __init__(self, typecode: str, pieces: Sequence[Array] = ()) -> None:
+        """Create a column of the given arrays; `typecode` is the type of the write buffer.
+
+        Numbers of "I" and "d" are stored in the narrowest types that hold them exactly, those of "f" as
+        float32, and those of "B" as bool.
+        """
+        self._typecode = typecode
+        starts = (0, *accumulate(map(len, pieces))) if pieces else (0,)
+        # The arrays, the index of the first number in each and in the write buffer, and the write buffer.
+        self._held: tuple[tuple[Array, ...], tuple[int, ...], Numbers]
+        self._held = tuple(pieces), starts, array(typecode)
+
+    def __len__(self) -> int:
+        _, starts, waiting = self._held
+        return starts[-1] + len(waiting)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the numbers in bytes as one array."""
+        return int(self.read(0, len(self)).nbytes)
 
     def append(self, values: Array) -> None:
-        """Add an array (n,), which must not be modified afterwards; merged arrays take the wider dtype."""
-        parts = list(self._parts)
-        while parts and len(parts[-1]) <= len(values):
-            values = np.concatenate([parts.pop(), values])
-        self._parts = (*parts, values)
+        """Add an array (n,); merged arrays take the wider type."""
+        try:
+            few = array(self._typecode, values.tolist()) if len(values) <= FEW else None
+        except OverflowError:  # a negative rank, or a number beyond 32 bits
+            few = None
+        if few is None:
+            self._add(values)
+        else:
+            self.extend(few)
+
+    def _add(self, values: Array) -> None:
+        """Flush the write buffer, then add an array."""
+        pieces, starts, waiting = [*self._held[0]], [*self._held[1]], self._held[2]
+        for added in (np.array(waiting), values):
+            if not len(added):
+                continue
+            piece = packed(self._typecode, added)
+            while pieces and len(pieces[-1]) <= len(piece) and pieces[-1].nbytes <= MAX_MERGED_BYTES:
+                piece = np.concatenate([pieces.pop(), piece])
+                starts.pop()
+            pieces.append(piece)
+            starts.append(starts[-1] + len(piece))
+        self._held = tuple(pieces), tuple(starts), array(self._typecode)
+
+    def extend(self, values: Numbers) -> None:
+        """Add a few numbers, an `array.array` of the column's typecode, to the write buffer."""
+        waiting: Any = self._held[2]
+        waiting.extend(values)
+        if len(waiting) >= MAX_WAITING:
+            self._add(np.empty(0))
+
+    def add(self, value: Any) -> None:
+        """Add a number to the write buffer; raise TypeError or OverflowError if its type does not hold it."""
+        waiting = self._held[2]
+        waiting.append(value)
+        if len(waiting) >= MAX_WAITING:
+            self._add(np.empty(0))
+
+    def _pieces(self, start: int, stop: int) -> list[Array]:
+        """Return numbers [start, stop), as views of the stored arrays and a copy of the write buffer."""
+        pieces, starts, waiting = self._held
+        number, found = bisect_right(starts, start) - 1, []
+        while start < stop and number < len(pieces):
+            found.append(pieces[number][start - starts[number] : stop - starts[number]])
+            number += 1
+            start = starts[number]
+        if start < stop or not found:
+            found.append(packed(self._typecode, np.array(waiting[start - starts[-1] : stop - starts[-1]])))
+        return found
 
     def read(self, start: int, stop: int) -> Array:
-        """Return values [start, stop), as a view if one stored array holds all of them."""
-        found = []
-        for part in self._parts:
-            if start < len(part) and stop > 0:
-                found.append(part[max(start, 0) : stop])
-            start, stop = start - len(part), stop - len(part)
-        if not found:
-            return self._parts[0][:0]
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        """Return numbers [start, stop), as a view if one stored array holds all of them."""
+        pieces = self._pieces(start, stop)
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def tolist(self, start: int, stop: int) -> list[Any]:
+        """Return numbers [start, stop) as Python values; for one row, this is faster than `read`."""
+        pieces, starts, waiting = self._held
+        number = bisect_right(starts, start) - 1
+        if number == len(pieces):
+            return [value + 0 for value in waiting[start - starts[-1] : stop - starts[-1]]]  # no -0.0
+        if stop > starts[number + 1]:
+            values: list[Any] = self.read(start, stop).tolist()
+            return values
+        values = pieces[number][start - starts[number] : stop - starts[number]].tolist()
+        return values
+
+    def cut(self, start: int, stop: int) -> Column:
+        """Return a column of numbers [start, stop) that shares memory and grows on its own."""
+        return Column(self._typecode, self._pieces(start, stop))
+
+
+def packed(typecode: str, values: Array) -> Array:
+    """Copy numbers to the type in which a column of this typecode stores them."""
+    if typecode == "I":
+        return pack_integers(values)
+    if typecode == "d":
+        return narrowed(values) + 0.0  # no -0.0
+    return values.astype({"f": np.float32, "B": np.bool_}[typecode])
+
+
+def pack_integers(values: Array) -> Array:
+    """Copy integers to the narrowest of uint16, int32 and int64 that holds them."""
+    dtype = narrowest_id_dtype(int(values.max(initial=0)))
+    return values.astype(np.int32 if dtype == np.uint16 and values.min(initial=0) < 0 else dtype)
 
 
 def narrowed(values: Array) -> Array:
@@ -54,6 +152,13 @@ def narrowed(values: Array) -> Array:
     return narrow if is_same.all() or (is_same | np.isnan(wide)).all() else wide
 
 
+def narrowest_id_dtype(largest: int) -> np.dtype[Any]:
+    """Return the narrowest of uint16, int32 and int64 that holds token ids up to `largest`."""
+    if largest < 1 << 16:
+        return np.dtype(np.uint16)
+    return np.dtype(np.int32 if largest < 1 << 31 else np.int64)
+
+
 def check_not_negative(**columns: Array) -> None:
     """Raise `ParameterError` if a column of ids or ranks holds a negative number."""
     for name, values in columns.items():
@@ -61,38 +166,14 @@ def check_not_negative(**columns: Array) -> None:
             raise ParameterError(name, f"{int(values.min())} is negative; remove padding before appending")
 
 
-def float_column(logprobs: Array) -> Array:
-    """Convert to float32 if float32 represents every value exactly, else to float64.
-
-    Raises:
-        ParameterError: a value is +inf.
-    """
+def check_not_infinite(logprobs: Array) -> None:
+    """Raise `ParameterError` if a log-probability is +inf."""
     if (logprobs == np.inf).any():
         raise ParameterError("logprobs", "a value is +inf, which is not a log-probability; check the logits")
-    return narrowed(logprobs)
 
 
-def narrowest_id_dtype(largest: int) -> np.dtype[Any]:
-    """Return the narrowest of uint16, int32 and int64 that holds token ids up to `largest`."""
-    if largest <= np.iinfo(np.uint16).max:
-        return np.dtype(np.uint16)
-    return np.dtype(np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
-
-
-def narrow_copy(numbers: Array) -> Array:
-    """Copy non-negative ids or ranks to the narrowest integer type that holds them."""
-    return numbers.astype(narrowest_id_dtype(int(numbers.max(initial=0))), order="C")
-
-
-def logs_of_rest(listed: Array) -> Array:
-    """Return log(1 - sum of the probabilities) for each row of logprobs, (n, m) nats -> (n,) float32.
-
-    The result is -inf if nothing remains. It is computed as log(-expm1(s)) from a row's log-sum-exp s,
-    which is accurate for small remainders.
-    """
-    values = listed.astype(np.float64)
-    largest = values.max(axis=1, initial=np.finfo(np.float64).min)
-    with np.errstate(divide="ignore"):  # log of a sum or remainder of 0
-        totals = largest + np.log(np.exp(values - largest[:, None]).sum(axis=1))
-        rest: Array = np.log(-np.expm1(np.minimum(totals, 0))).astype(np.float32)
-    return rest
+def spans(starts: Array, widths: Array) -> tuple[Array, Array]:
+    """Return the offsets (n + 1,) of n ranges that are packed together, and the indices that they cover."""
+    offsets = np.zeros(len(widths) + 1, np.int64)
+    np.cumsum(widths, out=offsets[1:])
+    return offsets, np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], widths)

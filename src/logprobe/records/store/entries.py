@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from logprobe.records.store.columns import logs_of_rest, narrowed, narrowest_id_dtype
+from logprobe.records.store.columns import spans
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from logprobe.records.store.columns import Array
     from logprobe.records.values import TokenTable
@@ -43,78 +43,44 @@ class Entries:
         )
 
     @classmethod
-    def joined(cls, runs: Sequence[Entries]) -> Entries:
-        """Concatenate `Entries` that have no texts; a single one is returned as is."""
-        if len(runs) == 1:
-            return runs[0]
-        if not runs:
+    def joined(cls, parts: Sequence[Entries]) -> Entries:
+        """Concatenate `Entries`; if only one has positions, it is returned as is."""
+        parts = [part for part in parts if part.num_rows]
+        if not parts:
             return cls.none(0)
-        filled = [run for run in runs if len(run.token_ids)] or runs[:1]
-        widths = np.concatenate([np.diff(run.offsets) for run in runs])
+        if len(parts) == 1:
+            return parts[0]
+        filled = [part for part in parts if len(part.token_ids)] or parts[:1]
+        widths = np.concatenate([np.diff(part.offsets) for part in parts])
+        has_texts = any(part.texts is not None for part in parts)
         return cls(
             offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(widths)]),
-            token_ids=np.concatenate([run.token_ids for run in filled]),
-            logprobs=np.concatenate([run.logprobs for run in filled]),
-            ranks=np.concatenate([run.ranks for run in filled]),
-            is_none=np.concatenate([run.none_flags() for run in runs]),
+            token_ids=np.concatenate([part.token_ids for part in filled]),
+            logprobs=np.concatenate([part.logprobs for part in filled]),
+            ranks=np.concatenate([part.ranks for part in filled]),
+            is_none=np.concatenate([part.none_flags() for part in parts]),
+            texts=[text for part in filled for text in part.text_list(None)] if has_texts else None,
         )
-
-    @property
-    def kind(self) -> None:
-        """Key for merging adjacent blocks; always None, because any two blocks of entries can be merged."""
-        return
 
     @property
     def num_rows(self) -> int:
         """Number of positions."""
         return len(self.offsets) - 1
 
-    @property
-    def num_entries(self) -> int:
-        """Number of entries."""
-        return len(self.token_ids)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the arrays in bytes, without `texts`."""
-        columns = (self.offsets[1:], self.token_ids, self.logprobs, self.ranks, self.none_flags())
-        return sum(int(column.nbytes) for column in columns)
-
     def none_flags(self) -> Array:
         """Return an (n,) bool array that is True where a position was appended as None."""
         return np.zeros(self.num_rows, np.bool_) if self.is_none is None else self.is_none
 
-    def packed(self) -> Entries:
-        """Return a copy without texts whose arrays have the narrowest types that hold their values."""
-        largest_id, largest_rank = (int(column.max(initial=0)) for column in (self.token_ids, self.ranks))
-        rank_type = np.int32 if largest_rank <= np.iinfo(np.int32).max else np.int64
-        return Entries(
-            offsets=self.offsets - self.offsets[0],
-            token_ids=self.token_ids.astype(narrowest_id_dtype(largest_id)),
-            logprobs=np.array(narrowed(self.logprobs)),
-            ranks=self.ranks.astype(rank_type),
-            is_none=None if self.is_none is None else self.is_none.copy(),
-        )
-
-    def cut(self, rows: slice | Array) -> Entries:
-        """Select positions. A slice must have step 1, and the result then shares memory."""
-        is_none, texts = None if self.is_none is None else self.is_none[rows], self.texts
-        if isinstance(rows, slice):
-            start, stop, _ = rows.indices(self.num_rows)
-            offsets = self.offsets[start : max(stop, start) + 1]
-            picked: slice | Array = slice(int(offsets[0]), int(offsets[-1]))
-            texts = texts and texts[int(offsets[0]) : int(offsets[-1])]
-            offsets = offsets - offsets[0]
-        else:
-            offsets, picked = spans(self.offsets[rows], np.diff(self.offsets)[rows])
-            texts = texts and [texts[entry] for entry in picked.tolist()]
+    def take(self, rows: Array) -> Entries:
+        """Select positions by their indices."""
+        offsets, picked = spans(self.offsets[rows], np.diff(self.offsets)[rows])
         return Entries(
             offsets=offsets,
             token_ids=self.token_ids[picked],
             logprobs=self.logprobs[picked],
             ranks=self.ranks[picked],
-            is_none=is_none,
-            texts=texts,
+            is_none=None if self.is_none is None else self.is_none[rows],
+            texts=self.texts and [self.texts[entry] for entry in picked.tolist()],
         )
 
     def possible(self) -> Entries:
@@ -139,94 +105,37 @@ class Entries:
 
     def rank_list(self) -> list[int | None]:
         """Return the ranks as a list, with None where missing."""
-        ranks: list[int | None] = self.ranks.tolist()
-        return [None if rank == NO_RANK else rank for rank in ranks] if NO_RANK in ranks else ranks
+        return ranks_of(self.ranks.tolist())
 
     def text_list(self, table: TokenTable | None) -> list[str | None]:
         """Return the texts as a list, with None where unknown."""
         return texts_of(self.token_ids.tolist(), self.texts, table)
 
-    # -- methods shared with `Steps` --------------------------------------------------------------------
-
-    def entries(self) -> Entries:
-        """Return self, for the interface shared with `Steps`."""
-        return self
-
-    def row(self, row: int) -> RowLists | None:
-        """Return one position as Python values; None if it has no prediction."""
-        if self.is_none is not None and self.is_none[row]:
-            return None
-        entries = self.cut(slice(row, row + 1))
-        return RowLists(entries.token_ids.tolist(), entries.logprobs.tolist(), entries.rank_list())
-
-    def top_lists(self, row: int) -> TopLists | None:
-        """Return the chosen token and the k most likely tokens of one position; None if it has no entries."""
-        entries = self.cut(slice(row, row + 1))
-        ids, logprobs = entries.token_ids.tolist(), entries.logprobs.tolist()
-        if not ids:
-            return None
-        best = _top_of_row(ids, entries.ranks.tolist())
-        return TopLists(
-            ids[0], logprobs[0], [ids[entry] for entry in best], [logprobs[entry] for entry in best]
-        )
-
     def chosen_entries(self) -> Entries:
         """Return the chosen token of each position that has entries."""
-        return self._picked(lambda ids, _: [0] if ids else [])
+        has_chosen = self.offsets[1:] > self.offsets[:-1]
+        return self._picked(self.offsets[:-1][has_chosen], has_chosen)
 
     def top_entries(self) -> Entries:
         """Return the k most likely tokens of each position; the chosen token only if it is one of them."""
-        return self._picked(_top_of_row)
-
-    def _picked(self, pick: Callable[[list[int], list[int]], list[int]]) -> Entries:
-        ids, ranks, bounds = self.token_ids.tolist(), self.ranks.tolist(), self.offsets.tolist()
-        kept = [
-            [first + entry for entry in pick(ids[first:last], ranks[first:last])]
-            for first, last in pairwise(bounds)
+        ids, ranks = self.token_ids.tolist(), self.ranks.tolist()
+        picked = [
+            [first + entry for entry in top_of_row(ids[first:last], ranks[first:last])]
+            for first, last in pairwise(self.offsets.tolist())
         ]
-        picked = np.array(list(chain.from_iterable(kept)), np.intp)
+        return self._picked(np.array([*chain.from_iterable(picked)], np.intp), np.array([*map(len, picked)]))
+
+    def _picked(self, picked: Array, widths: Array) -> Entries:
         return Entries(
-            offsets=np.concatenate([[0], np.cumsum([len(row) for row in kept], dtype=np.int64)]),
+            offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(widths, dtype=np.int64)]),
             token_ids=self.token_ids[picked],
             logprobs=self.logprobs[picked],
             ranks=self.ranks[picked],
             is_none=self.is_none,
         )
 
-    def other_logprobs(self) -> Array:
-        """Return the log of the probability outside each position's entries, (n,) float32 in nats.
 
-        NaN for positions without a prediction.
-        """
-        rest = np.full(self.num_rows, np.nan, np.float32)
-        for row in np.flatnonzero(~self.none_flags()).tolist():
-            first, last = self.offsets[row : row + 2]
-            _, kept = np.unique(self.token_ids[first:last], return_index=True)
-            rest[row] = logs_of_rest(self.logprobs[first:last][kept][None])[0]
-        return rest
-
-    def outside_top_logprobs(self) -> Array:
-        """Return the log of the probability outside each position's top k, (n,) float32 in nats.
-
-        NaN for positions without a prediction.
-        """
-        top, rest = self.top_entries(), np.full(self.num_rows, np.nan, np.float32)
-        for row in np.flatnonzero(~self.none_flags()).tolist():
-            (first, last), (best, end) = self.offsets[row : row + 2], top.offsets[row : row + 2]
-            rest[row] = logs_of_rest(top.logprobs[best:end][None])[0]
-            if first < last and self.token_ids[first] not in top.token_ids[best:end]:
-                rest[row] = max(rest[row], self.logprobs[first])  # as in `Steps.outside_top_logprobs`
-        return rest
-
-
-def spans(starts: Array, widths: Array) -> tuple[Array, Array]:
-    """Return the offsets (n + 1,) of n ranges that are packed together, and the indices that they cover."""
-    offsets = np.zeros(len(widths) + 1, np.int64)
-    np.cumsum(widths, out=offsets[1:])
-    return offsets, np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], widths)
-
-
-def _top_of_row(ids: list[int], ranks: list[int]) -> list[int]:
+def top_of_row(ids: list[int], ranks: Sequence[int | None]) -> list[int]:
     """Return the indices of a row's k most likely tokens, by rank.
 
     They are all indices but the first, which is the chosen token's. The first is inserted if the other ranks
@@ -239,6 +148,45 @@ def _top_of_row(ids: list[int], ranks: list[int]) -> list[int]:
     if gap == len(rest) and ranks[0] != gap + 1:
         return rest
     return [*rest[:gap], 0, *rest[gap:]]
+
+
+def logs_outside_top(chosen: Entries, top: Entries, *, with_chosen: bool) -> Array:
+    """Return the log of the probability outside each position's top tokens, (n,) float32 in nats.
+
+    `with_chosen` counts a chosen token outside of them as one of them. NaN for positions without a
+    prediction, -inf if nothing remains. The result is log(-expm1(s)) of the log-sum-exp s, which is accurate
+    for small remainders.
+    """
+    num_rows, widths = top.num_rows, np.diff(top.offsets)
+    has_chosen = chosen.offsets[1:] > chosen.offsets[:-1]
+    alone = np.full(num_rows, -np.inf)  # the chosen token's logprob where it is not among the top tokens
+    alone[has_chosen] = chosen.logprobs
+    chosen_ids = np.full(num_rows, -1, np.int64)
+    chosen_ids[has_chosen] = chosen.token_ids
+    rows = np.repeat(np.arange(num_rows), widths)
+    alone[rows[top.token_ids == chosen_ids[rows]]] = -np.inf
+    values = top.logprobs.astype(np.float64)
+    largest = np.full(num_rows, np.finfo(np.float64).min)
+    if with_chosen:
+        largest = np.maximum(largest, alone)
+    is_filled = widths > 0
+    tops = np.maximum.reduceat(values, top.offsets[:-1][is_filled]) if len(values) else values
+    largest[is_filled] = np.maximum(largest[is_filled], tops)
+    totals = np.zeros(num_rows) + np.bincount(rows, np.exp(values - largest[rows]), num_rows)
+    if with_chosen:
+        totals += np.exp(alone - largest)
+    with np.errstate(divide="ignore"):  # log of a sum or remainder of 0
+        rest = np.log(-np.expm1(np.minimum(largest + np.log(totals), 0)))
+    if not with_chosen:
+        # If rounding gives the top tokens all of the probability, that of a chosen token outside remains.
+        rest = np.maximum(rest, alone)
+    rest[chosen.none_flags()] = np.nan
+    return rest.astype(np.float32)
+
+
+def ranks_of(ranks: list[int]) -> list[int | None]:
+    """Return ranks with None where missing."""
+    return [None if rank == NO_RANK else rank for rank in ranks] if NO_RANK in ranks else [*ranks]
 
 
 def texts_of(

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from logprobe.errors import ParameterError
-from logprobe.records.store.columns import check_not_negative, float_column, narrowed
-from logprobe.records.store.entries import NO_RANK, Entries, RowLists, spans
-from logprobe.records.store.steps import Steps
+from logprobe.records.store.columns import check_not_infinite, check_not_negative, spans
+from logprobe.records.store.entries import NO_RANK, Entries, RowLists
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -33,16 +32,25 @@ def row_from_columns(
     Raises:
         ParameterError: a column yields too few values.
     """
-    ids = list(token_ids)
+    return RowLists(*lists_of(token_ids, logprobs, ranks, decoded_tokens))
+
+
+def lists_of(
+    token_ids: Iterable[int],
+    logprobs: Iterable[float],
+    ranks: Iterable[int | None],
+    decoded_tokens: Iterable[str | None],
+) -> tuple[list[int], list[float], list[int | None], list[str | None] | None]:
+    """Do the same as `row_from_columns`; a list of the right length is not copied."""
+    ids = token_ids if type(token_ids) is list else [*token_ids]
     n = len(ids)
-    columns: list[list[Any]] = [ids]
-    for name, values in (("logprobs", logprobs), ("ranks", ranks), ("decoded_tokens", decoded_tokens)):
-        columns.append(list(islice(values, n)))
-        if len(columns[-1]) < n:
-            raise ParameterError(name, f"{len(columns[-1])} values for {n} token ids; give one for each")
-    if columns[-1].count(None) == n:
-        columns.pop()
-    return RowLists(*columns)
+    values = logprobs if type(logprobs) is list and len(logprobs) == n else [*islice(logprobs, n)]
+    of_rank, texts = [*islice(ranks, n)], [*islice(decoded_tokens, n)]
+    if not len(values) == len(of_rank) == len(texts) == n:
+        lengths = {"logprobs": len(values), "ranks": len(of_rank), "decoded_tokens": len(texts)}
+        name = next(name for name, length in lengths.items() if length < n)
+        raise ParameterError(name, f"{lengths[name]} values for {n} token ids; give one for each")
+    return ids, values, of_rank, None if texts.count(None) == n else texts
 
 
 def row_from_position(position: Mapping[int, Logprob]) -> RowLists:
@@ -64,13 +72,14 @@ def row_entries(row: RowLists) -> Entries:
             log-probability is +inf.
     """
     ids = _typed("token_ids", "q", row.token_ids)
-    check_not_negative(
-        token_ids=ids, ranks=_typed("ranks", "q", [rank for rank in row.ranks if rank is not None])
-    )
+    logprobs = _typed("logprobs", "d", row.logprobs)
+    ranks = _typed("ranks", "q", [rank for rank in row.ranks if rank is not None])
+    check_not_negative(token_ids=ids, ranks=ranks)
+    check_not_infinite(logprobs)
     return Entries(
         offsets=np.array([0, len(ids)], np.int64),
         token_ids=ids,
-        logprobs=float_column(_typed("logprobs", "d", row.logprobs)),
+        logprobs=logprobs,
         ranks=_typed("ranks", "q", [NO_RANK if rank is None else rank for rank in row.ranks]),
         texts=row.texts,
     )
@@ -93,7 +102,7 @@ def spans_of(entries: Entries, starts: npt.ArrayLike, ends: npt.ArrayLike) -> En
     first, last = np.asarray(starts, np.int64), np.asarray(ends, np.int64)
     total = len(entries.token_ids)
     if first.ndim != 1 or first.shape != last.shape:
-        raise ParameterError("end_indices", f"{last.shape} ends for {first.shape} starts; give one each")
+        raise ParameterError("end_indices", f"has shape {last.shape}, but the starts {first.shape}")
     if ((first < 0) | (last < first) | (last > total)).any():
         raise ParameterError("end_indices", f"a position lies outside the {total} entries")
     offsets, picked = spans(first, last - first)
@@ -107,37 +116,28 @@ def spans_of(entries: Entries, starts: npt.ArrayLike, ends: npt.ArrayLike) -> En
     )
 
 
-def as_step_rows(row: RowLists, entries: Entries, k: int | None) -> Steps | None:
-    """Convert a position with distinct tokens to a `Steps` row; return None if its ranks do not allow that.
+def step_row(row: RowLists, k: int) -> tuple[list[int], list[float], int, list[str | None] | None] | None:
+    """Convert a position with distinct tokens to ids, logprobs, the chosen token's rank and texts of `Steps`.
 
-    A `Steps` row holds the chosen token and the k most likely tokens. If the ranks do not tell whether the
-    chosen token is the last of the k or comes after them, `k` decides.
+    Return None if its ranks do not allow that. A row of `Steps` holds the chosen token and the k most likely
+    tokens. If the ranks do not tell whether the chosen token is the last of the k or comes after them, `k`
+    decides.
     """
-    ids, logprobs, ranks = entries.token_ids, entries.logprobs, list(row.ranks)
+    ids, logprobs, ranks, texts = row
     if not ranks or ranks[0] is None:
         return None
     width = len(ranks)
     gap = next((place for place, rank in enumerate(ranks[1:], 1) if rank != place), width)
     if gap == width and (k != width or ranks[0] != width):
-        return Steps(ids[None], logprobs[None], entries.ranks[:1])
+        return ids, logprobs, ranks[0], texts
     if ranks[0] != gap or ranks[gap:] != list(range(gap + 1, width + 1)):
         return None
-    return Steps(
-        np.insert(ids, gap, ids[0])[None], np.insert(logprobs, gap, logprobs[0])[None], entries.ranks[:1]
+    return (
+        [*ids[:gap], ids[0], *ids[gap:]],
+        [*logprobs[:gap], logprobs[0], *logprobs[gap:]],
+        ranks[0],
+        texts and [*texts[:gap], texts[0], *texts[gap:]],
     )
-
-
-def as_given_steps(entries: Entries) -> Steps | None:
-    """Convert positions to `Steps` if all have the same width and ranks [r, 1, 2, ...]; else return None."""
-    widths = np.diff(entries.offsets)
-    width = int(widths[0]) if len(widths) else 0
-    if not width or (widths != width).any():
-        return None
-    ranks = entries.ranks.reshape(-1, width)
-    if ranks[:, 0].min() < 0 or (ranks[:, 1:] != np.arange(1, width)).any():
-        return None
-    logprobs = narrowed(entries.logprobs).reshape(-1, width)
-    return Steps(entries.token_ids.reshape(-1, width), logprobs, ranks[:, 0], repeats_chosen=True)
 
 
 def given_columns(given: Sequence[npt.ArrayLike]) -> Entries:
@@ -147,7 +147,12 @@ def given_columns(given: Sequence[npt.ArrayLike]) -> Entries:
         ParameterError: the shapes do not match, an id or rank is negative, or a log-probability is +inf.
     """
     offsets, ids, logprobs, ranks = (np.asarray(column) for column in given)
-    if not ids.shape == logprobs.shape == ranks.shape == (int(offsets[-1] - offsets[0]),):
-        raise ParameterError("given", f"offsets end at {offsets[-1]}, but there are {ids.shape} ids")
+    num_ids = int(offsets[-1] - offsets[0])
+    if not ids.shape == logprobs.shape == ranks.shape == (num_ids,):
+        shapes = f"{ids.shape}, {logprobs.shape} and {ranks.shape}"
+        raise ParameterError(
+            "given", f"the offsets cover {num_ids} ids, but ids, logprobs and ranks have shapes {shapes}"
+        )
     check_not_negative(token_ids=ids, ranks=ranks)
-    return Entries(offsets=offsets, token_ids=ids, logprobs=float_column(logprobs), ranks=ranks)
+    check_not_infinite(logprobs)
+    return Entries(offsets=offsets, token_ids=ids, logprobs=logprobs, ranks=ranks)

@@ -1,472 +1,480 @@
-"""Rows of one record: fixed-width blocks, ragged blocks with offsets, and a write buffer for the last rows.
+"""Positions of one record and what accompanies them, as columns that grow.
 
-A block never changes. A small block is merged with the next block if both are of the same kind.
+A record consists of leading positions without a prediction, then rows of one width (`Steps`), then all other
+positions (`Entries`). Step rows that follow a position of another form are stored as `Entries` too.
 """
 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
-from dataclasses import replace
-from itertools import accumulate, groupby, islice
+from itertools import repeat
 from math import inf
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from logprobe.records.store.columns import narrowed
-from logprobe.records.store.entries import Entries, RowLists
-from logprobe.records.store.inputs import as_given_steps, as_step_rows, row_from_columns
-from logprobe.records.store.steps import Steps, row_lists, top_lists
-from logprobe.records.store.texts import Texts
+from logprobe.errors import ParameterError
+from logprobe.records.rows import EXTRAS
+from logprobe.records.store.columns import Column, pack_integers, spans
+from logprobe.records.store.entries import (
+    Entries,
+    RowLists,
+    TopLists,
+    ranks_of,
+    top_of_row,
+)
+from logprobe.records.store.steps import Steps
+from logprobe.records.values import IdLists
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Mapping
 
+    import numpy.typing as npt
+
+    from logprobe.records.info import LogprobsInfo
     from logprobe.records.store.columns import Array
-    from logprobe.records.store.entries import TopLists
 
-Block: TypeAlias = Steps | Entries
-Held: TypeAlias = "tuple[tuple[Block, ...], tuple[int, ...], Waiting | None]"
-"""The blocks, the index of the first row in each block and in the write buffer, and the write buffer."""
-
-MAX_WAITING: Final = 4096  # entries in the write buffer
-MAX_WAITING_WIDTH: Final = 65  # entries per row in the write buffer; wider rows are faster as arrays
-MIN_ROWS: Final = 16  # a block with at most this many rows is merged with any next block of its kind
-MAX_BLOCKS: Final = 64  # above this, small blocks of different kinds are merged too, as `Entries`
-MAX_BLOCK_BYTES: Final = 1 << 16  # a larger block is not merged any more
-FLOAT32: Final = np.dtype(np.float32)
-INTEGERS: Final = {np.dtype(np.int32), np.dtype(np.int64)}
+MAX_ROW_WIDTH: Final = 65  # wider single rows are faster as arrays than as Python values
 _ndarray, _ONE = np.ndarray, (1,)  # bound once: `append_one` runs for every token
 
 
 class Rows:
-    """Rows of one record and the texts given with them.
+    """Everything in a record but its token table.
 
-    Single rows are buffered in `array.array`s, because NumPy takes as long for one row as for a hundred.
-    One thread may append while others read: a reader loads `_held` once, and a writer sets `num_rows` last.
+    One thread may append while others read: columns only grow, and a writer sets `num_rows` last. Optional
+    columns may be shorter than the record; values are missing at the positions that they do not reach.
     """
 
-    __slots__ = ("_held", "_waiting", "num_rows", "texts")
+    __slots__ = (
+        "ends",
+        "extra_columns",
+        "given_rows",
+        "ids",
+        "info",
+        "is_none",
+        "kept_ends",
+        "kept_ids",
+        "logprobs",
+        "num_none",
+        "num_rows",
+        "num_steps",
+        "ranks",
+        "repeats_chosen",
+        "texts",
+        "width",
+    )
 
-    def __init__(self, blocks: Sequence[Block] = (), texts: Texts | None = None) -> None:
-        starts = (0, *accumulate(block.num_rows for block in blocks))
-        self._held: Held = tuple(blocks), starts, None
-        self._waiting: Waiting | None = None  # used by the writer only
-        self.texts = texts  # None if no text was appended so far
-        self.num_rows = starts[-1]
+    def __init__(self, info: LogprobsInfo | None = None) -> None:
+        self.info = info
+        self.num_rows = 0
+        self.num_none = 0  # leading positions without a prediction
+        self.num_steps = 0  # rows of `Steps` after them
+        self.width, self.repeats_chosen = 1, False  # of the rows of `Steps`
+        # Each row of `Steps` has `width` entries and one rank; the entries and ranks of `Entries` follow.
+        self.ids = Column("I")
+        self.logprobs = Column("d")
+        self.ranks = Column("I")
+        self.texts: list[str | None] | None = None  # of each entry; None if none was given
+        # Of the positions in `Entries`: the number of entries up to their end, and whether they are None.
+        self.ends = Column("I")
+        self.is_none = Column("B")
+        self.extra_columns: dict[str, Column] = {}
+        self.given_rows: Rows | None = None  # caller-specified ids per position
+        self.kept_ends: Column | None = None  # number of ids up to a position's end
+        self.kept_ids = Column("I")  # ids that truncation and masks kept
 
     # -- growing -----------------------------------------------------------------------------------------
 
     def append_none(self, count: int = 1) -> None:
         """Add `count` positions without a prediction."""
-        if count:
-            self._add(Entries.none(count))
+        if self.num_rows > self.num_none:
+            self.append_entries(Entries.none(count))
+            return
+        self.num_none += count
+        self.num_rows += count
 
     def append_one(self, token_ids: Any, logprobs: Any, ranks: Any) -> bool:
-        """Add one row if it has the shape and types of the previous row; else return False."""
-        waiting = self._waiting
+        """Add one row of a step's arrays to `Steps`; return False if it does not fit or is invalid."""
         if not (
-            waiting is not None
-            and self.num_rows < waiting.stop
-            and self.texts is None
-            and type(token_ids) is type(logprobs) is type(ranks) is _ndarray
-            and token_ids.shape == waiting.shape == logprobs.shape
+            type(token_ids) is type(logprobs) is type(ranks) is _ndarray
             and ranks.shape == _ONE
-            and token_ids.dtype is waiting.id_type
-            and ranks.dtype is waiting.rank_type
-            and logprobs.dtype is FLOAT32
+            and token_ids.shape == logprobs.shape == (1, self.width)
         ):
             return False
         [ids], [values], [rank] = token_ids.tolist(), logprobs.tolist(), ranks.tolist()
-        if inf in values or not waiting.add(ids, values, rank):
+        return self.append_step(ids, values, rank, None, False)
+
+    def append_step(
+        self,
+        ids: list[int],
+        logprobs: list[float],
+        rank: Any,
+        texts: list[str | None] | None,
+        repeats_chosen: bool,
+    ) -> bool:
+        """Add one row with ranks [rank, 1, 2, ...] to `Steps`.
+
+        Return False, without adding anything, if the row does not fit or is invalid.
+        """
+        if not self._takes_steps(len(ids), repeats_chosen) or inf in logprobs or len(ids) > MAX_ROW_WIDTH:
             return False
+        try:  # unsigned, so that a negative number raises OverflowError
+            columns = array("I", ids), array("d", logprobs)
+            self.ranks.add(rank)
+        except (TypeError, OverflowError):
+            return False
+        if texts is not None or self.texts is not None:
+            self._write_texts(texts, len(ids))
+        self.ids.extend(columns[0])
+        self.logprobs.extend(columns[1])
+        self.num_steps += 1
         self.num_rows += 1
         return True
 
-    def append_step(self, steps: Steps, *, texts: list[str | None] | None = None) -> None:
-        """Add rows validated by `Steps.of`; `texts` has one text for each entry in `steps.entries()`."""
-        if steps.logprobs.dtype != np.float32:
-            self.append_entries(replace(steps.entries(), texts=texts))
+    def append_steps(self, steps: Steps) -> None:
+        """Add rows validated by `Steps.of`."""
+        num_rows, width = steps.token_ids.shape
+        if not num_rows:
             return
-        if texts is not None or self.texts is not None:
-            self._write_texts(replace(steps.entries(), texts=texts))
-        is_single = steps.num_rows == 1 and steps.width <= MAX_WAITING_WIDTH and not steps.repeats_chosen
-        if not (is_single and self._wait_for(steps)):
-            self._add(steps.packed())
-
-    def _wait_for(self, steps: Steps) -> bool:
-        """Buffer one row; return False if its ids or ranks do not fit the buffer's types."""
-        waiting = self._waiting
-        if waiting is None or waiting.kind != steps.kind or self.num_rows >= waiting.stop:
-            types = steps.token_ids.dtype, steps.ranks.dtype
-            waiting = self._start_waiting(steps.width, *types)
-        is_added = waiting.add(steps.token_ids[0].tolist(), steps.logprobs[0].tolist(), int(steps.ranks[0]))
-        self.num_rows += is_added
-        return is_added
-
-    def append_position(self, row: RowLists, entries: Entries) -> None:
-        """Add one row of distinct tokens; `entries` must be `row_entries(row)`."""
-        blocks, _, waiting = self._held
-        last = waiting if waiting is not None and waiting.num_rows else blocks[-1] if blocks else None
-        k = None if last is None or last.kind is None else last.width - 1
-        steps = as_step_rows(row, entries, k)
-        if steps is None:
-            self.append_entries(entries)
-        else:
-            self.append_step(steps, texts=row.texts)
+        if not self._takes_steps(width, steps.repeats_chosen):
+            self.append_entries(steps.entries())
+            return
+        self._write_texts(steps.texts, steps.token_ids.size)
+        self.ids.append(steps.token_ids.ravel())
+        self.logprobs.append(steps.logprobs.ravel())
+        self.ranks.append(steps.ranks)
+        self.num_steps += num_rows
+        self.num_rows += num_rows
 
     def append_entries(self, entries: Entries) -> None:
         """Add positions exactly as given."""
-        if entries.texts is not None or self.texts is not None:
-            self._write_texts(entries)
-        self._add(entries.packed())
+        if not entries.num_rows:
+            return
+        num_before = len(self.ids) - self.num_steps * self.width
+        self._write_texts(entries.texts, len(entries.token_ids))
+        self.ids.append(entries.token_ids)
+        self.logprobs.append(entries.logprobs)
+        self.ranks.append(entries.ranks)
+        self.is_none.append(entries.none_flags())
+        self.ends.append(entries.offsets[1:] - entries.offsets[0] + num_before)
+        self.num_rows += entries.num_rows
 
-    def append_given(self, entries: Entries) -> None:
-        """Add positions; if they have the form of `Steps`, they are stored as such, without offsets."""
-        steps = as_given_steps(entries)
-        if steps is None:
-            self.append_entries(entries)
-        else:
-            self.append_step(steps, texts=entries.texts)
-
-    def append_soon(
+    def append_beside(
         self,
-        token_ids: Iterable[int],
-        logprobs: Iterable[float],
-        ranks: Iterable[int | None],
-        decoded_tokens: Iterable[str | None],
-    ) -> RowLists | None:
-        """Buffer one row exactly as given, or return the row for `append_entries` if it does not fit.
+        num_new: int,
+        extras: Mapping[str, npt.ArrayLike | None],
+        given: Entries | None = None,
+        kept: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
+    ) -> None:
+        """Add the optional data of the next `num_new` positions, before the positions themselves.
 
         Raises:
-            ParameterError: a column yields too few values.
+            ParameterError: a column is unknown or does not have `num_new` values. Nothing is added then.
         """
-        # Hot path: a list of the right length is not copied.
-        ids = token_ids if type(token_ids) is list else [*token_ids]
-        n = len(ids)
-        values = logprobs if type(logprobs) is list and len(logprobs) == n else [*islice(logprobs, n)]
-        of_rank, texts = [*islice(ranks, n)], [*islice(decoded_tokens, n)]
-        waiting = self._waiting
-        if waiting is None or waiting.width != n or waiting.shape or self.num_rows >= waiting.stop:
-            waiting = self._start_waiting(n)
-        if of_rank[1:] != waiting.order or inf in values or not len(values) == len(texts) == n:
-            return row_from_columns(ids, values, of_rank, texts)
-        if not n or not waiting.add(ids, values, of_rank[0]):
-            return row_from_columns(ids, values, of_rank, texts)
-        if self.texts is not None or texts != waiting.no_texts:
-            known = self.texts or Texts()
-            known.write(self.num_rows, ids, texts)
-            self.texts = known
-        self.num_rows += 1
-        return None
+        for name in extras.keys() - EXTRAS.keys():
+            raise ParameterError(name, f"unknown column; known: {', '.join(EXTRAS)}")
+        values = {
+            name: np.array(column, EXTRAS[name]) for name, column in extras.items() if column is not None
+        }
+        for name, column in values.items():
+            if column.shape != (num_new,):
+                raise ParameterError(name, f"{column.shape} values for {num_new} positions")
+        if given is not None:
+            _check_offsets("given", given.offsets, num_new)
+        if kept is not None:
+            offsets, ids = np.asarray(kept[0], np.int64), np.asarray(kept[1])
+            _check_offsets("kept", offsets, num_new)
+            if ids.shape != (int(offsets[-1] - offsets[0]),):
+                raise ParameterError("kept", f"offsets end at {offsets[-1]}, but there are {ids.shape} ids")
+            self._append_kept(offsets, ids)
+        for name, column in values.items():
+            own = self.extra_columns.get(name) or Column("f")
+            if len(own) < self.num_rows:
+                own.append(np.full(self.num_rows - len(own), np.nan, EXTRAS[name]))
+            own.append(column)
+            self.extra_columns[name] = own
+        if given is not None:
+            named = self.given_rows or Rows()
+            named.append_none(self.num_rows - named.num_rows)
+            named.append_entries(given)
+            self.given_rows = named
+
+    def _append_kept(self, offsets: Array, ids: Array) -> None:
+        ends, num_before = self.kept_ends or Column("I"), len(self.kept_ids)
+        self.kept_ids.append(ids)
+        ends.append(np.full(self.num_rows - len(ends), num_before))
+        ends.append(offsets[1:] - offsets[0] + num_before)
+        self.kept_ends = ends
 
     def extend(self, other: Rows) -> None:
-        """Add the current rows of another record."""
-        if other.texts is not None or self.texts is not None:
-            self._write_texts(other.entries(0, other.num_rows))
-        self._add(*other._runs(0, other.num_rows))
+        """Add the positions of another record, which no thread may be appending to."""
+        length = other.num_rows
+        given, kept = other.given(length), other.kept(length)
+        self.append_beside(
+            length,
+            other.extras(length),
+            None if given is None else given.entries(0, length),
+            None if kept is None else (kept.offsets, kept.token_ids),
+        )
+        num_none, steps, others = other.split(0, length)
+        self.append_none(num_none)
+        self.append_steps(steps)
+        self.append_entries(others)
 
-    def _start_waiting(self, width: int, *types: np.dtype[Any]) -> Waiting:
-        self._add()
-        blocks, starts, _ = self._held
-        waiting = Waiting(width, starts[-1] + MAX_WAITING // max(width, 1) + 1, *types)
-        self._held = (blocks, starts, waiting)
-        self._waiting = waiting
-        return waiting
+    def _takes_steps(self, width: int, repeats_chosen: bool) -> bool:
+        """Return True if rows of this form can be added to `Steps`; the first rows determine the form."""
+        if self.num_rows == self.num_none and width:
+            self.width, self.repeats_chosen = width, repeats_chosen
+        return (
+            width == self.width
+            and repeats_chosen is self.repeats_chosen
+            and self.num_rows == self.num_none + self.num_steps
+        )
 
-    def _add(self, *new: Block) -> None:
-        """Flush the buffer to a block, then add blocks."""
-        blocks, starts, waiting = [*self._held[0]], [*self._held[1]], self._held[2]
-        if waiting is not None and waiting.num_rows:
-            new = (waiting.block(0, waiting.num_rows), *new)
-        for added in new:
-            block = added
-            while (
-                blocks
-                and (blocks[-1].kind == block.kind or len(blocks) >= MAX_BLOCKS)
-                and blocks[-1].num_rows <= max(block.num_rows, MIN_ROWS)
-                and blocks[-1].nbytes <= MAX_BLOCK_BYTES
-            ):
-                block = _joined([blocks.pop(), block])
-                starts.pop()
-            blocks.append(block)
-            starts.append(starts[-1] + block.num_rows)
-        self._held, self._waiting = (tuple(blocks), tuple(starts), None), None
-        self.num_rows = starts[-1]
-
-    def _write_texts(self, entries: Entries) -> None:
-        """Store the texts of positions that are about to be added."""
-        known, bounds, ids = self.texts or Texts(), entries.offsets.tolist(), entries.token_ids.tolist()
-        for row in range(entries.num_rows):
-            place = slice(bounds[row], bounds[row + 1])
-            known.write(self.num_rows + row, ids[place], entries.texts and entries.texts[place])
-        self.texts = known
+    def _write_texts(self, texts: list[str | None] | None, count: int) -> None:
+        """Store the texts of entries that are about to be added."""
+        if self.texts is not None:
+            self.texts += texts or [None] * count
+        elif texts is not None:
+            self.texts = [*repeat(None, len(self.ids)), *texts]
 
     # -- reading -----------------------------------------------------------------------------------------
 
-    def _parts(self, start: int, stop: int) -> list[Block]:
-        """Return rows [start, stop) as stored: as views of blocks and a copy of buffered rows."""
-        blocks, starts, waiting = self._held
-        number, found = bisect_right(starts, start) - 1, list[Block]()
-        while start < stop:
-            first = starts[number]
-            if number == len(blocks):
-                assert waiting is not None, "rows outside of all blocks are buffered"
-                return [*found, waiting.block(start - first, stop - first)]
-            last = min(stop, starts[number + 1])
-            block = blocks[number]
-            is_whole = last - start == block.num_rows
-            found.append(block if is_whole else block.cut(slice(start - first, last - first)))
-            start, number = last, number + 1
-        return found
+    def end_of(self, place: int) -> int:
+        """Return the number of entries in `Entries` before its position `place`."""
+        return int(self.ends.tolist(place - 1, place)[0]) if place else 0
 
-    def _runs(self, start: int, stop: int) -> list[Block]:
-        """Return rows [start, stop) as blocks, with adjacent blocks of the same kind merged."""
-        groups = groupby(self._parts(start, stop), key=lambda block: block.kind)
-        return [_joined([*group]) for _, group in groups]
+    def spans_of(self, start: int, stop: int) -> tuple[range, range, slice, slice]:
+        """Return the rows of `Steps` and of `Entries` in [start, stop), and their entries and ranks."""
+        num_none, num_steps, width = self.num_none, self.num_steps, self.width
+        first, last = max(start - num_none, 0), max(stop - num_none, 0)
+        steps = range(min(first, num_steps), min(last, num_steps))
+        others = range(first - steps.start, last - steps.stop)
+        before, after = self.end_of(others.start), self.end_of(others.stop)
+        cells = slice(steps.start * width + before, steps.stop * width + after)
+        return steps, others, cells, slice(steps.start + before, steps.stop + after)
+
+    def split(self, start: int, stop: int) -> tuple[int, Steps, Entries]:
+        """Return rows [start, stop) as stored.
+
+        They are a number of positions without a prediction, followed by `Steps`, followed by `Entries`.
+        """
+        steps, others, cells, ranks = self.spans_of(start, stop)
+        middle, width = cells.start + len(steps) * self.width, self.width
+        ends = self.ends.read(others.start, others.stop).astype(np.int64)
+        offsets = np.concatenate([[0], ends - self.end_of(others.start)])
+        texts = self.texts
+        return (
+            stop - start - len(steps) - len(others),
+            Steps(
+                self.ids.read(cells.start, middle).reshape(-1, width),
+                self.logprobs.read(cells.start, middle).reshape(-1, width),
+                self.ranks.read(ranks.start, ranks.start + len(steps)),
+                self.repeats_chosen,
+                texts and texts[cells.start : middle],
+            ),
+            Entries(
+                offsets=offsets,
+                token_ids=self.ids.read(middle, cells.stop),
+                logprobs=self.logprobs.read(middle, cells.stop),
+                ranks=self.ranks.read(ranks.start + len(steps), ranks.stop),
+                is_none=self.is_none.read(others.start, others.stop),
+                texts=texts and texts[middle : cells.stop],
+            ),
+        )
 
     def row(self, row: int) -> RowLists | None:
         """Return one row as Python values; None if the position has no prediction."""
-        blocks, starts, waiting = self._held
-        number = bisect_right(starts, row) - 1
-        part = blocks[number] if number < len(blocks) else waiting
-        assert part is not None, "rows that are in no block wait"
-        lists, texts = part.row(row - starts[number]), self.texts
-        if lists is None or texts is None:
-            return lists
-        return lists._replace(texts=texts.read(row, lists.token_ids))
+        place = row - self.num_none
+        if place < 0:
+            return None
+        is_step = place < self.num_steps
+        if is_step:
+            start, stop = place * self.width, (place + 1) * self.width
+            ranks = [*self.ranks.tolist(place, place + 1), *range(1, self.width)]
+        else:
+            place -= self.num_steps
+            if self.is_none.tolist(place, place + 1)[0]:
+                return None
+            before, after, first = self.end_of(place), self.end_of(place + 1), self.num_steps * self.width
+            start, stop = first + before, first + after
+            ranks = ranks_of(self.ranks.tolist(self.num_steps + before, self.num_steps + after))
+        ids, logprobs = self.ids.tolist(start, stop), self.logprobs.tolist(start, stop)
+        texts = self.texts and self.texts[start:stop]
+        if is_step and not self.repeats_chosen:
+            while ids.count(ids[0]) > 1:
+                repeated = ids.index(ids[0], 1)
+                for column in (ids, logprobs, ranks, texts):
+                    if column is not None:
+                        del column[repeated]
+        return RowLists(ids, logprobs, ranks, texts)
 
     def top_lists(self, row: int) -> TopLists | None:
         """Return the chosen token and the k most likely tokens of one row; None if the row has no entries."""
-        blocks, starts, waiting = self._held
-        number = bisect_right(starts, row) - 1
-        part = blocks[number] if number < len(blocks) else waiting
-        assert part is not None, "rows that are in no block wait"
-        return part.top_lists(row - starts[number])
+        place = row - self.num_none
+        if 0 <= place < self.num_steps:
+            start, stop = place * self.width, (place + 1) * self.width
+            ids, logprobs = self.ids.tolist(start, stop), self.logprobs.tolist(start, stop)
+            return TopLists(ids[0], logprobs[0], ids[1:], logprobs[1:])
+        lists = self.row(row)
+        if lists is None or not lists.token_ids:
+            return None
+        ids, logprobs = lists.token_ids, lists.logprobs
+        best = top_of_row(ids, lists.ranks)
+        return TopLists(ids[0], logprobs[0], [ids[one] for one in best], [logprobs[one] for one in best])
 
     def entries(self, start: int, stop: int) -> Entries:
         """Return the entries of rows [start, stop)."""
-        entries = self._entries(start, stop, lambda block: block.entries())
-        if self.texts is None:
-            return entries
-        return replace(entries, texts=self.texts.read_rows(start, entries.offsets, entries.token_ids))
+        num_none, steps, others = self.split(start, stop)
+        return Entries.joined([Entries.none(num_none), steps.entries(), others])
 
     def chosen_entries(self, start: int, stop: int) -> Entries:
         """Return the chosen token of each row in [start, stop) that has entries."""
-        return self._entries(start, stop, lambda block: block.chosen_entries())
+        num_none, steps, others = self.split(start, stop)
+        return Entries.joined([Entries.none(num_none), steps.chosen_entries(), others.chosen_entries()])
 
     def top_entries(self, start: int, stop: int) -> Entries:
         """Return the k most likely tokens of each row in [start, stop), by rank."""
-        return self._entries(start, stop, lambda block: block.top_entries())
+        num_none, steps, others = self.split(start, stop)
+        return Entries.joined([Entries.none(num_none), steps.top_entries(), others.top_entries()])
 
-    def _entries(self, start: int, stop: int, read: Callable[[Block], Entries]) -> Entries:
-        return Entries.joined([read(block) for block in self._runs(start, stop)])
+    def extras(self, length: int) -> dict[str, Array]:
+        """Return the extra columns that have values, for the first `length` positions."""
+        columns = {name: self.extra_columns[name] for name in EXTRAS if name in self.extra_columns}
+        found = {name: column.read(0, min(length, len(column))) for name, column in columns.items()}
+        return {
+            name: np.concatenate([values, np.full(length - len(values), np.nan, values.dtype)])
+            for name, values in found.items()
+        }
 
-    def other_logprobs(self, start: int, stop: int) -> Array:
-        """Return the log of the probability outside each row's entries, (n,) float32 in nats.
+    def given(self, length: int) -> Rows | None:
+        """Return the caller-specified ids of the first `length` positions; None if there are none."""
+        if self.given_rows is None:
+            return None
+        part = self.given_rows.cut(range(min(length, self.given_rows.num_rows)))
+        part.append_none(length - part.num_rows)
+        return part
 
-        NaN for rows without a prediction.
-        """
-        return self._numbers(start, stop, lambda block: block.other_logprobs())
-
-    def outside_top_logprobs(self, start: int, stop: int) -> Array:
-        """Return the log of the probability outside each row's k most likely tokens, (n,) float32 in nats.
-
-        NaN for rows without a prediction.
-        """
-        return self._numbers(start, stop, lambda block: block.outside_top_logprobs())
-
-    def _numbers(self, start: int, stop: int, read: Callable[[Block], Array]) -> Array:
-        return np.concatenate([np.empty(0, np.float32), *map(read, self._runs(start, stop))])
+    def kept(self, length: int) -> IdLists | None:
+        """Return the ids that masks and truncation kept, for the first `length` positions."""
+        if self.kept_ends is None:
+            return None
+        ends = self.kept_ends.read(0, min(length, len(self.kept_ends))).astype(np.int64)
+        last = int(ends[-1]) if len(ends) else 0
+        offsets = np.concatenate([[0], ends, np.full(length - len(ends), last)])
+        return IdLists(offsets, self.kept_ids.read(0, last))
 
     @property
     def num_entries(self) -> int:
         """Total number of entries in all rows."""
-        return sum(block.num_entries for block in self._parts(0, self.num_rows))
+        _, steps, others = self.split(0, self.num_rows)
+        return int(np.count_nonzero(steps.is_shown())) + len(others.token_ids)
 
     @property
     def nbytes(self) -> int:
         """Size of the values in bytes, without texts."""
-        return sum(block.nbytes for block in self._parts(0, self.num_rows))
+        part = self.cut(range(self.num_rows))  # whose optional columns have one value per position
+        columns = [part.ids, part.logprobs, part.ranks, part.ends, part.is_none, part.kept_ids]
+        columns += [*part.extra_columns.values(), *([] if part.kept_ends is None else [part.kept_ends])]
+        return sum(column.nbytes for column in columns) + (
+            0 if part.given_rows is None else part.given_rows.nbytes
+        )
 
     # -- slicing and serializing -------------------------------------------------------------------------
 
     def cut(self, places: range) -> Rows:
         """Select rows; consecutive rows are not copied."""
+        part, length = Rows(self.info), self.num_rows
         if places.step == 1 or not places:
-            start, stop = places.start, places.start + len(places)
-            return Rows(self._parts(start, stop), self.texts and self.texts.view(start, stop))
-        low, high = sorted((places[0], places[-1]))
-        rows, blocks, first = np.array(places) - low, list[Block](), 0
-        for block in self._parts(low, high + 1):
-            own = rows[(rows >= first) & (rows < first + block.num_rows)] - first
-            blocks.append(block.cut(own))
-            first += block.num_rows
-        part = Rows(blocks if places.step > 0 else blocks[::-1])
-        if self.texts is not None:
-            texts = Rows(part._parts(0, part.num_rows))
-            texts.num_rows = 0
-            texts._write_texts(self.entries(low, high + 1).cut(rows))
-            part.texts = texts.texts
+            index: Any = slice(places.start, places.start + len(places))
+            part.share(self, index.start, index.stop)
+        else:
+            index = np.array(places)
+            low, high = int(index.min()), int(index.max()) + 1
+            num_none, steps, others = self.split(low, high)
+            if num_none or others.num_rows:
+                part.append_entries(self.entries(low, high).take(index - low))
+            else:
+                part.append_steps(steps.take(index - low))
+        given, kept = self.given(length), self.kept(length)
+        if kept is not None:
+            offsets, picked = spans(kept.offsets[:-1][index], np.diff(kept.offsets)[index])
+            kept = IdLists(offsets, kept.token_ids[picked])
+        extras = {name: values[index] for name, values in self.extras(length).items()}
+        part.set_beside(extras, None if given is None else given.cut(places), kept)
         return part
 
-    def layout(self, max_none: int | None = None) -> tuple[int, Steps, Entries | None]:
-        """Split the rows into leading rows without a prediction, `Steps` of one kind, and all others.
+    def set_beside(self, extras: Mapping[str, Array], given: Rows | None, kept: IdLists | None) -> None:
+        """Set the optional data, which has one value or list per position, without copying it."""
+        self.extra_columns = {name: Column("f", [values]) for name, values in extras.items()}
+        self.given_rows = given
+        if kept is not None:
+            self.kept_ends = Column("I", [kept.offsets[1:]])
+            self.kept_ids = Column("I", [kept.token_ids])
 
-        Return the number of the first, and the other two. If there are more than `max_none` leading rows
-        without a prediction, the number is 0 and they are among the other rows.
-        """
-        runs, num_none = self._runs(0, self.num_rows), 0
-        if runs and isinstance(runs[0], Entries):
-            num_none = int(np.argmin([*runs[0].none_flags(), False]))
-            if max_none is not None and num_none > max_none:
-                num_none = 0
-            rest = runs[0].cut(slice(num_none, None))
-            runs = [rest, *runs[1:]] if rest.num_rows else runs[1:]
-        if runs and isinstance(runs[0], Steps):
-            steps, *runs = runs
-        else:
-            none = np.empty((0, 1), np.uint16)
-            steps = Steps(none, none.astype(np.float32), none[:, 0])
-        assert isinstance(steps, Steps)
-        return num_none, steps, Entries.joined([run.entries() for run in runs]) if runs else None
+    def share(self, other: Rows, start: int, stop: int) -> None:
+        """Take over rows [start, stop) of another record, without its optional data."""
+        steps, others, cells, ranks = other.spans_of(start, stop)
+        self.num_rows, self.num_steps = stop - start, len(steps)
+        self.num_none = self.num_rows - len(steps) - len(others)
+        self.width, self.repeats_chosen = other.width, other.repeats_chosen
+        self.ids = other.ids.cut(cells.start, cells.stop)
+        self.logprobs = other.logprobs.cut(cells.start, cells.stop)
+        self.ranks = other.ranks.cut(ranks.start, ranks.stop)
+        self.texts = other.texts and other.texts[cells]
+        if others:
+            ends = other.ends.read(others.start, others.stop)
+            self.ends.append(ends - ends.dtype.type(other.end_of(others.start)))
+            self.is_none = other.is_none.cut(others.start, others.stop)
 
     def state(self, max_none: int) -> tuple[dict[str, Any], dict[str, Array]]:
-        """Return the result of `layout` as scalars and columns, from which `from_state` restores the rows."""
-        num_none, steps, entries = self.layout(max_none)
-        columns = {"token_ids": steps.token_ids, "logprobs": steps.logprobs, "ranks": steps.ranks}
+        """Return scalars and columns from which `from_state` restores the rows, without optional data.
+
+        More than `max_none` leading positions without a prediction are stored like any other position.
+        """
+        if self.num_none > max_none:
+            part = Rows()
+            part.append_entries(self.entries(0, self.num_rows))
+            return part.state(max_none)
+        _, others, cells, ranks = self.spans_of(0, self.num_rows)
         scalars: dict[str, Any] = {
-            "num_none": num_none,
-            "k": steps.width - 1,
-            "repeats_chosen": steps.repeats_chosen,
-            "num_rows": num_none + steps.num_rows,
+            "num_rows": self.num_rows,
+            "num_none": self.num_none,
+            "k": self.width - 1 if self.num_steps else 0,
+            "repeats_chosen": self.repeats_chosen,
         }
-        if entries is not None:
-            scalars["num_rows"] += entries.num_rows
-            columns |= {
-                "entry_ids": entries.token_ids,
-                "entry_logprobs": entries.logprobs,
-                "entry_ranks": entries.ranks,
-                "ends": entries.offsets[1:],
-                "is_none": entries.none_flags(),
-            }
+        columns = {
+            "token_ids": self.ids.read(0, cells.stop),
+            "logprobs": self.logprobs.read(0, cells.stop),
+            "ranks": self.ranks.read(0, ranks.stop),
+        }
+        if others:
+            columns["ends"] = self.ends.read(0, others.stop)
+            columns["is_none"] = self.is_none.read(0, others.stop)
         if self.texts is not None:
-            scalars["texts"], text_columns = self.texts.view(0, scalars["num_rows"]).state()
-            columns |= text_columns
+            code_of = {text: code for code, text in enumerate(dict.fromkeys(self.texts))}
+            scalars["texts"] = [*code_of]
+            columns["texts"] = pack_integers(np.array([code_of[text] for text in self.texts], np.int64))
         return scalars, columns
 
     @classmethod
     def from_state(cls, scalars: dict[str, Any], columns: dict[str, Array]) -> Rows:
-        """Restore rows from the result of `state`, without copying large arrays."""
-        steps = Steps(columns["token_ids"], columns["logprobs"], columns["ranks"], scalars["repeats_chosen"])
-        blocks: list[Block] = [Entries.none(scalars["num_none"]), steps]
-        if "ends" in columns:
-            blocks.append(
-                Entries(
-                    offsets=np.concatenate([np.zeros(1, np.int64), columns["ends"]]),
-                    token_ids=columns["entry_ids"],
-                    logprobs=columns["entry_logprobs"],
-                    ranks=columns["entry_ranks"],
-                    is_none=columns["is_none"],
-                )
-            )
-        texts = Texts.from_state(scalars["texts"], columns) if "text_ids" in columns else None
-        return cls([block for block in blocks if block.num_rows], texts)
+        """Restore rows from the result of `state`, without copying columns."""
+        rows = cls()
+        ends = columns.get("ends", np.empty(0, np.uint16))
+        rows.num_rows, rows.num_none = scalars["num_rows"], scalars["num_none"]
+        rows.num_steps = rows.num_rows - rows.num_none - len(ends)
+        rows.width, rows.repeats_chosen = scalars["k"] + 1, scalars["repeats_chosen"]
+        rows.ids = Column("I", [columns["token_ids"]])
+        rows.logprobs = Column("d", [columns["logprobs"]])
+        rows.ranks = Column("I", [columns["ranks"]])
+        rows.ends = Column("I", [ends])
+        rows.is_none = Column("B", [columns.get("is_none", np.empty(0, np.bool_))])
+        if "texts" in columns:
+            rows.texts = [scalars["texts"][code] for code in columns["texts"].tolist()]
+        return rows
 
 
-def _joined(blocks: list[Block]) -> Block:
-    """Merge blocks: `Steps` of one kind into `Steps`, others into `Entries`. A single block is not copied."""
-    if len(blocks) == 1:
-        return blocks[0]
-    steps = [block for block in blocks if isinstance(block, Steps)]
-    if len(steps) == len(blocks) and len({block.kind for block in blocks}) == 1:
-        return Steps.joined(steps)
-    return Entries.joined([block.entries() for block in blocks])
-
-
-class Waiting:
-    """Write buffer for rows of one width with ranks [r, 1, 2, ...]; `array.array` appends lists fast."""
-
-    __slots__ = (
-        "_add_ids",
-        "_add_logprobs",
-        "_add_rank",
-        "_ids",
-        "_logprobs",
-        "_ranks",
-        "id_type",
-        "no_texts",
-        "order",
-        "rank_type",
-        "shape",
-        "stop",
-        "width",
-    )
-
-    def __init__(self, width: int, stop: int, *types: np.dtype[Any]) -> None:
-        """Create a buffer that is full at row `stop` of the record.
-
-        `types` are the id and rank dtypes of an engine step's arrays; leave them out for rows from
-        `append_fast`.
-        """
-        self.width = width
-        self.stop = stop  # row number at which the buffer is full
-        self.order, self.no_texts = [*range(1, width)], [None] * width
-        self.shape = (1, width) if types else None
-        self.id_type: np.dtype[Any] | None = None  # if None, `append_one` never applies
-        self.rank_type: np.dtype[Any] | None = None
-        if types and INTEGERS.issuperset(types):
-            self.id_type, self.rank_type = types
-        # Unsigned, so that appending a negative number raises OverflowError.
-        self._ids, self._logprobs, self._ranks = array("I"), array("d"), array("I")
-        self._add_ids, self._add_logprobs = self._ids.fromlist, self._logprobs.fromlist
-        self._add_rank: Callable[[Any], None] = self._ranks.append
-
-    @property
-    def kind(self) -> tuple[int, bool]:
-        """The `kind` of the block that the buffered rows will become."""
-        return self.width, self.shape is None
-
-    @property
-    def num_rows(self) -> int:
-        """Number of complete rows."""
-        return len(self._ranks)
-
-    def add(self, ids: list[int], logprobs: list[float], rank: Any) -> bool:
-        """Add one row; return False for ids or ranks beyond uint32 and for values of a wrong type."""
-        try:
-            self._add_ids(ids)
-            self._add_logprobs(logprobs)
-            self._add_rank(rank)  # last, so that every counted row is complete
-        except (TypeError, OverflowError):
-            self._forget_unfinished()
-            return False
-        except BaseException:  # raised by the caller's number types, or an interrupt
-            self._forget_unfinished()
-            raise
-        return True
-
-    def _forget_unfinished(self) -> None:
-        num_entries = self.num_rows * self.width
-        del self._ids[num_entries:], self._logprobs[num_entries:]
-
-    def row(self, row: int) -> RowLists:
-        """Return one row as Python values."""
-        return row_lists(*self._lists(row), self._ranks[row], repeats_chosen=self.shape is None)
-
-    def top_lists(self, row: int) -> TopLists:
-        """Return the chosen token and the k most likely tokens of one row as Python values."""
-        return top_lists(*self._lists(row))
-
-    def _lists(self, row: int) -> tuple[list[int], list[float]]:
-        place = slice(row * self.width, (row + 1) * self.width)
-        return self._ids[place].tolist(), [logprob + 0.0 for logprob in self._logprobs[place]]  # no -0.0
-
-    def block(self, first: int, last: int) -> Block:
-        """Return rows [first, last) as a block."""
-        place, shape = slice(first * self.width, last * self.width), (last - first, self.width)
-        ids = np.array(self._ids[place]).reshape(shape)
-        logprobs = narrowed(np.array(self._logprobs[place])).reshape(shape)
-        steps = Steps(ids, logprobs, np.array(self._ranks[first:last]), self.shape is None)
-        return steps.packed() if logprobs.dtype == np.float32 else steps.entries().packed()
+def _check_offsets(name: str, offsets: Array, num_rows: int) -> None:
+    if offsets.shape != (num_rows + 1,):
+        raise ParameterError(name, f"{len(offsets)} offsets for {num_rows} positions; give n + 1")

@@ -74,7 +74,7 @@ def _read_calls(
 
 
 def _spans(body: str, value: Any, *, is_json: bool) -> list[tuple[int, int]]:
-    """Return the character span of each call; if spans cannot be told apart, the first is the whole text."""
+    """Return the character span of each call; if that fails, the first call spans the whole text."""
     start = _after_space(body, 0)
     stop = max(start, len(body.rstrip()))
     if not isinstance(value, list):

@@ -22,7 +22,7 @@ MAX_PASSED_CHARS: Final = 2048
 
 
 class Text(NamedTuple):
-    """Text up to `stop` in the region of `field`, or, if it is None, text that the template discards."""
+    """Text up to `stop` in the region of `field`; if `field` is None, text that the template discards."""
 
     field: str | None
     stop: int
@@ -37,7 +37,7 @@ class Open(NamedTuple):
 
 
 class Close(NamedTuple):
-    """A marker up to `stop` that closes the region of `field`, or, if None, closes no explicit region."""
+    """A marker up to `stop` that closes the region of `field`; if `field` is None, no explicit region."""
 
     field: str | None
     stop: int

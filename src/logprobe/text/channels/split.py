@@ -1,7 +1,7 @@
 """Split one completion into channels, with the bytes that each token contributes to each channel.
 
-Special tokens contribute no bytes to a channel, except within a tool call, whose text is reported as written,
-and except those that the pieces show as text (`Piece.text_tokens`).
+Special tokens contribute no bytes to a channel. The exceptions are special tokens within a tool call, whose
+text is reported as written, and those that the pieces show as text (`Piece.text_tokens`).
 White space before and after a marker is dropped with the marker; a reply without markers keeps all of its
 white space. A tool call must have a name, and arguments that are a JSON object. Any other text between call
 markers becomes content, together with the markers.

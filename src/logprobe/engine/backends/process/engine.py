@@ -257,7 +257,7 @@ class ProcessEngine:
         return EngineStats.of_replicas({replica.name: replica.stats() for replica in self._replicas})
 
     def stalled_s(self, request_ids: Collection[str] = ()) -> float:
-        """See `Front.stalled_s`; if no process accepts requests, return for how many seconds none has."""
+        """See `Front.stalled_s`; if no process accepts requests, return for how long none has, in seconds."""
         up = [replica for replica in self._replicas if replica.is_up]
         if not up:
             return min(replica.down_s() for replica in self._replicas)

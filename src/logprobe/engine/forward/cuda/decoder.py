@@ -404,7 +404,7 @@ class CudaDecoder:
             norm(hidden, following, out)
 
     def _whole(self, layer: Linear, x: Tensor) -> Tensor:
-        """Return a layer's product for pieces `x`, (rows, outputs), with each row's LoRA product."""
+        """Return a layer's product for pieces `x`, (rows, outputs), with each row's LoRA product added."""
         return self._product(layer, x)[0][0] if self.loras.groups else layer(x)
 
     def _gated(self, parts: Tensor, bias: Tensor | None = None) -> Tensor:
