@@ -152,7 +152,7 @@ class LowRank:
 
 def _packed(matrices: tuple[Array, ...]) -> tuple[PanelWeights, ...]:
     from logprobe.kernels.layers.forms import pack_floats
-    from logprobe.models.tensors import as_tensor
+    from logprobe.kernels.placement import as_tensor
 
     return tuple(pack_floats(as_tensor(matrix.T)) for matrix in matrices) if matrices[-1].shape[0] else ()
 
