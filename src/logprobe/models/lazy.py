@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 
 from logprobe.config import ENGINES
 from logprobe.errors import UnsupportedModelError, in_one_line
+from logprobe.kernels.placement import as_tensor
 from logprobe.models.lora import ModelModules
 from logprobe.models.sources import EVERY, RenamedSource, StateSource, made_ahead
-from logprobe.models.tensors import as_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -123,7 +123,8 @@ class _Reading(TorchFunctionMode):
         return self._read(value).to(value.dtype) if id(value) in self._unread else value
 
     def _read(self, parameter: torch.Tensor, rows: Rows = EVERY) -> torch.Tensor:
-        return as_tensor(self._source.read(self._unread[id(parameter)], rows))
+        tensor: torch.Tensor = as_tensor(self._source.read(self._unread[id(parameter)], rows))
+        return tensor
 
 
 def check_causal(config: PreTrainedConfig) -> None:

@@ -57,7 +57,10 @@ State: TypeAlias = "Mapping[str, Array | torch.Tensor]"
 
 def has_transformers() -> bool:
     """Return True if torch and transformers are installed; models are then verified against transformers."""
-    return all(find_spec(name) is not None for name in ("torch", "transformers"))
+    try:
+        return all(find_spec(name) is not None for name in ("torch", "transformers"))
+    except ModuleNotFoundError:  # from a finder that refuses them
+        return False
 
 
 def check_transformers(what: str) -> None:
@@ -209,8 +212,8 @@ def load_state(
     Raises:
         UnsupportedModelError: a weight is missing, unknown, or has another shape.
     """
+    from logprobe.kernels.placement import as_tensor
     from logprobe.models.lazy import empty_model
-    from logprobe.models.tensors import as_tensor
 
     config = load_config(files)
     loaded, info = type(empty_model(config)).from_pretrained(

@@ -152,7 +152,7 @@ class LowRank:
 
 def _packed(matrices: tuple[Array, ...]) -> tuple[PanelWeights, ...]:
     from logprobe.kernels.layers.forms import pack_floats
-    from logprobe.models.tensors import as_tensor
+    from logprobe.kernels.placement import as_tensor
 
     return tuple(pack_floats(as_tensor(matrix.T)) for matrix in matrices) if matrices[-1].shape[0] else ()
 
@@ -323,6 +323,7 @@ def load_lora(name: str, path: str | Path, modules: ModelModules, number: int = 
         file = _File(name, _read_weights(name, folder), config, targets)
         lora = LoraWeights(name, str(folder), number, {}, {}, modules.embedding, modules.head)
         file.check_sizes(modules)
+        file.check_saved(modules)
         for module_name in [*sorted(targets), *sorted(file.owners - targets)]:
             file.add_part_(lora, module_name, modules)
     except (re.error, RecursionError) as error:
@@ -515,8 +516,8 @@ class _File:
         is_embedding, is_linear = module_name == lora.embedding, module_name in modules.linear
         if not (is_linear or is_embedding):
             raise UnsupportedModelError(
-                f"lora {self._name!r}: changes {module_name}, but only linear layers, the input embedding "
-                f"and the output head are supported; {MERGE}"
+                f"lora {self._name!r}: changes {module_name}, which is no linear layer of the model, nor its "
+                f"input embedding or output head; {MERGE}"
             )
         if is_embedding:
             num_inputs, num_outputs = modules.embedding_shape
@@ -555,16 +556,28 @@ class _File:
         shift = self._take(f"{module_name}{LORA_BIAS}", (num_outputs,)) if has_bias else None
         lacks_magnitude = self._config.use_dora and f"{module_name}{MAGNITUDE}" not in self._weights
         if down is None or up is None or (has_bias and shift is None) or lacks_magnitude:
-            raise UnsupportedModelError(
-                f"lora {self._name!r}: lacks weights of {module_name}; "
-                f"{listed_names([PREFIX + key for key in self._weights])}; save it again with peft"
-            )
+            raise self._lacking(module_name)
         factor = np.float32(scale)
         return (
             np.ascontiguousarray(down.T),
             np.ascontiguousarray(up.T * factor),
             None if shift is None else shift * factor,
         )
+
+    def _lacking(self, module_name: str) -> UnsupportedModelError:
+        names = listed_names([PREFIX + key for key in self._weights])
+        return UnsupportedModelError(
+            f"lora {self._name!r}: lacks weights of {module_name}; {names}; save it again with peft"
+        )
+
+    def check_saved(self, modules: ModelModules) -> None:
+        """Raise `UnsupportedModelError` if the weights of a module in `modules_to_save` are missing."""
+        for name in (*modules.linear, modules.embedding):
+            if self._config.saves(name) and f"{name}.weight" not in self._weights:
+                raise self._lacking(name)
+        for end in self._config.modules_to_save or ():
+            if not any(owner.endswith(end) for owner in self.owners):
+                raise self._lacking(end)
 
     def check_used(self) -> None:
         """Raise `UnsupportedModelError` if a tensor was not used for any module."""

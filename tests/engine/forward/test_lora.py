@@ -8,8 +8,8 @@ import pytest
 
 from logprobe.engine.forward.lora import by_panels
 from logprobe.engine.forward.transformers_lora import by_torch
+from logprobe.kernels.placement import as_tensor
 from logprobe.models.lora import LowRank
-from logprobe.models.tensors import as_tensor
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])

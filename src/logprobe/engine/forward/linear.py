@@ -20,9 +20,9 @@ from torch import nn
 from logprobe.engine.forward.process_memory import PagedMemory
 from logprobe.kernels.layers.forms import pack_floats
 from logprobe.kernels.layers.panels import PLAIN, Finish, panel_stage
+from logprobe.kernels.placement import as_tensor
 from logprobe.models.sources import made_ahead
 from logprobe.models.stored.panels import reading_order
-from logprobe.models.tensors import as_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping, Sequence

@@ -15,8 +15,8 @@ import numpy as np
 
 from logprobe.kernels.arrays import as_array
 from logprobe.kernels.layers.panels import panel_stage
+from logprobe.kernels.placement import as_tensor
 from logprobe.models.lora import bound
-from logprobe.models.tensors import as_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

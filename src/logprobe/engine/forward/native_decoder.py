@@ -14,8 +14,8 @@ from logprobe.engine.forward.reference.rotary import ORIGINAL_LEN, attention_fac
 from logprobe.engine.forward.reference.rotary import frequencies as rotary_frequencies
 from logprobe.engine.forward.reference.settings import settings_of
 from logprobe.errors import UnsupportedModelError
+from logprobe.kernels.placement import as_tensor
 from logprobe.models.sources import host_array
-from logprobe.models.tensors import as_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

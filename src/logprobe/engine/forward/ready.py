@@ -14,8 +14,8 @@ from logprobe.engine.forward.config import LoadRecord
 from logprobe.engine.forward.decoder import Decoder
 from logprobe.engine.forward.proof import slots_of
 from logprobe.engine.protocol import Layout
+from logprobe.kernels.placement import as_tensor
 from logprobe.models.sources import host_array
-from logprobe.models.tensors import as_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

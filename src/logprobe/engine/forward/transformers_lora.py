@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from logprobe.engine.forward.linear import PanelEmbedding, PanelLinear
+from logprobe.kernels.placement import as_tensor
 from logprobe.models.lora import bound
-from logprobe.models.tensors import as_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -73,7 +73,8 @@ class TensorLoraRows:
         return self._bound[lora]
 
     def _tensor(self, values: Array) -> torch.Tensor:
-        return as_tensor(values).to(self._device, self._dtype)
+        tensor: torch.Tensor = as_tensor(values).to(self._device, self._dtype)
+        return tensor
 
     def select(self, batch: StepBatch, device: torch.device | str) -> None:
         """Set which rows use which LoRA weights in the next step."""

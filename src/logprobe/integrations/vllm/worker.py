@@ -22,9 +22,9 @@ from logprobe.config import EngineConfig
 from logprobe.engine.backends.start import text_edge
 from logprobe.integrations.vllm.drawing import WorkerDraw
 from logprobe.integrations.vllm.orders import BEFORE, FORMAT, SETTINGS, TAG, WORK
+from logprobe.kernels.placement import as_tensor
 from logprobe.models import ModelFiles, resolve
 from logprobe.models.loading import source_of
-from logprobe.models.tensors import as_tensor
 from logprobe.processors import ModelFacts
 
 if TYPE_CHECKING:

@@ -24,12 +24,12 @@ from logprobe.engine.forward.transformers_proof import TransformersProof, descri
 from logprobe.errors import ParameterError, UnsupportedModelError
 from logprobe.kernels.layers.forms import PanelWeights, empty_panels, fill_blocks
 from logprobe.kernels.layers.layout import INT4, INT8
+from logprobe.kernels.placement import as_tensor
 from logprobe.kernels.triton.blocks import BlockWeight
 from logprobe.models import ModelFiles
 from logprobe.models.lazy import LazyModel
 from logprobe.models.lora import LoraWeights, LowRank
 from logprobe.models.sources import StateSource
-from logprobe.models.tensors import as_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,9 +12,9 @@ from logprobe.engine.forward.families import FAMILIES
 from logprobe.engine.forward.native_decoder import module_frequencies
 from logprobe.engine.forward.transformers_proof import TransformersProof, described
 from logprobe.errors import UnsupportedModelError
+from logprobe.kernels.placement import as_tensor
 from logprobe.models.lazy import LazyModel
 from logprobe.models.sources import made_ahead
-from logprobe.models.tensors import as_tensor
 
 if TYPE_CHECKING:
     from logprobe.engine.forward.cuda.decoder import CudaDecoder, Weight
