@@ -14,7 +14,7 @@ from audit_samples import CONFORMING, FAILING, HOSTILE, NONCONFORMING, PASSING
 from logprobe import SamplingParams
 from logprobe.analysis import write_rollouts
 from logprobe.analysis.auditing.report import AuditReport
-from logprobe.cli.verdicts import print_report
+from logprobe.cli.verdicts import print_conformance, print_report
 from logprobe.server import ServerSettings
 
 if TYPE_CHECKING:
@@ -244,6 +244,15 @@ def test_the_first_line_is_the_verdict_and_steers_no_terminal(
     facts = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in rest if "  " in line}
     assert (
         facts["steadiness"] == "steady in 2 of 4 circumstances; beside 8 others: up to 2.0e-06 from row 3 on"
+    )
+
+
+def test_an_api_of_which_every_field_is_applied_is_a_short_report(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_conformance(replace(CONFORMING, fields={"chat.n (whole)": "applied"}, findings=(), server=None))
+    assert capsys.readouterr().out == (
+        "API conformance: no fault\nhttp://127.0.0.1:8000, model m; 80 requests\n\n"
     )
 
 

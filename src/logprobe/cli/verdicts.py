@@ -47,7 +47,8 @@ def print_conformance(report: ConformanceReport) -> None:
     screen.print(_plain(line), soft_wrap=True)
     _print_findings(report.findings)
     answers = _grouped((answer.partition(":")[0], name) for name, answer in report.fields.items())
-    print_facts([[answer, ", ".join(names)] for answer, names in answers if answer != "applied"])
+    if facts := [[answer, ", ".join(names)] for answer, names in answers if answer != "applied"]:
+        print_facts(facts)
 
 
 def _print_findings(findings: Iterable[Finding]) -> None:
