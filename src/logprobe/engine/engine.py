@@ -396,7 +396,8 @@ class Engine:
         hidden = self.forward.hidden_rows(slots)
         loras = [row.sample.head_lora for row in rows]
         if not any(loras):
-            return self.forward.head(hidden)
+            logits: torch.Tensor = self.forward.head(hidden)
+            return logits
         logits: torch.Tensor | None = None
         for lora in dict.fromkeys(loras):
             indices = torch.tensor(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -20,8 +20,6 @@ from logprobe.records import LogprobsInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
-
-    import torch
 
     from logprobe.config import EngineConfig
     from logprobe.errors import LogprobeError
@@ -258,7 +256,7 @@ class ForwardBackend(Protocol):
     vocab_size: int
     context_len: int
     num_slots: int
-    dtype: torch.dtype  # of the logits computation
+    dtype: Any  # of the logits computation; its text ends with the name
     rope_boundary: int | None  # sequence length in tokens above which the long rotary frequencies apply
 
     @property
@@ -283,13 +281,16 @@ class ForwardBackend(Protocol):
     def run(self, batch: StepBatch) -> None:
         """Compute one step; each layer stores all keys and values before it reads any."""
 
-    def hidden_rows(self, slots: IntArray) -> torch.Tensor:
-        """Return the final hidden states stored in `slots`, with shape (len(slots), hidden size)."""
+    def hidden_rows(self, slots: IntArray) -> Any:
+        """Return the final hidden states stored in `slots`, with shape (len(slots), hidden size).
 
-    def head(self, hidden: torch.Tensor, lora: LoraWeights | None = None) -> torch.Tensor:
+        They are an array on a CPU, and a tensor on a GPU.
+        """
+
+    def head(self, hidden: Any, lora: LoraWeights | None = None) -> Any:
         """Compute (rows, vocabulary) float32 logits from (rows, hidden size) hidden states.
 
-        `lora` applies to all rows.
+        `lora` applies to all rows. The logits are an array on a CPU, and a tensor on a GPU.
         """
 
     def close(self) -> None:

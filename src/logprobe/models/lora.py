@@ -123,9 +123,10 @@ class LowRank:
 
 
 def _packed(matrices: tuple[torch.Tensor, ...]) -> tuple[PanelWeights, ...]:
+    from logprobe.kernels.arrays import as_array
     from logprobe.kernels.layers.forms import pack_floats
 
-    return tuple(pack_floats(matrix.T) for matrix in matrices) if matrices[-1].shape[0] else ()
+    return tuple(pack_floats(as_array(matrix.T)) for matrix in matrices) if matrices[-1].shape[0] else ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from logprobe.engine.forward.linear import PanelEmbedding, PanelLinear
+from logprobe.engine.forward.transformers_linear import PanelEmbedding, PanelLinear
+from logprobe.kernels.arrays import as_array
 from logprobe.kernels.layers.panels import panel_stage
 from logprobe.models.lora import bound
 
@@ -51,7 +52,7 @@ def by_panels(part: Dense | LowRank, x: torch.Tensor) -> torch.Tensor:
     for panels in part.panels:
         out = x.new_empty(num_rows, panels.num_outputs)
         is_small = num_rows * panels.num_inputs * panels.num_outputs <= MAX_OF_A_THREAD
-        panel_stage(x, panels, out).run(num_threads=1 if is_small else None)
+        panel_stage(as_array(x), panels, as_array(out)).run(num_threads=1 if is_small else None)
         x = out
     return x
 

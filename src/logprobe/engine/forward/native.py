@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from math import prod
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import torch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from logprobe.engine.forward.kv_cache import KVPool
 from logprobe.engine.forward.process_memory import PagedMemory, give_back_memory, return_freed
 from logprobe.engine.forward.ready import make_ready
 from logprobe.engine.forward.system_limits import default_kv_bytes
 from logprobe.errors import EngineClosedError, ParameterError, require
+from logprobe.kernels.arrays import as_array
 from logprobe.models import load_config, load_model
 from logprobe.models.given import is_copy
 from logprobe.models.loading import load_state
 from logprobe.models.lora import load_lora
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import torch
+
     from logprobe.config import EngineConfig
     from logprobe.engine.forward.ready import ReadyModel
     from logprobe.engine.protocol import StepBatch
+    from logprobe.kernels.arrays import Array
     from logprobe.models import ModelFiles
     from logprobe.models.loading import State
     from logprobe.models.lora import LoraWeights
     from logprobe.records.values import IntArray
 
 GPU_SHARE = 0.7  # keys, values and hidden states get this share of the GPU memory left after loading
+ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
+DRIVERS: Final = ("libcuda.so.1", "nvcuda.dll")  # libraries of NVIDIA's driver on Linux and on Windows
+AMD_DRIVER: Final = Path("/dev/kfd")
 LONG_CONTEXT = 2048  # from this many context tokens, a chunk's scratch memory is returned to the system
 
 
@@ -48,14 +59,16 @@ class NativeForward:
         self._files, self._is_replaced = files, state is not None
         ready = make_ready(
             files,
-            dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
+            dtype=None if config.dtype == "auto" else _torch_dtype(config.dtype),
             device=self.device,
             weights=config.weights,
             state=state,
             arithmetic=config.arithmetic,
-            kv_dtype=getattr(torch, config.kv_dtype),
+            kv_dtype=_torch_dtype(config.kv_dtype),
         )
-        self.decoder, self.layout, self.dtype = ready.decoder, ready.layout, ready.dtype
+        self.decoder, self.layout, self.dtype = ready.decoder, ready.layout, _name_of(ready.dtype)
+        # The native decoder computes with arrays, and other decoders with tensors.
+        self._is_native = self.device == "cpu" and self.layout.why_transformers is None
         if config.batch_invariant:
             self._check_invariant()
         self.is_recalled = ready.is_recalled
@@ -97,11 +110,14 @@ class NativeForward:
         if self.layout.why_transformers is not None:
             return self.decoder.model
         if self._own_module is None:
-            self._own_module = (
-                load_state(self._files, self.decoder.state(), dtype=self.dtype)
-                if self._is_replaced or is_copy(self._files.folder)  # a copy's weight files are deleted
-                else load_model(self._files, dtype=self.dtype)
-            )
+            from logprobe.engine.forward.tensors import as_tensor
+
+            dtype = _torch_dtype(self.dtype)
+            if self._is_replaced or is_copy(self._files.folder):  # a copy's weight files are deleted
+                state = {name: as_tensor(weight) for name, weight in self.decoder.state().items()}
+                self._own_module = load_state(self._files, state, dtype=dtype)
+            else:
+                self._own_module = load_model(self._files, dtype=dtype)
         return self._own_module
 
     def close(self) -> None:
@@ -113,11 +129,14 @@ class NativeForward:
             self._memory = None
         give_back_memory()
         if self.device == "cuda":
+            import torch
+
             torch.cuda.empty_cache()
 
     def _reserve_slots(self, kv_bytes: int, ready: ReadyModel) -> None:
         slot_numbers = sum(prod(shape) for shapes in ready.kv_shapes.values() for shape in shapes)
-        slot_bytes = slot_numbers * ready.kv_dtype.itemsize + ready.hidden_size * self.dtype.itemsize
+        kv_dtype = _name_of(ready.kv_dtype)
+        slot_bytes = slot_numbers * ITEM_BYTES[kv_dtype] + ready.hidden_size * ITEM_BYTES[self.dtype]
         self.num_slots = kv_bytes // slot_bytes
         if self.num_slots < 2:
             raise ParameterError(
@@ -125,14 +144,16 @@ class NativeForward:
             )
         self._memory = _reserve(kv_bytes) if self.device == "cpu" else None
         if self.device == "cuda":
+            import torch
+
             torch.cuda.empty_cache()
             free_bytes, _ = torch.cuda.mem_get_info()
             what = f"{kv_bytes} bytes exceed the {free_bytes} bytes that are free on the GPU"
             remedy = "lower it (replacing weights briefly needs two caches)"
             require(kv_bytes <= free_bytes, "kv_bytes", f"{what}; {remedy}")
         self.pool = KVPool(self.num_slots)
-        self.pool.lay_out(ready.kv_shapes, partial(self._new_zeros, dtype=ready.kv_dtype))
-        self.hidden = self._new_zeros((self.num_slots, ready.hidden_size), dtype=self.dtype)
+        self.pool.lay_out(ready.kv_shapes, partial(self._new_zeros, dtype=kv_dtype))
+        self.hidden: Any = self._new_zeros((self.num_slots, ready.hidden_size), dtype=self.dtype)
 
     def load_lora(self, name: str, path: str, number: int) -> LoraWeights:
         """Load LoRA weights from a folder; they also fit other weights of this model.
@@ -144,7 +165,7 @@ class NativeForward:
         if self.decoder is None:
             raise EngineClosedError("the engine was closed before the LoRA weights were loaded")
         config = load_config(self._files)
-        lora = load_lora(name, path, config, number, dtype=self.dtype, device=self.device)
+        lora = load_lora(name, path, config, number, dtype=_torch_dtype(self.dtype), device=self.device)
         self.decoder.check_lora(lora)
         return lora
 
@@ -173,20 +194,35 @@ class NativeForward:
     def _default_kv_bytes(self, num_pools: int) -> int:
         if self.device == "cpu":
             return default_kv_bytes(num_pools)
+        import torch
+
         torch.cuda.empty_cache()  # scratch of the verification at load
         free_bytes, _ = torch.cuda.mem_get_info()
         return int(free_bytes * GPU_SHARE / num_pools)
 
-    def _new_zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        if self._memory is not None:
+    def _new_zeros(self, shape: tuple[int, ...], dtype: str) -> Array | torch.Tensor:
+        if self._is_native:
+            assert self._memory is not None
             return self._memory.take(shape, dtype)
-        return torch.zeros(shape, dtype=dtype, device=self.device)
+        from logprobe.engine.forward.tensors import new_zeros
 
-    @torch.inference_mode()
+        return new_zeros(shape, dtype, self.device, self._memory)
+
     def run(self, batch: StepBatch) -> None:
         """Run a step's tokens, and store their keys, values and final hidden states in their slots."""
         if not len(batch.token_ids):
             return
+        with self._running():
+            self._run(batch)
+
+    def _running(self) -> AbstractContextManager[Any]:
+        if self._is_native:
+            return nullcontext()
+        import torch
+
+        return torch.inference_mode()
+
+    def _run(self, batch: StepBatch) -> None:
         if self.rope_boundary is None:
             self._run_together(batch, is_long=False)
             return
@@ -208,18 +244,29 @@ class NativeForward:
         hidden = self.decoder(batch.token_ids, batch.positions, attention, is_long=is_long)
         if leaves_scratch:
             return_freed()  # the next chunk's scratch is larger and would not fit into the freed blocks
-        self.hidden.index_copy_(0, attention.slots, hidden)
+        self.hidden[attention.slots] = hidden
 
-    @torch.inference_mode()
-    def hidden_rows(self, slots: IntArray) -> torch.Tensor:
-        """Return the final hidden states stored in `slots`, with shape (len(slots), hidden size)."""
-        return self.hidden.index_select(0, torch.from_numpy(slots.astype(np.int64)).to(self.device))
+    def hidden_rows(self, slots: IntArray) -> Any:
+        """Return the final hidden states stored in `slots`, with shape (len(slots), hidden size).
 
-    @torch.inference_mode()
-    def head(self, hidden: torch.Tensor, lora: LoraWeights | None = None) -> torch.Tensor:
-        """Return (rows, vocabulary) float32 logits for (rows, hidden size) states, all with `lora`."""
-        logits: torch.Tensor = self.decoder.head(hidden, lora)
-        return logits
+        They are an array on a CPU, and a tensor on a GPU.
+        """
+        if self._is_native:
+            return _for_sampler(self.hidden[slots])
+        from logprobe.engine.forward.tensors import rows_of
+
+        return _for_sampler(rows_of(self.hidden, slots))
+
+    def head(self, hidden: Any, lora: LoraWeights | None = None) -> Any:
+        """Return (rows, vocabulary) float32 logits for (rows, hidden size) states, all with `lora`.
+
+        They are an array on a CPU, and a tensor on a GPU.
+        """
+        if self._is_native:
+            return _for_sampler(self.decoder.head(as_array(hidden), lora))
+        from logprobe.engine.forward.tensors import logits_of
+
+        return _for_sampler(logits_of(self.decoder, hidden, lora))
 
 
 def _reserve(kv_bytes: int) -> PagedMemory:
@@ -229,11 +276,54 @@ def _reserve(kv_bytes: int) -> PagedMemory:
         raise ParameterError("kv_bytes", f"cannot allocate {kv_bytes} bytes ({error}); lower it") from error
 
 
+def _for_sampler(rows: Array | torch.Tensor) -> Any:
+    """Return rows as a tensor, which the sampler and the extraction take at present."""
+    from logprobe.engine.forward.tensors import as_tensor
+
+    return as_tensor(rows)
+
+
+def _torch_dtype(name: str) -> Any:
+    import torch
+
+    return getattr(torch, name)
+
+
+def _name_of(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _choose_device(device: str) -> str:
+    """Return `cpu` or `cuda`; imports torch only for `cuda`, or for `auto` where a GPU driver is installed.
+
+    Raises:
+        ParameterError: `cuda` is not available.
+    """
+    if device == "cpu" or (device == "auto" and not _has_gpu_driver()):
+        return "cpu"
+    if find_spec("torch") is None:
+        remedy = "install torch, or use cpu or auto"
+        require(device == "auto", "device", f"cuda is not available: it needs torch; {remedy}")
+        return "cpu"
+    import torch
+
     has_gpu = torch.cuda.is_available()
-    if device == "cuda" and not has_gpu:
-        raise ParameterError("device", "cuda is not available: torch finds no GPU; use cpu or auto")
-    return ("cuda" if has_gpu else "cpu") if device == "auto" else device
+    what = "cuda is not available: torch finds no GPU; use cpu or auto"
+    require(has_gpu or device == "auto", "device", what)
+    return "cuda" if has_gpu else "cpu"
+
+
+def _has_gpu_driver() -> bool:
+    """Return True if the driver of an NVIDIA or AMD GPU is installed, which torch needs to find the GPU."""
+    if "torch" in sys.modules or AMD_DRIVER.exists():
+        return True
+    for name in DRIVERS:
+        try:
+            ctypes.CDLL(name)
+        except OSError:
+            continue
+        return True
+    return False
 
 
 def _check_arithmetic(config: EngineConfig, device: str) -> None:

@@ -94,14 +94,14 @@ class Proof:
         plan: Any  # `AttentionPlan` or `SpanPlan`, as the decoder needs
         for starts, plan in decoder.all_plans(pool, prompts):
             pairs = list(zip(references, starts, strict=True))
-            hidden = decoder(
+            hidden: Any = decoder(
                 np.concatenate([reference.token_ids[start:] for reference, start in pairs]),
                 np.concatenate([reference.positions[start:] for reference, start in pairs]),
                 plan,
                 is_long=references[0].is_long,
             )
             expected = torch.cat([reference.logits[start:] for reference, start in pairs])
-            self._compare(decoder.head(hidden).to(expected.device), expected)
+            self._compare(torch.as_tensor(decoder.head(hidden)).to(expected.device), expected)
         return pool
 
     def _compare(self, logits: torch.Tensor, expected: torch.Tensor) -> None:

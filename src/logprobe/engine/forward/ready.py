@@ -223,8 +223,8 @@ def _proven(
     progress: LoadProgress,
 ) -> ReadyModel:
     """Verify the native decoder against transformers, or the transformers decoder if it cannot be used."""
-    from logprobe.engine.forward.linear import matrices_of
     from logprobe.engine.forward.native_decoder import native_decoder, vectors_of
+    from logprobe.engine.forward.transformers_linear import matrices_of
     from logprobe.engine.forward.transformers_proof import described
 
     if why_plain is not None:
@@ -312,9 +312,9 @@ def _panels(
 def _transformers_decoder(
     model: LazyModel, proof: TransformersProof, panels: Mapping[str, PanelWeights], reason: str
 ) -> ReadyModel:
-    from logprobe.engine.forward.linear import use_panels_
     from logprobe.engine.forward.rope import follow_steps_
     from logprobe.engine.forward.transformers_decoder import TransformersDecoder
+    from logprobe.engine.forward.transformers_linear import use_panels_
 
     module = model.module
     if proof.rope_boundary is not None:
@@ -370,7 +370,7 @@ def _record(ready: ReadyModel, proof: Proof) -> tuple[LoadRecord, Tensors]:
     """Return the record for later loads, and the tensors that are stored with it."""
     decoder = ready.decoder
     assert isinstance(decoder, Decoder)
-    tensors = dict(decoder.tensors)
+    tensors = {name: torch.from_numpy(array) for name, array in decoder.tensors.items()}
     for number, reference in enumerate(proof.references):
         tensors[f"reference.{number}.ids"] = torch.from_numpy(reference.token_ids)
         tensors[f"reference.{number}.positions"] = torch.from_numpy(reference.positions)
@@ -465,7 +465,8 @@ def _meets(
         hidden = decoder(token_ids.numpy(), positions.numpy(), plan, is_long=is_long)
         ends = itertools.accumulate(len(ids) - start for (ids, _, _), start in pairs)
         kept = [torch.arange(end - len(one[2]), end) for end, one in zip(ends, references, strict=True)]
-        difference = (decoder.head(hidden[torch.cat(kept)]) - expected).abs().max()
+        logits = torch.from_numpy(decoder.head(hidden[torch.cat(kept).numpy()]))
+        difference = (logits - expected).abs().max()
         if not difference <= TOLERANCE * expected.abs().max():
             return False
     return True
