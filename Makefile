@@ -44,7 +44,7 @@ test-all: $(VENV)/.test  ## the suite with every case
 cover: $(VENV)/.test  ## `make test` but for test-ray, with branch coverage; fails under the floor in pyproject.toml
 	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "not ray and not exhaustive" --cov --cov-report=term:skip-covered
 
-PYTHONS ?= 3.12 3.13
+PYTHONS ?= 3.12 3.13 3.14
 .PHONY: test-pythons
 test-pythons:  ## what needs no real weights, on other Pythons that are on the path, each in an environment of its own
 	@for version in $(PYTHONS); do \
@@ -68,7 +68,7 @@ test-sanitize: $(VENV)/.test  ## the kernels' tests on native libraries built wi
 	$(BIN)/python native/tests/sanitize.py
 
 # A machine with a card is often lent for minutes and has a Python with torch: nothing is installed there. Four processes
-# compile the kernels side by side. docs/gpu.md says which packages that Python needs.
+# compile the kernels side by side. docs/dev/gpu.md says which packages that Python needs.
 GPU_PYTHON ?= python3
 GPU_RESULTS := benchmarks/results/gpu.json
 GPU_TESTS := tests/gpu tests/kernels tests/transport/test_copy.py
@@ -84,13 +84,16 @@ gpu:  ## on an NVIDIA GPU: its tests, then benchmarks/bench_gpu.py, in six minut
 	$(GPU_PYTHON) benchmarks/bench_gpu.py --out $(GPU_RESULTS) $(OPTIONS) || failed="$$failed benchmarks"; \
 	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
-check: $(VENV)/.check  ## linter, format, types, import layers; the files of deploy/
+check: $(VENV)/.check  ## linter, format, types, import layers; the files of deploy/ and .github/
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/hadolint deploy/Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/zizmor --quiet --offline --min-severity medium .github
 
 EXAMPLES ?= 20000
 .PHONY: fuzz
@@ -212,6 +215,11 @@ wheels: $(VENV)/.test  ## wheels for Linux (x86-64, Arm), macOS (Arm) and Window
 	$(PYTHON) -m venv "$$folder/venv" && \
 	"$$folder/venv/bin/python" -m pip install --quiet --disable-pip-version-check "$$folder"/dist/*.whl && \
 	RELEASE_FOLDER="$$folder" $(BIN)/python -m pytest -q tests/release/test_archives.py
+
+RELEASE_TESTS ?= tests
+.PHONY: release-check
+release-check:  ## archives, licences, SBOM, and the quick tests on the installed wheel; DIST=dist for those of `make wheels`, RELEASE_PYTHONS="python3.11 python3.14"
+	$(PYTHON) release/check.py $(if $(DIST),--dist $(DIST)) --pythons $(or $(RELEASE_PYTHONS),$(PYTHON)) --tests $(RELEASE_TESTS)
 
 format: $(VENV)/.check
 	$(BIN)/ruff format .

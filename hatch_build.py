@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -18,6 +19,7 @@ import sys
 import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +58,7 @@ class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
         """Require zig where no other compiler is found."""
         return [] if local_compiler() else [ZIG]
 
-    def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002 - hatchling's
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile what has changed, and name the wheel by its system: the libraries are for any Python."""
         target = os.environ.get("LOGPROBE_TARGET")
         if target and target not in TARGETS:
@@ -79,6 +81,16 @@ class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{target or own.replace('-', '_').replace('.', '_')}"
         build_data["artifacts"].append("src/logprobe/kernels/_native/*")
+        if version == "standard":
+            self._folder = tempfile.TemporaryDirectory()  # removed by `finalize`
+            file = Path(self._folder.name) / "logprobe-native.cdx.json"
+            file.write_text(sbom(self.metadata.version, system if "ziglang" in compiler else None), "utf-8")
+            build_data.setdefault("sbom_files", []).append(str(file))
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002
+        """Remove the SBOM, which the wheel has now."""
+        if version == "standard":
+            self._folder.cleanup()
 
 
 def local_compiler() -> list[str] | None:
@@ -88,6 +100,39 @@ def local_compiler() -> list[str] | None:
     commands.insert(0, shlex.split(os.environ.get("CXX", "")))
     found = [command for command in commands if command and shutil.which(command[0])]
     return found[0] if found and not os.environ.get("LOGPROBE_TARGET") else None
+
+
+def sbom(version: str, zig_target: str | None) -> str:
+    """Return a CycloneDX list of the third-party code in the native libraries: zig's runtime, or nothing.
+
+    THIRD_PARTY_NOTICES.md states the licences. Other compilers link their runtime dynamically.
+    """
+    parts = [] if zig_target is None else ["libc++", "libc++abi", "libunwind", "compiler-rt", "zig"]
+    if zig_target is not None and "windows" in zig_target:
+        parts.append("mingw-w64")
+    licences = {"zig": "MIT", "mingw-w64": "ZPL-2.1"}
+    components = [
+        {
+            "type": "library",
+            "bom-ref": name,
+            "name": name,
+            "version": f"of ziglang {version_of('ziglang')}",
+            "licenses": [{"expression": licences.get(name, "Apache-2.0 WITH LLVM-exception")}],
+        }
+        for name in parts
+    ]
+    own: dict[str, Any] = {"type": "library", "bom-ref": "logprobe", "name": "logprobe", "version": version}
+    own["licenses"] = [{"expression": "Apache-2.0"}]
+    bom = {
+        "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {"component": own},
+        "components": components,
+        "dependencies": [{"ref": "logprobe", "dependsOn": parts}],
+    }
+    return json.dumps(bom, indent=2) + "\n"
 
 
 def compile_variants(compiler: list[str], variants: dict[str, str]) -> None:

@@ -206,7 +206,7 @@ def of_a_long_text(llm: LLM, options: Options, folder: Path) -> list[Figure]:
 
 def measured(measure: Callable[[LLM, Options, Path], list[Figure]], options: Options) -> list[Figure]:
     """What `measure` finds with a model and a folder of its own."""
-    with tempfile.TemporaryDirectory() as name, LLM(options.model, kv_bytes=KV_BYTES) as llm:
+    with tempfile.TemporaryDirectory() as name, LLM(options.model, kv_cache_memory_bytes=KV_BYTES) as llm:
         return measure(llm, options, Path(name))
 
 

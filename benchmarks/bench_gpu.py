@@ -6,7 +6,7 @@ nothing:
 
     python benchmarks/bench_gpu.py --out benchmarks/results/gpu.json
     python benchmarks/bench_gpu.py --only accuracy,bits --out accuracy.json
-    python benchmarks/bench_gpu.py --out accuracy.json --page docs/gpu.md  # writes its tables there
+    python benchmarks/bench_gpu.py --out accuracy.json --page docs/dev/gpu.md  # writes its tables there
 
 Models have random bfloat16 weights, made on the card. The exit status is 1 if a section failed.
 """
@@ -377,7 +377,7 @@ def _drawn_and_scored(run: Run, module: Any) -> None:
         parts = [scored.run([(span[0], start, end)], texts) for start, end in ((0, cut), (cut, span[2]))]
         rows.append(torch.cat(parts)[-new:])
     wanted = torch.stack(hidden, dim=1)  # (num, new, hidden size)
-    _add_bits(run, "drawn = scored, hidden", torch.stack(rows).flatten(0, 1), wanted.flatten(0, 1))
+    _add_bits(run, "sampled = scored, hidden states", torch.stack(rows).flatten(0, 1), wanted.flatten(0, 1))
     drawn_logits = torch.stack(logits, dim=1)  # (num, new, vocabulary)
     del logits
     num_rows, differing, largest = 0, 0, 0.0
@@ -387,7 +387,7 @@ def _drawn_and_scored(run: Run, module: Any) -> None:
         differing += int((numbers[0] != numbers[1]).any(-1).sum())
         largest = max(largest, float((numbers[0] - numbers[1]).abs().max()))
         num_rows += new
-    run.add("drawn = scored, log-probabilities", rows=num_rows, differing=differing, largest=largest)
+    run.add("sampled = scored, log-probabilities", rows=num_rows, differing=differing, largest=largest)
 
 
 def _add_bits(run: Run, name: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -572,15 +572,15 @@ def engine(run: Run) -> None:
         is_small = run.device == "cpu"
         settings: dict[str, Any] = {
             "device": run.device,
-            "max_batch_rows": max(run.sizes.requests),
-            "max_batch_tokens": run.sizes.chunk,
-            "kv_bytes": 1 << 21 if is_small else 4 << 30,
+            "max_num_seqs": max(run.sizes.requests),
+            "max_num_batched_tokens": run.sizes.chunk,
+            "kv_cache_memory_bytes": 1 << 21 if is_small else 4 << 30,
             "max_model_len": 128 if is_small else 2048,
         }
         for overlap in (False, True):
             run.check()
             started = time.perf_counter()
-            with LLM(str(folder), overlap=overlap, **settings) as llm:
+            with LLM(str(folder), async_scheduling=overlap, **settings) as llm:
                 seconds = time.perf_counter() - started
                 run.add("load", overlap=overlap, seconds=seconds)
                 _generation(run, llm, overlap=overlap)
@@ -818,6 +818,11 @@ def _wait(process: subprocess.Popen[bytes], results: Results, deadline: float) -
             return "it was killed: it ran over its time"
 
 
+def _heading(column: str) -> str:
+    words = column.replace("_", " ")
+    return words.replace("tflop s", "TFLOP/s").replace("gb s", "GB/s")
+
+
 def tables(content: dict[str, Any]) -> Iterator[str]:
     """The results as Markdown."""
     facts = content.get("machine", {})
@@ -829,7 +834,7 @@ def tables(content: dict[str, Any]) -> Iterator[str]:
             if list(row) != columns:
                 columns = list(row)
                 yield ""
-                yield "| " + " | ".join(column.replace("_", " ") for column in columns) + " |"
+                yield "| " + " | ".join(map(_heading, columns)) + " |"
                 yield "|---" * len(columns) + "|"
             yield "| " + " | ".join(_shown(value) for value in row.values()) + " |"
         for kind in ("not_run", "skipped"):

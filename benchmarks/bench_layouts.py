@@ -26,7 +26,7 @@ THREAD, REPLICAS = "thread", "two replicas"
 LAYOUTS: dict[str, dict[str, Any]] = {
     OURS: {"process": True},
     THREAD: {},
-    REPLICAS: {"data_parallel": 2},
+    REPLICAS: {"data_parallel_size": 2},
 }
 ASKED: dict[str, dict[str, Any]] = {
     "tokens alone": {},
@@ -82,7 +82,7 @@ def speed_figures(arena: Arena) -> Iterator[Figure]:
     batch, new_tokens = (4, 4) if options.is_smoke else (BATCH, NEW_TOKENS)
     with ExitStack() as stack:
         llms = {
-            name: stack.enter_context(LLM(options.model, kv_bytes=1 << 28, **settings))
+            name: stack.enter_context(LLM(options.model, kv_cache_memory_bytes=1 << 28, **settings))
             for name, settings in _layouts(options).items()
         }
         for title, asked in ASKED.items():
@@ -124,7 +124,7 @@ def memory_figures(options: Options) -> Iterator[Figure]:
         for name, settings in _layouts(options).items():
             if name == THREAD:
                 continue
-            with LLM(options.model, kv_bytes=1 << 26, weights=weights, **settings) as llm:
+            with LLM(options.model, kv_cache_memory_bytes=1 << 26, weights=weights, **settings) as llm:
                 llm.generate([[5, 6, 7]] * 8, SamplingParams(max_tokens=4))
                 fronts[name] = [pss_bytes(os.getpid()) / 1e6]
                 engines[name] = [sum(pss_bytes(pid) for pid in engine_pids(llm)) / 1e6]

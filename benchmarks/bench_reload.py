@@ -38,7 +38,7 @@ RESIDENT = "int(open('/proc/self/statm').read().split()[1]) * 4096 / 1e6"
 LOADS = f"""
 import sys
 from logprobe import LLM
-llm = LLM(sys.argv[1], kv_bytes=1 << 26)
+llm = LLM(sys.argv[1], kv_cache_memory_bytes=1 << 26)
 for number in range(int(sys.argv[3])):
     llm.load_weights(sys.argv[2], version=str(number))
     print({RESIDENT})
@@ -83,7 +83,7 @@ def speed_figures(options: Options, kind: str, folders: tuple[Path, Path], layou
     """Tokens a second after loads of one kind of state in one layout, and how long they take."""
     batches, new_tokens = ((1, 2), 4) if options.is_smoke else ((1, 8, 32), 48)
     opened, saved = folders
-    settings = {"kv_bytes": 1 << 28, **LAYOUTS[layout]}
+    settings = {"kv_cache_memory_bytes": 1 << 28, **LAYOUTS[layout]}
     with ExitStack() as stack:
         llms = {
             name: stack.enter_context(LLM(str(folder), **settings))

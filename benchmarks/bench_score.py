@@ -76,7 +76,9 @@ def long_prompt_figures(arena: Arena) -> list[Figure]:
 
     arena.close(OURS)  # its next job opens it with a pool of the right size
     for label, contestant in arena.labels(OURS, "transformers").items():
-        options = {"kv_bytes": pool_bytes(arena.model_folder, length + 64)} if label == OURS else {}
+        options = (
+            {"kv_cache_memory_bytes": pool_bytes(arena.model_folder, length + 64)} if label == OURS else {}
+        )
         result = ask(contestant, [first, second], options=options)
         memory[label] = [result["peak_growth_bytes"] / MIB]
         seconds[label] = result["timings_s"]

@@ -130,7 +130,7 @@ def memory_figure(arena: Arena) -> Figure:
 
 def step_figure(arena: Arena) -> Figure:
     """Seconds of a step whose slots were never used, beside the same on used slots."""
-    with LLM(str(arena.model_folder), max_batch_tokens=STEP_ROWS) as llm:
+    with LLM(str(arena.model_folder), max_num_batched_tokens=STEP_ROWS) as llm:
         ids = [token_id % 256 for token_id in range(STEP_ROWS)]
         llm.generate([ids[:8]], SamplingParams(max_tokens=1))
         seconds: dict[str, list[float]] = {OURS: [], "slots used before": []}

@@ -156,8 +156,6 @@ class Arena:
     @cached_property
     def float_folder(self) -> Path:
         """The model as other programs read it: its own folder, or an export to float32 that is made once."""
-        import torch
-
         from logprobe.models.cache import home, new_entry
         from logprobe.models.export import export_model
         from logprobe.models.resolution import has_gguf
@@ -167,7 +165,7 @@ class Arena:
         folder = home() / "benchmarks" / self.model_folder.name
         with new_entry(folder) as partial:
             if partial is not None:
-                export_model(self._files, partial, dtype=torch.float32)
+                export_model(self._files, partial, dtype="float32")
         return folder
 
     def labels(self, *wanted: str) -> dict[str, Contestant]:

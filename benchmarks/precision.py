@@ -124,19 +124,19 @@ def of_transformers(
 
 def of_ours(cut: list[Window], **settings: Any) -> Array:
     """The same by this library."""
-    with LLM(DEFAULT_MODEL, kv_bytes=KV_BYTES, **settings) as llm:
+    with LLM(DEFAULT_MODEL, kv_cache_memory_bytes=KV_BYTES, **settings) as llm:
         scores = llm.score([window.pair for window in cut])
     return np.concatenate([np.asarray(score.token_logprobs, np.float64) for score in scores])
 
 
 def measure(text: str, num_tokens: int, window: int) -> dict[str, Any]:
     """What each way's numbers differ by from the reference, nats."""
-    with LLM(DEFAULT_MODEL, kv_bytes=KV_BYTES) as llm:
+    with LLM(DEFAULT_MODEL, kv_cache_memory_bytes=KV_BYTES) as llm:
         ids = llm.text.encode(text, add_special_tokens=False)[:num_tokens]
     cut = list(windows([ids], window, window // 2))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "float32"
-        export_model(resolve(DEFAULT_MODEL), folder, dtype=torch.float32)
+        export_model(resolve(DEFAULT_MODEL), folder, dtype="float32")
         (reference,) = of_transformers(folder, torch.float64, cut, {"": log_softmax}).values()
         ways = {
             "transformers, float32": log_softmax,

@@ -51,7 +51,8 @@ BEGIN, END = "<!-- begin: benchmarks/report.py -->\n", "<!-- end: benchmarks/rep
 
 README_OPENING = """
 Median rates on two CPU cores, with the model of the examples or one of 1.2 billion random weights ("1.2B").
-Above 1 x, logprobe is faster. [Performance](docs/performance.md) has all tasks and explains the measurements.
+Above 1 x, logprobe is faster. "best" is the fastest of the measured settings of a library.
+[Performance](docs/performance.md) has all tasks and explains the measurements.
 
 """
 

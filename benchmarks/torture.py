@@ -454,10 +454,10 @@ def drawn_against_scored(model: str, num_tokens: int) -> list[dict[str, Any]]:
 
     rows = []
     settings: dict[str, Any] = {
-        "kv_bytes": 1 << 29,
-        "max_batch_rows": max(DRAWN_BATCHES),
+        "kv_cache_memory_bytes": 1 << 29,
+        "max_num_seqs": max(DRAWN_BATCHES),
     }
-    with LLM(model, **settings) as llm, LLM(model, **settings, max_batch_tokens=160) as small:
+    with LLM(model, **settings) as llm, LLM(model, **settings, max_num_batched_tokens=160) as small:
         for batch in DRAWN_BATCHES:
             drawn = draw(llm, batch, num_tokens // len(DRAWN_BATCHES))
             ways = {"kept prefixes": llm, "cold": llm, "chunks of 160": small}

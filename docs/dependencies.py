@@ -1,6 +1,7 @@
 """Print the table of dependencies from pyproject.toml as Markdown, for docs/dependencies.md.
 
-`--lowest` prints the lowest versions that pyproject.toml allows, as constraints for pip, instead.
+`--lowest` prints the lowest versions that pyproject.toml allows, as constraints for pip, instead. `--names`
+prints the names of the packages that the quick tests run on.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ USERS_EXTRAS = (
     "notebook",
     "remote",
 )
+TESTED = ("torch", "arrow", "test")  # extras that the quick tests need
 UNCONSTRAINED = {"torch"}  # the lowest CPU builds are not on the index that pip uses
 
 
@@ -105,5 +107,17 @@ def lowest() -> str:
     )
 
 
+def names() -> str:
+    """Return the packages that the quick tests run on, without versions, one per line."""
+    project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    listed = [*project["dependencies"], *(line for extra in TESTED for line in extras.get(extra, []))]
+    found = dict.fromkeys(name for name, _ in map(parts, listed))
+    return "\n".join(name for name in found if name != project["name"])
+
+
 if __name__ == "__main__":
-    print(lowest() if "--lowest" in sys.argv else text().rstrip("\n"))
+    if "--names" in sys.argv:
+        print(names())
+    else:
+        print(lowest() if "--lowest" in sys.argv else text().rstrip("\n"))

@@ -1,6 +1,6 @@
 """MkDocs hooks: add the pages outside docs/, fill in the generated parts, and rewrite links.
 
-README, SECURITY, CONTRIBUTING, CHANGELOG, LICENSE and the programs in examples/ become pages of the site.
+README, SECURITY, CHANGELOG, other pages of the root, and the programs in examples/ become pages of the site.
 Links in all pages are written for the repository; the hook rewrites them to pages of the site.
 """
 
@@ -26,6 +26,8 @@ BESIDE = {
     "SECURITY.md": "security.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "GOVERNANCE.md": "governance.md",
+    "CODE_OF_CONDUCT.md": "code-of-conduct.md",
     "LICENSE": "license.md",
 } | {f"examples/{path.name}": f"examples/{path.stem}.md" for path in sorted((ROOT / "examples").glob("*.py"))}
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
@@ -35,7 +37,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages and files outside docs/."""
     for name, page in BESIDE.items():
         files.append(File.generated(config, page, content=_content(name)))
-    unchanged = [*(ROOT / "deploy").iterdir(), *(ROOT / "examples").glob("*.ipynb")]
+    unchanged = [*filter(Path.is_file, (ROOT / "deploy").rglob("*")), *(ROOT / "examples").glob("*.ipynb")]
     for path in sorted(unchanged):
         name = path.relative_to(ROOT).as_posix()
         files.append(File.generated(config, name, content=path.read_text(encoding="utf-8")))

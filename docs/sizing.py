@@ -1,4 +1,4 @@
-"""The table of docs/deploy.md, Sizing: what a token of context takes, and how many a second a core gives."""
+"""Print the table of docs/deploy.md, Sizing: KV cache memory per token, and tokens per second and core."""
 
 import sys
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ OURS: Final = "logprobe"
 
 
 class Model(NamedTuple):
-    """A model by its configuration, and where its figures stand."""
+    """Configuration of a model, and the names of its figures in the results."""
 
     name: str
     num_layers: int
@@ -26,7 +26,7 @@ class Model(NamedTuple):
 
     @property
     def token_bytes(self) -> int:
-        """Of a token in the pool: keys and values of each layer, and the row that prompts are scored from."""
+        """Bytes of a token in the KV cache: keys and values of each layer, and the final hidden state."""
         keys_and_values = 2 * self.num_layers * self.num_kv_heads * self.head_dim
         return (keys_and_values + self.hidden_size) * FLOAT32_BYTES
 
@@ -47,7 +47,7 @@ ASKED: Final = {
 
 
 def per_core(results: Mapping[str, Mapping[str, Any]], model: Model, figure: str) -> str:
-    """Tokens a second and core of the newest run; - where it was not measured."""
+    """Return the tokens per second and core of the newest run, or - if they were not measured."""
     found = results.get(model.bench)
     if found is None:
         return "-"
@@ -56,9 +56,9 @@ def per_core(results: Mapping[str, Mapping[str, Any]], model: Model, figure: str
 
 
 def table() -> str:
-    """A model a row."""
+    """Return the table, with one row per model."""
     results = newest_results()
-    heads = ["model", "a token of context", "tokens in 1 GiB", *ASKED]
+    heads = ["model", "KV cache per token", "tokens per GiB of KV cache", *ASKED]
     rows = [
         [
             model.name,

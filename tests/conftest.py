@@ -216,7 +216,9 @@ def tiny_llm(tiny_model_folder: Path) -> Iterator[LLM]:
     """The tiny Llama in an `LLM`."""
     from logprobe import LLM
 
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 21, max_batch_tokens=64, max_batch_rows=8) as llm:
+    with LLM(
+        str(tiny_model_folder), kv_cache_memory_bytes=1 << 21, max_num_batched_tokens=64, max_num_seqs=8
+    ) as llm:
         yield share(llm)
 
 
@@ -226,7 +228,7 @@ def long_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     from logprobe import LLM
 
     folder = save_tiny_llama(tmp_path_factory.mktemp("long-llama"), max_position_embeddings=2048)
-    with LLM(str(folder), kv_bytes=1 << 22, max_batch_tokens=256, max_batch_rows=8) as llm:
+    with LLM(str(folder), kv_cache_memory_bytes=1 << 22, max_num_batched_tokens=256, max_num_seqs=8) as llm:
         yield share(llm)
 
 
@@ -237,7 +239,7 @@ def spaced_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     from spaced_models import save_spaced_llama
 
     folder = save_spaced_llama(tmp_path_factory.mktemp("spaced-llama"))
-    with LLM(str(folder), kv_bytes=1 << 22, max_batch_tokens=256, max_batch_rows=8) as llm:
+    with LLM(str(folder), kv_cache_memory_bytes=1 << 22, max_num_batched_tokens=256, max_num_seqs=8) as llm:
         yield share(llm)
 
 
@@ -277,7 +279,7 @@ def real_llm() -> Iterator[LLM]:
     from logprobe.errors import ModelError
 
     try:
-        llm = LLM("smollm2", kv_bytes=1 << 29)
+        llm = LLM("smollm2", kv_cache_memory_bytes=1 << 29)
     except ModelError as error:
         pytest.skip(f"smollm2 cannot be loaded: {error}")
     with llm:
@@ -287,7 +289,6 @@ def real_llm() -> Iterator[LLM]:
 @pytest.fixture(scope="session")
 def smollm2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2-135M-Instruct as float32 safetensors for other programs; written once per run."""
-    import torch
     from filelock import FileLock
 
     from logprobe.errors import ModelError
@@ -299,7 +300,7 @@ def smollm2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with FileLock(folder.with_suffix(".lock")):
         if not folder.exists():
             try:
-                export_model(resolve("smollm2"), folder, dtype=torch.float32)
+                export_model(resolve("smollm2"), folder, dtype="float32")
             except ModelError as error:
                 pytest.skip(f"smollm2 cannot be had: {error}")
     return folder

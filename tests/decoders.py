@@ -78,7 +78,9 @@ def spread_out(model: Any) -> None:
 def loaded(folder: Path, weights: Any = "checkpoint") -> NativeForward:
     """Load the forward pass of a folder's model."""
     name = str(folder)
-    return NativeForward(EngineConfig(model=name, weights=weights, kv_bytes=1 << 22), resolve(name))
+    return NativeForward(
+        EngineConfig(model=name, weights=weights, kv_cache_memory_bytes=1 << 22), resolve(name)
+    )
 
 
 def hidden(forward: NativeForward, prompts: list[Any], *, split: int, loras: Any = None) -> Any:

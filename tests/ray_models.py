@@ -17,7 +17,7 @@ class HoldingLLM(LLM):
     """Record calls in `notes`; the first process to begin its second call waits to be killed."""
 
     def __init__(self, folder: str, notes: str) -> None:
-        super().__init__(folder, kv_bytes=1 << 21)
+        super().__init__(folder, kv_cache_memory_bytes=1 << 21)
         self._notes = Path(notes)
         self._num_calls = 0
 

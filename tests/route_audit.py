@@ -133,7 +133,7 @@ AUDIT = (
     Audited(
         ("any path: refused by its `Host`, its `Origin`, its key, or as no route",),
         "a look at the header; a short reply that names what was sent, shortened",
-        "nothing of a body is read first; `allowed_host`, `cors_origin`, `api_key`",
+        "nothing of a body is read first; `allowed_host`, `allowed_origins`, `api_key`",
         (
             "attacks/test_browsers.py::test_a_name_that_is_not_the_servers_is_refused",
             "attacks/test_browsers.py::test_a_page_of_another_origin_is_refused",

@@ -27,7 +27,7 @@ DRAWN = SamplingParams(max_tokens=6, seed=3, logprobs=2, prompt_logprobs=0)
 @pytest.fixture(scope="module")
 def llm(tiny_model_folder: Path, adapter_folders: dict[str, Path]) -> Iterator[LLM]:
     """The tiny Llama with a LoRA adapter; its results do not depend on the batch."""
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm:
+    with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 21) as llm:
         llm.add_lora("wide", adapter_folders["wide"])
         yield llm
 
@@ -171,7 +171,7 @@ def test_it_loads_changes_and_closes_a_model_of_its_own(
     tiny_model_folder: Path, adapter_folders: dict[str, Path]
 ) -> None:
     async def use() -> AsyncLLM:
-        async with AsyncLLM(tiny_model_folder, kv_bytes=1 << 20) as llm:
+        async with AsyncLLM(tiny_model_folder, kv_cache_memory_bytes=1 << 20) as llm:
             assert "AsyncLLM(" in repr(llm)
             await llm.add_lora("wide", adapter_folders["wide"])
             assert set(llm.list_loras()) == {"wide"}

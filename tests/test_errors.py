@@ -48,8 +48,8 @@ def test_each_error_says_what_it_means(name: str) -> None:
 
 
 def test_a_parameter_error_begins_with_the_parameter() -> None:
-    error = ParameterError("top_p", "must lie in (0, 1], got 2")
-    assert str(error) == "top_p: must lie in (0, 1], got 2"
+    error = ParameterError("top_p", "must be in (0, 1], got 2")
+    assert str(error) == "top_p: must be in (0, 1], got 2"
 
 
 class Shown:

@@ -61,7 +61,7 @@ def test_loading_a_model_says_nothing_on_standard_error(
     folder = next(iter(adapter_folders.values()))
     program = (
         "from logprobe import LLM\n"
-        f"with LLM({str(tiny_model_folder)!r}, kv_bytes=1 << 20) as llm:\n"
+        f"with LLM({str(tiny_model_folder)!r}, kv_cache_memory_bytes=1 << 20) as llm:\n"
         f"    llm.add_lora('legal', {str(folder)!r})\n"
         "    llm.generate('the cat')\n"
     )

@@ -58,16 +58,13 @@ def test_any_other_value_is_refused_with_the_reason(
 @pytest.mark.parametrize(
     ("of", "given", "own"),
     [
-        ("EngineConfig", {"max_num_seqs": 16}, "max_batch_rows"),
-        ("EngineConfig", {"max_num_batched_tokens": 16}, "max_batch_tokens"),
-        ("EngineConfig", {"kv_cache_memory_bytes": 1 << 20}, "kv_bytes"),
-        ("EngineConfig", {"data_parallel_size": 2}, "data_parallel"),
-        ("EngineConfig", {"async_scheduling": True}, "overlap"),
+        ("EngineConfig", {"num_gpu_blocks_override": 16}, "kv_cache_memory_bytes"),
+        ("EngineConfig", {"kv_cache_dtype": "fp8"}, "bfloat16"),
         ("EngineConfig", {"speculative_config": {}}, "speculate"),
         ("EngineConfig", {"tensor_parallel_size": 2}, "engine='vllm'"),
         ("EngineConfig", {"trust_remote_code": True}, "never run"),
         ("EngineConfig", {"revision": "v2"}, "give that as the model"),
-        ("EngineConfig", {"max_batch_row": 16}, "max_batch_rows"),
+        ("EngineConfig", {"max_num_seq": 16}, "max_num_seqs"),
         ("SamplingParams", {"skip_special_tokens": False}, "token_ids"),
         ("SamplingParams", {"thinking_token_budget": 5}, "logits_processors_args"),
         ("SamplingParams", {"guided_decoding": {}}, "response_format"),
@@ -87,8 +84,8 @@ def test_what_would_change_something_is_refused_with_our_word(
 def test_another_engine_has_words_of_its_own() -> None:
     with pytest.raises(ParameterError, match=r"engine_options={'gpu_memory_utilization': \.\.\.}"):
         EngineConfig(engine="vllm", gpu_memory_utilization=0.4)  # type: ignore[call-arg]
-    with pytest.raises(UnknownParameterError, match="did you mean 'max_batch_rows'"):
-        EngineConfig(engine="vllm", max_num_seqs=8)  # type: ignore[call-arg]
+    with pytest.raises(UnknownParameterError, match="did you mean 'kv_cache_memory_bytes'"):
+        EngineConfig(engine="vllm", num_gpu_blocks_override=8)  # type: ignore[call-arg]
 
 
 def test_no_keyword_has_two_meanings() -> None:
@@ -119,7 +116,9 @@ def test_a_dtype_goes_by_torchs_own_names(given: Any, dtype: str) -> None:
 
 def test_a_model_by_name_may_name_its_own_tokenizer(tiny_model_folder: Path, tiny_llm: LLM) -> None:
     folder = str(tiny_model_folder)
-    with LLM(tiny_model_folder, tokenizer=folder, kv_bytes=1 << 20, tensor_parallel_size=1) as llm:
+    with LLM(
+        tiny_model_folder, tokenizer=folder, kv_cache_memory_bytes=1 << 20, tensor_parallel_size=1
+    ) as llm:
         assert llm.tokenizer.encode("the cat") == tiny_llm.tokenizer.encode("the cat")
     with pytest.raises(ParameterError, match="must be None unless"):
         LLM(folder, tokenizer="another")
@@ -129,7 +128,7 @@ def test_no_call_asks_for_more_alternatives_than_the_cap(
     tiny_model_folder: Path, adapter_folders: dict[str, Path]
 ) -> None:
     few, many = SamplingParams(max_tokens=1, logprobs=1), SamplingParams(max_tokens=1, logprobs=2)
-    with LLM(tiny_model_folder, kv_bytes=1 << 20, max_logprobs=1) as llm:
+    with LLM(tiny_model_folder, kv_cache_memory_bytes=1 << 20, max_logprobs=1) as llm:
         name, folder = next(iter(adapter_folders.items()))
         llm.add_lora(name, folder)
         for one in (llm, llm.with_lora(name)):

@@ -8,6 +8,13 @@ import sys
 import pytest
 
 
+def test_a_free_threaded_python_is_refused_with_the_remedy() -> None:
+    code = "import sys; sys.version = '3.14.0 free-threading build (main)'; import logprobe"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "ImportError: logprobe does not support free-threaded builds" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("module", "heavy"),
     [

@@ -330,7 +330,7 @@ def test_a_greedy_continuation_is_said_to_be_greedy(tiny_llm: LLM) -> None:
 
 def test_contexts_that_pairs_share_are_computed_once(tiny_model_folder: Path) -> None:
     counts: list[int] = []
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 20) as llm:
+    with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 20) as llm:
         context = list(range(2, 102))
         with watching_steps(llm, lambda batch: counts.append(len(batch.token_ids))):
             scores = llm.score([(context, [answer, 3]) for answer in (10, 20, 30, 40)])

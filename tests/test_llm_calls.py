@@ -73,7 +73,7 @@ def test_a_conversation_of_a_wrong_shape_is_one_parameter_error(tiny_llm: LLM, m
 def test_a_model_may_be_a_path(tiny_model_folder: Path) -> None:
     settings: dict[str, Any] = {"model": tiny_model_folder}
     assert EngineConfig(**settings).model == str(tiny_model_folder)
-    with LLM(Path(tiny_model_folder), kv_bytes=1 << 20) as llm:
+    with LLM(Path(tiny_model_folder), kv_cache_memory_bytes=1 << 20) as llm:
         assert llm.config.model == str(tiny_model_folder)
 
 
@@ -82,7 +82,7 @@ def test_a_loaded_model_with_its_tokenizer_is_a_model(tiny_model_folder: Path, t
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_folder)
-    with LLM(model=model, tokenizer=tokenizer, kv_bytes=1 << 20) as llm:
+    with LLM(model=model, tokenizer=tokenizer, kv_cache_memory_bytes=1 << 20) as llm:
         [mine], [want] = llm.generate("the cat", GREEDY), tiny_llm.generate("the cat", GREEDY)
     assert mine.outputs[0].token_ids == want.outputs[0].token_ids
     assert mine.outputs[0].cumulative_logprob == pytest.approx(want.outputs[0].cumulative_logprob, abs=1e-4)
@@ -97,7 +97,7 @@ def given_llm(request: Any, tiny_model_folder: Path) -> Iterator[LLM]:
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_folder)
     is_process = request.param == "process"
-    with LLM(model=model, tokenizer=tokenizer, kv_bytes=1 << 20, process=is_process) as llm:
+    with LLM(model=model, tokenizer=tokenizer, kv_cache_memory_bytes=1 << 20, process=is_process) as llm:
         yield llm
 
 
@@ -129,7 +129,7 @@ def test_the_module_of_a_loaded_model_has_its_weights(tiny_model_folder: Path) -
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_folder)
-    with LLM(model=model, tokenizer=tokenizer, kv_bytes=1 << 20) as llm:
+    with LLM(model=model, tokenizer=tokenizer, kv_cache_memory_bytes=1 << 20) as llm:
         assert llm._loaded.load_module is not None
         state = llm._loaded.load_module().state_dict()
     assert state.keys() == model.state_dict().keys()
@@ -187,14 +187,14 @@ def test_what_cannot_be_streamed_is_refused(tiny_llm: LLM, prompt: Any, params: 
 
 def test_an_async_lm_is_made_of_a_name_or_of_an_open_llm(tiny_model_folder: Path, tiny_llm: LLM) -> None:
     with (
-        AsyncLM(tiny_model_folder, kv_bytes=1 << 20) as named,
+        AsyncLM(tiny_model_folder, kv_cache_memory_bytes=1 << 20) as named,
         AsyncLM(tiny_llm, batch_size=2) as shared,
     ):
         rows = [lm.next_token_logprobs_sync([5, 6, 7]) for lm in (named, shared)]
     np.testing.assert_allclose(*rows, atol=1e-4)
     assert tiny_llm.generate("a", SamplingParams(max_tokens=1)), "the LLM stays open"
-    with pytest.raises(ParameterError, match="kv_bytes"):
-        AsyncLM(tiny_llm, kv_bytes=1 << 20)
+    with pytest.raises(ParameterError, match="kv_cache_memory_bytes"):
+        AsyncLM(tiny_llm, kv_cache_memory_bytes=1 << 20)
     with pytest.raises(ParameterError, match="an open LLM"):
         AsyncLM(5)  # type: ignore[arg-type]
 

@@ -44,7 +44,7 @@ def numbers(outputs: list[Any]) -> list[float]:
 
 @pytest.fixture(scope="module")
 def llm(tiny_model_folder: Path, adapter_folders: dict[str, Path]) -> Iterator[LLM]:
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm:
+    with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 21) as llm:
         for name, folder in adapter_folders.items():
             llm.add_lora(name, folder)
         yield llm
@@ -120,7 +120,7 @@ def test_parameters_that_name_other_weights_fail_their_own_prompt(llm: LLM) -> N
 def test_a_view_ends_with_the_model_that_was_loaded(
     tiny_model_folder: Path, adapter_folders: dict[str, Path]
 ) -> None:
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm:
+    with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 21) as llm:
         llm.add_lora("wide", adapter_folders["wide"])
         with llm.with_lora("wide") as tuned:
             tuned.generate(TEXT)

@@ -97,7 +97,7 @@ def test_one_bad_prompt_leaves_nothing_behind(tiny_llm: LLM) -> None:
 
 
 def test_a_misspelt_setting_is_answered_with_the_nearest(tiny_model_folder: Path) -> None:
-    with pytest.raises(UnknownParameterError, match="max_batch_tokens"):
+    with pytest.raises(UnknownParameterError, match="max_num_batched_tokens"):
         LLM(str(tiny_model_folder), max_batch_token=5)
 
 
@@ -123,7 +123,7 @@ def test_a_failed_request_is_raised_with_all_outputs_or_returned(tiny_llm: LLM) 
 
 
 def test_closing_twice_is_fine_and_asking_afterwards_is_an_error(tiny_model_folder: Path) -> None:
-    llm = LLM(str(tiny_model_folder), kv_bytes=1 << 20)
+    llm = LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 20)
     llm.close()
     llm.close()
     with pytest.raises(EngineClosedError, match="closed"):
@@ -133,7 +133,7 @@ def test_closing_twice_is_fine_and_asking_afterwards_is_an_error(tiny_model_fold
 
 
 def test_closing_ends_a_call_in_progress_on_another_thread(tiny_model_folder: Path) -> None:
-    llm = LLM(str(tiny_model_folder), kv_bytes=1 << 20, max_batch_rows=1)
+    llm = LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 20, max_num_seqs=1)
     caught: list[BaseException] = []
 
     def work() -> None:

@@ -72,7 +72,7 @@ def test_a_cache_is_for_its_user_alone(home: Path) -> None:
 
 @pytest.mark.usefixtures("_no_umask")
 def test_all_that_a_load_keeps_is_for_its_user_alone(home: Path, tiny_model_folder: Path) -> None:
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 21):
+    with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 21):
         pass
     assert {path.name for path in home.iterdir() if path.is_dir()} == {"panels", "loads"}
     assert all(
@@ -129,7 +129,7 @@ def test_nothing_is_written_where_others_may_write(home: Path) -> None:
 
 
 def test_a_load_does_not_believe_what_others_may_have_written(home: Path, tiny_model_folder: Path) -> None:
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 21):
+    with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 21):
         pass
     store = LoadStore(tiny_model_folder)
     assert store.panels()

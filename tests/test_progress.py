@@ -66,7 +66,7 @@ def test_one_long_text_moves_the_bar_while_it_is_scored(tiny_llm: LLM, monkeypat
 
     monkeypatch.setattr("logprobe.analysis.progress.Tally", Watched)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    num_tokens = 3 * tiny_llm.config.max_batch_tokens // 2
+    num_tokens = 3 * tiny_llm.config.scheduler_config.max_num_batched_tokens // 2
     asked = SamplingParams(max_tokens=0, prompt_logprobs=0)
     with watching_steps(tiny_llm, wait):
         tiny_llm.generate([5] * num_tokens, asked, progress=True)

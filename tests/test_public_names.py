@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,15 +13,19 @@ import logprobe
 PUBLIC = {
     "__version__",
     "LLM",
+    "LoadConfig",
     "AsyncLLM",
+    "CacheConfig",
     "CompletionOutput",
     "EngineConfig",
     "FlatLogprobs",
     "Logprob",
     "LogprobeError",
+    "ParallelConfig",
     "RemoteLLM",
     "RequestOutput",
     "SamplingParams",
+    "SchedulerConfig",
     "Score",
 }
 KERNELS = {
@@ -35,6 +41,18 @@ def test_the_public_names_are_these() -> None:
     assert set(logprobe.__all__) == PUBLIC
     assert len(logprobe.__all__) == len(PUBLIC)
     assert set(dir(logprobe)) == PUBLIC
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC - {"__version__"}))
+def test_the_typing_tests_use_the_whole_interface(name: str) -> None:
+    tree = ast.parse((Path(__file__).parent / "typing/public_api.py").read_text(encoding="utf-8"))
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    imported = {
+        alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert name in imported
+    if name in {"LLM", "AsyncLLM", "RemoteLLM"}:
+        assert {member for member in dir(getattr(logprobe, name)) if member[0] != "_"} <= used
 
 
 def test_the_kernels_names_are_these() -> None:

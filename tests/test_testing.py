@@ -40,7 +40,7 @@ def forward() -> FakeForward:
 
 @pytest.fixture
 def model(forward: FakeForward) -> Iterator[LoadedModel]:
-    loaded = fake_model(forward, max_batch_tokens=16, max_batch_rows=4)
+    loaded = fake_model(forward, max_num_batched_tokens=16, max_num_seqs=4)
     yield loaded
     loaded.engine.close()
 

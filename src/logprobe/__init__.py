@@ -6,6 +6,7 @@ Data flows through the folders in this order: `cli` → `llm` → `engine` → `
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from logprobe._lazy import lazy_names
@@ -13,7 +14,11 @@ from logprobe._version import __version__
 
 if TYPE_CHECKING:
     from logprobe.analysis import Score as Score
+    from logprobe.config import CacheConfig as CacheConfig
     from logprobe.config import EngineConfig as EngineConfig
+    from logprobe.config import LoadConfig as LoadConfig
+    from logprobe.config import ParallelConfig as ParallelConfig
+    from logprobe.config import SchedulerConfig as SchedulerConfig
     from logprobe.engine.request import CompletionOutput as CompletionOutput
     from logprobe.engine.request import RequestOutput as RequestOutput
     from logprobe.errors import LogprobeError as LogprobeError
@@ -24,6 +29,12 @@ if TYPE_CHECKING:
     from logprobe.records import Logprob as Logprob
     from logprobe.sampling import SamplingParams as SamplingParams
 
+if "free-threading" in sys.version:
+    raise ImportError(
+        "logprobe does not support free-threaded builds of Python, because its caches rely on the GIL; "
+        "use the default build, such as python3.14 in place of python3.14t"
+    )
+
 # Public name -> module that defines it.
 _HOMES = {
     "LLM": "logprobe.llm",
@@ -31,6 +42,10 @@ _HOMES = {
     "RemoteLLM": "logprobe.integrations.remote.llm",
     "SamplingParams": "logprobe.sampling",
     "EngineConfig": "logprobe.config",
+    "CacheConfig": "logprobe.config",
+    "SchedulerConfig": "logprobe.config",
+    "ParallelConfig": "logprobe.config",
+    "LoadConfig": "logprobe.config",
     "RequestOutput": "logprobe.engine.request",
     "CompletionOutput": "logprobe.engine.request",
     "Logprob": "logprobe.records",

@@ -87,7 +87,7 @@ class generator_method(Generic[P, T]):  # noqa: N801 - a decorator
 
 
 class Waiter:
-    """Runs coroutines on an event loop for a function that another thread runs meanwhile.
+    """Runs coroutines on an event loop for a function that runs on another thread.
 
     Cancelling `run_in_thread` ends the function at its next call of `wait`.
     """

@@ -1,4 +1,4 @@
-"""`EngineConfig`: the frozen settings of an engine, and a decorator that rejects unknown keywords."""
+"""`EngineConfig` and its groups: the frozen settings of an engine; unknown keywords are rejected."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import functools
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, TypeVar, get_args
 
 from logprobe.errors import ParameterError, UnknownParameterError, require
 from logprobe.ignored_kwargs import CLASSES, SWITCH
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
+    from dataclasses import Field
+    from typing import Unpack
+
+    import torch
 
 T = TypeVar("T")
 
@@ -24,15 +29,25 @@ logger = logging.getLogger("logprobe")
 def strict_keywords(cls: type[T]) -> type[T]:
     """Make a keyword-only dataclass reject unknown keywords with an error that names the nearest known one.
 
-    Keywords from other programs that have no effect here are accepted (`ignored_kwargs`).
+    Fields of its groups (fields whose default is a dataclass) are keywords as well; they replace fields of
+    the group. Keywords from other programs that have no effect here are accepted (`ignored_kwargs`).
     """
-    init = cls.__init__
-    known = {field.name for field in fields(cls)}  # type: ignore[arg-type]  # always a dataclass
+    init: Callable[..., None] = cls.__init__
+    own: tuple[Field[Any], ...] = fields(cls)  # type: ignore[arg-type]  # always a dataclass
+    groups = {field.name: field.default for field in own if is_dataclass(field.default)}
+    names = {name: {field.name for field in fields(group)} for name, group in groups.items()}
+    known = {field.name for field in own}.union(*names.values())
 
     @functools.wraps(init)
     def checked_init(self: T, *args: Any, **kwargs: Any) -> None:
         if not kwargs.keys() <= known:
             kwargs = _without_ignored(kwargs, known, of=cls.__name__)
+        for name, default in groups.items():
+            group = kwargs.setdefault(name, default)
+            require(isinstance(group, type(default)), name, f"must be a {type(default).__name__}", got=group)
+            flat = {key: kwargs.pop(key) for key in kwargs.keys() & names[name]}
+            if flat:
+                kwargs[name] = replace(group, **flat)
         init(self, *args, **kwargs)
 
     cls.__init__ = checked_init  # type: ignore[method-assign,assignment]
@@ -74,27 +89,110 @@ ENGINES: Final = {"vllm": "logprobe.integrations.vllm.start:start_vllm_engine"}
 """Additional engines by name, each with the `module:function` that starts it, which is imported when used."""
 Weights = Literal["auto", "plain", "checkpoint"]
 Arithmetic = Literal["auto", "fma", "bf16x3", "bf16"]
-KVDtype = Literal["float32", "bfloat16"]
+KVDtype = Literal["auto", "float32", "bfloat16"]
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 OTHER_DTYPES: Final = {"half": "float16", "float": "float32"}
 
 
+def _check_choice(config: object, name: str, choices: tuple[str, ...]) -> None:
+    value = getattr(config, name)
+    require(value in choices, name, f"must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _check_limit(config: object, name: str) -> None:
+    value = getattr(config, name)
+    is_limit = value is None or (_is_int(value) and value > 0)
+    require(is_limit, name, f"must be a positive integer or None, got {value!r}")
+
+
+def _check_count(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        require(_is_int(value) and value > 0, name, f"must be a positive integer, got {value!r}")
+
+
+def _check_switch(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        require(isinstance(value, bool), name, f"must be True or False, got {value!r}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 @strict_keywords
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineConfig:
-    """Settings of an engine.
+class CacheConfig:
+    """The KV cache.
 
     Args:
-        model: a known name (`smollm2`), a Hugging Face id, a local folder, or a `.gguf` file.
-        device: `auto` (a GPU if there is one), `cpu`, or `cuda` (the first visible GPU; the environment
-            variable `CUDA_VISIBLE_DEVICES` chooses another one).
-        dtype: `auto` (float32; bfloat16 if transformers' modules run the model on a GPU), `float32`,
-            `bfloat16`, or `float16`; torch dtypes and their names are accepted as well.
-        max_model_len: maximum sequence length in tokens; `None`: the model's context.
-        max_batch_tokens: maximum number of tokens per step.
-        max_batch_rows: maximum number of requests that run at once.
-        kv_bytes: size of the KV cache, including its hidden states, in bytes; `None`: a quarter of the memory
-            that the weights leave free, at most 1 GiB; on a GPU 70 % of it.
+        kv_cache_memory_bytes: size of the KV cache, including its hidden states, in bytes; `None`: a quarter
+            of the memory that the weights leave free, at most 1 GiB; on a GPU 70 % of it.
+        kv_cache_dtype: dtype of cached keys and values: `float32` (`auto` means the same), or on a GPU
+            `bfloat16` (half the memory, less accurate).
+    """
+
+    kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: KVDtype = "float32"
+
+    def __post_init__(self) -> None:
+        _check_limit(self, "kv_cache_memory_bytes")
+        _check_choice(self, "kv_cache_dtype", get_args(KVDtype))
+        if self.kv_cache_dtype == "auto":
+            object.__setattr__(self, "kv_cache_dtype", "float32")
+
+
+@strict_keywords
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerConfig:
+    """Batches: the size of a step, and what runs beside it.
+
+    Args:
+        max_num_batched_tokens: maximum number of tokens per step.
+        max_num_seqs: maximum number of requests that run at once.
+        async_scheduling: run the next step while the results of the last one are copied and delivered;
+            results are the same.
+        speculate: guess the next tokens of a text that repeats itself or its prompt, and verify several in
+            one step; tokens, seeds and results are the same.
+    """
+
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    async_scheduling: bool = False
+    speculate: bool = False
+
+    def __post_init__(self) -> None:
+        _check_count(self, "max_num_batched_tokens", "max_num_seqs")
+        _check_switch(self, "async_scheduling", "speculate")
+
+
+@strict_keywords
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """Engine processes.
+
+    Args:
+        process: run the engine in a separate process, so that it does not share an interpreter with this one.
+        data_parallel_size: number of engine processes, each with its share of the threads and a KV cache of
+            `kv_cache_memory_bytes` (`None`: the quarter is shared by all); each request runs on one of
+            them. 2 or more imply `process`.
+    """
+
+    process: bool = False
+    data_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        _check_count(self, "data_parallel_size")
+        _check_switch(self, "process")
+
+
+@strict_keywords
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadConfig:
+    """Weights in memory, and products with them.
+
+    Args:
         weights: `auto` (`checkpoint` in float32 on a CPU where the native kernels run, else `plain`),
             `checkpoint` (weights stay in memory as in the model's file, or in the narrowest float type that
             represents them exactly, and are converted to float32 as they are used), or `plain` (transformers'
@@ -103,47 +201,91 @@ class EngineConfig:
             GPU `bf16x3` (each float32 activation as three bfloat16 numbers on tensor cores, accurate to
             float32) or `bf16` (activations rounded to bfloat16: faster for long prompts, less accurate).
             `auto`: `fma`, or `bf16x3`.
-        kv_dtype: dtype of cached keys and values: `float32`, or on a GPU `bfloat16` (half the memory, less
-            accurate).
+    """
+
+    weights: Weights = "auto"
+    arithmetic: Arithmetic = "auto"
+
+    def __post_init__(self) -> None:
+        _check_choice(self, "weights", get_args(Weights))
+        _check_choice(self, "arithmetic", get_args(Arithmetic))
+
+
+class EngineSettings(TypedDict, total=False):
+    """The keywords of `EngineConfig` but `model`, for type checkers."""
+
+    device: str | torch.device
+    dtype: str | torch.dtype
+    max_model_len: int | None
+    seed: int
+    batch_invariant: bool
+    logits_processors: tuple[str | type, ...] | list[str | type]
+    engine: str
+    engine_options: Mapping[str, Any] | str | None
+    cache_config: CacheConfig
+    kv_cache_memory_bytes: int | None
+    kv_cache_dtype: KVDtype
+    scheduler_config: SchedulerConfig
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    async_scheduling: bool
+    speculate: bool
+    parallel_config: ParallelConfig
+    process: bool
+    data_parallel_size: int
+    load_config: LoadConfig
+    weights: Weights
+    arithmetic: Arithmetic
+
+
+@strict_keywords
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Settings of an engine.
+
+    The fields of a group are also keywords, which replace those of the group:
+    `EngineConfig(max_num_seqs=8)` is `EngineConfig(scheduler_config=SchedulerConfig(max_num_seqs=8))`.
+
+    Args:
+        model: a known name (`smollm2`), a Hugging Face id, a local folder, or a `.gguf` file.
+        device: `auto` (a GPU if there is one), `cpu`, `cuda` (the first visible GPU), or `cuda:N` (the one
+            with index N).
+        dtype: `auto` (float32; bfloat16 if transformers' modules run the model on a GPU), `float32`,
+            `bfloat16`, or `float16`; torch dtypes and their names are accepted as well.
+        max_model_len: maximum sequence length in tokens; `None`: the model's context.
         seed: base seed for requests without a seed.
-        overlap: run the next step while the results of the last one are copied and delivered; results are
-            the same.
-        speculate: guess the next tokens of a text that repeats itself or its prompt, and verify several in
-            one step; tokens, seeds and results are the same.
         batch_invariant: reject a model whose results depend on the other requests in a batch. On a CPU, model
-            families that run without transformers' modules give bit-identical results in any batch, however
-            a prompt is chunked or cached, with or without this option: sampled tokens that are scored again
-            get the same bits.
+            families that run without transformers' modules give bit-identical results, with or without this
+            option, in any batch, however a prompt is chunked or cached, and when sampled tokens are scored
+            again.
         logits_processors: processors that requests may use with `logits_processors_args`, in order of
             execution: names of built-ins or entry points, `module.path:ClassName` (also searched in the
             current folder), or classes; a string may list several names, separated by commas.
-        process: run the engine in a separate process, so that it does not share an interpreter with this one.
-        data_parallel: number of engine processes, each with its share of the threads and a KV cache of
-            `kv_bytes` (`None`: the quarter is shared by all); each request runs on one of them. 2 or more
-            imply `process`.
         engine: `native`, or `vllm` (extra `vllm`).
         engine_options: vLLM's engine options, such as `tensor_parallel_size`; a dict or a JSON string.
+        cache_config: the KV cache.
+        scheduler_config: batches.
+        parallel_config: engine processes.
+        load_config: weights in memory, and products with them.
     """
 
     model: str = "smollm2"
     device: str = "auto"
     dtype: str = "auto"
     max_model_len: int | None = None
-    max_batch_tokens: int = 512
-    max_batch_rows: int = 64
-    kv_bytes: int | None = None
-    weights: Weights = "auto"
-    arithmetic: Arithmetic = "auto"
-    kv_dtype: KVDtype = "float32"
     seed: int = 0
-    overlap: bool = False
-    speculate: bool = False
     batch_invariant: bool = False
     logits_processors: tuple[str | type, ...] | list[str | type] = ()
-    process: bool = False
-    data_parallel: int = 1
     engine: str = "native"
     engine_options: Mapping[str, Any] | str | None = None
+    cache_config: CacheConfig = CacheConfig()
+    scheduler_config: SchedulerConfig = SchedulerConfig()
+    parallel_config: ParallelConfig = ParallelConfig()
+    load_config: LoadConfig = LoadConfig()
+
+    if TYPE_CHECKING:
+
+        def __init__(self, *, model: str = ..., **settings: Unpack[EngineSettings]) -> None: ...
 
     def __post_init__(self) -> None:
         is_list = isinstance(self.logits_processors, tuple | list)
@@ -158,26 +300,9 @@ class EngineConfig:
         object.__setattr__(self, "device", str(self.device).removesuffix(":0"))
         dtype = str(self.dtype).removeprefix("torch.")
         object.__setattr__(self, "dtype", OTHER_DTYPES.get(dtype, dtype))
-        require(self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        weights = ("auto", "plain", "checkpoint")
-        require(
-            self.weights in weights, "weights", f"must be one of {', '.join(weights)}, got {self.weights!r}"
-        )
-        for name, kind in (("arithmetic", Arithmetic), ("kv_dtype", KVDtype)):
-            value, known = getattr(self, name), get_args(kind)
-            require(value in known, name, f"must be one of {', '.join(known)}, got {value!r}")
-        for name in ("max_model_len", "kv_bytes"):
-            value = getattr(self, name)
-            is_limit = value is None or (_is_int(value) and value > 0)
-            require(is_limit, name, f"must be a positive integer or None, got {value!r}")
-        for name in ("max_batch_tokens", "max_batch_rows", "data_parallel"):
-            value = getattr(self, name)
-            require(_is_int(value) and value > 0, name, f"must be a positive integer, got {value!r}")
-        for name in ("overlap", "speculate", "process"):
-            value = getattr(self, name)
-            require(isinstance(value, bool), name, f"must be True or False, got {value!r}")
-        engines = ("native", *ENGINES)
-        require(self.engine in engines, "engine", f"must be one of {', '.join(engines)}, got {self.engine!r}")
+        _check_choice(self, "dtype", DTYPES)
+        _check_limit(self, "max_model_len")
+        _check_choice(self, "engine", ("native", *ENGINES))
         object.__setattr__(self, "engine_options", _options(self.engine_options))
         has_options = self.engine in ENGINES or self.engine_options is None
         remedy = f"use engine={' or '.join(map(repr, ENGINES))}, or leave them out"
@@ -186,17 +311,19 @@ class EngineConfig:
         is_name = isinstance(self.model, str) and self.model
         require(is_name, "model", "must be a name or a path", got=self.model)
 
+    def keywords(self) -> dict[str, Any]:
+        """Return all settings as keywords, with the fields of the groups in place of the groups."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        groups = [own.pop(name) for name, value in [*own.items()] if is_dataclass(value)]
+        return own | {field.name: getattr(group, field.name) for group in groups for field in fields(group)}
+
 
 def _check_device(device: str) -> None:
-    name, _, index = device.partition(":")
-    if name == "mps":
+    if device.partition(":")[0] == "mps":
         remedy = "the kernels run on CPUs and NVIDIA GPUs; use cpu"
         raise ParameterError("device", f"mps is not supported: {remedy}")
-    if name == "cuda" and index not in {"", "0"} and index.isdecimal():
-        remedy = f"set CUDA_VISIBLE_DEVICES={index} and use device='cuda'"
-        raise ParameterError("device", f"{device} is not supported: the first visible GPU is used; {remedy}")
-    is_known = device in {"auto", "cpu", "cuda", "cuda:0"}
-    require(is_known, "device", f"must be auto, cpu, cuda or cuda:0, got {device!r}")
+    is_known = re.fullmatch("auto|cpu|cuda(:(0|[1-9][0-9]*))?", device)
+    require(is_known, "device", f"must be auto, cpu, cuda or cuda:N, got {device!r}")
 
 
 def _options(given: Mapping[str, Any] | str | None) -> dict[str, Any] | None:
@@ -217,7 +344,3 @@ def _names_in(text: str) -> list[str]:
     """Split a text at commas; empty names, as in "a," from a list with spaces, are dropped."""
     names = [name.strip() for name in text.split(",")]
     return names if len(names) == 1 else [name for name in names if name]
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

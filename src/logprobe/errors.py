@@ -10,11 +10,11 @@
     ├── InputError (ValueError)            a file or text that cannot be read as requested
     ├── OutputError (OSError)              a file that cannot be written
     ├── BusyError (RuntimeError)           a buffer is full and its consumer does not read
+    ├── MissingPackageError (ImportError)  a required package is not installed
     ├── ModelError                         the model cannot be loaded
     │   ├── ModelNotFoundError (LookupError)   no such name, folder or file
     │   ├── DownloadError (OSError)            the weights could not be downloaded or stored
     │   ├── ChecksumError                      downloaded files differ from the published ones
-    │   ├── MissingPackageError (ImportError)  a required package is not installed
     │   └── UnsupportedModelError              the model needs a feature that this engine lacks
     └── EngineError (RuntimeError)         the engine could not finish an accepted request
         ├── EngineClosedError                  used after `close()`
@@ -117,8 +117,8 @@ class UnknownParameterError(ParameterError, TypeError):
 class ConflictingParametersError(ParameterError):
     """Parameters of one request leave no token to sample; `.parameters` and `.processors` name all involved.
 
-    Raised before anything runs if the request alone shows the conflict. Otherwise the request ends with it
-    during generation, and its output keeps the tokens sampled so far.
+    Raised before anything runs if the request alone shows the conflict. Otherwise the request ends with this
+    error during generation, and its output keeps the tokens sampled so far.
 
     Remedy: change or leave out one of the parameters that the message names.
     """
@@ -140,8 +140,8 @@ class ConflictingParametersError(ParameterError):
 class PromptTooLongError(ParameterError):
     """A prompt has more tokens than the model's context or the cache can hold.
 
-    Remedy: shorten it; or set `truncation="left"` or `"window"`; or raise `max_model_len` or `kv_bytes` if
-    the model's context is longer.
+    Remedy: shorten it; or set `truncation="left"` or `"window"`; or raise `max_model_len` or
+    `kv_cache_memory_bytes` if the model's context is longer.
     """
 
 
@@ -164,6 +164,13 @@ class BusyError(LogprobeError, RuntimeError):
     """A buffer is full and its consumer does not read; nothing was added.
 
     Remedy: read the pending items, then add again.
+    """
+
+
+class MissingPackageError(LogprobeError, ImportError):
+    """A required package is not installed; the message is the command that installs it.
+
+    Remedy: install the extra that the message names.
     """
 
 
@@ -193,13 +200,6 @@ class ChecksumError(ModelError):
     """Downloaded files differ from the published ones.
 
     Remedy: run `pip cache purge` and pull again; if the error persists, use a folder that you trust.
-    """
-
-
-class MissingPackageError(ModelError, ImportError):
-    """A required package is not installed; the message is the command that installs it.
-
-    Remedy: install the extra that the message names.
     """
 
 
@@ -236,7 +236,8 @@ class EngineUnavailableError(EngineError):
 class ForwardError(EngineError):
     """The model's forward pass raised; the original error is the cause.
 
-    Remedy: read `error.__cause__`; if memory ran out, lower `max_batch_tokens` or `kv_bytes`, then retry.
+    Remedy: read `error.__cause__`; if memory ran out, lower `max_num_batched_tokens` or
+    `kv_cache_memory_bytes`, then retry.
     """
 
 

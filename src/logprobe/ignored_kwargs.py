@@ -35,30 +35,26 @@ OWN_TOKENIZER: Final = "the model's own fast tokenizer is always used"
 LORAS: Final = "LoRA adapters of any rank can be loaded at any time (add_lora), as many as memory allows"
 
 ENGINE: Final[dict[str, Keyword]] = {
-    "async_scheduling": Keyword(("overlap",)),
-    "data_parallel_size": Keyword(("data_parallel",)),
-    "kv_cache_memory_bytes": Keyword(("kv_bytes",)),
-    "max_num_batched_tokens": Keyword(("max_batch_tokens",)),
-    "max_num_seqs": Keyword(("max_batch_rows",)),
-    "num_gpu_blocks_override": Keyword(("kv_bytes",)),
+    "num_gpu_blocks_override": Keyword(("kv_cache_memory_bytes",)),
     "speculative_config": Keyword(("speculate",)),
     "engine_worker_queue_port": ignored("the engine needs no port"),
     "cache_queue_port": ignored("the cache is part of the engine and needs no port"),
-    "gpu_memory_utilization": ignored("no share of the GPU is reserved; kv_bytes sets the size of the cache"),
+    "gpu_memory_utilization": ignored(
+        "no share of the GPU is reserved; kv_cache_memory_bytes sets the size of the cache"
+    ),
     "swap_space": ignored("preempted requests are recomputed, not swapped out"),
     "cpu_offload_gb": ignored("weights are not offloaded", (0, None)),
     "block_size": ignored("the cache shares prefixes token by token, not in blocks"),
     "enable_prefix_caching": ignored("prefixes are always shared, with the same results as without", SWITCH),
     "enable_chunked_prefill": ignored(
-        "prompts run in chunks of max_batch_tokens; results are the same", SWITCH
+        "prompts run in chunks of max_num_batched_tokens; results are the same", SWITCH
     ),
-    "kv_cache_dtype": ignored("kv_dtype sets the dtype of cached keys and values", ("auto",)),
     "enforce_eager": ignored(LAUNCHES, SWITCH),
     "max_seq_len_to_capture": ignored(LAUNCHES),
     "disable_custom_all_reduce": ignored(ONE_DEVICE, SWITCH),
     "tensor_parallel_size": ignored(PARALLEL + "{'tensor_parallel_size': N}", (1,)),
     "pipeline_parallel_size": ignored(PARALLEL + "{'pipeline_parallel_size': N}", (1,)),
-    "quantization": ignored("the model's files determine the quantisation", (None,)),
+    "quantization": ignored("the model's files determine the quantization", (None,)),
     "load_format": ignored(
         "the format is detected from the files: safetensors or GGUF", ("auto", "safetensors")
     ),

@@ -1,4 +1,4 @@
-"""List of the private names in other packages that this package uses: why, and what breaks without them.
+"""Private names of other packages that this package uses, why it uses them, and what breaks without them.
 
 Any release of the other packages may remove such names. A test compares this list with the names in the
 source that have a leading underscore, and looks up every name, so that a removed name fails a test, not a
@@ -40,16 +40,6 @@ INTERNALS = (
         used_in=("engine/forward/transformers_decoder.py",),
         purpose="replaces submodules in a shallow copy of a model",
         without="models that need the transformers decoder cannot be loaded",
-    ),
-    Internals(
-        owner="transformers.utils.chat_parsing:ResponseParser",
-        names=(
-            *("_accumulate", "_open_explicit", "_close_current", "_process", "_reset_to_implicit"),
-            *("_coerce_tool_calls", "_buffer", "_current", "_implicit_name", "_opened", "_pos"),
-        ),
-        used_in=("text/channels/regions.py",),
-        purpose="finds the regions of a reply while it is generated, not only at its end",
-        without="replies are not split into content, reasoning and tool calls",
     ),
     Internals(
         owner="uvicorn.protocols.http.httptools_impl:HttpToolsProtocol",

@@ -21,12 +21,15 @@ class LLM(Model, Blocking):
             in the requested `dtype` and not modified.
         tokenizer: the fast tokenizer of a loaded model; leave it out for a model given by name.
         max_logprobs: maximum number of alternatives per token that a call may request; -1 means no limit.
-        settings: the other fields of `EngineConfig`.
+        settings: the other keywords of `EngineConfig`, such as `max_num_seqs=8`.
 
     Attributes:
         config: the `EngineConfig` that the model was loaded with.
-        engine: the engine; `engine.capabilities()` describes the loaded model, its limits and its device.
-        text: converts text to token ids and bytes as the engine does.
+        engine: the engine. `engine.capabilities()` describes the loaded model, its limits and its device,
+            `engine.stats()` returns its statistics, and `engine.forget_prefixes()` empties the prefix cache;
+            its other methods are internal.
+        text: converts as the engine does: `text.encode(text)` to token ids, `text.text_of(token_ids)` and
+            `text.bytes_of(token_ids)` back; its other methods are internal.
         processors: the logits processors, with `registered` (by name) and `counters` (their cost); None if
             the model runs in another process.
 

@@ -20,6 +20,7 @@ from logprobe.text.chat import Layout
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
     from pathlib import Path
+    from typing import Unpack
 
     import torch
     from transformers import PreTrainedModel
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from logprobe.analysis.texts import Boundary, NatsOrBits, ScoredText
     from logprobe.analysis.uncertainty import LowConfidence, Same, Uncertainty
     from logprobe.analysis.windows import Perplexity
+    from logprobe.config import EngineSettings
     from logprobe.engine.client import OnError
     from logprobe.engine.front import Front, OnRunning
     from logprobe.engine.request import RequestOutput
@@ -62,7 +64,7 @@ class Model:
         *,
         tokenizer: Any = None,
         max_logprobs: int = -1,
-        **settings: Any,
+        **settings: Unpack[EngineSettings],
     ) -> None:
         from logprobe.analysis.client import ScoringClient
         from logprobe.engine.backends.start import start_engine
@@ -388,9 +390,9 @@ class Model:
             labels: texts, or a mapping from a name to a text or to several texts with the same meaning, whose
                 probabilities are summed. Texts may have any number of tokens; each text is scored in its
                 usual tokenization.
-            correction: what to normalize: "none" takes the probabilities as they are, "length" their
-                geometric mean per token (Brown et al. 2020), and "calibrated" their ratio to the
-                probabilities after a content-free prompt (Zhao et al. 2021).
+            correction: what to normalize: "none" takes the labels' probabilities, "length" their geometric
+                mean per token (Brown et al. 2020), and "calibrated" their ratio to the probabilities after a
+                content-free prompt (Zhao et al. 2021).
             content_free: the content-free prompt, in the same format as the prompts; the default is `N/A`.
             progress: show a progress bar on stderr.
 
@@ -456,7 +458,7 @@ class Model:
         *,
         progress: bool = False,
     ) -> list[Judgement]:
-        """Return the probability of each grade as the answer, with one judgement per prompt or conversation.
+        """Return the probability of each grade as the answer, with one judgment per prompt or conversation.
 
         An answer counts as the longest grade that it starts with: with grades 1 to 10, "10" counts as 10 and
         not as 1, whether the tokenizer has a token for 10 or splits it into 1 and 0.
@@ -490,7 +492,7 @@ class Model:
         index: int = 0,
         max_rows: int = MAX_ROWS,
     ) -> list[FieldDistribution]:
-        """Return the log-probability of each value in a JSON reply, and of the alternatives in its schema.
+        """Return the log-probability of each value in a JSON reply, and of the other values in its schema.
 
         If the schema lists the values allowed at a position (enum, const, boolean, integers between two
         bounds, or a union of these), `members` has the log-probability of each value, summed over all
@@ -502,7 +504,7 @@ class Model:
             schema: the JSON schema of the reply; None uses the schema in the request's `response_format`.
             index: index of the completion in the output.
             max_rows: maximum number of next-token distributions to compute for the members of one value; if
-                it is too small, `unresolved` is the probability that was not followed.
+                it is too small, `unresolved` is the probability of the token sequences not explored.
 
         Raises:
             ParameterError: the output has no logprobs under the model's own distribution or is not valid
@@ -523,7 +525,7 @@ class Model:
 
     @cached_property
     def _rows(self) -> EngineLM[Row]:
-        """Computes next-token rows on the same engine; created on first use."""
+        """Computes whole next-token distributions on this LLM's engine; created on first use."""
         from logprobe.next_token.engine_lm import EngineLM
         from logprobe.next_token.rows import RowCache
 
@@ -563,7 +565,8 @@ class Model:
                 logprobs must be left at their defaults.
             same: function that returns True if two texts mean the same, called on a worker thread; by
                 default, texts mean the same if they are equal without surrounding white space.
-            stop_when: stops an answer when its confidence is low; stopped answers do not count in metrics.
+            stop_when: stops an answer when its confidence is low; stopped answers do not count in the overall
+                measures.
             window: number of tokens in a group for the group confidence; the default is the window of
                 `stop_when`, or 2,048.
             k: number of likeliest tokens that define a token's confidence; the default is the `k` of

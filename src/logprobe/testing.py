@@ -2,7 +2,7 @@
 
 `fake_model()` is a whole engine (scheduler, prefix cache, processors, sampler, records) on `FakeForward`, a
 forward pass whose logits are pseudo-random numbers seeded by the whole prefix. A test can therefore compute
-the exact log-probabilities (`FakeForward.logits_after`), and errors in caching, batching or chunking show.
+the exact log-probabilities (`FakeForward.logits_after`) and detect errors in caching, batching or chunking.
 
 The other functions inject faults into an engine, fake or real, and inspect its state.
 """
@@ -163,13 +163,14 @@ def fake_model(
         vocab_size=forward.vocab_size,
         max_model_len=engine.max_len,
         num_slots=forward.num_slots,
-        max_batch_tokens=config.max_batch_tokens,
-        max_batch_rows=config.max_batch_rows,
+        max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+        max_num_seqs=config.scheduler_config.max_num_seqs,
         prompt_logprobs_with_prefix_cache=True,
         stages=("raw_logprobs", "processed_logprobs"),
-        speculate=config.speculate,
+        speculate=config.scheduler_config.speculate,
     )
-    front = Front(EngineThread(engine, capabilities, overlap=config.overlap), text.vocabulary)
+    core = EngineThread(engine, capabilities, overlap=config.scheduler_config.async_scheduling)
+    front = Front(core, text.vocabulary)
     return LoadedModel(front, text, None, engine.sampling.pipeline)
 
 
@@ -279,7 +280,7 @@ def open_requests(model: AnyModel) -> list[str]:
 
 
 def check_integrity(model: AnyModel) -> None:
-    """Wait until the engine is idle, and assert that each slot has one owner and each lock a request.
+    """Wait until the engine is idle; assert that each slot has one owner and each lock belongs to a request.
 
     Raises:
         ParameterError: the engine does not run on a thread of this process.
@@ -301,7 +302,7 @@ def process_ids(model: AnyModel) -> list[int]:
     core = _front_of(model).core
     if not isinstance(core, ProcessEngine):
         raise ParameterError(
-            "model", "has no engine processes; create it with process=True or data_parallel=2"
+            "model", "has no engine processes; create it with process=True or data_parallel_size=2"
         )
     return [replica.pid for replica in core._replicas if replica.pid is not None]
 

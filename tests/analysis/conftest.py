@@ -16,5 +16,5 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="module")
 def rough_llm(tiny_model_folder: Path) -> Iterator[LLM]:
     """The tiny model with lower precision than `tiny_llm`."""
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 21, dtype="bfloat16") as llm:
+    with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 21, dtype="bfloat16") as llm:
         yield llm

@@ -89,7 +89,7 @@ def test_mass_outside_the_other_head_is_infinitely_far(uneven_heads: dict[str, A
     text, rows = "the cat and the dog, é 🌊", {}
     with ExitStack() as stack:
         llms = {
-            name: stack.enter_context(LLM(str(folder), kv_bytes=1 << 20))
+            name: stack.enter_context(LLM(str(folder), kv_cache_memory_bytes=1 << 20))
             for name, folder in uneven_heads["folders"].items()
         }
         ids = llms["narrow"].text.encode(text)
@@ -122,7 +122,7 @@ def test_mass_outside_the_other_head_is_infinitely_far(uneven_heads: dict[str, A
 def test_adapters_of_one_model_are_compared(
     tiny_model_folder: Path, adapter_folders: dict[str, Path]
 ) -> None:
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm:
+    with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 21) as llm:
         llm.add_lora("wide", adapter_folders["wide"])
         found = compare(llm, llm.with_lora("wide"), TEXTS)
         (base,) = llm.score([("", TEXTS[0])])
@@ -137,7 +137,7 @@ def test_adapters_of_one_model_are_compared(
 def test_models_of_different_tokenizers_are_compared_by_word(
     tiny_llm: LLM, tiny_window_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with LLM(str(tiny_window_folder), kv_bytes=1 << 21) as other:
+    with LLM(str(tiny_window_folder), kv_cache_memory_bytes=1 << 21) as other:
         monkeypatch.setattr("logprobe.analysis.comparison.same_vocabulary", lambda *_: False)
         found = compare(tiny_llm, other, TEXTS, bos=False)
         a, b = tiny_llm.surprisal(TEXTS[0], bos=False)[0], other.surprisal(TEXTS[0], bos=False)[0]

@@ -43,7 +43,7 @@ def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def other_llm(other_folder: Path) -> Iterator[LLM]:
-    with LLM(str(other_folder), kv_bytes=1 << 20, max_batch_tokens=64) as llm:
+    with LLM(str(other_folder), kv_cache_memory_bytes=1 << 20, max_num_batched_tokens=64) as llm:
         yield llm
 
 

@@ -80,7 +80,7 @@ def conditional(llm: LLM, rows: Any, context: str, continuation: str, given: str
 @pytest.fixture(scope="module")
 def tiny_windowed_llm(tiny_window_folder: Path) -> Iterator[LLM]:
     """A model whose tokenizer adds no BOS."""
-    with LLM(str(tiny_window_folder), kv_bytes=1 << 21) as llm:
+    with LLM(str(tiny_window_folder), kv_cache_memory_bytes=1 << 21) as llm:
         yield llm
 
 

@@ -233,7 +233,7 @@ def grader(request: pytest.FixtureRequest, tiny_model_folder: Path, tmp_path_fac
         model["merges"][-1] = ["1", "0"]
         model["vocab"]["10"] = model["vocab"].pop(unused)
         file.write_text(json.dumps(known))
-    with LLM(str(folder), kv_bytes=1 << 21) as llm:
+    with LLM(str(folder), kv_cache_memory_bytes=1 << 21) as llm:
         assert len(llm.text.encode("10", add_special_tokens=False)) == (1 if "token" in request.param else 2)
         yield llm
 

@@ -90,7 +90,7 @@ class Fake:
 @pytest.fixture(scope="module")
 def fake() -> Iterator[Fake]:
     forward = FakeForward(258 + len(TOKENS), num_slots=20_000, seed=5)
-    model = fake_model(forward, tokens=TOKENS, max_batch_rows=16)
+    model = fake_model(forward, tokens=TOKENS, max_num_seqs=16)
     pieces = [model.text.vocabulary.token_bytes(i) for i in range(forward.vocab_size)]
     with AsyncLM(model) as lm:
         yield Fake(forward, model, lm, pieces, Client(model.engine, model.text))
@@ -366,14 +366,14 @@ class Flatter(LogitsProcessor):
 
 
 def test_a_processor_of_all_requests_leaves_processed_bounds(tiny_model_folder: Path) -> None:
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 21, logits_processors=[Flatter]) as llm:
+    with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 21, logits_processors=[Flatter]) as llm:
         output = llm.generate("the cat", asking(object_of(v={"enum": ["cat", "the"]})))[0]
         processed = output.outputs[0].fields(processed=True)
         assert [field.processed for field in llm.field_distributions(output)] == processed
 
 
 def test_other_weights_give_no_part_of_an_answer(tiny_model_folder: Path) -> None:
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm:
+    with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 21) as llm:
         output = llm.generate("the cat", asking(object_of(v={"enum": ["cat", "the"]})))[0]
         sums = FieldSums(llm._loaded, SpellingTools(llm._loaded), output, None, index=0, max_rows=9)
         asks = sums.next_asks()

@@ -35,7 +35,7 @@ def rewriter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         save_sentencepiece_llama(folder)
     else:
         save_rewriting_llama(folder, name)
-    with LLM(str(folder), kv_bytes=1 << 21) as llm:
+    with LLM(str(folder), kv_cache_memory_bytes=1 << 21) as llm:
         ids = llm.text.encode(TEXTS[name], add_special_tokens=False)
         assert llm.text.vocabulary.bytes_of(ids) != TEXTS[name].encode()
         yield llm, TEXTS[name]

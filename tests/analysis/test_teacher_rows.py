@@ -139,7 +139,7 @@ def test_chunks_of_a_prompt_are_the_whole(tiny_llm: LLM, tiny_model_folder: Path
     named = [[], *([place % 250, 7] for place in range(1, len(LONG)))]
     params = SamplingParams(max_tokens=0, prompt_logprobs=0, logprob_token_ids=named)
     (chunked,) = tiny_llm.generate([LONG], params)  # in steps of 64 tokens
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 21, max_batch_tokens=256) as llm:
+    with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 21, max_num_batched_tokens=256) as llm:
         (whole,) = llm.generate([LONG], params)
     assert_alike(chunked.prompt_logprobs, whole.prompt_logprobs, LONG_ATOL)
     assert lists_of(chunked.prompt_logprobs)[0] is None
@@ -194,7 +194,7 @@ def test_drafted_tokens_report_the_ids_of_their_own_positions(tiny_model_folder:
     )
     records = []
     for speculate in (False, True):
-        with LLM(str(tiny_model_folder), kv_bytes=1 << 21, speculate=speculate) as llm:
+        with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 21, speculate=speculate) as llm:
             (output,) = llm.generate([prompt], params)
         records.append(output.outputs[0].logprobs)
     assert_alike(*records)

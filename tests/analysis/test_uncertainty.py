@@ -40,7 +40,7 @@ CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-4}
 @pytest.fixture(scope="module")
 def llm(tiny_model_folder: Path, adapter_folders: dict[str, Path]) -> Iterator[LLM]:
     """The tiny Llama with LoRA weights; its results do not depend on the batch."""
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm:
+    with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 21) as llm:
         llm.add_lora("wide", adapter_folders["wide"])
         yield llm
 

@@ -39,7 +39,7 @@ def test_every_section_measures_and_keeps_its_rows(tmp_path: Path, monkeypatch: 
     by_arithmetic = {row["arithmetic"]: row for row in exact["logprobe"] + exact["transformers"]}
     assert by_arithmetic["float32"]["chosen_max_nats"] < 1e-5 < by_arithmetic["bfloat16"]["chosen_max_nats"]
     assert by_arithmetic["bf16x3"]["top20_max_nats"] < 1e-5
-    drawn = rows_by_figure(read["sections"]["bits"])["drawn = scored, log-probabilities"]
+    drawn = rows_by_figure(read["sections"]["bits"])["sampled = scored, log-probabilities"]
     assert [row["rows"] for row in drawn] == [2 * 2]
     # The interpreter uses NumPy, whose summation order depends on the shape.
     assert all(row["largest"] < 1e-4 for row in read["sections"]["bits"]["rows"])

@@ -30,7 +30,7 @@ FLAGS = [
     (["generate", "hi", "--temperature", "-1"], "--temperature: must be 0 or more, got -1"),
     (["generate", "hi", "--temperature", "nan"], "--temperature: must be a finite number"),
     (["generate", "hi", "--max-tokens", "-1"], "--max-tokens: must be 0 or more"),
-    (["generate", "hi", "--top-p", "0"], "--top-p: must lie in (0, 1]"),
+    (["generate", "hi", "--top-p", "0"], "--top-p: must be in (0, 1]"),
     (["generate", "hi", "--top-k", "-5"], "--top-k: must be -1 or 0 (all) or positive"),
     (["generate", "hi", "--stop", ""], "--stop: an empty string would stop at once"),
     (["generate", "hi", "--logprobs", "many"], "--logprobs"),

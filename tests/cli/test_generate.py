@@ -55,7 +55,7 @@ def test_the_rows_are_those_that_score_gives_the_same_tokens(cli: Callable[..., 
             model,
         ).out
     )
-    with LLM(model, kv_bytes=1 << 21) as llm:
+    with LLM(model, kv_cache_memory_bytes=1 << 21) as llm:
         ids = [*llm.text.encode("the cat").tolist(), *generated["token_ids"]]
         (scored,) = llm.generate(ids, SamplingParams(max_tokens=0, prompt_logprobs=3, entropy=True))
     flat = scored.prompt_logprobs

@@ -76,7 +76,7 @@ def test_a_models_folder_is_the_only_output(verb: str, model_folder: Path) -> No
 def test_pull_prepares_a_model_where_it_is_asked_to(tiny_model_folder: Path, home: Path) -> None:
     done = models(["pull", "--prepare", str(tiny_model_folder)])
     assert (done.exit_code, done.stdout) == (0, f"{tiny_model_folder}\n")
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 20) as llm:
+    with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 20) as llm:
         forward: Any = llm.engine.core.engine.forward  # type: ignore[attr-defined]
         assert forward.is_recalled
     assert sorted(folder.name for folder in home.iterdir() if folder.is_dir()) == ["loads", "panels"]
@@ -253,7 +253,7 @@ def test_a_folder_that_was_loaded_is_shown_with_what_that_left_and_keeps_its_fil
 ) -> None:
     name = str(tiny_model_folder)
     files = {file: file.read_bytes() for file in tiny_model_folder.iterdir()}
-    with LLM(name, weights="checkpoint", kv_bytes=1 << 20) as llm:
+    with LLM(name, weights="checkpoint", kv_cache_memory_bytes=1 << 20) as llm:
         assert llm.engine.capabilities().weights == "checkpoint"
     left = [folder for kind in ("panels", "loads") for folder in sorted((home / kind).glob("[!.]*"))]
     assert len(left) == 2

@@ -84,11 +84,17 @@ def test_a_model_may_follow_processors(asked: Any) -> None:
     assert (config.model, config.logits_processors, settings.port) == ("gemma3-270m", ("a:B", "c:D"), 1)
 
 
-def test_older_names_of_flags_are_aliases(asked: Any) -> None:
-    flags = ("--max-batch-rows", "8", "--kv-bytes", "9", "--overlap", "--data-parallel", "2")
-    config, settings = asked("smollm2", *flags, "--lora", "a=b", "--log-requests", "--model-name", "own")
-    assert config == EngineConfig(max_batch_rows=8, kv_bytes=9, overlap=True, data_parallel=2)
-    assert (settings.lora, settings.log_requests, settings.served_model_name) == (("a=b",), True, ("own",))
+def test_flags_of_vllm_set_the_fields_of_their_names(asked: Any) -> None:
+    flags = (
+        "--max-num-seqs 8 --kv-cache-memory-bytes 9 --kv-cache-dtype auto --async-scheduling "
+        "--data-parallel-size 2 --lora-modules a=b --enable-log-requests --served-model-name own"
+    )
+    config, settings = asked("smollm2", *flags.split())
+    assert config == EngineConfig(
+        max_num_seqs=8, kv_cache_memory_bytes=9, async_scheduling=True, data_parallel_size=2
+    )
+    assert (settings.lora_modules, settings.served_model_name) == (("a=b",), ("own",))
+    assert settings.enable_log_requests
 
 
 @pytest.mark.parametrize("origin", ['["*"]', "example.com", ""])
@@ -196,19 +202,32 @@ def test_a_file_says_what_neither_flags_nor_the_environment_say(asked: Any, tmp_
     path = tmp_path / "server.toml"
     path.write_text(CONFIG)
     config, settings = asked("--config", str(path))
-    assert (config.model, config.kv_bytes, config.logits_processors) == ("gemma3-270m", 1_000_000, (FIRST,))
-    assert (settings.port, settings.drain_s, settings.log_requests) == (8123, 2.5, True)
+    assert (config.model, config.cache_config.kv_cache_memory_bytes, config.logits_processors) == (
+        "gemma3-270m",
+        1_000_000,
+        (FIRST,),
+    )
+    assert (settings.port, settings.drain_s, settings.enable_log_requests) == (8123, 2.5, True)
     assert settings.allowed_host == ("a.example", "b.example")
     config, settings = asked("smollm2", "--port", "1", CONFIG=str(path), DRAIN_S="9")
-    assert (config.model, settings.port, settings.drain_s, settings.log_requests) == ("smollm2", 1, 9.0, True)
+    assert (config.model, settings.port, settings.drain_s, settings.enable_log_requests) == (
+        "smollm2",
+        1,
+        9.0,
+        True,
+    )
     assert asked("--config", str(path), MODEL="smollm2")[0].model == "smollm2"
 
 
-def test_a_file_may_have_underscores_and_older_names(asked: Any, tmp_path: Path) -> None:
+def test_a_file_may_have_underscores(asked: Any, tmp_path: Path) -> None:
     path = tmp_path / "server.toml"
-    path.write_text("kv_bytes = 7\nmax_num_seqs = 3\nlora = ['a=b']\n")
+    path.write_text("kv_cache_memory_bytes = 7\nmax_num_seqs = 3\nlora_modules = ['a=b']\n")
     config, settings = asked("--config", str(path))
-    assert (config.kv_bytes, config.max_batch_rows, settings.lora) == (7, 3, ("a=b",))
+    assert (
+        config.cache_config.kv_cache_memory_bytes,
+        config.scheduler_config.max_num_seqs,
+        settings.lora_modules,
+    ) == (7, 3, ("a=b",))
 
 
 def test_a_files_tables_are_further_models(cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -227,16 +246,24 @@ def test_a_files_tables_are_further_models(cli: Any, monkeypatch: pytest.MonkeyP
     [further] = told
     assert list(further) == ["plain", "judge"]
     judge, plain = further["judge"], further["plain"]
-    assert (judge.config.model, judge.config.kv_bytes) == ("gemma3-270m", 12)
+    assert (judge.config.model, judge.config.cache_config.kv_cache_memory_bytes) == ("gemma3-270m", 12)
     assert (judge.config.logits_processors, judge.settings.served_model_name) == (("a:B",), ("j",))
     assert (judge.settings.model_name, judge.settings.max_requests, judge.settings.max_logprobs) == (
         "judge",
         3,
         7,
     )
-    assert (plain.config.model, plain.config.kv_bytes, plain.settings.max_requests) == ("smollm2", None, 9)
+    assert (
+        plain.config.model,
+        plain.config.cache_config.kv_cache_memory_bytes,
+        plain.settings.max_requests,
+    ) == (
+        "smollm2",
+        None,
+        9,
+    )
     assert (judge.settings.logprobs_mode, plain.settings.logprobs_mode) == ("both", "raw_logprobs")
-    assert judge.settings.lora == plain.settings.lora == ()
+    assert judge.settings.lora_modules == plain.settings.lora_modules == ()
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_answers_that_are_ended_early_are_told(run: Any) -> None:
         (("--k", "0"), "--k: must be"),
         (("--stop-below", "0"), "--stop-below: must be"),
         (("--stop-below", "1"), "--window: is 2048"),
-        (("--top-p", "0"), "--top-p: must lie in"),
+        (("--top-p", "0"), "--top-p: must be in"),
     ],
     ids=str,
 )

@@ -48,7 +48,7 @@ def operated(
     folder = save_tiny_llama(tmp_path_factory.mktemp("operated"))
     folders = {"/models/legal": adapter_folders["wide"], "/models/step-1200": folder}
     with (
-        LLM(str(folder), kv_bytes=1 << 21) as llm,
+        LLM(str(folder), kv_cache_memory_bytes=1 << 21) as llm,
         new_serving(llm, ServerSettings(operator_key=(OPERATOR_KEY,))) as (address, _),
     ):
         yield address, folders
@@ -95,9 +95,16 @@ def test_the_table_of_routes_has_each_route_once_and_each_has_a_curl_line() -> N
         assert method in kinds, route
 
 
-def test_the_table_of_vllms_fields_says_what_the_server_does(url: str) -> None:
+def test_the_section_on_vllms_fields_says_what_the_server_does(url: str) -> None:
     table = PAGE.partition("### vLLM's fields\n")[2].partition("\n### ")[0]
     rows = {row[0]: row[1:] for row in re.findall(r"^\| `(\w+)` \| (\S+) \| (\S+) \|", table, re.MULTILINE)}
+    accepted = {
+        "chat and completions": ("accepted", "accepted"),
+        "chat": ("accepted", "-"),
+        "completions": ("-", "accepted"),
+    }
+    for routes, names in re.findall(r"^Accepted in ([a-z ]+): (.+?)\.$", table, re.MULTILINE | re.DOTALL):
+        rows |= dict.fromkeys(re.findall(r"`(\w+)`", names), accepted[routes])
     assert rows.keys() == {name for fields in FIELDS.values() for name in fields}
     for name, told in rows.items():
         for path, status in zip(FIELDS, told, strict=True):

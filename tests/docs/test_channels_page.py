@@ -1,4 +1,4 @@
-"""docs/channels.md lists the known reply formats, and shows how tools are described to models."""
+"""docs/channels.md lists the known reply formats."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 
 from doc_pages import PAGES
 from logprobe.text.channels.forms import CALL_ROWS
-from logprobe.text.tools import TOOLS_TEXT
 
 PAGE = PAGES["channels.md"]
 
@@ -17,8 +16,3 @@ def test_the_table_lists_the_forms_and_which_can_be_forced() -> None:
     assert dict(lines) == rows | {"thinking": "no"}
     one = re.findall(r"^\| `([\w.-]+)` \|.*\| yes, one \|$", PAGE, re.MULTILINE)
     assert set(one) == {row.name for row in CALL_ROWS if row.calls and row.calls.between is None}
-
-
-def test_the_words_that_tools_are_said_in_are_these() -> None:
-    [words] = re.findall(r"```text\n(.*?)\n```", PAGE, re.DOTALL)
-    assert words == TOOLS_TEXT.format(tools="{tools}")

@@ -50,7 +50,7 @@ def names(
 
     class SmallLLM(LLM):
         def __init__(self, *args: Any, **settings: Any) -> None:
-            super().__init__(*args, **({"kv_bytes": 1 << 20} | settings))
+            super().__init__(*args, **({"kv_cache_memory_bytes": 1 << 20} | settings))
             opened.append(self)
 
     monkeypatch.chdir(tiny_model_folder.parent)

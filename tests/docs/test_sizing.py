@@ -26,8 +26,8 @@ def test_the_page_holds_the_newest_table() -> None:
 
 
 def test_a_token_takes_what_the_table_says(real_llm: LLM) -> None:
-    kv_bytes = real_llm.config.kv_bytes
-    assert kv_bytes is not None
+    kv_cache_memory_bytes = real_llm.config.cache_config.kv_cache_memory_bytes
+    assert kv_cache_memory_bytes is not None
     row = next(line for line in printed().splitlines() if "smollm2" in line).split(" | ")
     in_one_gib = int(row[2].replace(",", ""))
-    assert real_llm.engine.capabilities().num_slots == kv_bytes * in_one_gib // 2**30
+    assert real_llm.engine.capabilities().num_slots == kv_cache_memory_bytes * in_one_gib // 2**30

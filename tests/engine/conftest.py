@@ -141,7 +141,7 @@ def start(folder: Path) -> Any:
     """Load a model and stop its thread; its parts serve engines driven by hand."""
     from logprobe import LLM
 
-    with LLM(str(folder), kv_bytes=1 << 20) as llm:
+    with LLM(str(folder), kv_cache_memory_bytes=1 << 20) as llm:
         llm.engine.core.engine.close = lambda: None  # type: ignore[attr-defined]
         return llm
 

@@ -22,7 +22,11 @@ CONTEXT = 120
 def llm(
     request: pytest.FixtureRequest, tiny_model_folder: Path, adapter_folders: dict[str, Path]
 ) -> Iterator[LLM]:
-    settings: dict[str, Any] = {"max_batch_tokens": request.param, "kv_bytes": 1 << 21, "max_batch_rows": 16}
+    settings: dict[str, Any] = {
+        "max_num_batched_tokens": request.param,
+        "kv_cache_memory_bytes": 1 << 21,
+        "max_num_seqs": 16,
+    }
     with LLM(str(tiny_model_folder), **settings) as opened:
         opened.add_lora("wide", adapter_folders["wide"])
         yield opened
@@ -95,7 +99,7 @@ def test_rows_under_lora_weights_have_the_same_bits_beside_rows_without_any(
 
 def test_a_model_whose_bits_depend_on_the_batch_is_refused(tiny_model_folder: Path) -> None:
     with raises(ParameterError, parameter="batch_invariant"):
-        LLM(str(tiny_model_folder), weights="plain", batch_invariant=True, kv_bytes=1 << 20)
+        LLM(str(tiny_model_folder), weights="plain", batch_invariant=True, kv_cache_memory_bytes=1 << 20)
 
 
 @pytest.mark.real_model

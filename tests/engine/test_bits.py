@@ -34,7 +34,7 @@ def digest(numbers: object) -> str:
 
 
 def digests() -> tuple[str, str, str]:
-    with LLM("smollm2", kv_bytes=1 << 27) as llm:
+    with LLM("smollm2", kv_cache_memory_bytes=1 << 27) as llm:
         scored = llm.generate([TEXT], SamplingParams(max_tokens=0, prompt_logprobs=0))[0].prompt_logprobs
         greedy = SamplingParams(max_tokens=40, temperature=0, logprobs=0, ignore_eos=True)
         made = llm.generate(["The keeper of the light"], greedy)[0].outputs[0]

@@ -28,7 +28,7 @@ def test_a_collection_walks_past_what_was_there_at_load_and_through_all_after_cl
     monkeypatch.setattr(process_memory, "gc", gc)  # the suite replaces it
     cycle = Cycle()
     is_freed = weakref.ref(cycle)
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm:
+    with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 21) as llm:
         del cycle
         assert len(gc.get_objects()) < gc.get_freeze_count() / 10
         gc.collect()

@@ -55,8 +55,8 @@ def mixes(draw: Any) -> dict[str, Any]:
     return {
         "asked": asked,
         "num_slots": max(longest, draw(st.integers(40, 80))),
-        "max_batch_tokens": draw(st.integers(4, 64)),
-        "max_batch_rows": draw(st.integers(1, 8)),
+        "max_num_batched_tokens": draw(st.integers(4, 64)),
+        "max_num_seqs": draw(st.integers(1, 8)),
         "abort": draw(st.none() | st.tuples(st.integers(0, 5), st.integers(0, 20))),
     }
 
@@ -79,7 +79,7 @@ def run_mix(engine: Any, mix: dict[str, Any]) -> None:
 def assert_each_gives_what_it_gives_alone(
     make: Callable[..., Any], assert_same: Callable[..., None], mix: dict[str, Any]
 ) -> None:
-    limits = {name: mix[name] for name in ("max_batch_tokens", "max_batch_rows")}
+    limits = {name: mix[name] for name in ("max_num_batched_tokens", "max_num_seqs")}
     together = make(mix["num_slots"], **limits)
     run_mix(together, mix)
     together.assert_idle()

@@ -44,7 +44,7 @@ def spoil_after(engine: Any, bad_ids: set[int], value: float) -> None:
 def test_a_forward_pass_that_raises_fails_its_requests_and_the_next_works(
     new_engine: Callable[..., Any], assert_same: Callable[..., None]
 ) -> None:
-    engine = new_engine(120, max_batch_rows=2)
+    engine = new_engine(120, max_num_seqs=2)
     engine.forward.before_run = fail_on_bad_id
     bad = engine.submit("bad", [5, 6, BAD_ID], max_tokens=3, **GREEDY)
     beside = engine.submit("beside", [5, 6, 7], max_tokens=3, **GREEDY)
@@ -192,8 +192,8 @@ def test_after_any_failures_every_slot_is_owned_and_every_request_ended(
 ) -> None:
     engine = new_engine(
         data.draw(st.integers(45, 90)),
-        max_batch_tokens=data.draw(st.integers(4, 40)),
-        max_batch_rows=data.draw(st.integers(1, 6)),
+        max_num_batched_tokens=data.draw(st.integers(4, 40)),
+        max_num_seqs=data.draw(st.integers(1, 6)),
     )
     failing_steps = data.draw(st.sets(st.integers(0, 30), min_size=1, max_size=6))
     where = data.draw(st.sampled_from(["run", "rows"]))

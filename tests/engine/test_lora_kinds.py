@@ -51,6 +51,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "both ends with DoRA": {"target_modules": ["embed_tokens", "lm_head", "v_proj"], "use_dora": True},
     "saved head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "saved ends": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+    "patterns": {
+        "target_modules": "all-linear",
+        "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\..*": 5},
+        "alpha_pattern": {r"layers\.\d+\.mlp\.down_proj": 9},
+    },
+    "some layers": {
+        "target_modules": r".*\.(q|v|up)_proj",
+        "exclude_modules": ["layers.0.self_attn.q_proj"],
+    },
+    "one layer": {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1], "lora_alpha": 4},
     "joined DoRA": {"target_modules": ["gate_up_proj", "qkv_proj", "down_proj"], "use_dora": True},
 }
 CASES = [
@@ -126,7 +136,7 @@ def test_the_numbers_are_pefts_alone_batched_and_on_cached_prefixes(
         SamplingParams(max_tokens=1, prompt_logprobs=0, logprobs=0, temperature=0, lora=one)
         for one in ("x", None)
     ]
-    with LLM(str(folder), kv_bytes=1 << 21, weights=weights, max_batch_tokens=64) as llm:
+    with LLM(str(folder), kv_cache_memory_bytes=1 << 21, weights=weights, max_num_batched_tokens=64) as llm:
         [before] = found(llm.generate([prompts[0]], params[1]))
         llm.add_lora("x", lora)
         for _ in range(2):  # cold, then with cached prefixes
@@ -157,7 +167,7 @@ def tiny_kinds(
 
 @pytest.fixture(scope="module")
 def llm(tiny_model_folder: Path) -> Iterator[LLM]:
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm:
+    with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 21) as llm:
         yield llm
 
 
@@ -173,7 +183,7 @@ def test_norms_of_dora_are_of_the_weights_that_run(tiny_model_folder: Path, tiny
         for weight in model.parameters():
             weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
     ids = [5, 60, 61, 70, 71, 72, 9]
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 20) as llm:
+    with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 20) as llm:
         llm.add_lora("x", folder)
         llm.load_weights(model.state_dict())
         outputs = llm.generate([ids], SamplingParams(max_tokens=1, prompt_logprobs=0, lora="x"))
@@ -256,6 +266,6 @@ def test_a_model_of_peft_is_refused_with_the_call_that_merges_it(
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_folder)
     with raises(ParameterError, parameter="model", match=r"merge_and_unload\(\)"):
         LLM(model=model, tokenizer=tokenizer)  # type: ignore[arg-type]
-    with LLM(model=model.merge_and_unload(), tokenizer=tokenizer, kv_bytes=1 << 20) as llm:
+    with LLM(model=model.merge_and_unload(), tokenizer=tokenizer, kv_cache_memory_bytes=1 << 20) as llm:
         [row] = found(llm.generate([[5, 6, 7]], SamplingParams(max_tokens=1, prompt_logprobs=0)))
     np.testing.assert_allclose(row, expected(base, [5, 6, 7]), atol=TOLERANCE, rtol=0)

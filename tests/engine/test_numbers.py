@@ -85,7 +85,7 @@ def forget(llm: LLM) -> None:
 
 
 def with_batch_tokens(llm: LLM, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm.engine.core.engine.scheduler, "max_batch_tokens", count)
+    monkeypatch.setattr(llm.engine.core.engine.scheduler, "max_num_batched_tokens", count)
 
 
 def assert_numbers_hold(llm: LLM, ids: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -124,7 +124,11 @@ def _two_threads() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=["auto", "checkpoint"])
 def tiny(request: pytest.FixtureRequest, tiny_model_folder: Path) -> Iterator[LLM]:
-    settings: dict[str, Any] = {"kv_bytes": 1 << 21, "max_batch_tokens": 64, "max_batch_rows": 8}
+    settings: dict[str, Any] = {
+        "kv_cache_memory_bytes": 1 << 21,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 8,
+    }
     with LLM(str(tiny_model_folder), weights=request.param, **settings) as llm:
         yield llm
 
@@ -135,7 +139,7 @@ def real(request: pytest.FixtureRequest, real_llm: LLM) -> Iterator[LLM]:
     if request.param == "auto":
         yield real_llm
     else:
-        with LLM(real_llm.config.model, weights=request.param, kv_bytes=1 << 28) as llm:
+        with LLM(real_llm.config.model, weights=request.param, kv_cache_memory_bytes=1 << 28) as llm:
             yield llm
 
 
@@ -183,7 +187,7 @@ def test_a_long_text_of_the_real_model_equals_transformers_in_every_state(
     text = "".join(f"{CODE.replace('gcd', f'gcd_{index}')}# {TEXTS[index % 5]}\n" for index in range(24))
     # Several whole chunks and a partial one.
     ids = real.text.encode(text).tolist()[:1100]
-    assert len(ids) == 1100 > 2 * real.config.max_batch_tokens
+    assert len(ids) == 1100 > 2 * real.config.scheduler_config.max_num_batched_tokens
     forget(real)
     cold = chosen(real.generate([ids], SCORED)[0])
     assert np.abs(cold - real_reference.logprobs(ids)).max() <= FROM_TRANSFORMERS

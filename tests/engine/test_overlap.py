@@ -27,8 +27,8 @@ ORDERS = st.tuples(st.integers(1, 20), st.sampled_from([Abort, Pause, Resume]), 
 SIZES = st.fixed_dictionaries(
     {
         "num_slots": st.integers(60, 150),
-        "max_batch_tokens": st.integers(4, 40),
-        "max_batch_rows": st.integers(1, 6),
+        "max_num_batched_tokens": st.integers(4, 40),
+        "max_num_seqs": st.integers(1, 6),
     }
 )
 

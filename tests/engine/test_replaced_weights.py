@@ -77,7 +77,7 @@ def new_folder(
 
 
 def _new_llm(folder: Path) -> LLM:
-    return LLM(str(folder), kv_bytes=1 << 20, max_batch_tokens=64, max_batch_rows=8)
+    return LLM(str(folder), kv_cache_memory_bytes=1 << 20, max_num_batched_tokens=64, max_num_seqs=8)
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ def test_weights_that_are_none_or_not_merged_are_refused_with_the_remedy(
         (peft, r"belongs to an unmerged PEFT model; give merge_and_unload\(\)\.state_dict\(\)"),
         (tmp_path, "belongs to an unmerged PEFT model"),
         (state | {f"{name}.weight": [1.0]}, "is a list; give a torch tensor or NumPy array"),
-        (state | {f"{name}.weight": np.array(["x"])}, "is not a dtype that torch supports"),
+        (state | {f"{name}.weight": np.array(["x"])}, "is not a dtype of weights"),
         ({7: state[f"{name}.weight"]}, "must have strings as keys, got 7"),
         (
             state | {f"_orig_mod.{name}.weight": state[f"{name}.weight"] + 1},
@@ -461,7 +461,9 @@ def test_a_record_across_a_replacement_names_the_weights_that_it_ran_on(
     overlap: bool,
 ) -> None:
     """Running requests finish on the old weights; waiting ones run on the new, even if submitted before."""
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 20, max_batch_rows=8, overlap=overlap) as llm:
+    with LLM(
+        str(tiny_model_folder), kv_cache_memory_bytes=1 << 20, max_num_seqs=8, async_scheduling=overlap
+    ) as llm:
         running = Running(llm)
         loading = threading.Thread(target=llm.load_weights, args=(state,), kwargs={"version": "new"})
         loading.start()
@@ -670,14 +672,19 @@ def test_a_run_over_a_data_set_holds_numbers_of_one_version(
     assert b'"weight_version":"b"' in pq.read_schema(tmp_path / "out.parquet").metadata[b"logprobe.info"]
 
 
-@pytest.mark.parametrize("layout", [{"process": True}, {"data_parallel": 2}], ids=["process", "replicas"])
+@pytest.mark.parametrize(
+    "layout", [{"process": True}, {"data_parallel_size": 2}], ids=["process", "replicas"]
+)
 def test_engine_processes_tell_and_forget_as_a_thread_does(
     tiny_model_folder: Path, state: dict[str, torch.Tensor], new_serving: Any, layout: dict[str, Any]
 ) -> None:
     import httpx
 
     want = digest_of(state)
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 20, max_batch_rows=8, **layout) as llm, AsyncLM(llm) as lm:
+    with (
+        LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 20, max_num_seqs=8, **layout) as llm,
+        AsyncLM(llm) as lm,
+    ):
         first = [llm.generate("the cat", ALL)[0] for _ in range(4)][-1]
         old = lm.next_token_logprobs_sync([5, 60])
         own = version_of(tiny_model_folder)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def test_a_prompt_longer_than_the_pool_is_refused(new_engine: Callable[..., Any]) -> None:
     engine = new_engine(50)
-    with pytest.raises(PromptTooLongError, match=r"51 tokens, but at most 50 .*kv_bytes"):
+    with pytest.raises(PromptTooLongError, match=r"51 tokens, but at most 50 .*kv_cache_memory_bytes"):
         engine.submit("r", [5] * 51, max_tokens=1)
     output = engine.submit("r", [5] * 50, max_tokens=9, ignore_eos=True)
     engine.run()

@@ -17,7 +17,7 @@ TEXT = (Path(__file__).parent.parent.parent / "examples" / "lighthouse.txt").rea
 @pytest.mark.real_model
 def test_gemma_scores_a_text_longer_than_its_window_as_transformers_does() -> None:
     files = resolve("gemma3-270m")
-    with LLM("gemma3-270m", kv_bytes=1 << 26, weights="checkpoint") as llm:
+    with LLM("gemma3-270m", kv_cache_memory_bytes=1 << 26, weights="checkpoint") as llm:
         ids = llm.text.encode(TEXT)[:560]
         wanted = SamplingParams(max_tokens=0, prompt_logprobs=1)
         alone, batched, _ = (

@@ -110,8 +110,8 @@ ORDERS = st.tuples(st.integers(1, 20), st.sampled_from([Pause, Resume]), st.inte
 SIZES = st.fixed_dictionaries(
     {
         "num_slots": st.integers(110, 250),
-        "max_batch_tokens": st.integers(4, 40),
-        "max_batch_rows": st.integers(1, 20),
+        "max_num_batched_tokens": st.integers(4, 40),
+        "max_num_seqs": st.integers(1, 20),
     }
 )
 
@@ -148,7 +148,7 @@ def test_many_requests_end_the_same(
         for place in range(len(arrivals)):
             driven.handle(Resume(str(place)))
         outputs = driven.finish()
-        assert max(counts, default=0) <= sizes["max_batch_tokens"]
+        assert max(counts, default=0) <= sizes["max_num_batched_tokens"]
         return {name: told(output) for name, output in outputs.items()}
 
     got = outputs_of(speculating(loop=loop, **sizes))

@@ -35,7 +35,7 @@ def test_mixed_requests_give_the_numbers_that_each_gets_alone(
     fixture: str, request: pytest.FixtureRequest, assert_same: Callable[..., None]
 ) -> None:
     new_engine = request.getfixturevalue(fixture)
-    engine = new_engine(800, max_batch_tokens=24, max_batch_rows=40, speculate=True)
+    engine = new_engine(800, max_num_batched_tokens=24, max_num_seqs=40, speculate=True)
     asked = [(ids, LONG | kind) for ids in PROMPTS for kind in KINDS]
     got = [engine.submit(f"r{place}", ids, **params) for place, (ids, params) in enumerate(asked)]
     engine.run()
@@ -53,7 +53,7 @@ def test_a_preempted_request_drafts_on_with_the_same_tokens(
     new_engine: Callable[..., Any], assert_same: Callable[..., None]
 ) -> None:
     asked = {"max_tokens": 40, "logprobs": 3, "temperature": 0.0, "ignore_eos": True}
-    engine = new_engine(90, max_batch_tokens=32, max_batch_rows=16, speculate=True)
+    engine = new_engine(90, max_num_batched_tokens=32, max_num_seqs=16, speculate=True)
     prompts = [[20 + index, 30, 40 + index] * 4 for index in range(4)]
     got = [engine.submit(f"r{index}", ids, **asked) for index, ids in enumerate(prompts)]
     engine.run()
@@ -69,7 +69,7 @@ def test_a_preempted_request_drafts_on_with_the_same_tokens(
 
 @pytest.mark.usefixtures("_eager")
 def test_with_published_weights_the_numbers_are_the_same_bits(tiny_model_folder: Path) -> None:
-    settings: dict[str, Any] = {"weights": "checkpoint", "kv_bytes": 1 << 21}
+    settings: dict[str, Any] = {"weights": "checkpoint", "kv_cache_memory_bytes": 1 << 21}
 
     def rows(*, speculate: bool) -> Any:
         with LLM(str(tiny_model_folder), speculate=speculate, **settings) as llm:
@@ -93,7 +93,7 @@ def test_with_published_weights_the_numbers_are_the_same_bits(tiny_model_folder:
 
 def test_a_grammar_drafts_nothing_and_says_so(tiny_model_folder: Path) -> None:
     params = SamplingParams(max_tokens=12, temperature=0, response_format={"type": "json_object"})
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 21, speculate=True) as llm:
+    with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 21, speculate=True) as llm:
         [output] = llm.generate([[7, 8, 9, 7, 8, 9]], params, progress=False)
     drafts = output.outputs[0].drafts
     assert drafts is not None
@@ -103,7 +103,7 @@ def test_a_grammar_drafts_nothing_and_says_so(tiny_model_folder: Path) -> None:
 
 def test_a_stream_comes_to_the_whole(tiny_model_folder: Path) -> None:
     params = SamplingParams(**LONG | {"temperature": 0})
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 21, speculate=True) as llm:
+    with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 21, speculate=True) as llm:
         lengths, text = [], ""
         for growing in llm.stream([7, 8, 9] * 6, params):
             lengths.append(len(growing.outputs[0].token_ids))

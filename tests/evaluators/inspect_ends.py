@@ -21,7 +21,7 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 async def main(name: str) -> None:
-    model = get_model(f"logprobe/{name}", kv_bytes=1 << 21)
+    model = get_model(f"logprobe/{name}", kv_cache_memory_bytes=1 << 21)
     found = {
         what: await end_of(model, text, GenerateConfig(**asked)) for what, (text, asked) in ASKED.items()
     }

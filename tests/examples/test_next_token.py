@@ -26,7 +26,7 @@ PROMPT = "the cat and"
 
 @pytest.fixture(scope="module")
 def lm(tiny_model_folder: Path) -> Iterator[AsyncLM]:
-    with AsyncLM.from_name(str(tiny_model_folder), kv_bytes=1 << 22) as lm:
+    with AsyncLM.from_name(str(tiny_model_folder), kv_cache_memory_bytes=1 << 22) as lm:
         yield lm
 
 

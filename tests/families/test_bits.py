@@ -29,7 +29,7 @@ def bits(record: Any, start: int = 0) -> bytes:
 def test_a_row_has_the_same_bits_in_every_layout(row: Row, text: TextEdge) -> None:
     forward = load(model_of(row.kind, **row.special), "checkpoint", batch_invariant=True)
     texts = prompts(forward.vocab_size)
-    whole = {"max_batch_tokens": 128, "max_batch_rows": 8}
+    whole = {"max_num_batched_tokens": 128, "max_num_seqs": 8}
 
     def scored(engine: Driven) -> dict[str, bytes]:
         outputs = engine.run(*((ids, SCORED) for ids in texts.values()))
@@ -42,9 +42,9 @@ def test_a_row_has_the_same_bits_in_every_layout(row: Row, text: TextEdge) -> No
     engine = Driven(forward, text, **whole)
     assert scored(engine) == alone, "together"
     assert scored(engine) == alone, "kept"
-    assert scored(Driven(forward, text, max_batch_tokens=7, max_batch_rows=4)) == alone, "in chunks of 7"
+    assert scored(Driven(forward, text, max_num_batched_tokens=7, max_num_seqs=4)) == alone, "in chunks of 7"
     with mock.patch.object(attention, "is_short", return_value=False):
-        pieces = Driven(forward, text, max_batch_tokens=23, max_batch_rows=4)
+        pieces = Driven(forward, text, max_num_batched_tokens=23, max_num_seqs=4)
         assert scored(pieces) == alone, "by the chunk kernel"
 
     drawn = Driven(forward, text, **whole).run(*((ids, GREEDY) for ids in texts.values()))

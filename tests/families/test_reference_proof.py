@@ -21,7 +21,8 @@ from logprobe.engine.forward import ready, reference_proof
 from logprobe.engine.forward.native import NativeForward
 from logprobe.errors import UnsupportedModelError
 from logprobe.models import ModelFiles
-from logprobe.models.loading import as_state, save_state
+from logprobe.models.loading import as_state, read_state, save_state
+from logprobe.models.sources import FolderSource, host_array
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,7 +42,7 @@ def without_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 def opened(model: Any, folder: Path, *, weights: Any = "checkpoint") -> NativeForward:
     """Load a model's configuration from a folder and its weights from memory."""
     model.config.save_pretrained(folder)
-    config = EngineConfig(model="tiny", weights=weights, kv_bytes=1 << 20, device="cpu")
+    config = EngineConfig(model="tiny", weights=weights, kv_cache_memory_bytes=1 << 20, device="cpu")
     return NativeForward(config, ModelFiles("tiny", folder), as_state(model.state_dict()))
 
 
@@ -85,13 +86,37 @@ def test_names_in_a_file_may_lack_the_name_of_the_decoder(prefix: str, tmp_path:
     }
     state[f"{prefix}layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     save_state(state, tmp_path)
-    config = EngineConfig(model="tiny", weights="checkpoint", kv_bytes=1 << 20, device="cpu")
+    config = EngineConfig(model="tiny", weights="checkpoint", kv_cache_memory_bytes=1 << 20, device="cpu")
     forward = NativeForward(config, ModelFiles("tiny", tmp_path))
     again = NativeForward(config, ModelFiles("tiny", tmp_path))
     assert (forward.is_recalled, again.is_recalled) == (False, True)
     assert again.layout == forward.layout
     assert forward.decoder.spec.path == "model"
     check_equal(forward.decoder, again.decoder)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
+def test_a_file_may_have_the_matrices_of_each_expert(kind: str, tmp_path: Path) -> None:
+    model = model_of(kind)
+    model.save_pretrained(tmp_path)
+    names = FolderSource(tmp_path).shapes
+    assert not any(name.endswith("experts.gate_up_proj") for name in names)
+    config = EngineConfig(model="tiny", weights="checkpoint", kv_cache_memory_bytes=1 << 20, device="cpu")
+    forward = NativeForward(config, ModelFiles("tiny", tmp_path))
+    state, want = forward.decoder.state(), dict(model.named_parameters())
+    assert state.keys() == want.keys()
+    for name, weight in state.items():
+        assert np.array_equal(host_array(weight), host_array(want[name])), name
+
+
+def test_a_file_that_lacks_a_matrix_of_an_expert_is_refused(tmp_path: Path) -> None:
+    model_of("mixtral").save_pretrained(tmp_path)
+    state = read_state(tmp_path)
+    del state["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+    save_state({name: np.array(weight) for name, weight in state.items()}, tmp_path)
+    config = EngineConfig(model="tiny", weights="checkpoint", kv_cache_memory_bytes=1 << 20, device="cpu")
+    with pytest.raises(UnsupportedModelError, match=r"experts of model\.layers\.1 lack matrices"):
+        NativeForward(config, ModelFiles("tiny", tmp_path))
 
 
 def test_a_decoder_that_computes_something_else_is_refused(
@@ -126,12 +151,12 @@ def test_every_start_position_is_compared(
 
 @pytest.mark.parametrize("row", REFUSED[:8], ids=lambda row: row.name)
 def test_a_family_without_a_native_decoder_asks_for_transformers(row: Row, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="pip install transformers"):
+    with pytest.raises(UnsupportedModelError, match=r"pip install 'logprobe\[torch\]'"):
         opened(model_of(row.kind, **copy.deepcopy(row.special)), tmp_path)
 
 
 def test_plain_weights_ask_for_transformers(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="pip install transformers"):
+    with pytest.raises(UnsupportedModelError, match=r"pip install 'logprobe\[torch\]'"):
         opened(model_of("llama"), tmp_path, weights="plain")
 
 
@@ -151,7 +176,7 @@ def test_tensors_that_do_not_match_the_model_are_refused(change: Any, tmp_path: 
     model.config.save_pretrained(tmp_path)
     state = dict(model.state_dict())
     change(state)
-    config = EngineConfig(model="tiny", weights="checkpoint", kv_bytes=1 << 20, device="cpu")
+    config = EngineConfig(model="tiny", weights="checkpoint", kv_cache_memory_bytes=1 << 20, device="cpu")
     with pytest.raises(UnsupportedModelError):
         NativeForward(config, ModelFiles("tiny", tmp_path), as_state(state))
 
@@ -161,7 +186,7 @@ def test_a_model_is_loaded_and_generates_where_transformers_is_not_installed(tin
 import sys
 sys.modules["transformers"] = None  # as if it were not installed
 from logprobe import LLM, SamplingParams
-with LLM(sys.argv[1], kv_bytes=1 << 22, weights="checkpoint") as llm:
+with LLM(sys.argv[1], kv_cache_memory_bytes=1 << 22, weights="checkpoint") as llm:
     output = llm.generate(["the"], SamplingParams(max_tokens=2, temperature=0, logprobs=1))[0]
 print(output.outputs[0].logprobs.info.verified_against, len(output.outputs[0].token_ids))
 """

@@ -12,7 +12,7 @@ import torch
 
 from logprobe.config import EngineConfig
 from logprobe.engine.engine import Engine
-from logprobe.engine.forward import attention, native, ready
+from logprobe.engine.forward import attention, native, transformers_ready
 from logprobe.engine.output_builder import Describer, OutputBuilder
 from logprobe.models import ModelFiles
 from logprobe.records import LogprobsInfo
@@ -63,12 +63,14 @@ class Truth:
 
 def load(model: Any, weights: str, **settings: Any) -> native.NativeForward:
     """Load a copy of a model into the native engine and return its forward pass."""
-    config = EngineConfig(model="tiny", weights=weights, kv_bytes=1 << 20, device="cpu", **settings)  # type: ignore[arg-type]
+    config = EngineConfig(
+        model="tiny", weights=weights, kv_cache_memory_bytes=1 << 20, device="cpu", **settings
+    )  # type: ignore[arg-type]
 
     def copied(_files: Any, *, dtype: torch.dtype, **_: Any) -> Any:
         return copy.deepcopy(model).to(dtype)
 
-    with mock.patch.object(ready, "load_model", copied):
+    with mock.patch.object(transformers_ready, "load_model", copied):
         return native.NativeForward(config, ModelFiles("tiny", Path("/nowhere")))
 
 
@@ -120,7 +122,7 @@ def prompts(vocab_size: int) -> dict[str, list[int]]:
 def differences(truth: Truth, forward: Any, text: TextEdge) -> Iterator[tuple[str, float]]:
     """Yield the name of each case and its largest difference from the reference, in nats."""
     texts = prompts(forward.vocab_size)
-    settings = {"max_batch_tokens": 128, "max_batch_rows": 8}
+    settings = {"max_num_batched_tokens": 128, "max_num_seqs": 8}
 
     def scored(engine: Driven, *names: str) -> float:
         outputs = engine.run(*((texts[name], SCORED) for name in names))
@@ -132,10 +134,10 @@ def differences(truth: Truth, forward: Any, text: TextEdge) -> Iterator[tuple[st
     yield "alone", scored(Driven(forward, text, **settings), "long")
     yield "short", scored(Driven(forward, text, **settings), "short")
     yield "batch", scored(Driven(forward, text, **settings), *texts)
-    yield "chunked", scored(Driven(forward, text, max_batch_tokens=7, max_batch_rows=4), "long", "short")
+    yield "chunked", scored(Driven(forward, text, max_num_batched_tokens=7, max_num_seqs=4), "long", "short")
     with mock.patch.object(attention, "is_short", return_value=False):
         yield "by the chunk kernel", scored(Driven(forward, text, **settings), *texts)
-        pieces = Driven(forward, text, max_batch_tokens=23, max_batch_rows=4)
+        pieces = Driven(forward, text, max_num_batched_tokens=23, max_num_seqs=4)
         yield "by the chunk kernel, in pieces", scored(pieces, "long", "short")
         with mock.patch.object(forward.pool, "is_readable_in_place", new=False):  # as on a GPU
             yield "by torch's attention", scored(Driven(forward, text, **settings), *texts)
@@ -149,7 +151,7 @@ def differences(truth: Truth, forward: Any, text: TextEdge) -> Iterator[tuple[st
 def quick_differences(truth: Truth, forward: Any, text: TextEdge) -> Iterator[tuple[str, float]]:
     """Check two cases that cover the others: chunks of many prompts, then generation on a cached prefix."""
     texts = prompts(forward.vocab_size)
-    engine = Driven(forward, text, max_batch_tokens=19, max_batch_rows=8)
+    engine = Driven(forward, text, max_num_batched_tokens=19, max_num_seqs=8)
     outputs = engine.run(*((ids, SCORED) for ids in texts.values()))
     for (name, ids), output in zip(texts.items(), outputs, strict=True):
         yield name, _prompt_difference(truth, ids, output)

@@ -35,7 +35,11 @@ MODELS = [
     ("Phi-3 with a window", "bfloat16"),  # joined projections
     ("GPT-2", "float32"),  # LayerNorm with biases, learned positions, transposed weights, no gates
 ]
-SETTINGS: dict[str, Any] = {"max_batch_tokens": 128, "max_batch_rows": 8, "kv_bytes": 1 << 24}
+SETTINGS: dict[str, Any] = {
+    "max_num_batched_tokens": 128,
+    "max_num_seqs": 8,
+    "kv_cache_memory_bytes": 1 << 24,
+}
 SCORED = SamplingParams(max_tokens=0, prompt_logprobs=TOP)
 DRAWN = SamplingParams(max_tokens=NUM_NEW, temperature=0, logprobs=TOP, ignore_eos=True)
 
@@ -146,7 +150,7 @@ def test_a_stream_has_the_bits_of_the_whole(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    "special", [{"overlap": True}, {"max_batch_tokens": 7, "max_batch_rows": 3}], ids=str
+    "special", [{"async_scheduling": True}, {"max_num_batched_tokens": 7, "max_num_seqs": 3}], ids=str
 )
 def test_settings_of_steps_change_no_bit(special: dict[str, Any], tmp_path: Path) -> None:
     prompts = texts(save(tmp_path, LLAMA, "bfloat16"))
@@ -159,3 +163,16 @@ def test_settings_of_steps_change_no_bit(special: dict[str, Any], tmp_path: Path
             + [bits(one.outputs[0].logprobs) for one in drawn]
         )
     assert found[0] == found[1]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_at_once_give_the_same_bits(tmp_path: Path) -> None:
+    prompts = texts(save(tmp_path, LLAMA, "bfloat16"))
+    with (
+        LLM(str(tmp_path), device="cuda:0", **SETTINGS) as first,
+        LLM(str(tmp_path), device="cuda:1", **SETTINGS) as second,
+    ):
+        found = [llm.generate(prompts, DRAWN) for llm in (first, second)]
+        assert second.engine.capabilities().device == "cuda:1"
+    bits_of = [[bits(one.outputs[0].logprobs) for one in outputs] for outputs in found]
+    assert bits_of[0] == bits_of[1]

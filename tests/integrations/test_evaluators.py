@@ -28,7 +28,7 @@ def address(tiny_llm: LLM, new_serving: Any) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def in_process(tiny_model_folder: Path) -> Iterator[InProcess]:
-    model = open_model(str(tiny_model_folder), kv_bytes=1 << 21)
+    model = open_model(str(tiny_model_folder), kv_cache_memory_bytes=1 << 21)
     assert isinstance(model, InProcess)
     with model.llm:
         yield model

@@ -63,7 +63,7 @@ def pool(cluster: None, tiny_model_folder: Path) -> Callable[..., Any]:
     del cluster
 
     def pool_of(open_llm: Any = None, **settings: Any) -> RayPool:
-        model = partial(LLM, str(tiny_model_folder), kv_bytes=1 << 21)
+        model = partial(LLM, str(tiny_model_folder), kv_cache_memory_bytes=1 << 21)
         return RayPool(open_llm or model, **{"ray_actors": 1, "ray_cpus": 1} | settings)
 
     return pool_of

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from fuzzing import fuzz
 from logprobe.errors import UnsupportedModelError
 from logprobe.models import lora as module
-from logprobe.models.lora import load_lora
+from logprobe.models.lazy import modules_of
+from logprobe.models.lora import ModelModules, load_lora
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,11 +25,11 @@ ENDLESS = "(.*.*)*(.*.*)*(.*.*)*(.*.*)*x"
 
 
 @pytest.fixture(scope="module")
-def model_config(tiny_model_folder: Path) -> Any:
+def modules(tiny_model_folder: Path) -> ModelModules:
     """Of the model that the folders were made for."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(tiny_model_folder)
+    return modules_of(AutoConfig.from_pretrained(tiny_model_folder))
 
 
 @pytest.fixture
@@ -53,19 +54,19 @@ def spoil(folder: Path, **changes: Any) -> None:
     ids=lambda changes: next(iter(changes)),
 )
 def test_a_pattern_that_never_ends_is_refused(
-    folder: Path, changes: dict[str, Any], model_config: Any, monkeypatch: pytest.MonkeyPatch
+    folder: Path, changes: dict[str, Any], modules: ModelModules, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PATTERN_LIMIT_S", 1)
     spoil(folder, **changes)
     start = time.monotonic()
     with pytest.raises(UnsupportedModelError, match="patterns take longer"):
-        load_lora("x", folder, model_config)
+        load_lora("x", folder, modules)
     assert time.monotonic() - start < 60
 
 
-def test_a_pattern_that_ends_still_chooses_modules(folder: Path, model_config: Any) -> None:
+def test_a_pattern_that_ends_still_chooses_modules(folder: Path, modules: ModelModules) -> None:
     spoil(folder, target_modules=r"model\.layers\.\d+\.(self_attn|mlp)\.(?!nothing).*_proj")
-    assert load_lora("x", folder, model_config).parts
+    assert load_lora("x", folder, modules).parts
 
 
 @pytest.mark.parametrize(
@@ -81,10 +82,10 @@ def test_a_pattern_that_ends_still_chooses_modules(folder: Path, model_config: A
     ids=range(6),
 )
 @pytest.mark.filterwarnings("ignore:Found missing adapter keys")
-def test_a_broken_header_is_refused(folder: Path, data: bytes, model_config: Any) -> None:
+def test_a_broken_header_is_refused(folder: Path, data: bytes, modules: ModelModules) -> None:
     (folder / "adapter_model.safetensors").write_bytes(data)
     with pytest.raises(UnsupportedModelError):
-        load_lora("x", folder, model_config)
+        load_lora("x", folder, modules)
 
 
 @pytest.mark.parametrize(
@@ -103,11 +104,11 @@ def test_a_broken_header_is_refused(folder: Path, data: bytes, model_config: Any
     ids=str,
 )
 def test_a_broken_configuration_is_refused_or_unread(
-    folder: Path, changes: dict[str, Any], model_config: Any
+    folder: Path, changes: dict[str, Any], modules: ModelModules
 ) -> None:
     spoil(folder, **changes)
     with contextlib.suppress(UnsupportedModelError):
-        load_lora("x", folder, model_config)
+        load_lora("x", folder, modules)
 
 
 JSON = st.recursive(
@@ -127,7 +128,7 @@ FIELDS += ["task_type", "use_rslora", "fan_in_fan_out", "modules_to_save", "init
 )
 @pytest.mark.filterwarnings("ignore")  # peft warns of much that it then refuses
 def test_an_altered_folder_is_read_or_refused(
-    adapter_folders: dict[str, Path], tmp_path: Path, model_config: Any, changes: Any, alterations: Any
+    adapter_folders: dict[str, Path], tmp_path: Path, modules: ModelModules, changes: Any, alterations: Any
 ) -> None:
     folder = shutil.copytree(adapter_folders["narrow"], tmp_path / "altered", dirs_exist_ok=True)
     spoil(folder, **changes)
@@ -137,4 +138,4 @@ def test_an_altered_folder_is_read_or_refused(
         data[place % 900 : place % 900 + len(value)] = value
     weights.write_bytes(data)
     with contextlib.suppress(UnsupportedModelError):
-        load_lora("x", folder, model_config)
+        load_lora("x", folder, modules)

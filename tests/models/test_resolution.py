@@ -205,7 +205,7 @@ def test_records_name_the_quantization_of_their_checkpoint(
     tmp_path: Path, write_gguf: Callable[..., Path]
 ) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", more=lambda writer: writer.add_file_type(3))
-    with LLM(str(path), kv_bytes=1 << 22, max_batch_tokens=64) as llm:
+    with LLM(str(path), kv_cache_memory_bytes=1 << 22, max_num_batched_tokens=64) as llm:
         (score,) = llm.score([([5, 6], [7])])
         able = llm.engine.capabilities()
     assert (score.record.info.quantization, able.quantization) == ("Q4_1", "Q4_1")

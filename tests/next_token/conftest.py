@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SETTINGS: dict[str, Any] = {
-    "kv_bytes": 1 << 21,
-    "max_batch_tokens": 64,
-    "max_batch_rows": 16,
+    "kv_cache_memory_bytes": 1 << 21,
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 16,
     "cache_bytes": 1 << 20,
 }
 VLLM_OPTIONS: dict[str, Any] = {

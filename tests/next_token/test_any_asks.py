@@ -85,7 +85,7 @@ def exact_row(gentle_folder: Path) -> ExactRows:
 @pytest.fixture(scope="module", params=[0, 3000, 1 << 20])
 def bounded_lm(request: Any, gentle_folder: Path) -> Iterator[AsyncLM]:
     """An AsyncLM that caches no row, two rows, or all; 3 batch rows, 16 tokens per step, 48 slots."""
-    bounds = {"max_batch_rows": 3, "max_batch_tokens": 16, "kv_bytes": 48 * 1300}
+    bounds = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "kv_cache_memory_bytes": 48 * 1300}
     with AsyncLM.from_name(str(gentle_folder), cache_bytes=request.param, **bounds) as lm:
         yield lm
 

@@ -62,7 +62,7 @@ def test_an_empty_prefix_is_the_bos_where_there_is_one(
 
     np.testing.assert_allclose(lm.next_token_logprobs_sync([]), plain_row([0]), atol=TOLERANCE, rtol=0)
     with (
-        Class.from_name(str(tiny_window_folder), kv_bytes=1 << 20) as other,
+        Class.from_name(str(tiny_window_folder), kv_cache_memory_bytes=1 << 20) as other,
         pytest.raises(ValueError, match="no BOS"),
     ):
         other.next_token_logprobs_sync([])

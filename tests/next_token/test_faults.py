@@ -207,7 +207,7 @@ def _tensor_bytes(row: Any) -> int:
 
 def test_more_asks_than_one_step_can_hold(new_lm: Any, plain_row: Any, random_ids: Any) -> None:
     asked = [random_ids(50, 10), random_ids(51, 10)]
-    with new_lm(max_batch_tokens=16) as lm:
+    with new_lm(max_num_batched_tokens=16) as lm:
         rows = lm.batch_next_token_logprobs_sync(asked)
     for ids, row in zip(asked, rows, strict=True):
         assert_row(row, plain_row(ids))
@@ -287,7 +287,7 @@ def test_logprobs_and_samples_asked_concurrently(lm: AsyncLM, plain_row: Any, ra
 def test_a_vocabulary_wider_than_the_tokenizers(wide_model_folder: Path, plain_rows_of: Any) -> None:
     from logprobe.next_token import AsyncLM
 
-    with AsyncLM.from_name(str(wide_model_folder), kv_bytes=1 << 20) as lm:
+    with AsyncLM.from_name(str(wide_model_folder), kv_cache_memory_bytes=1 << 20) as lm:
         size = len(lm.tokenizer)
         assert lm.vocab_size == size + 13
         row = lm.next_token_logprobs_sync([5, 6])
@@ -335,7 +335,7 @@ def test_twenty_prompts_of_4096_tokens_need_bounded_memory(long_model_folder: Pa
     from logprobe.next_token import AsyncLM
 
     prompts = np.random.default_rng(0).integers(0, 8000, (20, 4096))
-    with AsyncLM.from_name(str(long_model_folder), kv_bytes=1 << 24) as lm:
+    with AsyncLM.from_name(str(long_model_folder), kv_cache_memory_bytes=1 << 24) as lm:
         lm.next_token_logprobs_sync(prompts[0, :1500] ^ 1)  # several chunks, so that every kernel has run
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         rows = lm.batch_next_token_logprobs_sync(list(prompts))

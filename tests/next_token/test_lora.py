@@ -283,7 +283,7 @@ def test_the_engines_thread_has_ended_before_the_interpreter_takes_itself_apart(
 import atexit, threading
 atexit.register(lambda: print(sorted(t.name for t in threading.enumerate() if t.name == "logprobe-engine")))
 from logprobe.next_token import AsyncLM
-lm = AsyncLM.from_name({str(tiny_model_folder)!r}, kv_bytes=1 << 20)
+lm = AsyncLM.from_name({str(tiny_model_folder)!r}, kv_cache_memory_bytes=1 << 20)
 lm.add_lora("legal", {str(next(iter(adapter_folders.values())))!r})
 lm.next_token_logprobs_sync([5, 6], lora="legal")
 lm.remove_lora("legal")
@@ -301,7 +301,7 @@ def test_llm_generates_and_scores_each_request_on_its_own_adapter(
     from logprobe import LLM, SamplingParams
 
     (name, folder), ids = next(iter(adapter_folders.items())), random_ids(6, 9)
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 20) as llm:
+    with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 20) as llm:
         llm.add_lora(name, folder)
         assert llm.list_loras() == {name: str(folder)}
         params = [SamplingParams(max_tokens=1, temperature=0, logprobs=0, lora=lora) for lora in (name, None)]

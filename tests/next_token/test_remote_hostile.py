@@ -37,8 +37,8 @@ FACTS = {
     "vocab_size": VOCAB_SIZE,
     "max_model_len": 64,
     "num_slots": 64,
-    "max_batch_tokens": 64,
-    "max_batch_rows": 8,
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 8,
     "prompt_logprobs_with_prefix_cache": True,
     "stages": ["raw_logprobs"],
     "limits": {

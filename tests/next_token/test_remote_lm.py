@@ -208,7 +208,7 @@ def test_more_than_the_server_lets_through_goes_in_portions(
 
 def test_a_vocabulary_wider_than_the_tokenizers(wide_model_folder: Path, new_serving: Any) -> None:
     with (
-        AsyncLM.from_name(str(wide_model_folder), kv_bytes=1 << 20) as near,
+        AsyncLM.from_name(str(wide_model_folder), kv_cache_memory_bytes=1 << 20) as near,
         new_serving(near._loaded, ServerSettings()) as (url, _),
         RemoteLLM(f"{url}/v1/") as far,
     ):
@@ -220,7 +220,7 @@ def test_a_vocabulary_wider_than_the_tokenizers(wide_model_folder: Path, new_ser
 
 def test_a_model_without_bos_refuses_an_empty_prefix(tiny_window_folder: Path, new_serving: Any) -> None:
     with (
-        LLM(str(tiny_window_folder), kv_bytes=1 << 20) as llm,
+        LLM(str(tiny_window_folder), kv_cache_memory_bytes=1 << 20) as llm,
         new_serving(llm, ServerSettings()) as (url, _),
         RemoteLLM(url) as far,
         raises(ParameterError, parameter="token_ids"),

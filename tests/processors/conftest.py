@@ -108,7 +108,11 @@ def new_llm(tiny_model_folder: Path) -> Iterator[Callable[..., LLM]]:
     started: list[LLM] = []
 
     def start(*processors: str | type, **settings: Any) -> LLM:
-        settings = {"kv_bytes": 1 << 21, "max_batch_tokens": 64, "max_batch_rows": 16} | settings
+        settings = {
+            "kv_cache_memory_bytes": 1 << 21,
+            "max_num_batched_tokens": 64,
+            "max_num_seqs": 16,
+        } | settings
         started.append(LLM(str(tiny_model_folder), logits_processors=list(processors), **settings))
         return started[-1]
 

@@ -194,7 +194,7 @@ def test_samples_differ_where_their_own_draws_differ(llm: LLM) -> None:
 
 
 def test_a_preempted_request_resumes_with_the_right_state(new_llm: Callable[..., LLM]) -> None:
-    small = new_llm(FollowLogitsProcessor, kv_bytes=100 * slot_bytes(new_llm))
+    small = new_llm(FollowLogitsProcessor, kv_cache_memory_bytes=100 * slot_bytes(new_llm))
     asked = [
         SamplingParams(max_tokens=40, frequency_penalty=0.5, seed=index, **(FOLLOW if index % 2 else {}))
         for index in range(6)
@@ -211,7 +211,7 @@ def test_a_preempted_request_resumes_with_the_right_state(new_llm: Callable[...,
 
 
 def slot_bytes(new_llm: Callable[..., LLM]) -> int:
-    engine: Any = new_llm(kv_bytes=1 << 20).engine
+    engine: Any = new_llm(kv_cache_memory_bytes=1 << 20).engine
     return (1 << 20) // int(engine.capabilities().num_slots)
 
 
@@ -388,7 +388,7 @@ def test_an_unknown_processor_stops_the_start(tiny_model_folder: Path) -> None:
     from logprobe import LLM
 
     with pytest.raises(ParameterError, match="no processor 'Nothing'"):
-        LLM(str(tiny_model_folder), logits_processors=["Nothing"], kv_bytes=1 << 20)
+        LLM(str(tiny_model_folder), logits_processors=["Nothing"], kv_cache_memory_bytes=1 << 20)
 
 
 def test_a_request_that_is_given_up_leaves_the_others_right(llm: LLM) -> None:

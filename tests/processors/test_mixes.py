@@ -30,7 +30,11 @@ def make_rule(args: Any) -> Any:
 def llm(new_llm: Callable[..., LLM]) -> LLM:
     shift = adapt_callable(make_rule, name="Shift")
     return new_llm(
-        shift, "ThinkingBudgetLogitsProcessor", "LogitBiasLogitsProcessor", max_batch_rows=5, kv_bytes=1 << 18
+        shift,
+        "ThinkingBudgetLogitsProcessor",
+        "LogitBiasLogitsProcessor",
+        max_num_seqs=5,
+        kv_cache_memory_bytes=1 << 18,
     )
 
 

@@ -82,7 +82,7 @@ class Demanding(Plain):
 @pytest.fixture(scope="module")
 def llm(tiny_model_folder: Path) -> Any:
     processors = [Everywhere, Named, Untyped, Broken]
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 20, logits_processors=processors) as llm:
+    with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 20, logits_processors=processors) as llm:
         yield llm
 
 
@@ -190,11 +190,13 @@ def test_a_batchs_bad_prompt_is_refused_by_its_index(tiny_llm: LLM) -> None:
         tiny_llm.generate(["the cat", []])
 
 
-@pytest.mark.parametrize(("name", "near"), [("kv_byte", "kv_bytes"), ("memory_of_the_gpu", None)])
+@pytest.mark.parametrize(
+    ("name", "near"), [("kv_cache_bytes", "kv_cache_memory_bytes"), ("memory_of_the_gpu", None)]
+)
 def test_an_unknown_setting_names_the_nearest_or_all(name: str, near: str | None) -> None:
     settings: dict[str, Any] = {name: 1}
     with pytest.raises(ParameterError) as caught:
         LLM("smollm2", **settings)
     assert (
-        f"did you mean {near!r}" if near else "known: arithmetic, batch_invariant, data_parallel, device"
+        f"did you mean {near!r}" if near else "known: arithmetic, async_scheduling, batch_invariant, data_par"
     ) in str(caught.value)

@@ -74,7 +74,7 @@ def start(wide_folder: Path) -> Iterator[Callable[..., tuple[LLM, Any]]]:
     started: list[LLM] = []
 
     def start_one(kind: Any, **settings: Any) -> tuple[LLM, Any]:
-        settings = {"kv_bytes": 8 << 20, "logits_processors": [kind]} | settings
+        settings = {"kv_cache_memory_bytes": 8 << 20, "logits_processors": [kind]} | settings
         started.append(LLM(str(wide_folder), **settings))
         assert started[-1].processors is not None
         return started[-1], next(iter(started[-1].processors.registered.values()))
@@ -124,7 +124,7 @@ def test_each_step_of_a_text_is_captured(start: Any, plain_row: Any) -> None:
 def test_the_prompts_of_one_call_come_in_one_step(
     start: Any, plain_row: Any, kind: Any, overlap: bool
 ) -> None:
-    llm, capture = start(kind, max_batch_tokens=512, overlap=overlap)
+    llm, capture = start(kind, max_num_batched_tokens=512, async_scheduling=overlap)
     prompts = random_prompts(5, 300)
     for _ in range(2):  # the second time they are cached
         llm.generate(prompts, SamplingParams(**GREEDY))
@@ -140,18 +140,18 @@ def test_texts_and_numbers_are_those_of_an_engine_without_it(start: Any) -> None
     asked = [SamplingParams(max_tokens=1 + 3 * index, seed=index, **shown) for index in range(6)]
     prompts = [ids for length in (3, 40, 90) for ids in random_prompts(2, length)]
     kinds = (Capture, "LogitBiasLogitsProcessor")
-    with_it, without = (start(kind, max_batch_tokens=64)[0].generate(prompts, asked) for kind in kinds)
+    with_it, without = (start(kind, max_num_batched_tokens=64)[0].generate(prompts, asked) for kind in kinds)
     for mine, theirs in zip(with_it, without, strict=True):
         assert mine.outputs[0].token_ids == theirs.outputs[0].token_ids
         numbers, wanted = mine.outputs[0].logprobs.logprobs, theirs.outputs[0].logprobs.logprobs
         np.testing.assert_allclose(numbers, wanted, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("settings", [{"max_batch_rows": 3}, {"kv_bytes": 1 << 18}])
+@pytest.mark.parametrize("settings", [{"max_num_seqs": 3}, {"kv_cache_memory_bytes": 1 << 18}])
 def test_a_call_that_does_not_run_at_once_is_told_of_once(
     start: Any, plain_row: Any, caplog: pytest.LogCaptureFixture, settings: dict[str, int]
 ) -> None:
-    llm, capture = start(Capture, max_batch_tokens=64, **settings)
+    llm, capture = start(Capture, max_num_batched_tokens=64, **settings)
     prompts = random_prompts(5, 100)
     with caplog.at_level(logging.WARNING, logger="logprobe"):
         for _ in range(2):
@@ -165,7 +165,7 @@ def test_a_call_that_does_not_run_at_once_is_told_of_once(
 
 
 def test_calls_do_not_wait_for_each_other(start: Any, plain_row: Any) -> None:
-    llm, capture = start(Capture, max_batch_tokens=64)
+    llm, capture = start(Capture, max_num_batched_tokens=64)
     prompts = random_prompts(8, 100)
     outputs: dict[int, Any] = {}
 
@@ -216,9 +216,9 @@ def test_the_class_itself_comes_before_its_style(start: Any) -> None:
     assert out.outputs[0].token_ids == [5, 6]
 
 
-@pytest.mark.parametrize("max_batch_rows", [2, 5, 64])
-def test_indices_follow_requests_that_come_go_and_are_preempted(start: Any, max_batch_rows: int) -> None:
-    llm, _ = start(Count, kv_bytes=1 << 17, max_batch_tokens=64, max_batch_rows=max_batch_rows)
+@pytest.mark.parametrize("max_num_seqs", [2, 5, 64])
+def test_indices_follow_requests_that_come_go_and_are_preempted(start: Any, max_num_seqs: int) -> None:
+    llm, _ = start(Count, kv_cache_memory_bytes=1 << 17, max_num_batched_tokens=64, max_num_seqs=max_num_seqs)
     asked = [
         SamplingParams(
             max_tokens=3 + 7 * (index % 4),
@@ -236,7 +236,7 @@ def test_indices_follow_requests_that_come_go_and_are_preempted(start: Any, max_
             assert len(completion.token_ids) == params.max_tokens
             if index % 2:
                 assert completion.token_ids == [10 * index + i for i in range(params.max_tokens)]
-    if max_batch_rows == 64:
+    if max_num_seqs == 64:
         assert llm.engine.stats().preempted > 0
 
 
@@ -265,7 +265,7 @@ def test_its_own_validation_refuses_at_admission(start: Any) -> None:
 
 
 def test_one_that_changes_rows_has_no_prompt_wait(start: Any, caplog: pytest.LogCaptureFixture) -> None:
-    llm, _ = start(Count, max_batch_tokens=64, max_batch_rows=2)
+    llm, _ = start(Count, max_num_batched_tokens=64, max_num_seqs=2)
     llm.generate(random_prompts(5, 100), SamplingParams(**GREEDY))
     assert not llm.engine.core.engine.scheduler._gathers_calls
     assert not [message for message in caplog.messages if "one call" in message]
@@ -345,7 +345,9 @@ def test_a_slots_failure_is_its_own(start: Any) -> None:
 
 def test_a_process_of_its_own_finds_them_by_name(wide_folder: Path) -> None:
     processors: list[str | type] = [Count, "other_styles:Slots"]
-    with LLM(str(wide_folder), kv_bytes=1 << 20, process=True, logits_processors=processors) as llm:
+    with LLM(
+        str(wide_folder), kv_cache_memory_bytes=1 << 20, process=True, logits_processors=processors
+    ) as llm:
         asked = [{"count": 20}, {"favour": 77}, None]
         params = [SamplingParams(max_tokens=2, logits_processors_args=args) for args in asked]
         outputs = llm.generate(random_prompts(3, 5), params)

@@ -18,6 +18,14 @@ from logprobe.kernels.native import library
 
 ROOT = Path(__file__).parents[2]
 DATA = ["py.typed", "server/page/page.html", "server/page/page.css", "server/page/page.js"]
+BUILD_FILES = {
+    "CHANGELOG.md",
+    "LICENSE",
+    "README.md",
+    "THIRD_PARTY_NOTICES.md",
+    "hatch_build.py",
+    "pyproject.toml",
+}
 PARIS = "The capital of France is Paris."
 
 
@@ -66,18 +74,30 @@ def test_the_wheel_says_its_version_licence_and_readme(wheel: zipfile.ZipFile) -
     facts = message_from_string(wheel.read(f"{stem}/METADATA").decode())
     assert facts["Version"] == logprobe.__version__
     assert facts["License-Expression"] == "Apache-2.0"
-    assert wheel.read(f"{stem}/licenses/LICENSE").decode() == (ROOT / "LICENSE").read_text(encoding="utf-8")
+    for name in (
+        "LICENSE",
+        "THIRD_PARTY_NOTICES.md",
+        "native/licenses/zig.txt",
+        "native/licenses/mingw-w64.txt",
+    ):
+        assert wheel.read(f"{stem}/licenses/{name}").decode() == (ROOT / name).read_text(encoding="utf-8")
+    assert json.loads(wheel.read(f"{stem}/sboms/logprobe-native.cdx.json"))["bomFormat"] == "CycloneDX"
     readme = str(facts.get_payload())
     assert readme.strip().startswith("# logprobe")
     assert re.findall(r"\]\((?!https?:)", readme) == [], "an index cannot follow relative links"
 
 
-def test_the_source_archive_holds_what_the_project_has(folder: Path) -> None:
+def test_the_source_archive_holds_what_a_build_needs_and_no_more(folder: Path) -> None:
     [path] = (folder / "dist").glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert set(tracked.stdout.split("\n")) - {""} - names == set()
+    tracked = subprocess.run(
+        ["git", "ls-files", "src", "native"], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    sources = {name for name in tracked.stdout.split() if not name.startswith("native/tests/")}
+    assert sources - names == set()
+    others = {name.partition("/")[0] for name in names} - {"src", "native"}
+    assert others == {*BUILD_FILES, "PKG-INFO", ".gitignore"}
 
 
 def test_the_command_tells_its_version(folder: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,6 +30,7 @@ def hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(module, "FOLDER", tmp_path / "native")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setitem(sys.modules, "ziglang", None)
+    monkeypatch.setattr(module, "version_of", lambda _name: "1.2.3")
     for name in ("CXX", "LOGPROBE_TARGET"):
         monkeypatch.delenv(name, raising=False)
     return module
@@ -41,9 +44,15 @@ def program(folder: Path, name: str, script: str = "") -> Path:
 
 
 def built(hook: ModuleType, folder: Path) -> dict[str, Any]:
-    """Run the hook and return the build data of the wheel."""
+    """Run the hook and return the build data of the wheel, with the SBOM in place of its path."""
     data: dict[str, Any] = {"artifacts": []}
-    hook.NativeKernels(str(folder), {}, None, None, str(folder), "wheel").initialize("standard", data)
+    metadata = SimpleNamespace(version="0.0.1")
+    build = hook.NativeKernels(str(folder), {}, None, metadata, str(folder), "wheel")
+    build.initialize("standard", data)
+    [file] = data["sbom_files"]
+    data["sbom_files"] = json.loads(Path(file).read_text("utf-8"))
+    build.finalize("standard", data, "")
+    assert not Path(file).exists()
     return data
 
 
@@ -116,7 +125,13 @@ def test_a_target_names_the_wheel_and_its_libraries(
 
     monkeypatch.setattr(hook, "run", compile_nothing)
     monkeypatch.setenv("LOGPROBE_TARGET", target)
-    assert built(hook, tmp_path) == {
+    data = built(hook, tmp_path)
+    bom = data.pop("sbom_files")
+    assert bom["metadata"]["component"]["version"] == "0.0.1"
+    parts = {part["name"]: part["licenses"][0]["expression"] for part in bom["components"]}
+    assert parts["libc++"] == "Apache-2.0 WITH LLVM-exception"
+    assert ("mingw-w64" in parts) == (target == "win_amd64")
+    assert data == {
         "pure_python": False,
         "tag": f"py3-none-{target}",
         "artifacts": ["src/logprobe/kernels/_native/*"],

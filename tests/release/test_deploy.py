@@ -30,18 +30,26 @@ PAGE = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
 UNIT = (ROOT / "deploy" / "logprobe.service").read_text(encoding="utf-8")
 COMPOSE_TEXT = (ROOT / "deploy" / "compose.yaml").read_text(encoding="utf-8")
+KUBERNETES = (ROOT / "deploy" / "kubernetes.yaml").read_text(encoding="utf-8")
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
-[SERVICE] = yaml.safe_load(COMPOSE_TEXT)["services"].values()
+COMPOSE = yaml.safe_load(COMPOSE_TEXT)
+SERVICE = COMPOSE["services"]["server"]
+POD = next(part for part in yaml.safe_load_all(KUBERNETES) if part["kind"] == "Deployment")["spec"][
+    "template"
+]["spec"]
 
 
 def variables() -> set[str]:
     """Return the environment variables of `logprobe serve` and of the library."""
     [serve] = [command for name, command in typer.main.get_command(app).commands.items() if name == "serve"]  # type: ignore[attr-defined]
-    return {str(param.envvar) for param in serve.params if param.envvar} | {"LOGPROBE_HOME", VARIABLE}
+    own = {str(param.envvar) for param in serve.params if param.envvar}
+    return own | {"LOGPROBE_HOME", VARIABLE, "LOGPROBE_TARGET"}  # the last: of the build hook
 
 
 @pytest.mark.parametrize(
-    "text", [PAGE, DOCKERFILE, UNIT, COMPOSE_TEXT], ids=["page", "image", "unit", "compose"]
+    "text",
+    [PAGE, DOCKERFILE, UNIT, COMPOSE_TEXT, KUBERNETES],
+    ids=["page", "image", "unit", "compose", "kubernetes"],
 )
 def test_every_variable_is_one_that_the_server_reads(text: str) -> None:
     named = set(re.findall(r"\bLOGPROBE_[A-Z_]*[A-Z]\b", text))
@@ -98,12 +106,14 @@ def test_the_dashboard_has_a_title_and_a_question_for_each_picture() -> None:
 def test_those_who_stop_the_server_wait_longer_than_it_drains() -> None:
     waits = [int(SERVICE["stop_grace_period"].removesuffix("s"))]
     waits += [int(seconds) for seconds in re.findall(r"^TimeoutStopSec=(\d+)$", UNIT, re.MULTILINE)]
-    assert len(waits) == 2
+    [container] = POD["containers"]
+    waits.append(POD["terminationGracePeriodSeconds"] - container["lifecycle"]["preStop"]["sleep"]["seconds"])
+    assert len(waits) == 3
     assert min(waits) > ServerSettings().drain_s + LAST_S
 
 
 def test_the_image_is_of_this_version_and_made_of_files_that_are_let_in() -> None:
-    assert SERVICE["image"] == f"logprobe:{logprobe.__version__}"
+    assert SERVICE["image"] == POD["containers"][0]["image"] == f"logprobe:{logprobe.__version__}"
     build = SERVICE["build"]
     assert (ROOT / "deploy" / build["context"] / build["dockerfile"]).samefile(ROOT / "deploy" / "Dockerfile")
     ignore = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
@@ -115,6 +125,37 @@ def test_the_image_is_of_this_version_and_made_of_files_that_are_let_in() -> Non
     }
     assert copied == let_in
     assert all((ROOT / name).exists() for name in copied)
+
+
+def test_the_containers_run_confined_as_another_user() -> None:
+    for name, service in COMPOSE["services"].items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"]), name
+    user = re.findall(r"^USER (\d+)$", DOCKERFILE, re.MULTILINE)
+    assert POD["securityContext"]["runAsNonRoot"] is True
+    assert [str(POD["securityContext"]["runAsUser"])] == user
+    assert POD["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
+    stages = re.findall(r"^FROM (\S+) AS (\w+)$", DOCKERFILE, re.MULTILINE)
+    assert stages[-1] == ("server", "cpu")  # the default image
+
+
+def test_prometheus_of_the_containers_has_the_name_and_the_key_of_the_server() -> None:
+    config = yaml.safe_load(COMPOSE["configs"]["prometheus"]["content"])
+    [job] = config["scrape_configs"]
+    assert job["job_name"] == "logprobe"
+    assert job["authorization"]["credentials_file"] == "/run/secrets/key"
+    assert COMPOSE["secrets"]["key"]["environment"] == "LOGPROBE_API_KEY"
+    [[target]] = [static["targets"] for static in job["static_configs"]]
+    assert target.partition(":")[0] in SERVICE["environment"]["LOGPROBE_ALLOWED_HOST"]
+
+
+def test_the_probes_of_the_pod_ask_routes_of_the_server() -> None:
+    [container] = POD["containers"]
+    asked = {
+        name: container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "liveness", "readiness")
+    }
+    assert asked == {"startup": "/health", "liveness": "/health", "readiness": "/ready"}
 
 
 def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:
@@ -134,7 +175,8 @@ def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:
 def test_an_issue_form_asks_for_something(path: Path) -> None:
     form = yaml.safe_load(path.read_text(encoding="utf-8"))
     if path.stem == "config":
-        assert form == {"blank_issues_enabled": True}
+        assert form["blank_issues_enabled"] is True
+        assert all(link.keys() == {"name", "url", "about"} for link in form["contact_links"])
         return
     assert {"name", "description", "body"} <= set(form)
     kinds = [part["type"] for part in form["body"]]

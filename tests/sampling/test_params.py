@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from logprobe import SamplingParams
 from logprobe.errors import ParameterError, UnknownParameterError
+from logprobe.sampling.params import REPORTING_FIELDS
 from refusals import raises
+
+if TYPE_CHECKING:
+    from logprobe import LLM
 
 
 @pytest.mark.parametrize(
@@ -196,3 +201,25 @@ def test_lists_of_ids_are_read_at_once_as_one_by_one(ids: list[list[int]]) -> No
 def test_one_wrong_id_among_lists_is_refused_with_its_place(ids: list[list[Any]]) -> None:
     with pytest.raises(ParameterError, match="at 1 is"):
         SamplingParams(logprobs=0, logprob_token_ids=ids)
+
+
+def test_reports_are_the_last_fields_and_change_no_token(tiny_llm: LLM) -> None:
+    names = [field.name for field in fields(SamplingParams)]
+    assert {*names[-len(REPORTING_FIELDS) :]} == {*REPORTING_FIELDS}
+    sampling: dict[str, Any] = {"max_tokens": 8, "seed": 5, "top_k": 20, "repetition_penalty": 1.3, "n": 2}
+    reporting = {
+        "logprobs": 3,
+        "prompt_logprobs": 2,
+        "logprob_token_ids": [5],
+        "logprobs_mode": "both",
+        "entropy": True,
+        "varentropy": True,
+        "margin": True,
+        "kept_ids": True,
+        "explain": True,
+    }
+    assert reporting.keys() == {*REPORTING_FIELDS}
+    plain, reported = (
+        tiny_llm.generate("the cat", SamplingParams(**sampling, **more)) for more in ({}, reporting)
+    )
+    assert [one.token_ids for one in plain[0].outputs] == [one.token_ids for one in reported[0].outputs]

@@ -287,7 +287,7 @@ def test_a_request_is_logged_only_where_that_is_asked(
 ) -> None:
     caplog.set_level("INFO", "logprobe.server")
     for is_asked in (False, True):
-        with new_server(log_requests=is_asked) as server:
+        with new_server(enable_log_requests=is_asked) as server:
             server.post("/v1/completions", prompt="a secret", max_tokens=1)
         assert ("a secret" in caplog.text) == is_asked
 
@@ -339,7 +339,7 @@ def test_a_key_comes_as_a_bearer_in_any_case_and_never_bare(
 def test_browsers_of_other_origins_are_let_in_only_by_name(new_server: Any) -> None:
     headers = {"Origin": "https://a.example"}
     for origins, told in {(): None, ("https://a.example",): "https://a.example"}.items():
-        with new_server(cors_origin=origins) as server:
+        with new_server(allowed_origins=origins) as server:
             reply = httpx.get(f"{server.url}/health", headers=headers, timeout=PATIENCE_S)
             assert reply.headers.get("access-control-allow-origin") == told
             assert reply.status_code == (200 if told else 403)

@@ -88,7 +88,7 @@ def test_an_echo_is_the_prompt_that_was_given(
 ) -> None:
     is_sentencepiece = name == SENTENCEPIECE
     folder = save_sentencepiece_llama(tmp_path) if is_sentencepiece else save_rewriting_llama(tmp_path, name)
-    with LLM(str(folder), kv_bytes=1 << 20) as llm, serve_llm(llm) as server:
+    with LLM(str(folder), kv_cache_memory_bytes=1 << 20) as llm, serve_llm(llm) as server:
         asked = {"prompt": prompt, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
         plain = server.post("/v1/completions", **asked).json()["choices"][0]
         echo = server.post("/v1/completions", **asked, echo=True, logprobs=0).json()["choices"][0]

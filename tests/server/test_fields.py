@@ -414,7 +414,7 @@ def test_fields_of_weights_that_are_gone_are_an_error(
     tiny_model_folder: Path, serve_llm: Any, monkeypatch: Any, *, is_stream: bool
 ) -> None:
     path = "/v1/completions"
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 20) as llm, serve_llm(llm) as server:
+    with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 20) as llm, serve_llm(llm) as server:
         with before_rows(monkeypatch, lambda: llm.load_weights(str(tiny_model_folder))):
             reply = server.post(path, **MEMBERS_WAYS[path] | {"stream": is_stream})
         lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if "weights" in line]

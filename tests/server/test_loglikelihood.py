@@ -438,3 +438,15 @@ def test_health_models_and_metrics(server: Any) -> None:
     text = server.get("/metrics").text
     assert 'logprobe_step_seconds_total{part="forward"}' in text
     assert "logprobe_free_slots" in text
+
+
+def test_without_pyarrow_arrow_over_http_is_refused(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("logprobe.server.routes.loglikelihood.find_spec", lambda _: None)
+    reply = httpx.post(
+        f"{server.url}/v1/loglikelihood",
+        json={"model": "tiny", "context": "a", "continuations": ["b"]},
+        headers={"accept": "application/vnd.apache.arrow.stream"},
+        timeout=PATIENCE_S,
+    )
+    assert reply.status_code == 406
+    assert "`arrow`" in reply.json()["error"]["message"]

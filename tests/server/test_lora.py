@@ -46,8 +46,11 @@ ROUTES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def adapted(tiny_model_folder: Path, adapter_folders: dict[str, Path], serve_llm: Any) -> Iterator[Any]:
     given = tuple(f"{name}={folder}" for name, folder in adapter_folders.items())
-    settings = {"model_name": "base", "lora": given}
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 20) as llm, serve_llm(llm, **settings) as running:
+    settings = {"model_name": "base", "lora_modules": given}
+    with (
+        LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 20) as llm,
+        serve_llm(llm, **settings) as running,
+    ):
         running.service.prepare()
         yield running
 
@@ -167,18 +170,18 @@ def test_models_lists_adapters_after_the_model(adapted: Any, adapter_folders: di
 @pytest.mark.parametrize("given", ["no-path", "=folder", "name="])
 def test_an_adapter_without_name_and_path_is_refused(given: str) -> None:
     with pytest.raises(ParameterError, match="NAME=PATH"):
-        ServerSettings(lora=(given,))
+        ServerSettings(lora_modules=(given,))
 
 
 def test_adapters_that_cannot_be_loaded_end_the_start(adapted: Any, tmp_path: Path) -> None:
     model, known = LoadedModel(adapted.llm.engine, adapted.llm.text), adapted.llm.list_loras()
     with pytest.raises(ModelError, match="adapter_config"):
-        Models(model, ServerSettings(lora=(f"new={tmp_path}",))).prepare()
+        Models(model, ServerSettings(lora_modules=(f"new={tmp_path}",))).prepare()
     for name in ("base", model.engine.capabilities().model):
         with pytest.raises(ParameterError, match="a model's name"):
-            Models(model, ServerSettings(model_name="base", lora=(f"{name}={tmp_path}",))).prepare()
+            Models(model, ServerSettings(model_name="base", lora_modules=(f"{name}={tmp_path}",))).prepare()
     with pytest.raises(ParameterError, match="used twice"):
-        Models(model, ServerSettings(lora=(f"wide={known['wide']}",) * 2)).prepare()
+        Models(model, ServerSettings(lora_modules=(f"wide={known['wide']}",) * 2)).prepare()
     assert adapted.llm.list_loras() == known
 
 

@@ -42,7 +42,7 @@ def serve_several(tiny_llm: LLM, tiny_window_folder: Path, new_serving: Any) -> 
         models = {
             name: FurtherModel.of(
                 name,
-                EngineConfig(model=str(own.pop("folder", tiny_window_folder)), kv_bytes=POOL),
+                EngineConfig(model=str(own.pop("folder", tiny_window_folder)), kv_cache_memory_bytes=POOL),
                 shared,
                 **own,
             )
@@ -88,7 +88,7 @@ def numbers_of(llm: LLM) -> list[float]:
 def test_each_name_is_answered_by_its_own_model(
     serve_several: Any, tiny_llm: LLM, tiny_window_folder: Path
 ) -> None:
-    with LLM(str(tiny_window_folder), kv_bytes=POOL) as llm:
+    with LLM(str(tiny_window_folder), kv_cache_memory_bytes=POOL) as llm:
         wanted = numbers_of(llm)
     with serve_several() as server:
         assert server.states() == {"base": "loaded", "other": "unloaded"}
@@ -234,7 +234,7 @@ def test_lora_weights_name_their_model(
     serve_several: Any, adapter_folders: dict[str, Path], tiny_model_folder: Path
 ) -> None:
     wide, narrow = (str(adapter_folders[name]) for name in ("wide", "narrow"))
-    further = {"twin": {"folder": tiny_model_folder, "lora": (f"wide={wide}",)}}
+    further = {"twin": {"folder": tiny_model_folder, "lora_modules": (f"wide={wide}",)}}
     key = "an-operators-own-key"
     with serve_several(further, operator_key=(key,)) as server:
         base = numbers(server.ask())
@@ -279,7 +279,7 @@ def test_a_model_that_breaks_is_told_and_the_others_go_on(
         ("base", {}, {}, "also_model"),
         ("default", {}, {}, "also_model"),
         ("other", {"served_model_name": ("base",)}, {}, "also_model"),
-        ("other", {"lora": ("other=x",)}, {}, "also_model"),
+        ("other", {"lora_modules": ("other=x",)}, {}, "also_model"),
         ("other", {}, {"max_models_bytes": 1000}, "also_model"),
         ("other", {}, {"preload": ("nobody",)}, "preload"),
     ],
@@ -288,7 +288,7 @@ def test_what_cannot_be_is_told_at_the_start(
     tiny_llm: LLM, tiny_window_folder: Path, name: str, own: Any, settings: Any, parameter: str
 ) -> None:
     shared = ServerSettings(model_name="base", **settings)
-    config = EngineConfig(model=str(tiny_window_folder), kv_bytes=POOL)
+    config = EngineConfig(model=str(tiny_window_folder), kv_cache_memory_bytes=POOL)
     further = {name: FurtherModel.of(name, config, shared, **own)}
     with pytest.raises(ParameterError) as raised:
         Models(LoadedModel(tiny_llm.engine, tiny_llm.text), shared, (), further)
@@ -297,7 +297,7 @@ def test_what_cannot_be_is_told_at_the_start(
 
 def test_models_to_preload_fit_together(tiny_llm: LLM, tiny_window_folder: Path) -> None:
     size = weight_bytes(tiny_window_folder) + POOL
-    config = EngineConfig(model=str(tiny_window_folder), kv_bytes=POOL)
+    config = EngineConfig(model=str(tiny_window_folder), kv_cache_memory_bytes=POOL)
     for room, fits in ((2 * size - 1, False), (2 * size, True)):
         shared = ServerSettings(max_models_bytes=room, preload=("a", "b", "a"))
         further = {name: FurtherModel.of(name, config, shared) for name in ("a", "b")}

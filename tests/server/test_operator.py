@@ -28,7 +28,7 @@ ASK = {"prompt": "the cat", "max_tokens": 3, "logprobs": 0, "temperature": 0, "i
 def served(tiny_model_folder: Path, serve_llm: Any) -> Iterator[Any]:
     """A separate server, as its weights change."""
     with (
-        LLM(str(tiny_model_folder), kv_bytes=1 << 20) as llm,
+        LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 20) as llm,
         serve_llm(llm, model_name="base", operator_key=(KEY,), api_key=("a-client-of-it",)) as running,
     ):
         yield running

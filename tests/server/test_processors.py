@@ -28,7 +28,7 @@ def processing(tiny_model_folder: Path, serve_llm: Any) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
         with (
-            LLM(str(tiny_model_folder), kv_bytes=1 << 20, logits_processors=PROCESSORS) as llm,
+            LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 20, logits_processors=PROCESSORS) as llm,
             serve_llm(llm, PROCESSORS) as running,
         ):
             yield running

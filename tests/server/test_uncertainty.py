@@ -22,7 +22,7 @@ PATH = "/v1/uncertainty"
 def exact(tiny_model_folder: Path, serve_llm: Any) -> Iterator[Any]:
     """A server and a model whose results do not depend on the batch."""
     with (
-        LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm,
+        LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 21) as llm,
         serve_llm(llm) as running,
     ):
         yield running

@@ -51,7 +51,7 @@ def start(folder: Path, processors: list[Any]) -> LLM:
         engine_worker_queue_port=8282,
         cache_queue_port=8383,
         logits_processors=processors,
-        kv_bytes=1 << 20,
+        kv_cache_memory_bytes=1 << 20,
     )
 
 

@@ -76,7 +76,7 @@ def test_a_vocabulary_is_of_tokens(llm: AsyncVirtualLM) -> None:
 
 
 def test_a_model_of_a_name_gives_the_same_rows(tiny_model_folder: Path, llm: AsyncVirtualLM) -> None:
-    with AsyncLM.from_name(str(tiny_model_folder), batch_size=2, kv_bytes=1 << 20) as lm:
+    with AsyncLM.from_name(str(tiny_model_folder), batch_size=2, kv_cache_memory_bytes=1 << 20) as lm:
         row = lm.next_token_logprobs_sync(PROMPTS[0])
         np.testing.assert_array_equal(row, lm.next_token_logprobs_uncached(PROMPTS[0]))
     np.testing.assert_allclose(row, llm.next_token_logprobs_sync(PROMPTS[0]), atol=2e-5)
@@ -88,7 +88,9 @@ def test_a_capture_sees_the_rows_of_answers_and_of_steps(tiny_llm: LLM, tiny_mod
         rows = lm.batch_next_token_logprobs_sync(PROMPTS[:2])
         np.testing.assert_allclose(capture.get_all_logprobs(), rows, atol=1e-6)
     assert capture.get_all_logprobs() is None
-    with LLM(tiny_model_folder, logits_processors=[GlobalLogprobsCapture], kv_bytes=1 << 20) as model:
+    with LLM(
+        tiny_model_folder, logits_processors=[GlobalLogprobsCapture], kv_cache_memory_bytes=1 << 20
+    ) as model:
         model.generate([PROMPTS[0]], SamplingParams(max_tokens=1))
         assert model.processors is not None
         own = model.processors.registered["GlobalLogprobsCapture"]

@@ -15,7 +15,7 @@ def test_tokens_have_texts_ids_and_the_best_by_text(tiny_model_folder: Path) -> 
     names: dict[str, Any] = {}
     [example] = examples_of("coming-from.md")
     exec(example, names)  # noqa: S102 - our own page
-    with LLM(tiny_model_folder, kv_bytes=1 << 20) as llm:
+    with LLM(tiny_model_folder, kv_cache_memory_bytes=1 << 20) as llm:
         [output] = llm.generate(
             [[5, 6]], SamplingParams(max_tokens=4, temperature=0, logprobs=3, ignore_eos=True)
         )

@@ -75,7 +75,9 @@ def tiny_llm(tiny_model_folder: Path) -> LLM:
     """A separate model with its engine thread stopped: engines driven by hand overwrite its slots."""
     from logprobe import LLM
 
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 21, max_batch_tokens=64, max_batch_rows=8) as llm:
+    with LLM(
+        str(tiny_model_folder), kv_cache_memory_bytes=1 << 21, max_num_batched_tokens=64, max_num_seqs=8
+    ) as llm:
         llm.engine.core.engine.close = lambda: None  # type: ignore[attr-defined]
         return llm
 
@@ -110,7 +112,7 @@ def test_a_paused_request_takes_no_step_and_ends_with_the_same_tokens(
 
 
 def test_paused_requests_keep_no_place_from_others(tiny_llm: LLM, alone: dict[str, list[int]]) -> None:
-    engine = Stepped(tiny_llm, 200, max_batch_rows=1)
+    engine = Stepped(tiny_llm, 200, max_num_seqs=1)
     engine.submit("a")
     engine.step(2)
     engine.engine.handle(Pause("a"))

@@ -1,18 +1,25 @@
 """Uses of the public names, checked by `mypy --strict` (make check) and never run."""
 
-from typing import assert_type
+from dataclasses import replace
+from typing import Any, assert_type
+
+import torch
 
 from logprobe import (
     LLM,
     AsyncLLM,
+    CacheConfig,
     CompletionOutput,
     EngineConfig,
     FlatLogprobs,
+    LoadConfig,
     Logprob,
     LogprobeError,
+    ParallelConfig,
     RemoteLLM,
     RequestOutput,
     SamplingParams,
+    SchedulerConfig,
     Score,
     __version__,
 )
@@ -23,6 +30,8 @@ from logprobe.analysis import (
     LowConfidence,
     MaskedLM,
     Members,
+    MinimalPairs,
+    Perplexity,
     RolloutReport,
     ScoredText,
     Uncertainty,
@@ -47,9 +56,68 @@ from logprobe.compat.vllm_logprobs import (
     create_sample_logprobs,
 )
 from logprobe.errors import BatchError, ParameterError
-from logprobe.next_token import AsyncLM
+from logprobe.next_token import AsyncLM, Token
+from logprobe.next_token.rows import KnownPrefix, Row, SampledIds, TopTokens
 
 assert_type(__version__, str)
+
+
+def configure() -> EngineConfig:
+    flat = EngineConfig(model="smollm2", device=torch.device("cuda", 1), max_num_seqs=8, process=True)
+    grouped = EngineConfig(
+        cache_config=CacheConfig(kv_cache_memory_bytes=1 << 30, kv_cache_dtype="bfloat16"),
+        scheduler_config=SchedulerConfig(max_num_batched_tokens=256, async_scheduling=True, speculate=True),
+        parallel_config=ParallelConfig(data_parallel_size=2),
+        load_config=LoadConfig(weights="checkpoint", arithmetic="bf16x3"),
+    )
+    EngineConfig(max_num_seq=8)  # type: ignore[call-arg]
+    EngineConfig(max_num_seqs="8")  # type: ignore[arg-type]
+    assert_type(grouped.scheduler_config.max_num_seqs, int)
+    assert_type(grouped.cache_config.kv_cache_memory_bytes, int | None)
+    assert_type(flat.keywords(), dict[str, Any])
+    return replace(flat, load_config=grouped.load_config)
+
+
+def open_with_settings() -> None:
+    with LLM("smollm2", dtype=torch.float32, max_num_seqs=8, kv_cache_dtype="auto", max_logprobs=5) as llm:
+        assert_type(llm.config, EngineConfig)
+    LLM("smollm2", max_num_seq=8)  # type: ignore[call-arg]
+    AsyncLLM("smollm2", scheduler_config=SchedulerConfig(max_num_seqs=8), engine="vllm", engine_options={})
+
+
+def describe(llm: LLM) -> str:
+    assert_type(llm.text.encode("a text").tolist(), Any)
+    assert_type(llm.text.text_of([1, 2]), str)
+    assert_type(llm.text.bytes_of([1, 2]), bytes)
+    assert_type(llm.engine.capabilities().max_num_seqs, int)
+    llm.engine.forget_prefixes()
+    counters = {} if llm.processors is None else llm.processors.counters
+    return f"{llm.engine.stats()} {counters} {llm.tokenizer}"
+
+
+def change_weights(llm: LLM) -> None:
+    llm.add_lora("legal", "folder")
+    assert_type(llm.list_loras(), dict[str, str])
+    assert_type(llm.with_lora("legal").lora, str | None)
+    llm.remove_lora("legal")
+    assert_type(llm.load_weights({"weight": torch.zeros(1)}, version="1", on_running="end"), str)
+    llm.close()
+
+
+async def change_weights_without_blocking(llm: AsyncLLM) -> None:
+    await llm.add_lora("legal", "folder")
+    assert_type(llm.list_loras(), dict[str, str])
+    assert_type(llm.with_lora("legal"), AsyncLLM)
+    await llm.remove_lora("legal")
+    await llm.close()
+
+
+async def score_whole_texts(llm: LLM, lm: AsyncLLM) -> None:
+    assert_type(llm.perplexity("a text", stride=8, window=16), Perplexity)
+    assert_type(await lm.perplexity(["a ", "text"]), Perplexity)
+    assert_type(await lm.surprisal(["a text"]), list[ScoredText])
+    assert_type(await lm.minimal_pairs([("a", "b")]), MinimalPairs)
+    assert_type(await lm.chat("hello"), list[RequestOutput])
 
 
 def generate_one_and_many(llm: LLM) -> list[str]:
@@ -100,6 +168,27 @@ async def ask_rows(near: AsyncLM, url: str) -> float:
             drawn: list[int] = await lm.sample([1, 2], 8, [0], seed=1, top_p=0.9, logprobs=3)
             assert drawn
         return float(rows[0, 5] + known.logprobs[5])
+
+
+async def use_remote_rows(far: RemoteLLM) -> None:
+    assert_type(await far.next_token_logprobs([1, 2]), Row)
+    assert_type(far.next_token_logprobs_sync([1, 2]), Row)
+    assert_type(far.batch_next_token_logprobs_sync([[1], [2]]), Row)
+    assert_type(await far.next_token_logprobs_for([1, 2], [5, 6]), Row)
+    assert_type(await far.next_token_topk([1, 2], 3), TopTokens)
+    assert_type(await far.trie_logprobs([[1, 2], [1, 3]]), dict[tuple[int, ...], Row])
+    assert_type(await far.start([1]), KnownPrefix[Row])
+    assert_type(await far.sample([1, 2], 8, [0]), SampledIds)
+    assert_type(await far.batch_sample([[1], [2]], 8, [0]), list[SampledIds])
+    far.set_lora("legal")
+    far.clear_lora()
+    far.clear_cache()
+    far.reset_async_queries()
+    assert_type(far.list_loras(), dict[str, str])
+    assert_type((far.vocab_size, far.batch_size, far.timeout), tuple[int, int, float])
+    assert_type((far.byte_vocab, far.str_vocab), tuple[list[Token], list[str]])
+    far.tokenizer.encode("a text")
+    far.close()
 
 
 def score_pairs(llm: LLM) -> list[bool]:

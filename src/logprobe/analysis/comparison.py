@@ -230,8 +230,7 @@ class Comparison:
         without BOS, the text's first token. For continuations in an output of `score_dataset`, position 1 is
         the first token after the context.
         """
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+        from logprobe._arrow import pa, pq
 
         columns: dict[str, Any] = {"text_index": self.text_indices, "position": self.positions}
         columns |= {"token_id": self.token_ids} if self.words is None else {"word": self.words}
@@ -475,7 +474,7 @@ def common_units(a: ScoredText, b: ScoredText) -> Iterator[tuple[str, float, flo
 
 
 def _sums(text: ScoredText, bounds: Sequence[int]) -> list[float]:
-    """Return the logprob of the text between each two neighbouring bounds; NaN if a token is not scored."""
+    """Return the logprob of the text between each two neighboring bounds; NaN if a token is not scored."""
     words = text.words
     last_words = np.searchsorted([unit.end for unit in words], bounds[1:]).tolist()
     sums, first = [], 0
@@ -573,11 +572,10 @@ def _stored(path: str | Path) -> Iterator[dict[str, Any]]:
     Raises:
         InputError: the file does not exist, or lacks the tokens or another column.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from logprobe.analysis.io.tables import reading
+    from logprobe._arrow import pa, pq
+    from logprobe.analysis.io.files import reading
     from logprobe.records.forms.arrow_validity import python_rows
+    from logprobe.records.forms.versions import check_parquet
 
     schema = pa.schema(
         {
@@ -588,8 +586,10 @@ def _stored(path: str | Path) -> Iterator[dict[str, Any]]:
         }
     )
     with reading(path), pq.ParquetFile(path) as file:
+        check_parquet(file.schema_arrow.metadata, path)
         if missing := [name for name in schema.names if name not in file.schema_arrow.names]:
-            raise InputError(f"{path}: has no column {', '.join(missing)}; score the data with tokens")
+            columns = ", ".join(missing)
+            raise InputError(f"{path}: has no column {columns}; write it with `logprobe dataset --tokens`")
         for batch in file.iter_batches(columns=schema.names):
             for row in python_rows(batch.select(schema.names).cast(schema)):
                 _check_stored(path, row)

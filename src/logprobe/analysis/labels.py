@@ -197,7 +197,7 @@ def texts_of(labels: Labels) -> dict[str, list[str]]:
 def _check_apart(owners: list[tuple[str, str]]) -> None:
     """Reject a text that is a prefix of another text.
 
-    In sorted order, comparing neighbours is enough to find such a text.
+    In sorted order, comparing neighbors is enough to find such a text.
     """
     for (text, name), (other, other_name) in pairwise(sorted(owners, key=itemgetter(0))):
         if other.startswith(text):

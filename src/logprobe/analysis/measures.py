@@ -175,7 +175,7 @@ def total_variation(rows: npt.ArrayLike, others: npt.ArrayLike) -> Floats:
 
 
 def lumped(logprobs: npt.ArrayLike) -> Floats:
-    """Append to each row the log of the probability that all the tokens missing from it share.
+    """Append to each row the log of the total probability of all tokens that are missing from the row.
 
     The KL divergence or total variation between two lumped rows is a lower bound on the one between the whole
     rows. The appended probability is at least `MIN_REST`, because a zero that is only a rounding error would
@@ -202,7 +202,7 @@ def acceptance(rows: npt.ArrayLike, others: npt.ArrayLike) -> Floats:
 
 
 def log_mass(rows: npt.ArrayLike, is_member: npt.ArrayLike) -> Floats:
-    """Return the log of each row's total probability of the tokens that `is_member`, (V,) bool, marks."""
+    """Return the log of the total probability of the tokens in `is_member`, (V,) bool, for each row."""
     return logsumexp(np.asarray(rows, np.float64)[..., np.asarray(is_member, np.bool_)])
 
 
@@ -313,7 +313,9 @@ def _answers(confidences: npt.ArrayLike, is_correct: npt.ArrayLike) -> tuple[Flo
     """Validate confidences and correctness, and return both as float64 arrays (correctness as 0 or 1)."""
     values, hits = np.asarray(confidences, np.float64), np.asarray(is_correct, np.float64)
     require(values.ndim == 1 and len(values) > 0, "confidences", "must be a non-empty list of numbers")
-    require(values.shape == hits.shape, "is_correct", f"has shape {hits.shape}, confidences {values.shape}")
+    require(
+        values.shape == hits.shape, "is_correct", f"has shape {hits.shape} but confidences {values.shape}"
+    )
     require(bool(np.all((values >= 0) & (values <= 1))), "confidences", "must be in [0, 1]")
     return values, hits
 
@@ -413,7 +415,7 @@ def roc_auc(values: npt.ArrayLike, labels: npt.ArrayLike) -> float | None:
         ParameterError: different lengths, or a value is NaN.
     """
     numbers, hits = np.asarray(values, np.float64), np.asarray(labels, np.bool_)
-    require(numbers.shape == hits.shape, "labels", f"has shape {hits.shape}, values {numbers.shape}")
+    require(numbers.shape == hits.shape, "labels", f"has shape {hits.shape} but values {numbers.shape}")
     require(not np.isnan(numbers).any(), "values", "must not be NaN; leave out items without a value")
     num_hits = int(hits.sum())
     num_others = len(hits) - num_hits

@@ -76,12 +76,12 @@ class Members:
 
 @dataclass(frozen=True, slots=True)
 class FieldDistribution:
-    """One value in a JSON reply, with its log-probability and the alternatives to it.
+    """One value in a JSON reply, with its log-probability and the other values that the schema allows.
 
-    The lower and upper bound in `raw` and `processed` normally coincide: if the value shares a token with the
-    text around it, the token's log-probability is split at the boundary by the total probability of all
-    tokens that agree up to there. The bounds differ if the row limit was too small for that, or if something
-    other than a grammar changed the distribution of `processed`.
+    The lower and upper bound in `raw` and `processed` are normally equal: if the value shares a token with
+    the text around it, the token's log-probability is divided at the boundary, using the total probability of
+    all tokens with the same bytes up to the boundary. The bounds differ if the limit on rows was too small
+    for this, or if something other than a grammar changed the distribution of `processed`.
     """
 
     pointer: str  # RFC 6901

@@ -27,7 +27,7 @@ def can_draw(console: Console) -> bool:
 
 @contextmanager
 def _bar(*, shown: bool) -> Iterator[Progress | None]:
-    """Show an empty progress bar on stderr, or yield None if it is not wanted or cannot be seen."""
+    """Show an empty progress bar on stderr, or yield None if no bar is wanted or visible."""
     if not shown:
         yield None
         return

@@ -11,12 +11,13 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from logprobe.analysis.io.tables import INFO_KEY, parquet_rows, parquet_writer, reading
+from logprobe._arrow import pa, pq
+from logprobe.analysis.io.files import reading
+from logprobe.analysis.io.tables import INFO_KEY, parquet_rows, parquet_writer
 from logprobe.errors import InputError, ParameterError, require
 from logprobe.records.forms.arrow_validity import as_input_error
+from logprobe.records.forms.versions import check_parquet, parquet_metadata
 from logprobe.records.info import LogprobsInfo
 from logprobe.records.parquet import iter_parquet
 
@@ -61,7 +62,8 @@ _SCHEMA = pa.schema(
         pa.field("log_kept_mass", pa.list_(pa.float32())),  # null if the logprobs are raw
         pa.field("top_ids", pa.list_(pa.list_(pa.int32()))),  # the k likeliest tokens per position
         pa.field("top_logprobs", pa.list_(pa.list_(pa.float32()))),
-    ]
+    ],
+    parquet_metadata("rollouts"),
 )
 
 
@@ -179,6 +181,7 @@ def read_rollouts(
         InputError: the file is none of these, or its columns are inconsistent.
     """
     with reading(path), pq.ParquetFile(path) as file:
+        check_parquet(file.schema_arrow.metadata, path)
         names = file.schema_arrow.names
         if set(names) >= RECORD_COLUMNS:
             yield from _of_records(path, prompts or {})

@@ -2,7 +2,7 @@
 
 The rollouts come from the sampler (q). The trainer (p) is a model in this process or a second file. The
 trainer's target is the full softmax at the sampler's temperature. The sampler may have stored logprobs under
-that distribution, under the raw distribution, or renormalised after truncation, and a file often does not say
+that distribution, under the raw distribution, or renormalized after truncation, and a file often does not say
 which. All are tried, and the best match determines the correction.
 """
 
@@ -261,11 +261,11 @@ class _Entries:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Comparison in nats of n positions with one of the trainer's distributions."""
+    """The sampler's log-probabilities at n positions, compared with one of the trainer's distributions."""
 
     chosen: Floats  # (n,), the trainer's logprobs of the sampled tokens
-    distance: Floats  # (n,), mean |logprob q - logprob p| of the reported tokens
-    kl: Floats  # (n,)
+    distance: Floats  # (n,), nats, mean |logprob q - logprob p| of the reported tokens
+    kl: Floats  # (n,), nats
     total_variation: Floats  # (n,)
     is_whole: NDArray[np.bool_]  # (n,), True if the reported tokens have all of the sampler's probability
 
@@ -319,10 +319,10 @@ class _Table:
             self._shaping, self._has_mass = shaping, has_mass
         if shaping != self._shaping:
             raise InputError(
-                f"{rollout.name}: sampled with {shaping}, others with {self._shaping}; compare separately"
+                f"{rollout.name}: sampled with {shaping}, others with {self._shaping}; compare them apart"
             )
         if has_mass != self._has_mass:
-            raise InputError(f"{rollout.name}: only some completions have log_kept_mass; compare separately")
+            raise InputError(f"{rollout.name}: only some completions have log_kept_mass; compare them apart")
         return shaping
 
     def _model_numbers(
@@ -403,7 +403,7 @@ def _stored_numbers(
     """Return the trainer's stored logprobs by distribution.
 
     The distributions are the trainer's target and, if the sampler's kept mass is known, the target
-    renormalised after truncation.
+    renormalized after truncation.
     """
     numbers = trainer.at(sampler)
     target = "temperature" if shaping.divisor != 1 else "raw"
@@ -413,14 +413,14 @@ def _stored_numbers(
 
 
 def _renormalised(numbers: Floats, sampler: _Entries, mass: Floats) -> Floats:
-    """Renormalise logprobs over the tokens that the sampler kept, to which it gives more than -inf."""
+    """Renormalize logprobs over the tokens that the sampler kept, to which it gives more than -inf."""
     return np.where(np.isneginf(sampler.logprobs), -np.inf, numbers - mass[:, None])
 
 
 def _scale(
     rows: Floats, sampler: _Entries, numbers: Mapping[str, Floats], few: NDArray[np.intp]
 ) -> float | None:
-    """Fit a temperature to a few positions, and return it if it fits far better than all `numbers`."""
+    """Fit a temperature to the positions `few`; return None unless it fits far better than all `numbers`."""
     reported = np.where(sampler.is_there, sampler.logprobs, -np.inf)[few]
     given = np.isfinite(reported)
     if not given.any():
@@ -465,7 +465,7 @@ def _correction(
 ) -> str | None:
     if distribution == "renormalised":
         held = "which the file has" if has_mass else "which the file lacks: let the sampler report it"
-        return f"add log_kept_mass to the sampler's logprobs ({held}): they are renormalised after truncation"
+        return f"add log_kept_mass to the sampler's logprobs ({held}): they are renormalized after truncation"
     if distribution == "scaled":
         return f"divide the trainer's logits by {scale:.4g}: the sampler's logprobs use that temperature"
     if distribution == "raw" != target:

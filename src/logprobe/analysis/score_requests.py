@@ -108,7 +108,7 @@ def at_temperature(temperature: float) -> SamplingParams:
 
 
 def _named_after(params: SamplingParams, start: int) -> SamplingParams:
-    """Shift token ids that differ per position so that the first list applies to prompt position `start`."""
+    """Shift lists of token ids, one per position, so that the first applies to prompt position `start`."""
     ids = params.logprob_token_ids
     return replace(params, logprob_token_ids=ids.after(start)) if isinstance(ids, IdLists) else params
 

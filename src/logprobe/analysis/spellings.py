@@ -88,7 +88,7 @@ class Ends(NamedTuple):
 class Steps(NamedTuple):
     """Tokens that may come next on the way to one of the texts."""
 
-    further: list[tuple[bytes, Ids]]  # the bytes spelt including the token, and the tokens with these bytes
+    further: list[tuple[bytes, Ids]]  # the bytes spelled including the token, and the tokens with these bytes
     ends: list[Ends]
     begins: Ids  # tokens that complete the bytes before the texts
 
@@ -237,7 +237,7 @@ class PathSum:
         return logsumexp([self._given_up[stage], *(path.logprobs[stage] for path in self._open)])
 
     def _shares(self) -> Floats:
-        """Return each open path's share of the total probability: the larger of the stages' shares."""
+        """Return each open path's fraction of the total probability, in the stage where it is larger."""
         if not self._open:
             return np.empty(0)
         logs = np.array([path.logprobs for path in self._open]).T
@@ -248,7 +248,7 @@ class PathSum:
 
 
 def _stages(row: Floats, allowed: npt.NDArray[np.bool_] | None) -> Floats:
-    """Stack a row and the row masked by the grammar and renormalised, (STAGES, V) nats."""
+    """Stack a row and the row masked by the grammar and renormalized, (STAGES, V) nats."""
     stages = np.stack([row, np.full_like(row, -np.inf)])
     if allowed is not None:
         stages[1, allowed] = row[allowed] - logsumexp(row[allowed])

@@ -18,8 +18,7 @@ import numpy as np
 from logprobe.analysis import measures
 from logprobe.errors import WeightsReplacedError, require
 from logprobe.records.forms.finite import finite_fields
-from logprobe.records.rows import KERNEL_EXTRAS
-from logprobe.sampling.params import COUNTS, SamplingParams, nth_seed
+from logprobe.sampling.params import REPORTING_FIELDS, SamplingParams, nth_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,10 +37,7 @@ NUM_ANSWERS: Final = 10
 WINDOW: Final = 2048  # number of tokens in a group and in the tail, as in Fu et al.
 K: Final = 20  # number of likeliest tokens that define a token's confidence, as in Fu et al.
 # Parameters that `uncertainty` sets itself; callers must leave them at their defaults.
-SET_HERE: Final = (
-    *("n", "best_of", *COUNTS, "logprob_token_ids", "logprobs_mode", *KERNEL_EXTRAS),
-    *("explain", "kept_ids"),
-)
+SET_HERE: Final = ("n", "best_of", *REPORTING_FIELDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +247,7 @@ class Uncertainty:
     def semantic_entropy(self) -> float:
         """Entropy of `shares`, in nats (Farquhar et al. 2024, https://doi.org/10.1038/s41586-024-07421-0).
 
-        Equals uqlm's `tokenprob_entropy_values` over the distinct answers without length normalisation.
+        Equals uqlm's `tokenprob_entropy_values` over the distinct answers without length normalization.
         """
         return _entropy(self.shares)
 

@@ -128,7 +128,7 @@ def audit(
 
     The exact log-probabilities are computed by a local model. For a server, the audit gives two verdicts.
     Numbers, PASS or FAIL: which distribution the log-probabilities are from, how large their errors are, and
-    whether they are the same in batches, streams and prompts of all lengths. API conformance: a list of
+    whether they change in batches, in streams or with the length of the prompt. API conformance: a list of
     faults, such as fields that are accepted but ignored.
 
     For stored rollouts of a sampler, the audit compares them with a trainer's log-probabilities of the same

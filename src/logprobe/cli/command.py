@@ -1,11 +1,10 @@
-"""The class of all commands: help in panels with examples, hidden aliases, and errors that name flags."""
+"""The class of all commands: help in panels with examples, and errors that name flags."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from contextlib import contextmanager
-from copy import copy
 from textwrap import dedent
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,28 +25,9 @@ _PARAMETER: Final = re.compile(r"\b([a-z]\w*)\b(?:=('[^']*'|\{[^}]*\}|\w+))?(?!'
 class Command(TyperCommand):
     """A command of `logprobe`.
 
-    The docstring's lines after `Examples:` are printed verbatim. An option's long names after the first one
-    are aliases, which the help does not show. Options of the same `rich_help_panel` are listed together.
+    The docstring's lines after `Examples:` are printed verbatim. Options of the same `rich_help_panel` are
+    listed together.
     """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.aliases: list[Any] = []
-        for option in self.params:
-            names = [name for name in option.opts if name.startswith("--")]
-            if names[1:]:
-                alias = copy(option)
-                alias.opts, alias.secondary_opts = names[1:], option.secondary_opts[1:]
-                option.opts = [name for name in option.opts if name not in alias.opts]
-                option.secondary_opts = option.secondary_opts[:1]
-                self.aliases.append(alias)
-
-    def make_parser(self, ctx: Any) -> Any:
-        """Create the parser, which accepts aliases as well."""
-        parser = super().make_parser(ctx)
-        for alias in self.aliases:
-            alias.add_to_parser(parser, ctx)
-        return parser
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; an error about one of its parameters becomes a usage error that names the flag."""

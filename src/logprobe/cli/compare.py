@@ -45,7 +45,7 @@ def compare(
     limit: LimitOption = None,
     bos: BosOption = None,
     save: Annotated[
-        str | None, _output(help="Save A's full rows as a baseline (.lpkl), instead of comparing.")
+        str | None, _output(help="Save A's whole distributions as a baseline (.lpkl), instead of comparing.")
     ] = None,
     output: Annotated[
         str | None, _output("--output", "-o", help="Write one row per position to a Parquet file.")
@@ -60,11 +60,11 @@ def compare(
 
     Prints KL divergence, agreement, differences of logprobs, and importance ratios. A is the reference (e.g.
     the trainer), B the model that is used instead (e.g. in float16, or the sampler). Models with the same
-    tokenizer are compared per token, others per word. Settings after a model's name are named as the model's
-    flags of `logprobe serve`, and lora=FOLDER; flags such as --device apply to models without that setting.
+    tokenizer are compared per token, others per word. Settings after a model's name have the names of the
+    flags of `logprobe serve`, or lora. Flags such as --device apply to models without that setting.
 
     A .parquet file written by `logprobe dataset --tokens` as A is compared with model B on the same data.
-    --save stores A's full rows, to be compared with any model later.
+    --save stores A's whole distributions, to be compared with any model later.
 
     Examples:
         logprobe compare smollm2 smollm2,dtype=bfloat16 --data texts.txt --lines
@@ -141,7 +141,7 @@ def _open(named: str, stack: ExitStack, engine: dict[str, Any]) -> LLM:
 
 
 def _write(comparison: Comparison, output: str | None, plot: str | None) -> None:
-    from logprobe.analysis.io.tables import writing
+    from logprobe.analysis.io.files import writing
 
     for path, write in ((output, comparison.to_parquet), (plot, comparison.plot)):
         if path is not None:

@@ -134,7 +134,7 @@ class DataFlags(InputFlags):
 
     def _print(self, workers: Workers, arrange: Arrange | None) -> None:
         from logprobe.analysis.datasets.run import DatasetRun
-        from logprobe.analysis.io.tables import json_line
+        from logprobe.analysis.io.files import json_line
 
         named = iter(range(MAX_BAD_ROWS))
 

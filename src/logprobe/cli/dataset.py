@@ -117,7 +117,7 @@ def dataset(
     """Score the rows of a data set.
 
     Writes one row of results per input row: as JSON lines on standard output or, with -o, in a file. Bad rows
-    are named on standard error or in a side file, and the exit code is then 1. At the end, a summary is
+    are listed on standard error or in a second file, and the exit code is then 1. At the end, a summary is
     printed. --resume continues a run that was interrupted.
 
     A row is a text, a text after a context (--context-column), or a question with choices (--choices-column).

@@ -45,7 +45,7 @@ def distil(
     resume: ResumeOption = False,
     force: ForceOption = False,
     logprobs: Annotated[
-        int, typer.Option("--logprobs", "--top", help="Number of most likely tokens kept at each position.")
+        int, typer.Option("--logprobs", help="Number of most likely tokens kept at each position.")
     ] = 64,
     bos: BosOption = None,
     max_tokens: Annotated[
@@ -61,8 +61,8 @@ def distil(
     """Write a teacher's most likely tokens on a data set.
 
     The files are training data for a student, in the formats of several trainers. The output folder contains
-    Parquet files, which `datasets.load_dataset` opens, and run.json. The probability mass of the tokens that
-    are not kept is reported for each row and for the whole data set. Exit code 1 if a row was bad.
+    Parquet files, which `datasets.load_dataset` opens, and run.json. The total probability of the tokens that
+    are not kept is reported for each row and for the whole data set. The exit code is 1 if a row was bad.
 
     Examples:
         logprobe distil texts.jsonl --logprobs 64 -o teacher

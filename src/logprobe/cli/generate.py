@@ -38,11 +38,9 @@ class SamplingFlags:
     temperature: TemperatureOption = DEFAULTS.temperature
     seed: SeedOption = None
     top_p: Annotated[
-        float, _sampling(help="Sample from the smallest set of tokens with this probability mass.")
+        float, _sampling(help="Sample from the smallest set of tokens with this total probability.")
     ] = DEFAULTS.top_p
-    top_k: Annotated[int, _sampling(help="Sample from this many most likely tokens; 0: all.")] = (
-        DEFAULTS.top_k
-    )
+    top_k: Annotated[int, _sampling(help="Sample from the k most likely tokens; 0: all.")] = DEFAULTS.top_k
     stop: Annotated[tuple[str, ...], _sampling(help="Stop before this text; repeatable.")] = ()
 
 

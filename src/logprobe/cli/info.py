@@ -25,7 +25,7 @@ def info(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Also load this model, and print how its layers run.", autocompletion=complete_model
+            help="Also load this model, and print which decoder runs it.", autocompletion=complete_model
         ),
     ] = None,
     *,
@@ -34,7 +34,7 @@ def info(
 ) -> None:
     """Describe the installation, or how a model runs on it.
 
-    Prints versions, devices, kernels, threads and the cache folder; for a model, also how its layers run.
+    Prints versions, devices, kernels, threads and the cache folder; for a model, also its decoder.
 
     Examples:
         logprobe info
@@ -77,7 +77,7 @@ def facts() -> dict[str, Any]:
 
 
 def model_facts(model: str, **engine: Any) -> dict[str, Any]:
-    """Load a model; return how its layers run, and the largest difference from transformers, in nats.
+    """Load a model; return its quantization, device, dtype, weights and decoder, and how it was verified.
 
     `engine` are fields of `EngineConfig`.
     """

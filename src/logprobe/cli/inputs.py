@@ -110,7 +110,7 @@ def source_of(file: str | None, text: str | None) -> TextSource:
 
 
 def holds_rows(name: str) -> bool:
-    """Return True if a name stands for rows rather than a text: a .jsonl file, a folder or a glob pattern."""
+    """Return True if a name denotes data set rows rather than a text: .jsonl file, folder or glob pattern."""
     path = Path(name)
     is_of_rows = SUFFIXES.get(path.suffix.lower(), "txt") != "txt"
     return is_of_rows or path.is_dir() or (name != STDIN and not path.exists() and "*" in name)

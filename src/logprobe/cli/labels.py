@@ -61,12 +61,12 @@ def classify(
 
     Each label is scored as a whole text after the prompt, over all of its tokens. `logprobs` are the
     log-probabilities of the labels (nats), `mass` is the probability that the model answers with any of
-    them, and `probs` are their shares of it. A mass close to 0 means that the model would have answered
-    something else.
+    the labels, and `probs` are the labels' probabilities divided by `mass`. A mass close to 0 means that the
+    model would have answered something else.
 
-    A text given with --text is printed as a table. Files are read as data sets, as by `logprobe dataset`: one
-    row of results per input row, as JSON lines or with -o in a file, lists in the order of the labels, bad
-    rows in a side file. Exit code 1 if a row was bad.
+    A text given with --text is printed as a table. Files are read as by `logprobe dataset`: each input row
+    gives one row of results, with lists in the order of the labels, printed as a JSON line or written to the
+    file of -o. Bad rows are written to a second file, and the exit code is then 1.
 
     Examples:
         logprobe classify --text "I loved it." --prompt "{text} It was" --labels " good" --labels " bad"
@@ -110,13 +110,13 @@ def _print_labels(found: Classification, *, as_json: bool) -> None:
 
 
 def _print_json(values: dict[str, Any]) -> None:
-    from logprobe.analysis.io.tables import json_line
+    from logprobe.analysis.io.files import json_line
 
     typer.echo(json_line(values))
 
 
 def _print_shares(title: str, found: Classification) -> None:
-    """Print the share and the log-probability of each answer, the most likely answer first."""
+    """Print the normalized probability and the log-probability of each answer, most likely first."""
     shares = sorted(found.probabilities.items(), key=lambda entry: -entry[1])
     logprobs = dict(zip(found.labels, found.logprobs, strict=True))
     lines = [[repr(label), f"{share:.4f}", f"{logprobs[label]:.4f}"] for label, share in shares]
@@ -135,14 +135,14 @@ def judge(
 ) -> None:
     """Grade texts on a scale, by the probability of each grade.
 
-    `expectation` and `spread` are the mean and the standard deviation of the grade, `probs` the share of
-    each grade in the order of the scale, and `logprobs` their log-probabilities (nats); `off_scale` is the
-    probability of any other answer. --prompt is the question about a text, including the scale; --chat asks
-    it as a user message.
+    `expectation` and `spread` are the mean and the standard deviation of the grade. `logprobs` are the
+    grades' log-probabilities (nats) under the model, in the order of the scale; `probs` are their
+    probabilities, normalized to sum to 1. `off_scale` is the probability of any other answer. --prompt is the
+    question about a text, including the scale; --chat sends it as a user message.
 
-    A text given with --text is printed as a table. Files are read as data sets, as by `logprobe dataset`: one
-    row of results per input row, as JSON lines or with -o in a file, bad rows in a side file. Exit code 1 if
-    a row was bad.
+    A text given with --text is printed as a table. Files are read as by `logprobe dataset`: each input row
+    gives one row of results, printed as a JSON line or written to the file of -o. Bad rows are written to a
+    second file, and the exit code is then 1.
 
     Examples:
         logprobe judge --chat --text "2 + 2 = 4" --prompt "Is this right, from 1 (no) to 5 (yes)? {text}"
@@ -214,16 +214,16 @@ def rerank(
         _prompt(help="The model's answers (repeat the flag) for a relevant document and for another one."),
     ] = [*YES_NO],  # noqa: B006 - not modified
     top_n: Annotated[
-        int | None, typer.Option("--top-n", "--top", min=1, help="Print only this many best documents.")
+        int | None, typer.Option("--top-n", min=1, help="Print only this many best documents.")
     ] = None,
     model: ModelFlags,
 ) -> None:
     """Rank documents by their relevance to a query.
 
-    The relevance is P(yes) / (P(yes) + P(no)) of the model's answer, in [0, 1]. Documents are rows of files,
-    which are read as data sets, as by `logprobe dataset`. With a single query, rows are printed as JSON
-    lines, most relevant first; with a query per row, or with -o to a file, in their input order. Bad rows are
-    printed on standard error, or written to a side file. Exit code 1 if a row was bad.
+    The relevance is P(yes) / (P(yes) + P(no)) of the model's answer, in [0, 1]. Files are read as by
+    `logprobe dataset`; each row is a document. With a single query, rows are printed as JSON lines, most
+    relevant first. With a query per row, or with -o, rows keep their input order. Bad rows are printed on
+    standard error or written to a second file, and the exit code is then 1.
 
     Examples:
         logprobe rerank passages.txt --lines --query "What is the capital of China?" --top-n 3
@@ -250,6 +250,6 @@ def rerank(
 
 
 def _place(row: dict[str, Any]) -> tuple[bool, float]:
-    """Return a sort key that puts the most relevant row first and NaN last."""
+    """Return a key that sorts the most relevant row first and NaN last."""
     relevance: float = row["relevance_score"]
     return math.isnan(relevance), -relevance

@@ -54,7 +54,7 @@ def pull(name: _Name = DEFAULT_MODEL, *, prepare: _Prepare = False) -> None:
     """
     files = resolve(name)
     if prepare:
-        from logprobe import LLM  # with all of torch
+        from logprobe import LLM
 
         LLM(files.name).close()
     typer.echo(files.folder)
@@ -74,7 +74,7 @@ def path(name: _Name = DEFAULT_MODEL) -> None:
 def list_(*, as_json: _Json = False) -> None:
     """List known models, converted .gguf files, and cached data of other models.
 
-    Sizes on disk are listed separately for model files, packed weights (panels) and records.
+    Sizes on disk are listed separately for model files, packed weights (panels) and verification records.
 
     Examples:
         logprobe models list --json
@@ -109,7 +109,7 @@ def rm(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Remove a model, its packed weights and its records from the cache, and print the removed folders.
+    """Remove a model, its packed weights and verification records from the cache; print the removed folders.
 
     Everything that is removed can be fetched or created again. Files outside the cache, such as your own
     folders or the Hugging Face cache, are never removed.
@@ -142,7 +142,7 @@ class _Model:
 
     @property
     def is_left(self) -> bool:
-        """True if the cache has only data about the model (packed weights, records), not the model itself."""
+        """True if the cache has only packed weights or verification records, not the model itself."""
         return self.source_sha256 is None
 
     def row(self) -> dict[str, Any]:
@@ -218,12 +218,9 @@ def export(
     Examples:
         logprobe models export model.gguf ./model --dtype bfloat16
     """
-    files = resolve(name)
-    import torch
-
     from logprobe.models.export import export_model
 
-    export_model(files, folder, dtype=getattr(torch, dtype))
+    export_model(resolve(name), folder, dtype=dtype)
     typer.echo(folder)
 
 

@@ -65,7 +65,7 @@ class _NamedModel:
 class LoadFlags:
     """Options of every command that loads a model; each is a field of `EngineConfig`."""
 
-    device: Annotated[str, _model(help="auto (a GPU if there is one), cpu or cuda.")] = "auto"
+    device: Annotated[str, _model(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")] = "auto"
     dtype: Annotated[
         str,
         _model(
@@ -73,11 +73,9 @@ class LoadFlags:
             "bfloat16 or float16."
         ),
     ] = "auto"
-    kv_bytes: Annotated[
+    kv_cache_memory_bytes: Annotated[
         int | None,
         _model(
-            "--kv-cache-memory-bytes",
-            "--kv-bytes",
             help="Size of the KV cache in bytes; by default a quarter of the memory that the weights leave "
             "free, at most 1 GiB; on a GPU 70 % of it.",
         ),
@@ -93,7 +91,7 @@ class LoadFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags(LoadFlags, _NamedModel):
-    """Options of commands that load one model, which has a default."""
+    """Options of commands that load one model; without a name, the default model."""
 
     @contextmanager
     def open(self) -> Iterator[LLM]:
@@ -112,17 +110,14 @@ class EngineFlags(LoadFlags):
     arithmetic: Annotated[
         Literal["auto", "fma", "bf16x3", "bf16"],
         _model(
-            help="Products with weights. fma: float32 fused multiply-adds (on a CPU). bf16x3: each float32 "
+            help="Matrix products. fma: float32 fused multiply-adds (on a CPU). bf16x3: each float32 "
             "activation as three bfloat16 numbers on tensor cores, accurate to float32. bf16: activations "
             "rounded to bfloat16, faster for long prompts. auto: fma on a CPU, bf16x3 on a GPU."
         ),
     ] = "auto"
-    kv_dtype: Annotated[
+    kv_cache_dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
         _model(
-            "--kv-cache-dtype",
-            "--kv-dtype",
-            callback=lambda dtype: "float32" if dtype == "auto" else dtype,  # vLLM's default
             help="Cached keys and values; bfloat16 (on a GPU) takes half the memory and is less accurate. "
             "auto: float32.",
         ),
@@ -143,18 +138,14 @@ class EngineFlags(LoadFlags):
     engine_options: Annotated[
         str | None, _model(help="vLLM's engine options as JSON, such as '{\"tensor_parallel_size\": 2}'.")
     ] = None
-    max_batch_tokens: Annotated[
+    max_num_batched_tokens: Annotated[
         int,
-        _speed("--max-num-batched-tokens", "--max-batch-tokens", help="Maximum number of tokens per step."),
+        _speed(help="Maximum number of tokens per step."),
     ] = 512
-    max_batch_rows: Annotated[
-        int, _speed("--max-num-seqs", "--max-batch-rows", help="Maximum number of requests that run at once.")
-    ] = 64
-    overlap: Annotated[
+    max_num_seqs: Annotated[int, _speed(help="Maximum number of requests that run at once.")] = 64
+    async_scheduling: Annotated[
         bool,
         _speed(
-            "--async-scheduling/--no-async-scheduling",
-            "--overlap/--no-overlap",
             help="Run the next step while the results of the last one are copied and delivered; results "
             "are the same.",
         ),
@@ -169,11 +160,9 @@ class EngineFlags(LoadFlags):
     process: Annotated[
         bool, _speed("--engine-process/--no-engine-process", help="Run the engine in a process of its own.")
     ] = False
-    data_parallel: Annotated[
+    data_parallel_size: Annotated[
         int,
         _speed(
-            "--data-parallel-size",
-            "--data-parallel",
             help="Number of engine processes, each with its share of the threads and its own KV cache; "
             "each request runs on one of them.",
         ),
@@ -229,13 +218,14 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def field_names(group: type) -> dict[str, str]:
-    """Return the field for each name of a group's flags, without the dashes in front."""
+    """Return the field's name for each flag of a group; the flags have no leading dashes."""
     names = {}
     for parameter in _options_of(group):
-        option = parameter.annotation.__metadata__[0]
-        flags = [option.default, *(option.param_decls or ())]  # in Annotated, the first name is the "default"
-        for flag in flags if isinstance(option.default, str) else [parameter.name.replace("_", "-")]:
-            names[flag.partition("/")[0].removeprefix("--")] = parameter.name
+        flag = parameter.annotation.__metadata__[
+            0
+        ].default  # the name of a flag is its "default" in Annotated
+        name = flag.partition("/")[0] if isinstance(flag, str) else parameter.name.replace("_", "-")
+        names[name.removeprefix("--")] = parameter.name
     return names
 
 

@@ -39,8 +39,8 @@ def pairs(
     """Evaluate a model on minimal pairs.
 
     Prints how often the good text of a pair is more likely than the bad one, overall and by category, with
-    standard errors. The default column names are those of BLiMP. Pairs that cannot be read are reported on
-    standard error and left out; the exit code is then 1.
+    standard errors. The default column names are those of BLiMP. Pairs that cannot be read are left out and
+    reported on standard error; the exit code is then 1.
 
     Examples:
         logprobe pairs blimp.jsonl --category-column UID

@@ -50,7 +50,7 @@ def score(
         ),
     ] = None,
     logprobs: Annotated[
-        int, _output("--logprobs", "--top", help="Alternatives to print per token; -1: the whole vocabulary.")
+        int, _output("--logprobs", help="Alternatives to print per token; -1: the whole vocabulary.")
     ] = 0,
     tokens: Annotated[
         bool, _output("--tokens", help="Print a table of the tokens instead of the shaded text.")

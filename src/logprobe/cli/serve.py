@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from dataclasses import fields, make_dataclass, replace
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class ServeCommand(Command):
-    """A command whose flags can also be set by environment variables: `--drain-s` by `LOGPROBE_DRAIN_S`."""
+    """A command whose flags can also be set by environment variables, such as `LOGPROBE_DRAIN_S`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -46,7 +46,7 @@ class ServeCommand(Command):
 
     def make_parser(self, ctx: Any) -> Any:
         """Create the parser, in which several processors may follow one flag, as in FastDeploy and vLLM."""
-        parser = super().make_parser(ctx)
+        parser: Any = super().make_parser(ctx)
         option = parser._long_opt["--logits-processors"]  # noqa: SLF001 - see internals.py
         take_one = option.process
 
@@ -98,7 +98,7 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     if not (isinstance(tables, dict) and all(isinstance(table, dict) for table in tables.values())):
         raise typer.BadParameter(f"{path}: models must be tables [models.NAME]", param_hint="--config")
     context.default_map = {flag.name: value for flag, value in _flags_in(entries, str(path), context)}
-    own = {"model_option", *OWN_SETTINGS, *(field.name for field in fields(EngineConfig))}
+    own = {"model_option", *OWN_SETTINGS, *EngineConfig().keywords()}
     context.obj = {}  # the tables, with values parsed as those of flags
     for name, table in tables.items():
         where = f"{path} [models.{name}]"
@@ -118,8 +118,8 @@ def _flags_in(entries: Mapping[str, Any], where: str, context: typer.Context) ->
     command: Any = context.command
     params = {param.name: param for param in command.params if param.name != "config"}
     flags = {
-        flag.removeprefix("--"): params[param.name]
-        for param in (*params.values(), *command.aliases)
+        flag.removeprefix("--"): param
+        for param in params.values()
         for flag in param.opts
         if flag.startswith("--")
     }
@@ -156,7 +156,7 @@ def serve(
 ) -> None:
     """Serve models with an OpenAI-compatible HTTP API.
 
-    Every flag can also be set by an environment variable: --drain-s by LOGPROBE_DRAIN_S. There, spaces
+    Every flag can also be set by an environment variable: --drain-s by LOGPROBE_DRAIN_S. Spaces in a variable
     separate the values of a repeated flag. On SIGTERM or Ctrl-C, the server finishes requests in progress
     before it exits.
 

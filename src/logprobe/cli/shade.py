@@ -59,7 +59,7 @@ class Shader:
     def feed(
         self, tokens: Iterable[tuple[bytes, float | None]], *, final: bool = False, most: int | None = None
     ) -> Text:
-        """Return the shaded text that further tokens, given as (bytes, logprob), complete.
+        """Add tokens, and return the shaded text that is complete with them.
 
         Args:
             tokens: bytes and log-probability (nats) of each token; None: not shaded.

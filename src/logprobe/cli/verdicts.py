@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def print_report(report: AuditReport) -> None:
-    """Print both verdicts, the findings with one row of evidence each, and further measurements."""
+    """Print both verdicts, the findings with one example each, and further measurements."""
     from logprobe.analysis.auditing import words
 
     screen = console()

@@ -49,9 +49,9 @@ def words(
 ) -> None:
     """Print the surprisal of each word.
 
-    Each row has the surprisal, the entropy and the tokens of a word in a text or in a row of a data set.
-    Files that hold rows (such as .jsonl), --lines and --format select a data set. Rows that cannot be read
-    are named on standard error, and the exit code is then 1.
+    Prints one line per word, with its surprisal, entropy and tokens. The input is a text, or a data set with
+    a text in each row (files such as .jsonl, --lines, --format). Rows that cannot be read are reported on
+    standard error, and the exit code is then 1.
 
     Examples:
         logprobe words story.txt --csv > words.csv

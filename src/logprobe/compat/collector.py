@@ -1,4 +1,4 @@
-"""`StreamingLogprobsCollector`: `RequestStreams` that also supports callbacks and sources without pausing."""
+"""`StreamingLogprobsCollector`: `RequestStreams` with callbacks, and for sources that cannot be paused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CallbackInbox(Inbox[T], Generic[T]):
 
     @property
     def is_lagging(self) -> bool:
-        """True if the buffer is full and there is no idle callback that can take the items at once."""
+        """True if the buffer is full and there is no idle callback that can take the items immediately."""
         return self.is_full and (self.callback is None or self.is_delivering)
 
     @property

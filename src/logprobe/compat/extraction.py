@@ -1,4 +1,4 @@
-"""Extraction functions with the names and the order of results of a log-probability processor."""
+"""Extraction functions named `..._rust`, which return log-probabilities before token ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,18 @@
-"""FastDeploy's offline interface and its documented logits processors."""
+"""FastDeploy's offline interface and its documented logits processors.
+
+Differences from FastDeploy:
+
+- `engine_worker_queue_port`, `cache_queue_port`, `--enable-logprob`: no effect; `--metrics-port` serves
+  metrics on loopback, without a key
+- `LogitsProcessor`: from `logprobe.compat.fastdeploy`; a base class is optional. `__init__(fd_config)` gets
+  an `EngineConfig` with `dtype` and `device`, without FastDeploy's nested fields
+- `logits_processors_args`: a key that no processor takes is rejected
+- `share_inputs["stop_flags"]`: (slots, 1) bool, all False
+- slot numbers: the slot of a request may change, so store state under `share_inputs["req_ids"]`
+- `apply(logits)`: changes to rows of requests that do not give the processor's arguments are discarded
+- `ThinkingBudgetLogitsProcessor`: the markers are `think_start` and `think_end`; no line break is forced
+  before the end of thinking
+"""
 
 from __future__ import annotations
 
@@ -41,18 +55,18 @@ class Completions(list[CompletionOutput]):
 
 
 class LLM(llm.LLM):
-    """`logprobe.LLM` whose outputs have the attributes of a single completion: `output.outputs.text`."""
+    """`logprobe.LLM` with outputs on which the attributes of a single completion can be read directly."""
 
     def generate(self, *args: Any, **options: Any) -> list[RequestOutput]:
-        """Call `logprobe.LLM.generate`, which has the parameters."""
+        """Call `logprobe.LLM.generate` with these arguments."""
         return [_with_attributes(output) for output in super().generate(*args, **options)]
 
     def chat(self, *args: Any, **options: Any) -> list[RequestOutput]:
-        """Call `logprobe.LLM.chat`, which has the parameters."""
+        """Call `logprobe.LLM.chat` with these arguments."""
         return [_with_attributes(output) for output in super().chat(*args, **options)]
 
     def stream(self, *args: Any, **options: Any) -> Generator[RequestOutput]:
-        """Call `logprobe.LLM.stream`, which has the parameters."""
+        """Call `logprobe.LLM.stream` with these arguments."""
         for output in super().stream(*args, **options):
             yield _with_attributes(output)
 

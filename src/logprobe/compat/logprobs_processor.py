@@ -1,6 +1,22 @@
 """Containers for log-probabilities that are filled position by position, host copies, and callbacks.
 
 The engine does not use them: its steps use `records.rows`, and its requests use `FlatLogprobs`.
+
+Differences from the document that describes these names:
+
+- `TopLogprobs`: has an additional field `rank` (0 if unknown)
+- `LogprobsTensors`: the dense and the sparse form both keep the chosen token and its rank; the document's
+  sparse form returns the likeliest token instead
+- `LogprobsTensors(logprobs, token_ids, ...)`: accepts keyword arguments only. Each row holds the chosen token
+  and the k likeliest. Store distributions over the whole vocabulary with `set_position`, and read them from
+  `dense_logprobs`
+- `to_lists()`: keeps arrays; `get_sequence(i)` creates the objects of sequence `i` only
+- `AsyncCPUTransfer`: copies any tensor to the host: `transfer.submit_transfer(tensors.logprobs, step)`, then
+  `transfer.get_result(step)`. An unknown id raises `KeyError`
+- `SamplerOutput.top_k`: None without truncation; -1 in the document
+- `collector._flush_locked(req_id)`: `flush(req_id)`; callbacks run outside the lock
+- `extract_top_k_logprobs_rust`: returns log-probabilities, then ids;
+  `logprobe.kernels.extract_top_k_logprobs` returns the ids first
 """
 
 from __future__ import annotations
@@ -232,7 +248,7 @@ class LogprobsTensors:
                 is_valid=torch.zeros(num_rows, dtype=torch.bool),
                 max_seq_len=max_seq_len,
                 is_set=torch.zeros(num_rows, dtype=torch.bool),
-                # Not initialised, since untouched pages use no memory; `is_set` marks the rows with values.
+                # Not initialized, since untouched pages use no memory; `is_set` marks the rows with values.
                 dense_logprobs=None if sparse else torch.empty((num_rows, vocab_size)),
             )
 
@@ -400,7 +416,7 @@ class LogprobsLists:
         return lists
 
     def in_sequences(self, rows: Array, num_sequences: int, num_positions: int) -> Self:
-        """Select rows, ordered by sequence, from arrays with `num_positions` rows per sequence."""
+        """Return selected rows, ordered by sequence, of arrays with `num_positions` rows per sequence."""
         columns = {name: getattr(self, name)[rows] for name in COLUMNS}
         lists = self.of_rows(**columns)
         lists.extras = {name: column[rows] for name, column in self.extras.items()}
@@ -533,7 +549,7 @@ def _token_texts(token_ids: Sequence[int], tokenizer: Any = None) -> list[str]:
 class SamplerOutput:
     """Tokens sampled in one step, one row per sequence.
 
-    If only some rows have log-probabilities, `logprobs_rows` maps each row to its row in `logprobs`, or -1.
+    If only some rows have log-probabilities, `logprobs_rows` maps each row to its index in `logprobs`, or -1.
     """
 
     sampled_token_ids: Any  # (B,) or (B, n) integers; lists and tensors are converted to a host array
@@ -606,7 +622,7 @@ class ModelRunnerOutput:
         if ids.ndim not in {1, 2} or not len(index) == len(req_ids) == len(ids):
             raise ParameterError(
                 "req_ids",
-                f"has {len(req_ids)} ids, {len(index)} unique, for rows {ids.shape}; give one per row",
+                f"has {len(req_ids)} ids ({len(index)} unique) for ids {ids.shape}; give one per row",
             )
         output = SamplerOutput(
             sampled_token_ids=ids, logprobs=logprobs, num_samples=ids.shape[1] if ids.ndim == 2 else 1

@@ -222,7 +222,7 @@ class Client:
             "must be a SamplingParams, or a list with one for each prompt",
             got=params,
         )
-        require(len(params) == count, "sampling_params", f"got {len(params)} for {count} prompts")
+        require(len(params) == count, "sampling_params", f"has {len(params)} values for {count} prompts")
         return params
 
     def allowed_params(self, params: SamplingParams) -> SamplingParams:

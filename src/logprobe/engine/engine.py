@@ -300,8 +300,8 @@ class Engine:
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(
             self.forward.num_slots,
-            max_batch_tokens=self.config.max_batch_tokens,
-            max_batch_rows=self.config.max_batch_rows,
+            max_num_batched_tokens=self.config.scheduler_config.max_num_batched_tokens,
+            max_num_seqs=self.config.scheduler_config.max_num_seqs,
             rope_boundary=self.forward.rope_boundary,
             gathers_calls=self.sampling.pipeline.gathers_calls,
             waits=self._durations["queue"],
@@ -359,7 +359,7 @@ class Engine:
             self.recorder.open(sample)
             if admitted.processor_args:
                 self.sampling.open(sample, number, admitted.processor_args)
-            if self.config.speculate:
+            if self.config.scheduler_config.speculate:
                 sample.drafts = Drafts(refusal=self.sampling.why_no_drafts(sample))
             if not sample.is_finished:
                 self.scheduler.add(sample)
@@ -396,8 +396,8 @@ class Engine:
         hidden = self.forward.hidden_rows(slots)
         loras = [row.sample.head_lora for row in rows]
         if not any(loras):
-            logits: torch.Tensor = self.forward.head(hidden)
-            return logits
+            whole: torch.Tensor = self.forward.head(hidden)
+            return whole
         logits: torch.Tensor | None = None
         for lora in dict.fromkeys(loras):
             indices = torch.tensor(

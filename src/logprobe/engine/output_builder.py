@@ -149,7 +149,7 @@ class OutputBuilder:
         self._extras = [name for name in EXTRAS if getattr(request.params, name, True)]
 
     def is_wide(self, width: int) -> bool:
-        """Return True if the request asks for at least `width` alternatives per row, or for all."""
+        """Return True if the request asks for `width` or more alternatives per row, or for all."""
         return any(
             k == -1 or k >= width for k in (self._params.logprobs or 0, self._params.prompt_logprobs or 0)
         )

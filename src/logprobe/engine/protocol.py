@@ -66,8 +66,8 @@ class Capabilities:
     vocab_size: int
     max_model_len: int  # tokens, prompt and completion together
     num_slots: int  # KV cache size, tokens
-    max_batch_tokens: int
-    max_batch_rows: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
     prompt_logprobs_with_prefix_cache: bool
     stages: tuple[str, ...]
     layout: Layout | None = None  # how the layers run
@@ -77,7 +77,7 @@ class Capabilities:
     quantization: str | None = None  # of the checkpoint, such as `Q4_1`; None: not quantized
 
     def of_weights(self, layout: Layout, version: str) -> Capabilities:
-        """Return a copy for replaced weights, which have this layout and version."""
+        """Return a copy that describes new weights, of this layout and version."""
         return replace(self, weights=layout.weights, layout=layout, weight_version=version, quantization=None)
 
     def source(self) -> LogprobsInfo:

@@ -76,7 +76,7 @@ class Recorder:
         self._eos_token_ids = eos_token_ids
 
     def open(self, sample: Sample) -> None:
-        """Finish a new sample at once if it has neither tokens to generate nor prompt rows to score."""
+        """Finish a new sample immediately if it has neither tokens to generate nor prompt rows to score."""
         if not sample.wants_sample and sample.num_prompt_rows == 0:
             sample.finish(Finish("length"))
 

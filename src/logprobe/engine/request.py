@@ -181,7 +181,7 @@ class Requests:
         self._numbers = itertools.count()
 
     def of_one_call(self, caller: str = "") -> Requests:
-        """Return a factory whose requests share the engine with others as one call by `caller`."""
+        """Return a factory whose requests count as one call by `caller` in fair sharing."""
         return Requests(self._engine, f"{self._prefix}-{next(self._numbers)}", caller)
 
     def admit(
@@ -242,7 +242,7 @@ def check_tokens(prompt: IntArray, params: SamplingParams, *, max_len: int, voca
         raise PromptTooLongError(
             "prompt",
             f"has {len(prompt)} tokens, but at most {limit} fit (the model's context, max_model_len or "
-            "kv_bytes); shorten it or score it in windows",
+            "kv_cache_memory_bytes); shorten it or score it in windows",
         )
     _check_named_ids(params, len(prompt), vocab_size)
     check_vocabulary("stop_token_ids", params.stop_token_ids, vocab_size)
@@ -255,7 +255,7 @@ def _check_forced(forced: IntArray, num_prompt: int, max_len: int, vocab_size: i
         raise PromptTooLongError(
             "prompt",
             f"and continuation have {num_tokens} tokens, but at most {max_len + 1} fit (the model's context, "
-            "max_model_len or kv_bytes); shorten them or score them in windows",
+            "max_model_len or kv_cache_memory_bytes); shorten them or score them in windows",
         )
 
 

@@ -38,7 +38,7 @@ class SamplingStage:
         self._sampler = Sampler()
         self._num_active = 0  # rows with processors in the last prepared step
         self._num_seen = 0  # rows that processors see: the active ones, or all if a processor sees all rows
-        self.chunk_rows = default_chunk_rows(model.vocab_size, config.device)
+        self.chunk_rows = default_chunk_rows(model.vocab_size, config.device.partition(":")[0])
 
     def admit(self, params: SamplingParams) -> dict[int, Any]:
         """Validate a request's processor arguments; thread-safe.
@@ -195,7 +195,7 @@ def _whole_rows(rows: list[SampleRow], logits: Tensor) -> dict[int, Array]:
     wanted = [index for index, row in enumerate(rows) if row.sample.request.wants_row]
     if not wanted:
         return {}
-    # Our own log-normaliser: torch's float32 log_softmax is off by 1e-5 on wide vocabularies.
+    # Our own log-normalizer: torch's float32 log_softmax is off by 1e-5 on wide vocabularies.
     lse = extract(logits[wanted], [0] * len(wanted), 0).lse
     (table,) = on_host([logits[wanted] - lse[:, None]])
     whole = {}

@@ -144,7 +144,7 @@ class InProcess:
         ]
 
     def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[Text]]:
-        """Generate `n` texts, as set in `params`, for each prompt, in one call."""
+        """Generate `params.n` texts for each prompt, in one call."""
         outputs = self.llm.generate(prompts, params, progress=True)
         return [[Text(one.text, one.token_ids) for one in output.outputs] for output in outputs]
 
@@ -220,7 +220,7 @@ class Served:
         return [*chain.from_iterable(self._all(self._scores, bodies))]
 
     def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[Text]]:
-        """Generate `n` texts, as set in `params`, for each prompt with `/v1/completions`.
+        """Generate `params.n` texts for each prompt, with `/v1/completions`.
 
         Raises:
             ParameterError: a field is set that is not sent to servers, or the server rejects a field.

@@ -85,12 +85,12 @@ class GenlmLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no types
         return _tensor(await self.lm.batch_next_token_logprobs(token_ids_list, lora=lora_name))
 
     def next_token_logprobs_sync(self, token_ids: Sequence[int], lora_name: str | None = None) -> Any:
-        """Call `next_token_logprobs` and wait for the result; needs no event loop."""
+        """Blocking version of `next_token_logprobs`."""
         _check_given(token_ids)
         return _tensor(self.lm.next_token_logprobs_sync(token_ids, lora=lora_name))
 
     def next_token_logprobs_uncached(self, token_ids: Sequence[int], lora_name: str | None = None) -> Any:
-        """Call `next_token_logprobs_sync` without using the row cache."""
+        """Blocking version of `next_token_logprobs` that bypasses the row cache."""
         _check_given(token_ids)
         return _tensor(self.lm.next_token_logprobs_sync(token_ids, lora=lora_name, use_cache=False))
 
@@ -101,7 +101,7 @@ class GenlmLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no types
     def batch_next_token_logprobs_sync(
         self, token_ids_list: Sequence[Sequence[int]], lora_name: str | None = None
     ) -> Any:
-        """Call `batch_next_token_logprobs` and wait for the result; needs no event loop."""
+        """Blocking version of `batch_next_token_logprobs`."""
         for token_ids in token_ids_list:
             _check_given(token_ids)
         return _tensor(self.lm.batch_next_token_logprobs_sync(token_ids_list, lora=lora_name))
@@ -211,7 +211,7 @@ def _tensor(rows: Any) -> torch.Tensor:
 
 @contextmanager
 def _vllm_as_it_comes() -> Iterator[None]:
-    """Unset, within the block, the environment variables for vLLM that importing genlm-backend sets."""
+    """Within the block, unset the environment variables for vLLM that genlm-backend sets when imported."""
     set_by_genlm = {name: value for name, value in GENLMS_VLLM.items() if os.environ.get(name) == value}
     for name in set_by_genlm:
         del os.environ[name]

@@ -163,8 +163,8 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # untyped without inspect-ai
         return len(await self.tokenize(text))
 
     def max_connections(self) -> int:
-        """Return the maximum number of concurrent samples, which is `max_batch_rows`."""
-        return self.llm.config.max_batch_rows
+        """Return the maximum number of concurrent samples, which is `max_num_seqs`."""
+        return self.llm.config.scheduler_config.max_num_seqs
 
     def connection_key(self) -> str:
         """Return the model's name, because each model has its own engine."""

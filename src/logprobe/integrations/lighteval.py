@@ -143,7 +143,7 @@ class LogprobeModel(LightevalModel):  # type: ignore[misc]
         ]
 
     def _pairs(self, doc: Doc) -> list[Pair]:
-        """Return a document's prompt paired with each of its choices, as tokens split like lighteval's."""
+        """Return the document's prompt with each of its choices, as token ids divided as lighteval does."""
         context = self.prompt_manager.prepare_prompt(doc)
         contexts, continuations = self.tok_encode_pair(context, doc.choices, pairwise=True)
         return [

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
-import pyarrow as pa
 
+from logprobe._arrow import pa
 from logprobe.analysis.datasets.rows import Question  # noqa: TC001 - msgspec reads the field
 from logprobe.analysis.datasets.run import RowScorer, ScoredBatch, question_batches
 from logprobe.analysis.datasets.settings import RaySettings
@@ -46,7 +46,7 @@ MESSAGE: Final = "message"  # the only column of all tables
 
 
 class RowBatch(msgspec.Struct, frozen=True, tag=True):
-    """Checked rows that one call to an actor scores."""
+    """Checked rows that an actor scores in one call."""
 
     rows: list[Question | BadRow]
 
@@ -100,7 +100,7 @@ class RayWorkers:
         self._cluster = cluster
 
     def source_of_numbers(self) -> dict[str, str | None]:
-        """Return an empty dict, since the actors load the model and each batch contains its source."""
+        """Return an empty dict, because each batch of results has the source of its own numbers."""
         return {}
 
     def scored(self, *, skip: int) -> Iterator[ScoredBatch]:
@@ -161,7 +161,7 @@ class RayWorkers:
 def read_rows_here(
     start: pa.Table, folder: str, sources: Sequence[Source], settings: RowSettings
 ) -> Iterator[pa.Table]:
-    """Yield tables with one batch of checked rows each; an error that ends the reading is the last table."""
+    """Yield one table per batch of checked rows; if reading fails, the last table holds the error."""
     _go_to(folder)
     (skip,) = start["skip"].to_pylist()
     try:

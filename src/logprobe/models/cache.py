@@ -41,6 +41,8 @@ CHECKSUMS: Final = "checksums.json"
 MAX_CHECKSUMS: Final = 256
 # A file modified this recently may change again without a new modification time, as clocks are coarse.
 FRESH_NS: Final = 2_000_000_000
+# Errors of a full disk.
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 # Folder name of an entry that is being created, or whose creation was interrupted.
 _HALF_MADE: Final = re.compile(r"^\.(.+)\.partial$")
 
@@ -192,7 +194,10 @@ def new_entry(
     try:
         make_folder(folder.parent)
         if not is_private(home(), folder.parent):
-            raise PermissionError(errno.EPERM, "other users can write there; run chmod -R go-w on it")
+            raise DownloadError(
+                f"{folder.name}: other users can write below {folder.parent}; run chmod -R go-w "
+                f"{folder.parent}, or set LOGPROBE_HOME to another folder"
+            )
         with _locked(folder):
             if is_there(folder) and not is_damaged():
                 yield None
@@ -216,9 +221,10 @@ def new_entry(
         if isinstance(error, DownloadError):
             raise
         reason = error.strerror or str(error)
+        remedy = "free some space there" if error.errno in _FULL else "make it writable"
         raise DownloadError(
-            f"{folder.name}: cannot write below {folder.parent} ({reason}); free some space there, "
-            "or set LOGPROBE_HOME to a folder on another disk"
+            f"{folder.name}: cannot write below {folder.parent} ({reason}); {remedy}, "
+            "or set LOGPROBE_HOME to another folder"
         ) from error
 
 

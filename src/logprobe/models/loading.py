@@ -6,17 +6,19 @@ import hashlib
 import itertools
 import json
 import math
-import os
-import re
+import sys
 from collections import Counter
 from functools import reduce
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
 from logprobe.errors import (
     LogprobeError,
+    MissingPackageError,
     ModelNotFoundError,
-    ParameterError,
     UnsupportedModelError,
     in_one_line,
     require,
@@ -25,6 +27,8 @@ from logprobe.models.cache import GGUF
 from logprobe.models.config_files import GENERATION_CONFIG, read_config
 from logprobe.models.folder import check_files, check_numbers, is_exhausted, reading_errors
 from logprobe.models.resolution import checked_folder, has_gguf
+from logprobe.models.safetensors_files import DTYPES, save_tensors, tensors_of
+from logprobe.models.sources import StateSource, host_array, weight_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -32,18 +36,38 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+    from logprobe.kernels.arrays import Array
     from logprobe.models.lazy import LazyModel
     from logprobe.models.resolution import ModelFiles
     from logprobe.models.sources import Source
 
+NEEDS_TRANSFORMERS = "transformers may be able to run it: pip install 'logprobe[torch]'"
 # Prefixes that DDP and PEFT add to all names.
 PREFIXES = ("module.", "base_model.model.")
 # Parts that torch.compile, FSDP and activation checkpointing add to names.
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 LORA_PARTS = (".lora_A.", ".lora_B.", ".lora_embedding_", ".lora_magnitude_vector.", ".base_layer.")
 
-State: TypeAlias = "Mapping[str, torch.Tensor]"
+# Dtypes of weights in memory; torch gives float8 tensors to NumPy only byte by byte.
+DTYPE_NAMES = {dtype.name for dtype in DTYPES.values() if not dtype.name.startswith("float8")}
+
+State: TypeAlias = "Mapping[str, Array | torch.Tensor]"
 """A model's weights by name."""
+
+
+def has_transformers() -> bool:
+    """Return True if torch and transformers are installed; models are then verified against transformers."""
+    return all(find_spec(name) is not None for name in ("torch", "transformers"))
+
+
+def check_transformers(what: str) -> None:
+    """Check that torch and transformers are installed.
+
+    Raises:
+        MissingPackageError: one of them is not; the message says that `what` needs them.
+    """
+    if not has_transformers():
+        raise MissingPackageError(f"{what} needs torch and transformers; pip install 'logprobe[torch]'")
 
 
 def load_model(
@@ -60,6 +84,7 @@ def load_model(
         UnsupportedModelError: transformers cannot load the model, or the weights are neither safetensors
             nor GGUF.
     """
+    check_transformers(f"{files.name}: the transformers model")
     from transformers import AutoModelForCausalLM
 
     from logprobe.models.lazy import LOAD_ELSEWHERE, check_causal
@@ -110,7 +135,6 @@ def load_lazily(files: ModelFiles, state: State | None = None) -> LazyModel | No
     from transformers import GenerationConfig
 
     from logprobe.models.lazy import lazy_model
-    from logprobe.models.sources import StateSource
 
     source = source_of(files) if state is None else StateSource(state)
     if source is None:
@@ -131,7 +155,6 @@ def check_sizes(files: ModelFiles, config: PreTrainedConfig) -> None:
         UnsupportedModelError: the module has many more parameters than the files, or cannot be built.
     """
     from logprobe.models.lazy import empty_model
-    from logprobe.models.sources import weight_bytes
 
     with reading_errors(f"{files.name}: config.json"):
         module = empty_model(config)
@@ -181,18 +204,19 @@ def load_state(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> PreTrainedModel:
-    """Load a model with the weights in `state`; tensors that have the right dtype and device may be shared.
+    """Load a model with the weights in `state`; weights that have the right dtype and device may be shared.
 
     Raises:
         UnsupportedModelError: a weight is missing, unknown, or has another shape.
     """
     from logprobe.models.lazy import empty_model
+    from logprobe.models.tensors import as_tensor
 
     config = load_config(files)
     loaded, info = type(empty_model(config)).from_pretrained(
         None,
         config=config,
-        state_dict=dict(state),
+        state_dict={name: as_tensor(host_array(weight)) for name, weight in state.items()},
         dtype=dtype,
         attn_implementation="eager",
         ignore_mismatched_sizes=True,
@@ -212,29 +236,29 @@ def load_state(
     return ready
 
 
-def as_state(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Convert weights from a trainer to tensors under the model's names; see `plain_names`.
-
-    NumPy arrays are copied, tensors are not.
+def as_state(weights: Mapping[str, Any]) -> State:
+    """Return weights from a trainer under the model's names; see `plain_names`. Nothing is copied.
 
     Raises:
-        ParameterError: a value is neither array nor tensor, or a name belongs to unmerged LoRA weights.
+        ParameterError: a value is neither array nor tensor or has another dtype, or a name belongs to
+            unmerged LoRA weights.
     """
-    import numpy as np
-    import torch
-
-    state: dict[str, torch.Tensor] = {}
-    for name, weight in zip(plain_names(weights), weights.values(), strict=True):
-        try:
-            state[name] = torch.from_numpy(np.array(weight)) if isinstance(weight, np.ndarray) else weight
-        except TypeError as error:
-            remedy = "is not a dtype that torch supports; give float32, float16 or a torch tensor"
-            raise ParameterError("weights", f"{name}: {weight.dtype} {remedy}") from error
-        is_tensor = isinstance(state[name], torch.Tensor)
+    # Not imported: if nothing has imported torch, no value is a tensor.
+    kinds = (np.ndarray, getattr(sys.modules.get("torch"), "Tensor", np.ndarray))
+    for name, weight in weights.items():
+        is_array = isinstance(weight, kinds)
         require(
-            is_tensor, "weights", f"{name} is a {type(weight).__name__}; give a torch tensor or NumPy array"
+            is_array, "weights", f"{name} is a {type(weight).__name__}; give a torch tensor or NumPy array"
         )
-    return state
+        is_known = _dtype_name(weight) in DTYPE_NAMES
+        remedy = "is not a dtype of weights; give float32, bfloat16 or float16"
+        require(is_known, "weights", f"{name}: {_dtype_name(weight)} {remedy}")
+    return dict(zip(plain_names(weights), weights.values(), strict=True))
+
+
+def _dtype_name(weight: Any) -> str:
+    """Return the name of an array's or tensor's dtype, such as `bfloat16`."""
+    return str(weight.dtype).removeprefix("torch.")
 
 
 def plain_names(names: Iterable[str]) -> list[str]:
@@ -258,19 +282,30 @@ def plain_names(names: Iterable[str]) -> list[str]:
     return plain
 
 
-def copied(state: State) -> dict[str, torch.Tensor]:
-    """Copy weights to the CPU, so that training can continue; tensors that share memory share their copy."""
-    copies: dict[tuple[int, ...], torch.Tensor] = {}
-    copied: dict[str, torch.Tensor] = {}
+def copied(state: State) -> dict[str, Array]:
+    """Copy weights to main memory, so that training can continue.
+
+    Weights that share memory, such as a tied output head, share their copy.
+    """
+    copies: dict[tuple[Any, ...], Array] = {}
+    copied: dict[str, Array] = {}
     for name, weight in state.items():
-        place = (weight.data_ptr(), *weight.shape, *weight.stride())
+        place = _place(weight)
         if place not in copies:
-            copies[place] = weight.detach().to("cpu", copy=True)
+            copies[place] = np.array(host_array(weight), order="C")
         copied[name] = copies[place]
     return copied
 
 
-def read_state(folder: str | Path) -> dict[str, torch.Tensor]:
+def _place(weight: Array | torch.Tensor) -> tuple[Any, ...]:
+    """Return what identifies the memory of a weight: address, dtype, shape and strides."""
+    if isinstance(weight, np.ndarray):
+        address = weight.__array_interface__["data"][0]
+        return address, weight.dtype, weight.shape, weight.strides
+    return weight.data_ptr(), weight.dtype, (*weight.shape,), weight.stride()
+
+
+def read_state(folder: str | Path) -> dict[str, Array]:
     """Map the safetensors files in a folder into memory and return the weights by name.
 
     Raises:
@@ -278,16 +313,15 @@ def read_state(folder: str | Path) -> dict[str, torch.Tensor]:
         UnsupportedModelError: a file cannot be read, or is not a regular file.
     """
     from safetensors import SafetensorError
-    from safetensors.torch import load_file
 
     check_files(Path(folder))  # opening a FIFO would block all threads
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise ModelNotFoundError(f"{folder}: has no *.safetensors; give the folder with the weights")
-    state: dict[str, torch.Tensor] = {}
+    state: dict[str, Array] = {}
     for file in files:
         try:
-            state |= load_file(file)
+            state |= {name: tensor.read() for name, tensor in tensors_of(file)[0].items()}
         except (OSError, SafetensorError) as error:
             raise UnsupportedModelError(f"{file}: cannot be read ({in_one_line(error)})") from error
     return dict(zip(plain_names(state), state.values(), strict=True))
@@ -296,54 +330,21 @@ def read_state(folder: str | Path) -> dict[str, torch.Tensor]:
 def digest_of(state: State) -> str:
     """Return a version for weights: `blake2b:` and 32 hex digits, the same in memory and in files.
 
-    The 16-byte BLAKE2b digest covers the tensors in ascending order of names. For each tensor it covers a
-    JSON array of name, dtype and shape, and then the tensor's bytes in row-major order.
+    The 16-byte BLAKE2b digest covers the weights in ascending order of names. For each weight it covers a
+    JSON array of name, dtype and shape, and then the bytes in row-major order.
     """
-    import torch
-
     digest = hashlib.blake2b(digest_size=16)
     for name, weight in sorted(state.items()):
-        tensor = weight.detach().cpu().contiguous()
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        digest.update(json.dumps([name, dtype, list(tensor.shape)]).encode())
-        digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
+        array = np.asarray(host_array(weight), order="C")
+        digest.update(json.dumps([name, array.dtype.name, list(array.shape)]).encode())
+        digest.update(array.reshape(-1).view(np.uint8).data)
     return f"blake2b:{digest.hexdigest()}"
 
 
-def save_state(state: Mapping[str, torch.Tensor], folder: str | Path) -> None:
+def save_state(state: State, folder: str | Path) -> None:
     """Write weights to a folder that `read_state` can read."""
-    tensors: dict[str, torch.Tensor] = {}
-    places: set[int] = set()
-    for name, weight in state.items():
-        tensor = weight.detach().cpu().contiguous()
-        place = tensor.untyped_storage().data_ptr()
-        # safetensors rejects tensors that share memory, such as a tied output head.
-        tensors[name] = tensor.clone() if place in places else tensor
-        places.add(place)
-    save_tensors(tensors, Path(folder) / "model.safetensors")
-
-
-def save_tensors(
-    tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None
-) -> None:
-    """Write a safetensors file, with permissions as set by the umask.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    path.touch()
-    mode = path.stat().st_mode
-    try:
-        save_file(tensors, path, metadata)  # creates the file with mode 0600
-    except SafetensorError as error:
-        if (number := re.search(r"\(os error (\d+)\)", str(error))) is None:
-            raise
-        code = int(number[1])
-        raise OSError(code, os.strerror(code), str(path)) from error
-    path.chmod(mode)
+    arrays = {name: host_array(weight) for name, weight in state.items()}
+    save_tensors(arrays, Path(folder) / "model.safetensors")
 
 
 def load_config(files: ModelFiles) -> PreTrainedConfig:
@@ -352,6 +353,7 @@ def load_config(files: ModelFiles) -> PreTrainedConfig:
     Raises:
         UnsupportedModelError: transformers does not support the model, or the file is not valid.
     """
+    check_transformers(f"{files.name}: the transformers configuration")
     from transformers import AutoConfig
 
     try:
@@ -376,6 +378,7 @@ def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
         ModelNotFoundError: the folder lacks a file.
         UnsupportedModelError: the file cannot be read.
     """
+    check_transformers(f"{files.name}: the transformers tokenizer")
     from logprobe.models.tokenizer import ExactTokenizer
 
     folder = checked_folder(files.folder)

@@ -1,34 +1,38 @@
 """Load LoRA adapters: low-rank matrices (Hu et al. 2021), DoRA magnitudes (Liu et al. 2024) and biases.
 
-peft reads the configuration and matches names, patterns and shapes against the model on the meta device.
-Parts that depend on the base model's weights (DoRA norms, replaced biases) are computed by `bound`, once
-the decoder is known.
+Adapters have the format of peft, which is not needed: `_Config` is its configuration, and `_File` matches the
+tensors with the modules of the model. Parts that depend on the base model's weights (DoRA norms, replaced
+biases) are computed by `bound`, once the decoder is known.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
+import math
 import re
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
-from logprobe.errors import ModelNotFoundError, UnsupportedModelError
+import msgspec
+import numpy as np
+
+from logprobe.errors import ModelNotFoundError, UnsupportedModelError, in_one_line
 from logprobe.models.cache import checksums_of, listed_version
-from logprobe.models.quiet import quiet_transformers
 from logprobe.models.resolution import looks_like_hub_id
+from logprobe.models.safetensors_files import tensors_of
+from logprobe.models.sources import host_array
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
-    import torch
-    from transformers import PreTrainedConfig
+    from numpy.typing import NDArray
 
+    from logprobe.kernels.arrays import Array
     from logprobe.kernels.layers.forms import PanelWeights
 
 PREFIX = "base_model.model."  # peft's prefix of module names
@@ -36,7 +40,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's f
 PATTERN_LIMIT_S = 10
 PIECE_NUMBERS = 1 << 22  # weights of a matrix held as float64 at a time
 MAX_ID = 2**31 - 1  # largest signed 32-bit integer
-# Program that matches patterns; invalid patterns are skipped here and reported by peft.
+# Program that matches patterns; invalid patterns are skipped here and reported when they are used.
 TRY_PATTERNS = """
 import contextlib, json, re, sys
 patterns, names = json.load(sys.stdin)
@@ -60,29 +64,42 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 MATRICES = (".lora_A.weight", ".lora_B.weight")
 EMBEDDING_MATRICES = (".lora_embedding_A", ".lora_embedding_B")
+MAGNITUDE, LORA_BIAS = ".lora_magnitude_vector", ".lora_B.bias"
 SUFFIXES = (
     *MATRICES,
     *EMBEDDING_MATRICES,
-    ".lora_B.bias",
-    ".lora_magnitude_vector",
+    LORA_BIAS,
+    MAGNITUDE,
     ".base_layer.weight",
     ".base_layer.bias",
     ".weight",
     ".bias",
 )
-LORA_KINDS = ("lora_A", "lora_embedding_A")  # attributes of a targeted module
+ALL_LINEAR = "all-linear"  # peft's name for all linear layers except the output head
 MERGE = "merge it into the model instead (merge_and_unload)"
 MAX_NAMES = 3  # limit on the tensor names listed in a message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelModules:
+    """The modules of a model that an adapter may change, by full name in transformers' module."""
+
+    linear: Mapping[str, tuple[int, int]]  # (outputs, inputs) of each linear layer
+    biased: Collection[str]  # linear layers with a bias
+    embedding: str  # the input embedding
+    embedding_shape: tuple[int, int]  # (tokens, width)
+    head: str | None  # the output head, which is one of `linear`
+    is_tied: bool  # the output head has the weight of the embedding
 
 
 @dataclass(frozen=True, eq=False)
 class Dense:
     """A full matrix that replaces a module's weight."""
 
-    values: torch.Tensor  # (inputs, outputs)
+    values: Any  # (inputs, outputs) array; a tensor for decoders that compute with tensors
 
     @property
-    def matrices(self) -> tuple[torch.Tensor, ...]:
+    def matrices(self) -> tuple[Any, ...]:
         """The matrices by which an input is multiplied, in order."""
         return (self.values,)
 
@@ -97,17 +114,18 @@ class LowRank:
     """The part of a LoRA adapter for one linear layer or embedding.
 
     For a layer with the output P + b, where P is the product of its weight and the input x, the part adds
-    `x @ down @ up + gain * (P + b) + shift`. For an embedding, x is a one-hot row per token.
+    `x @ down @ up + gain * (P + b) + shift`. For an embedding, x is a one-hot row per token. Values are
+    float32 arrays; `mapped` makes tensors of them for decoders that compute with tensors.
     """
 
-    down: torch.Tensor  # (in_features, rank)
-    up: torch.Tensor  # (rank, out_features), multiplied by the scale
-    gain: torch.Tensor | None = None  # (out_features,), DoRA's magnitude / norm - 1
-    shift: torch.Tensor | None = None  # (out_features,)
+    down: Any  # (in_features, rank)
+    up: Any  # (rank, out_features), multiplied by the scale
+    gain: Any = None  # (out_features,), DoRA's magnitude / norm - 1; None: no DoRA
+    shift: Any = None  # (out_features,); None: no shift
     weight: Dense | None = None  # replaces the layer's weight; P + b is then x @ weight
 
     @property
-    def matrices(self) -> tuple[torch.Tensor, ...]:
+    def matrices(self) -> tuple[Any, ...]:
         """The matrices by which an input is multiplied, in order."""
         return (self.down, self.up)
 
@@ -118,23 +136,32 @@ class LowRank:
 
     @cached_property
     def last(self) -> Dense:
-        """The matrix `up`, by which an embedding multiplies the rows that it looks up in `down`."""
+        """The second factor, `up`, as a dense weight.
+
+        For an embedding, the first factor is a row lookup in `down`, not a product.
+        """
         return Dense(self.up)
 
+    def mapped(self, convert: Callable[[Array], Any]) -> LowRank:
+        """Return the part with `convert` applied to all values."""
+        down, up = convert(self.down), convert(self.up)
+        gain, shift = (None if one is None else convert(one) for one in (self.gain, self.shift))
+        weight = None if self.weight is None else Dense(convert(self.weight.values))
+        return LowRank(down, up, gain, shift, weight)
 
-def _packed(matrices: tuple[torch.Tensor, ...]) -> tuple[PanelWeights, ...]:
-    from logprobe.kernels.arrays import as_array
+
+def _packed(matrices: tuple[Array, ...]) -> tuple[PanelWeights, ...]:
     from logprobe.kernels.layers.forms import pack_floats
 
-    return tuple(pack_floats(as_array(matrix.T)) for matrix in matrices) if matrices[-1].shape[0] else ()
+    return tuple(pack_floats(matrix.T) for matrix in matrices) if matrices[-1].shape[0] else ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnValues:
     """Values in an adapter whose effect on a module depends on the module's own weights."""
 
-    bias: torch.Tensor | None = None  # (out_features,), replaces the module's bias
-    magnitude: torch.Tensor | None = None  # (out_features,), DoRA's magnitude
+    bias: Array | None = None  # (out_features,), replaces the module's bias
+    magnitude: Array | None = None  # (out_features,), DoRA's magnitude
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -159,10 +186,10 @@ class OwnLayer(Protocol):
     """Access to the weights of a module in the base model, provided by the decoder."""
 
     @property
-    def bias(self) -> torch.Tensor | None:
-        """The module's bias, (out_features,); None if it has none."""
+    def bias(self) -> Any:
+        """The module's bias, (out_features,) array or tensor; None if it has none."""
 
-    def rows(self, start: int, end: int) -> torch.Tensor:
+    def rows(self, start: int, end: int) -> Any:
         """Return rows [start, end) of the matrix; a row is an output of a linear layer or a token."""
 
 
@@ -179,8 +206,10 @@ def _bound_part(part: LowRank, values: OwnValues, own: OwnLayer, *, is_embedding
         part = replace(part, weight=None)
     factor = None
     if values.magnitude is not None:
-        factor = (values.magnitude.double() / _norms(part, own, is_embedding=is_embedding)).to(part.up.dtype)
-    old, new = own.bias, values.bias
+        norms = _norms(part, own, is_embedding=is_embedding)
+        factor = (values.magnitude.astype(np.float64) / norms).astype(np.float32)
+    old = None if own.bias is None else host_array(own.bias).astype(np.float32, copy=False)
+    new = values.bias
     if new is None:
         new = old
     shift = part.shift
@@ -196,37 +225,38 @@ def _bound_part(part: LowRank, values: OwnValues, own: OwnLayer, *, is_embedding
 
 def _is_same(weight: Dense, own: OwnLayer, *, is_embedding: bool) -> bool:
     """Return True if a replacement matrix equals the module's weight; peft saves copies of some weights."""
-    import torch
-
     values = weight.values if is_embedding else weight.values.T
     step = max(1, PIECE_NUMBERS // values.shape[1])
     starts = range(0, len(values), step)
     return all(
-        torch.equal(own.rows(start, min(start + step, len(values))), values[start : start + step])
+        np.array_equal(_rows(own, start, min(start + step, len(values))), values[start : start + step])
         for start in starts
     )
 
 
-def _norms(part: LowRank, own: OwnLayer, *, is_embedding: bool) -> torch.Tensor:
+def _norms(part: LowRank, own: OwnLayer, *, is_embedding: bool) -> NDArray[np.float64]:
     """Return the norm of the weight merged with the adapter, per output, (out_features,) float64."""
-    import torch
-
     num_rows = len(part.down) if is_embedding else part.up.shape[1]
     step = max(1, PIECE_NUMBERS // (part.up.shape[1] if is_embedding else len(part.down)))
-    squares = torch.zeros(part.up.shape[1], dtype=torch.float64, device=part.up.device)
+    squares = np.zeros(part.up.shape[1])
+    down, up = part.down.astype(np.float64), part.up.astype(np.float64)
     for start in range(0, num_rows, step):
         rows = slice(start, min(start + step, num_rows))
-        added = part.down[rows] @ part.up if is_embedding else (part.down @ part.up[:, rows]).T
+        added = down[rows] @ up if is_embedding else (down @ up[:, rows]).T
         if part.weight is None:
-            base = own.rows(rows.start, rows.stop)
+            base = _rows(own, rows.start, rows.stop)
         else:
             base = part.weight.values[rows] if is_embedding else part.weight.values[:, rows].T
-        merged = base.double() + added.double()
+        merged = base + added
         if is_embedding:
-            squares += merged.square().sum(0)
+            squares += np.square(merged).sum(axis=0)
         else:
-            squares[rows] = merged.square().sum(1)
-    return squares.sqrt()
+            squares[rows] = np.square(merged).sum(axis=1)
+    return np.sqrt(squares)
+
+
+def _rows(own: OwnLayer, start: int, end: int) -> Array:
+    return host_array(own.rows(start, end))
 
 
 def stable_id(name: str) -> int:
@@ -276,55 +306,181 @@ def check_files(name: str, folder: Path) -> None:
             )
 
 
-def load_lora(
-    name: str,
-    path: str | Path,
-    config: PreTrainedConfig,
-    number: int = 0,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
-) -> LoraWeights:
-    """Load a LoRA adapter for the model of `config` from safetensors; no code in the folder is executed.
-
-    `dtype` is float32 if None.
+def load_lora(name: str, path: str | Path, modules: ModelModules, number: int = 0) -> LoraWeights:
+    """Load a LoRA adapter for a model with these modules from safetensors.
 
     Raises:
         ModelNotFoundError: the folder or a file is missing.
-        UnsupportedModelError: peft is not installed, or the adapter uses an unsupported option or does not
-            match the model.
+        UnsupportedModelError: the adapter uses an unsupported option or does not match the model.
     """
-    import torch
-
     folder = resolved_folder(path)
     check_files(name, folder)
-    with quiet_transformers():
-        skeleton, weights, is_tied = _loaded_skeleton(name, folder, config)
-    file = _File(name, weights, dtype or torch.float32, torch.device(device))
-    modules = dict(skeleton.named_modules())
-    ends = (skeleton.get_input_embeddings(), skeleton.get_output_embeddings())
-    embedding, head = (
-        next((own_name for own_name, module in modules.items() if module is end), None) for end in ends
-    )
-    lora = LoraWeights(name, str(folder), number, {}, {}, embedding, head)
-    for module_name, module in modules.items():
-        if file.has_any(module_name) or any(getattr(module, kind, None) for kind in LORA_KINDS):
-            file.add_part_(lora, module_name, module)
+    config = _read_config(name, folder)
+    _check_patterns(name, config, modules)
+    try:
+        targets = _targets(config, modules)
+        file = _File(name, _read_weights(name, folder), config, targets)
+        lora = LoraWeights(name, str(folder), number, {}, {}, modules.embedding, modules.head)
+        file.check_sizes(modules)
+        for module_name in [*sorted(targets), *sorted(file.owners - targets)]:
+            file.add_part_(lora, module_name, modules)
+    except (re.error, RecursionError) as error:
+        raise UnsupportedModelError(f"lora {name!r}: has an invalid pattern: {error}") from error
     file.check_used()
-    if is_tied:
-        _tie_(lora, modules)
+    if modules.is_tied:
+        _tie_(lora, config)
     return lora
 
 
-def _tie_(lora: LoraWeights, modules: dict[str, Any]) -> None:
+class _Config(msgspec.Struct, kw_only=True):
+    """The options in an adapter's configuration that determine its values; defaults are those of peft."""
+
+    r: Annotated[int, msgspec.Meta(gt=0)] = 8
+    lora_alpha: float = 8
+    use_rslora: bool = False
+    use_dora: bool = False
+    lora_bias: bool = False
+    target_modules: list[str] | str | None = None
+    exclude_modules: list[str] | str | None = None
+    modules_to_save: list[str] | None = None
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
+    rank_pattern: dict[str, Annotated[int, msgspec.Meta(gt=0)]] | None = None
+    alpha_pattern: dict[str, float] | None = None
+
+    def rank_and_scale(self, module_name: str) -> tuple[int, float]:
+        """Return the rank of a module's matrices, and the factor of their product."""
+        rank = _by_pattern(self.rank_pattern or {}, module_name, self.r)
+        alpha = _by_pattern(self.alpha_pattern or {}, module_name, self.lora_alpha)
+        return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def saves(self, module_name: str) -> bool:
+        """Return True if the module's own weights are in the adapter, instead of low-rank matrices."""
+        return any(module_name.endswith(end) for end in self.modules_to_save or ())
+
+
+def _read_config(name: str, folder: Path) -> _Config:
+    try:
+        content = json.loads((folder / CONFIG).read_bytes())
+        kind = content.get("peft_type")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise UnsupportedModelError(f"lora {name!r}: {CONFIG} is not a JSON object") from error
+    if kind != "LORA":
+        raise UnsupportedModelError(f"lora {name!r}: peft_type is {kind}; only LORA is supported")
+    for option, neutral in NEUTRAL.items():
+        if content.get(option, neutral[0]) not in neutral:
+            raise UnsupportedModelError(f"lora {name!r}: uses {option}, which is not supported; {MERGE}")
+    try:
+        config = msgspec.convert(content, _Config)
+    except msgspec.ValidationError as error:
+        raise UnsupportedModelError(f"lora {name!r}: {CONFIG}: {in_one_line(error)}; fix it") from error
+    if not all(map(math.isfinite, (config.lora_alpha, *(config.alpha_pattern or {}).values()))):
+        raise UnsupportedModelError(f"lora {name!r}: {CONFIG}: lora_alpha must be a finite number; fix it")
+    return config
+
+
+def _read_weights(name: str, folder: Path) -> dict[str, Array]:
+    """Return the tensors in the file without peft's prefix, in float32."""
+    from safetensors import SafetensorError
+
+    try:
+        stored, _ = tensors_of(folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        reason = in_one_line(error)
+        raise UnsupportedModelError(f"lora {name!r}: {WEIGHTS} cannot be read: {reason}") from error
+    if not all(key.startswith(PREFIX) for key in stored):
+        foreign = [key for key in stored if not key.startswith(PREFIX)]
+        raise UnsupportedModelError(
+            f"lora {name!r}: tensors are not named as peft names them ({PREFIX}...); "
+            f"{listed_names(foreign)}; save the weights with peft, or rename them"
+        )
+    with np.errstate(over="ignore"):
+        return {key.removeprefix(PREFIX): tensor.read().astype(np.float32) for key, tensor in stored.items()}
+
+
+def _by_pattern(values: Mapping[str, Any], module_name: str, default: Any) -> Any:
+    """Return the value of the first pattern that matches the end of a module's name."""
+    for pattern, value in values.items():
+        if re.match(rf"(.*\.)?({pattern})$", module_name):
+            return value
+    return default
+
+
+def _targets(config: _Config, modules: ModelModules) -> set[str]:
+    """Return the names of the modules for which peft makes low-rank matrices."""
+    names = {*modules.linear, modules.embedding}
+    wanted = config.target_modules
+    if isinstance(wanted, str) and wanted.lower() == ALL_LINEAR:
+        return {name for name in modules.linear if name != modules.head and not _is_left_out(config, name)}
+    return {name for name in names if _is_target(config, name) and not _is_left_out(config, name)}
+
+
+def _is_target(config: _Config, name: str) -> bool:
+    if isinstance(config.target_modules, str):
+        return re.fullmatch(config.target_modules, name) is not None
+    wanted = config.target_modules or ()
+    if name in wanted:
+        return True
+    if not any(name.endswith(f".{end}") for end in wanted):
+        return False
+    layers = config.layers_to_transform
+    if layers is None or layers == []:
+        return True
+    patterns = config.layers_pattern
+    if isinstance(patterns, str):
+        patterns = [patterns] if patterns else []
+    found = None if patterns else re.match(r".*?\.[^.]*\.(\d+)\.", name)
+    for pattern in patterns or ():
+        found = found or re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", name)
+    return found is not None and int(found[1]) in ([layers] if isinstance(layers, int) else layers)
+
+
+def _is_left_out(config: _Config, name: str) -> bool:
+    excluded = config.exclude_modules or []
+    if isinstance(excluded, str):
+        if re.fullmatch(excluded, name):
+            return True
+    elif any(name == end or name.endswith(f".{end}") for end in excluded):
+        return True
+    return any(re.match(rf"(^|.*\.){saved}($|\..*)", name) for saved in config.modules_to_save or ())
+
+
+def _check_patterns(name: str, config: _Config, modules: ModelModules) -> None:
+    """Reject regular expressions in the configuration that take too long, by trying them in a subprocess.
+
+    They are matched against all module names, and catastrophic backtracking might never end.
+    """
+    given = (config.target_modules, config.exclude_modules, config.layers_pattern)
+    patterns = [pattern for pattern in given if isinstance(pattern, str)]
+    for listed in (config.layers_pattern, config.modules_to_save):
+        patterns += listed if isinstance(listed, list) else []
+    patterns += [*(config.rank_pattern or ()), *(config.alpha_pattern or ())]
+    if not any(set(pattern) & set("*+{") for pattern in patterns):
+        return
+    asked = json.dumps([patterns, [*modules.linear, modules.embedding]])
+    try:
+        subprocess.run(  # noqa: S603 - our own program; the patterns are its input
+            [sys.executable, "-I", "-c", TRY_PATTERNS],
+            input=asked,
+            text=True,
+            timeout=PATTERN_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UnsupportedModelError(
+            f"lora {name!r}: its patterns take longer than {PATTERN_LIMIT_S} s to match; list module names"
+        ) from error
+
+
+def _tie_(lora: LoraWeights, config: _Config) -> None:
     """If a base matrix is saved for only one of two tied modules, apply it to the other as well."""
     if lora.embedding is None or lora.head is None:
         return
     for name, other in ((lora.embedding, lora.head), (lora.head, lora.embedding)):
         part = lora.parts.get(name)
-        is_base = not hasattr(modules[name], "modules_to_save")
+        is_base = not config.saves(name)
         if part is not None and part.weight is not None and is_base and other not in lora.parts:
-            values = part.weight.values.T.contiguous()
+            values = np.ascontiguousarray(part.weight.values.T)
             lora.parts[other] = LowRank(values[:, :0], values[:0], weight=Dense(values))
             lora.own_values[other] = OwnValues()
 
@@ -333,85 +489,102 @@ class _File:
     """The tensors in an adapter file, each of which must be used for one module."""
 
     def __init__(
-        self, name: str, weights: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device
+        self, name: str, weights: dict[str, Array], config: _Config, targets: Collection[str]
     ) -> None:
-        self._name, self._weights = name, weights
-        self._dtype, self._device = dtype, device
+        self._name, self._weights, self._config, self._targets = name, weights, config, targets
         self._unused = set(weights)
-        self._owners = {_owner(key.removeprefix(PREFIX)) for key in weights}
+        self.owners = {_owner(key) for key in weights}  # names of the modules that the tensors belong to
 
-    def has_any(self, module_name: str) -> bool:
-        """Return True if the file has a tensor for the module."""
-        return module_name in self._owners
+    def check_sizes(self, modules: ModelModules) -> None:
+        """Raise `UnsupportedModelError` if the vocabulary was resized."""
+        sizes = {modules.embedding: modules.embedding_shape[0]}
+        if modules.head is not None:
+            sizes[modules.head] = modules.linear[modules.head][0]
+        for module_name, size in sizes.items():
+            for inner in ("", ".base_layer"):
+                weight = self._weights.get(f"{module_name}{inner}.weight")
+                if weight is not None and len(weight) != size:
+                    raise UnsupportedModelError(
+                        f"lora {self._name!r}: has a resized vocabulary: {module_name} has {len(weight)} "
+                        f"rows, the model's {size}; resize the model (resize_token_embeddings) and load that"
+                    )
 
-    def add_part_(self, lora: LoraWeights, module_name: str, module: Any) -> None:
+    def add_part_(self, lora: LoraWeights, module_name: str, modules: ModelModules) -> None:
         """Add the tensors for a module to `lora`."""
-        import torch
-
-        is_embedding = module_name == lora.embedding
-        is_wrapped = hasattr(module, "get_base_layer")
-        base = module.get_base_layer() if is_wrapped else getattr(module, "original_module", module)
-        is_linear = type(base) is torch.nn.Linear
-        if not (is_linear or (is_embedding and isinstance(base, torch.nn.Embedding))):
+        is_embedding, is_linear = module_name == lora.embedding, module_name in modules.linear
+        if not (is_linear or is_embedding):
             raise UnsupportedModelError(
                 f"lora {self._name!r}: changes {module_name}, but only linear layers, the input embedding "
                 f"and the output head are supported; {MERGE}"
             )
-        down, up, shift = self._low_rank(module_name, module, is_embedding=is_embedding)
-        if down is None or up is None:
-            num_outputs, num_inputs = reversed(base.weight.shape) if is_embedding else base.weight.shape
-            down, up = self._place(torch.zeros(num_inputs, 0)), self._place(torch.zeros(0, num_outputs))
-        inner = f"{module_name}.base_layer" if is_wrapped else module_name
-        bias = self._take(f"{inner}.bias") if is_linear and base.bias is not None else None
-        magnitude = self._take(f"{module_name}.lora_magnitude_vector")
+        if is_embedding:
+            num_inputs, num_outputs = modules.embedding_shape
+        else:
+            num_outputs, num_inputs = modules.linear[module_name]
+        is_target = module_name in self._targets
+        if is_target:
+            down, up, shift = self._low_rank(module_name, num_inputs, num_outputs, is_embedding=is_embedding)
+        else:
+            down, up = np.zeros((num_inputs, 0), np.float32), np.zeros((0, num_outputs), np.float32)
+            shift = None
+        inner = f"{module_name}.base_layer" if is_target else module_name
+        bias = None
+        if is_linear and module_name in modules.biased:
+            bias = self._take(f"{inner}.bias", (num_outputs,))
+        magnitude = self._take(f"{module_name}{MAGNITUDE}", (num_outputs,))
         is_end = is_embedding or module_name == lora.head
-        weight = self._take(f"{inner}.weight") if is_end else None
+        shape = (num_inputs, num_outputs) if is_embedding else (num_outputs, num_inputs)
+        weight = self._take(f"{inner}.weight", shape) if is_end else None
         if weight is not None and not is_embedding:
-            weight = weight.T.contiguous()
+            weight = np.ascontiguousarray(weight.T)
         dense = None if weight is None else Dense(weight)
         lora.parts[module_name] = LowRank(down, up, shift=shift, weight=dense)
         if bias is not None or magnitude is not None or dense is not None:
             lora.own_values[module_name] = OwnValues(bias, magnitude)
 
     def _low_rank(
-        self, module_name: str, module: Any, *, is_embedding: bool
-    ) -> tuple[torch.Tensor | None, ...]:
-        """Return (down, up times the scale, LoRA bias times the scale); each is None if there is none."""
+        self, module_name: str, num_inputs: int, num_outputs: int, *, is_embedding: bool
+    ) -> tuple[Array, Array, Array | None]:
+        """Return down, up times the scale, and the LoRA bias times the scale (None if there is none)."""
+        rank, scale = self._config.rank_and_scale(module_name)
         names = EMBEDDING_MATRICES if is_embedding else MATRICES
-        [key] = getattr(module, LORA_KINDS[is_embedding], None) or [None]
-        if key is None:
-            return None, None, None
-        down, up = (self._take(f"{module_name}{name}") for name in names)
-        shift = self._take(f"{module_name}.lora_B.bias") if module.lora_bias[key] else None
-        lacks_shift = module.lora_bias[key] and shift is None
-        lacks_magnitude = module.use_dora[key] and not self._has(f"{module_name}.lora_magnitude_vector")
-        if down is None or up is None or lacks_shift or lacks_magnitude:
+        down = self._take(f"{module_name}{names[0]}", (rank, num_inputs))
+        up = self._take(f"{module_name}{names[1]}", (num_outputs, rank))
+        has_bias = self._config.lora_bias and not is_embedding
+        shift = self._take(f"{module_name}{LORA_BIAS}", (num_outputs,)) if has_bias else None
+        lacks_magnitude = self._config.use_dora and f"{module_name}{MAGNITUDE}" not in self._weights
+        if down is None or up is None or (has_bias and shift is None) or lacks_magnitude:
             raise UnsupportedModelError(
-                f"lora {self._name!r}: lacks weights of {module_name}; {listed_names(self._weights)}; save "
-                "it again with peft"
+                f"lora {self._name!r}: lacks weights of {module_name}; "
+                f"{listed_names([PREFIX + key for key in self._weights])}; save it again with peft"
             )
-        scale = module.scaling[key]
-        return down.T.contiguous(), (up.T * scale).contiguous(), None if shift is None else shift * scale
+        factor = np.float32(scale)
+        return (
+            np.ascontiguousarray(down.T),
+            np.ascontiguousarray(up.T * factor),
+            None if shift is None else shift * factor,
+        )
 
     def check_used(self) -> None:
         """Raise `UnsupportedModelError` if a tensor was not used for any module."""
         for key in sorted(self._unused):
             raise UnsupportedModelError(
-                f"lora {self._name!r}: does not match the model, which has no weight for {key}; {MERGE}"
+                f"lora {self._name!r}: does not match the model, which has no weight for {PREFIX}{key}; "
+                f"{MERGE}"
             )
 
-    def _take(self, *names: str) -> torch.Tensor | None:
-        for name in names:
-            if (weight := self._weights.get(f"{PREFIX}{name}")) is not None:
-                self._unused.discard(f"{PREFIX}{name}")
-                return self._place(weight)
-        return None
-
-    def _place(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.to(self._device, self._dtype)
-
-    def _has(self, name: str) -> bool:
-        return f"{PREFIX}{name}" in self._weights
+    def _take(self, key: str, shape: tuple[int, ...]) -> Array | None:
+        """Return a tensor, which must have this shape; None if the file does not have it."""
+        weight = self._weights.get(key)
+        if weight is None:
+            return None
+        if weight.shape != shape:
+            raise UnsupportedModelError(
+                f"lora {self._name!r}: does not match the model: {key} has the shape {weight.shape}, not "
+                f"{shape}; load the adapter with the model that it was trained for"
+            )
+        self._unused.discard(key)
+        return weight
 
 
 def _owner(key: str) -> str:
@@ -425,108 +598,3 @@ def listed_names(names: Iterable[str]) -> str:
     ordered = sorted(names)
     more = f" and {len(ordered) - MAX_NAMES} more" if len(ordered) > MAX_NAMES else ""
     return f"the file has {', '.join(ordered[:MAX_NAMES]) or 'no tensors'}{more}"
-
-
-def _loaded_skeleton(
-    name: str, folder: Path, own: PreTrainedConfig
-) -> tuple[Any, dict[str, torch.Tensor], bool]:
-    """Return an empty model with peft's LoRA layers, the file's tensors, and True if the head is tied."""
-    try:
-        from peft import LoraConfig, PeftConfig, PeftModel, load_peft_weights
-    except ImportError as error:
-        raise UnsupportedModelError("lora: needs peft; pip install 'logprobe[peft]'") from error
-    from safetensors import SafetensorError
-
-    from logprobe.models.lazy import empty_model
-
-    skeleton = empty_model(copy.deepcopy(own), attn_implementation="eager")
-    _check_kind(name, folder)
-    head = skeleton.get_output_embeddings()
-    is_tied = head is not None and head.weight is skeleton.get_input_embeddings().weight
-    try:
-        settings = PeftConfig.from_pretrained(str(folder))
-        _check_config(name, settings, LoraConfig)
-        _check_patterns(name, settings, [module_name for module_name, _ in skeleton.named_modules()])
-        weights = load_peft_weights(str(folder), device="cpu")
-        _check_names(name, weights, skeleton)
-        wrapped = PeftModel.from_pretrained(
-            skeleton, str(folder), config=settings, low_cpu_mem_usage=True, torch_device="cpu"
-        )
-        return wrapped.get_base_model(), weights, is_tied
-    except UnsupportedModelError:
-        raise
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        RuntimeError,
-        OSError,
-        re.error,
-        SafetensorError,
-    ) as error:
-        reason = " ".join(str(error).split())
-        raise UnsupportedModelError(f"lora {name!r}: does not match the model: {reason:.300}") from error
-
-
-def _check_kind(name: str, folder: Path) -> None:
-    """Raise `UnsupportedModelError` for adapter types other than LoRA; peft may only warn about them."""
-    try:
-        kind = json.loads((folder / CONFIG).read_bytes()).get("peft_type")
-    except (ValueError, AttributeError) as error:
-        raise UnsupportedModelError(f"lora {name!r}: {CONFIG} is not a JSON object") from error
-    if kind != "LORA":
-        raise UnsupportedModelError(f"lora {name!r}: peft_type is {kind}; only LORA is supported")
-
-
-def _check_config(name: str, config: Any, lora: type) -> None:
-    if not isinstance(config, lora):
-        raise UnsupportedModelError(f"lora {name!r}: peft_type is {config.peft_type}; only LORA is supported")
-    for option, neutral in NEUTRAL.items():
-        if getattr(config, option, neutral[0]) not in neutral:
-            raise UnsupportedModelError(f"lora {name!r}: uses {option}, which is not supported; {MERGE}")
-
-
-def _check_names(name: str, weights: dict[str, torch.Tensor], skeleton: Any) -> None:
-    """Raise `UnsupportedModelError` for tensors without peft's names, and for a resized vocabulary."""
-    if not all(key.startswith(PREFIX) for key in weights):
-        foreign = [key for key in weights if not key.startswith(PREFIX)]
-        raise UnsupportedModelError(
-            f"lora {name!r}: tensors are not named as peft names them ({PREFIX}...); "
-            f"{listed_names(foreign)}; save the weights with peft, or rename them"
-        )
-    for module_name, module in skeleton.named_modules():
-        if module not in {skeleton.get_input_embeddings(), skeleton.get_output_embeddings()}:
-            continue
-        for inner in ("", ".base_layer"):
-            weight = weights.get(f"{PREFIX}{module_name}{inner}.weight")
-            if weight is not None and len(weight) != len(module.weight):
-                raise UnsupportedModelError(
-                    f"lora {name!r}: has a resized vocabulary: {module_name} has {len(weight)} rows, the "
-                    f"model's {len(module.weight)}; resize the model (resize_token_embeddings) and load that"
-                )
-
-
-def _check_patterns(name: str, config: Any, module_names: list[str]) -> None:
-    """Reject regular expressions in the configuration that take too long, by trying them in a subprocess.
-
-    peft matches them against all module names, and catastrophic backtracking might never end.
-    """
-    given = (config.target_modules, config.exclude_modules, config.layers_pattern)
-    patterns = [pattern for pattern in given if isinstance(pattern, str)]
-    patterns += [*(config.rank_pattern or ()), *(config.alpha_pattern or ())]
-    if not any(set(pattern) & set("*+{") for pattern in patterns):
-        return
-    asked = json.dumps([patterns, module_names])
-    try:
-        subprocess.run(  # noqa: S603 - our own program; the patterns are its input
-            [sys.executable, "-I", "-c", TRY_PATTERNS],
-            input=asked,
-            text=True,
-            timeout=PATTERN_LIMIT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise UnsupportedModelError(
-            f"lora {name!r}: its patterns take longer than {PATTERN_LIMIT_S} s to match; list module names"
-        ) from error

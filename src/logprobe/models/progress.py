@@ -11,8 +11,7 @@ from logprobe.models.sources import EVERY
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import Tensor
-
+    from logprobe.kernels.arrays import Array
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.models.sources import Rows, Source
 
@@ -81,14 +80,14 @@ class CountedSource:
         """Shapes of the tensors by name."""
         return self._source.shapes
 
-    def read(self, name: str, rows: Rows = EVERY) -> Tensor:
+    def read(self, name: str, rows: Rows = EVERY) -> Array:
         """Read rows of one tensor."""
-        tensor = self._source.read(name, rows)
-        self._progress.advance(tensor.numel())
-        return tensor
+        array = self._source.read(name, rows)
+        self._progress.advance(array.size)
+        return array
 
     def panels(self, name: str) -> PanelWeights | None:
-        """Return a quantised matrix as panels; see `Source.panels`."""
+        """Return a quantized matrix as panels; see `Source.panels`."""
         panels = self._source.panels(name)
         if panels is not None:
             self._progress.advance(panels.num_outputs * panels.num_inputs)

@@ -6,6 +6,8 @@ import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from logprobe.errors import MissingPackageError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -20,9 +22,16 @@ def quiet_imports() -> Iterator[None]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Suppress transformers' progress bar and warnings while a model loads."""
-    with quiet_imports():
-        from transformers.utils import logging as transformers_logging
+    """Suppress transformers' progress bar and warnings while a model loads.
+
+    Raises:
+        MissingPackageError: transformers is not installed.
+    """
+    try:
+        with quiet_imports():
+            from transformers.utils import logging as transformers_logging
+    except ImportError as error:
+        raise MissingPackageError("transformers is not installed; pip install 'logprobe[torch]'") from error
 
     logging: Any = transformers_logging  # the module's functions have no type annotations
     verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -90,7 +90,7 @@ def weight_version(files: ModelFiles) -> str:
 
 
 def quantization(files: ModelFiles) -> str | None:
-    """Return llama.cpp's name for a GGUF file's quantisation, such as `Q4_1`; None for other formats.
+    """Return llama.cpp's name for a GGUF file's quantization, such as `Q4_1`; None for other formats.
 
     Raises:
         InputError: a GGUF file cannot be read.

@@ -5,21 +5,26 @@ from __future__ import annotations
 import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+
+import numpy as np
 
 from logprobe.errors import UnsupportedModelError
+from logprobe.kernels.arrays import Array, as_array
 from logprobe.models.folder import shard_names
+from logprobe.models.safetensors_files import tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from concurrent.futures import Future
     from pathlib import Path
 
-    import torch
+    from numpy.typing import NDArray
 
     from logprobe.kernels.layers.forms import PanelWeights
+    from logprobe.models.safetensors_files import StoredTensor
 
-Rows: TypeAlias = "slice | torch.Tensor"
+Rows: TypeAlias = "slice | NDArray[np.integer[Any]]"
 EVERY = slice(None)
 T = TypeVar("T")
 
@@ -31,15 +36,15 @@ class Source(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of the tensors by name."""
 
-    def read(self, name: str, rows: Rows = EVERY) -> torch.Tensor:
+    def read(self, name: str, rows: Rows = EVERY) -> Array:
         """Read rows of one tensor in its stored dtype, or as float32 if the tensor is quantised."""
 
     def panels(self, name: str) -> PanelWeights | None:
-        """Return a quantised matrix as panels; None for float tensors and types without a panel format."""
+        """Return a quantized matrix as panels; None for float tensors and types without a panel format."""
 
 
 class FolderSource:
-    """The safetensors files in a folder; a file is mapped only while one of its tensors is in use."""
+    """The safetensors files in a folder; a tensor is mapped into memory only while it is in use."""
 
     def __init__(self, folder: Path) -> None:
         """Read the names and shapes of all tensors.
@@ -47,16 +52,12 @@ class FolderSource:
         Raises:
             UnsupportedModelError: a file cannot be read.
         """
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
 
-        self._files: dict[str, Path] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._tensors: dict[str, StoredTensor] = {}
         for file in weight_files(folder):
             try:
-                with safe_open(file, framework="pt") as opened:
-                    for name in opened.keys():  # noqa: SIM118
-                        self._files[name] = file
-                        self._shapes[name] = tuple(opened.get_slice(name).get_shape())
+                self._tensors |= tensors_of(file)[0]
             except (OSError, SafetensorError) as error:
                 reason = next(iter(str(error).splitlines()), type(error).__name__)
                 raise UnsupportedModelError(f"{file}: cannot be read ({reason}); fetch it again") from error
@@ -64,24 +65,21 @@ class FolderSource:
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of the tensors by name."""
-        return self._shapes
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
 
-    def read(self, name: str, rows: Rows = EVERY) -> torch.Tensor:
-        """Read rows of one tensor; the file stays mapped until the tensor is freed."""
-        from safetensors import safe_open
-
-        with safe_open(self._files[name], framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
-        return tensor if rows is EVERY else tensor[rows]
+    def read(self, name: str, rows: Rows = EVERY) -> Array:
+        """Read rows of one tensor; the tensor stays mapped until the array is freed."""
+        array = self._tensors[name].read()
+        return array if rows is EVERY else array[rows]
 
     def panels(self, name: str) -> PanelWeights | None:
         """Return None: the tensors are floats."""
 
 
 class StateSource:
-    """A source of weights that are in memory."""
+    """A source of weights that are in memory, as arrays or torch tensors."""
 
-    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
 
     @property
@@ -89,13 +87,18 @@ class StateSource:
         """Shapes of the tensors by name."""
         return {name: tuple(tensor.shape) for name, tensor in self._state.items()}
 
-    def read(self, name: str, rows: Rows = EVERY) -> torch.Tensor:
-        """Return rows of one tensor; a slice is a view."""
-        tensor = self._state[name]
-        return tensor if rows is EVERY else tensor[rows]
+    def read(self, name: str, rows: Rows = EVERY) -> Array:
+        """Return rows of one tensor; a slice is a view, unless the tensor is on a GPU."""
+        array = host_array(self._state[name])
+        return array if rows is EVERY else array[rows]
 
     def panels(self, name: str) -> PanelWeights | None:
         """Return None: the tensors are floats."""
+
+
+def host_array(values: Any) -> Array:
+    """Return an array itself, or a torch tensor on any device as an array in main memory."""
+    return values if isinstance(values, np.ndarray) else as_array(values.detach().cpu())
 
 
 class RenamedSource:
@@ -109,12 +112,12 @@ class RenamedSource:
         """Shapes of the tensors by name."""
         return {name: self._source.shapes[own] for name, own in self._names.items()}
 
-    def read(self, name: str, rows: Rows = EVERY) -> torch.Tensor:
+    def read(self, name: str, rows: Rows = EVERY) -> Array:
         """Read rows of one tensor."""
         return self._source.read(self._names[name], rows)
 
     def panels(self, name: str) -> PanelWeights | None:
-        """Return a quantised matrix as panels; see `Source.panels`."""
+        """Return a quantized matrix as panels; see `Source.panels`."""
         return self._source.panels(self._names[name])
 
 

@@ -30,7 +30,7 @@ class Vocabulary:
     """The exact bytes of every token id, stored in one `bytes` object.
 
     The concatenated bytes of `encode(text, add_special_tokens=False)` equal `text.encode()`, unless the
-    tokenizer changes the text. A normaliser (NFC in Qwen's tokenizers) changes characters. A byte that a
+    tokenizer changes the text. A normalizer (NFC in Qwen's tokenizers) changes characters. A byte that a
     byte-level vocabulary lacks is dropped (`missing_bytes`). A SentencePiece tokenizer encodes `▁` (U+2581)
     as a space, and it may add a space before the text, which is then in the bytes too.
     """

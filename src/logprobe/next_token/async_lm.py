@@ -19,7 +19,9 @@ from logprobe.next_token.rows import Row, RowCache
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from typing import Unpack
 
+    from logprobe.config import EngineSettings
     from logprobe.engine.backends.start import LoadedModel
 
 
@@ -36,14 +38,14 @@ class AsyncLM(EngineLM[Row], ABC):
 
     Args:
         model: a name or path as in `EngineConfig.model`, or an open `LLM`, whose engine, processors, LoRA
-            adapters and prefix cache are shared. With a view (`LLM.with_lora`), the view's adapter is the
+            adapters and prefix cache are shared. For the result of `LLM.with_lora`, that adapter is the
             default.
         cache_bytes: size of the LRU cache of whole-vocabulary rows, in bytes; 0 disables the cache.
         batch_size: number of pending requests at which an idle engine starts a step immediately.
         timeout: seconds after which an idle engine starts a step with fewer requests; a busy engine takes
             requests immediately.
         owns_engine: whether `close` also closes the engine; the default is True if `model` is a name.
-        settings: other fields of `EngineConfig`, if `model` is a name.
+        settings: other keywords of `EngineConfig`, if `model` is a name.
 
     Raises:
         ModelError: the model cannot be loaded.
@@ -58,7 +60,7 @@ class AsyncLM(EngineLM[Row], ABC):
         batch_size: int = 64,
         timeout: float = 0.001,
         owns_engine: bool | None = None,
-        **settings: Any,
+        **settings: Unpack[EngineSettings],
     ) -> None:
         cache = RowCache(cache_bytes)  # validates before the model is loaded
         check_batching(batch_size=batch_size, timeout=timeout)
@@ -80,25 +82,22 @@ class AsyncLM(EngineLM[Row], ABC):
         cls,
         model: str | Path = "smollm2",
         *,
-        engine: str = "native",
         cache_bytes: int = DEFAULT_CACHE_BYTES,
         batch_size: int = 64,
         timeout: float = 0.001,
-        **settings: Any,
+        **settings: Unpack[EngineSettings],
     ) -> Self:
-        """Load a model by name and start its engine; `settings` are fields of `EngineConfig`.
+        """Load a model by name and start its engine; `settings` are keywords of `EngineConfig`.
 
         Raises:
             ModelError: the model cannot be loaded.
             ParameterError: a setting is invalid.
         """
         require(isinstance(model, str | os.PathLike), "model", "must be a name or a path", got=model)
-        return cls(
-            model, cache_bytes=cache_bytes, batch_size=batch_size, timeout=timeout, engine=engine, **settings
-        )
+        return cls(model, cache_bytes=cache_bytes, batch_size=batch_size, timeout=timeout, **settings)
 
 
-def _loaded(model: str | Path | LoadedModel | OpenModel, settings: dict[str, Any]) -> LoadedModel:
+def _loaded(model: str | Path | LoadedModel | OpenModel, settings: EngineSettings) -> LoadedModel:
     """Load a model and start its engine if `model` is a name; otherwise return the loaded model."""
     if isinstance(model, str | os.PathLike):
         from logprobe.engine.backends.start import start_engine

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class BaseLM:
-    """Base class that returns rows by prefix, from the cache or else from the source through the batcher.
+    """Base class that returns the rows of prefixes from the cache, or else requests them through the batcher.
 
     The arguments are described in `NextTokenLM`.
     """
@@ -114,7 +114,7 @@ class BaseLM:
 
     @property
     def batch_size(self) -> int:
-        """Number of waiting requests at which an idle engine starts a step at once; settable."""
+        """Number of waiting requests at which an idle engine starts a step immediately; settable."""
         return self._batcher.batch_size
 
     @batch_size.setter
@@ -187,7 +187,7 @@ class BaseLM:
         return answer
 
     def _has_other_weights(self, lora: str | None, loads: tuple[int, int]) -> bool:
-        """Return True if weights were replaced since `loads`; rows from a removed LoRA adapter stay valid."""
+        """Return True if weights were replaced since `loads`; removing a LoRA adapter does not count."""
         is_loaded = lora is None or lora in self._source.list_loras()
         return is_loaded and self._source.loads(lora) != loads
 

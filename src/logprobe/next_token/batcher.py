@@ -53,7 +53,7 @@ class LoopBatches(Generic[T]):
         batch.items.extend(items)
 
     def end(self) -> None:
-        """Hand over the items collected on this thread at once."""
+        """Hand over the items collected on this thread immediately."""
         batch: LoopBatch[T] | None = getattr(self._here, "batch", None)
         if batch is not None:
             self._end(batch)
@@ -87,7 +87,7 @@ class Ask:
 
     prefix: Prefix
     waiter: Waiter
-    is_urgent: bool  # start at once: the caller sends nothing more until the row arrives
+    is_urgent: bool  # start immediately: the caller sends nothing more until the row arrives
     uses_cache: bool  # read and write the row cache
 
 
@@ -105,8 +105,8 @@ class Computation:
 class Batcher:
     """Collect row requests and start them together, computing each distinct prefix once.
 
-    Requests start at once if the source is busy; otherwise, when `batch_size` requests wait or `timeout_s`
-    seconds after the first. Both limits can be changed at any time and apply to later requests.
+    Requests start immediately if the source is busy; otherwise, when `batch_size` requests wait or
+    `timeout_s` seconds after the first. Both limits can be changed at any time and apply to later requests.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Batcher:
             self._timer = asyncio.get_running_loop().call_later(self.timeout_s, self._start)
 
     def _is_full(self) -> bool:
-        """Return True if at least `batch_size` requests wait; requests for the same row count separately."""
+        """Return True if at least `batch_size` requests wait; equal requests count separately."""
         waiting = (not waiter.cancelled() for computation in self._held for waiter in computation.waiters)
         return sum(waiting) >= self.batch_size
 

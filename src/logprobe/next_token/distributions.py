@@ -45,7 +45,7 @@ class Distributions(BaseLM, Generic[ArrayT]):
     ) -> ArrayT:
         """Return the log-probabilities of the token after each of n prefixes: (n, V) float32, nats.
 
-        Common beginnings are computed once. The requests start at once, without waiting for a larger batch.
+        Common beginnings are computed once. The requests do not wait for a larger batch.
 
         Raises:
             ParameterError: a prefix is invalid; in this case nothing is computed.
@@ -60,7 +60,7 @@ class Distributions(BaseLM, Generic[ArrayT]):
     def next_token_logprobs_sync(
         self, token_ids: TokenIds, *, lora: str | None = None, use_cache: bool = True
     ) -> ArrayT:
-        """Blocking version of `next_token_logprobs`; starts at once, without waiting for a larger batch."""
+        """Blocking version of `next_token_logprobs`; does not wait for a larger batch."""
         asked = self._rows([token_ids], self._chosen_lora(lora), use_cache=use_cache, is_urgent=True)
         return self._as_caller(self._bridge.run(asked)[0])
 
@@ -77,7 +77,7 @@ class Distributions(BaseLM, Generic[ArrayT]):
         Raises:
             ParameterError: `k` is outside [1, V], or for the reasons given in `next_token_logprobs`.
         """
-        require(0 < k <= self.vocab_size, "k", f"must lie in [1, {self.vocab_size}], got {k}")
+        require(0 < k <= self.vocab_size, "k", f"must be in [1, {self.vocab_size}], got {k}")
         [row] = await self._rows([token_ids], self._chosen_lora(lora))
         return top_tokens(row, k)
 
@@ -102,8 +102,7 @@ class Distributions(BaseLM, Generic[ArrayT]):
     ) -> dict[tuple[int, ...], ArrayT]:
         """Return a map from each non-empty prefix of `sequences` to the (V,) log-probabilities after it.
 
-        To get the row of the empty prefix, request it with `next_token_logprobs`. Common prefixes are
-        computed once.
+        For the empty prefix, use `next_token_logprobs`. Common prefixes are computed once.
         """
         whole = [tuple(as_token_ids(ids, "sequences").tolist()) for ids in sequences]
         nodes = {ids[:end] for ids in whole for end in range(1, len(ids) + 1)}

@@ -57,8 +57,8 @@ class EngineLM(NextTokenLM[ArrayT], Generic[ArrayT]):
     def underlying_model(self) -> Any:
         """The transformers or vLLM module; None if the model runs in another process.
 
-        The module is loaded on first access if loading the model did not need it, because an earlier load has
-        verified the model on this machine.
+        If the model was loaded without this module, because an earlier load verified the model, the module is
+        loaded on first access.
         """
         load = self._loaded.load_module
         return None if load is None else load()
@@ -92,7 +92,7 @@ class EngineLM(NextTokenLM[ArrayT], Generic[ArrayT]):
         version: str | None = None,
         on_running: OnRunning = "finish",
     ) -> str:
-        """Replace the model's weights as `LLM.load_weights` does; cached rows of the old ones are not used.
+        """Replace the model's weights as `LLM.load_weights` does; rows of the old weights are not reused.
 
         Raises:
             ModelError: the weights cannot be loaded; the old ones stay in use.

@@ -1,4 +1,4 @@
-"""`FieldSums`: requests the next-token rows for the fields in a JSON reply; `analysis.members` sums them."""
+"""`FieldSums`: requests next-token rows for the fields in a JSON reply; `analysis.members` adds them up."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class SpellingTools:
         return self._grammars.matcher(args)
 
     def allowed(self, matcher: LlguidanceMatcher) -> Allowed:
-        """Return the tokens that are allowed next, (V,) bool; after the text's end, only special tokens."""
+        """Return the tokens that the grammar allows next, (V,) bool; at the end, only special tokens."""
         from logprobe.processors.builtin.matchers import allowed_tokens
 
         mask = matcher.mask()
@@ -235,7 +235,7 @@ class FieldSums:
 
     @property
     def _has_grammar_alone(self) -> bool:
-        """True if only the grammar changes the distribution: no truncation, no other processors."""
+        """True if only the grammar changes the distribution, not truncation or other processors."""
         params, pipeline = self._params, self._loaded.processors
         if pipeline is not None and pipeline.applies_to_all:
             return False
@@ -293,7 +293,7 @@ class FieldSums:
         one.paths.take(path, row, self._allowed_after(one.token, path))
 
     def _allowed_after(self, token: int, path: Path) -> Allowed | None:
-        """Return the tokens that the grammar allows after a path; None if there is no grammar to ask."""
+        """Return the tokens that the grammar allows after a path; None without a grammar."""
         if token not in self._matchers or path.logprobs[1] == -np.inf:
             return None
         matcher = self._matchers[token].copy()

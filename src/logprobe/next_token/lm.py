@@ -39,8 +39,8 @@ class NextTokenLM(Distributions[ArrayT], Samples, Generic[ArrayT]):
             read-only (V,) array or a new (n, V) array.
         on_rows: function that is called with the rows of each result before they are returned.
         cache: row cache.
-        batch_size: number of waiting requests at which an idle engine starts a step at once. A busy engine
-            takes every request at once.
+        batch_size: number of waiting requests at which an idle engine starts a step immediately. A busy
+            engine takes every request immediately.
         timeout: seconds from the first request after which an idle engine starts a step with fewer requests.
         owns_source: True if `close` also closes the source.
         bridge: event loop thread to share with the source, closed by `close`; None for a new one.

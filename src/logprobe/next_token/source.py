@@ -32,7 +32,7 @@ class RowSource(Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """True if requests are running or waiting, so that waiting for a larger batch gains nothing."""
+        """True if requests are running or waiting; waiting for a larger batch then gains nothing."""
 
     def capabilities(self) -> Capabilities:
         """Return the capabilities of the engine."""

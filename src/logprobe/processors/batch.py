@@ -22,7 +22,7 @@ RowKey: TypeAlias = tuple[str, int, int]
 
 @final
 class ArgsView(Mapping[str, Any]):
-    """A request's processor arguments as plain values; `a["x"]` and `a.x` are the same, None if missing."""
+    """A request's processor arguments as plain values; `a["x"]` and `a.x` return a value, or None."""
 
     def __init__(self, values: Mapping[str, Any] | None = None) -> None:
         self._values = dict(values or {})

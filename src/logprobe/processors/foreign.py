@@ -177,7 +177,7 @@ class _BatchOfOne:
         self._update: BatchUpdate | None = BatchUpdate(1, (), (added,), ())
 
     def observe(self, row: BatchRow) -> None:
-        """Pass the request as added at its first step, and None, for no change, at later steps."""
+        """At the request's first step, tell the processor that it was added; later, that nothing changed."""
         del row
         self._processor.update_state(self._update)
         self._update = None

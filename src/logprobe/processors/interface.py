@@ -89,7 +89,7 @@ class LogitsProcessor(ABC):
     """Base class of logits processors; a processor only gets rows of requests that set its arguments.
 
     One instance serves all requests. State about a request must be derivable from the request's row
-    (arguments, prompt, output tokens), because a preempted request resumes with all of its tokens at once.
+    (arguments, prompt, output tokens), because a preempted request resumes with all of its tokens.
     `Args` declares typed arguments: its fields are keys of `logits_processors_args`. `arg_names` declares
     only names. A processor with neither runs on requests that set a key which no other registered processor
     has.

@@ -65,17 +65,17 @@ class Pipeline:
     2. masks: allowed tokens, banned words, minimum length, grammar;
     3. bias on single tokens;
     4. registered processors, in the order of declaration;
-    5. penalties on tokens seen already;
+    5. penalties on tokens that occurred already;
     6. temperature;
     7. top-k;
     8. top-p;
     9. min-p;
-    10. the rest, renormalized, is *processed*;
+    10. the renormalized result is *processed*;
     11. one uniform number from the request's own generator picks the token.
 
-    A batch that fails in a processor (an exception, a wrong shape or dtype, a NaN, no token left) is rerun
-    row by row, and only rows that fail on their own are failed. Every `BaseException` counts: on the engine
-    thread `SystemExit` and `KeyboardInterrupt` can only come from a processor.
+    If a batch fails in a processor (an exception, a wrong shape or dtype, NaN, no token left), its rows are
+    rerun one by one, and only the requests of failing rows end. Every `BaseException` counts as a failure: on
+    the engine thread, `SystemExit` and `KeyboardInterrupt` can only come from a processor.
     """
 
     def __init__(self, config: EngineConfig, model: ModelFacts) -> None:
@@ -281,7 +281,7 @@ def _row_for(row: BatchRow, args: Any, all_args: ArgsView) -> BatchRow:
 
 
 def _row_of(sample: ActiveSample, index: int) -> BatchRow:
-    """Return a sample's row for a stage; if the stage does not apply to the sample, without arguments."""
+    """Return a sample's row for a stage; the row has no arguments if the stage does not apply to it."""
     row = sample.rows.get(index)
     return replace(next(iter(sample.rows.values())), args=NO_ARGS) if row is None else row
 

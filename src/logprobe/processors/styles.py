@@ -70,7 +70,7 @@ class StyledParams:
 
 
 class UpdateStyle(LogitsProcessor):
-    """Base class of processors that get the changes of the batch (`batch_update`), and every row."""
+    """Base class of processors that receive every row and the changes of the batch (`batch_update`)."""
 
     applies_to_all: ClassVar[bool] = True
     keeps_rows: ClassVar[bool] = True  # this style cannot declare it, so assume that rows are recorded

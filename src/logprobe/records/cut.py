@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def cut_to_mass(logprobs: npt.ArrayLike, chosen_ids: npt.ArrayLike, mass: float) -> FlatLogprobs:
-    """Keep the fewest top tokens of each row that together hold probability `mass`, and the chosen token.
+    """Keep the chosen token and, per row, the fewest top tokens whose total probability is at least `mass`.
 
     `logprobs` has shape (n, V), in nats, and `chosen_ids` has shape (n,). Of tokens with equal
     log-probabilities, the smaller id comes first. In the result, `other_logprob` is the log of the
@@ -29,9 +29,9 @@ def cut_to_mass(logprobs: npt.ArrayLike, chosen_ids: npt.ArrayLike, mass: float)
     """
     rows, chosen = np.asarray(logprobs), np.asarray(chosen_ids)
     if not 0 < mass <= 1:
-        raise ParameterError("mass", f"must lie in (0, 1], got {mass}")
+        raise ParameterError("mass", f"must be in (0, 1], got {mass}")
     if rows.ndim != 2 or chosen.shape != rows.shape[:1]:
-        raise ParameterError("chosen_ids", f"{chosen.shape} ids for rows {rows.shape}; give one per row")
+        raise ParameterError("chosen_ids", f"has shape {chosen.shape} for rows {rows.shape}; one a row")
     if np.isnan(rows).any() or np.isposinf(rows).any():
         raise ParameterError("logprobs", "a value is NaN or +inf; remove its row first")
     record = FlatLogprobs()

@@ -28,8 +28,8 @@ from logprobe.records.values import Logprob, LogprobsOnePosition
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-    import pyarrow as pa
 
+    from logprobe._arrow import pa
     from logprobe.records.forms.picture import Picture
     from logprobe.records.forms.wire import Precision
     from logprobe.records.info import LogprobsInfo

@@ -33,7 +33,7 @@ class LogprobsInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     # bit-identical results in all of its variants. "torch": torch's matmul. None: another engine.
     arithmetic: str | None = None
     weight_version: str | None = None  # a name chosen by the caller, or a digest or commit with its kind
-    quantization: str | None = None  # of the checkpoint, such as "Q4_1"; None if it is not quantised
+    quantization: str | None = None  # of the checkpoint, such as "Q4_1"; None if it is not quantized
     lora: str | None = None  # name of the LoRA adapter applied
     lora_version: str | None = None  # digest of the adapter's files
     layers: str | None = None  # decoder that ran the layers, such as "30 by the native decoder"
@@ -57,6 +57,9 @@ class LogprobsInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         """
         try:
             return msgspec.json.decode(text, type=cls)
+        except msgspec.ValidationError as error:
+            # An unknown field may define the distribution, so it is not ignored.
+            raise InputError(f"LogprobsInfo: {error}{_written_by(text)}") from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InputError(f"LogprobsInfo: {error}") from error
 
@@ -64,3 +67,16 @@ class LogprobsInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         """Return all fields as a dict of plain values."""
         values: dict[str, Any] = msgspec.to_builtins(msgspec.structs.asdict(self))
         return values
+
+
+class _Writer(msgspec.Struct, frozen=True):
+    logprobe_version: str = ""
+
+
+def _written_by(text: str | bytes) -> str:
+    """Return the end of an error message that names the version of logprobe that wrote an info."""
+    try:
+        version = msgspec.json.decode(text, type=_Writer).logprobe_version
+    except msgspec.ValidationError:
+        return ""
+    return f"; logprobe {version[:40]} wrote it: upgrade to that version" if version else ""

@@ -6,13 +6,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
+from logprobe._arrow import pa, pq
 from logprobe.errors import InputError
 from logprobe.records.flat import FlatLogprobs
 from logprobe.records.forms.arrow import batch_of, parts_of, required_fields, schema
 from logprobe.records.forms.arrow_validity import as_input_error, check_counts, check_names
+from logprobe.records.forms.versions import check_parquet
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -90,6 +89,7 @@ def iter_parquet(path: str | Path) -> Iterator[tuple[str, FlatLogprobs]]:
     """
     waiting: list[pa.RecordBatch] = []
     with as_input_error(path), pq.ParquetFile(path) as file:
+        check_parquet(file.schema_arrow.metadata, "the file")
         check_names(file.schema_arrow, required_fields())
         check_counts(file.metadata.num_rows, Path(path).stat().st_size)
         for batch in file.iter_batches(batch_size=ROWS_A_GROUP):

@@ -1,4 +1,4 @@
-"""The tokens that masks and truncation keep, and the probability mass of these tokens before masking.
+"""The tokens that masks and truncation keep, and the total raw probability of these tokens.
 
 A token's processed log-probability plus `log_kept_mass` is its raw log-probability at the same temperature.
 """

@@ -39,6 +39,11 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "both"]
 MODES: Final = ("raw_logprobs", "processed_logprobs", "both")
 COUNTS: Final = ("logprobs", "prompt_logprobs")
 FLAGS: Final = ("ignore_eos", "include_stop_str_in_output", *KERNEL_EXTRAS, "explain", "kept_ids")
+REPORTING_FIELDS: Final = (
+    *(*COUNTS, "logprob_token_ids", "logprobs_mode"),
+    *(*KERNEL_EXTRAS, "kept_ids", "explain"),
+)
+"""Parameters that determine what outputs report about tokens; all others determine the tokens."""
 PENALTIES: Final = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -47,6 +52,9 @@ PENALTIES: Final = ("repetition_penalty", "presence_penalty", "frequency_penalty
 class SamplingParams:
     """Sampling parameters of one request.
 
+    The parameters up to `lora` determine the tokens. Those from `logprobs` on determine what outputs report
+    about tokens, and change no token.
+
     Raises `ParameterError` for unknown keywords and values out of range.
 
     Args:
@@ -54,31 +62,17 @@ class SamplingParams:
         best_of: number of completions sampled, of which the `n` with the highest mean raw logprob are
             returned.
         max_tokens: maximum number of tokens to generate; 0 only scores the prompt.
-        temperature: 0 picks the most likely token; otherwise logits are divided by it.
-        top_k: keep the k most likely tokens; 0 or -1 keeps all.
-        top_p: keep the smallest set of most likely tokens with at least this mass (nucleus sampling,
-            Holtzman et al. 2020).
-        min_p: keep tokens with at least this fraction of the most likely token's probability.
-        seed: any integer; the same seed, prompt and parameters give the same tokens, whatever else runs.
+        min_tokens: minimum number of tokens before the text may end (by EOS, `stop_token_ids` or `stop`).
         stop: strings that end the text; the text is truncated before them.
         include_stop_str_in_output: truncate the text after the stop string instead of before it.
         stop_token_ids: token ids that end the text.
         ignore_eos: continue after the model's end-of-sequence token.
-        logprobs: number of alternatives per generated token, in addition to the chosen token (`None`: off;
-            0: the chosen token only; -1: the whole vocabulary).
-        prompt_logprobs: the same per prompt token; raw, or with `processed_logprobs` at the temperature, the
-            only parameter that applies to prompts (0 counts as 1).
-        logprob_token_ids: report these ids, with their ranks, at every reported position. A list of lists
-            gives the ids of each position: with `prompt_logprobs` one list per prompt token (empty for the
-            first, which has no prediction), otherwise one list per generated token; positions after the last
-            list report none.
-        logprobs_mode: `raw_logprobs`: the model's own distribution; `processed_logprobs`: the distribution
-            that the token was sampled from; `both`: both.
-        entropy: report the entropy of each reported distribution, in nats.
-        varentropy: report the variance of its surprisal, in nats squared.
-        margin: report the difference of its two highest logprobs, in nats.
-        kept_ids: report the token ids that masks and truncation kept, with each processed distribution.
-        min_tokens: minimum number of tokens before the text may end (by EOS, `stop_token_ids` or `stop`).
+        seed: any integer; the same seed, prompt and parameters give the same tokens, whatever else runs.
+        temperature: 0 picks the most likely token; otherwise logits are divided by it.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set of most likely tokens with at least this total probability (nucleus
+            sampling, Holtzman et al. 2020).
+        min_p: keep tokens with at least this fraction of the most likely token's probability.
         repetition_penalty: divide positive logits, and multiply negative ones, of tokens in the prompt or
             completion by this.
         presence_penalty: subtract this from the logits of generated tokens, in [-2, 2].
@@ -90,31 +84,39 @@ class SamplingParams:
         response_format: OpenAI's `text`, `json_object` or `json_schema`; also `regex`, `choice`, `ebnf`,
             each with a value of the same name (extra `grammar`).
         logits_processors_args: arguments of the logits processors that the engine was started with.
-        explain: report how each processor changed the listed candidates, at every position.
         lora: name of the LoRA weights to use (`None`: the base model).
+        logprobs: number of alternatives per generated token, in addition to the chosen token (`None`: off;
+            0: the chosen token only; -1: the whole vocabulary).
+        prompt_logprobs: number of alternatives per prompt token, as for `logprobs`. They are raw, or with
+            `processed_logprobs` at the temperature, the only parameter that applies to prompts (0 counts as
+            1).
+        logprob_token_ids: report these ids, with their ranks, at every reported position. A list of lists
+            gives the ids of each position: with `prompt_logprobs` one list per prompt token (empty for the
+            first, which has no prediction), otherwise one list per generated token; positions after the last
+            list report none.
+        logprobs_mode: `raw_logprobs`: the model's own distribution; `processed_logprobs`: the distribution
+            that the token was sampled from; `both`: both.
+        entropy: report the entropy of each reported distribution, in nats.
+        varentropy: report the variance of the surprisal of each reported distribution, in nats squared.
+        margin: report the difference of the two highest logprobs of each distribution, in nats.
+        kept_ids: report the token ids that masks and truncation kept, with each processed distribution.
+        explain: report how each processor changed the listed candidates, at every position.
     """
 
+    # Sampling: the tokens of the completions.
     n: int = 1
     best_of: int | None = None
     max_tokens: int = 16
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
+    min_tokens: int = 0
     stop: str | Sequence[str] = ()
     include_stop_str_in_output: bool = False
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logprob_token_ids: Sequence[int | Sequence[int]] | IdLists | None = None
-    logprobs_mode: LogprobsMode = "raw_logprobs"
-    entropy: bool = False
-    varentropy: bool = False
-    margin: bool = False
-    kept_ids: bool = False
-    min_tokens: int = 0
+    seed: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -123,8 +125,17 @@ class SamplingParams:
     bad_words: Sequence[str] = ()
     response_format: Mapping[str, Any] | None = None
     logits_processors_args: Mapping[str, Any] | None = None
-    explain: bool = False
     lora: str | None = None
+    # Reports: what outputs say about tokens.
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int | Sequence[int]] | IdLists | None = None
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    entropy: bool = False
+    varentropy: bool = False
+    margin: bool = False
+    kept_ids: bool = False
+    explain: bool = False
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -174,8 +185,8 @@ class SamplingParams:
     def _check_shape_of_distribution(self) -> None:
         require(self.temperature >= 0, "temperature", f"must be 0 or more, got {self.temperature}")
         require(self.top_k >= -1, "top_k", f"must be -1 or 0 (all) or positive, got {self.top_k}")
-        require(0 < self.top_p <= 1, "top_p", f"must lie in (0, 1], got {self.top_p}")
-        require(0 <= self.min_p <= 1, "min_p", f"must lie in [0, 1], got {self.min_p}")
+        require(0 < self.top_p <= 1, "top_p", f"must be in (0, 1], got {self.top_p}")
+        require(0 <= self.min_p <= 1, "min_p", f"must be in [0, 1], got {self.min_p}")
 
     def _check_reports(self) -> None:
         counts = {"logprobs": self.logprobs, "prompt_logprobs": self.prompt_logprobs}
@@ -339,7 +350,7 @@ def _texts(name: str, values: Any) -> tuple[str, ...]:
     texts = tuple(map(plain, _items(name, values, "strings")))
     for text in texts:
         require(isinstance(text, str), name, f"must hold strings, got {text!r}")
-        require(text, name, "an empty string would stop at once; leave it out")
+        require(text, name, "an empty string would stop the text immediately; leave it out")
         _unicode(name, text)
     return texts
 

@@ -101,7 +101,7 @@ class Sampler:
     5. penalties on tokens seen already;
     6. temperature: logits / temperature (0: the most likely token, without sampling or steps 7-9);
     7. top-k: the k largest, ties by ascending id;
-    8. top-p: of these, the smallest set of most likely tokens with at least that share of their mass;
+    8. top-p: of these, the smallest set of most likely tokens whose normalized probabilities sum to top-p;
     9. min-p: of these, the tokens at least min-p times as likely as the most likely one;
     10. the rest, renormalized, is *processed*;
     11. one uniform number from the request's own generator picks the token.
@@ -140,7 +140,7 @@ class Sampler:
         forced: Sequence[int | None] = (),
         named: Sequence[NamedIds] | None = None,
     ) -> SampledRows:
-        """Do the same as `sample`, but leave the raw log-probabilities on the device of the logits."""
+        """Sample as in `sample`, but leave the raw log-probabilities on the device of the logits."""
         settings = self._settings
         if named is not None:  # ids of this step only: not reusable
             settings = _BatchSettings(params, logits.shape[1], named)

@@ -146,10 +146,10 @@ def create_app(
         serve = endpoint("/metrics", facts.metrics, models, None)
         figures.router.add_route("/metrics", serve, methods=["GET"])
         app.add_middleware(OwnPort, figures=figures, address=(METRICS_HOST, settings.metrics_port))
-    if settings.cors_origin:
+    if settings.allowed_origins:
         from starlette.middleware.cors import CORSMiddleware
 
-        origins = list(settings.cors_origin)
+        origins = list(settings.allowed_origins)
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     # The middleware added last runs first.
     app.add_middleware(Gate, settings=settings, ended=models.metrics.timed)

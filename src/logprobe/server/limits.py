@@ -47,6 +47,12 @@ _ESCAPED_COMMA: Final = re.compile(rb"\\u002[cC]")
 MAX_DEPTH: Final = MAX_GRAMMAR_DEPTH  # nesting depth of values in a body
 
 
+UNITS: Final = {  # of the fields of `Cost`
+    "requests": "concurrent completions",
+    "tokens": "tokens",
+    "logprob_bytes": "bytes for log-probabilities",
+}
+
 LIMITS: Final = (
     "max_body_bytes",
     "max_body_values",
@@ -113,7 +119,11 @@ def check_values(settings: ServerSettings, data: bytes) -> None:
         num_values += 8 * len(_ESCAPED_MARK.findall(data)) + len(_ESCAPED_COMMA.findall(data))
     if num_values > settings.max_body_values:
         most = settings.max_body_values
-        raise bad_request(None, f"the body has up to {num_values} values; at most {most} (max_body_values)")
+        raise bad_request(
+            None,
+            f"the body may have {num_values} JSON values, but the server allows {most} (max_body_values); "
+            "send a smaller body",
+        )
 
 
 def check_body(settings: ServerSettings, body: Any) -> None:
@@ -350,7 +360,11 @@ class Limits:
         for name, (limit, most) in self._max.items():
             amount = getattr(cost, name)
             if amount > most:
-                raise bad_request(None, f"the request needs up to {amount} {name}; at most {most} ({limit})")
+                raise bad_request(
+                    None,
+                    f"the request may need {amount} {UNITS[name]}, but the server allows {most} ({limit}); "
+                    "send a smaller request, or raise the limit",
+                )
         with self._lock:
             if (full := self._full(cost, caller)) is not None:
                 raise NoRoomError(full, cost)
@@ -466,9 +480,9 @@ class InProgress:
 
 
 def _max_for(most: int, holds: int) -> int:
-    """Return the total that all callers may use if the requesting caller would then use `holds` of it.
+    """Return the most that all callers together may use, for a caller that would then use `holds`.
 
-    The total includes the reserve if the caller uses little.
+    The result includes the reserve if `holds` is small.
     """
     reserve = most // RESERVE_PART
     return most + reserve if holds <= max(reserve // RESERVE_PART, 1) else most
@@ -505,9 +519,9 @@ class Lifetime:
 
 
 def row_entries(params: SamplingParams, k: int | None, vocab_size: int) -> int:
-    """Return the maximum number of entries in a row: `k` alternatives, the token itself, and requested ids.
+    """Return the maximum number of entries in a row: `k` alternatives, the chosen token, and requested ids.
 
-    The number is 0 if `k` is None.
+    Returns 0 if `k` is None.
     """
     if k is None:
         return 0

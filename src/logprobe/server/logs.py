@@ -1,7 +1,7 @@
 """Log formats of the server, text or JSON.
 
-Log lines contain no client input except the `X-Request-Id` and, with `log_requests`, request bodies. Control
-characters are escaped, so that a client cannot inject lines.
+Log lines contain no client input except the `X-Request-Id` and, with `enable_log_requests`, request bodies.
+Control characters are escaped, so that a client cannot inject lines.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """Formats records as JSON lines: time (UTC), level, logger, message, request_id, facts, traceback."""
+    """Formats log records as JSON lines.
+
+    A line has the keys time (UTC), level, logger and message, and where they exist request_id, the items of
+    the record's `facts`, and traceback.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """Format a record as one line of JSON."""

@@ -1,7 +1,7 @@
 """Probabilities of alternative values for the JSON fields in a reply (`field_logprobs: "members"`).
 
-Once a choice has finished, the values that the schema allows for each field ("members": enum values,
-literals) are scored with further next-token rows.
+The members of a field are the values that the schema allows for it, such as the values of an enum. Once a
+choice has finished, they are scored by computing further next-token distributions ("rows").
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FoundFields:
 
 
 class FieldMembers:
-    """Requests the rows for a reply's fields, one choice after another, with an equal budget per choice."""
+    """Scores the members of a reply's fields, one choice after another, with equal budgets of rows."""
 
     def __init__(self, service: Service, num_choices: int) -> None:
         settings = service.settings
@@ -116,16 +116,16 @@ def field_members(service: Service, params: SamplingParams, num_choices: int) ->
     form = None if params.response_format is None else format_args(params.response_format)
     schema = None if form is None else form.json_schema
     if schema is None:
-        what = '"members" requires a JSON schema; set response_format to a json_schema, or use true'
+        what = '"members" requires a JSON schema; set response_format to a json_schema, or send true'
         raise bad_request(FIELD, what)
     if params.logprobs_mode == "processed_logprobs":
-        what = '"members" requires raw logprobs; set logprobs_mode to raw_logprobs or both, or use true'
+        what = '"members" requires raw logprobs; set logprobs_mode to raw_logprobs or both, or send true'
         raise bad_request(FIELD, what)
-    check_count(service.settings, "max_field_rows", FIELD, num_choices, "choices, each of at least one row")
+    check_count(service.settings, "max_field_rows", FIELD, num_choices, "choices, which need a row each")
     known = Schema(schema)
     try:
         known.check()
     except ParameterError as error:
         what = str(error).removeprefix(f"{error.parameter}: ")
-        raise bad_request(FIELD, f'"members" does not support this schema: {what}; or use true') from error
+        raise bad_request(FIELD, f'"members" does not support this schema: {what}; send true') from error
     return FieldMembers(service, num_choices) if known.has_members() else None

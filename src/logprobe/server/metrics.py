@@ -163,7 +163,7 @@ class _EngineFigures:
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
-        """Collect the current metrics, labelled by model and by replica if there are several."""
+        """Collect the current metrics, labeled by model and by replica if there are several."""
         engines = self._engines()
         found = {name: engine.stats() for name, engine in engines.items()}
         is_told = {

@@ -84,14 +84,18 @@ class Models(ServerState):
         self._check()
 
     def _check(self) -> None:
-        known = {*self.first.own_names} | {setting.partition("=")[0] for setting in self.settings.lora}
+        known = {*self.first.own_names} | {
+            setting.partition("=")[0] for setting in self.settings.lora_modules
+        }
         for name, one in self.further.items():
             for own in (name, *one.names, *one.loras):
                 require(own not in known, "also_model", f"the name {own!r} is used twice; choose another")
                 known.add(own)
             size, room = in_words(self._sizes[name]), in_words(self._room)
             what = f"{name!r} needs {size}, but all models other than the first may use {room} together"
-            remedy = "raise max_models_bytes, set a smaller kv_bytes, or use a smaller quantization"
+            remedy = (
+                "raise max_models_bytes, set a smaller kv_cache_memory_bytes, or use a smaller quantization"
+            )
             require(self._sizes[name] <= self._room, "also_model", f"{what}; {remedy}")
         for name in self.settings.preload:
             near = " or ".join(map(repr, self.further)) or "none; add it with also_model"
@@ -120,8 +124,9 @@ class Models(ServerState):
         """Return the model that a request names, loading it if necessary; it stays loaded until `leave`.
 
         Raises:
-            ApiError: 413 or 408 because of the body, 429 if there is no memory for the model at the moment,
-                or 503 if the model cannot be loaded.
+            ApiError: 413 if the body, which is read for the model's name, is too large, 408 if the body
+                arrives too slowly, 429 if there is no memory for the model at the moment, or 503 if the model
+                cannot be loaded.
             ClientGoneError: the client disconnected before the model was loaded.
         """
         if not self.further:
@@ -200,9 +205,7 @@ class Models(ServerState):
             may_leave = self.services.keys() & self._sizes.keys() - self.changed
             unused = [key for key in may_leave if not self._num_users[key]]
             if not unused:
-                raise server_full(
-                    f"{in_words(self._room)} for models, and every loaded one is in use or kept"
-                )
+                raise server_full(f"the loaded models use {in_words(self._room)} and cannot be unloaded now")
             longest = min(unused, key=lambda key: self._left_s.get(key, 0.0))
             logger.info("unloading %s to make room for %s", longest, name)
             await asyncio.to_thread(self.services.pop(longest).close)
@@ -233,5 +236,6 @@ def named_in(data: bytes) -> tuple[str | None, ...]:
 
 def _size_of(config: EngineConfig) -> int:
     """Return the maximum size of a model in bytes: its weight files and its KV caches."""
-    pool = MAX_DEFAULT_BYTES if config.kv_bytes is None else config.kv_bytes
-    return weight_bytes(resolve(config.model).folder) + config.data_parallel * pool
+    given, num_pools = config.cache_config.kv_cache_memory_bytes, config.parallel_config.data_parallel_size
+    pool = MAX_DEFAULT_BYTES if given is None else given
+    return weight_bytes(resolve(config.model).folder) + num_pools * pool

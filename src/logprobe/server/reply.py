@@ -290,11 +290,11 @@ class Shape(Protocol):
     """True if the closing chunks repeat the whole reply."""
 
     def num_entries(self, pieces: Sequence[CompletionPiece]) -> int:
-        """Return the cost of pieces beyond their own rows, in entries."""
+        """Return the cost of writing pieces without their rows, in entries."""
 
     @property
     def begun_entries(self) -> int:
-        """Cost of each choice in a whole reply beyond its own rows, in entries."""
+        """Cost of writing each choice of a whole reply without its rows, in entries."""
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         """Return the error chunk of a failed stream."""

@@ -98,10 +98,10 @@ class Splitter:
         return self._num_calls[index]
 
     def num_entries(self, piece: CompletionPiece) -> int:
-        """Return the cost of a piece beyond its own tokens, in tokens.
+        """Return the cost of writing a piece without its tokens, in tokens.
 
         This is the cost of the text that the choice has held back so far and, for the choice's last piece, of
-        all its segments, which are processed again.
+        all segments of the choice, which are processed again.
         """
         if self._form is None:
             return 0
@@ -112,7 +112,7 @@ class Splitter:
 
     @property
     def begun_entries(self) -> int:
-        """Cost per choice, in tokens, of the beginning of the reply if the prompt already contains it."""
+        """Cost per choice of the part of the reply that the prompt already contains, in tokens."""
         return self._num_begun_chars // CHARS_A_TOKEN
 
     def all_of(self, index: int) -> Sequence[ReplySegment]:

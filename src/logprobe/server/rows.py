@@ -76,9 +76,9 @@ def _table(
 
 
 def _named(channel: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename a table's fields: the rows get the channel's name, and other columns get it as a prefix.
+    """Rename a table's fields: the rows get the channel's name, and other columns get this name as a prefix.
 
-    The other columns of the content channel have no prefix.
+    In the content channel, the other columns have no prefix.
     """
     names = {"rows": channel, "processed": f"processed_{channel}"}
     before = "" if channel == "content" else f"{channel}_"
@@ -250,7 +250,7 @@ def _values(
 ) -> list[tuple[Field, ...]] | None:
     """Return the fields in a JSON text, each as one `Field` per record, or None if it is not complete JSON.
 
-    `parts` has, by position, the bytes of tokens that belong to the text only in part.
+    If only a part of a token belongs to the text, `parts` maps its position to the bytes of that part.
     """
     record, own = records[0], parts or {}
     assert record.table is not None, "records of replies have a token table"

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from logprobe.transport.messages import Admitted, Request
 
     SplitResult: TypeAlias = tuple[RequestOutput, float | None]
-    """The output of a split's request and, if the split needs healing, its bytes' log-probability in nats."""
+    """Output of a split's request, and its bytes' log-probability (nats) if a token spans the boundary."""
 
 
 def _max_token_bytes(text: TextEdge) -> int:
@@ -189,10 +189,10 @@ class Service:
             ParameterError: an adapter has a model's name, or a name that is used twice.
         """
         known = self.own_names | self.models.names()
-        for setting in self.settings.lora:
+        for setting in self.settings.lora_modules:
             name, _, path = setting.partition("=")
             is_new = name not in known
-            require(is_new, "lora", f"{name!r} is a model's name or is used twice; choose another")
+            require(is_new, "lora_modules", f"{name!r} is a model's name or is used twice; choose another")
             known |= {name}
             self.engine.add_lora(name, path)
 
@@ -227,7 +227,7 @@ class Service:
         self.tokens, self.encoder = IdTexts(self.text.vocabulary), self._id_encoder()
 
     def of_one_call(self) -> Requests:
-        """Return a factory of engine requests that are scheduled as one call of this caller."""
+        """Return a factory whose engine requests count as one unit of this caller's work in fair sharing."""
         return self.client.requests.of_one_call(self.caller)
 
     def admit(self, requests: Sequence[Request], num_echoes: int = 1, beside: Cost | None = None) -> None:
@@ -297,8 +297,8 @@ class Service:
         return int(time.time())
 
     def log_body(self, route: str, body: msgspec.Struct) -> None:
-        """Log a request's body if `log_requests` is set."""
-        if self.settings.log_requests and not self.has_waited:
+        """Log a request's body if `enable_log_requests` is set."""
+        if self.settings.enable_log_requests and not self.has_waited:
             logger.info("%s %s", route, msgspec.json.encode(body).decode())
 
     @staticmethod
@@ -446,7 +446,7 @@ class Service:
     ) -> list[SplitResult]:
         """Run the requests of splits, and return each output.
 
-        For a split that needs healing, the output comes with its bytes' log-probability in nats.
+        If a token spans the boundary, the output comes with the log-probability of the split's bytes (nats).
 
         Raises:
             LogprobeError: a request failed; the others were aborted.

@@ -74,11 +74,9 @@ class ServerSettings:
         tuple[str, ...],
         _address(help="Further host name that requests may use for this server; * allows all."),
     ] = ()
-    cors_origin: Annotated[
+    allowed_origins: Annotated[
         tuple[str, ...],
         _address(
-            "--allowed-origins",
-            "--cors-origin",
             help="Web origin that may call the server, such as https://example.com; * allows all. None by "
             "default.",
         ),
@@ -87,17 +85,13 @@ class ServerSettings:
     served_model_name: Annotated[
         tuple[str, ...],
         _models(
-            "--served-model-name",
-            "--model-name",
             help="Name of the model in requests; the first one is also its name in replies. By default the "
             "name or path that the model is loaded by.",
         ),
     ] = ()
-    lora: Annotated[
+    lora_modules: Annotated[
         tuple[str, ...],
         _models(
-            "--lora-modules",
-            "--lora",
             metavar="NAME=PATH",
             help="LoRA weights to load at startup, from a local folder; requests select them with `lora` "
             "or `model`.",
@@ -189,8 +183,8 @@ class ServerSettings:
     max_waiting: Annotated[
         int,
         _limit(
-            help="Maximum requests of one client that wait for capacity; further ones get 429 at once. 0: "
-            "no request waits."
+            help="Maximum requests of one client that wait for capacity; further ones get 429. 0: no request "
+            "waits."
         ),
     ] = 64
     max_field_rows: Annotated[
@@ -236,13 +230,9 @@ class ServerSettings:
     log_level: Annotated[str, _log(help="Minimum level of messages: debug, info, warning or error.")] = "info"
     log_format: Annotated[str, _log(help="text, or json for one JSON object per line.")] = "text"
     access_log: Annotated[bool, _log(help="Log a line for each finished request.")] = True
-    log_requests: Annotated[
+    enable_log_requests: Annotated[
         bool,
-        _log(
-            "--enable-log-requests/--no-enable-log-requests",
-            "--log-requests/--no-log-requests",
-            help="Log the bodies of requests.",
-        ),
+        _log(help="Log the bodies of requests."),
     ] = False
 
     def __post_init__(self) -> None:
@@ -255,16 +245,20 @@ class ServerSettings:
         require(is_apart, "operator_key", "is also an API key of clients; choose another")
         has_file = self.ssl_keyfile is None or self.ssl_certfile is not None
         require(has_file, "ssl_keyfile", "requires a certificate; set ssl_certfile")
-        for setting in self.lora:
+        for setting in self.lora_modules:
             name, _, path = setting.partition("=")
-            require(name and path, "lora", f"must be NAME=PATH of a folder of LoRA weights, got {setting!r}")
+            require(
+                name and path,
+                "lora_modules",
+                f"must be NAME=PATH of a folder of LoRA weights, got {setting!r}",
+            )
         for setting in self.also_model:
             name, _, model = setting.partition("=")
             require(name and model, "also_model", f"must be NAME=MODEL, got {setting!r}")
-        for origin in self.cors_origin:
+        for origin in self.allowed_origins:
             is_origin = origin in {"*", "null"} or ("://" in origin and origin[0] != "[")
             remedy = "must be an origin such as https://example.com, or *; repeat the flag for several"
-            require(is_origin, "cors_origin", remedy, got=origin)
+            require(is_origin, "allowed_origins", remedy, got=origin)
         room = self.max_models_bytes
         require(room is None or room > 0, "max_models_bytes", f"must be positive, got {room}")
         require(self.max_stored >= 0, "max_stored", f"must be 0 or more, got {self.max_stored}")
@@ -305,7 +299,7 @@ class FurtherModel:
         Raises:
             ParameterError: a setting is invalid.
         """
-        names = {"model_name": name, "served_model_name": (), "lora": (), "response_template": None}
+        names = {"model_name": name, "served_model_name": (), "lora_modules": (), "response_template": None}
         return cls(config, replace(settings, **names | own))
 
     @property
@@ -316,12 +310,12 @@ class FurtherModel:
     @property
     def loras(self) -> tuple[str, ...]:
         """Names of the LoRA weights that are loaded with the model."""
-        return tuple(setting.partition("=")[0] for setting in self.settings.lora)
+        return tuple(setting.partition("=")[0] for setting in self.settings.lora_modules)
 
 
 OWN_SETTINGS: Final = (
     "served_model_name",
-    "lora",
+    "lora_modules",
     "response_template",
     "logprobs_mode",
     "max_logprobs",

@@ -88,7 +88,7 @@ class StoredResponses:
             raise _not_stored(response_id)
 
     def _share(self, owner: bytes) -> float:
-        """Return the larger of an owner's shares of the two limits, in [0, 1]."""
+        """Return the fraction of the store that an owner uses, by number or by size, whichever is larger."""
         return max(self._counts[owner] / self._max_responses, self._bytes[owner] / self._max_bytes)
 
     def _pop(self, key: tuple[bytes, str]) -> None:

@@ -53,7 +53,7 @@ def _field_read(template: str) -> str:
 
 
 def _in_one_field(message: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Move a message's reasoning to the field `name`, unless it has none, or two fields that differ."""
+    """Move a message's reasoning to the field `name`, unless there is none, or two fields differ."""
     texts = {message[field] for field in FIELDS if _is_reasoning(message, field)}
     if len(texts) != 1:
         return message

@@ -36,7 +36,7 @@ Offsets: TypeAlias = "Sequence[tuple[int, int]]"
 def byte_spans(text: str, pieces: Sequence[bytes], offsets: Callable[[], Offsets]) -> Spans:
     """Return the bytes [start, end) in the UTF-8 of a text that each token comes from, (num_tokens, 2) int64.
 
-    Both columns are non-decreasing, and the spans cover the text. In a segment that the tokenizer rewrote,
+    Both columns are non-decreasing, and the spans cover the text. In a segment that the tokenizer changed,
     the span of every token is the whole segment; all other spans follow one another without overlap.
 
     Args:

@@ -70,7 +70,7 @@ def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
 def as_texts(
     messages: Messages, tools: Sequence[Mapping[str, Any]] | None
 ) -> list[tuple[list[dict[str, Any]], list[int]]]:
-    """Return variants of the messages with tools, calls and results written as text, the preferred one first.
+    """Return variants of the messages with tools, calls and results as text, the preferred variant first.
 
     The tools are described in a system message or, for templates that reject those, at the start of the first
     user message. Consecutive tool results are merged into one message. Each variant is a list of messages and
@@ -140,4 +140,4 @@ def _json_text(value: Mapping[str, Any], where: str) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ParameterError(where, f"is not valid JSON: {error}") from error
+        raise ParameterError(where, f"cannot be written as JSON: {error}") from error

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A slice of a longer sequence; the tokens from index `first_scored` on are scored in this window."""
+    """A slice of a longer sequence, in which the tokens from index `first_scored` on are scored."""
 
     token_ids: IntArray
     start: int  # index of the window's first token in the sequence
@@ -82,7 +82,8 @@ def last_tokens(ids: IntArray, start: int, limit: int) -> tuple[IntArray, IntArr
         ParameterError: the tokens from `start` on and one context token do not fit in `limit`.
     """
     num_scored = len(ids) - start
-    require(num_scored < limit, "text", f"has {num_scored} tokens without its context, but {limit - 1} fit")
+    problem = f"has {num_scored} tokens without its context, but {limit - 1} fit; shorten it or score windows"
+    require(num_scored < limit, "text", problem)
     first = max(len(ids) - limit, 0)
     return ids[first:start], ids[start:]
 

@@ -98,7 +98,9 @@ class Codec(Generic[T]):
                 if isinstance(block, Span) and self._writer is not None:
                     self._writer.take_back(block)
             what = f"a message has {len(data):,} bytes, at most {MAX_MESSAGE_BYTES:,} can be sent"
-            raise ParameterError("message", f"{what}; request fewer alternatives, or lower max_batch_tokens")
+            raise ParameterError(
+                "message", f"{what}; request fewer alternatives, or lower max_num_batched_tokens"
+            )
         return data
 
     def decode(self, data: Any) -> T:
@@ -125,7 +127,7 @@ class Codec(Generic[T]):
 
 
 class _Outgoing:
-    """Collects the rows and arrays in one message while its value is encoded."""
+    """Collects the `HostRows` and NumPy arrays of one message while msgpack encodes the message."""
 
     def __init__(self) -> None:
         self._blocks: list[list[HostRows] | Array] = []
@@ -210,7 +212,9 @@ class _Incoming:
 
     def _block(self, number: int) -> Array:
         if not 0 <= number < len(self._blocks):
-            raise EngineError(f"a message of {len(self._blocks)} blocks has no block {number}; report this")
+            raise EngineError(
+                f"a message of {len(self._blocks)} blocks has no block {number}; please report this"
+            )
         block = self._blocks[number]
         if isinstance(block, bytes):
             return np.frombuffer(block, np.uint8)
@@ -276,7 +280,9 @@ def _parts_of(arrays: Sequence[Array | None]) -> Parts:
 
 def _arrays_of(block: Array, count: int) -> list[Array | None]:
     if len(block) < count * LINE_BYTES:
-        raise EngineError(f"a block of {len(block)} bytes holds no table of {count} arrays; report this")
+        raise EngineError(
+            f"a block of {len(block)} bytes is too short for {count} arrays; please report this"
+        )
     arrays: list[Array | None] = []
     start = count * LINE_BYTES
     for kind, length, width in block[:start].view(np.int64).reshape(count, 3).tolist():

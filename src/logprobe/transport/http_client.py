@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from logprobe.errors import ModelError, ParameterError, ServerError, UnreachableError, require
+from logprobe.errors import MissingPackageError, ParameterError, ServerError, UnreachableError, require
 
 if TYPE_CHECKING:
     import anyio
@@ -49,7 +49,7 @@ class HttpClient:
         timeout_name: name of the parameter that sets `timeout_s`, for error messages.
 
     Raises:
-        ModelError: httpx is not installed.
+        MissingPackageError: httpx is not installed.
         ParameterError: an argument is invalid.
     """
 
@@ -65,7 +65,7 @@ class HttpClient:
         try:
             import httpx
         except ImportError as error:
-            raise ModelError("httpx is not installed; pip install 'logprobe[remote]'") from error
+            raise MissingPackageError("HTTP clients need httpx; pip install 'logprobe[remote]'") from error
         self.url = url.rstrip("/").removesuffix("/v1")
         self._timeout_s = timeout_s
         self._timeout_name = timeout_name

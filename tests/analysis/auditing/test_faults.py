@@ -49,10 +49,16 @@ def served(tmp_path_factory: pytest.TempPathFactory, new_serving: Any) -> Iterat
     folder = save_tiny_llama(tmp_path_factory.mktemp("audited"), max_position_embeddings=2048)
     other = save_tiny_llama(tmp_path_factory.mktemp("new"), max_position_embeddings=2048, rope_theta=20_000.0)
     adapters = save_adapters(folder, tmp_path_factory)
-    room: dict[str, Any] = {"kv_bytes": 1 << 23, "max_batch_tokens": 512, "max_batch_rows": 64}
+    room: dict[str, Any] = {
+        "kv_cache_memory_bytes": 1 << 23,
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": 64,
+    }
     with LLM(str(folder), **room) as llm, LLM(str(other), **room) as new:
         llm.add_lora(LORA, adapters[LORA])
-        settings = ServerSettings(max_logprobs=-1, model_name="base", lora=(f"{LORA}={adapters[LORA]}",))
+        settings = ServerSettings(
+            max_logprobs=-1, model_name="base", lora_modules=(f"{LORA}={adapters[LORA]}",)
+        )
         with new_serving(llm, settings) as (url, app):
             app.state.service.prepare()
             yield Served(url, llm, llm.with_lora(LORA), new)

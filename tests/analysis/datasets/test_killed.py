@@ -27,7 +27,7 @@ import sys
 from logprobe import LLM
 from logprobe.analysis import score_dataset
 model, source, out = sys.argv[1:4]
-with LLM(model, kv_bytes=1 << 21) as llm:
+with LLM(model, kv_cache_memory_bytes=1 << 21) as llm:
     score_dataset(llm, source, out, resume="--resume" in sys.argv)
 """
 
@@ -55,7 +55,7 @@ def test_a_run_killed_three_times_ends_as_one_that_was_not(
     if not out.exists():
         with pytest.raises(InputError, match="had a different truncation"):
             score_dataset(tiny_llm, str(source), out, resume=True, settings=DataSettings(truncation="left"))
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm:  # with the settings of `RUN`
+    with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 21) as llm:  # with the settings of `RUN`
         if not out.exists():
             score_dataset(llm, str(source), out, resume=True)
         score_dataset(llm, str(source), tmp_path / "whole.parquet")
@@ -95,7 +95,7 @@ def dying(table, path, **options):
         os.kill(os.getpid(), signal.SIGKILL)
 
 journal.pq.write_table, journal.ROWS_A_PART, journal.SECONDS_A_PART = dying, 256, float("inf")
-with LLM(sys.argv[1], kv_bytes=1 << 20) as llm:
+with LLM(sys.argv[1], kv_cache_memory_bytes=1 << 20) as llm:
     score_dataset(llm, sys.argv[2], sys.argv[3])
 """
 

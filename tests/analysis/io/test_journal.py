@@ -49,7 +49,7 @@ def begun(tmp_path: Path) -> Path:
 
 def test_what_gave_the_first_rows_is_noted_beside_them(begun: Path) -> None:
     noted: Any = json.loads((begun / "o.parquet.parts/settings.json").read_text())
-    assert noted == ASKED | OURS
+    assert noted == {"version": 1, "settings": ASKED | OURS}
 
 
 def test_a_run_goes_on_with_the_same_model_however_late_it_is_known(begun: Path) -> None:

@@ -56,14 +56,14 @@ def thread(config: EngineConfig, _: Any) -> Iterator[Front]:
 @contextmanager
 def overlapped(config: EngineConfig, _: Any) -> Iterator[Front]:
     """The same with overlapped steps."""
-    with thread(replace(config, overlap=True), None) as engine:
+    with thread(replace(config, async_scheduling=True), None) as engine:
         yield engine
 
 
 @contextmanager
 def speculating(config: EngineConfig, _: Any) -> Iterator[Front]:
     """The same with speculative drafts by prompt lookup."""
-    with thread(replace(config, overlap=True, speculate=True), None) as engine:
+    with thread(replace(config, async_scheduling=True, speculate=True), None) as engine:
         yield engine
 
 
@@ -79,7 +79,7 @@ def process(config: EngineConfig, _: Any, **settings: Any) -> Iterator[Front]:
 
 def router(config: EngineConfig, _: Any) -> AbstractContextManager[Front]:
     """Two engine processes behind a router."""
-    return process(config, _, data_parallel=2)
+    return process(config, _, data_parallel_size=2)
 
 
 @contextmanager
@@ -152,9 +152,9 @@ def config(
     (folder / "config.json").write_text(json.dumps(settings))
     return EngineConfig(
         model=str(folder),
-        kv_bytes=1 << 23,
-        max_batch_tokens=64,
-        max_batch_rows=16,
+        kv_cache_memory_bytes=1 << 23,
+        max_num_batched_tokens=64,
+        max_num_seqs=16,
         logits_processors=("BannedWordsLogitsProcessor",),  # for requests with arguments for it
     )
 

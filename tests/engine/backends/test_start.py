@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 START = """
 import sys
 from logprobe import LLM, SamplingParams
-with LLM(sys.argv[1], weights="checkpoint", kv_bytes=1 << 21) as llm:
+with LLM(sys.argv[1], weights="checkpoint", kv_cache_memory_bytes=1 << 21) as llm:
     params = SamplingParams(max_tokens=1, temperature=0, logprobs=1, prompt_logprobs=1)
     text = llm.generate("the cat and", params)[0].outputs[0].text
     score = llm.score([("the cat", " and the")])[0]

@@ -29,7 +29,9 @@ LIMIT_S = 120  # generous, also for a busy machine
 @pytest.fixture
 def llm(tiny_model_folder: Path) -> Iterator[LLM]:
     """A separate model, as these tests break or close it."""
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 19, max_batch_tokens=32, max_batch_rows=6) as own:
+    with LLM(
+        str(tiny_model_folder), kv_cache_memory_bytes=1 << 19, max_num_batched_tokens=32, max_num_seqs=6
+    ) as own:
         yield own
 
 
@@ -56,7 +58,7 @@ def test_threads_take_turns_after_a_millisecond_where_an_engine_runs(
     own = sys.getswitchinterval()
     sys.setswitchinterval(before)
     try:
-        with LLM(str(tiny_model_folder), kv_bytes=1 << 19):
+        with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 19):
             assert sys.getswitchinterval() == pytest.approx(after)
     finally:
         sys.setswitchinterval(own)
@@ -297,7 +299,7 @@ def test_an_idle_engine_checks_its_slots(llm: LLM, monkeypatch: pytest.MonkeyPat
 
 def test_capabilities_state_the_limits(llm: LLM) -> None:
     facts = llm.engine.capabilities()
-    assert (facts.max_batch_tokens, facts.max_batch_rows, facts.max_model_len) == (32, 6, 128)
+    assert (facts.max_num_batched_tokens, facts.max_num_seqs, facts.max_model_len) == (32, 6, 128)
     assert facts.num_slots == llm.engine.stats().free_slots
     assert (facts.engine, facts.device, facts.dtype) == ("native", "cpu", "float32")
 
@@ -307,7 +309,7 @@ def test_a_request_runs_on_what_its_name_stands_for_as_it_is_submitted(
 ) -> None:
     """Weights without users are released at once, even if a request was admitted with them."""
     model, folders = wide_heads
-    with LLM(str(model), kv_bytes=1 << 20) as llm:
+    with LLM(str(model), kv_cache_memory_bytes=1 << 20) as llm:
         llm.add_lora("own", folders["narrow"])
         want = asyncio.run(ask(llm, "want", lora="own", logprobs=0)).outputs[0].cumulative_logprob
         llm.add_lora("own", folders["wide"])

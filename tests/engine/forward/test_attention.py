@@ -59,16 +59,16 @@ def assert_prompt_equals(output: Any, want: Any) -> None:
     [lambda _rows, _context: False, lambda rows, _context: rows <= 3, is_short, lambda _rows, _context: True],
     ids=["chunks", "three", "short", "rows"],
 )
-@pytest.mark.parametrize("max_batch_tokens", [5, 37, 256])
+@pytest.mark.parametrize("max_num_batched_tokens", [5, 37, 256])
 def test_any_split_into_chunks_and_rows_equals_transformers(
     make: Callable[..., Any],
     expected: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     rule: Callable[[int, int], bool],
-    max_batch_tokens: int,
+    max_num_batched_tokens: int,
 ) -> None:
     monkeypatch.setattr(attention, "is_short", rule)
-    engine = make(500, max_batch_tokens=max_batch_tokens)
+    engine = make(500, max_num_batched_tokens=max_num_batched_tokens)
     rng = np.random.default_rng(0)
     stem = rng.integers(2, 280, 30).tolist()
     prompts = [[*stem, *rng.integers(2, 280, length).tolist()] for length in (0, 1, 20, 60)]
@@ -89,7 +89,7 @@ def test_any_split_into_chunks_and_rows_equals_transformers(
 def test_numbers_after_eviction_and_reuse_equal_transformers(
     make: Callable[..., Any], expected: Callable[..., Any]
 ) -> None:
-    engine = make(110, max_batch_tokens=24)
+    engine = make(110, max_num_batched_tokens=24)
     rng = np.random.default_rng(1)
     stems = [rng.integers(2, 280, 40).tolist() for _ in range(3)]
     for index in range(12):

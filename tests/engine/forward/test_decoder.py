@@ -132,7 +132,7 @@ def test_lora_weights_of_a_layer_that_takes_none_are_refused_by_its_name(
     folder: Callable[[str], Path],
 ) -> None:
     forward = loaded(folder("Mixtral"))
-    part = LowRank(torch.zeros(2, 1), torch.zeros(1, 2))
+    part = LowRank(np.zeros((2, 1), np.float32), np.zeros((1, 2), np.float32))
     names = ["model.layers.1.self_attn.q_proj", "vision.layers.0.fc", "model.layers.1.mlp.gate"]
     forward.decoder.check_lora(LoraWeights("own", "", 1, dict.fromkeys(names[:2], part)))
     with pytest.raises(UnsupportedModelError, match="gate, which is not supported"):

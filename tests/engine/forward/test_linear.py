@@ -213,7 +213,7 @@ def test_a_machine_without_the_kernels_runs_plain_weights_alone(
 ) -> None:
     monkeypatch.setattr(ready, "native_library", lambda: None)
     name = str(tiny_model_folder)
-    config = EngineConfig(model=name, weights=weights, kv_bytes=1 << 20)
+    config = EngineConfig(model=name, weights=weights, kv_cache_memory_bytes=1 << 20)
     if weights == "checkpoint":
         with pytest.raises(ParameterError, match="checkpoint") as error:
             NativeForward(config, resolve(name))

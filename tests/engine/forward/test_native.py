@@ -33,7 +33,7 @@ class Runner:
     """Run prompts through a forward pass step by step, each prompt in its own slots."""
 
     def __init__(self, folder: Path, weights: str) -> None:
-        config = EngineConfig(model=str(folder), weights=weights, kv_bytes=1 << 19)
+        config = EngineConfig(model=str(folder), weights=weights, kv_cache_memory_bytes=1 << 19)
         self.forward = NativeForward(config, resolve(str(folder)))
 
     def hidden(self, prompts: list[np.ndarray[Any, Any]], *, split: int = 1000) -> list[torch.Tensor]:
@@ -228,7 +228,7 @@ def test_a_model_with_a_layer_that_does_not_attend_is_refused(
 
 
 def test_a_pool_without_room_for_two_tokens_is_an_error(folders: dict[str, Path]) -> None:
-    config = EngineConfig(model=str(folders["llama"]), kv_bytes=100)
+    config = EngineConfig(model=str(folders["llama"]), kv_cache_memory_bytes=100)
     with pytest.raises(ParameterError, match="one token takes") as error:
         NativeForward(config, resolve(str(folders["llama"])))
-    assert error.value.parameter == "kv_bytes"
+    assert error.value.parameter == "kv_cache_memory_bytes"

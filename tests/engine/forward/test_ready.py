@@ -59,7 +59,7 @@ def llama(small_model: Callable[..., Path]) -> Path:
 
 
 def open_llm(folder: Path, **settings: Any) -> LLM:
-    return LLM(str(folder), **{"weights": "checkpoint", "kv_bytes": 1 << 21, **settings})
+    return LLM(str(folder), **{"weights": "checkpoint", "kv_cache_memory_bytes": 1 << 21, **settings})
 
 
 def is_recalled(llm: LLM) -> bool:
@@ -226,7 +226,7 @@ def test_a_recalled_model_runs_lora_weights(
 
 def test_the_transformers_module_of_a_recalled_model_is_loaded_when_asked_for(llama: Path) -> None:
     load_twice(llama)
-    with AsyncLM.from_name(str(llama), weights="checkpoint", kv_bytes=1 << 21) as lm:
+    with AsyncLM.from_name(str(llama), weights="checkpoint", kv_cache_memory_bytes=1 << 21) as lm:
         module = lm.underlying_model
         assert type(module).__name__ == "LlamaForCausalLM"
         assert lm.underlying_model is module
@@ -234,7 +234,7 @@ def test_the_transformers_module_of_a_recalled_model_is_loaded_when_asked_for(ll
 
 def test_a_loaded_model_leaves_nothing(llama: Path, home: Path) -> None:
     module = AutoModelForCausalLM.from_pretrained(llama)
-    with LLM(module, tokenizer=AutoTokenizer.from_pretrained(llama), kv_bytes=1 << 20) as llm:
+    with LLM(module, tokenizer=AutoTokenizer.from_pretrained(llama), kv_cache_memory_bytes=1 << 20) as llm:
         assert llm.engine.capabilities().weights == "checkpoint"
         assert not home.exists()
 

@@ -110,7 +110,7 @@ def test_the_panels_of_a_model_are_seen_to_be_mapped(
 ) -> None:
     folder = tmp_path / "seen"
     shutil.copytree(tiny_model_folder, folder)
-    with LLM(str(folder), weights="checkpoint", kv_bytes=1 << 20):
+    with LLM(str(folder), weights="checkpoint", kv_cache_memory_bytes=1 << 20):
         maps = Path("/proc/self/maps").read_text().splitlines()
     [panels] = home().glob("panels/seen-*/panels.bin")
     machine.maps(*(line for line in maps if line.endswith(str(panels))))
@@ -155,15 +155,15 @@ def test_weights_that_can_never_be_in_memory_are_refused_by_name(machine: Machin
 
 def test_more_bytes_than_there_are_is_told_with_the_parameter(tiny_model_folder: Path) -> None:
     name = str(tiny_model_folder)
-    with pytest.raises(ParameterError, match=r"kv_bytes: cannot allocate"):
-        NativeForward(EngineConfig(model=name, kv_bytes=1 << 60), resolve(name))
+    with pytest.raises(ParameterError, match=r"kv_cache_memory_bytes: cannot allocate"):
+        NativeForward(EngineConfig(model=name, kv_cache_memory_bytes=1 << 60), resolve(name))
 
 
 def test_a_load_tells_the_size_of_the_pool_and_of_what_it_is_a_part(
     tiny_model_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "logprobe")
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm:
+    with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 21) as llm:
         room = llm.engine.capabilities().num_slots
     assert re.search(rf"KV cache holds {room} tokens \(2 MB of [\d.]+ .B free memory\)", caplog.text)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
@@ -173,10 +173,10 @@ def test_a_pool_that_outgrows_what_the_weights_leave_is_made_with_a_warning(
     tiny_model_folder: Path, machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine.has(1 << 20)
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm:
+    with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 21) as llm:
         assert llm.engine.capabilities().num_slots > 2
     [warning] = caplog.messages
-    assert warning.startswith("kv_bytes: a KV cache of 2 MB exceeds the 1 MB of free memory;")
+    assert warning.startswith("kv_cache_memory_bytes: a KV cache of 2 MB exceeds the 1 MB of free memory;")
 
 
 def test_other_weights_have_as_many_slots_however_much_is_free(

@@ -44,7 +44,7 @@ def numbers(scores):
     return [one.chosen_entries().logprobs.tolist() + one.arrays.logprobs.tolist() for one in records]
 
 def run(folder, pairs, sampling):
-    with LLM(folder, kv_bytes=1 << 24) as llm:
+    with LLM(folder, kv_cache_memory_bytes=1 << 24) as llm:
         alone = [numbers(llm.score([pair], logprobs=5)) for pair in pairs]
         scores = llm.score(pairs, logprobs=5)
         params = [SamplingParams(max_tokens=8, ignore_eos=True, logprobs=0, **one) for one in sampling]
@@ -109,7 +109,7 @@ def test_numbers_are_those_of_the_native_kernels_and_of_transformers(
     assert found["refused"] == "weights"
     assert (found["kernels"]["cpu"], found["native"]) == ("torch", None)
     for folder, ours in zip(folders, found["models"], strict=True):
-        with LLM(str(folder), kv_bytes=1 << 24) as llm:
+        with LLM(str(folder), kv_cache_memory_bytes=1 << 24) as llm:
             assert_same_model(ours, llm, PAIRS)
         module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         for (context, continuation), logprobs in zip(PAIRS, ours["scores"], strict=True):

@@ -15,7 +15,7 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
 def test_prompts_of_one_step_share_their_prefix(new_engine: Callable[..., Any]) -> None:
-    engine = new_engine(400, max_batch_tokens=256)
+    engine = new_engine(400, max_num_batched_tokens=256)
     stem = list(range(2, 42))
     for index in range(5):
         engine.submit(f"r{index}", [*stem, 100 + index, 50], max_tokens=1, **GREEDY)
@@ -27,7 +27,7 @@ def test_prompts_of_one_step_share_their_prefix(new_engine: Callable[..., Any]) 
 
 
 def test_an_output_counts_the_prompt_tokens_that_the_cache_had(new_engine: Callable[..., Any]) -> None:
-    engine = new_engine(400, max_batch_tokens=16)  # prompts run in chunks, and share cached prefixes
+    engine = new_engine(400, max_num_batched_tokens=16)  # prompts run in chunks, and share cached prefixes
     stem = list(range(2, 42))
     asked = {"max_tokens": 2, **GREEDY}
     outputs = [engine.submit(f"r{index}", [*stem, 100 + index, 50], **asked) for index in range(3)]
@@ -46,7 +46,7 @@ def test_an_output_counts_the_prompt_tokens_that_the_cache_had(new_engine: Calla
 def test_shared_prefixes_give_the_numbers_of_a_cold_engine(
     new_engine: Callable[..., Any], assert_same: Callable[..., None]
 ) -> None:
-    engine = new_engine(400, max_batch_tokens=256)
+    engine = new_engine(400, max_num_batched_tokens=256)
     stem = list(range(2, 42))
     asked = {"max_tokens": 3, "logprobs": 5, "prompt_logprobs": 3, **GREEDY}
     prompts = [[*stem, 100 + index, 50] for index in range(4)]
@@ -92,22 +92,22 @@ def test_generated_tokens_are_known_to_the_next_request(new_engine: Callable[...
     assert engine.forward.num_tokens_run == num_run + 1  # the last generated token was never run
 
 
-@pytest.mark.parametrize("max_batch_tokens", [4, 7, 64])
+@pytest.mark.parametrize("max_num_batched_tokens", [4, 7, 64])
 def test_no_step_runs_more_tokens_than_its_limit(
-    new_engine: Callable[..., Any], max_batch_tokens: int
+    new_engine: Callable[..., Any], max_num_batched_tokens: int
 ) -> None:
-    engine = new_engine(400, max_batch_tokens=max_batch_tokens, max_batch_rows=8)
+    engine = new_engine(400, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=8)
     counts: list[int] = []
     engine.forward.before_run = lambda batch: counts.append(len(batch.token_ids))
     for index in range(12):
         engine.submit(f"r{index}", range(2 + index, 2 + 5 * index + 3), max_tokens=5, **GREEDY)
     engine.run()
-    assert max(counts) <= max_batch_tokens
+    assert max(counts) <= max_num_batched_tokens
     engine.assert_idle()
 
 
 def test_no_step_runs_more_requests_than_its_limit(new_engine: Callable[..., Any]) -> None:
-    engine = new_engine(400, max_batch_rows=3)
+    engine = new_engine(400, max_num_seqs=3)
     for index in range(8):
         engine.submit(f"r{index}", [5, index + 2], max_tokens=6, **GREEDY)
     while engine.engine.has_work:
@@ -116,7 +116,7 @@ def test_no_step_runs_more_requests_than_its_limit(new_engine: Callable[..., Any
 
 
 def test_a_stream_of_short_requests_does_not_starve_a_long_one(new_engine: Callable[..., Any]) -> None:
-    engine = new_engine(90, max_batch_tokens=8, max_batch_rows=4)
+    engine = new_engine(90, max_num_batched_tokens=8, max_num_seqs=4)
     for index in range(4):
         engine.submit(f"early{index}", [9, index + 2], max_tokens=3, **GREEDY)
     long = engine.submit("long", range(2, 62), max_tokens=10, **GREEDY)
@@ -134,7 +134,7 @@ def test_a_stream_of_short_requests_does_not_starve_a_long_one(new_engine: Calla
 def test_requests_end_in_the_order_of_their_arrival_where_all_else_is_equal(
     new_engine: Callable[..., Any],
 ) -> None:
-    engine = new_engine(60, max_batch_tokens=8, max_batch_rows=2)
+    engine = new_engine(60, max_num_batched_tokens=8, max_num_seqs=2)
     names = [f"r{index}" for index in range(9)]
     for index, name in enumerate(names):
         engine.submit(name, [30 + index] * 10, max_tokens=4, **GREEDY)
@@ -149,7 +149,7 @@ def test_a_preempted_request_ends_with_the_numbers_it_gets_alone(
     new_engine: Callable[..., Any], assert_same: Callable[..., None]
 ) -> None:
     asked = {"max_tokens": 30, "logprobs": 3, "prompt_logprobs": 2, "seed": 3, "ignore_eos": True}
-    engine = new_engine(70, max_batch_tokens=32, max_batch_rows=4)
+    engine = new_engine(70, max_num_batched_tokens=32, max_num_seqs=4)
     prompts = [[20 + index, 30, 40 + index] * 4 for index in range(4)]
     got = [engine.submit(f"r{index}", ids, **asked) for index, ids in enumerate(prompts)]
     engine.run()
@@ -165,7 +165,7 @@ def test_a_preempted_request_ends_with_the_numbers_it_gets_alone(
 
 
 def test_samples_of_one_prompt_run_it_once_and_differ(new_engine: Callable[..., Any]) -> None:
-    engine = new_engine(400, max_batch_tokens=256)
+    engine = new_engine(400, max_num_batched_tokens=256)
     output = engine.submit("r", range(2, 42), n=6, max_tokens=5, temperature=2.0, seed=1, ignore_eos=True)
     engine.step()
     assert engine.forward.num_tokens_run == 40
@@ -174,7 +174,7 @@ def test_samples_of_one_prompt_run_it_once_and_differ(new_engine: Callable[..., 
 
 
 def test_prompt_rows_come_in_steps_of_the_token_limit(new_engine: Callable[..., Any]) -> None:
-    engine = new_engine(400, max_batch_tokens=16)
+    engine = new_engine(400, max_num_batched_tokens=16)
     output = engine.submit("r", range(2, 62), max_tokens=0, prompt_logprobs=0)
     lengths = []
     while engine.engine.has_work:
@@ -184,7 +184,7 @@ def test_prompt_rows_come_in_steps_of_the_token_limit(new_engine: Callable[..., 
 
 
 def test_a_request_that_fills_the_pool_runs_alone(new_engine: Callable[..., Any]) -> None:
-    engine = new_engine(40, max_batch_tokens=16)
+    engine = new_engine(40, max_num_batched_tokens=16)
     engine.submit("small", [5, 6, 7], max_tokens=5, **GREEDY)
     whole = engine.submit("whole", range(2, 32), max_tokens=50, **GREEDY)
     engine.submit("after", [8, 6, 7], max_tokens=5, **GREEDY)
@@ -195,7 +195,7 @@ def test_a_request_that_fills_the_pool_runs_alone(new_engine: Callable[..., Any]
 
 
 def test_an_aborted_request_leaves_at_once_with_what_there_is(new_engine: Callable[..., Any]) -> None:
-    engine = new_engine(120, max_batch_rows=2)
+    engine = new_engine(120, max_num_seqs=2)
     running = engine.submit("running", [5, 6], max_tokens=50, logprobs=0, **GREEDY)
     waiting = [engine.submit(f"r{index}", [9, 9, index + 2], max_tokens=4, **GREEDY) for index in range(3)]
     for _ in range(4):
@@ -220,7 +220,7 @@ CAPTURE = {"logits_processors": ["GlobalLogprobsCapture"]}
 def test_first_tokens_of_one_call_wait_for_its_last_prompt_where_rows_are_kept(
     new_engine: Callable[..., Any],
 ) -> None:
-    engine = new_engine(400, max_batch_tokens=32, **CAPTURE)
+    engine = new_engine(400, max_num_batched_tokens=32, **CAPTURE)
     lengths = {"short": 5, "long": 80, "scored": 50}
     calls = {"short": "one", "long": "one", "scored": "one", "other": "two", "none": "", "late": ""}
     for name, call in calls.items():
@@ -239,13 +239,13 @@ def test_first_tokens_of_one_call_wait_for_its_last_prompt_where_rows_are_kept(
 
 
 @pytest.mark.parametrize("num_slots", [45, 60, 100, 130])
-@pytest.mark.parametrize("max_batch_tokens", [8, 64])
+@pytest.mark.parametrize("max_num_batched_tokens", [8, 64])
 def test_a_call_without_room_for_all_its_prompts_ends_all_the_same(
-    new_engine: Callable[..., Any], num_slots: int, max_batch_tokens: int
+    new_engine: Callable[..., Any], num_slots: int, max_num_batched_tokens: int
 ) -> None:
     texts: dict[str, list[list[int]]] = {}
     for name, more in (("gathered", CAPTURE), ("plain", {})):
-        engine = new_engine(num_slots, max_batch_tokens=max_batch_tokens, **more)
+        engine = new_engine(num_slots, max_num_batched_tokens=max_num_batched_tokens, **more)
         for index in range(9):
             ids = range(2 + index, 42 + index)
             call = f"call {index % 2}" if index < 6 else f"alone {index}"
@@ -259,7 +259,7 @@ def test_a_call_without_room_for_all_its_prompts_ends_all_the_same(
 def test_the_rest_of_a_call_goes_on_where_one_prompt_is_given_up_or_is_paused(
     new_engine: Callable[..., Any],
 ) -> None:
-    engine = new_engine(400, max_batch_tokens=16, **CAPTURE)
+    engine = new_engine(400, max_num_batched_tokens=16, **CAPTURE)
     for index, length in enumerate((5, 90, 100)):
         engine.submit(f"r{index}", range(2, 2 + length), call="one", max_tokens=1, **GREEDY)
     engine.step()

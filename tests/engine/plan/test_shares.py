@@ -22,7 +22,7 @@ def watched(new_engine: Callable[..., Any]) -> Callable[..., Any]:
     """An engine with short steps and eight batch rows that records tokens and prompt rows of each step."""
 
     def make(num_slots: int = 2000, **settings: Any) -> Any:
-        engine = new_engine(num_slots, **{"max_batch_tokens": STEP, "max_batch_rows": 8} | settings)
+        engine = new_engine(num_slots, **{"max_num_batched_tokens": STEP, "max_num_seqs": 8} | settings)
         engine.num_tokens, engine.num_rows = [], []
         engine.forward.before_run = lambda batch: engine.num_tokens.append(len(batch.token_ids))
         score = engine.engine.scorer.score
@@ -143,7 +143,7 @@ def test_a_call_alone_takes_whole_steps(watched: Callable[..., Any], name: str) 
 
 
 def test_calls_of_one_kind_are_served_in_the_order_of_their_arrival(watched: Callable[..., Any]) -> None:
-    engine = watched(max_batch_rows=2)
+    engine = watched(max_num_seqs=2)
     names = [f"r{index}" for index in range(9)]
     for index, name in enumerate(names):
         engine.submit(name, prompt(10, index + 2), max_tokens=4, call=name, **GREEDY)

@@ -35,7 +35,7 @@ def lm(request: pytest.FixtureRequest) -> Iterator[GenlmLM]:
 
     try:
         model = (
-            LogprobeLM.from_name("smollm2", kv_bytes=1 << 28)
+            LogprobeLM.from_name("smollm2", kv_cache_memory_bytes=1 << 28)
             if request.param == "native"
             else LogprobeVirtualLM.from_name("smollm2", ON_VLLM, cache_size=100)
         )
@@ -156,7 +156,7 @@ def test_a_model_by_name_in_vllm_gives_the_native_rows(
     folder, adapters = wide_heads
     asked = [[5, 6, 7], [5, 6], [9]]
     name, weights = next(iter(adapters.items()))
-    native = LogprobeLM.from_name(str(folder), kv_bytes=1 << 20)
+    native = LogprobeLM.from_name(str(folder), kv_cache_memory_bytes=1 << 20)
     options = {**ON_VLLM, "enable_lora": True, "max_lora_rank": 8}
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # genlm-backend sets this when imported
     with serve_by_name():
@@ -191,7 +191,7 @@ def test_ids_of_the_model_alone_are_no_tokens(tiny_model_folder: Path, tmp_path:
     size = AutoConfig.from_pretrained(tiny_model_folder).vocab_size
     config = AutoConfig.from_pretrained(tiny_model_folder, vocab_size=size + 13)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    wide = LogprobeLM.from_name(str(tmp_path), kv_bytes=1 << 20)
+    wide = LogprobeLM.from_name(str(tmp_path), kv_cache_memory_bytes=1 << 20)
     try:
         assert len(wide.byte_vocab) == len(wide.str_vocab) == len(wide.tokenizer) == size
         assert all(wide.byte_vocab)

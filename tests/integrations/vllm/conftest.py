@@ -23,9 +23,9 @@ def vllm_config(wide_heads: tuple[Path, dict[str, Path]]) -> EngineConfig:
     return EngineConfig(
         model=str(wide_heads[0]),
         engine="vllm",
-        kv_bytes=1 << 23,
-        max_batch_rows=ROWS,
-        max_batch_tokens=CHUNK,
+        kv_cache_memory_bytes=1 << 23,
+        max_num_seqs=ROWS,
+        max_num_batched_tokens=CHUNK,
         engine_options=OPTIONS,
     )
 
@@ -40,6 +40,8 @@ def on_vllm(vllm_config: EngineConfig) -> Iterator[LoadedModel]:
 @pytest.fixture(scope="session")
 def native(wide_heads: tuple[Path, dict[str, Path]]) -> Iterator[LoadedModel]:
     """The engine that vLLM is compared with."""
-    loaded = start_engine(EngineConfig(model=str(wide_heads[0]), kv_bytes=1 << 22, weights="checkpoint"))
+    loaded = start_engine(
+        EngineConfig(model=str(wide_heads[0]), kv_cache_memory_bytes=1 << 22, weights="checkpoint")
+    )
     yield loaded
     loaded.engine.close()

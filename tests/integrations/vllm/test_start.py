@@ -38,10 +38,12 @@ def test_without_vllm_the_error_says_how_to_install_it(
     "settings",
     [
         {"weights": "checkpoint"},
-        {"overlap": True},
+        {"arithmetic": "fma"},
+        {"kv_cache_dtype": "bfloat16"},
+        {"async_scheduling": True},
         {"speculate": True},
         {"process": True},
-        {"data_parallel": 2},
+        {"data_parallel_size": 2},
     ],
 )
 def test_settings_of_the_native_engine_are_refused_by_name(
@@ -106,7 +108,7 @@ class TestOptions:
         logprobs = []
         for engine in ("native", "vllm"):
             options = OPTIONS if engine == "vllm" else None
-            with LLM("smollm2", engine=engine, kv_bytes=1 << 29, engine_options=options) as llm:
+            with LLM("smollm2", engine=engine, kv_cache_memory_bytes=1 << 29, engine_options=options) as llm:
                 [output] = llm.generate("The capital of France is", params)
             logprobs.append(output.outputs[0].logprobs.chosen_entries().logprobs)
         np.testing.assert_allclose(*logprobs, atol=1e-3)

@@ -155,7 +155,7 @@ def test_grammars_are_followed_on_a_sentencepiece_file(
         ({"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}, r'\{"a": "(the| x)"\}'),
         ({"type": "json_object"}, r"\{.*"),
     ]
-    with LLM(str(path), kv_bytes=1 << 22) as llm:
+    with LLM(str(path), kv_cache_memory_bytes=1 << 22) as llm:
         for form, pattern in forms:
             params = SamplingParams(response_format=form, max_tokens=60, n=2, seed=3)
             for output in llm.generate(["the row"], params)[0].outputs:

@@ -30,7 +30,7 @@ logging.basicConfig(level=logging.WARNING)
 from logprobe import LLM, SamplingParams
 print("imported", flush=True)
 sys.stdin.readline()
-with LLM(sys.argv[1], kv_bytes=1 << 21) as llm:
+with LLM(sys.argv[1], kv_cache_memory_bytes=1 << 21) as llm:
     output = llm.generate([[5, 6, 7, 8]], SamplingParams(max_tokens=3, temperature=0, logprobs=2))[0]
     print([(one, entry.logprob) for row in output.outputs[0].logprobs for one, entry in row.items()])
 """
@@ -112,7 +112,7 @@ def test_as_many_records_are_kept_as_there_may_be(
 ) -> None:
     """Locks, and what another process is writing, are no records."""
     monkeypatch.setenv("LOGPROBE_HOME", str(tmp_path))
-    LLM(str(tiny_model_folder), kv_bytes=1 << 21).close()
+    LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 21).close()
     [record] = (tmp_path / "loads").glob("[!.]*")
     for number in range(MAX_RECORDS):
         older = record.with_name(f"{record.name[:-4]}{number:04d}")
@@ -122,7 +122,7 @@ def test_as_many_records_are_kept_as_there_may_be(
     partial = record.with_name(f".{record.name[:-4]}9999.partial")
     partial.mkdir()
     shutil.rmtree(record)
-    LLM(str(tiny_model_folder), kv_bytes=1 << 21).close()
+    LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 21).close()
     kept = {one.name for one in (tmp_path / "loads").glob("[!.]*")}
     assert len(kept) == MAX_RECORDS
     assert record.name in kept

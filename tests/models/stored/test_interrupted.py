@@ -192,7 +192,7 @@ threads.set_num_threads(1)
 
 def numbers():
     # The engine runs in this thread alone, so that a child can be forked once more.
-    with LLM(folder, kv_bytes=1 << 21, weights="checkpoint") as llm:
+    with LLM(folder, kv_cache_memory_bytes=1 << 21, weights="checkpoint") as llm:
         output = llm.generate([[5, 6, 7, 8]], SamplingParams(max_tokens=3, temperature=0, logprobs=2))[0]
         return [(one, entry.logprob) for row in output.outputs[0].logprobs for one, entry in row.items()]
 

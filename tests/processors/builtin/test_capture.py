@@ -222,7 +222,7 @@ def test_a_capture_of_all_registers_as_it_is_and_sees_every_request(
     tiny_model_folder: Path, kind: Any
 ) -> None:
     params = SamplingParams(max_tokens=1, temperature=0, logprobs=-1)
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 20, logits_processors=[kind]) as llm:
+    with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 20, logits_processors=[kind]) as llm:
         outputs = llm.generate([[5, 6], [7, 8, 9]], params)
         assert llm.processors is not None
         [capture] = llm.processors.registered.values()

@@ -96,6 +96,6 @@ def test_pages_may_not(attacked: Any, name: str, origin: str) -> None:
 def test_the_page_of_a_server_that_listens_everywhere_may_stand_there() -> None:
     own = Headers({"host": f"{EVERYWHERE}:8000", "origin": f"http://{EVERYWHERE}:8000"})
     check_caller(own, "http", ServerSettings(host=EVERYWHERE))
-    check_caller(own, "http", ServerSettings(cors_origin=(own["origin"],)))
+    check_caller(own, "http", ServerSettings(allowed_origins=(own["origin"],)))
     with pytest.raises(ApiError):
         check_caller(own, "http", ServerSettings())

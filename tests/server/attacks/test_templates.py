@@ -27,7 +27,7 @@ def test_an_endless_template_leaves_the_server_to_others(
 ) -> None:
     monkeypatch.setattr(rendering, "LIMIT_S", 600.0)
     replies: list[httpx.Response] = []
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm:
+    with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 21) as llm:
         llm.text.tokenizer.chat_template = CHAT_TEMPLATE + ENDLESS
         with new_serving(llm, ServerSettings()) as (url, _):
             chat = threading.Thread(

@@ -99,7 +99,7 @@ class Comparison:
                 note = f"it counts {counted} prompt tokens, the template has {len(own)}"
                 self._blame("template", group, "" if is_known or counted is None else note)
                 for name, message in refused.items():
-                    why = f"chats {name} were not looked at: {printable(message, MAX_TEXT)}"
+                    why = f"chats {name} could not be checked: {printable(message, MAX_TEXT)}"
                     self.findings.add("left-out", why, is_note=True)
                 return None
         return self.reader.read(ask, reply, ids, self.findings)

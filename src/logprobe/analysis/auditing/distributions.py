@@ -40,8 +40,8 @@ class Shaping:
     def __post_init__(self) -> None:
         require(self.temperature >= 0, "temperature", f"must be 0 or more, got {self.temperature}")
         require(self.top_k >= -1, "top_k", f"must be -1 or 0 (all) or positive, got {self.top_k}")
-        require(0 < self.top_p <= 1, "top_p", f"must lie in (0, 1], got {self.top_p}")
-        require(0 <= self.min_p <= 1, "min_p", f"must lie in [0, 1], got {self.min_p}")
+        require(0 < self.top_p <= 1, "top_p", f"must be in (0, 1], got {self.top_p}")
+        require(0 <= self.min_p <= 1, "min_p", f"must be in [0, 1], got {self.min_p}")
 
     @classmethod
     def of(cls, params: Mapping[str, Any]) -> Self:

@@ -321,7 +321,7 @@ def _causes(fitted: Fitted, used: NDArray[np.bool_]) -> Iterator[Cause]:
 
 
 def _shifts(fitted: Fitted) -> Iterator[Cause]:
-    """Yield the causes in which tokens have a neighbour's logprob, or one from a neighbouring row."""
+    """Yield the causes in which tokens have a neighbor's logprob, or one from a neighboring row."""
     for by in (1, -1):
         for is_row in (False, True):
             moved = np.full(len(fitted.theirs), np.nan)
@@ -394,7 +394,7 @@ def judge(fitted: Fitted, findings: Findings, max_nats: float) -> None:
         add(
             "does-not-fit",
             off,
-            "{count} of {of} numbers are of no distribution that was asked, up to {worst} nats off",
+            "{count} of {of} numbers fit no distribution that was tried, off by up to {worst} nats",
         )
         return
     add(cause.kind, off, cause.detail, cause.correction)

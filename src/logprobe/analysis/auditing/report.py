@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from logprobe.errors import InputError, ParameterError
+from logprobe.records.forms.versions import check_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,37 +27,37 @@ Area: TypeAlias = Literal["numbers", "conformance"]
 Where: TypeAlias = Literal["prompt", "completion"]
 
 NUMBER_KINDS: Final[dict[str, str]] = {
-    "temperature-unasked": "numbers are of a temperature of {detail} that was not asked ({extent})",
-    "renormalised-unasked": "numbers are renormalised over a part of the vocabulary{detail} ({extent})",
+    "temperature-unasked": "numbers are at a temperature of {detail} that was not requested ({extent})",
+    "renormalised-unasked": "numbers are renormalized over a part of the vocabulary{detail} ({extent})",
     "log-base": "numbers are logarithms to the base {detail}, not nats ({extent})",
     "probabilities": "numbers are probabilities, not their logarithms ({extent})",
     "rounded": "numbers are rounded to {detail}, up to {worst} nats",
-    "shifted": "rows are those of the neighbouring token ({count} of {of})",
+    "shifted": "rows are those of the neighboring token ({count} of {of})",
     "rows-missing": "{count} of {of} tokens have no row",
     "rows-repeated": "{count} of {of} tokens have two rows",
-    "filled-in": "{count} of {of} numbers are filled in, zeros or a floor, up to {worst} nats off",
+    "filled-in": "{count} of {of} numbers are placeholders (zeros or a floor), off by up to {worst} nats",
     "alternatives-wrong": "{count} rows leave out a token that is more likely than those listed",
-    "unsteady-repeated": "the same request, alone, has other numbers the next time, up to {worst} nats",
-    "unsteady-beside-others": "numbers change while other requests run, up to {worst} nats",
-    "unsteady-cached": "a prompt has other numbers once it is cached, up to {worst} nats",
-    "unsteady-order": "numbers depend on which prompt was sent before, up to {worst} nats",
-    "unsteady-after-generation": "a prompt has other numbers after a generation, up to {worst} nats",
-    "wrong-at-length": "prompts of {count} lengths have wrong numbers, up to {worst} nats",
-    "prefill-decode": "generated rows are right; scored as a prompt, they are up to {worst} nats off",
-    "stream-differs": "a stream has other numbers than a whole reply, up to {worst} nats",
-    "bos": "prompts begin otherwise than the tokenizer says: {detail} ({count} replies)",
-    "template": "chats are laid out otherwise than the model's template says{detail} ({count} replies)",
-    "lora-prompt": "prompt rows are those of the model without its LoRA weights, up to {worst} nats off",
+    "unsteady-repeated": "numbers change when a request is repeated alone, by up to {worst} nats",
+    "unsteady-beside-others": "numbers change while other requests run, by up to {worst} nats",
+    "unsteady-cached": "a prompt's numbers change once it is cached, by up to {worst} nats",
+    "unsteady-order": "numbers depend on the prompt that was sent before, by up to {worst} nats",
+    "unsteady-after-generation": "a prompt's numbers change after a generation, by up to {worst} nats",
+    "wrong-at-length": "prompts of {count} lengths have wrong numbers, off by up to {worst} nats",
+    "prefill-decode": "generated tokens are right; scored as a prompt, they are off by up to {worst} nats",
+    "stream-differs": "the numbers of a stream and of a whole reply differ by up to {worst} nats",
+    "bos": "prompts do not begin as the tokenizer says: {detail} ({count} replies)",
+    "template": "chats do not have the layout of the model's template{detail} ({count} replies)",
+    "lora-prompt": "prompt rows are those of the model without its LoRA weights, off by up to {worst} nats",
     "lora-ignored": "the LoRA weights have no effect: {count} replies are the base model's",
-    "stale-weights": "{count} of {of} numbers stayed where the weights changed them up to {worst} nats",
-    "changed-unasked": "{count} of {of} numbers changed up to {worst} nats though the weights did not",
+    "stale-weights": "{count} of {of} numbers are those of the earlier weights, off by up to {worst} nats",
+    "changed-unasked": "{count} of {of} numbers changed by up to {worst} nats, but the weights did not",
     "does-not-fit": "{detail}",
 }
 """Title of each kind of finding about log-probabilities: wrong, missing, or computed for another prompt."""
 
 CONFORMANCE_KINDS: Final[dict[str, str]] = {
     "ids-repeated": "{count} rows list a token twice among the alternatives",
-    "alternatives-cut": "{count} rows have fewer alternatives than asked ({detail})",
+    "alternatives-cut": "{count} rows have fewer alternatives than requested ({detail})",
     "bytes-wrong": "{count} tokens have the bytes of another token",
     "text-wrong": "{count} tokens have the text of another token",
     "ignored": "fields are accepted with 200 and have no effect: {detail}",
@@ -314,8 +315,7 @@ class AuditReport:
             InputError: the values are not a report, or the report has another version.
         """
         version = values.get("version") if isinstance(values, dict) else None
-        if version != VERSION:
-            raise InputError(f"audit report: version {VERSION} is read here, got {version!r:.60}")
+        check_version(version, VERSION, "audit report")
         try:
             return msgspec.convert(values, cls)
         except (msgspec.ValidationError, RecursionError) as error:

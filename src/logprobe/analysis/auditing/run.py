@@ -100,7 +100,7 @@ def audit(
         ParameterError: an argument is invalid, `lora` is set but `llm` runs without an adapter, or the server
             rejects the key.
         ServerError: the server cannot be reached, answers neither completions nor chats, or times out.
-        ModelError: httpx is not installed.
+        MissingPackageError: httpx is not installed.
     """
     require(max_nats > 0, "max_nats", "must be positive", got=max_nats)
     is_list = not isinstance(texts, str) and (texts is None or len(texts) > 0)

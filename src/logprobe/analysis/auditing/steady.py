@@ -98,7 +98,7 @@ def _key(row: Row | None) -> object:
 
 
 def _row_difference(row: Row | None, other: Row | None) -> tuple[float, float | None, float | None]:
-    """Return the largest difference in nats between two rows' logprobs of one token, and the two logprobs."""
+    """Find the shared token whose logprobs differ most; return the difference (nats) and both logprobs."""
     first, second = _numbers(row), _numbers(other)
     sizes = [
         (0.0 if a == b else CAP if a is None or b is None else abs(a - b), a, b)
@@ -367,7 +367,7 @@ class Steady:
         return Ask(form=form, prompt=self._cut(text), max_tokens=max_tokens, params=params)
 
     def _cut(self, text: str, share: int = 2) -> str:
-        """Return the beginning of a text, cut to at most 1 / `share` of the server's context."""
+        """Return the beginning of a text, cut to at most the server's context length / `share`."""
         return self.comparison.reader.tokens.cut(text, self.max_len // share)
 
     def _prompt_ask(self, ids: tuple[int, ...]) -> Ask:

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 DISTRIBUTION_WORDS: Final = {
     "raw": "the model's own",
     "temperature": "after temperature",
-    "kept": "what truncation kept, not renormalised",
-    "renormalised": "what truncation kept, renormalised",
+    "kept": "what truncation kept, not renormalized",
+    "renormalised": "what truncation kept, renormalized",
     "penalised": "after penalties",
     "masked": "after a mask or a bias",
-    "scaled": "after a temperature that nobody asked",
+    "scaled": "after a temperature that was not requested",
     "none": "none that was computed",
 }
 """Description of each distribution, by name."""

@@ -39,9 +39,10 @@ from logprobe.analysis.baseline.rows import (
     kept_within,
     unpack,
 )
-from logprobe.analysis.io.tables import reading, writing
+from logprobe.analysis.io.files import reading, writing
 from logprobe.errors import InputError
 from logprobe.private_files import claim
+from logprobe.records.forms.versions import Versioned, check_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -247,9 +248,7 @@ class BaselineReader:
                 f"{self.path}: is not a baseline; write one with `logprobe compare MODEL --save`"
             )
         head = self._head()
-        version = self._decoded(head, _Version).version
-        if version != VERSION:
-            raise InputError(f"{self.path}: has format version {version}, but only {VERSION} is supported")
+        check_version(self._decoded(head, Versioned).version, VERSION, self.path)
         header: Header = self._decoded(head, Header)
         self._require(1 <= header.vocabulary_size <= MAX_VOCABULARY, "invalid vocabulary size")
         return header
@@ -345,9 +344,3 @@ class BaselineReader:
     def _require(self, is_so: object, message: str) -> None:
         if not is_so:
             raise InputError(f"{self.path}: is damaged ({message}); write it again")
-
-
-class _Version(msgspec.Struct, frozen=True):
-    """The one header field that every version of the format has."""
-
-    version: int

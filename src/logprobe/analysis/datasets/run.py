@@ -10,8 +10,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
-import pyarrow as pa
 
+from logprobe._arrow import pa
 from logprobe.analysis import measures
 from logprobe.analysis.datasets.rows import batches, checked
 from logprobe.analysis.datasets.settings import HITS, DataSettings
@@ -279,7 +279,7 @@ class Summary:
 
 
 class DataTally:
-    """Accumulates summary figures; for the AUC, keeps every value of each measure of labelled texts."""
+    """Accumulates summary figures; for the AUC, keeps every value of each measure of labeled texts."""
 
     def __init__(self) -> None:
         self._num_rows = 0

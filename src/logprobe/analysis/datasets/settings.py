@@ -83,7 +83,7 @@ class DataSettings:
         has_choices = self.choices_column is not None
         require(has_choices or self.answer_column is None, "answer_column", "requires choices_column")
         is_plain = not (has_choices and (self.tokens or self.unconditional or self.detect))
-        require(is_plain, "tokens", "(like unconditional and detect) cannot be combined with choices_column")
+        require(is_plain, "tokens", "cannot be used with choices_column (nor can unconditional or detect)")
         require(self.detect or self.label_column is None, "label_column", "requires detect=True")
         is_cut = self.truncation == "window"
         for name in ("window", "stride"):

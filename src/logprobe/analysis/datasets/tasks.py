@@ -10,8 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import numpy as np
-import pyarrow as pa
 
+from logprobe._arrow import pa
 from logprobe.analysis import measures
 from logprobe.analysis.datasets.settings import HITS, DataSettings, JudgeSettings, RerankSettings
 from logprobe.analysis.labels import (
@@ -25,6 +25,7 @@ from logprobe.analysis.labels import (
 from logprobe.analysis.scorer import prefix_of
 from logprobe.analysis.windows import WindowSettings
 from logprobe.errors import require
+from logprobe.records.forms.versions import parquet_metadata
 from logprobe.text.boundary import Split, given_bytes, split_texts
 from logprobe.text.windows import last_of_split, window_pairs, window_splits
 
@@ -129,7 +130,7 @@ def schema_of(settings: RowSettings) -> pa.Schema:
     own = _columns_of(settings)
     check_kept(settings, first | own)
     columns = first | dict.fromkeys(settings.keep_columns, pa.string()) | own
-    return pa.schema([pa.field(name, kind) for name, kind in columns.items()])
+    return pa.schema([*columns.items()], parquet_metadata("dataset"))
 
 
 def check_kept(settings: RowSettings, own: Collection[str]) -> None:

@@ -10,7 +10,9 @@ import math
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import pyarrow as pa
+
+from logprobe._arrow import pa
+from logprobe.records.forms.versions import parquet_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +32,7 @@ Columns = dict[str, pa.Array]
 def table_of(rows: Sequence[TeacherRow], kind: TrainingFormat, vocabulary_size: int) -> pa.Table:
     """Return rows as a table in the format `kind`.
 
-    Columns for each row's origin, number of target positions, and probability outside the top k come first.
+    The first columns are each row's origin, number of target positions, and probability outside the top k.
     """
     columns: Columns = {"row": pa.array([row.row for row in rows], pa.int64())}
     if any(row.turn is not None for row in rows):
@@ -47,7 +49,7 @@ def schema_of(kind: TrainingFormat, vocabulary_size: int, *, has_turns: bool) ->
     columns: dict[str, pa.DataType] = {"row": pa.int64()} | ({"turn": pa.int32()} if has_turns else {})
     columns |= {"num_positions": pa.int64(), "lost_mass": pa.float64(), "max_lost_mass": pa.float64()}
     columns |= {name: array.type for name, array in _WRITERS[kind]([], vocabulary_size).items()}
-    return pa.schema(list(columns.items()))
+    return pa.schema(list(columns.items()), parquet_metadata("distillation"))
 
 
 def compression_config(vocabulary_size: int, top: int) -> str:

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import pyarrow as pa  # noqa: TC002 - msgspec reads the field
 
+from logprobe._arrow import pa  # noqa: TC001 - msgspec reads the field
 from logprobe.analysis.distillation.formats import COMPRESSION_FILE, compression_config, schema_of, table_of
 from logprobe.analysis.distillation.rows import SequenceReader, in_calls, scored, teacher_rows
 from logprobe.analysis.distillation.settings import FORMATS, DistilSettings
+from logprobe.analysis.io.files import write_durably
 from logprobe.analysis.io.journal import AnsweredRows, Journal, advancing, source_of_numbers
 from logprobe.analysis.io.sources import BadRow, find_sources, identity_of, read_rows
-from logprobe.analysis.io.tables import write_durably
 from logprobe.analysis.scorer import in_flight
 from logprobe.errors import require
 

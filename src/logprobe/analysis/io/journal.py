@@ -11,29 +11,23 @@ import json
 import os
 import shutil
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, Self, TypeVar
 
 import msgspec
-import pyarrow as pa
-import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
+from logprobe._arrow import pa, pq
+from logprobe.analysis.io.files import json_line, reading, write_durably, writing
 from logprobe.analysis.io.sources import BadRow  # noqa: TC001 - msgspec reads the field
-from logprobe.analysis.io.tables import (
-    INFO_KEY,
-    json_line,
-    parquet_writer,
-    reading,
-    write_durably,
-    writing,
-)
+from logprobe.analysis.io.tables import INFO_KEY, parquet_writer
 from logprobe.errors import InputError
 from logprobe.private_files import FOLDER_MODE, is_private
 from logprobe.records.forms.finite import IMPOSSIBLE
+from logprobe.records.forms.versions import Versioned, check_version
 from logprobe.records.info import LogprobsInfo  # noqa: TC001 - msgspec reads the field
 
 if TYPE_CHECKING:
@@ -48,6 +42,7 @@ S_co = TypeVar("S_co", covariant=True)
 ROWS_A_PART, BYTES_A_PART, SECONDS_A_PART = 1 << 10, 1 << 26, 20.0  # the first limit reached ends a part
 ROWS_A_GROUP, ROWS_A_PIECE = 1 << 14, 1 << 10
 SUFFIXES = (".parquet", ".jsonl")
+VERSION: Final = 1  # of `settings.json`, the parts, and `run.json`
 # Names of Python parameters and command-line options in error messages.
 RESUME: Final = "resume=True (--resume)"
 FORCE: Final = "force=True (--force)"
@@ -108,12 +103,20 @@ def source_of_numbers(llm: Scorer, info: LogprobsInfo | None = None) -> dict[str
     return source
 
 
-class FinishedRun(msgspec.Struct, Generic[S], frozen=True, omit_defaults=True):
+class FinishedRun(msgspec.Struct, Generic[S], frozen=True, kw_only=True):
     """Record of a finished run, stored in its `run.json`."""
 
+    version: int
     settings: dict[str, Any]
     summary: S
     num_bytes: int | None = None  # size of the output file; None for a folder
+
+
+class UnfinishedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of a run whose parts are being written, stored in the `settings.json` of the parts."""
+
+    version: int
+    settings: dict[str, Any]
 
 
 class Journal(Generic[S]):
@@ -229,7 +232,8 @@ class Journal(Generic[S]):
             raise InputError(f"{self.path}: another run has just written it; use {FORCE} to overwrite it")
 
     def _note(self) -> None:
-        write_durably(self._settings_file, lambda path: path.write_text(json.dumps(self._settings)))
+        run = {"version": VERSION, "settings": self._settings}
+        write_durably(self._settings_file, lambda path: path.write_text(json.dumps(run)))
 
     def _finished_summary(self, *, resume: bool) -> S:
         """Return the summary of the run that wrote the output.
@@ -237,10 +241,13 @@ class Journal(Generic[S]):
         Raises `InputError` if the output may not be resumed, or if that run had other settings.
         """
         kind: Any = FinishedRun[self._summary_type]  # type: ignore[name-defined]
-        try:
-            run = msgspec.convert(json.loads(self._run_file.read_bytes()), kind) if resume else None
-        except (OSError, ValueError, RecursionError):
-            run = None
+        run, version = None, VERSION
+        if resume:
+            with suppress(OSError, ValueError, RecursionError):
+                values = json.loads(self._run_file.read_bytes())
+                version = msgspec.convert(values, Versioned).version
+                run = msgspec.convert(values, kind)
+        check_version(version, VERSION, self._run_file)
         if run is None or (self._is_file and run.num_bytes != self.path.stat().st_size):
             raise InputError(f"{self._output}: exists; use {FORCE} to overwrite it, or another name")
         self._check_same(run.settings)
@@ -253,7 +260,9 @@ class Journal(Generic[S]):
         if not self._settings_file.exists():
             self._note()
         with _reading(self._settings_file):
-            before = msgspec.json.decode(self._settings_file.read_bytes(), type=dict[str, Any])
+            data = self._settings_file.read_bytes()
+            check_version(msgspec.json.decode(data, type=Versioned).version, VERSION, self._settings_file)
+            before = msgspec.json.decode(data, type=UnfinishedRun).settings
         self._check_same(before)
         now, self._settings = self._settings, before
         self.agree({name: now[name] for name in SOURCES_OF_NUMBERS if name in now})
@@ -399,7 +408,9 @@ class Journal(Generic[S]):
                 errors_path.unlink(missing_ok=True)
             write()
             num_bytes = self.path.stat().st_size if self._is_file else None
-            run = msgspec.to_builtins(FinishedRun(self._settings, summary, num_bytes))
+            run = msgspec.to_builtins(
+                FinishedRun(version=VERSION, settings=self._settings, summary=summary, num_bytes=num_bytes)
+            )
             write_durably(self._run_file, lambda path: path.write_text(json.dumps(run, indent=2) + "\n"))
             # Renaming is atomic; if some parts were deleted first, the rest would look like a damaged run.
             self._parts.rename(self._done)

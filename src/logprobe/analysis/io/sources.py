@@ -314,8 +314,7 @@ def _read_csv(source: Source, columns: Sequence[str]) -> Iterator[Raw]:
 
 
 def _read_parquet(source: Source, columns: Sequence[str]) -> Iterator[Raw]:
-    import pyarrow as pa
-
+    from logprobe._arrow import pa
     from logprobe.analysis.io.tables import parquet_rows
 
     with _open_parquet(source.name) as file:
@@ -331,8 +330,7 @@ def _read_parquet(source: Source, columns: Sequence[str]) -> Iterator[Raw]:
 
 
 def _open_parquet(name: str) -> Any:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    from logprobe._arrow import pa, pq
 
     try:
         return pq.ParquetFile(name)

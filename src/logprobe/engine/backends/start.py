@@ -69,7 +69,8 @@ def start_engine(config: EngineConfig) -> LoadedModel:
     if config.engine in ENGINES:
         start: Callable[[EngineConfig], LoadedModel] = resolve_name(ENGINES[config.engine])
         return start(config)
-    if not config.process and config.data_parallel == 1:
+    parallel = config.parallel_config
+    if not parallel.process and parallel.data_parallel_size == 1:
         return start_native_engine(config)
     from logprobe.engine.backends.process.engine import ProcessEngine
 
@@ -86,7 +87,7 @@ def start_native_engine(config: EngineConfig) -> LoadedModel:
         ParameterError: the settings do not fit the model.
     """
     parts = build_native_engine(config)
-    core = EngineThread(parts.engine, parts.capabilities, overlap=config.overlap)
+    core = EngineThread(parts.engine, parts.capabilities, overlap=config.scheduler_config.async_scheduling)
 
     def load_module() -> Any:
         forward: Any = core.engine.forward  # of the weights in use at the time of the call
@@ -123,11 +124,11 @@ def build_native_engine(config: EngineConfig) -> NativeParts:
         vocab_size=forward.vocab_size,
         max_model_len=engine.max_len,
         num_slots=forward.num_slots,
-        max_batch_tokens=config.max_batch_tokens,
-        max_batch_rows=config.max_batch_rows,
+        max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+        max_num_seqs=config.scheduler_config.max_num_seqs,
         prompt_logprobs_with_prefix_cache=True,
         stages=("raw_logprobs", "processed_logprobs"),
-        speculate=config.speculate,
+        speculate=config.scheduler_config.speculate,
         layout=forward.layout,
         weight_version=version,
         quantization=quantization(files),
@@ -137,8 +138,8 @@ def build_native_engine(config: EngineConfig) -> NativeParts:
     keep_out_of_collections()
     if forward.device == "cpu" and forward.kv_bytes > free_bytes():
         logger.warning(
-            "kv_bytes: a KV cache of %s exceeds the %s of free memory; once it fills up, the weights are "
-            "evicted from memory and steps wait for the disk; reduce kv_bytes",
+            "kv_cache_memory_bytes: a KV cache of %s exceeds the %s of free memory; once it fills up, the "
+            "weights are evicted from memory and steps wait for the disk; reduce kv_cache_memory_bytes",
             in_words(forward.kv_bytes),
             in_words(free_bytes()),
         )
@@ -160,7 +161,7 @@ def text_edge(files: ModelFiles) -> TextEdge:
             return TextEdge.of_fast(fast, partial(_load_tokenizer, files))
         if find_spec("transformers") is None:
             raise MissingPackageError(
-                f"{files.name}: {fast} of its {SETTINGS} needs transformers; pip install transformers"
+                f"{files.name}: {fast} of its {SETTINGS} needs transformers; pip install 'logprobe[torch]'"
             )
         return TextEdge.of(_load_tokenizer(files))
 

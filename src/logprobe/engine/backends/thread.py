@@ -17,6 +17,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Final
 
 from logprobe.engine.creator import Creator
+from logprobe.engine.forward.device import on_device
 from logprobe.engine.overlap import OverlappedLoop
 from logprobe.errors import EngineClosedError, EngineError
 from logprobe.models.quiet import quiet_transformers
@@ -185,7 +186,7 @@ class EngineThread:
     def _run(self) -> None:
         reason: LogprobeError = EngineClosedError("the engine was closed before this request ended")
         try:
-            with closing(self._loop):
+            with on_device(self.engine.config.device), closing(self._loop):
                 while self._take_commands():
                     self._loop.step()
                     if not self.engine.has_work:

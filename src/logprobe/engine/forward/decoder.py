@@ -18,17 +18,17 @@ from logprobe.engine.forward.attention import all_attention_paths, attend, plan_
 from logprobe.engine.forward.experts import Experts
 from logprobe.engine.forward.families import FAMILIES
 from logprobe.engine.forward.kv_cache import KVPool
-from logprobe.engine.forward.launch import MAX_ROWS, HostOperation, Launches, Step, as_tensor
+from logprobe.engine.forward.launch import MAX_ROWS, HostOperation, Launches, Step
 from logprobe.engine.forward.linear import HALVES, GatedPanels, Linear, embedded, split_columns, state_of
-from logprobe.engine.forward.lora import LoraRows, by_panels
+from logprobe.engine.forward.lora import LoraRows
 from logprobe.errors import UnsupportedModelError
-from logprobe.kernels.arrays import as_array
 from logprobe.kernels.attention.api import ScoreRule
 from logprobe.kernels.layers.gate import gate_stage
 from logprobe.kernels.layers.norm import norm_stage
 from logprobe.kernels.layers.panels import panel_stage
 from logprobe.kernels.layers.rotary import Projections, rotary_stage
 from logprobe.kernels.layers.softcap import softcap_stage
+from logprobe.models.lora import ModelModules
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -112,9 +112,14 @@ class PanelLayer:
     """The base weights of a linear layer, with the interface that `models.lora.bound` needs."""
 
     parts: list[PanelWeights]  # their outputs, concatenated, are the layer's
-    bias: Any  # (outputs,), or None
+    bias: Array | None  # (outputs,)
 
-    def rows(self, start: int, end: int) -> Any:
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the weight matrix, (outputs, inputs)."""
+        return sum(part.num_outputs for part in self.parts), self.parts[0].num_inputs
+
+    def rows(self, start: int, end: int) -> Array:
         """Return rows [start, end) of the weight matrix, (end - start, inputs) float32."""
         found = []
         for part in self.parts:
@@ -122,14 +127,14 @@ class PanelLayer:
                 outputs = np.arange(max(start, 0), min(end, part.num_outputs))
                 found.append(part.rows(outputs))
             start, end = start - part.num_outputs, end - part.num_outputs
-        return as_tensor(np.concatenate(found))
+        return np.concatenate(found)
 
 
 class Decoder:
     """Computes the final hidden states of a step's packed tokens, and logits from hidden states."""
 
     def __init__(
-        self, spec: DecoderSpec, tensors: Mapping[str, Any], panels: Mapping[str, PanelWeights]
+        self, spec: DecoderSpec, tensors: Mapping[str, Array], panels: Mapping[str, PanelWeights]
     ) -> None:
         """Assemble the layers.
 
@@ -143,10 +148,9 @@ class Decoder:
             ValueError: shapes do not match.
         """
         self.spec, self.family = spec, FAMILIES[spec.family]
-        self.tensors: dict[str, Array] = {name: as_array(one) for name, one in tensors.items()}
-        self._panels = panels
+        self.tensors, self._panels = dict(tensors), panels
         self.device = "cpu"
-        self.loras = LoraRows(by_panels)
+        self.loras = LoraRows()
         self.names = {f"{spec.head}.weight"}  # tensors of transformers' module that this decoder uses
         self.launches: Launches | None = None  # recorded steps with few rows; set by `record_on`
         self.embedding_name = f"{spec.path}.{self.family.embedding}"
@@ -182,6 +186,29 @@ class Decoder:
         pool.lay_out(self.kv_shapes, partial(np.zeros, dtype=np.float32))
         return pool
 
+    def modules(self) -> ModelModules:
+        """Return the modules that LoRA weights may change."""
+        layers = f"{self.spec.path}.{self.family.layers}."
+        names = {name for layer in self.layers for name in layer.names}
+        if self.family.is_transposed:  # not linear layers in transformers
+            names = {name for name in names if not name.startswith(layers)}
+        linear = {name: self._lora_base(name).shape for name in names}
+        linear[self.spec.head] = self.vocab_size, self.hidden_size
+        return ModelModules(
+            linear=linear,
+            biased={name for name in linear if f"{name}.bias" in self.tensors},
+            embedding=self.embedding_name,
+            embedding_shape=(self.embedding.num_outputs, self.hidden_size),
+            head=self.spec.head,
+            is_tied=not self._has_own_head,
+        )
+
+    @property
+    def _has_own_head(self) -> bool:
+        """False if the output head shares the embedding's weight."""
+        head = self._panels.get(self.spec.head)
+        return head is not None and head.address != self.embedding.address
+
     def check_lora(self, lora: LoraWeights) -> None:
         """Check that every layer that `lora` changes supports LoRA weights, and prepare `lora` for steps.
 
@@ -201,9 +228,9 @@ class Decoder:
     def _lora_base(self, name: str) -> PanelLayer:
         """Return the base weights of a module that LoRA weights change."""
         if name == self.spec.head:
-            return PanelLayer([self.lm_head.parts[0]], as_tensor(self.tensors.get(f"{name}.bias")))
+            return PanelLayer([self.lm_head.parts[0]], self.tensors.get(f"{name}.bias"))
         names = [name] if name in self._panels else [f"{name}{half}" for half in HALVES]
-        return PanelLayer([self._panels[part] for part in names], as_tensor(self.tensors.get(f"{name}.bias")))
+        return PanelLayer([self._panels[part] for part in names], self.tensors.get(f"{name}.bias"))
 
     def record_on(self, pool: KVPool, max_len: int) -> None:
         """Run steps with few rows on `pool` as recorded launches from now on.
@@ -219,9 +246,9 @@ class Decoder:
         """Return the attention plan of a scheduled step."""
         return plan_attention(pool, batch)
 
-    def all_plans(self, pool: KVPool, prompts: Sequence[Any]) -> Iterator[tuple[list[int], AttentionPlan]]:
+    def all_plans(self, pool: KVPool, prompts: Sequence[Array]) -> Iterator[tuple[list[int], AttentionPlan]]:
         """Yield plans that run `prompts` through each attention path; see `all_attention_paths`."""
-        return all_attention_paths(pool, [as_array(slots) for slots in prompts])
+        return all_attention_paths(pool, prompts)
 
     def __call__(
         self, token_ids: NDArray[Any], positions: NDArray[Any], plan: AttentionPlan, *, is_long: bool = False
@@ -249,7 +276,7 @@ class Decoder:
         logits = self.lm_head(hidden)
         if lora is not None:
             with self.loras.only(lora, len(hidden), self.device):
-                self.loras.add_(self.spec.head, as_tensor(logits), as_tensor(hidden))
+                self.loras.add_(self.spec.head, logits, hidden)
         factors = self.spec.factors
         if factors.logits != 1.0:
             logits *= factors.logits
@@ -292,7 +319,7 @@ class Decoder:
         """
         rows = embedded(self.embedding, ids)
         if step.loras is not None:
-            step.loras.embed_(self.embedding_name, as_tensor(rows), as_tensor(ids))
+            step.loras.embed_(self.embedding_name, rows, ids)
         factors = self.spec.factors
         if factors.embedding != 1.0:
             rows *= factors.embedding
@@ -544,7 +571,7 @@ def _shared_expert_operations(
         name, gate = shared_gate
         gates = gate(x)
         if step.loras is not None:
-            step.loras.add_(name, as_tensor(gates), as_tensor(x))
+            step.loras.add_(name, gates, x)
         # In float64: float32 functions may round differently in the scalar tail of a vector loop.
         with np.errstate(over="ignore"):
             shares = 1 / (1 + np.exp(-gates.astype(np.float64)))

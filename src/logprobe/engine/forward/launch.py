@@ -59,11 +59,7 @@ class Step:
         The list is empty if no row uses LoRA weights.
         """
         loras = self.loras
-        if loras is None:
-            return []
-        if (linear := part.get("linear")) is not None:
-            part["linear"] = lambda x: as_tensor(linear(x))
-        return [HostOperation(lambda: loras.add_(*map(as_tensor, product), **part))]
+        return [] if loras is None else [HostOperation(lambda: loras.add_(*product, **part))]
 
     def first_rows(self, num_rows: int) -> Step:
         """Return a step whose buffers are views of the first `num_rows` rows of these."""
@@ -76,13 +72,6 @@ class Step:
             return part
 
         return replace(self, **{part.name: cut(getattr(self, part.name)) for part in fields(self)})
-
-
-def as_tensor(values: Any) -> Any:
-    """Return an array as a tensor, and anything else itself: `LoraRows` computes with tensors."""
-    import torch
-
-    return torch.from_numpy(values) if isinstance(values, np.ndarray) else values
 
 
 Attend: TypeAlias = Callable[[Step, int, ScoreRule], Operation]

@@ -126,13 +126,14 @@ class Matrix:
     is_transposed: bool = False  # stored as (inputs, outputs)
 
     def panels(self, source: Source) -> PanelWeights:
-        """Read the matrix from `source` and pack it; blocks that are already quantised stay as they are."""
+        """Read the matrix from `source` and pack it; blocks that are already quantized stay as they are."""
         is_whole = self.expert is None and self.half is None and not self.is_transposed
         if is_whole and (blocks := source.panels(self.parameter)) is not None:
             return blocks
-        weight = as_array(source.read(self.parameter))
-        if self.expert is not None:
-            weight = weight[self.expert]
+        if self.expert is None:
+            weight = source.read(self.parameter)
+        else:
+            weight = source.read(self.parameter, slice(self.expert, self.expert + 1))[0]
         if self.is_transposed:
             weight = weight.T
         return pack_floats(weight if self.half is None else np.array_split(weight, 2)[self.half])

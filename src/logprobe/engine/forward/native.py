@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from logprobe.engine.forward.decoder import Decoder
+from logprobe.engine.forward.device import choose_device, on_device
 from logprobe.engine.forward.kv_cache import KVPool
 from logprobe.engine.forward.process_memory import PagedMemory, give_back_memory, return_freed
 from logprobe.engine.forward.ready import make_ready
@@ -23,6 +21,7 @@ from logprobe.models import load_config, load_model
 from logprobe.models.given import is_copy
 from logprobe.models.loading import load_state
 from logprobe.models.lora import load_lora
+from logprobe.models.quiet import quiet_transformers
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -35,13 +34,11 @@ if TYPE_CHECKING:
     from logprobe.kernels.arrays import Array
     from logprobe.models import ModelFiles
     from logprobe.models.loading import State
-    from logprobe.models.lora import LoraWeights
+    from logprobe.models.lora import LoraWeights, ModelModules
     from logprobe.records.values import IntArray
 
 GPU_SHARE = 0.7  # keys, values and hidden states get this share of the GPU memory left after loading
 ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
-DRIVERS: Final = ("libcuda.so.1", "nvcuda.dll")  # libraries of NVIDIA's driver on Linux and on Windows
-AMD_DRIVER: Final = Path("/dev/kfd")
 LONG_CONTEXT = 2048  # from this many context tokens, a chunk's scratch memory is returned to the system
 
 
@@ -54,21 +51,25 @@ class NativeForward:
 
     def __init__(self, config: EngineConfig, files: ModelFiles, state: State | None = None) -> None:
         """Load the model in `files`, with the weights in `state` if given (name → tensor)."""
-        self.device = _choose_device(config.device)
+        self.device = choose_device(config.device)
         _check_arithmetic(config, self.device)
         self._files, self._is_replaced = files, state is not None
+        with on_device(self.device):
+            self._load(config, state)
+
+    def _load(self, config: EngineConfig, state: State | None) -> None:
         ready = make_ready(
-            files,
-            dtype=None if config.dtype == "auto" else _torch_dtype(config.dtype),
+            self._files,
+            dtype=None if config.dtype == "auto" else config.dtype,
             device=self.device,
-            weights=config.weights,
+            weights=config.load_config.weights,
             state=state,
-            arithmetic=config.arithmetic,
-            kv_dtype=_torch_dtype(config.kv_dtype),
+            arithmetic=config.load_config.arithmetic,
+            kv_dtype=config.cache_config.kv_cache_dtype,
         )
-        self.decoder, self.layout, self.dtype = ready.decoder, ready.layout, _name_of(ready.dtype)
+        self.decoder, self.layout, self.dtype = ready.decoder, ready.layout, ready.dtype
         # The native decoder computes with arrays, and other decoders with tensors.
-        self._is_native = self.device == "cpu" and self.layout.why_transformers is None
+        self._is_native = isinstance(self.decoder, Decoder)
         if config.batch_invariant:
             self._check_invariant()
         self.is_recalled = ready.is_recalled
@@ -79,7 +80,8 @@ class NativeForward:
         if not ready.is_recalled:
             gc.collect()  # frees transformers' module if the native decoder runs
             return_freed()
-        self.kv_bytes = config.kv_bytes or self._default_kv_bytes(config.data_parallel)
+        num_pools = config.parallel_config.data_parallel_size
+        self.kv_bytes = config.cache_config.kv_cache_memory_bytes or self._default_kv_bytes(num_pools)
         self._reserve_slots(self.kv_bytes, ready)
         self.decoder.record_on(self.pool, min(self.num_slots, self.context_len))
 
@@ -110,14 +112,14 @@ class NativeForward:
         if self.layout.why_transformers is not None:
             return self.decoder.model
         if self._own_module is None:
-            from logprobe.engine.forward.tensors import as_tensor
+            import torch
 
-            dtype = _torch_dtype(self.dtype)
-            if self._is_replaced or is_copy(self._files.folder):  # a copy's weight files are deleted
-                state = {name: as_tensor(weight) for name, weight in self.decoder.state().items()}
-                self._own_module = load_state(self._files, state, dtype=dtype)
-            else:
-                self._own_module = load_model(self._files, dtype=dtype)
+            dtype: torch.dtype = getattr(torch, self.dtype)
+            self._own_module = (
+                load_state(self._files, self.decoder.state(), dtype=dtype)
+                if self._is_replaced or is_copy(self._files.folder)  # a copy's weight files are deleted
+                else load_model(self._files, dtype=dtype)
+            )
         return self._own_module
 
     def close(self) -> None:
@@ -128,31 +130,30 @@ class NativeForward:
             self._memory.release()
             self._memory = None
         give_back_memory()
-        if self.device == "cuda":
+        if self.device != "cpu":
             import torch
 
             torch.cuda.empty_cache()
 
     def _reserve_slots(self, kv_bytes: int, ready: ReadyModel) -> None:
         slot_numbers = sum(prod(shape) for shapes in ready.kv_shapes.values() for shape in shapes)
-        kv_dtype = _name_of(ready.kv_dtype)
-        slot_bytes = slot_numbers * ITEM_BYTES[kv_dtype] + ready.hidden_size * ITEM_BYTES[self.dtype]
+        slot_bytes = slot_numbers * ITEM_BYTES[ready.kv_dtype] + ready.hidden_size * ITEM_BYTES[self.dtype]
         self.num_slots = kv_bytes // slot_bytes
         if self.num_slots < 2:
             raise ParameterError(
-                "kv_bytes", f"one token takes {slot_bytes} bytes, and two must fit; raise it"
+                "kv_cache_memory_bytes", f"one token takes {slot_bytes} bytes, and two must fit; raise it"
             )
         self._memory = _reserve(kv_bytes) if self.device == "cpu" else None
-        if self.device == "cuda":
+        if self.device != "cpu":
             import torch
 
             torch.cuda.empty_cache()
             free_bytes, _ = torch.cuda.mem_get_info()
             what = f"{kv_bytes} bytes exceed the {free_bytes} bytes that are free on the GPU"
             remedy = "lower it (replacing weights briefly needs two caches)"
-            require(kv_bytes <= free_bytes, "kv_bytes", f"{what}; {remedy}")
+            require(kv_bytes <= free_bytes, "kv_cache_memory_bytes", f"{what}; {remedy}")
         self.pool = KVPool(self.num_slots)
-        self.pool.lay_out(ready.kv_shapes, partial(self._new_zeros, dtype=kv_dtype))
+        self.pool.lay_out(ready.kv_shapes, partial(self._new_zeros, dtype=ready.kv_dtype))
         self.hidden: Any = self._new_zeros((self.num_slots, ready.hidden_size), dtype=self.dtype)
 
     def load_lora(self, name: str, path: str, number: int) -> LoraWeights:
@@ -164,10 +165,18 @@ class NativeForward:
         """
         if self.decoder is None:
             raise EngineClosedError("the engine was closed before the LoRA weights were loaded")
-        config = load_config(self._files)
-        lora = load_lora(name, path, config, number, dtype=_torch_dtype(self.dtype), device=self.device)
+        lora = load_lora(name, path, self._modules(), number)
         self.decoder.check_lora(lora)
         return lora
+
+    def _modules(self) -> ModelModules:
+        """Return the modules that LoRA weights may change."""
+        if isinstance(self.decoder, Decoder):
+            return self.decoder.modules()
+        with quiet_transformers():
+            from logprobe.models.lazy import modules_of
+
+            return modules_of(load_config(self._files))
 
     def make_room(self, lora: LoraWeights) -> None:
         """Prepare `lora` for steps with this model's weights.
@@ -189,7 +198,8 @@ class NativeForward:
         if self.decoder is None:
             raise EngineClosedError("the engine was closed before the new weights were loaded")
         # Keep the cache size: admitted requests rely on it, and while both exist, less memory is free.
-        return NativeForward(replace(config, kv_bytes=self.kv_bytes), self._files, state)
+        cache = replace(config.cache_config, kv_cache_memory_bytes=self.kv_bytes)
+        return NativeForward(replace(config, cache_config=cache), self._files, state)
 
     def _default_kv_bytes(self, num_pools: int) -> int:
         if self.device == "cpu":
@@ -273,63 +283,23 @@ def _reserve(kv_bytes: int) -> PagedMemory:
     try:
         return PagedMemory(kv_bytes)  # no huge pages: a slot has parts in each layer, each would map one
     except OSError as error:
-        raise ParameterError("kv_bytes", f"cannot allocate {kv_bytes} bytes ({error}); lower it") from error
+        raise ParameterError(
+            "kv_cache_memory_bytes", f"cannot allocate {kv_bytes} bytes ({error}); lower it"
+        ) from error
 
 
 def _for_sampler(rows: Array | torch.Tensor) -> Any:
     """Return rows as a tensor, which the sampler and the extraction take at present."""
-    from logprobe.engine.forward.tensors import as_tensor
+    from logprobe.models.tensors import as_tensor
 
     return as_tensor(rows)
-
-
-def _torch_dtype(name: str) -> Any:
-    import torch
-
-    return getattr(torch, name)
-
-
-def _name_of(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _choose_device(device: str) -> str:
-    """Return `cpu` or `cuda`; imports torch only for `cuda`, or for `auto` where a GPU driver is installed.
-
-    Raises:
-        ParameterError: `cuda` is not available.
-    """
-    if device == "cpu" or (device == "auto" and not _has_gpu_driver()):
-        return "cpu"
-    if find_spec("torch") is None:
-        remedy = "install torch, or use cpu or auto"
-        require(device == "auto", "device", f"cuda is not available: it needs torch; {remedy}")
-        return "cpu"
-    import torch
-
-    has_gpu = torch.cuda.is_available()
-    what = "cuda is not available: torch finds no GPU; use cpu or auto"
-    require(has_gpu or device == "auto", "device", what)
-    return "cuda" if has_gpu else "cpu"
-
-
-def _has_gpu_driver() -> bool:
-    """Return True if the driver of an NVIDIA or AMD GPU is installed, which torch needs to find the GPU."""
-    if "torch" in sys.modules or AMD_DRIVER.exists():
-        return True
-    for name in DRIVERS:
-        try:
-            ctypes.CDLL(name)
-        except OSError:
-            continue
-        return True
-    return False
 
 
 def _check_arithmetic(config: EngineConfig, device: str) -> None:
     """Check that the device supports the requested arithmetic and KV dtype."""
     known = ("auto", "fma") if device == "cpu" else ("auto", "bf16x3", "bf16")
-    what = f"{config.arithmetic} is not supported on {device}; use one of {', '.join(known)}"
-    require(config.arithmetic in known, "arithmetic", what)
-    has_dtype = device != "cpu" or config.kv_dtype == "float32"
-    require(has_dtype, "kv_dtype", f"{config.kv_dtype} is only supported on a GPU; use float32")
+    arithmetic, kv_dtype = config.load_config.arithmetic, config.cache_config.kv_cache_dtype
+    what = f"{arithmetic} is not supported on {device}; use one of {', '.join(known)}"
+    require(arithmetic in known, "arithmetic", what)
+    has_dtype = device != "cpu" or kv_dtype == "float32"
+    require(has_dtype, "kv_cache_dtype", f"{kv_dtype} is only supported on a GPU; use float32")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
+import numpy as np
 
 from logprobe.engine.forward.config import DecoderSpec, Rule
 from logprobe.engine.forward.decoder import Decoder
@@ -14,6 +14,7 @@ from logprobe.engine.forward.reference.rotary import ORIGINAL_LEN, attention_fac
 from logprobe.engine.forward.reference.rotary import frequencies as rotary_frequencies
 from logprobe.engine.forward.reference.settings import settings_of
 from logprobe.errors import UnsupportedModelError
+from logprobe.models.sources import host_array
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -21,10 +22,11 @@ if TYPE_CHECKING:
     from logprobe.engine.forward.proof import Proof
     from logprobe.engine.forward.reference.rotary import Rotary
     from logprobe.engine.forward.reference.settings import Settings
+    from logprobe.kernels.arrays import Array
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.models.config_files import ModelConfig
 
-    Tensors = dict[str, torch.Tensor]
+    Vectors = dict[str, Array]
 
 ROTARY: Final = "rotary_emb"  # transformers' name of the rotary embedding, relative to the decoder
 EVERY_LAYER: Final = "every_layer"  # name of the frequencies if all layers share them
@@ -73,7 +75,7 @@ def describe(config: ModelConfig, names: Collection[str]) -> DecoderSpec | str:
 def native_decoder(
     spec: DecoderSpec,
     names: Collection[str],
-    vectors: Tensors,
+    vectors: Vectors,
     proof: Proof,
     panels: Mapping[str, PanelWeights],
 ) -> Decoder | str:
@@ -100,19 +102,19 @@ def native_decoder(
     return decoder
 
 
-def vectors_of(module: Any, spec: DecoderSpec) -> Tensors:
+def vectors_of(module: Any, spec: DecoderSpec) -> Vectors:
     """Return copies of a transformers module's biases, norm weights and rotary frequencies, by name."""
     # Copied, because the module's tensors may be views that keep a whole file mapped.
     small = {
-        name: tensor.detach().clone()
+        name: np.array(host_array(tensor))
         for name, tensor in module.state_dict().items()
         if name.startswith((f"{spec.path}.", f"{spec.head}.")) and tensor.dim() == 1
     }
     return small | module_frequencies(module, spec)
 
 
-def frequencies(settings: Settings, rope_boundary: int | None) -> Tensors:
-    """Return rotary frequencies computed as transformers does, in float32, by tensor name.
+def frequencies(settings: Settings, rope_boundary: int | None) -> Vectors:
+    """Return rotary frequencies computed as transformers does, in float32, by name.
 
     These are `inv_freq.<name>` and, with longrope, `long_inv_freq.<name>`.
 
@@ -120,32 +122,33 @@ def frequencies(settings: Settings, rope_boundary: int | None) -> Tensors:
         settings: settings of the model, with float32 rotary embeddings.
         rope_boundary: see `DecoderSpec`.
     """
-    tensors: Tensors = {}
+    vectors: Vectors = {}
     for rotary in settings.rotary:
-        if rotary is None or f"inv_freq.{_name(rotary)}" in tensors:
+        if rotary is None or f"inv_freq.{_name(rotary)}" in vectors:
             continue
-        tensors[f"inv_freq.{_name(rotary)}"] = torch.from_numpy(rotary_frequencies(rotary, 1))
+        vectors[f"inv_freq.{_name(rotary)}"] = rotary_frequencies(rotary, 1)
         if rope_boundary is not None:
-            long = rotary_frequencies(rotary, rope_boundary + 1)
-            tensors[f"long_inv_freq.{_name(rotary)}"] = torch.from_numpy(long)
-    return tensors
+            vectors[f"long_inv_freq.{_name(rotary)}"] = rotary_frequencies(rotary, rope_boundary + 1)
+    return vectors
 
 
-def module_frequencies(module: Any, spec: DecoderSpec) -> Tensors:
+def module_frequencies(module: Any, spec: DecoderSpec) -> Vectors:
     """Return the rotary frequencies in a transformers module; see `frequencies`."""
-    tensors: Tensors = {}
+    import torch
+
+    vectors: Vectors = {}
     for name in spec.rotary_scaling:
         embedding = module.get_submodule(f"{spec.path}.{ROTARY}")
         buffer, options = f"{_prefix(name)}inv_freq", {} if name == EVERY_LAYER else {"layer_type": name}
-        tensors[f"inv_freq.{name}"] = getattr(embedding, buffer).float().clone()
+        vectors[f"inv_freq.{name}"] = np.array(host_array(getattr(embedding, buffer).float()))
         if spec.rope_boundary is not None:
             # A call with a position beyond the boundary selects the long frequencies; a call with position 0
             # restores the short ones.
             places = torch.tensor([[spec.rope_boundary]])
             embedding(places.float(), places, **options)
-            tensors[f"long_inv_freq.{name}"] = getattr(embedding, buffer).float().clone()
+            vectors[f"long_inv_freq.{name}"] = np.array(host_array(getattr(embedding, buffer).float()))
             embedding(places.float(), torch.zeros_like(places), **options)
-    return tensors
+    return vectors
 
 
 def _prefix(name: str) -> str:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import torch
 
 from logprobe.errors import UnsupportedModelError
+from logprobe.models.sources import host_array
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from numpy.typing import NDArray
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 NUM_TOKENS: Final = 12
 # Relative to the largest logit. Another order of summation causes far smaller differences, and a wrong
 # formula far larger ones.
-TOLERANCE: Final = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+TOLERANCE: Final = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 8e-2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Reference:
 
     token_ids: NDArray[np.int64]  # (num_tokens,)
     positions: NDArray[np.int64]  # (num_tokens,)
-    logits: torch.Tensor  # (num_tokens, vocabulary) float32
+    logits: NDArray[np.float32]  # (num_tokens, vocabulary)
     is_long: bool
 
 
@@ -56,7 +56,7 @@ class Proof:
         *,
         context_len: int,
         rope_boundary: int | None,
-        dtype: torch.dtype,
+        dtype: str,
         vocab_size: int,
         eos_token_ids: frozenset[int],
     ) -> None:
@@ -90,7 +90,7 @@ class Proof:
         lengths = [len(reference.token_ids) for reference in references]
         pool = decoder.new_pool(sum(lengths))
         decoder.record_on(pool, max(lengths))
-        prompts = list(torch.split(torch.arange(sum(lengths), device=decoder.device), lengths))
+        prompts = slots_of(lengths)
         plan: Any  # `AttentionPlan` or `SpanPlan`, as the decoder needs
         for starts, plan in decoder.all_plans(pool, prompts):
             pairs = list(zip(references, starts, strict=True))
@@ -100,19 +100,19 @@ class Proof:
                 plan,
                 is_long=references[0].is_long,
             )
-            expected = torch.cat([reference.logits[start:] for reference, start in pairs])
-            self._compare(torch.as_tensor(decoder.head(hidden)).to(expected.device), expected)
+            expected = np.concatenate([reference.logits[start:] for reference, start in pairs])
+            self._compare(host_array(decoder.head(hidden)), expected)
         return pool
 
-    def _compare(self, logits: torch.Tensor, expected: torch.Tensor) -> None:
-        if expected.isnan().any() or not torch.isfinite(expected).any():
+    def _compare(self, logits: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
+        if np.isnan(expected).any() or not np.isfinite(expected).any():
             raise UnsupportedModelError(f"its logits in {self.verified_against} are not finite")
-        is_finite = torch.isfinite(expected)  # some families mask padding entries of the vocabulary
-        scale = expected[is_finite].abs().max()
-        difference = float((logits - expected)[is_finite].abs().max() / scale)
+        is_finite = np.isfinite(expected)  # some families mask padding entries of the vocabulary
+        scale = np.abs(expected[is_finite]).max()
+        difference = float(np.abs(logits[is_finite] - expected[is_finite]).max() / scale)
         if not difference <= self._tolerance:
             raise UnsupportedModelError(self._why_not(difference))
-        nats = (logits.log_softmax(-1) - expected.log_softmax(-1))[is_finite].abs().max()
+        nats = np.abs((_log_softmax(logits) - _log_softmax(expected))[is_finite]).max()
         self.largest_difference = max(self.largest_difference, float(nats))
 
     def _why_not(self, difference: float) -> str:
@@ -144,8 +144,19 @@ class Proof:
         return np.array([token_id for token_id in order if token_id not in special][: self._count])
 
 
+def slots_of(lengths: Sequence[int]) -> list[NDArray[np.int64]]:
+    """Return the KV cache slots of texts that lie one after another, (length,) int64 for each."""
+    return np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
+
+
+def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    normalised: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return normalised
+
+
 def special_ids(*contents: dict[str, Any]) -> set[int]:
-    """Return the token ids in configurations, given as the content of config.json."""
+    """Return the integer values of all keys that end in `token_id`, in the given contents of config.json."""
     return {
         value
         for content in contents

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import torch
 
 from logprobe.engine.forward.families import FAMILIES
 from logprobe.engine.forward.linear import matrices_of_parameters
@@ -22,6 +21,7 @@ from logprobe.engine.forward.reference import logits
 from logprobe.engine.forward.reference.model import decoder_name
 from logprobe.engine.forward.reference.rotary import ORIGINAL_LEN
 from logprobe.engine.forward.reference.settings import settings_of
+from logprobe.models.experts import with_joined_experts
 from logprobe.models.sources import EVERY, RenamedSource
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from logprobe.engine.forward.config import DecoderSpec
     from logprobe.engine.forward.linear import Matrix
+    from logprobe.kernels.arrays import Array
     from logprobe.models.config_files import ModelConfig
     from logprobe.models.sources import Source
 
@@ -62,6 +63,7 @@ class PlainModel:
         family = FAMILIES.get(config.model_type)
         if family is None:
             return f"the model type {config.model_type} is not supported"
+        source = with_joined_experts(source, config.model_type)
         names = {name: name for name in source.shapes if UNUSED.search(name) is None}
         try:
             path = decoder_name(names, family)
@@ -85,16 +87,16 @@ class PlainModel:
         if not config.tie_word_embeddings and head not in names:
             return f"its weights lack {head}"
         if config.tie_word_embeddings and head in names:
-            if not torch.equal(source.read(names[head]), source.read(names[embedding])):
+            if not np.array_equal(source.read(names[head]), source.read(names[embedding])):
                 return f"{head} differs from {embedding}, although tie_word_embeddings is set"
             del names[head]
         return cls(config, spec, RenamedSource(source, names))
 
-    def vectors(self) -> dict[str, torch.Tensor]:
+    def vectors(self) -> dict[str, Array]:
         """Return the biases, norm weights and rotary frequencies, by name."""
         small = [name for name, shape in self.source.shapes.items() if len(shape) == 1]
         settings = settings_of(self.config, np.float32)
-        tensors = {name: self.source.read(name).float().clone() for name in small}
+        tensors = {name: self.source.read(name).astype(np.float32) for name in small}
         return tensors | frequencies(settings, self.spec.rope_boundary)
 
     def matrices(self) -> list[Matrix]:
@@ -147,7 +149,7 @@ class ReferenceProof(Proof):
         super().__init__(
             context_len=config.max_position_embeddings,
             rope_boundary=model.spec.rope_boundary,
-            dtype=torch.float32,
+            dtype="float32",
             vocab_size=config.vocab_size,
             eos_token_ids=eos_token_ids,
         )
@@ -164,8 +166,9 @@ class ReferenceProof(Proof):
             ids = self._probe_ids(special, seed=start)
             numbers = logits(config, weights, ids, start=start, rotary_dtype=np.float32)
             positions = start + np.arange(len(ids))
-            expected = torch.from_numpy(numbers.astype(np.float32))
-            self.references.append(Reference(ids, positions, expected, self._is_long(start)))
+            self.references.append(
+                Reference(ids, positions, numbers.astype(np.float32), self._is_long(start))
+            )
 
 
 class _Weights(Mapping[str, Any]):
@@ -200,8 +203,5 @@ class _Stored:
         if isinstance(index, int):
             one: NDArray[np.float32] = self[index : index + 1][0]
             return one
-        if isinstance(index, slice):
-            rows: Any = EVERY if index == EVERY else index
-        else:
-            rows = torch.from_numpy(index)
-        return self.source.read(self.name, rows).float().numpy()
+        rows = EVERY if isinstance(index, slice) and index == EVERY else index
+        return self.source.read(self.name, rows).astype(np.float32, copy=False)

@@ -55,7 +55,7 @@ def rope_boundary(model: Any) -> int | None:
 
 
 def original_lengths(model: Any) -> set[int]:
-    """Return the original context lengths in the rotary settings, beyond which frequencies may change."""
+    """Return the original context lengths in the rotary settings; in longer texts, frequencies may change."""
     lengths = {
         parameters.get(ORIGINAL_LEN) for module in model.modules() for parameters in _rope_parameters(module)
     }

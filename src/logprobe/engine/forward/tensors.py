@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from logprobe.kernels.arrays import as_array
+from logprobe.models.tensors import as_tensor
 
 if TYPE_CHECKING:
     from logprobe.engine.forward.process_memory import PagedMemory
@@ -36,15 +37,6 @@ def rows_of(hidden: torch.Tensor, slots: IntArray) -> Array | torch.Tensor:
 def logits_of(decoder: Any, hidden: Array | torch.Tensor, lora: LoraWeights | None) -> Array | torch.Tensor:
     """Return (rows, vocabulary) float32 logits of hidden states: an array on a CPU, a tensor on a GPU."""
     return _as_rows(decoder.head(as_tensor(hidden), lora))
-
-
-def as_tensor(values: Array | torch.Tensor) -> torch.Tensor:
-    """Return a tensor itself, or an array as a tensor that shares its memory; see `as_array`."""
-    if isinstance(values, torch.Tensor):
-        return values
-    if values.dtype.name == "bfloat16":
-        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(values)
 
 
 def _as_rows(rows: torch.Tensor) -> Array | torch.Tensor:

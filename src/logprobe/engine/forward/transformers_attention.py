@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from logprobe.engine.forward.attention import AttentionPlan
     from logprobe.engine.forward.kv_cache import KVPool
+    from logprobe.kernels.arrays import Array
     from logprobe.kernels.attention.api import RowPlan
 
 NAME = "logprobe"
@@ -124,7 +125,9 @@ class CurrentStep:
             module.logprobe_step = self  # type: ignore[assignment]
 
 
-def all_tensor_paths(pool: KVPool, prompts: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], TensorPlan]]:
+def all_tensor_paths(
+    pool: KVPool, prompts: Sequence[Array], device: torch.device
+) -> Iterator[tuple[list[int], TensorPlan]]:
     """Yield plans that together run `prompts` through every attention path.
 
     The first plan runs whole prompts and fills the cache; the others run whole prompts or their second
@@ -133,18 +136,17 @@ def all_tensor_paths(pool: KVPool, prompts: Sequence[torch.Tensor]) -> Iterator[
     Args:
         pool: the KV cache.
         prompts: for each prompt, the slots of its tokens, int64.
+        device: the model's device.
 
     Yields:
         For every prompt, the index of the first token that the plan runs; and the plan.
     """
-    device = prompts[0].device
-    arrays = [slots.numpy(force=True) for slots in prompts]
     whole, halves = [0] * len(prompts), [len(slots) // 2 for slots in prompts]
-    yield whole, TensorPlan.of(chunked(pool, arrays, whole), device, uses_kernels=False)
-    yield halves, TensorPlan.of(chunked(pool, arrays, halves), device, uses_kernels=False)
+    yield whole, TensorPlan.of(chunked(pool, prompts, whole), device, uses_kernels=False)
+    yield halves, TensorPlan.of(chunked(pool, prompts, halves), device, uses_kernels=False)
     if pool.is_readable_in_place:
-        yield whole, TensorPlan.of(chunked(pool, arrays, whole), device)
-        yield halves, TensorPlan.of(by_rows(pool, arrays, halves), device)
+        yield whole, TensorPlan.of(chunked(pool, prompts, whole), device)
+        yield halves, TensorPlan.of(by_rows(pool, prompts, halves), device)
 
 
 def pooled_attention(
@@ -231,7 +233,7 @@ def score_rule(query: torch.Tensor, options: dict[str, Any], window: int | None)
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, rule: ScoreRule
 ) -> torch.Tensor:
-    """Do the same as `attend_chunk`, with torch operations on any device and dtype.
+    """Compute `attend_chunk` with torch operations, on any device and dtype.
 
     Args:
         query: (heads, rows, key_dim).

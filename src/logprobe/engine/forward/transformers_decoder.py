@@ -19,8 +19,8 @@ from torch import nn
 
 from logprobe.engine.forward.attention import plan_attention
 from logprobe.engine.forward.kv_cache import KVPool
-from logprobe.engine.forward.lora import LoraRoom, LoraRows
 from logprobe.engine.forward.transformers_attention import NAME, TensorPlan, all_tensor_paths
+from logprobe.engine.forward.transformers_lora import LoraRoom, TensorLoraRows
 from logprobe.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from logprobe.engine.forward.transformers_attention import CurrentStep
     from logprobe.engine.protocol import StepBatch
+    from logprobe.kernels.arrays import Array
     from logprobe.models.lora import LoraWeights
 
 
@@ -104,7 +105,7 @@ class TransformersDecoder:
         """Switch the model to attention over the KV cache; call `step.reach(model)` first."""
         self.model = model
         self.step = step
-        self.loras = LoraRows()
+        self.loras = TensorLoraRows(model.device, model.dtype)
         self._place = place
         model.set_attn_implementation(NAME)
         self._decoder = model.get_submodule(place.path)
@@ -140,11 +141,9 @@ class TransformersDecoder:
         """Return the attention plan of a scheduled step."""
         return TensorPlan.of(plan_attention(pool, batch), self.device)
 
-    def all_plans(
-        self, pool: KVPool, prompts: Sequence[torch.Tensor]
-    ) -> Iterator[tuple[list[int], TensorPlan]]:
+    def all_plans(self, pool: KVPool, prompts: Sequence[Array]) -> Iterator[tuple[list[int], TensorPlan]]:
         """Yield plans that run `prompts` through each attention path; see `all_tensor_paths`."""
-        return all_tensor_paths(pool, prompts)
+        return all_tensor_paths(pool, prompts, self.device)
 
     def __call__(
         self, token_ids: NDArray[Any], positions: NDArray[Any], plan: TensorPlan, *, is_long: bool = False
@@ -164,7 +163,7 @@ class TransformersDecoder:
         return self._place.rows(out)[0]
 
     def head(self, hidden: Tensor, lora: LoraWeights | None = None) -> Tensor:
-        """Return (rows, vocabulary) float32 logits for (rows, hidden size) states, all with `lora`."""
+        """Return (rows, vocabulary) float32 logits for (rows, hidden size) states; `lora` applies to all."""
         with self.loras.only(lora, len(hidden), hidden.device):
             return self._head(hidden)
 

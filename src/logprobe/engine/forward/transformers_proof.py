@@ -23,6 +23,7 @@ from logprobe.engine.forward.transformers_decoder import WatchedRun
 from logprobe.errors import UnsupportedModelError, in_one_line
 from logprobe.models.config_files import parse_config
 from logprobe.models.lazy import LOAD_ELSEWHERE
+from logprobe.models.sources import host_array
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +57,7 @@ class TransformersProof(Proof):
         super().__init__(
             context_len=_context_len(text),
             rope_boundary=rope_boundary(self.model),
-            dtype=self.model.dtype,
+            dtype=str(self.model.dtype).removeprefix("torch."),
             vocab_size=text.vocab_size,
             eos_token_ids=_eos_token_ids(self.model),
         )
@@ -87,7 +88,7 @@ class TransformersProof(Proof):
         if starts != [0]:
             inputs["position_ids"] = torch.from_numpy(positions).to(self.model.device)
         with WatchedRun(self.model) as watched, self._lazy.reading():
-            logits = self.model(**inputs, use_cache=False).logits.float()
+            logits = host_array(self.model(**inputs, use_cache=False).logits.float())
         self.place = watched.place
         return [
             Reference(*of_one, self._is_long(start))

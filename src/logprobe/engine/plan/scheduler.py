@@ -1,8 +1,8 @@
 """The scheduler: plans each step's tokens and slots, the prompt rows to score, and the tokens to sample.
 
 A step mixes one token of each generating sample with chunks of prompts, oldest samples first, up to
-`max_batch_tokens`; `FairShares` limits each call while others wait. Prompt tokens found in the radix tree
-are not run again. Prompt tokens enter the tree when they are *planned*, so prompts in the same step also
+`max_num_batched_tokens`; `FairShares` limits each call while others wait. Prompt tokens found in the radix
+tree are not run again. Prompt tokens enter the tree when they are *planned*, so prompts in the same step also
 share their prefix (attention stores all keys of a step before it reads any). If slots run out, unused
 prefixes are evicted first; then a paused sample is preempted; then the sample picked by `FairShares`.
 Preempted samples are recomputed later. Drafts are verified with what is left of a step's budget.
@@ -89,8 +89,8 @@ class Scheduler:
         self,
         num_slots: int,
         *,
-        max_batch_tokens: int,
-        max_batch_rows: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
         rope_boundary: int | None = None,
         gathers_calls: bool = False,
         waits: Durations | None = None,
@@ -100,8 +100,8 @@ class Scheduler:
 
         Args:
             num_slots: size of the KV cache in tokens.
-            max_batch_tokens: maximum number of tokens in a step.
-            max_batch_rows: maximum number of running samples.
+            max_num_batched_tokens: maximum number of tokens in a step.
+            max_num_seqs: maximum number of running samples.
             rope_boundary: length in tokens above which a text uses the long rotary frequencies.
             gathers_calls: sample the first tokens of all prompts in a call in the same step, if they fit.
             waits: records how long each sample waited for its first step.
@@ -109,9 +109,9 @@ class Scheduler:
         """
         self.pool = SlotPool(num_slots, on_free)
         self.tree = RadixTree(self.pool)
-        self.max_batch_tokens = max_batch_tokens
+        self.max_num_batched_tokens = max_num_batched_tokens
         # Every running sample can run one token per step, so none starves.
-        self.max_running = min(max_batch_rows, max_batch_tokens)
+        self.max_running = min(max_num_seqs, max_num_batched_tokens)
         self.shares = FairShares(self.max_running, num_slots)
         self._gathers_calls, self._has_split = gathers_calls, False
         self._rope_boundary = rope_boundary  # longer texts use the long rotary frequencies
@@ -147,12 +147,12 @@ class Scheduler:
             self._admit()
         # Resumed samples may exceed the limit of a step; the oldest come first.
         active = [sample for sample in self.running if not sample.is_paused][: self.max_running]
-        share = StepShare(active, self.max_batch_tokens, is_shared=self.shares.is_shared)
+        share = StepShare(active, self.max_num_batched_tokens, is_shared=self.shares.is_shared)
         active = share.in_turn(active)
         prompts = [sample for sample in active if not sample.is_decoding]
         num_decoding = len(active) - len(prompts)
         budget = share.split(
-            self.max_batch_tokens - num_decoding, prompts, lambda sample: sample.num_remaining
+            self.max_num_batched_tokens - num_decoding, prompts, lambda sample: sample.num_remaining
         )
         for sample in active:
             if sample.node is None:  # preempted by an older one
@@ -370,7 +370,7 @@ class Scheduler:
 
     def _plan_prompt_rows(self, scored: Sequence[Sample], plan: StepPlan, share: StepShare) -> None:
         """Plan the computed but unscored prompt rows of the samples in `scored`, within the budget."""
-        budget = share.split(self.max_batch_tokens, scored, lambda sample: sample.num_ready_rows)
+        budget = share.split(self.max_num_batched_tokens, scored, lambda sample: sample.num_ready_rows)
         for sample in scored:
             if sample.node is None:  # preempted
                 continue
@@ -403,8 +403,8 @@ class Scheduler:
             if self._has_split:
                 logger.warning(
                     "the prompts of one call do not fit into one step: a logits processor that only keeps "
-                    "the rows of the latest step loses some; raise max_batch_rows or kv_bytes, or send fewer "
-                    "prompts per call"
+                    "the rows of the latest step loses some; raise max_num_seqs or "
+                    "kv_cache_memory_bytes, or send fewer prompts per call"
                 )
         return gathered
 
@@ -414,7 +414,7 @@ class Scheduler:
         if not drafting:
             return
         room = min(
-            self.max_batch_tokens - sum(map(len, plan.tokens)),
+            self.max_num_batched_tokens - sum(map(len, plan.tokens)),
             self.max_running - len(drawn),
             self.num_available,
         )

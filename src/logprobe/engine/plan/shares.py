@@ -31,11 +31,14 @@ PLACES_PART: Final = 8
 
 
 class StepShare:
-    """Divides the tokens and prompt rows of one step between large calls and the others."""
+    """Divides the tokens of one step, and the prompt positions to score, between large calls and the others.
 
-    def __init__(self, active: Sequence[Sample], max_batch_tokens: int, *, is_shared: bool) -> None:
+    A large call has more work than one step holds.
+    """
+
+    def __init__(self, active: Sequence[Sample], max_num_batched_tokens: int, *, is_shared: bool) -> None:
         self._large: set[str] = set()
-        self._most = max_batch_tokens
+        self._most = max_num_batched_tokens
         self._caller_work: Counter[str] = Counter()
         if not is_shared:
             return
@@ -45,9 +48,9 @@ class StepShare:
                 num_tokens = sample.num_tokens + sample.num_prompt_rows
                 work[sample.call] += num_tokens
                 self._caller_work[sample.caller] += num_tokens
-        self._large = {call for call, num_tokens in work.items() if num_tokens > max_batch_tokens}
+        self._large = {call for call, num_tokens in work.items() if num_tokens > max_num_batched_tokens}
         if any(sample.call not in self._large for sample in active):
-            self._most = max(max_batch_tokens // LARGE_PART, 1)
+            self._most = max(max_num_batched_tokens // LARGE_PART, 1)
 
     def is_large(self, sample: Sample) -> bool:
         """Return True if the sample's call has more work than one step holds."""
@@ -66,7 +69,7 @@ class StepShare:
 
         Args:
             budget: number of tokens or rows to divide.
-            samples: the samples to divide them between.
+            samples: the samples that share the budget.
             wanted: returns the number that a sample can use.
 
         Returns:
@@ -138,7 +141,7 @@ class FairShares:
     def next_in_line(self, waiting: Iterable[Sample], running: Sequence[Sample]) -> Sample | None:
         """Return the next waiting sample to start, or None.
 
-        Passes over callers and calls that already hold their share of places if another does not.
+        Skips callers and calls that already hold their share of places, if another does not.
         """
         first = next((sample for sample in waiting if not sample.is_paused), None)
         if first is None or not self.is_shared:
@@ -215,9 +218,9 @@ def _places(total: int, parties: int) -> int:
 
 
 def _in_turn(first: Sample, line: Iterable[Sample], active: Sequence[Sample], level: _Level) -> Sample:
-    """Return `first`, or the first sample in `line` whose party has less than its share.
+    """Return `first`; if its party has its share, the first sample whose party has less than its share.
 
-    The second applies if the party of `first` (its caller or call, as `level` says) has its share.
+    A party is a caller or a call, as `level` says.
     """
     held = Counter(map(level.name, active))
     waits = any(held[name] < min(level.num_places, count) for name, count in level.num_samples.items())

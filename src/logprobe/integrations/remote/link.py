@@ -59,7 +59,7 @@ class Link(HttpClient):
     """HTTP client for the server at `url`; `timeout_s` includes retries while the server is full.
 
     Raises:
-        ModelError: httpx is not installed.
+        MissingPackageError: httpx is not installed.
         ParameterError: an argument is invalid.
     """
 
@@ -203,7 +203,7 @@ async def meet(link: Link) -> ServerFacts:
 
 
 class RowsSource(msgspec.Struct, frozen=True):
-    """The weights that a reply's rows were computed with, as reported by the server."""
+    """The weights that computed the rows of a reply, as reported by the server."""
 
     weight_version: str | None = None
     weights: str | None = None  # precision and layout

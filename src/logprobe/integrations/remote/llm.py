@@ -35,7 +35,7 @@ class RemoteLLM(NextTokenLM[Row]):
         request_timeout: timeout of one HTTP request in seconds, including retries while the server is full.
 
     Raises:
-        ModelError: httpx is not installed (`pip install 'logprobe[remote]'`).
+        MissingPackageError: httpx is not installed (`pip install 'logprobe[remote]'`).
         ParameterError: a setting is invalid, or the server rejects the API key.
         ServerError: the server cannot be reached, or failed.
     """

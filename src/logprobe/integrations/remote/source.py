@@ -45,7 +45,7 @@ NOT_CARRIED: Final[dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Asked:
-    """A prefix and the future of its row."""
+    """A requested prefix, and the future of its next-token distribution."""
 
     prefix: Prefix
     begun: BegunRow
@@ -56,7 +56,7 @@ class ServerRows:
     """`RowSource` that uses the server at `url`; HTTP requests run on the event loop of `bridge`.
 
     Raises:
-        ModelError: httpx is not installed.
+        MissingPackageError: httpx is not installed.
         ParameterError: an argument is invalid, or the server rejects the API key.
         ServerError: the server cannot be reached, or failed.
     """
@@ -87,7 +87,7 @@ class ServerRows:
 
     @property
     def is_busy(self) -> bool:
-        """Always False: the server's load is not known, so requests are always collected first."""
+        """Always False: the server's load is not known, so requests are always collected into batches."""
         return False
 
     def capabilities(self) -> Capabilities:
@@ -95,7 +95,7 @@ class ServerRows:
         return self._facts.capabilities
 
     def loads(self, lora: str | None) -> tuple[int, int]:
-        """Return how often replies showed that the weights had changed: the LoRA adapter's, and the model's.
+        """Return how many changes of the LoRA adapter, and of the model's weights, replies have shown.
 
         Raises:
             ParameterError: the server had no such LoRA adapter when it was first contacted.
@@ -108,11 +108,11 @@ class ServerRows:
         return self._lora_number(lora), self._weights_number
 
     def list_loras(self) -> dict[str, str]:
-        """Return the LoRA adapters, name to path on the server, that the server had when first contacted."""
+        """Return the LoRA adapters that the server had when first contacted, as a map from name to path."""
         return dict(self._facts.loras)
 
     def begin(self, prefixes: Sequence[Prefix]) -> list[BegunRow]:
-        """Queue rows, and send HTTP requests for queued rows as far as `ROW_EXCHANGES` allows.
+        """Queue requests for rows, and send at most `ROW_EXCHANGES` HTTP requests at a time.
 
         Raises:
             EngineClosedError: the source was closed.
@@ -128,7 +128,7 @@ class ServerRows:
         """Sample with one HTTP request.
 
         Raises:
-            ParameterError: a field is set that is not sent to servers, or the request cannot be served.
+            ParameterError: a field is set that is not sent to servers, or the server rejects the request.
             LogprobeError: the request failed.
         """
         for name, default in NOT_CARRIED.items():
@@ -210,7 +210,7 @@ class ServerRows:
         return self._loras[lora][1] if lora in self._loras else 0
 
     def _note(self, lora: str | None, source: RowsSource) -> None:
-        """Update the weight numbers, which invalidates cached rows, if a reply came from other weights."""
+        """If a reply came from other weights, count the change, which invalidates cached rows."""
         version = source.lora_version
         if lora is not None:
             before, number = self._loras.get(lora, (version, 0))

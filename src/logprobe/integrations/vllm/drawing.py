@@ -131,7 +131,7 @@ class WorkerDraw:
         logits[rows, ids] = 0.0
 
     def _settle(self, run: Run, num_taken: int) -> None:
-        """Count the pending token if vLLM has accepted it."""
+        """Add the pending token to the sample if vLLM has accepted it."""
         if run.is_done:
             return
         if run.drawn is not None and num_taken > run.sample.num_generated:

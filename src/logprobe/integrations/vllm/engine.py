@@ -1,8 +1,8 @@
 """`VllmEngine`: implements `Core` with vLLM's `AsyncLLM`.
 
-Each sample is one vLLM request, whose tokens are sampled in vLLM's workers (`worker`). A single call
-fetches the results of all samples with new tokens. A paused sample is aborted in vLLM and later submitted
-again with its tokens in the prompt, most of which are in vLLM's prefix cache.
+Each sample is one vLLM request, whose tokens are sampled in vLLM's workers (`worker`). One RPC to the worker
+fetches the results of all samples that have new tokens. A paused sample is aborted in vLLM. It is later
+submitted again with its tokens in the prompt, most of which are in vLLM's prefix cache.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class VllmEngine:
         self._heard_at = time.monotonic()
 
     def start(self, publish: Callable[[Iterable[Event]], None], end: Callable[[LogprobeError], None]) -> None:
-        """Set the callbacks: `publish` gets the events of requests, and `end` gets the final error."""
+        """Set the callbacks: `publish` receives the events of requests, and `end` the final error."""
         self._publish, self._end = publish, end
 
     def admit(self, request: Request) -> Admitted:
@@ -104,7 +104,7 @@ class VllmEngine:
         return admitted
 
     def send(self, command: Command) -> None:
-        """Run a command on the event loop; if called there, `Abort`, `Pause` and `Resume` run at once."""
+        """Run a command on the event loop; if called there, run `Abort`, `Pause` and `Resume` immediately."""
         is_on_loop = threading.get_ident() == self._thread_id
         match command:
             case Abort() | Pause() | Resume() if is_on_loop:
@@ -313,7 +313,7 @@ class VllmEngine:
         self._flush([follow for follow, _ in replies.values()])
 
     def _flush(self, follows: Iterable[Follow]) -> None:
-        """Publish deltas of samples that are not paused, one each at a time, as readers may pause them."""
+        """Publish deltas in turn, one per sample, skipping paused samples; readers may pause further ones."""
         follows = list(follows)
         while ready := [follow for follow in follows if follow.outbox and not follow.paused_by]:
             self._publish([follow.outbox.popleft() for follow in ready])

@@ -66,7 +66,7 @@ def existing_engine(llm: Any, *, is_owned: bool = False) -> LoadedModel:
     been created with this processor. With `is_owned`, closing the `Front` also ends a `vllm.LLM`.
 
     Raises:
-        EngineError: the rows captured in vLLM's workers differ from the rows that vLLM returns.
+        EngineError: the rows of our logits processor differ from those that vLLM returns.
         ParameterError: `llm` is not a vLLM engine, was created without this library's processor, or belongs
             to a running event loop.
     """
@@ -140,7 +140,7 @@ def _is_fitted_out(vllm_config: Any) -> bool:
 
 
 def _fit_out(worker: Any, vllm_config: Any) -> None:
-    """Add to a worker what `engine_args` makes vLLM load: settings, processor and worker extension."""
+    """Add the settings, processor and worker extension to a worker that vLLM started without them."""
     from logprobe.integrations.vllm.worker import LogprobeLogitsProcessor, RowsExtension
 
     model = vllm_config.model_config

@@ -38,7 +38,7 @@ def drawing_params(
 
 
 def portable_params() -> Any:
-    """Return parameters to get a whole row from vLLM: exact but slow, and independent of our worker code."""
+    """Return parameters that make vLLM return a whole row: slow, but independent of our worker code."""
     return _params(max_tokens=1, logprobs=-1)
 
 

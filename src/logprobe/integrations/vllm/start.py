@@ -1,4 +1,4 @@
-"""Start vLLM from an `EngineConfig`, and verify the rows that vLLM's workers capture."""
+"""Start vLLM from an `EngineConfig`, and verify the log-probabilities computed in vLLM's workers."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ OWN_OPTIONS: Final = {
     "additional_config": "is set by this library; leave it out",
     "max_logprobs": "is unlimited here; leave it out (servers have their own limits)",
     "logprobs_mode": "is set per request; use SamplingParams.logprobs_mode",
-    "speculative_config": "is not supported with the capture of rows; leave it out",
-    "return_sampling_mask": "is not supported with the capture of rows; leave it out",
+    "speculative_config": "is not supported with this library's logits processor; leave it out",
+    "return_sampling_mask": "is not supported with this library's logits processor; leave it out",
     "data_parallel_size": "is not supported: only vLLM's first engine returns rows; use a server per replica",
     "skip_tokenizer_init": "is not supported: texts need the tokenizer; leave it out",
 }
-TOLERANCES: Final = {"float32": 1e-4}  # nats, maximum difference of a captured row and the row from vLLM
+TOLERANCES: Final = {"float32": 1e-4}  # nats, maximum difference between the processor's row and vLLM's
 COARSE: Final = 0.1  # nats, for narrower dtypes, as two forward passes may round differently
 CHECKED_PROMPT: Final = (5, 6)
 # Tokens per cache block. vLLM's default on a CPU is 128, but prefixes are only reused in whole blocks; its
@@ -115,13 +115,22 @@ async def _new_llm(args: Any) -> Any:
 
 def check_settings(config: EngineConfig) -> None:
     """Raise `ParameterError` for settings that only the native engine supports."""
+    load, cache, scheduler = config.load_config, config.cache_config, config.scheduler_config
+    parallel = config.parallel_config
     remedy = "is only supported by the native engine; leave it out, or use engine='native'"
-    require(config.weights == "auto", "weights", remedy)
-    require(not config.overlap, "overlap", f"{remedy}; vLLM overlaps steps by itself")
-    require(not config.speculate, "speculate", remedy)
+    require(load.weights == "auto", "weights", remedy)
+    require(load.arithmetic == "auto", "arithmetic", remedy)
+    own = "is only supported by the native engine; set vLLM's as engine_options={'kv_cache_dtype': ...}"
+    require(cache.kv_cache_dtype == "float32", "kv_cache_dtype", own)
+    require(not scheduler.async_scheduling, "async_scheduling", f"{remedy}; vLLM overlaps steps by itself")
+    require(not scheduler.speculate, "speculate", remedy)
     require(not config.batch_invariant, "batch_invariant", remedy)
-    require(not config.process, "process", f"{remedy}; vLLM starts its own processes")
-    require(config.data_parallel == 1, "data_parallel", f"{remedy}; start one server per replica of vLLM")
+    require(not parallel.process, "process", f"{remedy}; vLLM starts its own processes")
+    require(
+        parallel.data_parallel_size == 1,
+        "data_parallel_size",
+        f"{remedy}; start one server per replica of vLLM",
+    )
 
 
 def engine_args(config: EngineConfig, files: ModelFiles) -> Any:
@@ -173,13 +182,10 @@ def _own_args(config: EngineConfig, files: ModelFiles, device: str) -> dict[str,
     }
     if has_gguf(files.folder):
         args["load_format"] = FORMAT
-    defaults = {field.name: field.default for field in fields(EngineConfig)}
-    names = {"max_batch_tokens": "max_num_batched_tokens", "max_batch_rows": "max_num_seqs"}
-    for name, theirs in names.items():
-        if getattr(config, name) != defaults[name]:
-            args[theirs] = getattr(config, name)
-    if config.kv_bytes is not None:
-        args["kv_cache_memory_bytes"] = config.kv_bytes
+    given, defaults = config.keywords(), EngineConfig().keywords()
+    for name in ("max_num_batched_tokens", "max_num_seqs", "kv_cache_memory_bytes"):
+        if given[name] != defaults[name]:
+            args[name] = given[name]
     if config.max_model_len is not None:
         args["max_model_len"] = config.max_model_len + 1  # the last generated token is never an input
     return args
@@ -246,7 +252,9 @@ def adopt(llm: Any, bridge: LoopThread, config: EngineConfig, files: ModelFiles)
 
 
 def check_routes(engine: Front, llm: Any, bridge: LoopThread) -> float:
-    """Compare a captured row with the row that vLLM returns; return the largest difference in nats.
+    """Compare a row from our logits processor in vLLM's worker with the same row from vLLM's own logprobs.
+
+    Returns the largest difference, in nats.
 
     Raises:
         EngineError: the difference is larger than rounding can explain.
@@ -259,14 +267,14 @@ def check_routes(engine: Front, llm: Any, bridge: LoopThread) -> float:
     difference = float(np.abs(captured[is_finite] - own[is_finite]).max())
     if not difference <= TOLERANCES.get(capabilities.dtype, COARSE):
         raise EngineError(
-            f"a row captured in vLLM's worker differs by {difference:.2g} nats from vLLM's own; this version "
-            "of vLLM changes logits before its logits processors; please report it"
+            f"log-probabilities in vLLM's worker differ by {difference:.2g} nats from vLLM's own; this "
+            "version of vLLM changes logits before its logits processors; please report it"
         )
     return difference
 
 
 async def captured_row(engine: Front, ids: Array) -> Array:
-    """Return a next-token row that was captured by the logits processor: (V,) float32, nats."""
+    """Return a next-token row from our logits processor in the worker: (V,) float32, nats."""
     admitted = Requests(engine).admit(ids, SamplingParams(max_tokens=1), wants_row=True)
     engine.submit([admitted])
     [completion] = (await engine.result(admitted.request.request_id)).outputs
@@ -299,8 +307,8 @@ def _capabilities(llm: Any, files: ModelFiles) -> Capabilities:
         vocab_size=model.get_vocab_size(),
         max_model_len=model.max_model_len - 1,
         num_slots=(cache.num_gpu_blocks or 0) * cache.block_size,
-        max_batch_tokens=scheduler.max_num_batched_tokens,
-        max_batch_rows=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_num_seqs=scheduler.max_num_seqs,
         prompt_logprobs_with_prefix_cache=False,
         stages=("raw_logprobs", "processed_logprobs"),
         num_processes=1,

@@ -24,6 +24,7 @@ from logprobe.integrations.vllm.drawing import WorkerDraw
 from logprobe.integrations.vllm.orders import BEFORE, FORMAT, SETTINGS, TAG, WORK
 from logprobe.models import ModelFiles, resolve
 from logprobe.models.loading import source_of
+from logprobe.models.tensors import as_tensor
 from logprobe.processors import ModelFacts
 
 if TYPE_CHECKING:
@@ -142,4 +143,4 @@ class SourceLoader(DefaultModelLoader):
         source = source_of(ModelFiles(model_config.model, Path(model_config.model)))
         assert source is not None, "the folder has weights"
         for name in source.shapes:
-            yield name, source.read(name)
+            yield name, as_tensor(source.read(name))

@@ -98,7 +98,7 @@ def attend_rows(query: Array, keys: Array, values: Array, plan: RowPlan, out: Ar
 
 
 def rows_stage(query: Array, keys: Array, values: Array, plan: RowPlan, out: Array, rule: ScoreRule) -> Stage:
-    """Return a stage that does the same as `attend_rows`; `query` must be contiguous."""
+    """Return a stage that computes `attend_rows`; `query` must be contiguous."""
     # The heads of a slot are contiguous; they are split between items only if rows alone give too few items.
     parts = 1 if len(plan.queries) >= items_for_threads() else keys.shape[1]
     return Stage(

@@ -31,7 +31,8 @@ def draw(logits: Tensor, params: DrawParams) -> Drawn:
     On a GPU with Triton, rows without truncation are sampled on the GPU; other rows are copied to the host.
     """
     if kernel_of(logits.device.type) == "triton":
-        return _draw_on_gpu(logits, params)
+        with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]  # Triton launches on the current GPU
+            return _draw_on_gpu(logits, params)
     return _draw_on_host(logits, params)
 
 

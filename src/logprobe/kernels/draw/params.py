@@ -43,7 +43,7 @@ class Drawn:
 
     @classmethod
     def empty(cls, num_rows: int) -> Drawn:
-        """Return uninitialised arrays for `num_rows` rows."""
+        """Return uninitialized arrays for `num_rows` rows."""
         return cls(
             np.empty(num_rows, dtype=np.int32),
             np.empty(num_rows, dtype=np.float32),

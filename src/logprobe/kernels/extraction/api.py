@@ -70,7 +70,7 @@ def extract(
 
 
 def extract_checked(logits: Tensor, requests: RowRequests) -> DeviceRows:
-    """Do the same as `extract`, with arguments that `check_requests` has validated."""
+    """Compute `extract` for arguments that `check_requests` has validated."""
     output = allocate(requests, logits.device)
     fill(logits, requests, output)
     return output
@@ -81,7 +81,8 @@ def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
 
     Uses the kernel for the device of the logits.
     """
-    _kernel(logits.device.type).fill(logits, requests, output)
+    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]  # Triton launches on the current GPU
+        _kernel(logits.device.type).fill(logits, requests, output)
 
 
 @functools.cache
@@ -200,7 +201,7 @@ def check_requests(
 def allocate(
     requests: RowRequests, device: torch.device, *, dtype: torch.dtype = torch.float32
 ) -> DeviceRows:
-    """Allocate the output for `requests`, uninitialised except for the extra columns.
+    """Allocate the output for `requests`, uninitialized except for the extra columns.
 
     Extra columns are filled with NaN, which remains if a kernel does not support a column.
     """

@@ -27,7 +27,7 @@ def extract(
     dtype: torch.dtype = torch.float32,
     **extras: bool,
 ) -> DeviceRows:
-    """Do the same as `logprobe.kernels.extract`, but compute and return results in `dtype`."""
+    """Compute `logprobe.kernels.extract` in `dtype`, and return results in `dtype`."""
     requests = check_requests(check_rows(logits), chosen_ids, k, given_ids=given_ids, **extras)
     output = allocate(requests, logits.device, dtype=dtype)
     fill(logits, requests, output)

@@ -36,7 +36,7 @@ def extract_top_k_logprobs(
 
     Args:
         logprobs: (B, V) or (V,) log-probabilities in nats, a torch tensor or NumPy array of dtype float64,
-            float32, float16 or bfloat16; they are not normalised.
+            float32, float16 or bfloat16; they are not normalized.
         k: number of tokens; -1 or more than V means the whole vocabulary.
         logprobs_first: return the log-probabilities before the ids.
 

@@ -212,13 +212,13 @@ def _bits(numbers: Array) -> Array:
 
 
 def empty_panels(form: Form, num_outputs: int, num_inputs: int) -> PanelWeights:
-    """Allocate zeroed panels of a quantised form, for `fill_blocks` to write to."""
+    """Allocate zeroed panels of a quantized form, for `fill_blocks` to write to."""
     shape = PanelWeights(form, num_outputs, num_inputs, np.empty(0, np.uint8))
     return replace(shape, data=_on_lines(shape.num_bytes))
 
 
 def fill_blocks(panels: PanelWeights, start: int, header: Array, groups: Array) -> None:
-    """Write the quantised weights of consecutive outputs to panels.
+    """Write the quantized weights of consecutive outputs to panels.
 
     Args:
         panels: result of `empty_panels`.

@@ -1,7 +1,7 @@
 """Memory layout of weight panels for each weight format ("form").
 
 A panel holds the weights of PANEL outputs. The weights of one input are contiguous, so that they load as
-vectors. Inputs are divided into blocks (each quantised block has its own scales), and blocks into groups of
+vectors. Inputs are divided into blocks (each quantized block has its own scales), and blocks into groups of
 GROUP inputs:
 
 ============  =====  ==================================  ============================================

@@ -66,7 +66,7 @@ def rotary_stage(
     is_paired: bool = False,
     query_scales: Array | None = None,
 ) -> Stage:
-    """Return a stage that does the same as `rotate_and_store` and writes the rotated queries to `out`.
+    """Return a stage that computes `rotate_and_store` and writes the rotated queries to `out`.
 
     Args:
         projections: see `rotate_and_store`.

@@ -1,4 +1,4 @@
-"""Quantised weights on a GPU: integers in blocks of inputs, each with a scale and, for int4, a summand.
+"""Quantized weights on a GPU: integers in blocks of inputs, each with a scale and, for int4, a summand.
 
 They are the weights of a GGUF file, bit for bit; a product reads them as they are and computes each weight in
 registers (`products`).
@@ -70,7 +70,7 @@ def joined(parts: Sequence[BlockWeight]) -> BlockWeight | None:
 
 
 def from_panels(panels: PanelWeights, device: str | torch.device) -> BlockWeight | None:
-    """Return the weights of quantised panels on a device; None if the panels hold floats."""
+    """Return the weights of quantized panels on a device; None if the panels hold floats."""
     form = panels.form
     if form.header == 0:
         return None

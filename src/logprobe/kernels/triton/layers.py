@@ -36,7 +36,7 @@ def norm(x: Tensor, layer: Norm | None, out: Tensor) -> Tensor:
 
     Args:
         x: (rows, parts * width) float32, each row contiguous.
-        layer: the norm; None: do not normalise.
+        layer: the norm; None: do not normalize.
         out: (rows, parts * width) float32, each row contiguous, may be `x` itself; or (num_pieces, rows,
             width) bfloat16, contiguous, to write the result as pieces (then there is one part).
     """
@@ -71,15 +71,15 @@ def add(
     following: Norm | None = None,
     out: Tensor | None = None,
 ) -> None:
-    """Add a matrix product to the hidden states, in place, and normalise them for the next layer.
+    """Add a matrix product to the hidden states, in place, and normalize them for the next layer.
 
     Args:
         parts: (parts, rows, width) float32, contiguous: the product.
         bias: (width,) float32 of the product.
         hidden: (rows, width) float32, contiguous.
         factor: multiplies the sum of product and bias.
-        after: norm of the product before it is added; None: do not normalise it.
-        following: norm of the new hidden states; None: do not normalise them.
+        after: norm of the product before it is added; None: do not normalize it.
+        following: norm of the new hidden states; None: do not normalize them.
         out: (num_pieces, rows, width) bfloat16, contiguous, filled with the new hidden states after the norm
             `following`; None: nothing is written.
     """

@@ -1,7 +1,7 @@
 """Products of activations with weights on tensor cores, accurate to float32.
 
 Activations are passed as bfloat16 pieces (`pieces`). Weights keep the format of the checkpoint, so a step
-reads no more bytes than the checkpoint has. A bfloat16 weight is one piece; float16, float32 and quantised
+reads no more bytes than the checkpoint has. A bfloat16 weight is one piece; float16, float32 and quantized
 weights (`blocks`) are split in registers, into two pieces or three. Tensor cores round their float32 sums
 toward zero, so they only sum the products of BLOCK_INPUTS inputs; ordinary float32 additions add these
 partial sums.
@@ -42,7 +42,7 @@ def linear(x: Tensor, weight: Tensor | BlockWeight, bias: Tensor | None = None) 
 
     Args:
         x: (num_pieces, rows, inputs) bfloat16, contiguous: the pieces of float32 activations.
-        weight: (outputs, inputs) bfloat16, float16 or float32, contiguous; or quantised.
+        weight: (outputs, inputs) bfloat16, float16 or float32, contiguous; or quantized.
         bias: (outputs,) float32.
     """
     parts = linear_parts(x, weight)
@@ -70,7 +70,7 @@ def linear_parts(x: Tensor, weight: Tensor | BlockWeight) -> Tensor:
 
     Args:
         x: (num_pieces, rows, inputs) bfloat16, contiguous: the pieces of float32 activations.
-        weight: (outputs, inputs) bfloat16, float16 or float32, contiguous; or quantised.
+        weight: (outputs, inputs) bfloat16, float16 or float32, contiguous; or quantized.
     """
     num_pieces, num_rows, num_inputs = x.shape
     num_outputs = len(weight)
@@ -104,7 +104,7 @@ def linear_parts(x: Tensor, weight: Tensor | BlockWeight) -> Tensor:
             is_split=is_split,
             has_splits=splits > 1,
             block_inputs=BLOCK_INPUTS,
-            enable_fp_fusion=False,  # a quantised weight is rounded as in a float32 matrix
+            enable_fp_fusion=False,  # a quantized weight is rounded as in a float32 matrix
             **tile,
             **launch.options(x.device),
         )
@@ -202,7 +202,7 @@ def _dequantised(
     num_inputs: tl.tensor, block: tl.constexpr, is_int4: tl.constexpr, has_summands: tl.constexpr,
     block_inputs: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return quantised weights (`blocks.BlockWeight`) as float32, (outputs, inputs)."""
+    """Return quantized weights (`blocks.BlockWeight`) as float32, (outputs, inputs)."""
     rows = outputs[:, None].to(tl.int64)
     inputs = start + tl.arange(0, block_inputs)
     mask = is_output[:, None] & (inputs < num_inputs)[None, :]

@@ -26,13 +26,13 @@ _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Do the same as `products.linear`, for (rows, inputs) float32 activations instead of pieces."""
+    """Compute `products.linear` in float64; `x` is (rows, inputs), not split into bfloat16 pieces."""
     out = x.double() @ weight.double().T
     return out if bias is None else out + bias.double()
 
 
 def norm(x: Tensor, layer: Norm) -> Tensor:
-    """Do the same as `layers.norm`; return float64."""
+    """Compute `layers.norm` in float64."""
     parts = x.double().view(len(x), -1, len(layer.weight))
     if layer.is_centred:
         parts = parts - parts.mean(-1, keepdim=True)

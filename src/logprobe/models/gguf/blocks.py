@@ -1,4 +1,4 @@
-"""Repack quantised GGUF blocks into panels that dequantise to exactly the values of the `gguf` package.
+"""Repack quantized GGUF blocks into panels that dequantize to exactly the values of the `gguf` package.
 
 Panels are the weight tiles that the CPU kernels read. 4-bit types stay 4-bit; 5- and 6-bit types become int8,
 because panels have no 5- or 6-bit format. Block layouts:
@@ -33,7 +33,7 @@ def panels_of_blocks(raw: Array, type_name: str, order: Array | None = None) -> 
 
     Args:
         raw: (num_outputs, bytes per row) uint8, as `gguf.GGUFReader` returns them.
-        type_name: the tensor's quantisation type, for example `Q4_1`.
+        type_name: the tensor's quantization type, for example `Q4_1`.
         order: (num_outputs,) integers, the row in `raw` for each output; None keeps the order of `raw`.
     """
     layout = _LAYOUTS.get(type_name)
@@ -53,7 +53,7 @@ def panels_of_blocks(raw: Array, type_name: str, order: Array | None = None) -> 
 
 
 def form_of_blocks(type_name: str) -> str | None:
-    """Return the name of the panel format for a quantisation type; None if there is none."""
+    """Return the name of the panel format for a quantization type; None if there is none."""
     layout = _LAYOUTS.get(type_name)
     return None if layout is None else layout.form.name
 
@@ -133,7 +133,7 @@ def _q6_k(blocks: Array) -> tuple[Array, Array]:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Block layout of a quantisation type, and a function that unpacks blocks to panel headers and groups."""
+    """Block layout of a quantization type, and a function that unpacks blocks to panel headers and groups."""
 
     inputs: int
     block_bytes: int

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-CHUNK_NUMBERS: Final = 1 << 19  # weights dequantised at a time, so that they fit in the CPU cache
+CHUNK_NUMBERS: Final = 1 << 19  # weights dequantized at a time, so that they fit in the CPU cache
 # tensor with factors for the rotary frequencies, which is not a weight
 ROPE_FACTORS: Final = "rope_freqs.weight"
 NO_TOKEN: Final = (-1, 2**32 - 1)  # written by some tools for a special token that the model lacks
@@ -91,7 +91,7 @@ class GgufFile:
 
     @property
     def quantization(self) -> str | None:
-        """The file's quantisation as llama.cpp names it, such as `Q4_K_M`; None for float weights.
+        """The file's quantization as llama.cpp names it, such as `Q4_K_M`; None for float weights.
 
         If the file has no `general.file_type`, the value is the tensor type with the most bytes in the file.
         """
@@ -109,7 +109,7 @@ class GgufFile:
         return None if name in FLOATS else name
 
     def type_name(self, name: str) -> str:
-        """Return a tensor's data type: `F32`, or a quantisation type such as `Q4_1`."""
+        """Return a tensor's data type: `F32`, or a quantization type such as `Q4_1`."""
         return self._tensors[name].type_name
 
     def raw(self, name: str) -> NDArray[np.uint8]:
@@ -126,7 +126,7 @@ class GgufFile:
 
 
 def dequantised(raw: NDArray[np.uint8], type_name: str) -> NDArray[np.float32]:
-    """Dequantise rows as stored in the file, (rows, bytes per row), to (rows, values per row) float32."""
+    """Dequantize rows as stored in the file, (rows, bytes per row), to (rows, values per row) float32."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 

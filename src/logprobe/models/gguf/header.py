@@ -41,7 +41,7 @@ DEFAULT_ALIGNMENT: Final = 32  # in bytes, if the file has no such key
 class TensorPlace:
     """Type, shape and position of one tensor in the file."""
 
-    type_name: str  # `F32`, or a quantisation type
+    type_name: str  # `F32`, or a quantization type
     shape: tuple[int, ...]  # outermost dimension first
     start: int  # byte offset from the beginning of the file
     num_bytes: int

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+import ml_dtypes
 import numpy as np
-import torch
 
 from logprobe.errors import UnsupportedModelError
 from logprobe.models.gguf.blocks import panels_of_blocks
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from logprobe.kernels.arrays import Array
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.models.config_files import ModelConfig
     from logprobe.models.sources import Rows
 
-FLOATS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATS: Final[dict[str, Any]] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _TOP: Final = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -90,25 +91,21 @@ class GgufSource:
                     f"{self._gguf.type_name(self._own_names[name])}, which is not supported"
                 ) from error
 
-    def read(self, name: str, rows: Rows = EVERY) -> torch.Tensor:
+    def read(self, name: str, rows: Rows = EVERY) -> Array:
         """Read rows of one tensor, as float32 if the tensor is quantised, else in the file's dtype."""
         own, shape = self._own_names[name], self._shapes[name]
         raw, type_name = self._gguf.raw(own), self._gguf.type_name(own)
-        chosen = rows.numpy() if isinstance(rows, torch.Tensor) else rows
         order = self._order(own)
-        index = chosen if order is None else order[chosen]
+        index = rows if order is None else order[rows]
         if len(shape) == 1:
-            return self._numbers(own, raw, type_name).view(-1)[index]
-        return self._numbers(own, raw.reshape(shape[0], -1)[index], type_name).view(-1, *shape[1:])
+            return self._numbers(own, raw, type_name).reshape(-1)[index]
+        return self._numbers(own, raw.reshape(shape[0], -1)[index], type_name).reshape(-1, *shape[1:])
 
-    def _numbers(self, own: str, raw: NDArray[np.uint8], type_name: str) -> torch.Tensor:
-        if type_name in FLOATS:
-            numbers = torch.from_numpy(raw).view(FLOATS[type_name])
-        else:
-            numbers = torch.from_numpy(dequantised(raw, type_name))
+    def _numbers(self, own: str, raw: NDArray[np.uint8], type_name: str) -> Array:
+        numbers: Array = raw.view(FLOATS[type_name]) if type_name in FLOATS else dequantised(raw, type_name)
         if self._gguf.architecture == "gemma3" and own.endswith("norm.weight"):
             # The file stores 1 + weight; transformers' module adds the 1 itself.
-            return numbers.float() - 1
+            return numbers.astype(np.float32) - 1
         return numbers
 
     def _order(self, own: str) -> NDArray[np.int64] | None:
@@ -125,7 +122,7 @@ class GgufSource:
         return np.arange(self._gguf.shapes[own][0]).reshape(heads[part], -1, 2).swapaxes(1, 2).ravel()
 
     def panels(self, name: str) -> PanelWeights | None:
-        """Repack a quantised matrix as panels; None for float tensors and types without a panel format."""
+        """Repack a quantized matrix as panels; None for float tensors and types without a panel format."""
         own = self._own_names[name]
         return panels_of_blocks(self._gguf.raw(own), self._gguf.type_name(own), self._order(own))
 

@@ -1,4 +1,4 @@
-"""Disk usage of models: their files, and the panels and records that were stored in the cache by loads.
+"""Disk usage of models: their files, and the panels and verification records in the cache.
 
 Cache folders are named `<stem>-<source key>-<digest>` (see `identity`). They are found by the model's folder,
 or by the stem if the folder is not known. `logprobe models` prints the result.

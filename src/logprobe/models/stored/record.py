@@ -9,34 +9,37 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from logprobe.models.loading import save_tensors
+import numpy as np
+
+from logprobe.errors import UnsupportedModelError
+from logprobe.models.safetensors_files import save_tensors, tensors_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
-    from torch import Tensor
+    from logprobe.kernels.arrays import Array
 
 FILE: Final = "load.safetensors"
 _KEY: Final = "record"
 
 
-def write_record(folder: Path, record: str, tensors: dict[str, Tensor]) -> None:
+def write_record(folder: Path, record: str, tensors: Mapping[str, Array]) -> None:
     """Write a record and its tensors to one file.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    metadata = {_KEY: record}
-    save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / FILE, metadata)
+    save_tensors(tensors, folder / FILE, {_KEY: record})
 
 
-def read_record(folder: Path) -> tuple[str, dict[str, Tensor]] | None:
+def read_record(folder: Path) -> tuple[str, dict[str, Array]] | None:
     """Return the record and its tensors; None if there is no record or the file cannot be read."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     try:
-        with safe_open(folder / FILE, framework="pt") as file:
-            record = (file.metadata() or {})[_KEY]
-            return record, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, KeyError, ValueError, SafetensorError):
+        tensors, metadata = tensors_of(folder / FILE)
+        # Copied, because mapped arrays would keep the file open.
+        return metadata[_KEY], {name: np.array(tensor.read()) for name, tensor in tensors.items()}
+    except (OSError, KeyError, ValueError, SafetensorError, UnsupportedModelError):
         return None

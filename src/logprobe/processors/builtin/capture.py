@@ -36,9 +36,9 @@ DEFAULT_MAX_BYTES = 256 << 20
 class CaptureLogitsProcessor(LogitsProcessor):
     """Records the log-softmax of every row of requests that set `capture`, without changing the logits.
 
-    Rows are recorded as they are at this processor's position in the order. The store is bounded: the rows of
-    the least recently captured request are dropped first. All methods are thread-safe. A row is stored whole
-    or not at all, and is read-only.
+    Rows are recorded before the processors that come later in the order change them. The store is bounded:
+    the rows of the least recently captured request are dropped first. All methods are thread-safe. A row is
+    stored completely or not at all, and is read-only.
     """
 
     Args = CaptureArgs

@@ -171,7 +171,7 @@ class ThinkingBudgetLogitsProcessor(LogitsProcessor):
         self._forced = [(index, token_id) for index, token_id in forced if token_id is not None]
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Mask all tokens except the forced one in each of these rows, in place."""
+        """In each row whose next token is forced, mask all other tokens, in place."""
         for index, token_id in self._forced:
             logits[index] = -torch.inf
             logits[index, token_id] = 0.0

@@ -1,1 +1,1 @@
-"""Serialised and display forms of a record: bytes, Arrow, JSON, HTML, plots."""
+"""Serialized and display forms of a record: bytes, Arrow, JSON, HTML, plots."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 
+from logprobe._arrow import pa
 from logprobe.errors import InputError, ParameterError
 from logprobe.records.forms.arrow_validity import (
     as_input_error,
@@ -19,6 +19,7 @@ from logprobe.records.forms.arrow_validity import (
     check_names,
     valid_column,
 )
+from logprobe.records.forms.versions import check_parquet, parquet_metadata
 from logprobe.records.info import LogprobsInfo
 from logprobe.records.rows import EXTRAS
 from logprobe.records.store.columns import narrowed
@@ -73,8 +74,9 @@ def required_fields() -> list[pa.Field]:
 
 
 def schema(info: LogprobsInfo | None = None) -> pa.Schema:
-    """Return the Arrow schema of records; `info`, if given, is in its metadata under `logprobe.info`."""
-    return pa.schema(_fields(), None if info is None else {INFO_KEY: info.to_json().encode()})
+    """Return the Arrow schema of records; its metadata has the format and, if given, the `info`."""
+    about = {} if info is None else {INFO_KEY: info.to_json().encode()}
+    return pa.schema(_fields(), parquet_metadata("records") | about)
 
 
 def batch_of(
@@ -116,13 +118,14 @@ def parts_of(batch: pa.RecordBatch | pa.Table) -> Parts:
     Raises:
         InputError: a column is missing or malformed, or the rows belong to several requests.
     """
+    check_parquet(batch.schema.metadata, "the record")
     check_names(batch.schema, required_fields())
     fields = [field for field in _fields() if field.name in batch.schema.names]
     with as_input_error("the record"):
         columns = {field.name: valid_column(batch.column(field.name), field) for field in fields}
         found = set(columns["request_id"].unique().to_pylist())
     if len(found) > 1:
-        raise InputError(f"{len(found)} requests in one batch; read_parquet and iter_parquet separate them")
+        raise InputError(f"the batch has {len(found)} requests; read_parquet and iter_parquet separate them")
     metadata = batch.schema.metadata or {}
     info = LogprobsInfo.from_json(metadata[INFO_KEY]) if INFO_KEY in metadata else None
     return _parts_of(columns, info)
@@ -179,7 +182,9 @@ def _byte_columns(byte_offsets: npt.ArrayLike | None, length: int) -> dict[str, 
         return {}
     bounds = np.asarray(byte_offsets, np.int64)
     if bounds.shape != (length + 1,):
-        raise ParameterError("byte_offsets", f"{bounds.shape} offsets for {length} positions; give n + 1")
+        raise ParameterError(
+            "byte_offsets", f"has shape {bounds.shape}, but {length} positions need shape {(length + 1,)}"
+        )
     return {"byte_start": bounds[:-1], "byte_end": bounds[1:]}
 
 

@@ -6,9 +6,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
+from logprobe._arrow import pa, pc
 from logprobe.errors import InputError
 from logprobe.records.forms.validity import require
 

@@ -16,8 +16,7 @@ from logprobe.records.rows import EXTRAS
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import pyarrow as pa
-
+    from logprobe._arrow import pa
     from logprobe.records.store.side import Parts
     from logprobe.records.values import TokenTable
 
@@ -42,8 +41,7 @@ def table(parts: Parts, tokens: TokenTable | None) -> pa.Table:
 
     Columns: `ALWAYS`, then the non-empty ones of `EXTRAS` and `OFTEN`.
     """
-    import pyarrow as pa
-
+    from logprobe._arrow import pa
     from logprobe.records.forms.arrow import batch_of
 
     batch = batch_of(parts)
@@ -60,7 +58,7 @@ def to_pandas(parts: Parts, tokens: TokenTable | None) -> Any:
         import pandas as pd
     except ImportError as error:
         raise _missing("pandas") from error
-    import pyarrow as pa
+    from logprobe._arrow import pa
 
     whole = {pa.int64(): pd.Int64Dtype(), pa.int32(): pd.Int32Dtype()}
     return table(parts, tokens).to_pandas(types_mapper=whole.get)
@@ -108,7 +106,7 @@ def _missing(library: str) -> ParameterError:
 
 def _holds_something(column: pa.Array) -> bool:
     """Return True if any position has a value or, in a list column, a non-empty list."""
-    import pyarrow as pa
+    from logprobe._arrow import pa
 
     return len(column.flatten() if pa.types.is_list(column.type) else column.drop_null()) > 0
 
@@ -117,7 +115,7 @@ def _texts(
     parts: Parts, tokens: TokenTable | None, columns: dict[str, pa.Array]
 ) -> dict[str, tuple[list[Any], Any]]:
     """Return the columns of token texts with their Arrow types; unknown texts are None."""
-    import pyarrow as pa
+    from logprobe._arrow import pa
 
     known = _known_texts(parts, tokens)
     own = [

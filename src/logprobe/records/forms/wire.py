@@ -1,6 +1,31 @@
-"""Binary format of records: a JSON header, then raw columns aligned to 8 bytes (layout: docs/records.md).
+"""Binary format of records: a JSON header, then raw columns.
 
 The format is lossless by default. With 16-bit or 8-bit log-probabilities the header states the maximum error.
+
+The bytes are `LGPB`, the length of the header (4 bytes), the header (JSON) and the columns (raw arrays), all
+little-endian. Header and columns are each padded to a multiple of 8 bytes. The header has `version` (1),
+`rows` and `given` (`num_rows`, `num_none`, `k`, `repeats_chosen`, `texts`), `columns` (name, NumPy type
+string, shape, and offset from the end of the header), `info`, `precision` and `max_abs_error`; fields with
+their default value may be omitted. Positions come in this order: `num_none` that are None, n with a chosen
+token and the k likeliest, m with any number of entries. T is the number of all positions. The columns are:
+
+- `token_ids`, `logprobs`, (n, k + 1): the chosen token, then the k likeliest. With `repeats_chosen`, a chosen
+  token among the k likeliest is returned twice.
+- `ranks`, (n,): rank of the chosen token.
+- `entry_ids`, `entry_logprobs`, `entry_ranks`, (N,): the entries of the last m positions; a rank of -1 means
+  none. Only if m > 0.
+- `ends`, `is_none`, (m,): the number of entries up to the position's end, and whether it is None. Only if
+  m > 0.
+- `text_ids`, `text_since`, (u,): ids that have a text (the first u of `texts`), and the position from which
+  on it applies.
+- `text_apart`, (v, 2): position, and index within it, of each entry with another text (the last v of `texts`)
+  or none.
+- `entropy`, `varentropy`, `margin`, `log_kept_mass`, (T,): float32; NaN if not given.
+- `kept.offsets`, (T + 1,), `kept.token_ids`, (M,): the kept ids, ascending within a position, if they were
+  requested.
+- `given.*`: the same columns for the ids that the caller specified.
+- `logprobs.scale`, `entry_logprobs.scale`: `uint8` only: smallest magnitude and step (of 254) of each
+  position or group of 256 entries; 255 is -inf.
 """
 
 from __future__ import annotations
@@ -25,6 +50,7 @@ from logprobe.records.forms.validity import (
     known_columns,
     require,
 )
+from logprobe.records.forms.versions import Versioned, check_version
 from logprobe.records.info import LogprobsInfo  # noqa: TC001 - msgspec reads the annotation
 from logprobe.records.rows import EXTRAS
 from logprobe.records.store.rows import Rows
@@ -133,11 +159,10 @@ def read_header(data: bytes | memoryview) -> tuple[Header, memoryview]:
         raise InputError(f"not a record: it must start with {MAGIC!r}, got {bytes(view[: len(MAGIC)])!r}")
     stop = start + int.from_bytes(view[len(MAGIC) : start], "little")
     try:
+        check_version(msgspec.json.decode(view[start:stop], type=Versioned).version, VERSION, "the record")
         header = msgspec.json.decode(view[start:stop], type=Header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"the record's header cannot be read: {error}") from error
-    if header.version != VERSION:
-        raise InputError(f"the record has version {header.version}, but only version {VERSION} is supported")
     return header, view[stop:]
 
 

@@ -39,7 +39,7 @@ def row_from_columns(
     for name, values in (("logprobs", logprobs), ("ranks", ranks), ("decoded_tokens", decoded_tokens)):
         columns.append(list(islice(values, n)))
         if len(columns[-1]) < n:
-            raise ParameterError(name, f"{len(columns[-1])} values for {n} token ids; give one for each")
+            raise ParameterError(name, f"has {len(columns[-1])} values for {n} token ids; give one for each")
     if columns[-1].count(None) == n:
         columns.pop()
     return RowLists(*columns)
@@ -93,7 +93,7 @@ def spans_of(entries: Entries, starts: npt.ArrayLike, ends: npt.ArrayLike) -> En
     first, last = np.asarray(starts, np.int64), np.asarray(ends, np.int64)
     total = len(entries.token_ids)
     if first.ndim != 1 or first.shape != last.shape:
-        raise ParameterError("end_indices", f"{last.shape} ends for {first.shape} starts; give one each")
+        raise ParameterError("end_indices", f"has shape {last.shape}, but the starts {first.shape}")
     if ((first < 0) | (last < first) | (last > total)).any():
         raise ParameterError("end_indices", f"a position lies outside the {total} entries")
     offsets, picked = spans(first, last - first)
@@ -147,7 +147,11 @@ def given_columns(given: Sequence[npt.ArrayLike]) -> Entries:
         ParameterError: the shapes do not match, an id or rank is negative, or a log-probability is +inf.
     """
     offsets, ids, logprobs, ranks = (np.asarray(column) for column in given)
-    if not ids.shape == logprobs.shape == ranks.shape == (int(offsets[-1] - offsets[0]),):
-        raise ParameterError("given", f"offsets end at {offsets[-1]}, but there are {ids.shape} ids")
+    num_ids = int(offsets[-1] - offsets[0])
+    if not ids.shape == logprobs.shape == ranks.shape == (num_ids,):
+        shapes = f"{ids.shape}, {logprobs.shape} and {ranks.shape}"
+        raise ParameterError(
+            "given", f"the offsets cover {num_ids} ids, but ids, logprobs and ranks have shapes {shapes}"
+        )
     check_not_negative(token_ids=ids, ranks=ranks)
     return Entries(offsets=offsets, token_ids=ids, logprobs=float_column(logprobs), ranks=ranks)

@@ -290,7 +290,7 @@ class Rows:
         """Size of the values in bytes, without texts."""
         return sum(block.nbytes for block in self._parts(0, self.num_rows))
 
-    # -- slicing and serialising -------------------------------------------------------------------------
+    # -- slicing and serializing -------------------------------------------------------------------------
 
     def cut(self, places: range) -> Rows:
         """Select rows; consecutive rows are not copied."""
@@ -314,8 +314,8 @@ class Rows:
     def layout(self, max_none: int | None = None) -> tuple[int, Steps, Entries | None]:
         """Split the rows into leading rows without a prediction, `Steps` of one kind, and all others.
 
-        Return the number of the first, and the other two. If there are more than `max_none` leading rows
-        without a prediction, the number is 0 and they are among the other rows.
+        Return the number of leading rows, the `Steps` and the others. If there are more than `max_none`
+        leading rows without a prediction, the number is 0 and these rows are among the others.
         """
         runs, num_none = self._runs(0, self.num_rows), 0
         if runs and isinstance(runs[0], Entries):

@@ -70,8 +70,10 @@ class IdRuns:
 def _checked_runs(offsets: npt.ArrayLike, token_ids: npt.ArrayLike) -> tuple[Array, Array]:
     """Return both as copied arrays; raise `ParameterError` if the offsets do not fit the number of ids."""
     bounds, ids = np.array(offsets, np.int64), np.array(token_ids)
-    if bounds.ndim != 1 or ids.shape != (int(bounds[-1] - bounds[0]),):
-        raise ParameterError("kept", f"offsets end at {bounds[-1:]}, but there are {ids.shape} ids")
+    if bounds.ndim != 1 or ids.ndim != 1:
+        raise ParameterError("kept", f"needs flat arrays, got shapes {bounds.shape} and {ids.shape}")
+    if len(ids) != (num_ids := int(bounds[-1] - bounds[0])):
+        raise ParameterError("kept", f"the offsets cover {num_ids} ids, but there are {len(ids)}")
     return bounds, ids
 
 
@@ -142,12 +144,13 @@ class Side:
         }
         for name, column in values.items():
             if column.shape != (num_new,):
-                raise ParameterError(name, f"{column.shape} values for {num_new} positions")
+                raise ParameterError(name, f"has shape {column.shape}, but there are {num_new} positions")
         ends = {"given": None if given is None else given.offsets, "kept": None if kept is None else kept[0]}
         for name, offsets in ends.items():
             if offsets is not None and len(np.asarray(offsets)) != num_new + 1:
                 raise ParameterError(
-                    name, f"{len(np.asarray(offsets))} offsets for {num_new} positions; give n + 1"
+                    name,
+                    f"has {len(np.asarray(offsets))} offsets, but {num_new} positions need {num_new + 1}",
                 )
         if kept is not None:
             kept = _checked_runs(*kept)

@@ -36,7 +36,7 @@ B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
 
 LARGE_BYTES: Final = 1 << 18
-"""From this size on, the memory that decoding took is returned to the system: hundreds of times the size."""
+"""Size of a body from which the memory that decoding took, a multiple of it, is returned to the system."""
 
 BODY: Final = "logprobe.body"  # key in the request's scope of a body that was read before the route ran
 _UNKNOWN: Final = re.compile(r"unknown field `([^`]*)`")

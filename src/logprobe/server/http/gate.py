@@ -124,7 +124,7 @@ class Gate:
     """Outermost ASGI middleware of the server."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, ended: Callable[[Call], object]) -> None:
-        """`ended` is called with the `Call` of each finished request."""
+        """Create the middleware; `ended` is called with the `Call` of each finished request."""
         self._app = app
         self._settings = settings
         self._ended = ended
@@ -217,7 +217,7 @@ def check_caller(headers: Headers, scheme: str, settings: ServerSettings) -> Non
     # of the same origin.
     has_page = listens_on_all(settings) or not is_unspecified(_name_in(host))
     own = {f"{scheme}://{host}".lower()} if has_page else set()
-    allowed = own | {*settings.cors_origin}
+    allowed = own | {*settings.allowed_origins}
     if origin is not None and origin.lower() not in allowed and ANY not in allowed:
         pages = f"pages of {shortened(origin)!r}"
         raise ApiError(

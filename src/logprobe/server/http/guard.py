@@ -77,8 +77,9 @@ class HeldReply:
 def endpoint(path: str, handler: Handler, models: Models, keys: Keys | OperatorKeys | None) -> Endpoint:
     """Wrap a route's handler: check the key, select the model, and convert errors to replies.
 
-    If `keys` is None, the route needs no key. Such a route does little work, so its number of concurrent
-    requests is not limited; for all other routes it is, and a request counts until its reply has been sent.
+    If `keys` is None, the route needs no key, and its concurrent requests are not limited, because they need
+    little work. On other routes, the number of concurrent requests is limited; a request counts until its
+    reply has been sent.
     """
     most = models.settings.max_requests + models.settings.max_waiting
     in_progress = InProgress(most, "requests of this route")

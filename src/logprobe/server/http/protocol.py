@@ -202,7 +202,7 @@ class TimedProtocol(HttpToolsProtocol):
         self._end_after_replies(self._fault or NO_REQUEST)
 
     def _end_after_replies(self, refusal: bytes) -> None:
-        """Close the connection after the replies to complete requests; without any, send `refusal`."""
+        """Close the connection after the replies to complete requests; if there are none, send `refusal`."""
         self._stop_expecting()
         self._is_ending = True
         last: RequestResponseCycle | None = self.cycle
@@ -222,7 +222,10 @@ class TimedProtocol(HttpToolsProtocol):
             self._close()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Parse the request again without `Upgrade`, so that its body is not parsed as requests."""
+        """Parse the request again without its `Upgrade` header.
+
+        With the header, the parser stops after the headers and would read the body as further requests.
+        """
         self._bad_connections.count("a request to upgrade to another protocol", self.client)
         error, headers, parser = sys.exception(), self.headers, self.parser
         assert isinstance(error, httptools.HttpParserUpgrade), "uvicorn calls this while it handles one"

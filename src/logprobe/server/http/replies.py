@@ -42,7 +42,7 @@ def json_reply(value: Any) -> Response:
 
 
 def event(data: bytes, name: str | None = None) -> bytes:
-    """Encode a JSON document as a server-sent event, on what every client considers a single line."""
+    """Encode a JSON document as a server-sent event; escape what some clients treat as line ends."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + one_line(data) + b"\n\n"
 

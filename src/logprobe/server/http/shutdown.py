@@ -1,6 +1,6 @@
 """Graceful shutdown: reject new requests, let running requests finish, and abort the rest with an error.
 
-SIGTERM or Ctrl-C starts the shutdown; a second signal ends the process at once.
+SIGTERM or Ctrl-C starts the shutdown; a second signal ends the process immediately.
 """
 
 from __future__ import annotations

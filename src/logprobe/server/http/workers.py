@@ -131,7 +131,7 @@ class Workers:
     async def read(self, job: Callable[[], T], num_bytes: int | None, caller: str = "") -> T:
         """Run a job that reads `num_bytes` bytes; None if its time is not bounded by a size.
 
-        Small jobs run at once on the event loop. A job that runs in a thread is not stopped if the client
+        Small jobs run immediately on the event loop. A job that runs in a thread is not stopped if the client
         disconnects.
 
         Raises:
@@ -150,7 +150,7 @@ class Workers:
     async def write(self, job: Callable[[], T], num_entries: int | None) -> T:
         """Run a job that writes `num_entries` entries; None if the job's time is not bounded by a number.
 
-        Small jobs run at once on the event loop. The queue has no limit, because the limit on requests
+        Small jobs run immediately on the event loop. The queue has no limit, because the limit on requests
         applies.
         """
         if num_entries is not None and num_entries <= QUICK_ENTRIES:

@@ -2,7 +2,7 @@
 
 A reply names known fields without effect in its `Warning` header; the log names each of these fields once.
 
-An unknown field is rejected if it is misspelt, belongs to another route, or belongs to another server's
+An unknown field is rejected if it is misspelled, belongs to another route, or belongs to another server's
 interface and would change the reply, because ignoring it would give results that the client did not ask for.
 Any other unknown field is ignored, named in `Warning` and counted. Names from clients are shortened and shown
 in plain ASCII.

@@ -136,7 +136,7 @@ def _reasoning_text(fields: Mapping[str, Any], where: str) -> str:
 
 
 def as_items(message: Mapping[str, Any], own_id: str) -> Iterator[dict[str, Any]]:
-    """Convert a message to items; several text parts of a message stay separate parts of one item."""
+    """Convert a message to items; all text parts of a message become parts of one item."""
     if message["role"] == "tool":
         label = {"id": f"{own_id}-output", "type": "function_call_output", "status": "completed"}
         yield label | {"call_id": message.get("tool_call_id"), "output": message["content"]}

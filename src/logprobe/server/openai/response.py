@@ -115,11 +115,11 @@ class ResponseShape:
 
     @property
     def begun_entries(self) -> int:
-        """Cost, in entries, of the beginning of the reply if the prompt already contains it."""
+        """Cost of writing the part of the reply that the prompt already contains, in entries."""
         return self._splitter.begun_entries
 
     def num_entries(self, pieces: Sequence[CompletionPiece]) -> int:
-        """Return the cost of pieces beyond their own rows, in entries: text held back, and ends of items."""
+        """Return the cost of writing held-back text and the ends of items, in entries."""
         return sum(map(self._splitter.num_entries, pieces)) + num_field_tokens(self._body, pieces)
 
     def closing(self) -> Iterator[dict[str, Any]]:

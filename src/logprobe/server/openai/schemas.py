@@ -263,7 +263,7 @@ class ChatCompletionChunk(_ChatFrame, kw_only=True):
 
 
 class LegacyRows(Shape, kw_only=True):
-    """Log-probabilities from the processed distribution, in the same format."""
+    """Log-probabilities from the processed distribution, in the format of `CompletionLogprobs`."""
 
     token_logprobs: list[Logprob | None]
     top_logprobs: list[dict[str, Logprob] | None]

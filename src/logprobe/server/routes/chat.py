@@ -147,11 +147,11 @@ class ChatShape(ChoicesShape[ChatBody]):
 
     @property
     def begun_entries(self) -> int:
-        """Cost per choice, in entries, of the beginning of the reply if the prompt already contains it."""
+        """Cost per choice of the part of the reply that the prompt already contains, in entries."""
         return self._splitter.begun_entries
 
     def num_entries(self, pieces: Sequence[CompletionPiece]) -> int:
-        """Return the cost of pieces beyond their own rows, in entries: text held back, ends of choices."""
+        """Return the cost of writing held-back text and the ends of choices, in entries."""
         return sum(map(self._splitter.num_entries, pieces)) + num_field_tokens(self._body, pieces)
 
     def _choice(self, piece: CompletionPiece) -> dict[str, Any]:

@@ -115,7 +115,7 @@ class CompletionShape(ChoicesShape[CompletionBody]):
         yield self._frame([self._begin(piece) if is_first else self._choice(piece)])
 
     def num_entries(self, pieces: Sequence[CompletionPiece]) -> int:
-        """Return the cost of finished choices beyond their own rows, in entries."""
+        """Return the cost of writing finished choices without their rows, in entries."""
         return num_field_tokens(self._body, pieces)
 
     def _choice(self, piece: CompletionPiece) -> dict[str, Any]:

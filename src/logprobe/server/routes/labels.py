@@ -46,12 +46,12 @@ B = TypeVar("B", LabelBody, JudgeBody, RerankBody)
 
 
 async def label(request: HttpRequest, service: Service) -> Response:
-    """Score whole labels after a text or a conversation: log-probabilities in nats, and shares."""
+    """Score labels after a text or a conversation: log-probabilities (nats) and normalized probabilities."""
     return await _answered(request, service, LabelBody, prepare_label)
 
 
 async def judge(request: HttpRequest, service: Service) -> Response:
-    """Return the distribution of a grade: mean, standard deviation, and probability mass off the scale."""
+    """Return the distribution of a grade: mean, standard deviation, and the probability of other answers."""
     return await _answered(request, service, JudgeBody, prepare_judge)
 
 

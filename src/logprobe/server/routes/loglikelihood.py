@@ -6,6 +6,7 @@ Each continuation is one engine request; the context that they share is computed
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,7 +17,7 @@ from logprobe.analysis.score_requests import admit_splits, scored_total
 from logprobe.errors import ParameterError
 from logprobe.records.forms.finite import finite_fields
 from logprobe.server.http.decode import read
-from logprobe.server.http.errors import as_api_error, bad_request
+from logprobe.server.http.errors import ApiError, as_api_error, bad_request
 from logprobe.server.http.replies import JSON_TYPE, while_connected
 from logprobe.server.limits import row_entries
 from logprobe.server.openai.bodies import LoglikelihoodBody
@@ -46,21 +47,24 @@ SCORE_ENTRIES: Final = 32  # cost of one continuation's scores, in entries of a 
 
 async def loglikelihood(request: HttpRequest, service: Service) -> Response:
     """Score continuations: log-probability of each token and of the whole (nats), and normalized scores."""
+    is_arrow = _wants_arrow(request)
     prepared = await read(request, service, LoglikelihoodBody, prepare)
     admitted = prepared.admitted
     work = service.run_splits(prepared.splits, admitted, prepared.requests, prepared.sampling)
     results = await while_connected(request.receive, work, service.check_engine)
     num_entries = None  # the first Arrow reply imports pyarrow
-    if not _wants_arrow(request):
+    if not is_arrow:
         num_entries = sum(
             SCORE_ENTRIES + len(pair.continuation) * row_entries(one.request.params, 0, 0)
             for pair, one in zip(prepared.pairs, admitted, strict=False)
         )
-    return await service.workers.write(lambda: _reply(request, service, prepared, results), num_entries)
+    return await service.workers.write(
+        lambda: _reply(service, prepared, results, is_arrow=is_arrow), num_entries
+    )
 
 
 def _reply(
-    request: HttpRequest, service: Service, prepared: LoglikelihoodRequest, results: Sequence[SplitResult]
+    service: Service, prepared: LoglikelihoodRequest, results: Sequence[SplitResult], *, is_arrow: bool
 ) -> Response:
     pairs = prepared.pairs
     bare = results[len(pairs) :]
@@ -72,7 +76,7 @@ def _reply(
     num_tokens = sum(len(pair.token_ids) for pair in pairs)
     info = results[0][0].info
     assert info is not None, "prompt_logprobs were requested"
-    if _wants_arrow(request):
+    if is_arrow:
         data = _as_arrow(rows, info)
         service.metrics.bytes_out.inc(len(data))
         return Response(data, media_type=ARROW_TYPE)
@@ -90,7 +94,11 @@ def _reply(
 
 
 def _wants_arrow(request: HttpRequest) -> bool:
-    return ARROW_TYPE in request.headers.get("accept", "")
+    is_wanted = ARROW_TYPE in request.headers.get("accept", "")
+    if is_wanted and find_spec("pyarrow") is None:
+        message = f"Accept: {ARROW_TYPE} needs the extra `arrow` on the server; accept {JSON_TYPE} instead"
+        raise ApiError(406, message)
+    return is_wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +162,7 @@ def _read_context(
     check_one_of(body, "context")
     for name in LAYOUT_FIELDS if body.messages is None else ():
         if getattr(body, name) is not None:
-            raise bad_request(name, "requires messages; set messages instead of context, or leave it out")
+            raise bad_request(name, f"applies only to messages; leave out {name}, or send messages instead")
     if isinstance(body.context, str):
         return None, body.context
     if body.messages is not None:
@@ -221,8 +229,7 @@ def fields_of(score: Score, table: TokenTable) -> dict[str, Any]:
 
 
 def _as_arrow(rows: list[dict[str, Any]], info: LogprobsInfo) -> bytes:
-    import pyarrow as pa
-
+    from logprobe._arrow import pa
     from logprobe.records.forms.arrow import INFO_KEY
 
     names = dict.fromkeys(name for row in rows for name in row)  # not every row has named ids

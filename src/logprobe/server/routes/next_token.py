@@ -33,7 +33,7 @@ TYPE = "application/vnd.safetensors"
 async def next_token_logprobs(request: HttpRequest, service: Service) -> Response:
     """Return a safetensors body: `logprobs` (num_prompts, vocab_size) in nats, one row per prompt.
 
-    Rows are streamed in order as they are computed; an error after the first row breaks the reply off.
+    Rows are streamed in order as they are computed; if a later row fails, the reply is cut off.
     """
     body, admitted = await read(request, service, NextTokenBody, prepare)
     outputs = service.results(admitted)

@@ -68,7 +68,7 @@ async def reset_prefix_cache(_: HttpRequest, service: Service) -> Response:
 
 @contextmanager
 def _reading(field: str) -> Iterator[None]:
-    """Raise a 400 that names the field for a path that cannot be read."""
+    """Turn an error inside the `with` block, such as an unreadable path, into a 400 that names `field`."""
     try:
         yield
     except ModelError as error:

@@ -8,8 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from logprobe.text.channels.response_template import read_field
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from logprobe.text.channels.response_template import TemplateField
 
 ARGUMENTS: Final = ("arguments", "parameters")
 """Keys under which models write a call's arguments."""
@@ -38,7 +42,7 @@ class FoundCall(NamedTuple):
 
 
 def read_calls(
-    field: Any, data: bytes, captures: Mapping[str, str], typed: Callable[[Any], Any]
+    field: TemplateField, data: bytes, captures: Mapping[str, str], typed: Callable[[Any], Any]
 ) -> list[FoundCall]:
     """Return the calls in `data`, the text between call markers; an empty list if a call is invalid.
 
@@ -53,11 +57,9 @@ def read_calls(
 
 
 def _read_calls(
-    field: Any, body: str, captures: Mapping[str, str], typed: Callable[[Any], Any]
+    field: TemplateField, body: str, captures: Mapping[str, str], typed: Callable[[Any], Any]
 ) -> list[FoundCall]:
-    from transformers.utils.chat_parsing.content_parsers import process_field
-
-    value = process_field(body, field, dict(captures))
+    value = read_field(body, field, captures)
     is_json = field.content == "json"
     if not is_json:
         value = typed(value)
@@ -72,7 +74,7 @@ def _read_calls(
 
 
 def _spans(body: str, value: Any, *, is_json: bool) -> list[tuple[int, int]]:
-    """Return the character span of each call; if spans cannot be told apart, the first is the whole text."""
+    """Return the character span of each call; if that fails, the first call spans the whole text."""
     start = _after_space(body, 0)
     stop = max(start, len(body.rstrip()))
     if not isinstance(value, list):

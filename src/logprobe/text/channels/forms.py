@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from logprobe.errors import ParameterError
+from logprobe.text.channels.response_template import load_response_template
 from logprobe.text.chat import chat_template_of, takes_tools
 
 if TYPE_CHECKING:
+    from logprobe.text.channels.response_template import ResponseTemplate
     from logprobe.text.edge import TextEdge
 
 Fields = Mapping[str, Any]
@@ -47,6 +49,7 @@ class ResponseForm:
 
     name: str
     spec: Fields  # transformers' `response_template`
+    template: ResponseTemplate = field(repr=False, compare=False)  # `spec`, validated
     has_reasoning: bool
     # Where the model reads about the tools: in the chat template's output or, if the template does not
     # support tools, in a generated system message. None if tools are supported but the call syntax is
@@ -55,7 +58,6 @@ class ResponseForm:
     calls: CallMarks | None = None  # None if there is no grammar for this call syntax
     thought_end: str | None = None  # marker that ends reasoning
     special: Mapping[str, int] = field(default_factory=dict)  # special tokens in the two fields above -> ids
-    template: Any = field(default=None, repr=False, compare=False)  # `spec` as loaded by transformers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,7 +348,7 @@ def _form_of(
         calls=calls,
         thought_end=thought_end,
         special=_special_tokens(text, calls or CallMarks(), thought_end or ""),
-        template=_loaded(spec),
+        template=load_response_template(spec),
     )
 
 
@@ -375,21 +377,11 @@ def _spec_of(chat_template: str, row: _Calls | None) -> dict[str, Any] | None:
 
 def _completed(given: Fields, row: _Calls | None) -> dict[str, Any]:
     """Validate a response template; if it defines no calls, add the call syntax in `row`, if any."""
-    _loaded(given)
+    load_response_template(given)
     fields = given["fields"]
     if row is not None and CALLS not in fields:
         fields = {**fields, CALLS: row.fields[CALLS]}
     return {**given, "fields": fields}
-
-
-def _loaded(spec: Fields) -> Any:
-    """Load a response template with transformers."""
-    from transformers.utils.chat_parsing.response_templates import load_response_template
-
-    try:
-        return load_response_template(dict(spec) if isinstance(spec, Mapping) else spec)
-    except (ValueError, TypeError) as error:
-        raise ParameterError("response_template", str(error)) from error
 
 
 def _thought_end(fields: Fields) -> str | None:

@@ -35,7 +35,7 @@ def call_format(
     Args:
         form: the syntax of the model's replies.
         tools: tools in OpenAI's format.
-        choice: `required` to call any tool, or the name of a tool, which is then called exactly once.
+        choice: `required` to call any tools, or the name of a tool, which is then called exactly once.
         parallel: True to allow several calls.
         prefix: the rendered conversation. If it ends within reasoning, the reply must first finish the
             reasoning.
@@ -91,7 +91,7 @@ def _schema_text(tool: Tool, number: int) -> str:
         return json.dumps({"type": "object", **tool.parameters, "x-guidance": JSON_STYLE})
     except (TypeError, ValueError, RecursionError) as error:
         raise ParameterError(
-            f"tools[{number}].function.parameters", f"are not valid JSON: {error}"
+            f"tools[{number}].function.parameters", f"cannot be written as JSON: {error}"
         ) from error
 
 

@@ -1,18 +1,20 @@
-"""transformers' response parser, extended to report where the fields of a reply and their markers are.
+"""Incremental parser of replies: finds the markers of a response template and the text of each field.
 
 The text of a field, between its markers, is called a region. The parser emits steps that cover the text
-without gaps, up to the point where the parse is certain. It does not build a message: the caller parses the
+without gaps, up to the point where the parse is certain. It does not build a message: the caller reads the
 contents of the regions.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
-
-from transformers.utils.chat_parsing import ResponseParser
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator
+
+    import regex
+
+    from logprobe.text.channels.response_template import Marker, ResponseTemplate
 
 BLOCK_CHARS: Final = 256  # fed at a time, since each pattern searches from a marker to the end of the buffer
 KEPT_CHARS: Final = 256  # kept before the current position for lookbehind assertions in patterns
@@ -20,7 +22,7 @@ MAX_PASSED_CHARS: Final = 2048
 
 
 class Text(NamedTuple):
-    """Text up to `stop` in the region of `field`, or, if it is None, text that the template discards."""
+    """Text up to `stop` in the region of `field`; if `field` is None, text that the template discards."""
 
     field: str | None
     stop: int
@@ -35,7 +37,7 @@ class Open(NamedTuple):
 
 
 class Close(NamedTuple):
-    """A marker up to `stop` that closes the region of `field`, or, if None, closes no explicit region."""
+    """A marker up to `stop` that closes the region of `field`; if `field` is None, no explicit region."""
 
     field: str | None
     stop: int
@@ -44,56 +46,117 @@ class Close(NamedTuple):
 Step: TypeAlias = Text | Open | Close
 
 
-class Regions(ResponseParser):
-    """Incremental parser of a growing text; positions are character indices."""
+class _Found(NamedTuple):
+    """A marker in the buffer."""
 
-    def __init__(self, template: Any, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._steps: list[Step] = []
-        self._num_passed = 0  # characters dropped from the buffer
-        super().__init__(template, prefix="", tools=[dict(tool) for tool in tools])
+    field: str
+    is_open: bool
+    match: regex.Match[str]
 
     @property
-    def field(self) -> str | None:
+    def rank(self) -> tuple[int, int, bool, str]:
+        """Sort key: the first marker wins, then the longest one, then one that opens a field."""
+        start, stop = self.match.span()
+        return start, start - stop, not self.is_open, self.field
+
+
+class Regions:
+    """Parses a growing text; positions in steps are character indices from its start."""
+
+    def __init__(self, template: ResponseTemplate) -> None:
+        self._template = template
+        self._buffer = ""  # the end of the text
+        self._num_passed = 0  # characters before the buffer
+        self._position = 0  # in the buffer; everything before it is covered by steps
+        self._steps: list[Step] = []
+        self.field = template.implicit
         """Name of the field whose region is open at the end of the text so far."""
-        return self._current
+        self._has_text = False  # the open region has text, or an opening marker
 
     def advance(self, text: str, *, final: bool = False) -> list[Step]:
         """Add text and return the steps that are now certain; with `final`, all remaining steps."""
         for start in range(0, len(text), BLOCK_CHARS):
             self._buffer += text[start : start + BLOCK_CHARS]
-            self._process([], eos=False)
-            self._let_go()
+            self._parse(final=False)
+            self._drop_passed()
         if final:
-            self._process([], eos=True)
+            self._parse(final=True)
         steps, self._steps = self._steps, []
         return steps
 
-    def typed(self, value: Any) -> Any:
-        """Return a parsed call with string arguments converted to the types in the tool's schema."""
-        return self._coerce_tool_calls(value)
+    def _parse(self, *, final: bool) -> None:
+        while True:
+            found, certain = self._next_marker(final=final)
+            if found is None:
+                self._text_to(certain)
+                if final:
+                    self._close()
+                return
+            start, stop = found.match.span()
+            self._text_to(start)
+            self._position = stop
+            if found.is_open:
+                captures = {name: text for name, text in found.match.groupdict().items() if text is not None}
+                self.field, self._has_text = found.field, True
+                self._steps.append(Open(found.field, self._num_passed + stop, captures))
+            else:
+                is_progress = self._has_text or start < stop
+                self._close()
+                if not is_progress:  # an empty match would be found here again
+                    return
 
-    def _let_go(self) -> None:
-        num_passed = self._pos - KEPT_CHARS
+    def _next_marker(self, *, final: bool) -> tuple[_Found | None, int]:
+        """Return the next marker, or None, and the position up to which text can be emitted.
+
+        A marker that more text could complete, extend or replace is not returned, and the text from its start
+        on is held back, unless the text is final.
+        """
+        best: _Found | None = None
+        held = len(self._buffer)
+        for field, is_open, marker in self._expected():
+            match = marker.pattern.search(self._buffer, self._position, partial=not final)
+            if match is None:
+                continue
+            if not final and (match.partial or self._may_change(marker, match)):
+                held = min(held, match.start())
+                continue
+            found = _Found(field, is_open, match)
+            if best is None or found.rank < best.rank:
+                best = found
+        if best is not None and best.match.start() >= held:
+            best = None
+        return best, held
+
+    def _expected(self) -> Iterator[tuple[str, bool, Marker]]:
+        """Yield the markers that may come next, each with its field and True if it opens the field."""
+        fields, implicit = self._template.fields, self._template.implicit
+        if self.field == implicit:
+            for name, field in fields.items():
+                if field.open is not None:
+                    yield name, True, field.open
+        if self.field is not None and (closing := fields[self.field].close) is not None:
+            yield self.field, False, closing
+
+    def _may_change(self, marker: Marker, match: regex.Match[str]) -> bool:
+        """Return True if a complete match may end elsewhere once there is more text."""
+        is_at_end = match.end() == len(self._buffer)
+        return is_at_end and (marker.may_grow or match.start() == match.end())
+
+    def _text_to(self, stop: int) -> None:
+        if stop > self._position:
+            self._position, self._has_text = stop, self.field is not None
+            self._steps.append(Text(self.field, self._num_passed + stop))
+
+    def _close(self) -> None:
+        """Close the open region at the current position; text then belongs to the implicit field."""
+        implicit = self._template.implicit
+        ended = None if self.field == implicit else self.field
+        self._steps.append(Close(ended, self._num_passed + self._position))
+        self.field, self._has_text = implicit, False
+
+    def _drop_passed(self) -> None:
+        num_passed = self._position - KEPT_CHARS
         if num_passed > MAX_PASSED_CHARS:
             self._buffer = self._buffer[num_passed:]
-            self._pos -= num_passed
+            self._position -= num_passed
             self._num_passed += num_passed
-
-    def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
-        del events
-        if text:  # the text starts at `_pos`
-            self._opened = self._current is not None
-            self._steps.append(Text(self._current, self._num_passed + self._pos + len(text)))
-
-    def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
-        del events
-        self._steps.pop()  # drop the implicit Close: this marker does not belong to the previous region
-        self._current, self._opened = field.name, True
-        captures = {name: text for name, text in m.groupdict().items() if text is not None}
-        self._steps.append(Open(field.name, self._num_passed + m.end(), captures))
-
-    def _close_current(self, events: list[dict[str, Any]]) -> None:
-        del events
-        ended = None if self._current == self._implicit_name else self._current
-        self._steps.append(Close(ended, self._num_passed + self._pos))
-        self._reset_to_implicit()

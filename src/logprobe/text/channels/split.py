@@ -1,7 +1,7 @@
 """Split one completion into channels, with the bytes that each token contributes to each channel.
 
-Special tokens contribute no bytes to a channel, except within a tool call, whose text is reported as written,
-and except those that the pieces show as text (`Piece.text_tokens`).
+Special tokens contribute no bytes to a channel. The exceptions are special tokens within a tool call, whose
+text is reported as written, and those that the pieces show as text (`Piece.text_tokens`).
 White space before and after a marker is dropped with the marker; a reply without markers keeps all of its
 white space. A tool call must have a name, and arguments that are a JSON object. Any other text between call
 markers becomes content, together with the markers.
@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from logprobe.text.channels.calls import ToolCall, read_calls
 from logprobe.text.channels.forms import CALLS, REASONING
+from logprobe.text.channels.regions import Close, Open, Regions, Text
 from logprobe.text.channels.source import PROMPT, Bit, TokenText, first_position, slices
+from logprobe.text.channels.tool_types import ToolTypes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -69,13 +71,12 @@ class Channels:
         text: TextEdge,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        from logprobe.text.channels.regions import Regions
-
         self._calls_field = form.template.fields.get(CALLS)
         self._has_tools = bool(tools)
         self._source = TokenText(text)
         self._special_token_ids = text.special_token_ids
-        self._regions = Regions(form.template, tools or ())
+        self._regions = Regions(form.template)
+        self._types = ToolTypes(tools or ())
         self._speech = _Speech()
         self._region: _Region | None = None  # open region of calls
         self._calls: list[Part] = []  # complete, not yet returned
@@ -112,8 +113,6 @@ class Channels:
         return min((position for position in first if position is not None), default=None)
 
     def _follow(self, steps: list[Step]) -> None:
-        from logprobe.text.channels.regions import Text
-
         for step in steps:
             bits = self._source.cut(step.stop)
             if step.field == CALLS:
@@ -124,8 +123,6 @@ class Channels:
                 self._speech.mark(bits)
 
     def _follow_calls(self, step: Step, bits: list[Bit]) -> None:
-        from logprobe.text.channels.regions import Close, Open
-
         if not self._has_tools:
             self._speech.say("content", bits)
         elif isinstance(step, Open):
@@ -145,7 +142,8 @@ class Channels:
         while stop and not closing and _is_empty(region.body[stop - 1]):  # the text ended inside the call
             stop -= 1
         data = b"".join(bit.data for bit in region.body[:stop])
-        found = read_calls(self._calls_field, data, region.captures, self._regions.typed)
+        assert self._calls_field is not None, "a region of calls was open"
+        found = read_calls(self._calls_field, data, region.captures, self._types.typed)
         if not found:
             self._speech.say("content", [*region.opening, *region.body, *closing])
             return
@@ -158,14 +156,12 @@ class Channels:
 
 def begun_reply(form: ResponseForm, prefix: str) -> str:
     """Return the beginning of the reply that the prompt contains; empty if the reply's start is not found."""
-    ends = [match.end() for match in form.template.start_anchor_re.finditer(prefix)]
+    ends = [match.end() for match in form.template.start_anchor.finditer(prefix)]
     return prefix[ends[-1] :] if ends else ""
 
 
 def opens_reasoning(form: ResponseForm, prefix: str) -> bool:
     """Return True if the rendered conversation `prefix` ends within reasoning."""
-    from logprobe.text.channels.regions import Regions
-
     regions = Regions(form.template)
     regions.advance(begun_reply(form, prefix))
     return regions.field in REASONING

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,9 +27,10 @@ LIMIT_S = 300  # generous, also for a busy machine
 @pytest.fixture(scope="session")
 def settings(config: EngineConfig) -> dict[str, Any]:
     """Engine settings in the form that the public entry points take."""
-    own = {field.name: getattr(config, field.name) for field in fields(config)}
+    own = config.keywords()
     return {
-        name: own[name] for name in ("model", "kv_bytes", "max_batch_tokens", "max_batch_rows", "weights")
+        name: own[name]
+        for name in ("model", "kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs", "weights")
     }
 
 

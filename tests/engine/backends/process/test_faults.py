@@ -41,7 +41,7 @@ from logprobe.testing import process_ids
 
 if __name__ == "__main__":
     replica.MAIN = sys.argv[3]
-    llm = LLM(sys.argv[1], kv_bytes=1 << 23, process=True, weights=sys.argv[2])
+    llm = LLM(sys.argv[1], kv_cache_memory_bytes=1 << 23, process=True, weights=sys.argv[2])
     for output in llm.stream("the", SamplingParams(max_tokens=4000, ignore_eos=True, prompt_logprobs=-1)):
         print(*process_ids(llm), flush=True)
         time.sleep(1000)
@@ -55,7 +55,7 @@ from logprobe.errors import EngineClosedError
 
 if __name__ == "__main__":
     params = SamplingParams(max_tokens=2, temperature=0)
-    llm = LLM(sys.argv[1], kv_bytes=1 << 23, process=sys.argv[2] == "process")
+    llm = LLM(sys.argv[1], kv_cache_memory_bytes=1 << 23, process=sys.argv[2] == "process")
     before = llm.generate([[5, 6]], params)[0].outputs[0].token_ids
     child = os.fork()
     if child == 0:
@@ -207,15 +207,15 @@ def test_200_aborts_at_random_leave_nothing(engine: Front, teller: Any, until: U
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_process_that_cannot_use_its_settings_says_why(start: Any) -> None:
-    with raises(ParameterError, parameter="kv_bytes"), start(kv_bytes=100):
+    with raises(ParameterError, parameter="kv_cache_memory_bytes"), start(kv_cache_memory_bytes=100):
         pass
 
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_process_that_starts_again_has_the_pool_that_requests_were_admitted_by(start: Any) -> None:
-    with start(kv_bytes=None) as engine:
+    with start(kv_cache_memory_bytes=None) as engine:
         core: Any = engine.core
-        given = core._starting(core._replicas[0]).settings["kv_bytes"]
+        given = core._starting(core._replicas[0]).settings["kv_cache_memory_bytes"]
         assert MIN_DEFAULT_BYTES <= given <= MAX_DEFAULT_BYTES
 
 
@@ -321,12 +321,12 @@ def replace_file(path: Path, data: bytes) -> None:
     path.with_suffix(".new").rename(path)
 
 
-@pytest.mark.parametrize("data_parallel", [1, 2])
+@pytest.mark.parametrize("data_parallel_size", [1, 2])
 def test_a_process_that_starts_again_never_serves_other_weights(
-    start: Any, teller: Any, until: Until, copied: tuple[Path, bytes, bytes], data_parallel: int
+    start: Any, teller: Any, until: Until, copied: tuple[Path, bytes, bytes], data_parallel_size: int
 ) -> None:
     folder, weights, others = copied
-    with start(model=str(folder), data_parallel=data_parallel) as engine:
+    with start(model=str(folder), data_parallel_size=data_parallel_size) as engine:
         before = teller.ask(engine, logprobs=2).outputs[0].logprobs
         replace_file(folder / "model.safetensors", others)
         pids = process_ids(engine)
@@ -334,7 +334,7 @@ def test_a_process_that_starts_again_never_serves_other_weights(
         until(lambda: "model: the weights of" in engine.stats().why_down)
         for _ in range(4):  # once per process, where there are several
             output = teller.ask(engine, logprobs=2)
-            if data_parallel == 1:
+            if data_parallel_size == 1:
                 assert isinstance(output.error, EngineUnavailableError)
             else:
                 assert output.error is None

@@ -93,7 +93,7 @@ def shared_bytes() -> set[int]:
 
 def test_it_says_where_it_runs_and_what_it_does(engine: Front, teller: Any, until: Until) -> None:
     facts = engine.capabilities()
-    assert (facts.engine, facts.num_processes, facts.max_batch_rows, facts.device) == ("native", 1, 16, "cpu")
+    assert (facts.engine, facts.num_processes, facts.max_num_seqs, facts.device) == ("native", 1, 16, "cpu")
     assert facts.layout is not None
     before = engine.stats()
     assert before.free_slots == facts.num_slots
@@ -158,7 +158,7 @@ def other(start: Any) -> Iterator[Front]:
     limit = 1 << 20  # bytes per file, less than the pages need
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MKL_NUM_THREADS", "1" if threads.num_threads() > 1 else "2")
-        with start(overlap=True, logits_processors=[RaiseOneLogitsProcessor]) as one:
+        with start(async_scheduling=True, logits_processors=[RaiseOneLogitsProcessor]) as one:
             resource.prlimit(*process_ids(one), resource.RLIMIT_FSIZE, (limit, limit))
             yield one
 

@@ -38,7 +38,7 @@ def published(config: EngineConfig) -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def replicas(start: Any) -> Iterator[Front]:
-    with start(data_parallel=2, weights="checkpoint") as engine:
+    with start(data_parallel_size=2, weights="checkpoint") as engine:
         yield engine
 
 

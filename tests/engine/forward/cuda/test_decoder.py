@@ -29,6 +29,7 @@ from logprobe.models import ModelFiles
 from logprobe.models.lazy import LazyModel
 from logprobe.models.lora import LoraWeights, LowRank
 from logprobe.models.sources import StateSource
+from logprobe.models.tensors import as_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +45,7 @@ def decoder_for(model: Any, **options: Any) -> CudaDecoder:
     model.set_attn_implementation("eager")  # instead of the verification's
     state = {name: one.detach() for name, one in model.named_parameters()}
     tensors = parameters(StateSource(state), model, DEVICE)
-    tensors |= {name: one.to(DEVICE) for name, one in module_frequencies(model, spec).items()}
+    tensors |= {name: as_tensor(one).to(DEVICE) for name, one in module_frequencies(model, spec).items()}
     return CudaDecoder(spec, tensors, device=DEVICE, **options)
 
 
@@ -155,7 +156,7 @@ def test_quantised_layers_have_the_rows_of_the_same_floats(texts: list[Any]) -> 
     floats = decoder_for(model)
     spec = floats.spec
     tensors = parameters(source, model, DEVICE, quantised="model.layers.")
-    tensors |= {name: one.to(DEVICE) for name, one in module_frequencies(model, spec).items()}
+    tensors |= {name: as_tensor(one).to(DEVICE) for name, one in module_frequencies(model, spec).items()}
     decoder = CudaDecoder(spec, tensors, device=DEVICE)
     first = decoder.layers[0]
     assert isinstance(first.output.weight, BlockWeight)
@@ -188,8 +189,8 @@ def test_lora_weights_change_the_rows_that_name_them(texts: list[Any]) -> None:
     for name in layers:
         weight = model.get_parameter(name)
         parts[name.removesuffix(".weight")] = LowRank(
-            0.1 * torch.randn(weight.shape[1], 3, generator=generator).to(DEVICE),
-            0.1 * torch.randn(3, weight.shape[0], generator=generator).to(DEVICE),
+            0.1 * torch.randn(weight.shape[1], 3, generator=generator).numpy(),
+            0.1 * torch.randn(3, weight.shape[0], generator=generator).numpy(),
         )
     lora = LoraWeights("own", "", 1, parts)
     decoder.check_lora(lora)
@@ -200,7 +201,7 @@ def test_lora_weights_change_the_rows_that_name_them(texts: list[Any]) -> None:
     with torch.no_grad():
         for name in layers:
             part = parts[name.removesuffix(".weight")]
-            model.get_parameter(name).add_((part.down @ part.up).T.cpu())
+            model.get_parameter(name).add_(torch.from_numpy((part.down @ part.up).T))
         want = model.double()(torch.from_numpy(texts[0])[None]).logits[0].log_softmax(-1)
     assert float((got[: lengths[0]] - want).abs().max()) < TOLERANCE
     assert float((got[lengths[0] :] - without[lengths[0] :]).abs().max()) < TOLERANCE
@@ -210,7 +211,7 @@ def test_lora_weights_change_the_rows_that_name_them(texts: list[Any]) -> None:
 @pytest.mark.parametrize("name", ["mlp.gate", "mlp.experts.gate_up_proj"])
 def test_lora_weights_of_a_layer_that_takes_none_are_refused(name: str) -> None:
     decoder = decoder_for(model_of("qwen3_moe"))
-    part = LowRank(torch.zeros(4, 1), torch.zeros(1, 4))
+    part = LowRank(np.zeros((4, 1), np.float32), np.zeros((1, 4), np.float32))
     lora = LoraWeights("own", "", 1, {f"{decoder.spec.path}.layers.0.{name}": part})
     with pytest.raises(UnsupportedModelError, match=name):
         decoder.check_lora(lora)
@@ -245,7 +246,7 @@ def test_a_load_compares_the_decoder_with_transformers() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"arithmetic": "bf16x3"}, {"arithmetic": "bf16"}, {"kv_dtype": "bfloat16"}]
+    "settings", [{"arithmetic": "bf16x3"}, {"arithmetic": "bf16"}, {"kv_cache_dtype": "bfloat16"}]
 )
 def test_the_cpu_refuses_the_settings_of_a_gpu(settings: dict[str, Any]) -> None:
     with pytest.raises(ParameterError) as refused:
@@ -255,7 +256,7 @@ def test_the_cpu_refuses_the_settings_of_a_gpu(settings: dict[str, Any]) -> None
     assert [refused.value.parameter] == [*settings]
 
 
-@pytest.mark.parametrize("settings", [{"arithmetic": "fp8"}, {"kv_dtype": "float16"}])
+@pytest.mark.parametrize("settings", [{"arithmetic": "fp8"}, {"kv_cache_dtype": "float16"}])
 def test_unknown_values_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ParameterError) as refused:
         EngineConfig(model="tiny", **settings)

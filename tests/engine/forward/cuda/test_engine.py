@@ -48,7 +48,7 @@ def test_results_name_a_cache_that_is_not_float32() -> None:
 def outputs(forward: Any, text: TextEdge) -> list[RequestOutput]:
     rng = np.random.default_rng(0)
     long, short = rng.integers(3, 90, 21).tolist(), rng.integers(3, 90, 4).tolist()
-    engine = Driven(forward, text, max_batch_tokens=9, max_batch_rows=4)  # prefill and decode in one step
+    engine = Driven(forward, text, max_num_batched_tokens=9, max_num_seqs=4)  # prefill and decode in one step
     first = engine.run((long, SCORED), (short, GREEDY), (short, DRAWN))
     return [*first, *engine.run(([*long[:15], 7], SCORED))]  # partly cached
 

@@ -113,7 +113,8 @@ class Child:
             _check_model(config.model, start.weight_version)
         self._parts = build_native_engine(config)
         engine = self._parts.engine
-        self._thread = EngineThread(engine, self._parts.capabilities, overlap=engine.config.overlap)
+        overlap = config.scheduler_config.async_scheduling
+        self._thread = EngineThread(engine, self._parts.capabilities, overlap=overlap)
         for order in start.loads:
             self._ask(order)
             if isinstance(order, LoadWeights):

@@ -10,7 +10,7 @@ import shutil
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Self
@@ -66,9 +66,8 @@ class ProcessEngine:
     _end: Callable[[LogprobeError], None]
 
     def __init__(self, config: EngineConfig, text: TextEdge) -> None:
-        settings = {field.name: getattr(config, field.name) for field in fields(config)}
-        settings |= {"logits_processors": processor_names(config.logits_processors)}
-        self._settings = settings | {"process": False}
+        names = processor_names(config.logits_processors)
+        self._settings = config.keywords() | {"logits_processors": names, "process": False}
         # What a restarted process must load: LoRA weights, and replaced model weights.
         self._loras: dict[int, tuple[LoadLora, TemporaryDirectory[str]]] = {}  # with copies of their folders
         self._left: list[TemporaryDirectory[str]] = []  # unused copies, removed by `close`
@@ -82,12 +81,13 @@ class ProcessEngine:
         self._creator = Creator()
         self._is_routing = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        threads = max(num_threads() // config.data_parallel, 1)
-        self._router = Router(config.data_parallel)
+        num_processes = config.parallel_config.data_parallel_size
+        threads = max(num_threads() // num_processes, 1)
+        self._router = Router(num_processes)
         self._replicas: list[Replica] = []
         self._replicas += [
             Replica(name, self._context, threads, self._starting, self._accept, self._take)
-            for name in _names(config.data_parallel)
+            for name in _names(num_processes)
         ]
         atexit.register(self._close_replicas)
         try:
@@ -96,13 +96,13 @@ class ProcessEngine:
             self._close_replicas()
             raise
         # Requests are admitted for the smallest KV cache; restarted processes use the same size.
-        self._settings["kv_bytes"] = ready.kv_bytes
+        self._settings["kv_cache_memory_bytes"] = ready.kv_bytes
         self._open(config, text, ready)
 
     def _open(self, config: EngineConfig, text: TextEdge, ready: Ready) -> None:
         """Set the capabilities and the admission of requests, from what a process has reported."""
         own = ready.capabilities
-        self._capabilities = replace(own, num_processes=config.data_parallel)
+        self._capabilities = replace(own, num_processes=config.parallel_config.data_parallel_size)
         facts = ModelFacts(
             vocab_size=own.vocab_size,
             eos_token_ids=frozenset(ready.eos_token_ids),
@@ -257,7 +257,7 @@ class ProcessEngine:
         return EngineStats.of_replicas({replica.name: replica.stats() for replica in self._replicas})
 
     def stalled_s(self, request_ids: Collection[str] = ()) -> float:
-        """See `Front.stalled_s`; if no process accepts requests, return for how many seconds none has."""
+        """See `Front.stalled_s`; if no process accepts requests, return for how long none has, in seconds."""
         up = [replica for replica in self._replicas if replica.is_up]
         if not up:
             return min(replica.down_s() for replica in self._replicas)

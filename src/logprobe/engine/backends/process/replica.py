@@ -135,7 +135,7 @@ class Replica:
     def submit(self, requests: Sequence[Admitted]) -> None:
         """Accept requests; each of them ends with an event, even if the process dies.
 
-        If the last start of the process failed, the requests fail at once.
+        If the last start of the process failed, the requests fail immediately.
         """
         with self._lock:
             unavailable = self._unavailable

@@ -14,6 +14,7 @@ from logprobe.engine.forward.transformers_proof import TransformersProof, descri
 from logprobe.errors import UnsupportedModelError
 from logprobe.models.lazy import LazyModel
 from logprobe.models.sources import made_ahead
+from logprobe.models.tensors import as_tensor
 
 if TYPE_CHECKING:
     from logprobe.engine.forward.cuda.decoder import CudaDecoder, Weight
@@ -50,7 +51,8 @@ def cuda_decoder(
         return spec
     layers = f"{spec.path}.{FAMILIES[spec.family].layers}."
     tensors = parameters(model.source, model.module, device, quantised=layers)
-    tensors |= {name: tensor.to(device) for name, tensor in module_frequencies(model.module, spec).items()}
+    vectors = module_frequencies(model.module, spec)
+    tensors |= {name: as_tensor(vector).to(device) for name, vector in vectors.items()}
     try:
         decoder = CudaDecoder(spec, tensors, device=device, arithmetic=arithmetic, kv_dtype=kv_dtype)
     except torch.OutOfMemoryError:
@@ -112,7 +114,7 @@ def parameters(
     """Return a module's parameters on a device, by name; a shared parameter appears once.
 
     Float parameters keep the checkpoint's dtype, except that float32 matrices are converted to the smallest
-    dtype that represents them exactly. So are quantised matrices, unless their name starts with `quantised`.
+    dtype that represents them exactly. So are quantized matrices, unless their name starts with `quantised`.
     """
     names = [name for name, _ in module.named_parameters()]
     blocks = {name for name in names if quantised is not None and name.startswith(quantised)}
@@ -128,5 +130,5 @@ def _read(source: Source, name: str, device: str, *, keeps_blocks: bool) -> Weig
         blocks = from_panels(panels, device)
         if blocks is not None:
             return blocks
-    tensor = source.read(name).detach().to(device, copy=True)  # copied, so that the file can be unmapped
+    tensor = as_tensor(source.read(name)).to(device, copy=True)  # copied, so that the file can be unmapped
     return narrowed(tensor) if tensor.dtype == torch.float32 and tensor.dim() > 1 else tensor

@@ -17,7 +17,7 @@ from logprobe.engine.forward.cuda.graphs import StepGraphs
 from logprobe.engine.forward.cuda.plan import SpanPlan, step_arrays
 from logprobe.engine.forward.families import FAMILIES
 from logprobe.engine.forward.kv_cache import KVPool
-from logprobe.engine.forward.lora import LoraRows
+from logprobe.engine.forward.transformers_lora import TensorLoraRows
 from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.attention.api import ScoreRule
 from logprobe.kernels.triton.attention import attend
@@ -35,11 +35,12 @@ if TYPE_CHECKING:
     from logprobe.engine.forward.config import DecoderSpec
     from logprobe.engine.forward.cuda.plan import StepArrays
     from logprobe.engine.protocol import StepBatch
+    from logprobe.kernels.arrays import Array
     from logprobe.models.lora import Dense, LoraWeights, LowRank
 
 EXACT: Final = "bf16x3"
 Weight: TypeAlias = "Tensor | BlockWeight"
-"""A matrix in float32, float16 or bfloat16, or quantised."""
+"""A matrix in float32, float16 or bfloat16, or quantized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ class CudaDecoder:
         self.spec, self.family = spec, FAMILIES[spec.family]
         self.device, self.arithmetic, self.kv_dtype = torch.device(device), arithmetic, kv_dtype
         self.num_pieces = NUM_PIECES[arithmetic]
-        self.loras = LoraRows(by_pieces)
+        self.loras = TensorLoraRows(self.device, torch.float32, by_pieces)
         self._tensors = tensors
         self._parts: dict[str, tuple[Linear, int]] = {}  # by module name: layer and first output
         self._own: dict[str, Weight] = {}  # by parameter name: the tensors in use, or views of them
@@ -207,13 +208,13 @@ class CudaDecoder:
         """Return the plan of a scheduled step."""
         return SpanPlan(pool, batch.context_slots, np.diff(batch.starts).tolist(), self.device)
 
-    def all_plans(self, pool: KVPool, prompts: Sequence[Tensor]) -> Iterator[tuple[list[int], SpanPlan]]:
+    def all_plans(self, pool: KVPool, prompts: Sequence[Array]) -> Iterator[tuple[list[int], SpanPlan]]:
         """Yield three plans for `prompts`: whole prompts, their second halves, and their last tokens.
 
         The first plan fills the cache. `prompts` has the slots of each prompt's tokens. With each plan comes,
         for every prompt, the index of the first token that the plan runs.
         """
-        contexts = [slots.cpu().numpy().astype(np.int32) for slots in prompts]
+        contexts = [slots.astype(np.int32) for slots in prompts]
         for starts in (
             [0 for _ in contexts],
             [len(slots) // 2 for slots in contexts],
@@ -404,7 +405,7 @@ class CudaDecoder:
             norm(hidden, following, out)
 
     def _whole(self, layer: Linear, x: Tensor) -> Tensor:
-        """Return a layer's product for pieces `x`, (rows, outputs), with each row's LoRA product."""
+        """Return a layer's product for pieces `x`, (rows, outputs), with each row's LoRA product added."""
         return self._product(layer, x)[0][0] if self.loras.groups else layer(x)
 
     def _gated(self, parts: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -524,7 +525,7 @@ class CudaDecoder:
 
 
 def _as_tensor(weight: Weight) -> Tensor:
-    """Return quantised weights as float32, and others as they are."""
+    """Return quantized weights as float32, and others as they are."""
     return weight if isinstance(weight, torch.Tensor) else weight.float()
 
 

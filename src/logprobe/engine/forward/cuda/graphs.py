@@ -35,6 +35,7 @@ class StepGraphs:
         self._decoder, self._pool = decoder, pool
         self._graphs: dict[tuple[int, int, bool], tuple[Any, Tensor]] = {}
         self._memory: Any = None  # shared by all graphs: each step's result is used before the next runs
+        self._stream: Any = None  # of all captures; the default one belongs to the first GPU that captured
         self._num_slots = min(ROWS[-1] * max_len, MAX_CONTEXT_SLOTS)
         # Six arrays by row: token id, position, slot, start and length of the context, number of tokens.
         self._columns = torch.zeros(6 * ROWS[-1], dtype=torch.int32, device=decoder.device)
@@ -89,14 +90,14 @@ class StepGraphs:
         )
         step = StepArrays(ids, positions, slots, (tiles,))
         cuda: Any = torch.cuda  # its type annotations are incomplete
-        stream = cuda.Stream(self._decoder.device)
+        stream = self._stream = self._stream or cuda.Stream(self._decoder.device)
         stream.wait_stream(cuda.current_stream())
         with cuda.stream(stream):  # compiles the kernels; a second run of a step changes nothing
             self._decoder.forward(step, self._pool, is_long=is_long)
         cuda.current_stream().wait_stream(stream)
         graph = cuda.CUDAGraph()
         # "thread_local", because other threads copy results to the host during the capture.
-        with cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+        with cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
             hidden = self._decoder.forward(step, self._pool, is_long=is_long)
         self._memory = graph.pool()
         return graph, hidden

@@ -37,7 +37,7 @@ def logits(
 
     Args:
         config: configuration of the model.
-        weights: dequantised arrays, by name in transformers' module.
+        weights: dequantized arrays, by name in transformers' module.
         token_ids: (positions,) integers.
         start: position of the first token.
         rotary_dtype: dtype of rotary frequencies and angles; float32 gives transformers' numbers at late

@@ -130,7 +130,7 @@ def llama3(rotary: Rotary, _num_tokens: int) -> Array:
 
 
 def yarn(rotary: Rotary, _num_tokens: int) -> Array:
-    """Do the same as `llama3`, but blend linearly in the index of the pair: YaRN (Peng et al. 2023)."""
+    """Return frequencies as `llama3`, but blended linearly by the pair's index: YaRN (Peng et al. 2023)."""
     powers = unscaled(rotary)
 
     def pair_of(num_turns: float) -> float:

@@ -1,0 +1,75 @@
+"""JSON Lines, durable writes, and I/O errors that name the file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from logprobe.errors import InputError, LogprobeError, OutputError
+from logprobe.private_files import claim, sync
+from logprobe.records.forms.finite import finite_fields
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+_MESSAGE_CHARS = 300  # pyarrow's messages may be pages long
+
+
+def json_line(row: dict[str, Any]) -> str:
+    """Return a row as JSON, with -inf as -9999 and +inf (the perplexity of an impossible text) as null."""
+    bounded = {name: None if value == math.inf else value for name, value in row.items()}
+    return json.dumps(finite_fields(bounded), ensure_ascii=False)
+
+
+@contextmanager
+def reading(path: str | Path, remedy: str = "use another file") -> Iterator[None]:
+    """Convert an exception that says the file is damaged or unreadable to an `InputError` that names it."""
+    try:
+        yield
+    except LogprobeError:
+        raise
+    except _unreadable() as error:
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+        raise InputError(f"{path}: cannot be read ({reason:.{_MESSAGE_CHARS}}); {remedy}") from error
+
+
+@contextmanager
+def writing(path: str | Path, remedy: str = "free disk space, or use another path") -> Iterator[None]:
+    """Convert an `OSError` within the block to an `OutputError` that names the output."""
+    try:
+        yield
+    except LogprobeError:
+        raise
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else error  # pyarrow's own text is longer
+        raise OutputError(f"{path}: cannot be written ({reason}); {remedy}") from error
+
+
+def write_durably(path: Path, write: Callable[[Path], object]) -> None:
+    """Write to a temporary file, flush it to disk, and rename it to `path`.
+
+    On failure the temporary file is deleted.
+    """
+    unfinished = path.with_name(f"{path.name}.tmp")
+    try:
+        claim(unfinished)
+        write(unfinished)
+        sync(unfinished)
+        unfinished.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def _unreadable() -> tuple[type[Exception], ...]:
+    """Return the exceptions for damaged files; pyarrow's are among them if the process has imported it."""
+    pyarrow = sys.modules.get("pyarrow")
+    ours = (OSError, ValueError, RecursionError)
+    return ours if pyarrow is None else (*ours, pyarrow.ArrowException)
