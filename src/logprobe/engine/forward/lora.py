@@ -13,9 +13,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from logprobe.kernels.arrays import as_array
 from logprobe.kernels.layers.panels import panel_stage
-from logprobe.kernels.placement import as_tensor
 from logprobe.models.lora import bound
 
 if TYPE_CHECKING:
@@ -112,7 +110,6 @@ class LoraRows:
             factor: multiplies the LoRA product.
             linear: computes the base layer's product; needed if `out` holds more than that product.
         """
-        out, x = as_array(out), as_array(x)
         for lora, rows in self.groups:
             part = self._part(lora, name)
             if part is None:  # this LoRA does not change the layer
@@ -124,7 +121,7 @@ class LoraRows:
                 own = by_panels(part.weight, inputs)
                 out[rows] = own
             elif part.gain is not None:
-                own = out[rows] if linear is None else as_array(linear(as_tensor(inputs)))
+                own = out[rows] if linear is None else linear(inputs)
             if part.gain is not None:
                 product = product + own * part.gain[columns]
             if part.shift is not None:
@@ -145,7 +142,6 @@ class LoraRows:
             token_ids: (num_tokens,) integers.
             scale: factor that the embeddings in `out` were multiplied by.
         """
-        out, token_ids = as_array(out), as_array(token_ids)
         for lora, rows in self.groups:
             part = self._part(lora, name)
             if part is None:
