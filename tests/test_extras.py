@@ -80,12 +80,14 @@ def test_the_default_model_runs_without_torch_and_other_extras() -> None:
     printed = run_without(
         *("torch", "transformers", "peft", "pyarrow"),
         code="""
-        import logprobe
+        from logprobe import LLM, SamplingParams
 
-        with logprobe.LLM("smollm2") as llm:
-            [output] = llm.generate("The capital of France is", logprobe.SamplingParams(max_tokens=1, temperature=0))
-            [score] = llm.score([("The capital of France is", " Paris")])
-            print(output.outputs[0].text, round(score.logprob, 2), llm.engine.capabilities().layout.why_transformers)
+        question = "The capital of France is"
+        with LLM("smollm2") as llm:
+            [output] = llm.generate(question, SamplingParams(max_tokens=1, temperature=0))
+            [score] = llm.score([(question, " Paris")])
+            layout = llm.engine.capabilities().layout
+        print(output.outputs[0].text, round(score.logprob, 2), layout.why_transformers)
         """,
     )
     assert printed.split() == ["Paris", "-0.26", "None"]
