@@ -7,6 +7,8 @@ import sys
 from textwrap import dedent
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -71,3 +73,35 @@ def test_without_pyarrow_a_data_set_is_refused_before_the_model_loads(tmp_path: 
         exit_code=1,
     )
     assert "pip install 'logprobe[arrow]'" in printed
+
+
+@pytest.mark.real_model
+def test_the_default_model_runs_without_torch_and_other_extras() -> None:
+    printed = run_without(
+        *("torch", "transformers", "peft", "pyarrow"),
+        code="""
+        from logprobe import LLM, SamplingParams
+
+        question = "The capital of France is"
+        with LLM("smollm2") as llm:
+            [output] = llm.generate(question, SamplingParams(max_tokens=1, temperature=0))
+            [score] = llm.score([(question, " Paris")])
+            layout = llm.engine.capabilities().layout
+        print(output.outputs[0].text, round(score.logprob, 2), layout.why_transformers)
+        """,
+    )
+    assert printed.split() == ["Paris", "-0.26", "None"]
+
+
+@pytest.mark.real_model
+def test_torch_is_not_imported_where_it_is_installed_but_not_needed() -> None:
+    printed = run_without(
+        code="""
+        import logprobe
+
+        with logprobe.LLM("smollm2") as llm:
+            llm.generate("a")
+        print([name for name in ("torch", "transformers", "pyarrow") if name in sys.modules])
+        """,
+    )
+    assert printed.split() == ["[]"]
