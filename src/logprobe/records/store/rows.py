@@ -216,10 +216,10 @@ class Rows:
     def extend(self, other: Rows) -> None:
         """Add the positions of another record, which no thread may be appending to."""
         length = other.num_rows
-        given, kept = other.given(length), other.kept(length)
+        given, kept = other.given(0, length), other.kept(0, length)
         self.append_beside(
             length,
-            other.extras(length),
+            other.extras(0, length),
             None if given is None else given.entries(0, length),
             None if kept is None else (kept.offsets, kept.token_ids),
         )
@@ -345,31 +345,37 @@ class Rows:
         num_none, steps, others = self.split(start, stop)
         return Entries.joined([Entries.none(num_none), steps.top_entries(), others.top_entries()])
 
-    def extras(self, length: int) -> dict[str, Array]:
-        """Return the extra columns that have values, for the first `length` positions."""
+    def extras(self, start: int, stop: int) -> dict[str, Array]:
+        """Return the extra columns that have values, for positions [start, stop)."""
         columns = {name: self.extra_columns[name] for name in EXTRAS if name in self.extra_columns}
-        found = {name: column.read(0, min(length, len(column))) for name, column in columns.items()}
+        found = {
+            name: column.read(min(start, len(column)), min(stop, len(column)))
+            for name, column in columns.items()
+        }
         return {
-            name: np.concatenate([values, np.full(length - len(values), np.nan, values.dtype)])
+            name: np.concatenate([values, np.full(stop - start - len(values), np.nan, values.dtype)])
             for name, values in found.items()
         }
 
-    def given(self, length: int) -> Rows | None:
-        """Return the caller-specified ids of the first `length` positions; None if there are none."""
+    def given(self, start: int, stop: int) -> Rows | None:
+        """Return the caller-specified ids of positions [start, stop); None if there are none."""
         if self.given_rows is None:
             return None
-        part = self.given_rows.cut(range(min(length, self.given_rows.num_rows)))
-        part.append_none(length - part.num_rows)
+        length = self.given_rows.num_rows
+        part = self.given_rows.cut(range(min(start, length), min(stop, length)))
+        part.append_none(stop - start - part.num_rows)
         return part
 
-    def kept(self, length: int) -> IdLists | None:
-        """Return the ids that masks and truncation kept, for the first `length` positions."""
+    def kept(self, start: int, stop: int) -> IdLists | None:
+        """Return the ids kept by masks and truncation at positions [start, stop); None if there are none."""
         if self.kept_ends is None:
             return None
-        ends = self.kept_ends.read(0, min(length, len(self.kept_ends))).astype(np.int64)
-        last = int(ends[-1]) if len(ends) else 0
-        offsets = np.concatenate([[0], ends, np.full(length - len(ends), last)])
-        return IdLists(offsets, self.kept_ids.read(0, last))
+        length = len(self.kept_ends)
+        first, last = min(start, length), min(stop, length)
+        ends = self.kept_ends.read(max(first - 1, 0), last).astype(np.int64)
+        offsets = ends if first else np.concatenate([np.zeros(1, np.int64), ends])
+        offsets = np.concatenate([offsets, np.full(stop - start - (last - first), offsets[-1])])
+        return IdLists(offsets - offsets[0], self.kept_ids.read(int(offsets[0]), int(offsets[-1])))
 
     @property
     def num_entries(self) -> int:
@@ -391,24 +397,27 @@ class Rows:
 
     def cut(self, places: range) -> Rows:
         """Select rows; consecutive rows are not copied."""
-        part, length = Rows(self.info), self.num_rows
-        if places.step == 1 or not places:
-            index: Any = slice(places.start, places.start + len(places))
-            part.share(self, index.start, index.stop)
+        part, is_run = Rows(self.info), places.step == 1 or not places
+        low = places.start if is_run else min(places)
+        high = low + len(places) if is_run else max(places) + 1
+        extras, given, kept = self.extras(low, high), self.given(low, high), self.kept(low, high)
+        if is_run:
+            part.share(self, low, high)
+            if extras or given is not None or kept is not None:
+                part.set_beside(extras, given, kept)
+            return part
+        rows = np.array(places) - low
+        num_none, steps, others = self.split(low, high)
+        if num_none or others.num_rows:
+            part.append_entries(self.entries(low, high).take(rows))
         else:
-            index = np.array(places)
-            low, high = int(index.min()), int(index.max()) + 1
-            num_none, steps, others = self.split(low, high)
-            if num_none or others.num_rows:
-                part.append_entries(self.entries(low, high).take(index - low))
-            else:
-                part.append_steps(steps.take(index - low))
-        given, kept = self.given(length), self.kept(length)
+            part.append_steps(steps.take(rows))
+        if given is not None:
+            given = given.cut(range(places.start - low, places.stop - low, places.step))
         if kept is not None:
-            offsets, picked = spans(kept.offsets[:-1][index], np.diff(kept.offsets)[index])
+            offsets, picked = spans(kept.offsets[:-1][rows], np.diff(kept.offsets)[rows])
             kept = IdLists(offsets, kept.token_ids[picked])
-        extras = {name: values[index] for name, values in self.extras(length).items()}
-        part.set_beside(extras, None if given is None else given.cut(places), kept)
+        part.set_beside({name: values[rows] for name, values in extras.items()}, given, kept)
         return part
 
     def set_beside(self, extras: Mapping[str, Array], given: Rows | None, kept: IdLists | None) -> None:
