@@ -59,7 +59,7 @@ def on_device(device: str) -> AbstractContextManager[object]:
 
 def _may_have_gpu() -> bool:
     """Return False if torch cannot find a GPU: it is not installed, or there is no driver."""
-    if "torch" in sys.modules:
+    if sys.modules.get("torch") is not None:
         return True
     if find_spec("torch") is None:
         return False
