@@ -73,13 +73,18 @@ class Entries:
 
     def take(self, rows: Array) -> Entries:
         """Select positions by their indices."""
-        offsets, picked = spans(self.offsets[rows], np.diff(self.offsets)[rows])
+        is_none = None if self.is_none is None else self.is_none[rows]
+        return self.spans(self.offsets[rows], np.diff(self.offsets)[rows], is_none)
+
+    def spans(self, starts: Array, widths: Array, is_none: Array | None = None) -> Entries:
+        """Build positions from ranges of the entries, given by their starts and widths (m,)."""
+        offsets, picked = spans(starts, widths)
         return Entries(
             offsets=offsets,
             token_ids=self.token_ids[picked],
             logprobs=self.logprobs[picked],
             ranks=self.ranks[picked],
-            is_none=None if self.is_none is None else self.is_none[rows],
+            is_none=is_none,
             texts=self.texts and [self.texts[entry] for entry in picked.tolist()],
         )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from logprobe.errors import ParameterError
-from logprobe.records.store.columns import check_not_infinite, check_not_negative, spans
+from logprobe.records.store.columns import check_not_infinite, check_not_negative
 from logprobe.records.store.entries import NO_RANK, Entries, RowLists
 
 if TYPE_CHECKING:
@@ -105,15 +105,7 @@ def spans_of(entries: Entries, starts: npt.ArrayLike, ends: npt.ArrayLike) -> En
         raise ParameterError("end_indices", f"has shape {last.shape}, but the starts {first.shape}")
     if ((first < 0) | (last < first) | (last > total)).any():
         raise ParameterError("end_indices", f"a position lies outside the {total} entries")
-    offsets, picked = spans(first, last - first)
-    texts = entries.texts
-    return Entries(
-        offsets=offsets,
-        token_ids=entries.token_ids[picked],
-        logprobs=entries.logprobs[picked],
-        ranks=entries.ranks[picked],
-        texts=None if texts is None else [texts[entry] for entry in picked.tolist()],
-    )
+    return entries.spans(first, last - first)
 
 
 def step_row(row: RowLists, k: int) -> tuple[list[int], list[float], int, list[str | None] | None] | None:
