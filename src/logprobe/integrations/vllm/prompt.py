@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import torch
 
 from logprobe.errors import EngineError, NonFiniteLogitsError, ParameterError
 from logprobe.kernels import extract
@@ -104,7 +103,6 @@ def _narrow(token_ids: Array, logprobs: Array, ranks: Array) -> HostRows:
     )
 
 
-@torch.inference_mode()
 def _from_whole_rows(token_ids: Array, logprobs: Array, request: Request, vocab_size: int) -> HostRows:
     """Compute the requested values from rows of the whole vocabulary in descending order."""
     params, size = request.params, default_chunk_rows(vocab_size)
@@ -115,11 +113,11 @@ def _from_whole_rows(token_ids: Array, logprobs: Array, request: Request, vocab_
         np.put_along_axis(dense, token_ids[own, 1:], logprobs[own, 1:], axis=1)
         first = request.first_scored + start
         named = [params.named_ids_at(position) for position in range(first, first + len(dense))]
-        parts.append(_extracted(torch.from_numpy(dense), token_ids[own, 0], request, named))
+        parts.append(_extracted(dense, token_ids[own, 0], request, named))
     return HostRows.joined(parts)
 
 
-def _extracted(dense: torch.Tensor, chosen: Array, request: Request, named: Sequence[NamedIds]) -> HostRows:
+def _extracted(dense: Array, chosen: Array, request: Request, named: Sequence[NamedIds]) -> HostRows:
     count, params = len(dense), request.params
     if request.scored_as is not None:
         asked, forced = [request.scored_as] * count, chosen.tolist()
