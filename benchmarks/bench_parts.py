@@ -14,9 +14,10 @@ import torch
 from bench_processors import ms_of
 from harness import OURS, Figure, Measure, Options, alternate, parse_options, publish
 
-from logprobe.engine.forward.attention import AttentionPlan, Chunk, attend, is_short
+from logprobe.engine.forward.attention import is_short
 from logprobe.engine.forward.kv_cache import KVPool
 from logprobe.engine.forward.linear import Linear
+from logprobe.engine.forward.transformers_attention import TensorChunk, TensorPlan, attend
 from logprobe.kernels.attention.api import RowPlanBuilder, ScoreRule
 from logprobe.kernels.layers.forms import pack_floats
 from logprobe.kernels.layers.norm import rms_norm
@@ -69,11 +70,11 @@ def ways(config: Any, num_tokens: int, context: int) -> dict[str, Measure]:
     query, rule = torch.randn(num_tokens, heads, width), ScoreRule(width**-0.5)
     rows = RowPlanBuilder()
     rows.add(0, context - num_tokens, slots.int().numpy())
-    chunks = [Chunk(0, num_tokens, slots)]
+    chunks = [TensorChunk(0, num_tokens, slots)]
     plans = {
-        "row kernel": AttentionPlan(pool, slots, [], rows.build()),
-        "chunk kernel": AttentionPlan(pool, slots, chunks, None, uses_kernels=True),
-        "torch's fused attention": AttentionPlan(pool, slots, chunks, None),
+        "row kernel": TensorPlan(pool, slots, [], rows.build(), uses_kernels=True),
+        "chunk kernel": TensorPlan(pool, slots, chunks, None, uses_kernels=True),
+        "torch's fused attention": TensorPlan(pool, slots, chunks, None, uses_kernels=False),
     }
     plans = {OURS: plans["row kernel" if is_short(num_tokens, context) else "chunk kernel"], **plans}
     return {

@@ -61,6 +61,13 @@ typedef struct {
 
 typedef struct {
   Work work;
+  float *logits;  // (num_rows, width), replaced by cap * tanh(logits / cap)
+  int64_t logits_row, width, piece;
+  double cap;
+} SoftcapArgs;
+
+typedef struct {
+  Work work;
   const float *keys, *values;  // (num_rows, key_width) and (num_rows, value_width)
   float *key_pool, *value_pool;
   const int64_t *slots;
@@ -130,6 +137,7 @@ void logprobe_norm(void *args);
 void logprobe_peak(void *args);
 void logprobe_products(void *args);
 void logprobe_rotary(void *args);
+void logprobe_softcap(void *args);
 void logprobe_store(void *args);
 
 typedef struct {

@@ -1,4 +1,4 @@
-// Norms, rotary embedding, gated activations, and the KV cache store.
+// Norms, rotary embedding, gated activations, the soft cap of logits, and the KV cache store.
 #include "common.hpp"
 #include "gates.hpp"
 
@@ -92,6 +92,20 @@ EXPORT void logprobe_gate(void* pointer) {
     if (out != gates) std::memcpy(out, gates, sizeof(float) * count);
     gate_row(out, args.values ? args.values + args.values_row * row + start : nullptr, count,
              static_cast<Activation>(args.activation));
+  }
+}
+
+EXPORT void logprobe_softcap(void* pointer) {
+  using namespace logprobe;
+  auto& args = *static_cast<SoftcapArgs*>(pointer);
+  const int64_t pieces = ceil_div(args.width, args.piece);
+  const auto cap = static_cast<float>(args.cap);
+  for (int64_t item; (item = take(args.work)) >= 0;) {
+    const int64_t start = item % pieces * args.piece, count = std::min(args.piece, args.width - start);
+    float* x = args.logits + args.logits_row * (item / pieces) + start;
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store(x + i, cap * logprobe::tanh(load(x + i) / cap));
+    for (; i < count; i++) x[i] = cap * logprobe::tanh(x[i] / cap);
   }
 }
 

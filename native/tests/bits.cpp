@@ -121,6 +121,15 @@ void gates() {
   }
 }
 
+void softcap() {
+  auto logits = random_floats(3 * 1001, 90);
+  logits[5] = INFINITE, logits[6] = -INFINITE, logits[7] = NOT_A_NUMBER, logits[1000] = 1e-30f;
+  SoftcapArgs args{};
+  args.logits = logits.data(), args.logits_row = args.width = 1001, args.piece = 100, args.cap = 30;
+  run(logprobe_softcap, args, 33);
+  print("softcap", 0, logits);
+}
+
 void rotary() {
   for (const int64_t is_paired : {0, 1}) {
     const int64_t num_rows = 3, heads = 4, kv_heads = 2, dim = 24;
@@ -250,7 +259,7 @@ int main() {
   if (!are_errors_small()) return 1;
   products<Form::FLOAT32>(), products<Form::BFLOAT16>(), products<Form::FLOAT16>();
   products<Form::INT4>(), products<Form::INT4_WIDE>(), products<Form::INT8>(), products<Form::INT8_WIDE>();
-  norms(), gates(), rotary();
+  norms(), gates(), softcap(), rotary();
   attention(0), attention(15);
   extraction(), draws();
 }

@@ -29,6 +29,7 @@ from logprobe.engine.forward.reference import logits
 from logprobe.engine.forward.reference.attention import attend
 from logprobe.engine.forward.reference.functions import softmax
 from logprobe.errors import UnsupportedModelError
+from logprobe.kernels.arrays import as_array
 from logprobe.models import resolve
 from logprobe.models.config_files import parse_config, read_config
 
@@ -59,7 +60,7 @@ class Reference(Truth):
 
 def arrays_of(state: Any) -> dict[str, Any]:
     """Tensors by name as NumPy arrays."""
-    return {name: tensor.numpy() for name, tensor in state.items()}
+    return {name: as_array(tensor) for name, tensor in state.items()}
 
 
 def largest_difference(kind: str, special: dict[str, Any], texts: Any = None) -> float:

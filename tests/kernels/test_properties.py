@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from logprobe.kernels import extract, stages, threads
+from logprobe.kernels.arrays import as_array
 from logprobe.kernels.attention.api import RowPlan, ScoreRule, attend_rows
 from logprobe.kernels.attention.chunk import attend_chunk
 from logprobe.kernels.draw.api import draw
@@ -31,6 +32,7 @@ from logprobe.kernels.layers.layout import FORMS
 from logprobe.kernels.layers.norm import norm_stage
 from logprobe.kernels.layers.panels import Finish, panel_stage
 from logprobe.kernels.layers.rotary import Projections, rotary_stage
+from logprobe.kernels.layers.softcap import softcap_stage
 from logprobe.kernels.layers.store import store_rows
 from logprobe.kernels.native import VARIANTS, Library
 from logprobe.records.rows import KERNEL_EXTRAS
@@ -172,7 +174,7 @@ def test_products(
         """Return the product in float64, and the error allowed for float32."""
         wide = torch.from_numpy(panels.rows(np.arange(outputs))).double()
         bound = x.double().abs().sum(1, keepdim=True) * wide.abs().max() * (32 + inputs / 96) * UNIT
-        y = x.double() @ wide.T + (0 if panels.bias is None else panels.bias.double())
+        y = x.double() @ wide.T + (0 if panels.bias is None else torch.from_numpy(panels.bias).double())
         return y, bound + 2 * UNIT * y.abs()
 
     gate, gate_error = exact(panels)
@@ -365,6 +367,28 @@ def test_gates(*, num_rows: int, width: int, activation: str, has_values: bool, 
     # Where all digits of torch's 1 + tanh z cancel, the result is close to zero.
     error = 2e-6 * want.abs() + 1e-7 * factors.abs()
     assert ((got - want).abs() <= error)[is_usual].all()
+
+
+@few
+@given(
+    num_rows=st.sampled_from([0, 1, 3]),
+    width=st.sampled_from([1, 7, 15, 16, 17, 8191, 8192, 8200]),
+    cap=st.sampled_from([0.5, 30.0]),
+    scale=st.sampled_from([0.1, 3.0, 40.0]),
+)
+def test_soft_caps(*, num_rows: int, width: int, cap: float, scale: float) -> None:
+    logits = numbers((num_rows, width), 1, scale)
+    logits[:, :1] = torch.tensor(SPECIAL).repeat(3)[:num_rows, None]
+
+    def capped() -> list[Tensor]:
+        out = logits.clone()
+        softcap_stage(as_array(out), cap).run()
+        return [out]
+
+    [got] = everywhere(capped)
+    want = cap * torch.tanh(logits.double() / cap)
+    assert torch.equal(got.isnan(), logits.isnan())
+    assert ((got - want).abs() <= 4e-7 * want.abs() + 1e-44)[~want.isnan()].all()
 
 
 @few

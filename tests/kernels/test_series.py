@@ -2,8 +2,14 @@ import pytest
 import torch
 
 from logprobe.kernels import threads
-from logprobe.kernels.layers.norm import norm_stage, rms_norm
+from logprobe.kernels.arrays import as_array
+from logprobe.kernels.layers import norm
+from logprobe.kernels.layers.norm import norm_stage
 from logprobe.kernels.stages import Series, Stage
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return torch.from_numpy(norm.rms_norm(as_array(x), as_array(weight), epsilon))
 
 
 def chain(length: int) -> tuple[list[Stage], list[torch.Tensor]]:

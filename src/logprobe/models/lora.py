@@ -152,9 +152,8 @@ class LowRank:
 
 def _packed(matrices: tuple[Array, ...]) -> tuple[PanelWeights, ...]:
     from logprobe.kernels.layers.forms import pack_floats
-    from logprobe.kernels.placement import as_tensor
 
-    return tuple(pack_floats(as_tensor(matrix.T)) for matrix in matrices) if matrices[-1].shape[0] else ()
+    return tuple(pack_floats(matrix.T) for matrix in matrices) if matrices[-1].shape[0] else ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

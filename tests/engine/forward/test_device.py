@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from logprobe.config import EngineConfig
+from logprobe.engine.forward import device as devices
 from logprobe.engine.forward import load, native, transformers_ready
 from logprobe.engine.forward.device import choose_device, on_device
 from logprobe.engine.forward.native import NativeForward
@@ -74,6 +77,29 @@ def test_a_gpu_that_is_not_there_is_refused(current: dict[int, int], monkeypatch
     with pytest.raises(ParameterError, match="finds no GPU"):
         choose_device("cuda:0")
     assert not current
+
+
+WITHOUT_DRIVER = """
+import sys
+from pathlib import Path
+from logprobe.engine.forward import device, native
+device.DRIVERS, device.AMD_DRIVER = ("no_such_library.so",), Path("/no/such/file")
+assert device.choose_device("auto") == device.choose_device("cpu") == "cpu"
+with device.on_device("cpu"):
+    pass
+assert "torch" not in sys.modules
+"""
+
+
+def test_a_machine_without_a_gpu_driver_needs_no_torch() -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT_DRIVER], check=True, timeout=120)
+
+
+def test_a_gpu_needs_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "find_spec", lambda _: None)
+    with pytest.raises(ParameterError, match="needs torch") as caught:
+        choose_device("cuda")
+    assert caught.value.parameter == "device"
 
 
 @pytest.mark.parametrize(("device", "index"), [("cuda", 0), ("cuda:0", 0), ("cuda:2", 2), ("cpu", None)])

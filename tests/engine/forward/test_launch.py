@@ -119,7 +119,7 @@ def test_the_list_of_operations_is_made_before_any_runs(
 ) -> None:
     forward = forward_of(kind)
     step = forward.decoder.new_step(3, forward.pool)
-    step.hidden.fill_(0.5)
+    step.hidden.fill(0.5)
     attention = HostOperation(lambda: None)
     operations = forward.decoder.operations(step, lambda *_: attention)
     assert (step.hidden == 0.5).all()

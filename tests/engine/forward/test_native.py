@@ -12,8 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCau
 
 from logprobe.config import EngineConfig
 from logprobe.engine.forward import attention, native
-from logprobe.engine.forward.attention import pooled_attention
 from logprobe.engine.forward.native import NativeForward
+from logprobe.engine.forward.transformers_attention import pooled_attention
 from logprobe.engine.forward.transformers_decoder import OutputHead, WatchedRun
 from logprobe.engine.plan.scheduler import Span, StepPlan
 from logprobe.errors import ParameterError, UnsupportedModelError

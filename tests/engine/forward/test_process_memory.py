@@ -1,4 +1,4 @@
-"""Memory for tensors: zeroed, separate, aligned, private, mapped on first use."""
+"""Memory for arrays: zeroed, separate, aligned, private, mapped on first use."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 from logprobe.engine.forward.process_memory import ALIGNMENT, PagedMemory
 
@@ -19,19 +19,19 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_tensors_are_zero_aligned_and_apart() -> None:
+def test_arrays_are_zero_aligned_and_apart() -> None:
     memory = PagedMemory(1 << 12)
     first, second, third = (
         memory.take(shape, dtype)
-        for shape, dtype in [((3, 5), torch.float32), ((7,), torch.int8), ((2, 2), torch.float16)]
+        for shape, dtype in [((3, 5), np.float32), ((7,), np.int8), ((2, 2), np.float16)]
     )
     assert [tuple(one.shape) for one in (first, second, third)] == [(3, 5), (7,), (2, 2)]
-    assert all(one.data_ptr() % ALIGNMENT == 0 for one in (first, second, third))
+    assert all(one.ctypes.data % ALIGNMENT == 0 for one in (first, second, third))
     assert not any(one.any() for one in (first, second, third))
-    first.fill_(1)
-    third.fill_(3)
+    first.fill(1)
+    third.fill(3)
     assert not second.any()
-    second.fill_(2)
+    second.fill(2)
     assert (first == 1).all()
     assert (third == 3).all()
 
@@ -40,18 +40,18 @@ def test_tensors_are_zero_aligned_and_apart() -> None:
 def test_pages_come_as_they_are_used_and_go_when_they_are_released() -> None:
     before = resident_bytes()
     memory = PagedMemory(SIZE)
-    tensor = memory.take((SIZE // 4,), torch.float32)
+    array = memory.take((SIZE // 4,), np.float32)
     assert resident_bytes() - before < 0.1 * SIZE
-    tensor.fill_(1)
+    array.fill(1)
     assert resident_bytes() - before > 0.9 * SIZE
     memory.release()
     assert resident_bytes() - before < 0.1 * SIZE
-    assert not tensor.any()
+    assert not array.any()
 
 
 def test_memory_says_what_it_has_room_for() -> None:
     memory = PagedMemory(1 << 12)
-    memory.take((1 << 12,), torch.uint8)
+    memory.take((1 << 12,), np.uint8)
     assert memory.has_room(1 << 10)
     assert not memory.has_room(SIZE)
 
@@ -62,14 +62,14 @@ def test_memory_says_what_it_has_room_for() -> None:
 )
 @pytest.mark.parametrize("are_huge", [True, False])
 def test_pages_are_huge_where_it_is_asked(are_huge: bool) -> None:
-    tensor = PagedMemory(SIZE, are_huge=are_huge).take((SIZE,), torch.uint8)
+    array = PagedMemory(SIZE, are_huge=are_huge).take((SIZE,), np.uint8)
     flag = "hg" if are_huge else "nh"
-    assert flag in flags_of(tensor.data_ptr())
+    assert flag in flags_of(array.ctypes.data)
 
 
 def test_a_system_without_huge_pages_gives_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmap, "MADV_HUGEPAGE", -1, raising=False)
-    assert not PagedMemory(SIZE, are_huge=True).take((5,), torch.uint8).any()
+    assert not PagedMemory(SIZE, are_huge=True).take((5,), np.uint8).any()
 
 
 def flags_of(address: int) -> list[str]:
@@ -86,7 +86,7 @@ def flags_of(address: int) -> list[str]:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
 def test_a_fork_would_not_share_the_slots() -> None:
     memory = PagedMemory(SIZE)
-    address = memory.take((1,), torch.int8).data_ptr()
+    address = memory.take((1,), np.int8).ctypes.data
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, end = (int(part, 16) for part in line.split()[0].split("-"))
         if begin <= address < end:

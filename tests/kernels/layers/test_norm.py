@@ -4,12 +4,18 @@ from torch.nn.functional import layer_norm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from logprobe.kernels.layers.norm import MAX_ROWS, ROWS_FOR_THREADS, norm_stage, rms_norm
+from logprobe.kernels.arrays import as_array
+from logprobe.kernels.layers import norm
+from logprobe.kernels.layers.norm import MAX_ROWS, ROWS_FOR_THREADS, norm_stage
 
 RELATIVE = 2e-6
 EPSILON = 1e-6
 ROWS = [1, ROWS_FOR_THREADS - 1, ROWS_FOR_THREADS, 700]
 WIDTHS = [1, 7, 64, 577]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return torch.from_numpy(norm.rms_norm(as_array(x), as_array(weight), epsilon))
 
 
 def rows(num_rows: int, width: int) -> torch.Tensor:

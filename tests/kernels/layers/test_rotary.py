@@ -3,9 +3,14 @@ import torch
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as apply_paired
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
-from logprobe.kernels.layers.rotary import ROWS_FOR_THREADS, Projections, rotary_stage, rotate_and_store
+from logprobe.kernels.layers import rotary as kernel
+from logprobe.kernels.layers.rotary import ROWS_FOR_THREADS, Projections, rotary_stage
 
 KV_HEADS = 2
+
+
+def rotate_and_store(*args: object) -> torch.Tensor:
+    return torch.from_numpy(kernel.rotate_and_store(*args))
 
 
 def angles(num_tokens: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:

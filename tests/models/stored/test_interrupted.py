@@ -109,7 +109,7 @@ def test_what_did_not_reach_the_disk_is_written_again(whole: Path, tmp_path: Pat
     folder.mkdir()
     with pytest.raises(KeyboardInterrupt):
         write_panels(PARTS, interrupted(3), folder)
-    second = read_panels(whole)["first"].data.storage_offset()
+    second = json.loads((whole / INDEX).read_text())["tensors"]["first"][-1]
     with (folder / PANELS).open("r+b") as file:  # a machine without power may leave zeros
         file.seek(second)
         file.write(bytes(64))

@@ -1,21 +1,17 @@
-"""Attention over the KV cache, also registered as an attention implementation of transformers.
+"""Plans the attention of a step over the KV cache, and runs it by the CPU kernels.
 
-transformers passes each layer's packed queries, keys and values to `pooled_attention`, which first writes
-keys and values to their slots. Then each span of tokens attends to its own context. Prompt chunks use matrix
-products; short spans (a generated token with its drafts, or the end of a mostly cached prompt) run row by
-row. On CPUs with native kernels, both read the KV cache in place and give a row the same bits.
+Each span of tokens attends to its own context. Prompt chunks use matrix products; short spans (a generated
+token with its drafts, or the end of a mostly cached prompt) run row by row. Both read the KV cache in place
+and give a row the same bits.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch.nn import functional
 
-from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.attention.api import RowPlan, RowPlanBuilder, ScoreRule, attend_rows
 from logprobe.kernels.attention.chunk import attend_chunk
 
@@ -24,18 +20,8 @@ if TYPE_CHECKING:
 
     from logprobe.engine.forward.kv_cache import KVPool
     from logprobe.engine.protocol import StepBatch
+    from logprobe.kernels.arrays import Array
 
-NAME = "logprobe"
-# Options of the interface that may be tensors. `score_rule` applies `scaling` and `s_aux`; the others do not
-# change scores, because the queries have already been rotated by position.
-KNOWN_OPTIONS = {
-    "scaling",
-    "s_aux",
-    "position_ids",
-    "cache_position",
-    "position_embeddings",
-    "output_router_logits",
-}
 # Up to these sizes, the row kernel is faster (measurements in docs/dev/kernels.md).
 FEW_ROWS = 4
 FEW_SCORES = 4096
@@ -47,12 +33,7 @@ class Chunk:
 
     start: int
     end: int
-    slots: torch.Tensor  # (context length,) int64
-
-    @property
-    def has_prefix(self) -> bool:
-        """True if part of the context was computed before this step."""
-        return len(self.slots) > self.end - self.start
+    slots: Array  # (context length,) int64
 
 
 @dataclass(slots=True)
@@ -60,63 +41,14 @@ class AttentionPlan:
     """The KV cache slots of a step's tokens, and the context that each token attends to."""
 
     pool: KVPool
-    slots: torch.Tensor  # (num_tokens,) int64
+    slots: Array  # (num_tokens,) int64
     chunks: list[Chunk]
     rows: RowPlan | None
-    uses_kernels: bool = False  # True: chunks run by `attend_chunk`; False: by torch operations
-    masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)  # by chunk and window
 
     @property
     def longest_chunk(self) -> int:
         """Number of tokens in the longest context of a chunk; 0 without chunks."""
         return max((len(chunk.slots) for chunk in self.chunks), default=0)
-
-    def mask(self, index: int, window: int | None) -> torch.Tensor | None:
-        """Return the mask of chunk `index`, (rows, context) bool, where True means visible.
-
-        None stands for a plain causal mask.
-        """
-        chunk = self.chunks[index]
-        context = len(chunk.slots)
-        if window is None or context <= window:
-            window = None
-        if not chunk.has_prefix and window is None:
-            return None
-        key = (index, window)
-        if key not in self.masks:
-            rows = torch.arange(context - (chunk.end - chunk.start), context, device=self.slots.device)
-            columns = torch.arange(context, device=self.slots.device)
-            self.masks[key] = sees(rows[:, None], columns[None, :], window)
-        return self.masks[key]
-
-
-def sees(row: torch.Tensor, column: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Return True where the token at index `row` attends to the token at index `column`, broadcast.
-
-    `window` is the number of visible tokens, including the token itself; None: no sliding window.
-    """
-    distance = row - column
-    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
-
-
-@dataclass(slots=True)
-class CurrentStep:
-    """State of the running step, shared by all modules of a transformers model.
-
-    The modules find it as an attribute, because some families do not pass keyword arguments on to attention.
-    """
-
-    plan: AttentionPlan | None = None
-    is_long: bool = False  # tokens use the long rotary frequencies
-    windows: dict[int, int | None] = field(default_factory=dict)  # by layer, read from the model's masks
-    rules: dict[int, ScoreRule] = field(default_factory=dict)  # by layer, from the attention call at load
-    key_dims: dict[int, int] = field(default_factory=dict)  # by layer, from the attention call at load
-    masks: dict[int, torch.Tensor | None] = field(default_factory=dict)  # by layer, only during verification
-
-    def reach(self, model: torch.nn.Module) -> None:
-        """Set this object as attribute `logprobe_step` of every module of `model`."""
-        for module in model.modules():
-            module.logprobe_step = self  # type: ignore[assignment]
 
 
 def is_short(num_rows: int, context: int) -> bool:
@@ -124,32 +56,26 @@ def is_short(num_rows: int, context: int) -> bool:
     return num_rows <= FEW_ROWS or num_rows * context <= FEW_SCORES
 
 
-def plan_attention(pool: KVPool, batch: StepBatch, device: str) -> AttentionPlan:
-    """Return the attention plan of a step; its tensors are on `device`.
+def plan_attention(pool: KVPool, batch: StepBatch) -> AttentionPlan:
+    """Return the attention plan of a step: short spans use the row kernel, all other spans become chunks.
 
-    Short spans use the row kernel if that can read the KV cache; all other spans become chunks.
+    If the row kernel cannot read the KV cache, all spans become chunks.
     """
     chunks: list[Chunk] = []
     rows = RowPlanBuilder()
-    is_readable = pool.is_readable_in_place
     bounds = batch.starts.tolist()
     for start, end, context in zip(bounds, bounds[1:], batch.context_slots, strict=False):
-        if is_readable and is_short(end - start, len(context)):
+        if pool.is_readable_in_place and is_short(end - start, len(context)):
             rows.add(start, len(context) - (end - start), context)
         else:
-            chunks.append(Chunk(start, end, _to_device(context, device)))
-    slots = _to_device(batch.slots, device)
-    uses_kernels = bool(chunks) and is_readable
-    return AttentionPlan(pool, slots, chunks, rows.build(), uses_kernels=uses_kernels)
+            chunks.append(Chunk(start, end, context.astype(np.int64)))
+    return AttentionPlan(pool, batch.slots.astype(np.int64), chunks, rows.build())
 
 
-def all_attention_paths(
-    pool: KVPool, prompts: Sequence[torch.Tensor]
-) -> Iterator[tuple[list[int], AttentionPlan]]:
-    """Yield plans that together run `prompts` through every attention path.
+def all_attention_paths(pool: KVPool, prompts: Sequence[Array]) -> Iterator[tuple[list[int], AttentionPlan]]:
+    """Yield plans that together run `prompts` through both kernels.
 
-    The first plan runs whole prompts and fills the cache; the others run whole prompts or their second
-    halves.
+    The first plan runs whole prompts and fills the cache; the others run their second halves.
 
     Args:
         pool: the KV cache.
@@ -159,56 +85,35 @@ def all_attention_paths(
         For every prompt, the index of the first token that the plan runs; and the plan.
     """
     whole, halves = [0] * len(prompts), [len(slots) // 2 for slots in prompts]
-    yield whole, _chunked(pool, prompts, whole, uses_kernels=False)
-    yield halves, _chunked(pool, prompts, halves, uses_kernels=False)
-    if pool.is_readable_in_place:
-        yield whole, _chunked(pool, prompts, whole, uses_kernels=True)
-        rows = RowPlanBuilder()
-        first = 0
-        for slots, start in zip(prompts, halves, strict=True):
-            rows.add(first, start, slots.numpy().astype(np.int32))
-            first += len(slots) - start
-        yield halves, AttentionPlan(pool, _packed(prompts, halves), [], rows.build())
+    yield whole, chunked(pool, prompts, whole)
+    yield halves, chunked(pool, prompts, halves)
+    yield halves, by_rows(pool, prompts, halves)
 
 
-def _chunked(
-    pool: KVPool, prompts: Sequence[torch.Tensor], starts: Sequence[int], *, uses_kernels: bool
-) -> AttentionPlan:
+def chunked(pool: KVPool, prompts: Sequence[Array], starts: Sequence[int]) -> AttentionPlan:
+    """Return a plan that runs each prompt from its start as one chunk; see `all_attention_paths`."""
     chunks: list[Chunk] = []
     for slots, start in zip(prompts, starts, strict=True):
         first = chunks[-1].end if chunks else 0
         chunks.append(Chunk(first, first + len(slots) - start, slots))
-    return AttentionPlan(pool, _packed(prompts, starts), chunks, None, uses_kernels=uses_kernels)
+    return AttentionPlan(pool, _packed(prompts, starts), chunks, None)
 
 
-def _packed(prompts: Sequence[torch.Tensor], starts: Sequence[int]) -> torch.Tensor:
-    return torch.cat([slots[start:] for slots, start in zip(prompts, starts, strict=True)])
+def by_rows(pool: KVPool, prompts: Sequence[Array], starts: Sequence[int]) -> AttentionPlan:
+    """Return a plan that runs each prompt from its start row by row; see `all_attention_paths`."""
+    rows = RowPlanBuilder()
+    first = 0
+    for slots, start in zip(prompts, starts, strict=True):
+        rows.add(first, start, slots.astype(np.int32))
+        first += len(slots) - start
+    return AttentionPlan(pool, _packed(prompts, starts), [], rows.build())
 
 
-def pooled_attention(
-    module: Any,
-    query: torch.Tensor,  # (1, heads, num_tokens, key_dim)
-    key: torch.Tensor,  # (1, kv_heads, num_tokens, key_dim)
-    value: torch.Tensor,  # (1, kv_heads, num_tokens, value_dim)
-    attention_mask: torch.Tensor | None,  # noqa: ARG001 - the plan defines what is visible
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """Implement transformers' attention interface over the KV cache.
-
-    Returns the attention output, (1, num_tokens, heads, value_dim), and None for the attention weights.
-    """
-    step: CurrentStep = module.logprobe_step
-    layer, plan = module.layer_idx, step.plan
-    check_call(query, key, options)
-    assert plan is not None, "the plan is set before the model runs"
-    plan.pool.store(layer, plan.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    rule = score_rule(query, options, step.windows.get(layer))
-    return attend(plan, layer, query[0].transpose(0, 1), rule)[None], None
+def _packed(prompts: Sequence[Array], starts: Sequence[int]) -> Array:
+    return np.concatenate([slots[start:] for slots, start in zip(prompts, starts, strict=True)])
 
 
-def attend(
-    plan: AttentionPlan, layer: int, query: torch.Tensor, rule: ScoreRule, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def attend(plan: AttentionPlan, layer: int, query: Array, rule: ScoreRule, out: Array) -> None:
     """Compute the attention of one layer for the tokens in `plan`, whose keys and values are stored.
 
     Args:
@@ -216,107 +121,11 @@ def attend(
         layer: index of the layer.
         query: (num_tokens, heads, key_dim).
         rule: how scores are computed.
-        out: (num_tokens, heads, value_dim), to write the result to; None: allocate it.
-
-    Returns:
-        The attention output, (num_tokens, heads, value_dim).
+        out: (num_tokens, heads, value_dim), to write the result to.
     """
     keys, values = plan.pool.keys[layer], plan.pool.values[layer]
-    if out is None:
-        out = query.new_empty(*query.shape[:2], values.shape[2])
     if plan.rows is not None:
         attend_rows(query, keys, values, plan.rows, out, rule)
-    for index, chunk in enumerate(plan.chunks):
+    for chunk in plan.chunks:
         queries, attended = query[chunk.start : chunk.end], out[chunk.start : chunk.end]
-        if plan.uses_kernels:
-            attend_chunk(queries, keys, values, chunk.slots, rule, attended)
-        else:
-            seen, given = (part.index_select(0, chunk.slots).transpose(0, 1) for part in (keys, values))
-            mask = plan.mask(index, rule.window)
-            attended.copy_(_attend(queries.transpose(0, 1), seen, given, mask, rule).transpose(0, 1))
-    return out
-
-
-def check_call(query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]) -> None:
-    """Check that an attention call has one key per query token, and no unknown options that are tensors.
-
-    Raises:
-        UnsupportedModelError: the number of keys differs, or there is an unknown tensor, which may change the
-            scores.
-    """
-    if key.shape[2] != query.shape[2]:
-        raise UnsupportedModelError("its attention does not read exactly one key per token")
-    for name, option in options.items():
-        if name not in KNOWN_OPTIONS and isinstance(option, torch.Tensor):
-            raise UnsupportedModelError(f"its attention uses `{name}`, which is not supported")
-
-
-def score_rule(query: torch.Tensor, options: dict[str, Any], window: int | None) -> ScoreRule:
-    """Return the score rule for a call of transformers' attention interface.
-
-    Args:
-        query: (1, heads, num_tokens, key_dim).
-        options: keyword arguments of the call.
-        window: sliding window in tokens, read from the layer's mask; None: no window.
-    """
-    scale = options.get("scaling")
-    return ScoreRule(
-        query.shape[3] ** -0.5 if scale is None else float(scale),
-        window,
-        options.get("softcap"),
-        options.get("s_aux"),
-    )
-
-
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, rule: ScoreRule
-) -> torch.Tensor:
-    """Compute `attend_chunk` with torch operations, on any device and dtype.
-
-    Args:
-        query: (heads, rows, key_dim).
-        key: (kv_heads, context, key_dim).
-        value: (kv_heads, context, value_dim).
-        mask: (rows, context) bool; None: causal.
-        rule: how scores are computed.
-
-    Returns:
-        (heads, rows, value_dim).
-    """
-    if rule.softcap is None and rule.sinks is None:
-        attended = functional.scaled_dot_product_attention(
-            query[None], key[None], value[None],
-            attn_mask=mask, is_causal=mask is None, scale=rule.scale, enable_gqa=True,
-        )  # fmt: skip
-        return attended[0]
-    groups = query.shape[0] // key.shape[0]
-    heads = [
-        _attend_head(rows, key[head // groups], value[head // groups], mask, rule, head)
-        for head, rows in enumerate(query)
-    ]
-    return torch.stack(heads)
-
-
-def _attend_head(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    rule: ScoreRule,
-    head: int,
-) -> torch.Tensor:
-    """Compute attention for one query head whose scores have a soft cap (Gemma 2) or sink (gpt-oss)."""
-    scores = (query @ key.T) * rule.scale
-    if rule.softcap is not None:
-        scores = torch.tanh(scores / rule.softcap) * rule.softcap
-    if mask is None:
-        mask = torch.ones_like(scores, dtype=torch.bool).tril()
-    scores = scores.masked_fill(~mask, -torch.inf)
-    if rule.sinks is None:
-        return torch.softmax(scores, dim=-1) @ value
-    sink = rule.sinks[head].to(scores.dtype).expand(len(scores), 1)
-    return torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[:, :-1] @ value
-
-
-def _to_device(slots: np.ndarray[Any, Any], device: str) -> torch.Tensor:
-    return torch.from_numpy(slots.astype(np.int64)).to(device)
+        attend_chunk(queries, keys, values, chunk.slots, rule, attended)

@@ -13,22 +13,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from logprobe.engine.forward.attention import all_attention_paths, attend, plan_attention
 from logprobe.engine.forward.experts import Experts
 from logprobe.engine.forward.families import FAMILIES
 from logprobe.engine.forward.kv_cache import KVPool
 from logprobe.engine.forward.launch import MAX_ROWS, HostOperation, Launches, Step
-from logprobe.engine.forward.linear import HALVES, GatedPanels, Linear, embedded, state_of
+from logprobe.engine.forward.linear import HALVES, GatedPanels, Linear, embedded, split_columns, state_of
 from logprobe.engine.forward.lora import LoraRows
 from logprobe.errors import UnsupportedModelError
-from logprobe.kernels.arrays import as_array
 from logprobe.kernels.attention.api import ScoreRule
 from logprobe.kernels.layers.gate import gate_stage
 from logprobe.kernels.layers.norm import norm_stage
 from logprobe.kernels.layers.panels import panel_stage
 from logprobe.kernels.layers.rotary import Projections, rotary_stage
+from logprobe.kernels.layers.softcap import softcap_stage
 from logprobe.models.lora import ModelModules
 
 if TYPE_CHECKING:
@@ -41,11 +40,11 @@ if TYPE_CHECKING:
     from logprobe.engine.forward.families import ExpertFacts
     from logprobe.engine.forward.launch import Attend, Operation
     from logprobe.engine.protocol import StepBatch
+    from logprobe.kernels.arrays import Array
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.kernels.stages import Stage
     from logprobe.models.lora import LoraWeights
 
-    Tensors = Mapping[str, torch.Tensor]
     Shape = tuple[int, ...]
 
 
@@ -53,12 +52,12 @@ if TYPE_CHECKING:
 class Norm:
     """LayerNorm or RMSNorm, applied to whole rows or to equal parts (heads) of each row."""
 
-    weight: torch.Tensor  # (width,)
-    bias: torch.Tensor | None
+    weight: Array  # (width,)
+    bias: Array | None
     epsilon: float
     is_centred: bool  # True: LayerNorm; False: RMSNorm
 
-    def stage(self, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None) -> Stage:
+    def stage(self, x: Array, out: Array, residual: Array | None = None) -> Stage:
         """Return the stage that writes norm(`x`) + `residual` to `out`."""
         return norm_stage(
             x, self.weight, out, self.epsilon, residual, bias=self.bias, is_centred=self.is_centred
@@ -113,28 +112,30 @@ class PanelLayer:
     """The base weights of a linear layer, with the interface that `models.lora.bound` needs."""
 
     parts: list[PanelWeights]  # their outputs, concatenated, are the layer's
-    bias: torch.Tensor | None
+    bias: Array | None  # (outputs,)
 
     @property
     def shape(self) -> tuple[int, int]:
         """Shape of the weight matrix, (outputs, inputs)."""
         return sum(part.num_outputs for part in self.parts), self.parts[0].num_inputs
 
-    def rows(self, start: int, end: int) -> torch.Tensor:
+    def rows(self, start: int, end: int) -> Array:
         """Return rows [start, end) of the weight matrix, (end - start, inputs) float32."""
         found = []
         for part in self.parts:
             if start < part.num_outputs and end > 0:
                 outputs = np.arange(max(start, 0), min(end, part.num_outputs))
-                found.append(torch.from_numpy(part.rows(outputs)))
+                found.append(part.rows(outputs))
             start, end = start - part.num_outputs, end - part.num_outputs
-        return torch.cat(found)
+        return np.concatenate(found)
 
 
 class Decoder:
     """Computes the final hidden states of a step's packed tokens, and logits from hidden states."""
 
-    def __init__(self, spec: DecoderSpec, tensors: Tensors, panels: Mapping[str, PanelWeights]) -> None:
+    def __init__(
+        self, spec: DecoderSpec, tensors: Mapping[str, Array], panels: Mapping[str, PanelWeights]
+    ) -> None:
         """Assemble the layers.
 
         Args:
@@ -147,8 +148,8 @@ class Decoder:
             ValueError: shapes do not match.
         """
         self.spec, self.family = spec, FAMILIES[spec.family]
-        self.tensors, self._panels = tensors, panels
-        self.device = torch.device("cpu")
+        self.tensors, self._panels = dict(tensors), panels
+        self.device = "cpu"
         self.loras = LoraRows()
         self.names = {f"{spec.head}.weight"}  # tensors of transformers' module that this decoder uses
         self.launches: Launches | None = None  # recorded steps with few rows; set by `record_on`
@@ -182,7 +183,7 @@ class Decoder:
     def new_pool(self, num_slots: int) -> KVPool:
         """Return a KV cache with every layer of this decoder allocated."""
         pool = KVPool(num_slots)
-        pool.lay_out(self.kv_shapes, partial(torch.zeros, dtype=torch.float32))
+        pool.lay_out(self.kv_shapes, partial(np.zeros, dtype=np.float32))
         return pool
 
     def modules(self) -> ModelModules:
@@ -206,9 +207,7 @@ class Decoder:
     def _has_own_head(self) -> bool:
         """False if the output head shares the embedding's weight."""
         head = self._panels.get(self.spec.head)
-        return (
-            head is not None and as_array(head.data).ctypes.data != as_array(self.embedding.data).ctypes.data
-        )
+        return head is not None and head.address != self.embedding.address
 
     def check_lora(self, lora: LoraWeights) -> None:
         """Check that every layer that `lora` changes supports LoRA weights, and prepare `lora` for steps.
@@ -245,17 +244,15 @@ class Decoder:
 
     def plan(self, pool: KVPool, batch: StepBatch) -> AttentionPlan:
         """Return the attention plan of a scheduled step."""
-        return plan_attention(pool, batch, "cpu")
+        return plan_attention(pool, batch)
 
-    def all_plans(
-        self, pool: KVPool, prompts: Sequence[torch.Tensor]
-    ) -> Iterator[tuple[list[int], AttentionPlan]]:
+    def all_plans(self, pool: KVPool, prompts: Sequence[Array]) -> Iterator[tuple[list[int], AttentionPlan]]:
         """Yield plans that run `prompts` through each attention path; see `all_attention_paths`."""
         return all_attention_paths(pool, prompts)
 
     def __call__(
         self, token_ids: NDArray[Any], positions: NDArray[Any], plan: AttentionPlan, *, is_long: bool = False
-    ) -> torch.Tensor:
+    ) -> Array:
         """Run packed tokens; return their final hidden states, (num_tokens, hidden size) float32.
 
         Args:
@@ -264,7 +261,7 @@ class Decoder:
             plan: KV cache slot of each token, and the context that the token attends to.
             is_long: use the long rotary frequencies (longrope).
         """
-        ids, places = (torch.from_numpy(array.astype(np.int64)) for array in (token_ids, positions))
+        ids, places = (array.astype(np.int64) for array in (token_ids, positions))
         if self.launches is not None and not self.loras.groups and self.launches.can_run(plan):
             return self.launches.run(ids, places, plan, is_long=is_long)
         step = self.new_step(len(ids), plan.pool)
@@ -274,24 +271,24 @@ class Decoder:
             operation.run()
         return step.normed
 
-    def head(self, hidden: torch.Tensor, lora: LoraWeights | None = None) -> torch.Tensor:
+    def head(self, hidden: Array, lora: LoraWeights | None = None) -> Array:
         """Return (rows, vocabulary) float32 logits for (rows, hidden size) states, all with `lora`."""
         logits = self.lm_head(hidden)
         if lora is not None:
-            with self.loras.only(lora, len(hidden), self.device):
+            with self.loras.only(lora, len(hidden)):
                 self.loras.add_(self.spec.head, logits, hidden)
         factors = self.spec.factors
         if factors.logits != 1.0:
             logits *= factors.logits
         if factors.softcap is not None:
-            logits = torch.tanh(logits.div_(factors.softcap)).mul_(factors.softcap)
+            softcap_stage(logits, factors.softcap).run()
         return logits
 
     def new_step(self, num_rows: int, pool: KVPool) -> Step:
         """Allocate the buffers for a step with `num_rows` rows."""
 
-        def make(*shape: int) -> torch.Tensor:
-            return torch.empty(num_rows, *shape, dtype=torch.float32, device=self.device)
+        def make(*shape: int) -> Array:
+            return np.empty((num_rows, *shape), np.float32)
 
         heads = (self.num_heads, self.spec.head_dim)
         kinds = {layer.rotary for layer in self.layers if layer.rotary is not None}
@@ -307,11 +304,11 @@ class Decoder:
             values=make(self.mlp_width),
             angles={kind: (make(width), make(width)) for kind, width in widths.items()},
             query_scales=None if self.spec.factors.queries is None else make(),
-            slots=torch.zeros(num_rows, dtype=torch.int64, device=self.device),
+            slots=np.zeros(num_rows, np.int64),
             pool=pool,
         )
 
-    def fill(self, step: Step, ids: torch.Tensor, places: torch.Tensor, *, is_long: bool) -> None:
+    def fill(self, step: Step, ids: Array, places: Array, *, is_long: bool) -> None:
         """Write the inputs of a step to its buffers: embeddings, and cosines and sines of rotary angles.
 
         Args:
@@ -328,17 +325,20 @@ class Decoder:
             rows *= factors.embedding
         if self.positions is not None:
             rows += embedded(self.positions, places)
-        step.hidden.copy_(rows)
+        step.hidden[:] = rows
         for kind, (cosines, sines) in step.angles.items():
             frequencies = self.tensors[f"{'long_' if is_long else ''}inv_freq.{kind}"]
-            angles = places[:, None].float() * frequencies
-            angles = torch.cat((angles, angles), dim=1)
-            cosines.copy_(angles.cos() * self.spec.rotary_scaling[kind])
-            sines.copy_(angles.sin() * self.spec.rotary_scaling[kind])
+            # Angles in float32, as transformers computes them; the functions in float64, because float32
+            # versions round differently on other platforms.
+            angles = (places[:, None].astype(np.float32) * frequencies).astype(np.float64)
+            for part, function in ((cosines, np.cos), (sines, np.sin)):
+                values = function(angles).astype(np.float32) * self.spec.rotary_scaling[kind]
+                part[:, : values.shape[1]] = part[:, values.shape[1] :] = values
         if step.query_scales is not None:
             assert factors.queries is not None
             beta, length = factors.queries
-            step.query_scales.copy_(1 + beta * torch.log(1 + torch.floor(places.float() / length)))
+            periods = np.floor(places.astype(np.float32) / length).astype(np.float64)
+            step.query_scales[:] = 1 + beta * np.log1p(periods).astype(np.float32)
 
     def operations(self, step: Step, attend: Attend) -> list[Operation]:
         """Return the operations of a step in order, without running them."""
@@ -368,19 +368,17 @@ class Decoder:
             operations += self._add_operations(mlp.down, mlp.down_name, inner, layer.after_mlp, step)
         return operations
 
-    def _attention_operations(
-        self, layer: Layer, x: torch.Tensor, step: Step, attend: Attend
-    ) -> list[Operation]:
+    def _attention_operations(self, layer: Layer, x: Array, step: Step, attend: Attend) -> list[Operation]:
         operations: list[Operation] = [*layer.projection.stages(x, step.projected)]
         start = 0
         for name, width in layer.projections.items():
             operations += step.lora_operations(name, step.projected[:, start : start + width], x)
             start += width
-        parts = torch.split(step.projected, self.widths, dim=1)
+        parts = split_columns(step.projected, self.widths)
         for norm, part in zip(layer.head_norms, parts, strict=False):
             if norm is not None:
                 operations.append(norm.stage(part, part))
-        nothing = step.hidden.new_empty(len(step.slots), 0)
+        nothing = np.empty((len(step.slots), 0), np.float32)
         rotate_and_store = rotary_stage(
             self._by_head(step.projected),
             (nothing, nothing) if layer.rotary is None else step.angles[layer.rotary],
@@ -391,14 +389,14 @@ class Decoder:
             query_scales=step.query_scales,
         )
         operations += [rotate_and_store, attend(step, layer.index, layer.rule)]
-        attended = step.attended.flatten(1)
+        attended = step.attended.reshape(len(step.attended), -1)
         operations += self._add_operations(
             layer.output, layer.output_name, attended, layer.after_attention, step
         )
         return operations
 
     def _add_operations(
-        self, linear: Linear, name: str, x: torch.Tensor, norm: Norm | None, step: Step
+        self, linear: Linear, name: str, x: Array, norm: Norm | None, step: Step
     ) -> list[Operation]:
         """Return the operations that add `linear(x)` to the hidden states, after `norm` if there is one."""
         if norm is None:
@@ -413,19 +411,20 @@ class Decoder:
             norm.stage(step.branch, step.hidden, step.hidden),
         ]
 
-    def _by_head(self, projected: torch.Tensor) -> Projections:
+    def _by_head(self, projected: Array) -> Projections:
         """Return views of the joint projection's output, (M, sum of widths), as queries, keys and values."""
         head_dim = self.spec.head_dim
         if self.family.is_by_head:
-            return Projections(*projected.view(len(projected), -1, 3, head_dim).unbind(2))
-        parts = torch.split(projected, self.widths, dim=1)
-        return Projections(*(part.view(len(part), -1, head_dim) for part in parts))
+            heads = projected.reshape(len(projected), -1, 3, head_dim)
+            return Projections(heads[:, :, 0], heads[:, :, 1], heads[:, :, 2])
+        parts = split_columns(projected, self.widths)
+        return Projections(*(part.reshape(len(part), -1, head_dim) for part in parts))
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, Array]:
         """Return float32 copies of the model's weights, by parameter name in transformers' module."""
         linears = {name for layer in self.layers for name in layer.names}
         state = state_of(self._panels, linears if self.family.is_transposed else ())
-        small = {name: tensor.clone() for name, tensor in self.tensors.items() if not is_frequency(name)}
+        small = {name: tensor.copy() for name, tensor in self.tensors.items() if not is_frequency(name)}
         return state | small
 
     def _layer(self, index: int) -> Layer:
@@ -502,7 +501,7 @@ class Decoder:
             parts = [self._panels[f"{names[0]}{half}"] for half in HALVES]
             self.names |= {f"{names[0]}.weight", f"{names[0]}.bias"}
             if (bias := self.tensors.get(f"{names[0]}.bias")) is not None:
-                biases = bias.chunk(2)
+                biases = np.split(bias, 2)
                 parts = [part.with_bias(half) for part, half in zip(parts, biases, strict=True)]
         values = parts[1] if self.family.is_gated else None
         return GatedPanels(parts[0], values, self.spec.activation)
@@ -514,7 +513,7 @@ class Decoder:
         weight = (
             self.tensors[f"{name}.weight"]
             if self.family.has_norm_weights
-            else torch.ones(self.hidden_size, dtype=torch.float32)
+            else np.ones(self.hidden_size, np.float32)
         )
         return Norm(
             weight + 1.0 if kind == "rms from one" else weight,
@@ -533,7 +532,7 @@ def _attend_by(plan: AttentionPlan, step: Step, layer: int, rule: ScoreRule) -> 
     return HostOperation(partial(attend, plan, layer, step.query, rule, step.attended))
 
 
-def _normed(norm: Norm | None, x: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, list[Operation]]:
+def _normed(norm: Norm | None, x: Array, out: Array) -> tuple[Array, list[Operation]]:
     """Return the input of a sublayer, and the operations that compute it from `x`.
 
     Without a norm, the input is `x` and there are no operations; otherwise it is `out`.
@@ -541,7 +540,7 @@ def _normed(norm: Norm | None, x: torch.Tensor, out: torch.Tensor) -> tuple[torc
     return (x, []) if norm is None else (out, [norm.stage(x, out)])
 
 
-def _inner_operations(mlp: FeedForward, x: torch.Tensor, out: torch.Tensor, step: Step) -> list[Operation]:
+def _inner_operations(mlp: FeedForward, x: Array, out: Array, step: Step) -> list[Operation]:
     """Return the operations that write activation(gates) · values to `out`.
 
     One kernel computes gates and values, unless their weight formats differ or LoRA weights change either.
@@ -564,7 +563,7 @@ def _inner_operations(mlp: FeedForward, x: torch.Tensor, out: torch.Tensor, step
 
 
 def _shared_expert_operations(
-    mlp: FeedForward, shared_gate: tuple[str, Linear], x: torch.Tensor, step: Step
+    mlp: FeedForward, shared_gate: tuple[str, Linear], x: Array, step: Step
 ) -> list[Operation]:
     """Return the operations that add the shared expert's output, weighted by a sigmoid gate (Qwen2-MoE)."""
 
@@ -573,8 +572,10 @@ def _shared_expert_operations(
         gates = gate(x)
         if step.loras is not None:
             step.loras.add_(name, gates, x)
-        # In float64: torch's float32 sigmoid may round differently in the scalar tail of its vector loop.
-        step.hidden += gates.double().sigmoid().float() * step.branch
+        # In float64: float32 functions may round differently in the scalar tail of a vector loop.
+        with np.errstate(over="ignore"):
+            shares = 1 / (1 + np.exp(-gates.astype(np.float64)))
+        step.hidden += shares.astype(np.float32) * step.branch
 
     inner = step.inner[:, : mlp.width]
     return [

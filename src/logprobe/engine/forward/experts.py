@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from logprobe.engine.forward.linear import GatedPanels, Linear
+    from logprobe.kernels.arrays import Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +28,23 @@ class Experts:
     num_chosen: int  # experts per token
     normalises: bool  # scale the weights of a token's experts so that they sum to 1
 
-    def add_(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
+    def add_(self, hidden: Array, x: Array) -> None:
         """Add the weighted sum of each row's expert outputs to `hidden`, in place.
 
         Args:
             hidden: (M, hidden size) float32.
             x: (M, hidden size) float32, the input of the layer's MLP.
         """
-        # In float64: torch's float32 softmax may round differently in the scalar tail of its vector loop.
-        weights, chosen = self.router(x).double().softmax(-1).topk(self.num_chosen)
+        # In float64: float32 functions may round differently in the scalar tail of a vector loop.
+        scores = self.router(x).astype(np.float64)
+        shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        shares /= shares.sum(axis=-1, keepdims=True)
+        chosen = np.argsort(-shares, axis=-1, kind="stable")[:, : self.num_chosen]
+        weights = np.take_along_axis(shares, chosen, axis=-1)
         if self.normalises:
-            weights /= weights.sum(-1, keepdim=True)
-        weights = weights.float()
-        for number in np.unique(chosen.numpy()).tolist():
-            rows, places = torch.where(chosen == number)
+            weights /= weights.sum(axis=-1, keepdims=True)
+        weights = weights.astype(np.float32)
+        for number in np.unique(chosen).tolist():
+            rows, places = np.nonzero(chosen == number)
             made = self.down[number](self.inner[number](x[rows]))
-            hidden.index_add_(0, rows, made * weights[rows, places, None])
+            hidden[rows] += made * weights[rows, places, None]

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 
+from logprobe.kernels.arrays import as_array
 from logprobe.kernels.info import native_library
 from logprobe.kernels.layers.store import store_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    import torch
 
-def is_for_kernels(tensor: torch.Tensor) -> bool:
-    """Return True if the native kernels can read this tensor (float32 on a CPU)."""
-    is_float = tensor.device.type == "cpu" and tensor.dtype == torch.float32
+    from logprobe.kernels.arrays import Array
+
+
+def is_for_kernels(values: Array | torch.Tensor) -> bool:
+    """Return True if the native kernels can read an array or tensor (float32 on a CPU)."""
+    if isinstance(values, np.ndarray):
+        is_float = values.dtype == np.float32
+    else:
+        is_float = values.device.type == "cpu" and str(values.dtype) == "torch.float32"
     return is_float and native_library() is not None
 
 
 class KVPool:
     """The KV cache: keys and values of every slot, (num_slots, kv_heads, dim) per layer.
 
-    On a CPU, the engine allocates it without huge pages, so that memory is used only for slots that have been
-    used (docs/dev/decisions.md).
+    These are arrays for the native decoder on a CPU, and tensors for other decoders. On a CPU, the engine
+    allocates it without huge pages, so that memory is used only for slots that have been used
+    (docs/dev/decisions.md).
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self.keys: dict[int, torch.Tensor] = {}
-        self.values: dict[int, torch.Tensor] = {}
+        self.keys: dict[int, Any] = {}
+        self.values: dict[int, Any] = {}
         # True if the row kernel can read the cache; False until the shapes are known.
         self.is_readable_in_place = False
 
@@ -47,7 +56,7 @@ class KVPool:
         """Write one layer's keys and values, (num_tokens, kv_heads, dim), to (num_tokens,) int64 slots."""
         keys, values = self.layer(layer, key, value)
         if is_for_kernels(key):
-            store_rows(key, keys, value, values, slots)
+            store_rows(*map(as_array, (key, keys, value, values, slots)))
         else:
             keys.index_copy_(0, slots, key)
             values.index_copy_(0, slots, value)
@@ -55,13 +64,13 @@ class KVPool:
     def lay_out(
         self,
         shapes: Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]],
-        new_zeros: Callable[[tuple[int, ...]], torch.Tensor],
+        new_zeros: Callable[[tuple[int, ...]], Array | torch.Tensor],
     ) -> None:
         """Allocate keys and values for layers.
 
         Args:
             shapes: layer → shapes of one token's key and value.
-            new_zeros: called with a shape; returns a zeroed tensor of that shape.
+            new_zeros: called with a shape; returns a zeroed array or tensor of that shape.
         """
         for layer, (key, value) in shapes.items():
             self.keys[layer] = new_zeros((self.num_slots, *key))

@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import torch
 
 from logprobe.kernels.attention.api import RowPlan, ScoreRule, rows_stage
 from logprobe.kernels.stages import Series, Stage
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from logprobe.engine.forward.attention import AttentionPlan
     from logprobe.engine.forward.kv_cache import KVPool
     from logprobe.engine.forward.lora import LoraRows
+    from logprobe.kernels.arrays import Array
 
 MAX_ROWS = 64  # maximum rows of a recorded step
 
@@ -39,17 +39,17 @@ Operation: TypeAlias = Stage | HostOperation
 class Step:
     """The buffers that the operations of a step with M rows read and write."""
 
-    hidden: torch.Tensor  # (M, hidden size)
-    normed: torch.Tensor  # (M, hidden size)
-    branch: torch.Tensor  # (M, hidden size): second norm output, or attention or MLP output before a norm
-    projected: torch.Tensor  # (M, queries + keys + values)
-    query: torch.Tensor  # (M, heads, head_dim)
-    attended: torch.Tensor  # (M, heads, head_dim)
-    inner: torch.Tensor  # (M, intermediate size)
-    values: torch.Tensor  # (M, intermediate size): used if gates and values are separate products
-    angles: dict[str, tuple[torch.Tensor, torch.Tensor]]  # cosines and sines, (M, rotary_dim) each
-    query_scales: torch.Tensor | None  # (M,)
-    slots: torch.Tensor  # (M,) int64
+    hidden: Array  # (M, hidden size)
+    normed: Array  # (M, hidden size)
+    branch: Array  # (M, hidden size): second norm output, or attention or MLP output before a norm
+    projected: Array  # (M, queries + keys + values)
+    query: Array  # (M, heads, head_dim)
+    attended: Array  # (M, heads, head_dim)
+    inner: Array  # (M, intermediate size)
+    values: Array  # (M, intermediate size): used if gates and values are separate products
+    angles: dict[str, tuple[Array, Array]]  # cosines and sines, (M, rotary_dim) each
+    query_scales: Array | None  # (M,)
+    slots: Array  # (M,) int64
     pool: KVPool
     loras: LoraRows | None = None  # None: no row uses LoRA weights
 
@@ -65,7 +65,7 @@ class Step:
         """Return a step whose buffers are views of the first `num_rows` rows of these."""
 
         def cut(part: Any) -> Any:
-            if isinstance(part, torch.Tensor):
+            if isinstance(part, np.ndarray):
                 return part[:num_rows]
             if isinstance(part, dict):
                 return {kind: tuple(map(cut, angles)) for kind, angles in part.items()}
@@ -123,12 +123,10 @@ class Launches:
         is_few = plan.rows is not None and not plan.chunks and len(plan.slots) <= MAX_ROWS
         return is_few and plan.pool is self._step.pool
 
-    def run(
-        self, ids: torch.Tensor, places: torch.Tensor, plan: AttentionPlan, *, is_long: bool
-    ) -> torch.Tensor:
+    def run(self, ids: Array, places: Array, plan: AttentionPlan, *, is_long: bool) -> Array:
         """Run a step with M rows; return its final hidden states, (M, hidden size).
 
-        The returned tensor is valid until the next step.
+        The returned array is valid until the next step.
 
         Args:
             ids: (M,) int64 token ids.
@@ -141,7 +139,7 @@ class Launches:
         if launch is None:
             launch = self._recorded[len(ids)] = self._record(len(ids))
         self._fill(launch.step, ids, places, is_long=is_long)
-        launch.step.slots.copy_(plan.slots)
+        launch.step.slots[:] = plan.slots
         contexts, rows = launch.contexts, plan.rows
         contexts.begins[:], contexts.lengths[:] = rows.begins, rows.lengths
         contexts.slots[: len(rows.slots)] = rows.slots

@@ -7,26 +7,24 @@ read. The same kernels run a single row and a whole prompt.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import nn
 
 from logprobe.engine.forward.process_memory import PagedMemory
+from logprobe.kernels.arrays import as_array
 from logprobe.kernels.layers.forms import pack_floats
 from logprobe.kernels.layers.panels import PLAIN, Finish, panel_stage
-from logprobe.kernels.placement import as_tensor
 from logprobe.models.sources import made_ahead
 from logprobe.models.stored.panels import reading_order
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
+    from logprobe.kernels.arrays import Array
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.kernels.stages import Stage
     from logprobe.models.sources import Source
@@ -50,26 +48,30 @@ class Linear:
         """Return one layer that computes the concatenated outputs of this layer and `others`."""
         return Linear([part for linear in (self, *others) for part in linear.parts])
 
-    def stages(
-        self, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None, factor: float = 1.0
-    ) -> list[Stage]:
+    def stages(self, x: Array, out: Array, residual: Array | None = None, factor: float = 1.0) -> list[Stage]:
         """Return the kernel stages for `out = factor * linear(x) + residual`, where `x` is (M, inputs)."""
         widths = [part.num_outputs for part in self.parts]
-        summands = [None] * len(widths) if residual is None else torch.split(residual, widths, dim=1)
+        summands = [None] * len(widths) if residual is None else split_columns(residual, widths)
         stages = []
-        for part, target, summand in zip(self.parts, torch.split(out, widths, dim=1), summands, strict=True):
+        for part, target, summand in zip(self.parts, split_columns(out, widths), summands, strict=True):
             is_plain = summand is None and factor == 1.0
             finish = PLAIN if is_plain else Finish(residual=summand, factor=factor)
             stages.append(panel_stage(x, part, target, finish))
         return stages
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Array) -> Array:
         """Return (..., outputs) for `x` of shape (..., inputs)."""
-        rows = x.reshape(-1, self.num_inputs)
-        out = rows.new_empty(len(rows), self.num_outputs)
+        rows = np.ascontiguousarray(as_array(x)).reshape(-1, self.num_inputs)
+        out = np.empty((len(rows), self.num_outputs), np.float32)
         for stage in self.stages(rows, out):
             stage.run()
-        return out.view(*x.shape[:-1], self.num_outputs)
+        return out.reshape(*x.shape[:-1], self.num_outputs)
+
+
+def split_columns(rows: Array, widths: Sequence[int]) -> list[Array]:
+    """Return views of consecutive columns of `rows`, (M, width) each."""
+    ends = list(itertools.accumulate(widths))
+    return [rows[:, end - width : end] for end, width in zip(ends, widths, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +82,9 @@ class GatedPanels:
     values: PanelWeights | None
     activation: str
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Array) -> Array:
         """Return (M, intermediate size) for `x` of shape (M, hidden size)."""
-        out = x.new_empty(len(x), self.gates.num_outputs)
+        out = np.empty((len(x), self.gates.num_outputs), np.float32)
         self.stage(x, out).run()
         return out
 
@@ -91,99 +93,26 @@ class GatedPanels:
         """True if one kernel can compute gates and values, because their weight formats are the same."""
         return self.values is None or self.values.form is self.gates.form
 
-    def stage(self, x: torch.Tensor, out: torch.Tensor) -> Stage:
+    def stage(self, x: Array, out: Array) -> Stage:
         """Return the stage that reads (M, hidden size) `x` and writes (M, intermediate size) `out`."""
         return panel_stage(x, self.gates, out, Finish(values=self.values, activation=self.activation))
 
 
-def embedded(weights: PanelWeights, token_ids: torch.Tensor) -> torch.Tensor:
+def embedded(weights: PanelWeights, token_ids: Array) -> Array:
     """Return the embeddings of `token_ids`, float32, with shape `(*token_ids.shape, weights.num_inputs)`.
 
     The row of each distinct id is converted to float32 once.
     """
-    ids, places = np.unique(token_ids.reshape(-1).numpy(), return_inverse=True)
-    rows = torch.from_numpy(weights.rows(ids))
-    return rows[torch.from_numpy(places)].view(*token_ids.shape, weights.num_inputs)
+    if token_ids.size == 1:
+        return weights.rows(token_ids.reshape(-1)).reshape(*token_ids.shape, -1)
+    ids, places = np.unique(token_ids.reshape(-1), return_inverse=True)
+    rows: Array = weights.rows(ids)[places]
+    return rows.reshape(*token_ids.shape, weights.num_inputs)
 
 
-class PanelLinear(nn.Module):
-    """A linear layer on panels that replaces an `nn.Linear` or GPT-2's `Conv1D` in a transformers model."""
-
-    def __init__(self, panels: PanelWeights) -> None:
-        super().__init__()
-        self._linear = Linear([panels])
-        self.in_features, self.out_features = panels.num_inputs, panels.num_outputs
-        self.bias = panels.bias
-
-    @functools.cached_property
-    def weight(self) -> torch.Tensor:
-        """The whole weight, (outputs, inputs) float32, for modules that read it directly."""
-        return dense(self._linear.parts[0])
-
-    def rows(self, start: int, end: int) -> torch.Tensor:
-        """Return rows [start, end) of the weight, (end - start, inputs) float32."""
-        return torch.from_numpy(self._linear.parts[0].rows(np.arange(start, end)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., out_features) for `x` of shape (..., in_features)."""
-        return self._linear(x)
-
-
-class PanelEmbedding(nn.Module):
-    """An embedding on panels that replaces an `nn.Embedding` in a transformers model."""
-
-    def __init__(self, panels: PanelWeights) -> None:
-        super().__init__()
-        self._panels = panels
-        self.num_embeddings, self.embedding_dim = panels.num_outputs, panels.num_inputs
-        # transformers reads a model's device and dtype from its first parameter; this may be the only one.
-        self.no_weight = nn.Parameter(torch.empty(0), requires_grad=False)
-
-    @functools.cached_property
-    def weight(self) -> torch.Tensor:
-        """The whole weight, (num_embeddings, embedding_dim) float32, for modules that read it directly."""
-        return dense(self._panels)
-
-    def rows(self, start: int, end: int) -> torch.Tensor:
-        """Return rows [start, end) of the weight, (end - start, embedding_dim) float32."""
-        return torch.from_numpy(self._panels.rows(np.arange(start, end)))
-
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings of `token_ids`, float32, with shape `(*token_ids.shape, embedding_dim)`."""
-        return embedded(self._panels, token_ids)
-
-
-def dense(panels: PanelWeights) -> torch.Tensor:
+def dense(panels: PanelWeights) -> Array:
     """Unpack panels into a dense matrix, (outputs, inputs) float32."""
-    return torch.from_numpy(np.ascontiguousarray(panels.rows(np.arange(panels.num_outputs))))
-
-
-def use_panels_(model: nn.Module, panels: Mapping[str, PanelWeights]) -> None:
-    """Replace the linear layers and embeddings in a transformers model that have panels, in place.
-
-    `panels` is keyed by full module name. Modules of classes derived from `nn.Linear` or `nn.Embedding` are
-    left unchanged.
-    """
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if name not in panels:
-            continue
-        if is_linear(module):
-            bias: Any = module.bias
-            own = panels[name] if bias is None else panels[name].with_bias(bias)
-            model.set_submodule(name, PanelLinear(own))
-        elif type(module) is nn.Embedding:
-            model.set_submodule(name, PanelEmbedding(panels[name]))
-
-
-def is_linear(module: object) -> bool:
-    """Return True if the module's class is exactly `nn.Linear` or GPT-2's `Conv1D`, not a derived class."""
-    return type(module) is nn.Linear or is_transposed(module)
-
-
-def is_transposed(module: object) -> bool:
-    """Return True for GPT-2's `Conv1D`; compares names to avoid importing `transformers.pytorch_utils`."""
-    kind = type(module)
-    return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+    return np.ascontiguousarray(panels.rows(np.arange(panels.num_outputs)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,23 +136,7 @@ class Matrix:
             weight = source.read(self.parameter, slice(self.expert, self.expert + 1))[0]
         if self.is_transposed:
             weight = weight.T
-        return pack_floats(as_tensor(weight if self.half is None else np.array_split(weight, 2)[self.half]))
-
-
-def matrices_of(model: nn.Module, *, with_experts: bool) -> list[Matrix]:
-    """Return all matrices of a model, ordered so that a kernel's matrices are next to each other.
-
-    A matrix is named after its module. An expert in a shared parameter is named `parameter[number]`, and the
-    halves of a joint gate_up matrix get the suffixes HALVES. Without `with_experts`, 3-D parameters, which
-    hold all experts of a layer, are left out.
-    """
-    shared: dict[int, list[str]] = {}
-    for full_name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.dim() == 2 or (parameter.dim() == 3 and with_experts):
-            shared.setdefault(id(parameter), []).append(full_name)
-    shapes = {names[0]: tuple(model.get_parameter(names[0]).shape) for names in shared.values()}
-    transposed = {f"{name}.weight" for name, module in model.named_modules() if is_transposed(module)}
-    return matrices_of_parameters(shapes, {names[0]: names[1:] for names in shared.values()}, transposed)
+        return pack_floats(weight if self.half is None else np.array_split(weight, 2)[self.half])
 
 
 def matrices_of_parameters(
@@ -231,7 +144,10 @@ def matrices_of_parameters(
     tied: Mapping[str, Sequence[str]],
     transposed: Container[str],
 ) -> list[Matrix]:
-    """Return all matrices of a model; see `matrices_of`.
+    """Return all matrices of a model, ordered so that a kernel's matrices are next to each other.
+
+    A matrix is named after its module. An expert in a shared parameter is named `parameter[number]`, and the
+    halves of a joint gate_up matrix get the suffixes HALVES.
 
     Args:
         shapes: shapes of all 2-D and 3-D parameters by name; a shared parameter occurs once.
@@ -262,36 +178,37 @@ def in_huge_pages(panels: Iterable[PanelWeights]) -> Iterator[PanelWeights]:
     """
     memory = None
     for one in panels:
-        size = one.data.numel()
+        size = one.data.nbytes
         if memory is None or not memory.has_room(size):
             memory = PagedMemory(max(size, PAGED_BYTES), are_huge=True)
-        place = memory.take((size,), torch.uint8)
-        yield replace(one, data=place.copy_(one.data))
+        data = memory.take((size,), np.uint8)
+        data[:] = one.data
+        yield replace(one, data=data)
 
 
-def state_of(panels: Mapping[str, PanelWeights], transposed: Container[str] = ()) -> dict[str, torch.Tensor]:
+def state_of(panels: Mapping[str, PanelWeights], transposed: Container[str] = ()) -> dict[str, Array]:
     """Return the parameters that panels were packed from, in float32, by parameter name.
 
     Args:
-        panels: panels by the names in `matrices_of`.
+        panels: panels by the names in `matrices_of_parameters`.
         transposed: names of modules whose weight is stored as (inputs, outputs).
     """
-    matrices: dict[str, list[torch.Tensor]] = {}
-    made: dict[int, torch.Tensor] = {}  # by address: a tied head shares the embedding's panels
+    matrices: dict[str, list[Array]] = {}
+    made: dict[int, Array] = {}  # by address: a tied head shares the embedding's panels
     for name, one in panels.items():  # gates come before values
-        address = one.data.data_ptr()
-        if address not in made:
-            made[address] = dense(one)
-        matrices.setdefault(name.removesuffix(HALVES[0]).removesuffix(HALVES[1]), []).append(made[address])
-    state: dict[str, torch.Tensor] = {}
-    experts: dict[str, dict[int, torch.Tensor]] = {}
+        if one.address not in made:
+            made[one.address] = dense(one)
+        parts = matrices.setdefault(name.removesuffix(HALVES[0]).removesuffix(HALVES[1]), [])
+        parts.append(made[one.address])
+    state: dict[str, Array] = {}
+    experts: dict[str, dict[int, Array]] = {}
     for name, parts in matrices.items():
-        weight = torch.cat(parts) if len(parts) > 1 else parts[0]
+        weight = np.concatenate(parts) if len(parts) > 1 else parts[0]
         parameter, _, number = name.removesuffix("]").partition("[")
         if number:
             experts.setdefault(parameter, {})[int(number)] = weight
         else:
-            state[f"{name}.weight"] = weight.T.contiguous() if name in transposed else weight
+            state[f"{name}.weight"] = np.ascontiguousarray(weight.T) if name in transposed else weight
     for parameter, weights in experts.items():
-        state[parameter] = torch.stack([weights[number] for number in range(len(weights))])
+        state[parameter] = np.stack([weights[number] for number in range(len(weights))])
     return state

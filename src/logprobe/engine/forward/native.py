@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING, Any, Final
 
 from logprobe.engine.forward.decoder import Decoder
 from logprobe.engine.forward.device import choose_device, on_device
@@ -18,22 +16,29 @@ from logprobe.engine.forward.load import make_ready
 from logprobe.engine.forward.process_memory import PagedMemory, give_back_memory, return_freed
 from logprobe.engine.forward.system_limits import default_kv_bytes
 from logprobe.errors import EngineClosedError, ParameterError, require
+from logprobe.kernels.arrays import as_array
 from logprobe.models import load_config, load_model
 from logprobe.models.given import is_copy
-from logprobe.models.loading import load_state
+from logprobe.models.loading import check_transformers, load_state
 from logprobe.models.lora import load_lora
 from logprobe.models.quiet import quiet_transformers
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import torch
+
     from logprobe.config import EngineConfig
     from logprobe.engine.forward.ready import ReadyModel
     from logprobe.engine.protocol import StepBatch
+    from logprobe.kernels.arrays import Array
     from logprobe.models import ModelFiles
     from logprobe.models.loading import State
     from logprobe.models.lora import LoraWeights, ModelModules
     from logprobe.records.values import IntArray
 
 GPU_SHARE = 0.7  # keys, values and hidden states get this share of the GPU memory left after loading
+ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 LONG_CONTEXT = 2048  # from this many context tokens, a chunk's scratch memory is returned to the system
 
 
@@ -62,8 +67,9 @@ class NativeForward:
             arithmetic=config.load_config.arithmetic,
             kv_dtype=config.cache_config.kv_cache_dtype,
         )
-        self.decoder, self.layout = ready.decoder, ready.layout
-        self.dtype: torch.dtype = getattr(torch, ready.dtype)
+        self.decoder, self.layout, self.dtype = ready.decoder, ready.layout, ready.dtype
+        # The native decoder computes with arrays, and other decoders with tensors.
+        self._is_native = isinstance(self.decoder, Decoder)
         if config.batch_invariant:
             self._check_invariant()
         self.is_recalled = ready.is_recalled
@@ -100,16 +106,21 @@ class NativeForward:
 
         Raises:
             EngineClosedError: `close` was called.
+            MissingPackageError: torch or transformers is not installed.
         """
         if self.decoder is None:
             raise EngineClosedError("the engine was closed, which released its model")
         if self.layout.why_transformers is not None:
             return self.decoder.model
         if self._own_module is None:
+            check_transformers(f"{self._files.name}: the transformers model")
+            import torch
+
+            dtype: torch.dtype = getattr(torch, self.dtype)
             self._own_module = (
-                load_state(self._files, self.decoder.state(), dtype=self.dtype)
+                load_state(self._files, self.decoder.state(), dtype=dtype)
                 if self._is_replaced or is_copy(self._files.folder)  # a copy's weight files are deleted
-                else load_model(self._files, dtype=self.dtype)
+                else load_model(self._files, dtype=dtype)
             )
         return self._own_module
 
@@ -122,12 +133,13 @@ class NativeForward:
             self._memory = None
         give_back_memory()
         if self.device != "cpu":
+            import torch
+
             torch.cuda.empty_cache()
 
     def _reserve_slots(self, kv_bytes: int, ready: ReadyModel) -> None:
         slot_numbers = sum(prod(shape) for shapes in ready.kv_shapes.values() for shape in shapes)
-        kv_dtype: torch.dtype = getattr(torch, ready.kv_dtype)
-        slot_bytes = slot_numbers * kv_dtype.itemsize + ready.hidden_size * self.dtype.itemsize
+        slot_bytes = slot_numbers * ITEM_BYTES[ready.kv_dtype] + ready.hidden_size * ITEM_BYTES[self.dtype]
         self.num_slots = kv_bytes // slot_bytes
         if self.num_slots < 2:
             raise ParameterError(
@@ -135,14 +147,16 @@ class NativeForward:
             )
         self._memory = _reserve(kv_bytes) if self.device == "cpu" else None
         if self.device != "cpu":
+            import torch
+
             torch.cuda.empty_cache()
             free_bytes, _ = torch.cuda.mem_get_info()
             what = f"{kv_bytes} bytes exceed the {free_bytes} bytes that are free on the GPU"
             remedy = "lower it (replacing weights briefly needs two caches)"
             require(kv_bytes <= free_bytes, "kv_cache_memory_bytes", f"{what}; {remedy}")
         self.pool = KVPool(self.num_slots)
-        self.pool.lay_out(ready.kv_shapes, partial(self._new_zeros, dtype=kv_dtype))
-        self.hidden = self._new_zeros((self.num_slots, ready.hidden_size), dtype=self.dtype)
+        self.pool.lay_out(ready.kv_shapes, partial(self._new_zeros, dtype=ready.kv_dtype))
+        self.hidden: Any = self._new_zeros((self.num_slots, ready.hidden_size), dtype=self.dtype)
 
     def load_lora(self, name: str, path: str, number: int) -> LoraWeights:
         """Load LoRA weights from a folder; they also fit other weights of this model.
@@ -192,20 +206,35 @@ class NativeForward:
     def _default_kv_bytes(self, num_pools: int) -> int:
         if self.device == "cpu":
             return default_kv_bytes(num_pools)
+        import torch
+
         torch.cuda.empty_cache()  # scratch of the verification at load
         free_bytes, _ = torch.cuda.mem_get_info()
         return int(free_bytes * GPU_SHARE / num_pools)
 
-    def _new_zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        if self._memory is not None:
+    def _new_zeros(self, shape: tuple[int, ...], dtype: str) -> Array | torch.Tensor:
+        if self._is_native:
+            assert self._memory is not None
             return self._memory.take(shape, dtype)
-        return torch.zeros(shape, dtype=dtype, device=self.device)
+        from logprobe.engine.forward.tensors import new_zeros
 
-    @torch.inference_mode()
+        return new_zeros(shape, dtype, self.device, self._memory)
+
     def run(self, batch: StepBatch) -> None:
         """Run a step's tokens, and store their keys, values and final hidden states in their slots."""
         if not len(batch.token_ids):
             return
+        with self._running():
+            self._run(batch)
+
+    def _running(self) -> AbstractContextManager[Any]:
+        if self._is_native:
+            return nullcontext()
+        import torch
+
+        return torch.inference_mode()
+
+    def _run(self, batch: StepBatch) -> None:
         if self.rope_boundary is None:
             self._run_together(batch, is_long=False)
             return
@@ -222,23 +251,34 @@ class NativeForward:
             return_freed()  # logits of the last chunk, if it was scored
         has_loras = any(lora is not None for lora in batch.loras)
         if has_loras or self._had_loras:  # also clears the rows of the last step
-            self.decoder.loras.select(batch, self.device)
+            self.decoder.loras.select(batch)
             self._had_loras = has_loras
         hidden = self.decoder(batch.token_ids, batch.positions, attention, is_long=is_long)
         if leaves_scratch:
             return_freed()  # the next chunk's scratch is larger and would not fit into the freed blocks
-        self.hidden.index_copy_(0, attention.slots, hidden)
+        self.hidden[attention.slots] = hidden
 
-    @torch.inference_mode()
-    def hidden_rows(self, slots: IntArray) -> torch.Tensor:
-        """Return the final hidden states stored in `slots`, with shape (len(slots), hidden size)."""
-        return self.hidden.index_select(0, torch.from_numpy(slots.astype(np.int64)).to(self.device))
+    def hidden_rows(self, slots: IntArray) -> Any:
+        """Return the final hidden states stored in `slots`, with shape (len(slots), hidden size).
 
-    @torch.inference_mode()
-    def head(self, hidden: torch.Tensor, lora: LoraWeights | None = None) -> torch.Tensor:
-        """Return (rows, vocabulary) float32 logits for (rows, hidden size) states, all with `lora`."""
-        logits: torch.Tensor = self.decoder.head(hidden, lora)
-        return logits
+        They are an array on a CPU, and a tensor on a GPU.
+        """
+        if self._is_native:
+            return self.hidden[slots]
+        from logprobe.engine.forward.tensors import rows_of
+
+        return rows_of(self.hidden, slots)
+
+    def head(self, hidden: Any, lora: LoraWeights | None = None) -> Any:
+        """Return (rows, vocabulary) float32 logits for (rows, hidden size) states, all with `lora`.
+
+        They are an array on a CPU, and a tensor on a GPU.
+        """
+        if self._is_native:
+            return self.decoder.head(as_array(hidden), lora)
+        from logprobe.engine.forward.tensors import logits_of
+
+        return logits_of(self.decoder, hidden, lora)
 
 
 def _reserve(kv_bytes: int) -> PagedMemory:

@@ -14,7 +14,6 @@ from logprobe.engine.forward.reference.rotary import ORIGINAL_LEN, attention_fac
 from logprobe.engine.forward.reference.rotary import frequencies as rotary_frequencies
 from logprobe.engine.forward.reference.settings import settings_of
 from logprobe.errors import UnsupportedModelError
-from logprobe.kernels.placement import as_tensor
 from logprobe.models.sources import host_array
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ def native_decoder(
     """
     own = {name for name in names if name.startswith((f"{spec.path}.", f"{spec.head}."))}
     try:
-        decoder = Decoder(spec, {name: as_tensor(vector) for name, vector in vectors.items()}, panels)
+        decoder = Decoder(spec, vectors, panels)
     except (KeyError, ValueError, AttributeError, TypeError, RuntimeError) as error:
         return f"its structure is not supported ({type(error).__name__}: {error})"
     if unplaced := sorted(own - decoder.names):

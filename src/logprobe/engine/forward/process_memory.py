@@ -12,12 +12,17 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import torch
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+    from logprobe.kernels.arrays import Array
 
 ALIGNMENT: Final = 64  # bytes of a cache line
-MAX_TENSORS: Final = 1 << 12  # tensors that one `PagedMemory` can align within its size
+MAX_ARRAYS: Final = 1 << 12  # arrays that one `PagedMemory` can align within its size
 M_TRIM_THRESHOLD: Final = -1  # parameter numbers of mallopt
 M_MMAP_THRESHOLD: Final = -3
 MAX_MMAP_THRESHOLD: Final = 32 << 20  # glibc's maximum; its trim threshold is at most twice as large
@@ -87,41 +92,41 @@ def return_freed_of_thread() -> None:
 
 
 class PagedMemory:
-    """Zeroed main memory that is handed out as tensors; the system maps each page at its first use."""
+    """Zeroed main memory that is handed out as arrays; the system maps each page at its first use."""
 
     def __init__(self, num_bytes: int, *, are_huge: bool = False) -> None:
         """Reserve the address range.
 
         Args:
-            num_bytes: total size of all tensors.
+            num_bytes: total size of all arrays.
             are_huge: use huge pages if the system supports them. They are faster to read sequentially, but
                 one used byte maps a whole page.
 
         Raises:
             OSError: the system cannot map that much.
         """
-        size = num_bytes + ALIGNMENT * MAX_TENSORS
+        size = num_bytes + ALIGNMENT * MAX_ARRAYS
         # Private if the system supports it, so that a forked process does not share the slots.
         flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
         self._map = mmap.mmap(-1, size, **flags)
         with suppress(OSError):  # a system without huge pages
             self._advise("MADV_HUGEPAGE" if are_huge else "MADV_NOHUGEPAGE")
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._bytes = np.frombuffer(self._map, np.uint8)
         self._start = 0
 
     def has_room(self, num_bytes: int) -> bool:
-        """Return True if a tensor of `num_bytes` bytes can still be taken."""
+        """Return True if an array of `num_bytes` bytes can still be taken."""
         return self._start + num_bytes <= len(self._bytes)
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a zeroed tensor of this shape and dtype, aligned to a cache line."""
-        end = self._start + math.prod(shape) * dtype.itemsize
-        tensor = self._bytes[self._start : end].view(dtype).view(shape)
+    def take(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        """Return a zeroed array of this shape and dtype, aligned to a cache line."""
+        end = self._start + math.prod(shape) * np.dtype(dtype).itemsize
+        array = self._bytes[self._start : end].view(dtype).reshape(shape)
         self._start = end + -end % ALIGNMENT
-        return tensor
+        return array
 
     def release(self) -> None:
-        """Return all pages to the system; tensors that are still in use then read zeros."""
+        """Return all pages to the system; arrays that are still in use then read zeros."""
         self._advise("MADV_DONTNEED")
 
     def _advise(self, name: str) -> None:

@@ -94,7 +94,7 @@ class Proof:
         plan: Any  # `AttentionPlan` or `SpanPlan`, as the decoder needs
         for starts, plan in decoder.all_plans(pool, prompts):
             pairs = list(zip(references, starts, strict=True))
-            hidden = decoder(
+            hidden: Any = decoder(
                 np.concatenate([reference.token_ids[start:] for reference, start in pairs]),
                 np.concatenate([reference.positions[start:] for reference, start in pairs]),
                 plan,
@@ -144,11 +144,9 @@ class Proof:
         return np.array([token_id for token_id in order if token_id not in special][: self._count])
 
 
-def slots_of(lengths: Sequence[int]) -> list[Any]:
+def slots_of(lengths: Sequence[int]) -> list[NDArray[np.int64]]:
     """Return the KV cache slots of texts that lie one after another, (length,) int64 for each."""
-    import torch
-
-    return list(torch.split(torch.arange(sum(lengths)), list(lengths)))
+    return np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
 
 
 def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:

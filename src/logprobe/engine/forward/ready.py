@@ -14,8 +14,6 @@ from logprobe.engine.forward.config import LoadRecord
 from logprobe.engine.forward.decoder import Decoder
 from logprobe.engine.forward.proof import slots_of
 from logprobe.engine.protocol import Layout
-from logprobe.kernels.placement import as_tensor
-from logprobe.models.sources import host_array
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -126,7 +124,7 @@ def _record(ready: ReadyModel, proof: Proof) -> tuple[LoadRecord, Arrays]:
     """Return the record for later loads, and the tensors that are stored with it."""
     decoder = ready.decoder
     assert isinstance(decoder, Decoder)
-    tensors = {name: host_array(tensor) for name, tensor in decoder.tensors.items()}
+    tensors = dict(decoder.tensors)
     for number, reference in enumerate(proof.references):
         tensors[f"reference.{number}.ids"] = reference.token_ids
         tensors[f"reference.{number}.positions"] = reference.positions
@@ -150,9 +148,7 @@ def recalled(files: ModelFiles, store: LoadStore) -> ReadyModel | None:
         return None
     text, tensors = stored
     panels = store.panels(is_checked=False)  # the comparison of logits detects damage
-    weights = {
-        name: as_tensor(tensor) for name, tensor in tensors.items() if not name.startswith("reference.")
-    }
+    weights = {name: tensor for name, tensor in tensors.items() if not name.startswith("reference.")}
     try:
         record = msgspec.json.decode(text, type=LoadRecord)
         decoder = Decoder(record.decoder, weights, panels)
@@ -220,7 +216,7 @@ def _meets(decoder: Decoder, references: list[tuple[Array, Array, Array]], *, is
         hidden = decoder(token_ids, positions, plan, is_long=is_long)
         ends = itertools.accumulate(len(ids) - start for (ids, _, _), start in pairs)
         kept = [np.arange(end - len(one[2]), end) for end, one in zip(ends, references, strict=True)]
-        logits = host_array(decoder.head(hidden[np.concatenate(kept)]))
+        logits = decoder.head(hidden[np.concatenate(kept)])
         if not np.abs(logits - expected).max() <= TOLERANCE * np.abs(expected).max():
             return False
     return True

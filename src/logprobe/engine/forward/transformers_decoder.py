@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from logprobe.engine.forward.attention import NAME, all_attention_paths, plan_attention
+from logprobe.engine.forward.attention import plan_attention
 from logprobe.engine.forward.kv_cache import KVPool
+from logprobe.engine.forward.transformers_attention import NAME, TensorPlan, all_tensor_paths
 from logprobe.engine.forward.transformers_lora import LoraRoom, TensorLoraRows
 from logprobe.errors import UnsupportedModelError
 
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from logprobe.engine.forward.attention import AttentionPlan, CurrentStep
+    from logprobe.engine.forward.transformers_attention import CurrentStep
     from logprobe.engine.protocol import StepBatch
+    from logprobe.kernels.arrays import Array
     from logprobe.models.lora import LoraWeights
 
 
@@ -135,18 +137,16 @@ class TransformersDecoder:
     def record_on(self, pool: KVPool, max_len: int) -> None:
         """Do nothing, because this decoder has no recorded launches."""
 
-    def plan(self, pool: KVPool, batch: StepBatch) -> AttentionPlan:
+    def plan(self, pool: KVPool, batch: StepBatch) -> TensorPlan:
         """Return the attention plan of a scheduled step."""
-        return plan_attention(pool, batch, str(self.device))
+        return TensorPlan.of(plan_attention(pool, batch), self.device)
 
-    def all_plans(
-        self, pool: KVPool, prompts: Sequence[torch.Tensor]
-    ) -> Iterator[tuple[list[int], AttentionPlan]]:
-        """Yield plans that run `prompts` through each attention path; see `all_attention_paths`."""
-        return all_attention_paths(pool, prompts)
+    def all_plans(self, pool: KVPool, prompts: Sequence[Array]) -> Iterator[tuple[list[int], TensorPlan]]:
+        """Yield plans that run `prompts` through each attention path; see `all_tensor_paths`."""
+        return all_tensor_paths(pool, prompts, self.device)
 
     def __call__(
-        self, token_ids: NDArray[Any], positions: NDArray[Any], plan: AttentionPlan, *, is_long: bool = False
+        self, token_ids: NDArray[Any], positions: NDArray[Any], plan: TensorPlan, *, is_long: bool = False
     ) -> Tensor:
         """Run packed tokens; return their final hidden states, (num_tokens, hidden size).
 
@@ -164,7 +164,7 @@ class TransformersDecoder:
 
     def head(self, hidden: Tensor, lora: LoraWeights | None = None) -> Tensor:
         """Return (rows, vocabulary) float32 logits for (rows, hidden size) states; `lora` applies to all."""
-        with self.loras.only(lora, len(hidden), hidden.device):
+        with self.loras.only(lora, len(hidden)):
             return self._head(hidden)
 
     def _row(self, numbers: NDArray[Any]) -> Tensor:

@@ -12,13 +12,13 @@ import torch
 import transformers
 from transformers import AttentionInterface
 
-from logprobe.engine.forward import attention, masks
-from logprobe.engine.forward.attention import CurrentStep, pooled_attention
+from logprobe.engine.forward import masks
 from logprobe.engine.forward.config import Rule
 from logprobe.engine.forward.families import FAMILIES
 from logprobe.engine.forward.native_decoder import describe
 from logprobe.engine.forward.proof import Proof, Reference, special_ids
 from logprobe.engine.forward.rope import original_lengths, rope_boundary
+from logprobe.engine.forward.transformers_attention import NAME, CurrentStep, pooled_attention
 from logprobe.engine.forward.transformers_decoder import WatchedRun
 from logprobe.errors import UnsupportedModelError, in_one_line
 from logprobe.models.config_files import parse_config
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 # some only in texts longer than those that run here.
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
-AttentionInterface.register(attention.NAME, pooled_attention)
+AttentionInterface.register(NAME, pooled_attention)
 
 
 class TransformersProof(Proof):

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from logprobe.engine.forward.linear import matrices_of, use_panels_
 from logprobe.engine.forward.native_decoder import native_decoder, vectors_of
 from logprobe.engine.forward.ready import NUM_READS, panels_of, ready_model, stored_model
 from logprobe.engine.forward.rope import follow_steps_
 from logprobe.engine.forward.system_limits import check_memory
 from logprobe.engine.forward.transformers_decoder import TransformersDecoder
+from logprobe.engine.forward.transformers_linear import matrices_of, use_panels_
 from logprobe.engine.forward.transformers_proof import TransformersProof, described, refusing
 from logprobe.models import load_model
 from logprobe.models.folder import reading_errors

@@ -7,17 +7,18 @@ values are read in place, without a gather or copy.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from logprobe.kernels.arrays import as_array
 from logprobe.kernels.stages import Stage, items_for_threads
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
 
-Array: TypeAlias = NDArray[Any]
+    from logprobe.kernels.arrays import Array
+
 NO_WINDOW = 1 << 30
 
 
@@ -70,17 +71,18 @@ class ScoreRule:
     window: int | None = None  # sliding window in tokens, including the token itself
     softcap: float | None = None  # score → softcap · tanh(score / softcap)
     # (heads,) attention sink scores: they take part in the softmax, but have no values
-    sinks: Tensor | None = field(default=None, compare=False)
+    sinks: Array | torch.Tensor | None = field(default=None, compare=False)
 
     @property
     def sink_scores(self) -> Array | None:
         """(heads,) float32 sink scores; None without sinks."""
-        return None if self.sinks is None else self.sinks.float().flatten().numpy(force=True)
+        if self.sinks is None:
+            return None
+        sinks = self.sinks if isinstance(self.sinks, np.ndarray) else self.sinks.float().numpy(force=True)
+        return sinks.astype(np.float32).ravel()
 
 
-def attend_rows(
-    query: Tensor, keys: Tensor, values: Tensor, plan: RowPlan, out: Tensor, rule: ScoreRule
-) -> None:
+def attend_rows(query: Array, keys: Array, values: Array, plan: RowPlan, out: Array, rule: ScoreRule) -> None:
     """Write the attention output of each row in `plan` to `out`, using all threads.
 
     Args:
@@ -92,12 +94,10 @@ def attend_rows(
         out: (num_tokens, heads, value_dim) float32, contiguous; only the rows in `plan` are written.
         rule: how scores are computed.
     """
-    rows_stage(query.contiguous(), keys, values, plan, out, rule).run()
+    rows_stage(np.ascontiguousarray(as_array(query)), keys, values, plan, out, rule).run()
 
 
-def rows_stage(
-    query: Tensor, keys: Tensor, values: Tensor, plan: RowPlan, out: Tensor, rule: ScoreRule
-) -> Stage:
+def rows_stage(query: Array, keys: Array, values: Array, plan: RowPlan, out: Array, rule: ScoreRule) -> Stage:
     """Return a stage that computes `attend_rows`; `query` must be contiguous."""
     # The heads of a slot are contiguous; they are split between items only if rows alone give too few items.
     parts = 1 if len(plan.queries) >= items_for_threads() else keys.shape[1]
@@ -114,9 +114,7 @@ def rows_stage(
     )
 
 
-def attention_args(
-    query: Tensor, keys: Tensor, values: Tensor, out: Tensor, rule: ScoreRule
-) -> dict[str, Any]:
+def attention_args(query: Array, keys: Array, values: Array, out: Array, rule: ScoreRule) -> dict[str, Any]:
     """Return the arguments that the kernels for rows and for chunks have in common."""
     return {
         "query": query,

@@ -13,21 +13,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from logprobe.kernels.arrays import as_array
 from logprobe.kernels.attention.api import attention_args
 from logprobe.kernels.layers.layout import PANEL
 from logprobe.kernels.stages import Stage, items_for_threads
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from logprobe.kernels.arrays import Array
     from logprobe.kernels.attention.api import ScoreRule
 
 MAX_PANELS = 4  # panels of query rows that share one repacked block of keys
 
 
-def attend_chunk(
-    query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, rule: ScoreRule, out: Tensor
-) -> None:
+def attend_chunk(query: Array, keys: Array, values: Array, slots: Array, rule: ScoreRule, out: Array) -> None:
     """Write the attention output of each query row, over the context up to the row's own position, to `out`.
 
     Args:
@@ -38,7 +38,9 @@ def attend_chunk(
         rule: how scores are computed.
         out: (num_rows, heads, value_dim) float32, last dimension contiguous.
     """
-    query = query if query.stride(2) == 1 else query.contiguous()
+    query = as_array(query)
+    if query.strides[2] != query.itemsize:
+        query = np.ascontiguousarray(query)
     num_rows, num_heads, _ = query.shape
     num_kv_heads = keys.shape[1]
     groups = num_heads // num_kv_heads

@@ -10,9 +10,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch.nn import functional
 
+from logprobe.kernels.arrays import as_array
 from logprobe.kernels.layers.layout import (
     BFLOAT16,
     FLOAT16,
@@ -29,9 +28,10 @@ from logprobe.kernels.processor import LINE
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    Array = NDArray[Any]
+    from logprobe.kernels.arrays import Array
 
 PIECE_NUMBERS = 1 << 20  # number of weights that are checked at a time, so that they stay in the cache
+FLOATS = {"float32", "float16", "bfloat16"}  # dtypes of weights that need no conversion
 STEP = 32  # the number of inputs is padded to a multiple of this, which is a multiple of every form's block
 
 
@@ -42,8 +42,14 @@ class PanelWeights:
     form: Form
     num_outputs: int
     num_inputs: int
-    data: torch.Tensor  # uint8, the panels one after another
-    bias: torch.Tensor | None = None  # (outputs,) float32
+    data: Array  # uint8, the panels one after another
+    bias: Array | None = None  # (outputs,) float32
+
+    def __post_init__(self) -> None:
+        """Take CPU tensors too, without a copy."""
+        object.__setattr__(self, "data", as_array(self.data))
+        if self.bias is not None:
+            object.__setattr__(self, "bias", as_array(self.bias))
 
     @cached_property
     def padded_inputs(self) -> int:
@@ -60,13 +66,18 @@ class PanelWeights:
         """Size of all panels, in bytes."""
         return -(-self.num_outputs // PANEL) * self.panel_bytes
 
-    def with_bias(self, bias: torch.Tensor) -> PanelWeights:
+    @property
+    def address(self) -> int:
+        """Address of the first panel in memory; modules that share a matrix share its panels."""
+        return address_of(self.data)
+
+    def with_bias(self, bias: Array) -> PanelWeights:
         """Return the same weights with a bias."""
-        return replace(self, bias=bias.detach())
+        return replace(self, bias=bias)
 
     def rows(self, outputs: NDArray[np.integer]) -> NDArray[np.float32]:
         """Return the weights of the given outputs, (len(outputs), inputs) float32."""
-        data = self.data.numpy().reshape(-1, self.panel_bytes)
+        data = self.data.reshape(-1, self.panel_bytes)
         rows: NDArray[np.float32] = _READERS[self.form.name](data, *np.divmod(outputs, PANEL))
         return rows[:, : self.num_inputs]
 
@@ -75,8 +86,8 @@ class PanelWeights:
         half, rest = divmod(self.num_outputs, 2)
         if rest or half % PANEL:
             return None
-        biases = (None, None) if self.bias is None else torch.split(self.bias, half)
-        data = torch.split(self.data[: self.num_bytes], self.num_bytes // 2)
+        biases = (None, None) if self.bias is None else np.split(self.bias, 2)
+        data = np.split(self.data[: self.num_bytes], 2)
         first, second = (
             PanelWeights(self.form, half, self.num_inputs, part, bias)
             for part, bias in zip(data, biases, strict=True)
@@ -94,60 +105,115 @@ class PanelWeights:
             return None
         bias = None
         if any(part.bias is not None for part in parts):
-            bias = torch.cat([_bias_of(part) for part in parts])
+            bias = np.concatenate([_bias_of(part) for part in parts])
         num_outputs = sum(part.num_outputs for part in parts)
         data = _end_to_end([part.data for part in parts])
         return PanelWeights(self.form, num_outputs, self.num_inputs, data, bias)
 
 
-def _bias_of(part: PanelWeights) -> torch.Tensor:
-    return torch.zeros(part.num_outputs, dtype=torch.float32) if part.bias is None else part.bias
+def address_of(array: Array) -> int:
+    """Return the address of an array's first element in memory."""
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
-def _end_to_end(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate arrays of bytes, without a copy if they follow one another in the same storage."""
-    first, places = parts[0], [part.data_ptr() for part in parts]
-    ends = [part.data_ptr() + len(part) for part in parts]
-    if places[1:] != ends[:-1] or len({part.untyped_storage().data_ptr() for part in parts}) > 1:
-        return torch.cat(parts)
-    return first.as_strided((ends[-1] - places[0],), (1,))
+def _bias_of(part: PanelWeights) -> Array:
+    return np.zeros(part.num_outputs, np.float32) if part.bias is None else part.bias
 
 
-def pack_floats(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PanelWeights:
-    """Pack an (outputs, inputs) matrix in the smallest float form that represents all weights exactly."""
-    weight = weight.detach()
-    form, dtype = _narrowest(weight)
+def _end_to_end(parts: list[Array]) -> Array:
+    """Concatenate arrays of bytes, without a copy if they follow one another in the same memory."""
+    places = [address_of(part) for part in parts]
+    ends = [place + len(part) for place, part in zip(places, parts, strict=True)]
+    if places[1:] != ends[:-1] or len({_owner(part) for part in parts}) > 1:
+        return np.concatenate(parts)
+    return np.lib.stride_tricks.as_strided(parts[0], (ends[-1] - places[0],), (1,))
+
+
+def _owner(array: Array) -> int:
+    """Return a number that identifies the owner of a view's memory."""
+    owner: Any = array
+    while isinstance(owner, np.ndarray) and owner.base is not None:
+        owner = owner.base
+    if isinstance(owner, memoryview):
+        owner = owner.obj
+    is_tensor = hasattr(owner, "untyped_storage")
+    return int(owner.untyped_storage().data_ptr()) if is_tensor else id(owner)
+
+
+def pack_floats(weight: Array, bias: Array | None = None) -> PanelWeights:
+    """Pack an (outputs, inputs) matrix in the smallest float form that represents all weights exactly.
+
+    Args:
+        weight: (outputs, inputs) float32, float16 or bfloat16, any strides.
+        bias: (outputs,) float32.
+    """
+    weight = as_array(weight)
+    if weight.dtype.name not in FLOATS:
+        weight = weight.astype(np.float32)
+    form = _narrowest(weight)
     num_outputs, width = weight.shape
-    panels = PanelWeights(form, num_outputs, width, torch.empty(0, dtype=torch.uint8), bias)
+    panels = PanelWeights(form, num_outputs, width, np.empty(0, np.uint8), bias)
     data = _on_lines(panels.num_bytes)
-    # Per panel (steps, PANEL); a step is one input, two for bfloat16.
-    unit = torch.int32 if form is BFLOAT16 else dtype
-    steps = data.view(unit).view(-1, panels.panel_bytes // (PANEL * unit.itemsize), PANEL)
-    for number, target in enumerate(steps):
-        rows = weight[number * PANEL : (number + 1) * PANEL].to(dtype)
-        filled = functional.pad(rows, (0, -width % STEP, 0, PANEL - len(rows))).contiguous()
-        target.copy_(filled.view(unit).t())
+    for start in range(0, num_outputs, PANEL):
+        # (steps, PANEL); a step is one input, or two for bfloat16.
+        steps = _steps(weight[start : start + PANEL], form).T
+        place = start // PANEL * panels.panel_bytes
+        target = data[place : place + panels.panel_bytes].view(steps.dtype).reshape(-1, PANEL)
+        target[: len(steps), : steps.shape[1]] = steps
     return replace(panels, data=data)
 
 
-def _narrowest(weight: torch.Tensor) -> tuple[Form, torch.dtype]:
-    """Return the smallest float form that represents all weights exactly, and its torch dtype."""
-    if weight.dtype == torch.bfloat16:
-        return BFLOAT16, torch.bfloat16
-    fitting = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
-    for rows in torch.split(weight, max(1, PIECE_NUMBERS // weight.shape[1])):
-        wide = rows.float()
-        fitting = {
-            form: dtype for form, dtype in fitting.items() if torch.equal(wide.to(dtype).float(), wide)
-        }
-        if not fitting:
-            return FLOAT32, torch.float32
-    return next(iter(fitting.items()))
+def _steps(rows: Array, form: Form) -> Array:
+    """Convert weights to a float form; for bfloat16, return two weights as one number."""
+    if form is not BFLOAT16:
+        with np.errstate(over="ignore"):
+            return rows.astype(np.float16 if form is FLOAT16 else np.float32, copy=False)
+    halves = _bfloat16_bits(rows)
+    if halves.shape[1] % 2:
+        halves = np.pad(halves, ((0, 0), (0, 1)))
+    return np.ascontiguousarray(halves).view(np.uint32)
+
+
+def _bfloat16_bits(rows: Array) -> Array:
+    """Return weights that bfloat16 represents exactly as the bits of bfloat16 numbers."""
+    if rows.dtype.name == BFLOAT16.name:
+        return rows.view(np.uint16)
+    bits: Array = (rows.astype(np.float32, copy=False).view(np.uint32) >> 16).astype(np.uint16)
+    return bits
+
+
+def _narrowest(weight: Array) -> Form:
+    """Return the smallest float form that represents all weights exactly."""
+    if weight.dtype.name == BFLOAT16.name:
+        return BFLOAT16
+    step = max(1, PIECE_NUMBERS // weight.shape[1])
+    pieces = [weight[start : start + step] for start in range(0, len(weight), step)]
+    if all(_fit_bfloat16(piece.astype(np.float32, copy=False)) for piece in pieces):
+        return BFLOAT16
+    if weight.dtype == np.float16 or all(map(_fit_float16, pieces)):
+        return FLOAT16
+    return FLOAT32
+
+
+def _fit_bfloat16(numbers: Array) -> bool:
+    return not (_bits(numbers) & 0xFFFF).any() and not np.isnan(numbers).any()
+
+
+def _fit_float16(numbers: Array) -> bool:
+    if (_bits(numbers) & 0x1FFF).any():  # below the last bit of a float16
+        return False
+    with np.errstate(over="ignore"):
+        return np.array_equal(numbers.astype(np.float16).astype(np.float32), numbers)
+
+
+def _bits(numbers: Array) -> Array:
+    return np.ascontiguousarray(numbers).view(np.uint32)
 
 
 def empty_panels(form: Form, num_outputs: int, num_inputs: int) -> PanelWeights:
     """Allocate zeroed panels of a quantized form, for `fill_blocks` to write to."""
-    shape = PanelWeights(form, num_outputs, num_inputs, torch.empty(0, dtype=torch.uint8))
+    shape = PanelWeights(form, num_outputs, num_inputs, np.empty(0, np.uint8))
     return replace(shape, data=_on_lines(shape.num_bytes))
 
 
@@ -162,9 +228,7 @@ def fill_blocks(panels: PanelWeights, start: int, header: Array, groups: Array) 
         groups: (outputs, blocks, inputs of a block) int8; or (outputs, blocks, 4) uint32, each of which holds
             eight int4 numbers.
     """
-    blocks = panels.data.numpy().reshape(
-        -1, panels.padded_inputs // panels.form.inputs, panels.form.block_bytes
-    )
+    blocks = panels.data.reshape(-1, panels.padded_inputs // panels.form.inputs, panels.form.block_bytes)
     blocks = blocks[start // PANEL :]
     _fill_lanes(blocks[..., : panels.form.header], header)
     _fill_lanes(blocks[..., panels.form.header :], groups)
@@ -185,11 +249,11 @@ def _fill_lanes(target: Array, values: Array) -> None:
         lanes[num_whole, ..., :num_left] = values[num_whole * PANEL :].transpose(1, 2, 0)
 
 
-def _on_lines(size: int) -> torch.Tensor:
+def _on_lines(size: int) -> Array:
     """Allocate zeroed bytes aligned to a cache line, whose pages are not mapped before their first use."""
     memory = np.zeros(size + LINE, np.uint8)
     start = -memory.ctypes.data % LINE
-    return torch.from_numpy(memory[start : start + size])
+    return memory[start : start + size]
 
 
 def _float32_rows(data: Array, panels: Array, lanes: Array) -> Array:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from logprobe.kernels.stages import Stage
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from logprobe.kernels.arrays import Array
 
 ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "relu2": 5}  # as in the kernel
 PIECE = 1024  # elements of a row per work item
 
 
-def gate_stage(gates: Tensor, values: Tensor | None, out: Tensor, activation: str) -> Stage:
+def gate_stage(gates: Array, values: Array | None, out: Array, activation: str) -> Stage:
     """Return the stage that writes activation(gates) · values, or activation(gates), to `out`.
 
     Args:

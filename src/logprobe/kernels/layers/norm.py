@@ -4,37 +4,40 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from logprobe.kernels.arrays import as_array
 from logprobe.kernels.stages import Stage, block_rows
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from logprobe.kernels.arrays import Array
 
 MAX_ROWS = 16  # maximum rows per work item
 ROWS_FOR_THREADS = 64  # with fewer rows, one thread is faster than several
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
     """Return `x / sqrt(mean(x²) + epsilon) · weight` over the last dimension (Zhang & Sennrich 2019).
 
     Args:
-        x: (..., width) float32 on the CPU.
+        x: (..., width) float32.
         weight: (width,) float32.
         epsilon: added to the mean square.
     """
-    rows = x.contiguous().view(-1, x.shape[-1])
-    out = rows.new_empty(rows.shape)
+    rows = np.ascontiguousarray(as_array(x)).reshape(-1, x.shape[-1])
+    out = np.empty_like(rows)
     norm_stage(rows, weight, out, epsilon).run()
-    return out.view(x.shape)
+    return out.reshape(x.shape)
 
 
 def norm_stage(
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor,
+    x: Array,
+    weight: Array,
+    out: Array,
     epsilon: float,
-    residual: Tensor | None = None,
+    residual: Array | None = None,
     *,
-    bias: Tensor | None = None,
+    bias: Array | None = None,
     is_centred: bool = False,
 ) -> Stage:
     """Return the stage that writes RMSNorm or LayerNorm (Ba et al. 2016) of each part of each row to `out`.
@@ -50,7 +53,7 @@ def norm_stage(
     """
     width, num_rows = len(weight), len(x)
     parts = x.shape[1] // width
-    assert residual is None or residual.stride() == out.stride()
+    assert residual is None or as_array(residual).strides == as_array(out).strides
     assert bias is None or is_centred
     block = block_rows(num_rows, MAX_ROWS)
     return Stage(

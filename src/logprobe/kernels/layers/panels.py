@@ -19,8 +19,7 @@ from logprobe.kernels.layers.layout import FORM_NUMBERS, PANEL, TILE_ROWS
 from logprobe.kernels.stages import Stage, items_for_threads
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from logprobe.kernels.arrays import Array
     from logprobe.kernels.layers.forms import PanelWeights
 
 FEWEST_ITEMS = 32  # minimum work items of a layer, if it has enough panels
@@ -32,7 +31,7 @@ BLOCK_FLOATS = 1 << 19  # maximum rows times inputs of a block above the minimum
 class Finish:
     """Operations on a product before it is written (epilogue)."""
 
-    residual: Tensor | None = None  # (M, outputs) float32, added to the result; may be the output itself
+    residual: Array | None = None  # (M, outputs) float32, added to the result; may be the output itself
     values: PanelWeights | None = None  # the result is activation(product) · (product with these weights)
     activation: str = "none"  # applied to the product; without `values`, this is the result
     factor: float = 1.0  # multiplies the result before the residual is added
@@ -41,7 +40,7 @@ class Finish:
 PLAIN = Finish()
 
 
-def panel_stage(x: Tensor, weights: PanelWeights, out: Tensor, finish: Finish = PLAIN) -> Stage:
+def panel_stage(x: Array, weights: PanelWeights, out: Array, finish: Finish = PLAIN) -> Stage:
     """Return the stage that writes the product of `x` and the weights, plus bias, to `out`, after `finish`.
 
     Args:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from logprobe.kernels.arrays import as_array
 from logprobe.kernels.stages import Stage, block_rows
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from logprobe.kernels.arrays import Array
 
 MAX_ROWS = 16  # maximum rows per work item
 ROWS_FOR_THREADS = 64  # with fewer rows, one thread is faster than several
@@ -18,18 +21,18 @@ ROWS_FOR_THREADS = 64  # with fewer rows, one thread is faster than several
 class Projections:
     """Queries, keys and values of a step's packed tokens in one layer, float32; each head is contiguous."""
 
-    query: Tensor  # (num_tokens, heads, key_dim)
-    key: Tensor  # (num_tokens, kv_heads, key_dim)
-    value: Tensor  # (num_tokens, kv_heads, value_dim)
+    query: Array  # (num_tokens, heads, key_dim)
+    key: Array  # (num_tokens, kv_heads, key_dim)
+    value: Array  # (num_tokens, kv_heads, value_dim)
 
 
 def rotate_and_store(
     projections: Projections,
-    cosines: Tensor,
-    sines: Tensor,
-    pool: tuple[Tensor, Tensor],
-    slots: Tensor,
-) -> Tensor:
+    cosines: Array,
+    sines: Array,
+    pool: tuple[Array, Array],
+    slots: Array,
+) -> Array:
     """Rotate queries and keys by their positions (Su et al. 2021), and store keys and values in the cache.
 
     As in Llama, dimension i of the first half of the rotated dimensions and dimension i of the second half
@@ -47,21 +50,21 @@ def rotate_and_store(
     Returns:
         The rotated queries, (num_tokens, heads, key_dim) float32.
     """
-    out = projections.query.new_empty(projections.query.shape)
-    rotary = (cosines.contiguous(), sines.contiguous())
+    out = np.empty(projections.query.shape, np.float32)
+    rotary = (np.ascontiguousarray(as_array(cosines)), np.ascontiguousarray(as_array(sines)))
     rotary_stage(projections, rotary, pool, slots, out).run()
     return out
 
 
 def rotary_stage(
     projections: Projections,
-    rotary: tuple[Tensor, Tensor],
-    pool: tuple[Tensor, Tensor],
-    slots: Tensor,
-    out: Tensor,
+    rotary: tuple[Array, Array],
+    pool: tuple[Array, Array],
+    slots: Array,
+    out: Array,
     *,
     is_paired: bool = False,
-    query_scales: Tensor | None = None,
+    query_scales: Array | None = None,
 ) -> Stage:
     """Return a stage that computes `rotate_and_store` and writes the rotated queries to `out`.
 

@@ -76,7 +76,7 @@ def from_panels(panels: PanelWeights, device: str | torch.device) -> BlockWeight
         return None
     num_outputs, num_inputs = panels.num_outputs, panels.num_inputs
     num_blocks = panels.padded_inputs // form.inputs
-    blocks = panels.data.numpy()[: panels.num_bytes].reshape(-1, num_blocks, form.block_bytes)
+    blocks = panels.data[: panels.num_bytes].reshape(-1, num_blocks, form.block_bytes)
     is_int4 = form in {INT4, INT4_WIDE}
     num_parts = 2 if is_int4 else 1
     dtype = np.float32 if form in {INT4_WIDE, INT8_WIDE} else np.float16

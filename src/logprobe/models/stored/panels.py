@@ -13,13 +13,12 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import warnings
 import zlib
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import msgspec
-import torch
+import numpy as np
 
 from logprobe.kernels.layers.forms import PanelWeights
 from logprobe.kernels.layers.layout import FORMS, LAYOUT
@@ -69,7 +68,7 @@ def write_panels(
         journal.writelines(map(_encode, lines))
         for names, panels in zip(parts[len(lines) :], packed(len(lines)), strict=True):
             entry = (panels.form.name, panels.num_outputs, panels.num_inputs, end + -end % ALIGNMENT)
-            for data in (bytes(-end % ALIGNMENT), panels.data.numpy().data):
+            for data in (bytes(-end % ALIGNMENT), panels.data.data):
                 file.write(data)
                 crc32 = zlib.crc32(data, crc32)
                 end += len(data)
@@ -153,11 +152,9 @@ def _mapped(path: Path, entries: dict[str, Any]) -> dict[str, PanelWeights]:
     Raises:
         ValueError: an entry is not valid, or lies outside the file.
     """
-    with path.open("rb") as file, warnings.catch_warnings():
+    with path.open("rb") as file:
         whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        # nothing writes to the buffer
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        memory = torch.frombuffer(whole, dtype=torch.uint8)
+    memory = np.frombuffer(whole, np.uint8)
     panels: dict[str, PanelWeights] = {}
     for name, (form, num_outputs, num_inputs, start) in entries.items():
         are_counts = all(isinstance(n, int) and 0 < n < _MOST for n in (num_outputs, num_inputs))

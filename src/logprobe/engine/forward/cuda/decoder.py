@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from logprobe.engine.forward.config import DecoderSpec
     from logprobe.engine.forward.cuda.plan import StepArrays
     from logprobe.engine.protocol import StepBatch
+    from logprobe.kernels.arrays import Array
     from logprobe.models.lora import Dense, LoraWeights, LowRank
 
 EXACT: Final = "bf16x3"
@@ -207,13 +208,13 @@ class CudaDecoder:
         """Return the plan of a scheduled step."""
         return SpanPlan(pool, batch.context_slots, np.diff(batch.starts).tolist(), self.device)
 
-    def all_plans(self, pool: KVPool, prompts: Sequence[Tensor]) -> Iterator[tuple[list[int], SpanPlan]]:
+    def all_plans(self, pool: KVPool, prompts: Sequence[Array]) -> Iterator[tuple[list[int], SpanPlan]]:
         """Yield three plans for `prompts`: whole prompts, their second halves, and their last tokens.
 
         The first plan fills the cache. `prompts` has the slots of each prompt's tokens. With each plan comes,
         for every prompt, the index of the first token that the plan runs.
         """
-        contexts = [slots.cpu().numpy().astype(np.int32) for slots in prompts]
+        contexts = [slots.astype(np.int32) for slots in prompts]
         for starts in (
             [0 for _ in contexts],
             [len(slots) // 2 for slots in contexts],
@@ -244,7 +245,7 @@ class CudaDecoder:
         """Return (rows, vocabulary) float32 logits for (rows, hidden size) states, all with `lora`."""
         logits = self.lm_head(norm(hidden, None, self._new_pieces(*hidden.shape)))
         if lora is not None:
-            with self.loras.only(lora, len(hidden), self.device):
+            with self.loras.only(lora, len(hidden)):
                 self.loras.add_(self.spec.head, logits, hidden)
         factors = self.spec.factors
         if factors.logits != 1.0:
